@@ -8,10 +8,10 @@ MINUTES ?= 2
 LEARNERS ?= 4
 FRAGMENTS ?= 2
 INTENSITY ?= 1
-WORKERS ?= 3
+WORKERS ?= 4
 SECONDS ?= 600
 CASES ?= 1000000
-BENCHES ?= merge encode stall stall_cost wire quality events failover flood store_gcs report rounds
+BENCHES ?= merge stall:encode stall stall:cost quality:wire quality rounds:events failover failover:flood store_gcs dashboard:report rounds
 ROOTFS ?= .rootfs
 RESULTS ?= runs/quality.jsonl
 LARGE ?= runs/large
@@ -20,10 +20,10 @@ PIECE ?= 9
 PEER ?=
 TORCH ?=
 HEADLINE ?= runs/headline
-LINK ?= ../shared/tools/wan/netns.py
+LINK ?= tests/tools/slow_link.py
 KIND ?= cpu
 INTERPRETER ?=
-RUN_UNITS ?= ../shared/tools/systemd-nspawn/run_units.sh
+RUN_UNITS ?= tests/tools/run_units.sh
 
 BIN := .venv/bin
 STAMP := .venv/installed
@@ -33,7 +33,7 @@ RUN := $(BIN)/python -m
 .DELETE_ON_ERROR:
 .PHONY: help install demo reference docs test test-long wheel-test test-slow test-browser picture test-extras test-stores test-models tpu cuda test-alerts operators-hour test-systemd chaos fuzz mutants lint types \
 	imports check \
-	attack attack-live bench headline quality quality-large sim bundle terraform lock clean
+	attack attack-live bench headline quality quality-large sim release terraform lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -65,10 +65,10 @@ $(STAMP): requirements.lock locks/arrow.lock locks/tokens.lock pyproject.toml
 demo: install ## train with four learners and an aggregator on this machine
 	@$(BIN)/diloco local $(ARGS)
 
-test: install ## run the tests, without the long and the slow ones; WORKERS=3 at a time
+test: install ## run the tests, without the long and the slow ones; WORKERS=4 at a time
 	@$(RUN) pytest -m "not long and not slow" -n $(WORKERS) --dist worksteal $(ARGS)
 
-test-long: install ## run the long tests, many of them of real processes; WORKERS=3 at a time
+test-long: install ## run the long tests, many of them of real processes; WORKERS=4 at a time
 	@$(RUN) pytest -m "long and not slow" -n $(WORKERS) --dist worksteal $(ARGS)
 
 sim: install ## simulate; SEEDS=200 MINUTES=2 LEARNERS=4 FRAGMENTS=2 INTENSITY=1 FIRST=0 FULL=1
@@ -148,7 +148,7 @@ test-browser: install ## try the live page in a Chromium, by keyboard and with a
 	@cd tests/browser && npm ci --silent --no-audit --no-fund
 	@$(RUN) pytest tests/browser $(ARGS)
 
-picture: install ## make docs/dashboard.png of a local run, OF=runs/NAME
+picture: install ## make docs/report.png of a local run, OF=runs/NAME
 	@cd tests/browser && npm ci --silent --no-audit --no-fund
 	@$(BIN)/python tests/browser/picture.py $(OF)
 
@@ -163,7 +163,7 @@ fuzz: install ## feed every decoder with damaged inputs; CASES=1000000
 	@$(BIN)/python tests/fuzz/run_fuzz.py --cases $(CASES) $(ARGS)
 
 # Hours of one core where many survive; results are kept in runs/mutants.
-mutants: install ## plant bugs one by one, and say what finds each; WORKERS=3 at a time, ARGS=--quick
+mutants: install ## plant bugs one by one, and say what finds each; WORKERS=4 at a time, ARGS=--quick
 	@$(BIN)/python tests/mutants/run_mutants.py --jobs $(WORKERS) $(ARGS)
 
 lint: install ## ruff: rules and format
@@ -179,11 +179,11 @@ imports: install ## import-linter: who may import whom
 check: lint types imports ## lint, types and imports
 
 # INTERPRETER=/usr is a folder with bin/python3.N and lib; without it uv fetches one.
-bundle: install ## make one archive of all that a machine runs; KIND=cpu, cuda or tpu, INTERPRETER=DIR
-	@$(RUN) diloco.infra.bundle --kind $(KIND) $(if $(INTERPRETER),--interpreter $(INTERPRETER)) $(ARGS)
+release: install ## make one archive of all that a machine runs; KIND=cpu, cuda or tpu, INTERPRETER=DIR
+	@$(RUN) diloco.infra.release --kind $(KIND) $(if $(INTERPRETER),--interpreter $(INTERPRETER)) $(ARGS)
 
-# STANDIN is a stand-in of Google's provider, with which plan and test need no account either.
-terraform: install ## check infra/terraform: fmt, validate, checkov; with STANDIN=... plan and test too
+# A stand-in of Google's provider (tests/tools/google_provider) plans and tests without an account; needs npm.
+terraform: install ## check infra/terraform: fmt, validate, checkov, plan, test
 	@.ci/terraform
 
 # Strict: a link that leads nowhere, or a page that no list names, is an error.
@@ -194,10 +194,11 @@ docs: reference ## build the site of the documentation into site/
 reference: install ## write the generated parts of docs/ anew
 	@$(RUN) docs.generate
 
-bench: install ## run the benchmarks; BENCHES="merge encode" for some of them
+# NAME:PART is a part of a bench, its first word.
+bench: install ## run the benchmarks; BENCHES="merge stall:encode" for some of them
 	@for name in $(BENCHES); do \
 		echo "== bench.$$name"; \
-		$(RUN) bench.$$name $(ARGS) || exit 1; \
+		$(RUN) bench.$$(echo $$name | tr : ' ') $(ARGS) || exit 1; \
 	done
 
 # Of some hundreds of runs in virtual time; those that RESULTS holds are not run again.
@@ -220,15 +221,15 @@ attack-live: install ## the same by processes, beside a nats-server with credent
 quality-large: install ## quality of SIZE=10m or 35m on an accelerator, PIECE=9 minutes at a time
 	@$(RUN) bench.large --folder $(LARGE) --size $(SIZE) --minutes $(PIECE) $(ARGS)
 
-# LINK joins two network namespaces, as root; PEER is a Python that has torch and torchft.
-headline: install ## goodput, a slow link and one round, beside peers; ARGS=--short; LINK=... PEER=...
+# LINK joins two network namespaces, which takes root; PEER is a Python that has torch and torchft.
+headline: install ## goodput, a slow link and one round, beside peers; ARGS=--short; PEER=...
 	@mkdir -p $(HEADLINE)
 	@$(RUN) bench.headline_goodput --out $(HEADLINE)/goodput.json $(ARGS)
-	@$(if $(wildcard $(LINK)), \
+	@$(if $(filter 0,$(shell id -u)), \
 		$(RUN) bench.headline_link --link $(LINK) --out $(HEADLINE)/link.json $(ARGS), \
-		echo "no slow link: there is no program $(LINK)")
+		echo "no slow link: it takes root")
 	@$(RUN) bench.headline_round $(if $(PEER),--peer $(PEER)) --out $(HEADLINE)/round.json $(ARGS)
-	@$(RUN) bench.headline_figures $(HEADLINE) --to $(HEADLINE)
+	@$(RUN) bench.headline_goodput figures $(HEADLINE) --to $(HEADLINE)
 
 # setuptools builds the editable install, which runs without build isolation.
 lock: install ## resolve requirements.lock and locks/ again; ARGS=--upgrade for newer versions

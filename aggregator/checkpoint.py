@@ -12,14 +12,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from diloco.aggregator.committer import commit_record, swap
 from diloco.aggregator.context import Context, identity
 from diloco.aggregator.core import memory
-from diloco.aggregator.core.decisions import Decided
+from diloco.aggregator.core.decisions import Decided, decided_of
 from diloco.aggregator.quarantine import quarantined_learners
 from diloco.aggregator.records import compose, contents_of
 from diloco.aggregator.recovery import rebuild
 from diloco.aggregator.rollback import whole
-from diloco.aggregator.swap import commit_record, swap
 from diloco.common import names, wire
 from diloco.common.bus import Bus
 from diloco.common.errors import (
@@ -146,17 +146,14 @@ async def _beginning(context: Context, at: Recorded, quarantined: tuple[str, ...
         base_seq=0,
         version=source.version,
         global_step=source.global_step,
-        rejected=(),
         reason="resumed",
         position=1,
-        observations=(),
         policy=memory.beginning(
             quarantined=quarantined,
             floor=source.version,
             quorum_s=source.policy.quorum_s,
             sync_s=source.policy.sync_s,
         ),
-        final=False,
         opened_at_s=source.opened_at_s,
         quorum_at_s=source.quorum_at_s,
         closed_at_s=source.closed_at_s,
@@ -230,7 +227,7 @@ async def begin_epoch(context: Context, file: wire.CheckpointFile) -> wire.Speci
             raise RunMismatchError(
                 f"run {context.run!r} has its tape on this bus (epoch {specification.epoch})",
                 hint="start its daemons, they resume; to return to an earlier version: "
-                "diloco rollback",
+                "diloco run rollback",
             ) from None
     if file.settings != specification.settings:
         message = wire.Settings(
@@ -255,17 +252,8 @@ async def begin_fragments(context: Context, records: Iterable[wire.Record]) -> N
 
 async def _begin(context: Context, source: wire.Record, settings_seq: int) -> None:
     now_s = context.runtime.clock()
-    decided = Decided(
-        what=source.what,
-        base_seq=source.base_seq,
-        version=source.version,
-        global_step=source.global_step,
-        rejected=source.rejected,
-        reason=source.reason,
-        position=source.position,
-        observations=source.observations,
-        policy=memory.with_settings(source.policy, settings_seq),
-        final=source.final,
+    decided = decided_of(source)._replace(
+        policy=source.policy.model_copy(update={"settings_seq": settings_seq}),
         opened_at_s=now_s,
         quorum_at_s=now_s,
         closed_at_s=now_s,

@@ -6,8 +6,8 @@ subject, and whoever comes second is content.
 
 from dataclasses import dataclass, field
 
+from diloco.aggregator.committer import swap
 from diloco.aggregator.context import Context, identity
-from diloco.aggregator.swap import swap
 from diloco.common import names, wire
 from diloco.common.bus import Message
 from diloco.common.config import RunSettings
@@ -115,7 +115,7 @@ class Conductor:
                 version=record.version,
                 record_seq=seq,
                 global_step=record.global_step,
-                tokens=record.totals.believed_tokens,
+                tokens=record.totals.tokens_credited,
                 final=record.final,
             )
 

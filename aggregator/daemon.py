@@ -5,17 +5,15 @@ import contextlib
 from collections.abc import Awaitable, Callable, Collection, Iterable
 
 from diloco.aggregator import instruments
-from diloco.aggregator.checkpoint_watch import watch_checkpoints
 from diloco.aggregator.conductor import Conductor
 from diloco.aggregator.context import Context
-from diloco.aggregator.expiry import Expiry
 from diloco.aggregator.leases import Everything, Leases
-from diloco.aggregator.liveness import LivenessWatch
+from diloco.aggregator.liveness import Expiry, LivenessWatch
 from diloco.aggregator.owner import FragmentOwner
 from diloco.aggregator.prepare import prepare
-from diloco.aggregator.score_watch import watch_scores
 from diloco.aggregator.tape_watch import watch_tape
 from diloco.aggregator.tenure import Tenure
+from diloco.aggregator.watches import LOOK_S, CheckpointWatch, ScoreWatch
 from diloco.common import log, names
 from diloco.common.averaged import sync_of
 from diloco.common.bus import Bus, jetstream
@@ -26,8 +24,8 @@ from diloco.common.config import (
     warnings,
 )
 from diloco.common.errors import ConfigError, IntegrityError
+from diloco.common.health import report, tell, tell_stopping
 from diloco.common.layout import Layout, parse_layout
-from diloco.common.manager import report, tell, tell_stopping
 from diloco.common.probes import Probes, make_probes, serving
 from diloco.common.service import (
     AskedToStopError,
@@ -264,8 +262,9 @@ async def _work(
     stop = asyncio.ensure_future(asked.wait())
     probes.start.over()
     reports = asyncio.ensure_future(report(probes.health, probes.manager))
-    checkpoints = asyncio.ensure_future(watch_checkpoints(context, checkpoint_s))
-    scores = asyncio.ensure_future(watch_scores(context))
+    look_s = min(LOOK_S, checkpoint_s / 4) if checkpoint_s else LOOK_S
+    checkpoints = asyncio.ensure_future(CheckpointWatch(context, checkpoint_s).watch(look_s))
+    scores = asyncio.ensure_future(ScoreWatch(context).watch())
     tell(probes.manager, READY="1")
     await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
     tell_stopping(probes.manager)

@@ -10,11 +10,11 @@ from collections.abc import Callable
 import numpy as np
 
 from diloco.aggregator.arrays.fragment import FragmentArrays
+from diloco.aggregator.committer import commit_record
 from diloco.aggregator.context import Context, store_version_object
 from diloco.aggregator.core import memory
 from diloco.aggregator.core.decisions import Decided
 from diloco.aggregator.records import NOTHING, Contents, compose
-from diloco.aggregator.swap import commit_record
 from diloco.common import names, shards, wire
 from diloco.common.errors import RunMismatchError, SwapLostError
 from diloco.common.tape import decode
@@ -54,12 +54,9 @@ async def _commit(context: Context, fragment: int, vector: np.ndarray) -> None:
         base_seq=0,
         version=0,
         global_step=0,
-        rejected=(),
         reason="created",
         position=1,
-        observations=(),
         policy=memory.beginning(),
-        final=False,
         opened_at_s=now_s,
         quorum_at_s=now_s,
         closed_at_s=now_s,

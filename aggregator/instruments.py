@@ -2,12 +2,15 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from diloco.aggregator.core.state import State
 from diloco.common import metrics, wire
 from diloco.common.health import View
 from diloco.common.metrics import Metrics
+
+if TYPE_CHECKING:
+    from diloco.aggregator.tenure import Tenure
 
 # Of the fragments that are ours; others have those of the rest.
 BY_FRAGMENT = (
@@ -25,26 +28,8 @@ BY_FRAGMENT = (
 )
 
 
-class Tenure(Protocol):
-    """What is asked of a fragment that is owned."""
-
-    state: State
-
-    @property
-    def newest(self) -> wire.Record:
-        """The record that it stands at."""
-
-    @property
-    def paused(self) -> bool:
-        """Whether the run is paused."""
-
-    @property
-    def queued(self) -> int:
-        """Events that wait for the machine."""
-
-
 def show_owned(
-    counted: Metrics, tenures: Mapping[int, Tenure | None], fragments: int, stopped: int
+    counted: Metrics, tenures: Mapping[int, "Tenure | None"], fragments: int, stopped: int
 ) -> None:
     """Say how the fragments that are ours stand; `fragments` is P, `stopped` how many are damaged.
 
@@ -105,7 +90,7 @@ def timing(counted: Metrics, clock: Callable[[], float], part: str) -> Iterator[
 
 
 def describe(
-    tenures: Mapping[int, Tenure | None], damaged: Mapping[int, str], fragments: int
+    tenures: Mapping[int, "Tenure | None"], damaged: Mapping[int, str], fragments: int
 ) -> View:
     """What an aggregator does, and which of its fragments it cannot serve yet, or no more."""
     recovering = [fragment for fragment, tenure in tenures.items() if tenure is None]

@@ -8,10 +8,10 @@ write (another owner's, an operator's rollback) ends it, and the next begins fro
 from collections.abc import Awaitable, Callable
 
 from diloco.aggregator.collector import Collector
+from diloco.aggregator.committer import Samples
 from diloco.aggregator.context import Context
 from diloco.aggregator.core.state import State
 from diloco.aggregator.recovery import recover
-from diloco.aggregator.samples import Samples
 from diloco.aggregator.tenure import Tenure
 from diloco.common import metrics
 from diloco.common.errors import SwapLostError

@@ -42,24 +42,7 @@ class Contents(NamedTuple):
 
 def contents_of(record: wire.Record) -> Contents:
     """The contents that a record states."""
-    return Contents(
-        inputs=record.inputs,
-        factors=record.factors,
-        kept=record.kept,
-        radii=record.radii,
-        learning_rate=record.learning_rate,
-        momentum=record.momentum,
-        delta=record.delta,
-        snapshot=record.snapshot,
-        snapshot_version=record.snapshot_version,
-        deltas=record.deltas,
-        outer=record.outer,
-        outer_version=record.outer_version,
-        outer_seq=record.outer_seq,
-        view_digest=record.view_digest,
-        outer_digest=record.outer_digest,
-        merged_at_s=record.merged_at_s,
-    )
+    return Contents(**{name: getattr(record, name) for name in Contents._fields})
 
 
 def unchanged(previous: wire.Record, merged_at_s: float) -> Contents:
@@ -91,42 +74,15 @@ def compose(
         restored_version: whose contents it repeats, if it goes back.
     """
     return wire.Record(
-        what=decided.what,
+        **decided._asdict(),
+        **contents._asdict(),
         run=context.run,
         epoch=context.epoch,
         fragment=fragment,
-        version=decided.version,
         restored_version=restored_version,
-        base_seq=decided.base_seq,
         base_digest=previous.view_digest if previous is not None else "",
         layout=context.layout.digest,
-        global_step=decided.global_step,
-        inputs=contents.inputs,
-        rejected=decided.rejected,
-        reason=decided.reason,
-        factors=contents.factors,
-        kept=contents.kept,
-        radii=contents.radii,
-        learning_rate=contents.learning_rate,
-        momentum=contents.momentum,
-        delta=contents.delta,
-        snapshot=contents.snapshot,
-        snapshot_version=contents.snapshot_version,
-        deltas=contents.deltas,
-        outer=contents.outer,
-        outer_version=contents.outer_version,
-        outer_seq=contents.outer_seq,
-        view_digest=contents.view_digest,
-        outer_digest=contents.outer_digest,
-        position=decided.position,
         totals=totals,
-        observations=decided.observations,
-        policy=decided.policy,
-        final=decided.final,
-        opened_at_s=decided.opened_at_s,
-        quorum_at_s=decided.quorum_at_s,
-        closed_at_s=decided.closed_at_s,
-        merged_at_s=contents.merged_at_s,
         aggregator=context.name,
         attempt_id=identity(context),
         previous=record_digest(previous) if previous is not None else "",
@@ -140,14 +96,7 @@ def cited(record: wire.Record, record_seq: int) -> wire.Record:
     return record.model_copy(update={"outer_seq": record.outer_seq or record_seq})
 
 
-NOTHING = wire.Totals(
-    updates_merged=0,
-    updates_rejected=0,
-    tokens_merged=0,
-    tokens_rejected=0,
-    steps_merged=0,
-    tokens_credited=0,
-)
+NOTHING = wire.Totals(**dict.fromkeys(wire.Totals.model_fields, 0))
 
 
 def sum_up(
@@ -160,7 +109,7 @@ def sum_up(
         tokens_merged=_sum(before.tokens_merged, *(taken.tokens for taken in inputs)),
         tokens_rejected=_sum(before.tokens_rejected, *(taken.tokens for taken in rejected)),
         steps_merged=_sum(before.steps_merged, *(taken.steps for taken in inputs)),
-        tokens_credited=_sum(before.believed_tokens, *(taken.believed_tokens for taken in inputs)),
+        tokens_credited=_sum(before.tokens_credited, *(taken.tokens_credited for taken in inputs)),
     )
 
 
@@ -213,22 +162,9 @@ async def store_version(
     fragment, made = previous.fragment, made_version.made
     with instruments.timing(context.metrics, context.runtime.clock, "store"):
         delta = await store_version_object(context, fragment, version, "delta", made.delta, logger)
-        contents = Contents(
-            inputs=made.inputs,
-            factors=made.factors,
-            kept=made.kept,
-            radii=made.radii,
-            learning_rate=made.learning_rate,
-            momentum=made.momentum,
-            delta=delta,
-            snapshot=previous.snapshot,
-            snapshot_version=previous.snapshot_version,
+        contents = contents_of(previous)._replace(
+            **(made._asdict() | {"delta": delta}),
             deltas=(*previous.deltas, delta),
-            outer=previous.outer,
-            outer_version=previous.outer_version,
-            outer_seq=previous.outer_seq,
-            view_digest=made.view_digest,
-            outer_digest=made.outer_digest,
             merged_at_s=made_version.merged_at_s,
         )
         if not made_version.with_snapshot:

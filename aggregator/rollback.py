@@ -8,13 +8,12 @@ back, as long as garbage collection has left what is needed.
 import asyncio
 from collections.abc import Mapping
 
+from diloco.aggregator.committer import commit_record
 from diloco.aggregator.context import Context
-from diloco.aggregator.core import memory
 from diloco.aggregator.core.decisions import Decided
 from diloco.aggregator.records import Contents, compose, contents_of, with_snapshot
 from diloco.aggregator.recovery import Recovered, missing_object, rebuild
 from diloco.aggregator.settings import check_goes_on
-from diloco.aggregator.swap import commit_record
 from diloco.common import wire
 from diloco.common.errors import (
     ConfigError,
@@ -144,12 +143,10 @@ async def _again(
         base_seq=newest_seq,
         version=version,
         global_step=target.global_step,
-        rejected=(),
         reason="rollback",
         position=newest.position,
-        observations=(),
-        policy=memory.with_floor(newest.policy, version),
-        final=False,
+        # What was made before it is merged no more.
+        policy=newest.policy.model_copy(update={"floor": version}),
         opened_at_s=now_s,
         quorum_at_s=now_s,
         closed_at_s=now_s,

@@ -4,8 +4,8 @@ Every fragment takes them from its next version on, every learner at its next st
 comes later finds the last such message, or the one that a record names.
 """
 
+from diloco.aggregator.committer import swap
 from diloco.aggregator.context import Context, identity
-from diloco.aggregator.swap import swap
 from diloco.common import names, wire
 from diloco.common.config import RunSettings, changes, check_changeable
 from diloco.common.errors import ConfigError, RunMismatchError, SwapLostError

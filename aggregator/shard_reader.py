@@ -1,13 +1,12 @@
 """Reads an update's shards from the store, verifies them, and puts their blocks in order."""
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import ml_dtypes
 import numpy as np
 
 from diloco.aggregator.arrays.grid import Grid
-from diloco.aggregator.patience import Reads
 from diloco.common import shards, slices, wire
 from diloco.common.codec import (
     Encoded,
@@ -22,6 +21,15 @@ from diloco.common.reasons import Reason
 if TYPE_CHECKING:
     from diloco.aggregator.arrays.arithmetic import Arithmetic
     from diloco.aggregator.arrays.fragment import Payload
+
+
+class Reads(Protocol):
+    """What reading an update needs of a store."""
+
+    def get(
+        self, name: str, limit_bytes: int | None = None, within_s: float | None = None
+    ) -> bytes:
+        """As `ObjectStore.get`."""
 
 
 def read_payload(

@@ -5,8 +5,8 @@
 Two runs at the same time, so that whatever else the machine does meets both: each has a nats-server
 with credentials and permissions (`diloco auth`), an aggregator, three learners that train
 `examples/digits.py` at a pace that leaves the processor idle, and a folder as its store. Beside one
-of them a process with more learners' credentials (`bench/liar.py`) lies: each attack in turn, for a
-span of time, under a name of its own, and then is silent for some seconds. "nobody" is a span
+of them a process with more learners' credentials (`bench/attack.py`) lies: each attack in turn, for
+a span of time, under a name of its own, and then is silent for some seconds. "nobody" is a span
 without any: how far two equal runs differ.
 
 Shown is the run with the liar in % of the other: versions and honest updates merged in a second of
@@ -35,8 +35,8 @@ import numpy as np
 import numpy.typing as npt
 import tomli_w
 
-from bench.flood import cpu_s
-from bench.liar import ACTS, CODEC, FIRST, GAP_S, HONEST, RUN, STEP_S, Span, liar_name, lie
+from bench.attack import ACTS, CODEC, FIRST, GAP_S, HONEST, RUN, STEP_S, Span, liar_name, lie
+from bench.failover import cpu_s
 from diloco import Task
 from diloco.auth import files as auth
 from diloco.cli.opening import OpenRun, open_run
@@ -46,7 +46,7 @@ from diloco.common.nats_server import NatsServer
 from diloco.common.tape import Entry, read_item
 from diloco.learner.contract import build_task
 from diloco.model.load import global_arrays
-from diloco.operate.create import create
+from diloco.operate.create import create_from
 
 DIGITS = "examples.digits:build"
 # Beyond what spans and gaps take: for daemons to begin, and for runs to end.
@@ -93,7 +93,7 @@ class Fleet:
         """Create the run, and start its daemons."""
         self._server.start()
         self._configure()
-        create(load_config(self._file("operator")), None)
+        create_from(load_config(self._file("operator")), None)
         self._start("agg", ["aggregator"])
         for learner in HONEST:
             self._start(learner, ["learner", "--learner", learner])
@@ -244,7 +244,7 @@ async def _compare(
             found.append(_outcome(span, alone, lied, loss, after[0]))
             print(json.dumps(found[-1]), file=sys.stderr, flush=True)
         for run in opened:
-            message = wire.Stop(run=RUN, global_step=0, reason="the attacks are over")
+            message = wire.Stop(run=RUN, global_step=0, reason="the attacks are over", by="test")
             await run.context.bus.publish(names.stop(RUN), wire.encode(message))
         await asyncio.gather(alone.ended.wait(), lied.ended.wait())
     return found

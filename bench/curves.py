@@ -9,24 +9,74 @@ seed begin alike and draw the same batches.
 
 import argparse
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
+import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-from bench import cases
-from bench.cases import Kind
-from bench.sweep import known
-from diloco.figures import style
+from bench import sweep
+from bench.sweep import Kind, known
+
+# How figures look: few lines, in colours that the colour-blind tell apart (Okabe and Ito's);
+# whatever colours say, line styles or markers say too.
+BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
+YELLOW, BLUE, VERMILLION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
+CYCLE = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK, "#7F7F7F")
+DASHES = ("-", "--", "-.", ":")
+WIDTH_IN = 9.6
+
+_RULES: dict[Any, Any] = {
+    "axes.axisbelow": True,
+    "axes.edgecolor": "#404040",
+    "axes.grid": True,
+    "axes.labelsize": 9,
+    "axes.linewidth": 0.7,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 9.5,
+    "axes.titleweight": "bold",
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "grid.color": "#E4E4E4",
+    "grid.linewidth": 0.6,
+    "hatch.linewidth": 0.6,
+    "legend.fontsize": 8.5,
+    "legend.frameon": False,
+    "lines.linewidth": 1.5,
+    "path.simplify": True,
+    "svg.hashsalt": "diloco",
+    "xtick.labelsize": 8.5,
+    "ytick.labelsize": 8.5,
+}
+
+
+@contextmanager
+def look() -> Iterator[None]:
+    """The style, for as long as the block lasts; figures are made and saved within it."""
+    with mpl.rc_context(_RULES):
+        yield
+
+
+def panels(count: int, height_in: float, **options: Any) -> tuple[Figure, list[Axes]]:
+    """A figure of `count` panels side by side."""
+    figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
+    made = figure.subplots(1, count, squeeze=False, **options)
+    return figure, list(made[0])
+
 
 Losses = dict[int, float]
 MAIN = {
-    "data-parallel": (style.BLACK, "-", "data-parallel"),
-    "synchronous": (style.BLUE, "--", "synchronous DiLoCo"),
-    "uniform": (style.VERMILLION, "-", "this system, equal learners"),
-    "unequal": (style.GREEN, "-.", "speeds 1, 1, ½, ¼"),
-    "kills": (style.PURPLE, ":", "learners killed"),
+    "data-parallel": (BLACK, "-", "data-parallel"),
+    "synchronous": (BLUE, "--", "synchronous DiLoCo"),
+    "uniform": (VERMILLION, "-", "this system, equal learners"),
+    "unequal": (GREEN, "-.", "speeds 1, 1, ½, ¼"),
+    "kills": (PURPLE, ":", "learners killed"),
 }
 
 
@@ -171,12 +221,12 @@ def proof_plot(results: Results, path: Path) -> None:
         if seeds:
             rows.append((mean, error if seeds > 1 else 0.0, f"{_proof_label(name)} ({seeds})"))
     rows.sort(reverse=True)
-    with style.look():
-        figure, (axes,) = style.panels(1, 0.5 + 0.3 * len(rows))
+    with look():
+        figure, (axes,) = panels(1, 0.5 + 0.3 * len(rows))
         for height, (mean, error, label) in enumerate(rows):
-            colour = style.BLACK if "data-parallel" in label else style.VERMILLION
+            colour = BLACK if "data-parallel" in label else VERMILLION
             axes.errorbar(mean, height, xerr=error, fmt="o", color=colour, ms=4, capsize=2)
-        axes.axvline(0, color=style.BLACK, lw=0.8)
+        axes.axvline(0, color=BLACK, lw=0.8)
         axes.set_yticks(range(len(rows)), [label for _, _, label in rows])
         axes.set(xlabel="held-out loss over data-parallel AdamW (%); seeds in brackets")
         figure.savefig(path, dpi=150)
@@ -191,13 +241,13 @@ def scavenging_table(results: Results) -> None:
         extra = next(iter(results.lines[key].values()))["extra"]
         time = results.mean(*key, "took_s") / results.mean(*base, "took_s")
         over = _percent(results.losses(*key), results.losses(*base))
-        print(f"| {name} | {time:.3f} | {cases.expected_time(extra):.3f} | {over} |")
+        print(f"| {name} | {time:.3f} | {sweep.expected_time(extra):.3f} | {over} |")
 
 
 def plot(results: Results, all_tasks: dict[str, Results], path: Path) -> None:
     """Loss and gap over the budget, and the time of runs that learners join, of every task."""
-    with style.look():
-        figure, (left, middle, right) = style.panels(3, 3.2)
+    with look():
+        figure, (left, middle, right) = panels(3, 3.2)
         budgets = sorted({budget for _, budget in results.names("main")})
         for name, (colour, dash, label) in MAIN.items():
             _curve(results, left, name, budgets, colour, dash, label)
@@ -248,9 +298,9 @@ def _gap(
 
 def _times(all_tasks: dict[str, Results], axes: Axes) -> None:
     grid = np.linspace(0, 300, 100)
-    ideal = [cases.expected_time(extra / 100) for extra in grid]
-    axes.plot(grid, ideal, "-", color=style.BLACK, lw=1, label="0.5 + 0.5 / (1 + r)")
-    looks = zip(all_tasks.items(), ("o", "x"), (style.VERMILLION, style.BLUE), strict=True)
+    ideal = [sweep.expected_time(extra / 100) for extra in grid]
+    axes.plot(grid, ideal, "-", color=BLACK, lw=1, label="0.5 + 0.5 / (1 + r)")
+    looks = zip(all_tasks.items(), ("o", "x"), (VERMILLION, BLUE), strict=True)
     for (task, results), marker, colour in looks:
         extras, times = [], []
         for name, budget in results.names("scavenging"):

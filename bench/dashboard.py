@@ -1,32 +1,99 @@
-"""What a live page costs: `diloco dashboard` of a long run, or of a large fleet, that goes on.
+"""What the page costs: live, of a long run or a large fleet that goes on, and as a report.
 
     .venv/bin/python -m bench.dashboard [--versions 400] [--learners 1000] [--seconds 30]
+    .venv/bin/python -m bench.dashboard report [--versions 100000] [--learners 4] [--keep DIR]
 
-The tape is made up, on a real nats-server (bench/forger.py). The command runs in a process of its
-own, with one page open. Measured: how long it reads what the tape holds, its processor time while
-the run stands still and while versions come, its memory, and the bytes of what a page is sent.
+The tape is made up, on a real nats-server (`bench.tapes`); the command runs in a process of its
+own. Live, with one page open: how long it reads what the tape holds, its processor time while the
+run stands still and while versions come, its memory, and the bytes of what a page is sent. Of the
+report: time and peak memory; evaluation is left out, which takes what the task takes.
 """
 
 import argparse
 import asyncio
 import http.client
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
+import tomli_w
 
-from bench import report
-from bench.forger import Forger, publish
+from bench.harness import run_part
+from bench.tapes import Forger, publish
 from diloco.cli.opening import open_run
+from diloco.common.config import load_config
 from diloco.common.nats_server import NatsServer
 from diloco.common.tape import last_record
-from diloco.dashboard.server import FILES
+from diloco.operate.create import create_from
+from diloco.page.server import FILES
+
+# --- The report
+
+
+RUN = "bench"
+GOAL_S, GOAL_GB = 60.0, 2.0
+
+
+async def make_tape(run_dir: Path, versions: int, learners: int) -> None:
+    async with open_run(run_dir) as run:
+        await Forger(run.context, [f"learner-{i}" for i in range(learners)]).forge(versions)
+
+
+def prepare(run_dir: Path, url: str) -> None:
+    document = {
+        "run": {"name": RUN, "steps": 1 << 30},
+        "bus": {"url": url},
+        "store": {"url": str(run_dir / "store")},
+    }
+    path = run_dir / "run.toml"
+    path.write_text(tomli_w.dumps(document))
+    create_from(load_config(path), None)
+
+
+def measure_report(run_dir: Path, out: Path) -> tuple[float, float, float]:
+    """Seconds, processor seconds and peak gigabytes of the command."""
+    command = [sys.executable, "-m", "diloco", "report", str(run_dir), "--evaluations", "0"]
+    began_s = time.perf_counter()
+    process = subprocess.Popen([*command, "--out", str(out)])
+    _, status, usage = os.wait4(process.pid, 0)
+    took_s = time.perf_counter() - began_s
+    assert status == 0, f"diloco report ended with status {status}"
+    # Linux counts in units of 1,024 bytes, macOS in bytes.
+    peak_gb = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
+    return took_s, usage.ru_utime + usage.ru_stime, peak_gb
+
+
+def report_main() -> None:
+    parser = argparse.ArgumentParser(description="time and memory of diloco report")
+    parser.add_argument("--versions", type=int, default=100_000)
+    parser.add_argument("--learners", type=int, default=4)
+    parser.add_argument("--keep", type=Path, help="file that keeps the page")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder)
+        # Nobody cuts the power of a made-up tape.
+        with NatsServer(run_dir / "nats", sync_interval="2m") as server:
+            prepare(run_dir, server.url)
+            began_s = time.perf_counter()
+            asyncio.run(make_tape(run_dir, options.versions, options.learners))
+            made_s = time.perf_counter() - began_s
+            messages = options.versions * (options.learners + 1)
+            print(f"tape of {options.versions:,} versions, {messages:,} messages: {made_s:.0f} s")
+            took_s, used_s, peak_gb = measure_report(run_dir, options.keep or run_dir / "out.html")
+    print(
+        f"report: {took_s:.1f} s (goal {GOAL_S:.0f}), {used_s:.1f} s of processor time, "
+        f"peak {peak_gb:.2f} GB (goal {GOAL_GB:g})"
+    )
+
+
+# --- Live
+
 
 PATIENCE_S = 600.0
 
@@ -51,7 +118,7 @@ class Viewer(threading.Thread):
                 event = value.decode()
             elif key == b"data":
                 self.note(event, value)
-                if event == "figures":
+                if event == "drawn":
                     self.note("learners", self.get("/learners"))
 
     def note(self, what: str, data: bytes) -> None:
@@ -68,7 +135,7 @@ class Viewer(threading.Thread):
 
     def until_figures(self) -> None:
         ends_s = time.monotonic() + PATIENCE_S
-        while "figures" not in self.newest:
+        while "learners" not in self.newest:
             assert time.monotonic() < ends_s, "no figures came"
             time.sleep(0.05)
 
@@ -138,12 +205,10 @@ def measure(run_dir: Path, learners: int, seconds: float) -> None:
         watched.tell(f"{made} versions came")
         files = sum(len(viewer.get(f"/{name}")) for name in ("", *FILES))
         print(json.dumps({"page": files, **viewer.largest}))
-        first: dict[str, Any] = json.loads(viewer.newest["learners"])
-        print(f"a page of learners has {len(first['rows'])} of {first['of']:,}")
         process.terminate()
 
 
-def main() -> None:
+def live_main() -> None:
     parser = argparse.ArgumentParser(description="what a live page costs")
     parser.add_argument("--versions", type=int, default=400)
     parser.add_argument("--learners", type=int, default=1000)
@@ -152,11 +217,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder)
         with NatsServer(run_dir / "nats", sync_interval="2m") as server:
-            report.prepare(run_dir, server.url)
-            asyncio.run(report.make_tape(run_dir, options.versions, options.learners))
+            prepare(run_dir, server.url)
+            asyncio.run(make_tape(run_dir, options.versions, options.learners))
             print(f"{options.versions:,} versions, {options.learners:,} learners")
             measure(run_dir, options.learners, options.seconds)
 
 
 if __name__ == "__main__":
-    main()
+    run_part({"live": live_main, "report": report_main})

@@ -58,7 +58,7 @@ class Job:
         step_s: seconds that a device works on a step.
         gradient: dtype in which gradients travel: "float32" or "bfloat16".
         checkpoint_steps: steps between two checkpoints, 0 for none.
-        task: options of `bench.devices.plain`.
+        task: options of `bench.tasks.plain`.
     """
 
     folder: str
@@ -127,7 +127,7 @@ class Worker:
         """Train to the last step, or until killed."""
         import numpy as np
 
-        from bench.devices import Device
+        from bench.tasks import Device
 
         step, state = self._begin()
 
@@ -311,10 +311,10 @@ def agent(path: Path, rank: int) -> None:
     import jax.flatten_util
     from orbax import checkpoint as ocp
 
-    from bench import devices
+    from bench import tasks
 
     assert ocp.__name__
-    task = devices.plain(steps=job.steps, seed=job.seed, **job.task)
+    task = tasks.plain(steps=job.steps, seed=job.seed, **job.task)
     like = jax.eval_shape(partial(first_state, task, job.seed))
     print("ready", flush=True)
     worker = life = 0

@@ -11,37 +11,34 @@ and the inner optimizer of its last checkpoint, if it has one.
 
 Learners train on JAX's default device, aggregators merge on the CPU, as in a real run. What is to
 happen is data (bound methods and their arguments), so that a world can be kept in a file between
-two pieces of a run (`bench/keep.py`).
+two pieces of a run (`bench/large.py`).
 """
 
-import heapq
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from bench import loops
 from diloco.aggregator.arrays import merge
 from diloco.aggregator.arrays.fragment import FragmentArrays, Payload
 from diloco.aggregator.conductor import Newest, stop_reason
-from diloco.aggregator.core import events, machine, memory, policy, rounds
-from diloco.aggregator.core.effects import AskCut, Commit, Effect, Fetch, Ignored, Merge, OpenRound
-from diloco.aggregator.core.state import State
-from diloco.aggregator.core.updates import UpdateId
-from diloco.common import cores, names, shards, slices, wire
+from diloco.aggregator.core import events, policy, rounds
+from diloco.aggregator.core.events import AskCut, Commit, Effect, Fetch, Ignored, Merge, OpenRound
+from diloco.aggregator.core.updates import UpdateId, update_id
+from diloco.common import cores, shards, wire
 from diloco.common.codec import Encoded
 from diloco.common.config import RunSettings
 from diloco.common.layout import Layout
-from diloco.common.shards import shard_bytes, shard_ranges
 from diloco.learner import sync, tree
 from diloco.learner.checkpoint import copied
 from diloco.learner.delta import vector_of
+from diloco.learner.inner_step import InnerStep, make_inner_step
 from diloco.learner.replica import Replica
 from diloco.learner.task import Batch, Params, Task, held_out_loss
+from diloco.plan.virtual import Fragment, Timeline
 
 
 class Life(NamedTuple):
@@ -104,17 +101,38 @@ class Outcome(NamedTuple):
     looks: tuple[tuple[int, float], ...] = ()
 
 
+class Begun(NamedTuple):
+    """Where every loop begins: parameters as the run's creation makes them, and the inner step."""
+
+    params: Params
+    inner_step: InnerStep
+
+
+def first(task: Task, seed: int) -> Begun:
+    """The task's first parameters from a seed."""
+    return Begun(jax.jit(task.init)(jax.random.key(seed)), make_inner_step(task))
+
+
+# Asked between two steps whether to leave the rest for later.
+Pause = Callable[[], bool]
+
+
+def never() -> bool:
+    """No pause."""
+    return False
+
+
 class Start(NamedTuple):
     """What runs of one task share, so that they compile once."""
 
     task: Task
     layout: Layout
-    params: loops.Start
+    params: Begun
 
 
 def begin(settings: RunSettings, task: Task) -> Start:
     """The task's layout under a run's settings, and first parameters of the run's seed."""
-    return Start(task, tree.task_layout(task, settings.sync), loops.start(task, settings.run.seed))
+    return Start(task, tree.task_layout(task, settings.sync), first(task, settings.run.seed))
 
 
 def emulate(settings: RunSettings, start: Start, weather: Weather) -> Outcome:
@@ -129,94 +147,57 @@ def _merging() -> Any:
     return jax.default_device(jax.local_devices(backend="cpu")[0])
 
 
-@dataclass
-class _Owner:
-    """The aggregator of one fragment."""
+class _Owner(Fragment):
+    """The aggregator of one fragment, which merges tensors."""
 
-    world: "World"
-    rules: policy.FragmentRules
-    arrays: FragmentArrays
-    state: State
-    payloads: dict[UpdateId, Payload] = field(default_factory=dict)
-    tokens: int = 0
-    inputs: list[int] = field(default_factory=list)
+    def __init__(self, world: "World", rules: policy.FragmentRules, arrays: FragmentArrays) -> None:
+        super().__init__(rules, world.time, shards.digest(arrays.view))
+        self.world, self.arrays = world, arrays
+        self.payloads: dict[UpdateId, Payload] = {}
+        self.tokens = 0
+        self.inputs: list[int] = []
 
-    def take(self, event: events.Event) -> None:
-        self.state, effects = machine.step_at(self.rules, self.state, event, self.world.now_s)
-        with _merging():
-            for effect in effects:
-                self._perform(effect)
-        due_s = rounds.deadline(self.rules, self.state)
-        if due_s is not None:
-            self.world.at(due_s, partial(self._ring, due_s))
-
-    def hear_of(self, update: UpdateId, norm: float) -> None:
-        """An update has been read."""
-        self.take(events.Fetched(self.world.now_s, update, norm))
-
-    def stop(self, seq: int) -> None:
-        """The run's stop message arrived."""
-        self.take(events.Stopped(self.world.now_s, seq))
-
-    def _ring(self, due_s: float) -> None:
-        if rounds.deadline(self.rules, self.state) == due_s:
-            self.take(events.Timer(due_s))
-
-    def _perform(self, effect: Effect) -> None:
-        world, fragment = self.world, self.rules.fragment
+    def perform(self, effect: Effect) -> None:
+        """Read, merge and make versions at once; only messages take time."""
+        world = self.world
         match effect:
             case Fetch(update):
-                norm = self.payloads[update].norm
-                world.later(partial(self.hear_of, update, norm))
+                world.later(self._fetched, update)
             case OpenRound(version):
-                world.tell_all(sync.RoundOpened(fragment, version))
+                world.tell_all(sync.RoundOpened(self.rules.fragment, version))
             case Merge(admitted):
-                update = UpdateId(*_identity(admitted.manifest))
-                self.arrays.merge(self.payloads.pop(update), admitted)
+                payload = self.payloads.pop(update_id(admitted.manifest))
+                with _merging():
+                    self.arrays.merge(payload, admitted)
             case AskCut():
                 # Nothing is on its way to the machine: what is announced, it was told.
-                self.take(events.CutKnown(world.now_s, self.state.seen_seq))
+                self.decide(events.CutKnown(world.time.now_s, self.state.seen_seq))
             case Commit():
                 self._commit(effect)
             case Ignored(learner, reason, detail):
                 raise AssertionError((learner, reason, detail))
 
+    def _fetched(self, update: UpdateId) -> None:
+        self.decide(events.Fetched(self.world.time.now_s, update, self.payloads[update].norm))
+
     def _commit(self, commit: Commit) -> None:
-        world, state, rules = self.world, commit.state, self.rules
+        world, state = self.world, commit.state
         assert not state.rejected, state.rejected
-        digest, payload, version = state.view_digest, None, state.version
-        clock = state.global_step
+        digest, payload = state.view_digest, None
         if commit.what == "version":
             part = rounds.step_share(state, participation=world.settings.outer.participation)
-            made = self.arrays.close_round(state.admitted, part)
+            with _merging():
+                made = self.arrays.close_round(state.admitted, part)
             self.inputs += [taken.staleness for taken in state.admitted]
             self.tokens += sum(taken.credit.tokens for taken in state.admitted)
-            digest, version = made.view_digest, version + 1
-            clock = rounds.global_step_after(rules, state)
+            digest = made.view_digest
             payload = _decoded(world.settings, made.delta, self.arrays.grid.size)
-            self.take(events.Made(world.now_s, digest))
-        record_seq = world.next_seq()
-        marks = {(m.learner, m.incarnation): m.seq for m in memory.policy_after(state).marks}
+            self.made(digest)
+        record_seq = world.time.next_seq()
+        read_by = self.read_by(commit, record_seq, digest)
         for learner in world.learners.values():
-            mark = marks.get((learner.name, learner.incarnation), 0)
-            merged = [
-                taken.manifest.seq
-                for taken in state.admitted
-                if commit.what == "version"
-                and (taken.manifest.learner, taken.manifest.incarnation)
-                == (learner.name, learner.incarnation)
-            ]
-            ready = sync.Ready(
-                rules.fragment,
-                record_seq,
-                version,
-                digest,
-                clock,
-                mark,
-                merged_seq=max(merged, default=0),
-            )
-            world.tell(learner, ready, payload)
-        self.take(events.Committed(world.now_s, record_seq))
+            world.tell(learner, read_by(learner.name, learner.incarnation), payload)
+        self.decide(events.Committed(world.time.now_s, record_seq))
         world.watch()
 
 
@@ -278,7 +259,7 @@ class _Learner:
         self.dead = True
         world.lost += sum(sync.unsent(self.state).values()) / len(self.state.fragments)
         silent_s = world.settings.quorum.liveness_timeout_s
-        world.after(silent_s, partial(world.silent, self.name, self.incarnation))
+        world.time.after(silent_s, world.silent, self.name, self.incarnation)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"batches": None}
@@ -286,10 +267,10 @@ class _Learner:
     def _go_on(self) -> None:
         self.waiting = sync.must_wait(self.world.sync_rules, self.state)
         if not self.waiting:
-            self.world.after(self.world.step_s(self.speed), self.step)
+            self.world.time.after(self.world.step_s(self.speed), self.step)
 
     def _exchange(self, tokens: int, steps: int) -> None:
-        stepped = sync.Stepped(self.world.now_s, tokens, steps)
+        stepped = sync.Stepped(self.world.time.now_s, tokens, steps)
         self.state, effects = sync.step(self.world.sync_rules, self.state, stepped)
         for effect in effects:
             match effect:
@@ -307,12 +288,13 @@ class _Learner:
         world, owner = self.world, self.world.owners[send.fragment]
         rows = self.replica.collect(send.fragment, self.replica.send(send.fragment))
         parts: tuple[Encoded, ...] = (Encoded(rows.scales, rows.codes.reshape(-1)),)
-        manifest, parts = world.forge(_manifest(world, self, send), parts)
+        honest = owner.manifest(self.name, self.incarnation, send, self.position, 1 / self.speed)
+        manifest, parts = world.forge(honest, parts)
         with _merging():
             norms_S = merge.segment_norms(owner.arrays.grid, world.settings.sync.codec, parts)
         payload = Payload(parts, norms_S, float(np.sqrt(np.square(norms_S).sum())))
-        owner.payloads[UpdateId(*_identity(manifest))] = payload
-        world.later(partial(self._arrive, manifest))
+        owner.payloads[update_id(manifest)] = payload
+        world.later(self._arrive, manifest)
 
     def _arrive(self, manifest: wire.Manifest) -> None:
         """A manifest is on the tape; who died before is not heard."""
@@ -320,10 +302,9 @@ class _Learner:
             return
         world = self.world
         world.positions[self.name] = manifest.position
-        published = sync.Published(world.now_s, manifest.fragment, manifest.seq)
+        published = sync.Published(world.time.now_s, manifest.fragment, manifest.seq)
         self.state, _ = sync.step(world.sync_rules, self.state, published)
-        owner = world.owners[manifest.fragment]
-        owner.take(events.Announced(world.now_s, world.next_seq(), manifest))
+        world.owners[manifest.fragment].announce(manifest)
 
 
 class World:
@@ -331,12 +312,9 @@ class World:
 
     def __init__(self, settings: RunSettings, start: Start, weather: Weather) -> None:
         self.settings, self.start, self.weather = settings, start, weather
-        self.now_s = BEGAN_S
+        self.time = Timeline(BEGAN_S)
         self.sync_rules = sync.sync_rules(settings.sync)
         self.stopped = False
-        self._seq = 0
-        self._order = 0
-        self._calls: list[tuple[float, int, Callable[[], None]]] = []
         self._rng = np.random.default_rng(settings.run.seed)
         self.owners = [self._owner(f.index) for f in start.layout.fragments]
         self.learners: dict[str, _Learner] = {}
@@ -348,13 +326,12 @@ class World:
         self.looks: list[tuple[int, float]] = []
         self._schedule_lives()
 
-    def run(self, pause: loops.Pause = loops.never) -> Outcome | None:
+    def run(self, pause: Pause = never) -> Outcome | None:
         """Train to the end; None if it has paused before, and is to go on."""
         while not all(owner.state.final for owner in self.owners):
             if pause():
                 return None
-            self.now_s, _, call = heapq.heappop(self._calls)
-            call()
+            self.time.advance()
         versions = sum(owner.state.version for owner in self.owners)
         staleness = [s for owner in self.owners for s in owner.inputs]
         return Outcome(
@@ -375,37 +352,27 @@ class World:
         """What a learner announces and stores in place of this; here the same."""
         return manifest, parts
 
-    def next_seq(self) -> int:
-        self._seq += 1
-        return self._seq
-
-    def at(self, when_s: float, call: Callable[[], None]) -> None:
-        self._order += 1
-        heapq.heappush(self._calls, (max(when_s, self.now_s), self._order, call))
-
-    def after(self, wait_s: float, call: Callable[[], None]) -> None:
-        self.at(self.now_s + wait_s, call)
-
-    def later(self, call: Callable[[], None]) -> None:
-        self.after(self.weather.latency_steps, call)
+    def later(self, call: Callable[..., None], *args: Any) -> None:
+        self.time.after(self.weather.latency_steps, call, *args)
 
     def step_s(self, speed: float) -> float:
         return (1 + self.weather.jitter * float(self._rng.uniform(-1, 1))) / speed
 
     def tell(self, learner: _Learner, event: sync.Event, payload: Encoded | None = None) -> None:
-        self.later(partial(learner.hear, event, payload))
+        self.later(learner.hear, event, payload)
 
     def tell_all(self, event: sync.Event) -> None:
         for learner in self.learners.values():
             self.tell(learner, event)
 
     def finished(self, learner: _Learner, fragments: tuple[int, ...]) -> None:
-        self.later(partial(self._finished, learner.name, learner.incarnation, fragments))
+        self.later(self._finished, learner.name, learner.incarnation, fragments)
 
     def _finished(self, name: str, incarnation: int, fragments: tuple[int, ...]) -> None:
-        seq = self.next_seq()
+        seq = self.time.next_seq()
         for fragment in fragments:
-            self.owners[fragment].take(events.Finished(self.now_s, seq, name, incarnation))
+            finished = events.Finished(self.time.now_s, seq, name, incarnation)
+            self.owners[fragment].decide(finished)
 
     def look(self) -> None:
         """Note the held-out loss of the newest versions, if it is time."""
@@ -418,27 +385,20 @@ class World:
         if self.stopped or not (self._has_its_steps() or self._stops()):
             return
         self.stopped = True
-        self.stopped_at_s = self.now_s
+        self.stopped_at_s = self.time.now_s
         self.later(self._say_stop)
         self.tell_all(sync.Stop())
 
     def _say_stop(self) -> None:
-        seq = self.next_seq()
+        seq = self.time.next_seq()
         for owner in self.owners:
-            owner.stop(seq)
+            owner.decide(events.Stopped(self.time.now_s, seq))
 
     def _owner(self, fragment: int) -> _Owner:
         settings, layout = self.settings, self.start.layout
         view = vector_of(layout, fragment, tree.by_name(self.start.params.params))
-        state = State(
-            version=0,
-            record_seq=self.next_seq(),
-            view_digest=shards.digest(view),
-            seen_seq=0,
-        )
-        rules = policy.fragment_rules(settings, layout, fragment)
         arrays = FragmentArrays.from_view(settings, layout, fragment, view, cores.available())
-        return _Owner(self, rules, arrays, state)
+        return _Owner(self, policy.fragment_rules(settings, layout, fragment), arrays)
 
     def _has_its_steps(self) -> bool:
         stop_steps = self.weather.stop_steps
@@ -451,14 +411,14 @@ class World:
     def silent(self, name: str, incarnation: int) -> None:
         """Tell the aggregators that a life is over; who has begun another is not meant."""
         for owner in self.owners:
-            owner.take(events.Liveness(self.now_s, name, incarnation, False))
+            owner.decide(events.Liveness(self.time.now_s, name, incarnation, False))
 
     def _schedule_lives(self) -> None:
         speeds = self.weather.speeds
         for index, speed in enumerate(speeds):
             for life in self.weather.lives[index] if self.weather.lives else ALWAYS:
                 first_s = BEGAN_S + life.from_s + index / len(speeds)
-                self.at(first_s, partial(self._live, index, speed, life.until_s))
+                self.time.at(first_s, self._live, index, speed, life.until_s)
 
     def _live(self, index: int, speed: float, until_s: float) -> None:
         """Begin a life; none begins once the run stops."""
@@ -468,15 +428,13 @@ class World:
         self.learners[learner.name] = learner
         learner.step()
         if until_s < math.inf:
-            self.at(BEGAN_S + until_s, learner.die)
+            self.time.at(BEGAN_S + until_s, learner.die)
 
     def _learner(self, name: str, speed: float) -> _Learner:
         settings, start = self.settings, self.start
-        incarnation, position = self.next_seq(), self.positions.get(name, 0)
-        for owner in self.owners:
-            owner.take(events.Joined(self.now_s, incarnation, name))
+        incarnation, position = self.time.next_seq(), self.positions.get(name, 0)
+        starts = [owner.join(name, incarnation) for owner in self.owners]
         replica = self.make_replica()
-        starts = [_start(owner) for owner in self.owners]
         checkpoint = self.checkpoints.get(name)
         fresh = checkpoint is None
         return _Learner(
@@ -515,56 +473,6 @@ def _newest(owner: _Owner) -> Newest:
     )
 
 
-def _start(owner: _Owner) -> sync.Start:
-    state = owner.state
-    return sync.Start(state.version, state.view_digest, state.record_seq, state.global_step)
-
-
-def _identity(manifest: wire.Manifest) -> tuple[str, int, int]:
-    return manifest.learner, manifest.incarnation, manifest.seq
-
-
 def _decoded(settings: RunSettings, delta: bytes, size: int) -> Encoded:
     section = settings.sync
     return shards.unpack_delta(delta, codec=section.delta_codec, count=size, block=section.block)
-
-
-def _manifest(world: World, learner: _Learner, send: sync.Send) -> wire.Manifest:
-    section, run = world.settings.sync, world.settings.run.name
-    ranges = shard_ranges(
-        world.owners[send.fragment].rules.size, section.block, section.shard_elements
-    )
-    entries = tuple(
-        wire.Shard(
-            name=names.shard(
-                run, learner.name, send.fragment, 0, learner.incarnation, send.seq, index
-            ),
-            size_bytes=shard_bytes(section.codec, stop - start, section.block),
-            crc32c=0,
-            slices=slices.of_range(start, stop, section.block),
-        )
-        for index, (start, stop) in enumerate(ranges)
-    )
-    return wire.Manifest(
-        run=run,
-        learner=learner.name,
-        epoch=0,
-        incarnation=learner.incarnation,
-        seq=send.seq,
-        fragment=send.fragment,
-        base_version=send.base_version,
-        base_digest=send.base_digest,
-        layout=world.start.layout.digest,
-        codec=section.codec,
-        shards=entries,
-        tokens=send.tokens,
-        steps=send.steps,
-        position=learner.position,
-        local_step=learner.position,
-        loss=0.0,
-        step_time_s=1 / learner.speed,
-        encode_s=0.0,
-        upload_s=0.0,
-        attempt=0,
-        final=send.final,
-    )

@@ -3,7 +3,7 @@
 Islands of both systems live on the same machines: machine i holds learner i of the run and rank i
 of the job. The schedule says when a machine dies and when it is there again; whatever of either
 system is on it is killed with SIGKILL by its process id, and started from nothing when it returns.
-Both systems run at the same time, on emulated devices (`bench.devices`), so that the load of the
+Both systems run at the same time, on emulated devices (`bench.tasks`), so that the load of the
 machine that the bench runs on is the same for both.
 
 Goodput is the useful tokens of a span over those of the same processes in a span of the same
@@ -13,6 +13,9 @@ a machine's failures, from never.
 
     python -m bench.headline_goodput [--machines 12] [--seconds 300] [--mtbf 0,1000,500,250]
     python -m bench.headline_goodput --short        two minutes: four machines, two rates
+    python -m bench.headline_goodput figures FOLDER [--to docs]
+
+The last one draws FOLDER/goodput.json and FOLDER/link.json, what the headline benches kept.
 """
 
 import argparse
@@ -30,10 +33,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import tomli_w
+from matplotlib.axes import Axes
 
+from bench.curves import BLUE, VERMILLION, look, panels
 from bench.data_parallel import POLL_S, Job, Progress, Scheduler, best_interval_steps
-from bench.streaming import table
-from bench.system import create
+from bench.harness import create, run_part, table
 from diloco.cli.opening import open_run
 from diloco.common.nats_server import NatsServer
 from diloco.common.tape import records_of
@@ -140,7 +144,7 @@ class Ours:
         return {
             "run": {"name": "goodput", "steps": STEPS, "seed": conditions.seed},
             "task": {
-                "build": "bench.devices:build",
+                "build": "bench.tasks:paced",
                 "options": {"preset": conditions.preset, "step_s": conditions.step_s},
             },
             "sync": {
@@ -304,9 +308,9 @@ def measure(
 
 
 def _tokens_per_batch(conditions: Conditions) -> int:
-    from bench import devices
+    from bench import tasks
 
-    return devices.plain(steps=STEPS, seed=0, preset=conditions.preset).tokens_per_batch
+    return tasks.plain(steps=STEPS, seed=0, preset=conditions.preset).tokens_per_batch
 
 
 def _settle(ours: Ours, scheduler: Scheduler) -> None:
@@ -412,5 +416,79 @@ def main() -> None:
             print(table([HEADING, *map(describe, goodputs(rows))]), flush=True)
 
 
+# --- Figures
+
+
+DPI = 110
+
+
+def draw_goodput(rows: list[dict[str, Any]], path: Path) -> None:
+    """Goodput of both over failures an hour, with what the schedule alone allows."""
+    rows = sorted(goodputs(rows), key=lambda row: row["mtbf_s"] and 1 / row["mtbf_s"])
+    hourly = [3600 * row["kills"] / row["seconds"] for row in rows]
+    with look():
+        figure, (axes,) = panels(1, 3.6)
+        for key, label, colour, dash in (
+            ("machine_share", "machines that are there: no system can use more", BLUE, ":"),
+            ("ours_goodput", "this system", BLUE, "-"),
+            ("all_there", "all are there: no job that needs all can use more",
+             VERMILLION, ":"),
+            ("data_parallel_goodput", "data-parallel", VERMILLION, "-"),
+        ):  # fmt: skip
+            values = [100 * row[key] for row in rows]
+            axes.plot(hourly, values, dash, marker="o" if dash == "-" else "", color=colour,
+                      label=label)  # fmt: skip
+        first = rows[0]
+        axes.set_title(f"Goodput of {first['machines']} machines under SIGKILLs")
+        axes.set_xlabel(f"failures an hour, each for {first['return_s']:.0f} s on average")
+        axes.set_ylabel("goodput, %")
+        axes.set_ylim(0, 105)
+        axes.legend(loc="lower left")
+        figure.savefig(path, dpi=DPI)
+
+
+def draw_link(rows: list[dict[str, Any]], path: Path) -> None:
+    """Speed on the link as a share of the loopback interface's, and what was moved."""
+    with look():
+        figure, (shares, traffic) = panels(2, 3.2)
+        labels = [f"{row['system']}, {row['islands']}" for row in rows]
+        _bars(shares, labels, [100 * row["share"] for row in rows], "%", rows)
+        shares.set_xlim(0, 115)
+        shares.set_title("Speed, % of that on loopback")
+        steps = [row["link"]["steps_per_s"] for row in rows]
+        both = [row["link"]["mbit_out"] + row["link"]["mbit_in"] for row in rows]
+        moved = [mbit / 8 / step for mbit, step in zip(both, steps, strict=True)]
+        _bars(traffic, [""] * len(rows), moved, "MB", rows)
+        traffic.set_xscale("log")
+        traffic.set_xlim(min(moved) / 4, 6 * max(moved))
+        traffic.set_title("Over the link, a step of one island")
+        figure.savefig(path, dpi=DPI)
+
+
+def _bars(
+    axes: Axes, labels: list[str], values: list[float], unit: str, rows: list[dict[str, Any]]
+) -> None:
+    colours = [BLUE if row["system"] == "ours" else VERMILLION for row in rows]
+    places = range(len(values))
+    axes.barh(places, values, color=colours)
+    axes.set_yticks(list(places), labels)
+    axes.invert_yaxis()
+    for place, value in zip(places, values, strict=True):
+        axes.annotate(f" {value:.3g} {unit}", (value, place), va="center")
+
+
+def draw() -> None:
+    """Draw both."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--to", type=Path, default=Path("docs"))
+    args = parser.parse_args()
+    for name, draw in (("goodput", draw_goodput), ("link", draw_link)):
+        kept = args.folder / f"{name}.json"
+        if kept.exists():
+            draw(json.loads(kept.read_text()), args.to / f"headline-{name}.png")
+            print(args.to / f"headline-{name}.png")
+
+
 if __name__ == "__main__":
-    main()
+    run_part({"measure": main, "figures": draw})

@@ -4,7 +4,7 @@ Two network namespaces are joined by a link of 50 ms round trip and 200 Mbit/s; 
 are in each. Of this system, server, store (Google's API on a socket) and aggregator are in the
 first one, so that the second half's updates and versions all cross the link; of data-parallel, the
 ring of gradients crosses it once each way. Then the same processes once more on the loopback
-interface. Devices are emulated (`bench.devices`): a step takes the same time everywhere.
+interface. Devices are emulated (`bench.tasks`): a step takes the same time everywhere.
 
 It needs root and a program that makes the namespaces (`--link`: NS_A NS_B RTT_MS MBIT LOSS MTU).
 
@@ -28,12 +28,13 @@ from typing import Any, NamedTuple, Self
 import tomli_w
 
 from bench.data_parallel import POLL_S, Job, Scheduler
-from bench.streaming import table
+from bench.harness import table
 from diloco.cli.opening import open_run
 from diloco.common.nats_server import find_binary
 from diloco.common.service import cancel
 from diloco.local.reaper import Reaper
-from diloco.projections.live import Follower, LiveState
+from diloco.run.state import Observed
+from diloco.run.watch import Watch
 
 ROOT = Path(__file__).parents[1]
 STORE = ROOT / "tests" / "gcs_server.py"
@@ -68,7 +69,7 @@ class Fleet(NamedTuple):
 
     @property
     def task(self) -> dict[str, Any]:
-        """Options of `bench.devices.plain`."""
+        """Options of `bench.tasks.plain`."""
         return {"matrices": self.parameters}
 
 
@@ -191,7 +192,7 @@ def _write_config(fleet: Fleet, here: Place, folder: Path) -> Path:
     document = {
         "run": {"name": "link", "steps": STEPS, "seed": fleet.seed},
         "task": {
-            "build": "bench.devices:build",
+            "build": "bench.tasks:paced",
             "options": {**fleet.task, "step_s": fleet.step_s},
         },
         "sync": {"interval_steps": 24, "fragments": 8, "codec": "int4", "delta_codec": "int4"},
@@ -212,18 +213,19 @@ async def observe(config: Path, islands: int, seconds: float) -> None:
     """Print "steady" once every learner has adopted versions, and what the next seconds brought."""
     async with open_run(config, name="bench") as opened:
         section = opened.context.settings.sync
-        follower = Follower(opened.context)
-        following = asyncio.ensure_future(follower.follow())
+        watch = Watch(opened.context)
+        following = asyncio.ensure_future(watch.follow())
         deadline_s = time.monotonic() + READY_S
-        while not _steady(follower.state, islands, 2 * section.interval_steps):
+        while not _steady(watch.observed, islands, 2 * section.interval_steps):
             await asyncio.sleep(0.2)
             if time.monotonic() > deadline_s:
                 sys.exit("not steady in time")
         print("steady", flush=True)
-        before = _snapshot(follower.state)
+        before = _snapshot(watch.observed)
         began_s = time.monotonic()
         await asyncio.sleep(seconds)
-        after = _snapshot(follower.state)
+        after = _snapshot(watch.observed)
+        run = watch.observed.run(time.time())
         took_s = time.monotonic() - began_s
         await cancel(following)
     spans = [_difference(before["beats"][name], beat) for name, beat in after["beats"].items()]
@@ -235,22 +237,23 @@ async def observe(config: Path, islands: int, seconds: float) -> None:
                 "merged_steps_per_s": merged,
                 "stall": sum(span["stall_s"] for span in spans)
                 / sum(span["run_s"] for span in spans),
-                "staleness": follower.state.staleness,
-                "round_size": follower.state.round_size,
+                "staleness": run.staleness,
+                "round_size": run.round_size,
             }
         ),
         flush=True,
     )
 
 
-def _steady(observed: LiveState, islands: int, steps: int) -> bool:
-    beats = [view.heartbeat for view in observed.learners.values()]
+def _steady(observed: Observed, islands: int, steps: int) -> bool:
+    beats = [view.heartbeat for view in observed.beats.values()]
     return len(beats) == islands and all(beat.local_step >= steps for beat in beats)
 
 
-def _snapshot(observed: LiveState) -> dict[str, Any]:
-    beats = {name: view.heartbeat.model_dump() for name, view in observed.learners.items()}
-    merged = sum(totals.tokens_merged for totals in observed.totals.values())
+def _snapshot(observed: Observed) -> dict[str, Any]:
+    beats = {name: view.heartbeat.model_dump() for name, view in observed.beats.items()}
+    totals = [recorded.record.totals for recorded in observed.records.values()]
+    merged = sum(one.tokens_merged for one in totals)
     return {"beats": beats, "merged": merged}
 
 

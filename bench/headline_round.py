@@ -21,14 +21,18 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import jax
 import tomli_w
 
-from bench.streaming import table
-from bench.system import create
+import diloco
+from bench.harness import create, run_part, table
+from bench.tasks import plain
 from diloco.common.nats_server import NatsServer
+from diloco.learner.task import Params, params_shapes
 from diloco.local.fleet import Fleet
 
 PARAMETERS = 1 << 24
@@ -48,7 +52,7 @@ def ours(codec: str, workers: int, parameters: int, rounds: int, folder: Path) -
     with NatsServer(folder / "nats") as server, Fleet(folder / "logs") as fleet:
         document = {
             "run": {"name": "round", "steps": 100_000},
-            "task": {"build": "bench.devices:plain", "options": {"matrices": parameters}},
+            "task": {"build": "bench.tasks:plain", "options": {"matrices": parameters}},
             "sync": {
                 "mode": "lockstep",
                 "interval_steps": 1,
@@ -69,7 +73,14 @@ def ours(codec: str, workers: int, parameters: int, rounds: int, folder: Path) -
         return _measured(
             [
                 [
-                    *(sys.executable, "-m", "bench.headline_worker", "--config", str(path)),
+                    *(
+                        sys.executable,
+                        "-m",
+                        "bench.headline_round",
+                        "worker",
+                        "--config",
+                        str(path),
+                    ),
                     *("--learner", f"learner-{index}", "--parameters", str(parameters)),
                     *("--rounds", str(WARM_ROUNDS + rounds)),
                 ]
@@ -172,5 +183,35 @@ def main() -> None:
     print(table([["system", "workers", "seconds a round"], *cells]))
 
 
+def worker() -> None:
+    """One worker of this system in lockstep: takes rounds, one after each inner step.
+
+    Prints a line for each: the seconds from parameters that are computed, at the end of an inner
+    step, to the new global parameters, computed too. (`stall_s` of heartbeats is not that: where a
+    step is still computing when its boundary begins, it has the step in it, and what adopting
+    computes after the boundary it has not.)
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--learner", required=True)
+    parser.add_argument("--parameters", type=int, required=True)
+    parser.add_argument("--rounds", type=int, required=True)
+    args = parser.parse_args()
+    like = params_shapes(plain(steps=1, seed=0, matrices=args.parameters))
+    sign = 1 if args.learner.endswith("0") else -2
+
+    @jax.jit
+    def inner(params: Params) -> Params:
+        return jax.tree.map(lambda w: w + sign * 1e-3 * w * w, params)
+
+    with diloco.join(args.config, learner=args.learner, like=like, tokens_per_step=1) as island:
+        params = island.params
+        for _ in range(args.rounds):
+            params = jax.block_until_ready(inner(params))
+            began_s = time.perf_counter()
+            params = jax.block_until_ready(island.step(params, loss=1.0))
+            print(time.perf_counter() - began_s, flush=True)
+
+
 if __name__ == "__main__":
-    main()
+    run_part({"measure": main, "worker": worker})

@@ -13,20 +13,99 @@ are lines of FOLDER/results.jsonl; what is there is not run again, so options ma
 
 import argparse
 import json
+import os
+import pickle
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, BinaryIO
 
 import jax
+import numpy as np
 
-from bench import cases, emulate, keep, loops, tasks
-from bench.cases import Case, Settings
-from bench.sweep import known, settings_of
+from bench import emulate, quality, sweep, tasks
+from bench.sweep import Case, Settings, known, settings_of
+from diloco.aggregator.arrays.fragment import FragmentArrays
+from diloco.aggregator.arrays.outer import OuterOptimizer
 from diloco.common.shards import digest
 from diloco.learner import tree
 from diloco.learner.task import Task, named_leaves, params_shapes
+
+# --- A half-done object in a file, between two pieces
+#
+# It is pickled, and only read by the same program: an emulated world (`bench/emulate.py`) is its
+# learners, aggregators and what is to happen. What cannot be pickled is named and found again: what
+# the program compiles from its command line, and the devices.
+
+
+Named = Mapping[str, Any]
+
+
+def save(thing: Any, path: Path, named: Named) -> None:
+    """Put `thing` into a file, whole or not at all; `named` are the objects that stay outside."""
+    part = path.with_suffix(".part")
+    with part.open("wb") as file:
+        _Pickler(file, named).dump(thing)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
+def load(path: Path, named: Named) -> Any:
+    """What `save` put there, with the same names of what stays outside."""
+    with path.open("rb") as file:
+        return _Unpickler(file, named).load()
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: BinaryIO, named: Named) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._names = {id(value): name for name, value in named.items()}
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, jax.Device):
+            return "device", (obj.platform, obj.id)
+        name = self._names.get(id(obj))
+        return None if name is None else ("named", name)
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, jax.Array):
+            return jax.device_put, (np.asarray(obj), obj.sharding)
+        if isinstance(obj, MappingProxyType):
+            return _read_only, (dict(obj),)
+        if isinstance(obj, FragmentArrays):
+            # Its outer optimizer is functions, which follow from its settings.
+            kept = {k: v for k, v in vars(obj).items() if not isinstance(v, OuterOptimizer)}
+            return _fragment_arrays, tuple(kept.pop(f.name) for f in fields(obj)), kept
+        return NotImplemented
+
+
+def _read_only(values: dict[Any, Any]) -> MappingProxyType[Any, Any]:
+    return MappingProxyType(values)
+
+
+def _fragment_arrays(*values: Any) -> FragmentArrays:
+    return FragmentArrays(*values)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: BinaryIO, named: Named) -> None:
+        super().__init__(file)
+        self._named = named
+
+    def persistent_load(self, pid: Any) -> Any:
+        kind, key = pid
+        if kind == "named":
+            return self._named[key]
+        platform, number = key
+        return next(d for d in jax.devices(platform) if d.id == number)
+
+
+# --- A piece
+
 
 GO_ON = 75
 LOOKS = 20
@@ -59,7 +138,7 @@ class Size:
         shapes = params_shapes(tasks.build(steps=1, seed=0, **self.options()))
         parameters: int = sum(leaf.size for _, leaf in named_leaves(shapes))
         tokens = self.tokens_per_parameter * parameters
-        steps: float = tokens / (cases.LEARNERS * self.batch * self.length)
+        steps: float = tokens / (sweep.LEARNERS * self.batch * self.length)
         return round(steps)
 
 
@@ -67,12 +146,12 @@ def matrix(size: Size, settings: Settings, latency_steps: float, seed: int) -> l
     """What is compared, the case that carries the claim and what it must beat first."""
     budget = size.budget()
 
-    def case(name: str, optimizer: cases.Inner = "muon", **fields: Any) -> Case:
+    def case(name: str, optimizer: sweep.Inner = "muon", **fields: Any) -> Case:
         return Case(
             group=size.preset, name=name, budget=budget, seed=seed, optimizer=optimizer, **fields
         )
 
-    def system(name: str, optimizer: cases.Inner = "muon", **fields: Any) -> Case:
+    def system(name: str, optimizer: sweep.Inner = "muon", **fields: Any) -> Case:
         return case(name, optimizer, settings=settings, latency_steps=latency_steps, **fields)
 
     return [
@@ -109,25 +188,25 @@ class Piece:
     def __init__(self, case: Case, size: Size, path: Path) -> None:
         self._case, self._path = case, path
         task = task_of(case, size)
-        began = loops.start(task, case.seed)
+        began = emulate.first(task, case.seed)
         settings = settings_of(case)
         start = emulate.Start(task, tree.task_layout(task, settings.sync), began)
         self._named = {"task": task, "began": began, "start": start}
         look_steps = max(1, case.budget // LOOKS)
         if path.exists():
-            self._run = keep.load(path, self._named)
+            self._run = load(path, self._named)
         elif case.data_parallel or case.alone:
-            learners = 1 if case.alone else cases.LEARNERS
-            self._run = loops.DataParallel(task, began, learners, case.budget, look_steps)
+            learners = 1 if case.alone else sweep.LEARNERS
+            self._run = quality.DataParallel(task, began, learners, case.budget, look_steps)
         else:
-            weather = case.weather()._replace(look_steps=look_steps * cases.LEARNERS)
+            weather = case.weather()._replace(look_steps=look_steps * sweep.LEARNERS)
             self._run = emulate.World(settings, start, weather)
 
-    def run(self, pause: loops.Pause) -> dict[str, Any] | None:
+    def run(self, pause: emulate.Pause) -> dict[str, Any] | None:
         """The case's result; None if it is to go on, from the file."""
         done = self._run.run(pause)
         if done is None:
-            keep.save(self._run, self._path, self._named)
+            save(self._run, self._path, self._named)
             return None
         self._path.unlink(missing_ok=True)
         if isinstance(done, emulate.Outcome):

@@ -54,7 +54,7 @@ BUCKET, PREFIX = "bench", "runs/"
 STORE_URL = f"gs://{BUCKET}/{PREFIX}"
 TENSORS = 8
 TOKENS = 8192
-COMMANDS = (("status", "--once", "--json"), ("doctor",), ("learners",))
+COMMANDS = (("status", "--once", "--json"), ("doctor",), ("status", "--learners"))
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -320,7 +320,7 @@ def measured(seen: list[Seen], settle: int, fragments: int) -> Figures:
 def forecast(config: Config, layout: Layout, options: argparse.Namespace) -> Figures:
     """What `diloco plan` says of the same."""
     settings = config.settings()
-    sized = plan_traffic.sizes(settings, plan_traffic.layout_fragments(layout))
+    sized = plan_traffic.sizes(settings, [fragment.size for fragment in layout.fragments])
     island = Island(
         step_s=options.step_s, step_tokens=TOKENS, gbit=options.learner_gbit, rtt_s=0.001
     )
@@ -352,7 +352,7 @@ def clients(
 ) -> list[Client]:  # fmt: skip
     """The learners."""
     up_s, down_s = plan_traffic.travel_s(
-        plan_traffic.sizes(config.settings(), plan_traffic.layout_fragments(layout)),
+        plan_traffic.sizes(config.settings(), [fragment.size for fragment in layout.fragments]),
         options.interval * options.step_s,
         options.learner_gbit,
     )

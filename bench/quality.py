@@ -10,24 +10,169 @@
     e  the same as b in virtual time (`bench/emulate.py`)
 
 All of a seed begin with the same parameters and draw the same batches. (b) must beat (a).
+
+    .venv/bin/python -m bench.quality wire [--learners 2] [--steps 60] [--preset 1m]
+
+Bytes on the wire: a short real run, against float32 data-parallel.
+
+The baselines are plain loops in one process. They share the task, its inner step and its schedule
+with the system, and nothing else of it.
 """
 
 import argparse
+import asyncio
 import json
 import tempfile
 import tomllib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
-from bench import emulate, loops, tasks
-from bench.system import run_local
-from diloco.common.config import RunSettings, make_config
-from diloco.learner.task import Task
+import jax
+import jax.numpy as jnp
+import numpy as np
 
-DILOCO = loops.Nesterov(0.7, 0.9)
+from bench import emulate, tasks
+from bench.emulate import Begun, Pause, first, never
+from bench.harness import run_local, run_part
+from diloco.common import names, wire
+from diloco.common.bus import Bus, jetstream
+from diloco.common.config import Config, RunSettings, load_config, make_config
+from diloco.common.layout import Layout, parse_layout
+from diloco.common.nats_server import NatsServer
+from diloco.common.store import open_store
+from diloco.common.tape import load_specification
+from diloco.learner.inner_step import InnerStep
+from diloco.learner.task import Batch, Params, Task, held_out_loss
+
+# --- Baselines
+
+
+def learner_names(count: int) -> list[str]:
+    """The names that `diloco local` gives, so that the same batches are drawn."""
+    return [f"learner-{index}" for index in range(count)]
+
+
+def copy(params: Params) -> Params:
+    """A copy, since the inner step donates what it is given."""
+    return jax.tree.map(jnp.copy, params)
+
+
+def together(iterators: list[Iterator[Batch]]) -> Iterator[Batch]:
+    """The learners' batches in one."""
+    while True:
+        batches = [next(iterator) for iterator in iterators]
+        yield jax.tree.map(lambda *parts: np.concatenate(parts), *batches)
+
+
+@dataclass
+class DataParallel:
+    """The learners' batches in one, to `steps`; a look at the held-out loss each `look_steps`."""
+
+    task: Task
+    began: Begun
+    learners: int
+    steps: int
+    look_steps: int = 0
+    step: int = 0
+    state: tuple[Params, Any] | None = None
+    looks: list[tuple[int, float]] = field(default_factory=list)
+
+    def run(self, pause: Pause = never) -> float | None:
+        """Held-out loss at the end; None if it has paused before, and is to go on."""
+        names, task = learner_names(self.learners), self.task
+        batches = together([task.batches(name, self.step) for name in names])
+        trained, state = self.state or (self.began.params, task.optimizer.init(self.began.params))
+        while self.step < self.steps and not pause():
+            trained, state, _ = self.began.inner_step(
+                trained, state, next(batches), np.int32(self.step)
+            )
+            self.state, self.step = (trained, state), self.step + 1
+            if self.look_steps and self.step % self.look_steps == 0:
+                self.looks.append((self.step * self.learners, self._loss(trained)))
+        return self._loss(trained) if self.step == self.steps else None
+
+    def _loss(self, trained: Params) -> float:
+        return held_out_loss(self.task, trained)
+
+
+def data_parallel(
+    task: Task, *, steps: int, seed: int, learners: int, began: Begun | None = None
+) -> float:
+    """Held-out loss after `steps` with the learners' batches in one; one learner trains alone.
+
+    `began`: where it begins, if not where the task's seed says.
+    """
+    loss = DataParallel(task, began or first(task, seed), learners, steps).run()
+    assert loss is not None
+    return loss
+
+
+class Nesterov(NamedTuple):
+    """DiLoCo's outer optimizer (arXiv 2311.08105)."""
+
+    learning_rate: float
+    momentum: float
+
+
+@partial(jax.jit, donate_argnums=(0, 1))
+def _outer_step(
+    theta: Params, moment: Params, learners: list[Params], learning_rate: float, momentum: float
+) -> tuple[Params, Params]:
+    """Plain average of the learners' outer gradients, and one Nesterov step."""
+
+    def gradient(old: jax.Array, *new: jax.Array) -> jax.Array:
+        return old - sum(new[1:], new[0]) / len(new)
+
+    merged = jax.tree.map(gradient, theta, *learners)
+    moment = jax.tree.map(lambda m, g: momentum * m + g, moment, merged)
+    theta = jax.tree.map(
+        lambda old, g, m: old - learning_rate * (g + momentum * m), theta, merged, moment
+    )
+    return theta, moment
+
+
+def synchronous(
+    task: Task, *, steps: int, seed: int, learners: int, interval: int, outer: Nesterov
+) -> float:
+    """Held-out loss of synchronous DiLoCo: float32, one fragment, no overlap, no staleness."""
+    began = first(task, seed)
+    theta, moment = began.params, jax.tree.map(jnp.zeros_like, began.params)
+    states = [task.optimizer.init(theta) for _ in range(learners)]
+    batches = [task.batches(name, 0) for name in learner_names(learners)]
+    step = 0
+    while step < steps:
+        until = min(step + interval, steps)
+        replicas = []
+        for index in range(learners):
+            run = _rounds(began.inner_step, batches[index])
+            replica, states[index] = run(copy(theta), states[index], step, until)
+            replicas.append(replica)
+        theta, moment = _outer_step(theta, moment, replicas, *outer)
+        step = until
+    return held_out_loss(task, theta)
+
+
+def _rounds(
+    inner_step: InnerStep, batches: Iterator[Batch]
+) -> Callable[[Params, Any, int, int], tuple[Params, Any]]:
+    """A function that trains a replica from one step to another."""
+
+    def run(trained: Params, state: Any, first: int, until: int) -> tuple[Params, Any]:
+        for step in range(first, until):
+            trained, state, _ = inner_step(trained, state, next(batches), np.int32(step))
+        return trained, state
+
+    return run
+
+
+# --- Rows
+
+
+DILOCO = Nesterov(0.7, 0.9)
 LABELS = {
     "a": "alone",
     "b": "system, int4",
@@ -82,19 +227,19 @@ def _assignment(text: str) -> tuple[str, Any]:
         return key, value
 
 
-def alone(plan: Comparison, seed: int) -> float:
+def _alone(plan: Comparison, seed: int) -> float:
     """(a)."""
-    return loops.data_parallel(plan.task(seed), steps=plan.steps, seed=seed, learners=1)
+    return data_parallel(plan.task(seed), steps=plan.steps, seed=seed, learners=1)
 
 
-def data_parallel(plan: Comparison, seed: int) -> float:
+def _data_parallel(plan: Comparison, seed: int) -> float:
     """(c)."""
-    return loops.data_parallel(plan.task(seed), steps=plan.steps, seed=seed, learners=plan.learners)
+    return data_parallel(plan.task(seed), steps=plan.steps, seed=seed, learners=plan.learners)
 
 
-def synchronous(plan: Comparison, seed: int) -> float:
+def _synchronous(plan: Comparison, seed: int) -> float:
     """(d)."""
-    return loops.synchronous(
+    return synchronous(
         plan.task(seed),
         steps=plan.steps,
         seed=seed,
@@ -104,7 +249,7 @@ def synchronous(plan: Comparison, seed: int) -> float:
     )
 
 
-def virtual(plan: Comparison, seed: int) -> float:
+def _virtual(plan: Comparison, seed: int) -> float:
     """(e)."""
     settings = plan.run_settings(seed)
     start = emulate.begin(settings, plan.task(seed))
@@ -113,7 +258,7 @@ def virtual(plan: Comparison, seed: int) -> float:
     return outcome.loss
 
 
-def system(plan: Comparison, seed: int) -> float:
+def _system(plan: Comparison, seed: int) -> float:
     """(b)."""
     settings = [f"run.seed={seed}", f'task.options.preset="{plan.preset}"', *plan.settings]
     with tempfile.TemporaryDirectory(prefix="bench-quality-") as folder:
@@ -130,11 +275,11 @@ def system(plan: Comparison, seed: int) -> float:
 
 
 ROWS: dict[str, Callable[[Comparison, int], float]] = {
-    "a": alone,
-    "b": system,
-    "c": data_parallel,
-    "d": synchronous,
-    "e": virtual,
+    "a": _alone,
+    "b": _system,
+    "c": _data_parallel,
+    "d": _synchronous,
+    "e": _virtual,
 }
 
 
@@ -154,7 +299,7 @@ def show(losses: dict[str, list[float]], seeds: list[int]) -> None:
         print("(b) beats (a)" if beats else "(b) DOES NOT BEAT (a)")
 
 
-def main() -> None:
+def quality_main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=400)
@@ -180,5 +325,150 @@ def main() -> None:
     show(losses, seeds)
 
 
+# --- On the wire
+
+
+FLOAT32_BYTES = 4
+FLOOR = 0.55
+
+
+@dataclass
+class Direction:
+    """What went one way: objects and messages, in bytes; parameters that the objects cover."""
+
+    objects_bytes: int = 0
+    messages_bytes: int = 0
+    count: int = 0
+    parameters: int = 0
+
+    def add(self, objects_bytes: int, messages_bytes: int, parameters: int) -> None:
+        """Count an update or a delta with the message that announces it."""
+        self.objects_bytes += objects_bytes
+        self.messages_bytes += messages_bytes
+        self.count += 1
+        self.parameters += parameters
+
+    def per_parameter(self, *, messages: bool) -> float:
+        """Bytes per parameter and round."""
+        total = self.objects_bytes + (self.messages_bytes if messages else 0)
+        return total / self.parameters
+
+
+@dataclass
+class Traffic:
+    """What a run's tape says of its traffic.
+
+    `up` sums over all learners; `down` is what one learner reads; `steps` are inner steps by
+    learner.
+    """
+
+    parameters: int
+    up: Direction = field(default_factory=Direction)
+    down: Direction = field(default_factory=Direction)
+    steps: dict[str, int] = field(default_factory=dict)
+
+    def note_update(self, payload: bytes, layout: Layout) -> None:
+        """Count a manifest of the tape and its shards."""
+        manifest = wire.decode(wire.Manifest, payload)
+        size = sum(shard.size_bytes for shard in manifest.shards)
+        if manifest.attempt == 0:
+            self.up.add(size, len(payload), layout.fragments[manifest.fragment].elements)
+        else:
+            self.up.messages_bytes += len(payload)
+        known = self.steps.get(manifest.learner, 0)
+        self.steps[manifest.learner] = max(known, manifest.position)
+
+    def note_record(self, payload: bytes, layout: Layout) -> None:
+        """Count a record of the tape and its delta."""
+        record = wire.decode_record(payload)
+        if isinstance(record, wire.Record) and record.delta is not None:
+            elements = layout.fragments[record.fragment].elements
+            self.down.add(record.delta.size_bytes, len(payload), elements)
+        else:
+            self.down.messages_bytes += len(payload)
+
+    def of_data_parallel(self, direction: Direction, learners: int) -> float:
+        """Bytes, messages included, over those of data-parallel for the same steps."""
+        steps = sum(self.steps.values()) / len(self.steps) * learners
+        ours = direction.objects_bytes + direction.messages_bytes
+        return ours / (FLOAT32_BYTES * self.parameters * steps)
+
+
+async def read_traffic(config: Config, url: str) -> Traffic:
+    """What the tape of a finished run says."""
+    bus = await jetstream.connect(url, name="bench-wire")
+    try:
+        return await _read(config, bus)
+    finally:
+        await bus.close()
+
+
+async def _read(config: Config, bus: Bus) -> Traffic:
+    run = config.run.name
+    specification = await load_specification(bus, run)
+    stored = open_store(config.store.url).get(names.layout_object(run, specification.layout))
+    layout = parse_layout(stored, specification.layout)
+    traffic = Traffic(sum(fragment.elements for fragment in layout.fragments))
+    subjects = [names.update(run, "*", "*"), names.record(run, "*"), names.end(run)]
+    async for message in bus.read(names.tape_stream(run), subjects, 1):
+        match names.parse_subject(message.subject):
+            case names.Subject(kind="update"):
+                traffic.note_update(message.payload, layout)
+            case names.Subject(kind="record"):
+                traffic.note_record(message.payload, layout)
+            case _:
+                break
+    return traffic
+
+
+def measure_wire(folder: Path, *, learners: int, steps: int, settings: list[str]) -> Traffic:
+    """Run the system in a folder and read its tape."""
+    run_dir = folder / "run"
+    run_local(run_dir, learners=learners, steps=steps, settings=settings)
+    config = load_config(run_dir / "run.toml")
+    with NatsServer(run_dir / "nats") as server:
+        return asyncio.run(read_traffic(config, server.url))
+
+
+def show_wire(traffic: Traffic) -> None:
+    """Print the table, and whether the floor is held."""
+    steps = sum(traffic.steps.values()) / len(traffic.steps)
+    print(
+        f"{traffic.parameters:,} parameters, {len(traffic.steps)} learners, {steps:.0f} steps each"
+    )
+    print(f"{'':24}{'up':>10}{'down':>10}   bytes per parameter and round (floor: {FLOOR})")
+    ways = (traffic.up, traffic.down)
+    for label, messages in (("objects", False), ("objects and messages", True)):
+        values = [way.per_parameter(messages=messages) for way in ways]
+        print(f"{label:24}{values[0]:10.4f}{values[1]:10.4f}")
+    print(f"{'bytes a message':24}" + "".join(f"{w.messages_bytes / w.count:10.0f}" for w in ways))
+    ratios = [
+        traffic.of_data_parallel(traffic.up, len(traffic.steps)),
+        traffic.of_data_parallel(traffic.down, 1),
+    ]
+    print(
+        f"{'of data-parallel':24}{ratios[0]:10.5f}{ratios[1]:10.5f}   per step, messages included"
+    )
+    held = all(way.per_parameter(messages=False) <= FLOOR for way in ways)
+    print("floor held" if held else "FLOOR MISSED")
+
+
+def wire_main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--learners", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--preset", default="1m")
+    parser.add_argument("--set", dest="settings", action="append", default=[])
+    options = parser.parse_args()
+    settings = [f'task.options.preset="{options.preset}"', *options.settings]
+    with tempfile.TemporaryDirectory(prefix="bench-wire-") as folder:
+        show_wire(
+            measure_wire(
+                Path(folder), learners=options.learners, steps=options.steps, settings=settings
+            )
+        )
+
+
 if __name__ == "__main__":
-    main()
+    run_part({"quality": quality_main, "wire": wire_main})

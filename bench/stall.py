@@ -1,15 +1,38 @@
-"""How much synchronization slows a learner: steps per second with it on against off.
-
-One learner, alone on one core with all of its threads, trains the demo's model; aggregator and
-NATS server are on the other core. Blocks of steps with synchronization (H = 24, P = 8, int4 both
-ways) alternate with blocks without, in one process, so that all see the same noise. Synchronization
-is taken two ways: `Learner.step`, as every training loop calls it, and the boundary under it alone.
+"""What synchronization costs a learner.
 
     python -m bench.stall [--pairs 10] [--preset 1m] [--devices 4 --mesh fsdp=2,tensor=2]
+    python -m bench.stall cost [--intervals 10] [--step-ms 50] [--preset 1m] [--profile FOLDER]
+    python -m bench.stall encode
+
+**steps**, without a word: steps per second with it on against off. One learner, alone on one core
+with all of its threads, trains the demo's model; aggregator and NATS server are on the other core.
+Blocks of steps with synchronization (H = 24, P = 8, int4 both ways) alternate with blocks without,
+in one process, so that all see the same noise. Synchronization is taken two ways: `Learner.step`,
+as every training loop calls it, and the boundary under it alone.
+
+**cost**: processor time of each update and its version. Ratios of noisy blocks do not show half a
+per cent; sums of processor time do, whatever else the machine does. Counted, with the learner and
+all its threads on one core, over intervals in which every fragment is sent and adopted once:
+
+- training: the training thread within `Learner.step`. JAX's dispatch of encoding and adopting is
+  in it, and whatever XLA computes on the thread that calls it.
+- loop: the background thread's event loop: messages, records, heartbeats.
+- pool: the threads that do blocking calls for it: packing, files, decoding, placing on devices.
+- devices: XLA's own threads, which take the inner steps too; so it is measured by itself, in a loop
+  that sends and adopts every fragment and does nothing else.
+
+What the kernel does for a thread (files, sockets, fsync) is in that thread's time. Not counted:
+other processes, and the kernel's own threads. A step's rest is slept, so that it takes `--step-ms`.
+
+**encode**: float32 blocks on the device, as a learner's tensors lie, to codes on the device. Bytes
+are those of the input; the ratio is to this machine's streaming bandwidth, which counts reading and
+writing, so reading alone at full speed would show as 100 %.
 """
 
 import argparse
+import asyncio
 import contextlib
+import cProfile
 import os
 import statistics
 import subprocess
@@ -17,7 +40,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -25,10 +49,13 @@ import jax
 import numpy as np
 import tomli_w
 
+from bench.harness import Stream, median, run_part, seconds, table
 from diloco.common import log
+from diloco.common.codec import CODECS, Encoded
 from diloco.common.config import Config, LearnerSection, RunSettings, load_config
 from diloco.common.nats_server import NatsServer
 from diloco.common.probes import make_probes
+from diloco.common.quantize import encode, encode_blocks
 from diloco.common.service import Runtime
 from diloco.learner.checkpoint import Folder
 from diloco.learner.context import Context
@@ -37,6 +64,9 @@ from diloco.learner.library import Learner, alive
 from diloco.learner.life import Life
 from diloco.learner.member import Member
 from diloco.learner.recovery import Saver
+
+# --- Steps per second
+
 
 FLOOR = 0.99
 ENCODES = 20
@@ -226,7 +256,7 @@ def measure_rounds(loop: Loop, rounds: int) -> list[dict[Way, Took]]:
     return timings
 
 
-def main() -> None:
+def steps_main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=10, help="rounds of blocks")
@@ -259,5 +289,228 @@ def report(what: str, ratios: list[float]) -> None:
     )
 
 
+# --- Processor time
+
+
+GOAL = 0.995
+TURNS = 20
+BATCH = 2  # so that a step of the demo's model fits in 50 ms on one core
+TRAINING, LOOP = "MainThread", "background"
+
+
+class Spent(NamedTuple):
+    """Processor seconds of this process, by who took them; `rest_s`: no threads of Python's."""
+
+    training_s: float
+    loop_s: float
+    pool_s: float
+    rest_s: float
+
+    @classmethod
+    def now(cls) -> "Spent":
+        """Read the clocks of all threads that there are."""
+        taken = {TRAINING: 0.0, LOOP: 0.0, "pool": 0.0}
+        for thread in threading.enumerate():
+            assert thread.ident is not None
+            clock = time.pthread_getcpuclockid(thread.ident)
+            name = thread.name if thread.name in taken else "pool"
+            taken[name] += time.clock_gettime(clock)
+        rest_s = time.process_time() - sum(taken.values())
+        return cls(taken[TRAINING], taken[LOOP], taken["pool"], rest_s)
+
+    def since(self, before: "Spent") -> "Spent":
+        """What was taken between two readings."""
+        return Spent(*(now - then for now, then in zip(self, before, strict=True)))
+
+
+class Cost(NamedTuple):
+    """Milliseconds of processor time for an update and the version that answers it."""
+
+    training: float
+    loop: float
+    pool: float
+    devices: float
+
+
+def devices_ms(loop: Loop, settings: RunSettings) -> float:
+    """What XLA's own threads take to send and to adopt every fragment once."""
+    replica, section = loop.synchronizer.replica, settings.sync
+    replica.trained = loop.params
+    payloads = []
+    for fragment in range(section.fragments):
+        zeros = np.zeros(len(replica.held(fragment)) * section.block, np.float32)
+        encoded = encode(section.delta_codec, zeros, section.block)
+        payloads.append(Encoded(*map(np.asarray, encoded)))
+
+    def turn() -> None:
+        for fragment, rows in enumerate(payloads):
+            jax.block_until_ready(replica.send(fragment))
+            replica.adopt(fragment, replica.place(fragment, rows), resolved=True)
+            jax.block_until_ready(replica.trained)
+
+    turn()
+    began = Spent.now()
+    for _ in range(TURNS):
+        turn()
+    loop.params = replica.trained
+    return 1000 * Spent.now().since(began).rest_s / TURNS
+
+
+def step(loop: Loop, step_s: float) -> float:
+    """One step of at least that time, and its boundary; processor seconds of the latter."""
+    began_s = time.monotonic()
+    loss = loop.inner()
+    jax.block_until_ready(loss)
+    time.sleep(max(0.0, began_s + step_s - time.monotonic()))
+    began_cpu_s = time.thread_time()
+    loop.cross("step", loss)
+    return time.thread_time() - began_cpu_s
+
+
+def measure_cost(loop: Loop, life: Life, steps: int, step_s: float) -> tuple[Cost, float, float]:
+    """The cost of an update and its version, how many a step there were, and its milliseconds."""
+    traffic = life.context.traffic
+    began, began_s, sent = Spent.now(), time.monotonic(), traffic.updates_sent
+    training_s = sum(step(loop, step_s) for _ in range(steps))
+    took, took_s = Spent.now().since(began), time.monotonic() - began_s
+    updates = traffic.updates_sent - sent
+    each = 1000 / updates
+    devices = devices_ms(loop, life.context.settings) / life.context.settings.sync.fragments
+    cost = Cost(each * training_s, each * took.loop_s, each * took.pool_s, devices)
+    return cost, updates / steps, 1000 * took_s / steps
+
+
+def profiled(life: Life, folder: Path, run: Callable[[], None]) -> None:
+    """Run with a profile of each thread, by its processor time, written to `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    profiles: dict[str, cProfile.Profile] = {}
+    loop = life.host.background.loop
+
+    def begin() -> None:
+        profile = profiles[threading.current_thread().name] = cProfile.Profile(time.thread_time)
+        profile.enable()
+
+    def end() -> None:
+        name = threading.current_thread().name
+        if name in profiles:  # The pool may have grown.
+            profiles[name].disable()
+
+    async def called(function: Callable[[], None]) -> None:
+        function()
+
+    def on_all(function: Callable[[], None]) -> None:
+        function()
+        asyncio.run_coroutine_threadsafe(called(function), loop).result()
+        asyncio.run_coroutine_threadsafe(_on_pool(function), loop).result()
+
+    on_all(begin)
+    run()
+    on_all(end)
+    for name, profile in profiles.items():
+        profile.dump_stats(folder / f"{name}.prof")
+
+
+async def _on_pool(function: Callable[[], None]) -> None:
+    """Call it once on each thread of the loop's pool."""
+    threads = [one for one in threading.enumerate() if one.name.startswith("asyncio_")]
+    together = threading.Barrier(len(threads))
+
+    def call() -> None:
+        together.wait()
+        function()
+
+    await asyncio.gather(*(asyncio.to_thread(call) for _ in threads))
+
+
+def cost_main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--intervals", type=int, default=10, help="in each of which all is sent")
+    parser.add_argument("--step-ms", type=float, default=50.0)
+    parser.add_argument("--preset", default="1m")
+    parser.add_argument("--batch", type=int, default=BATCH, help="windows: less work in a step")
+    parser.add_argument("--profile", type=Path, help="folder of a profile of each thread")
+    options = parser.parse_args()
+    log.configure("warning")
+    with (
+        alone({"preset": options.preset, "batch": options.batch}) as (config, _),
+        learning(config) as (loop, life),
+    ):
+        interval_steps, step_s = config.sync.interval_steps, options.step_ms / 1000
+        for _ in range(2 * interval_steps):
+            step(loop, step_s)
+        steps = options.intervals * interval_steps
+        if options.profile:
+
+            def run() -> None:
+                for _ in range(steps):
+                    step(loop, step_s)
+
+            profiled(life, options.profile, run)
+            return
+        cost, each_step, step_ms = measure_cost(loop, life, steps, step_s)
+    per_step_ms = sum(cost) * each_step
+    print(f"{each_step * steps:.0f} updates in {steps} steps of {step_ms:.1f} ms")
+    rows = [[name, f"{value:.3f}"] for name, value in cost._asdict().items()]
+    rows.append(["all", f"{sum(cost):.3f}"])
+    print(table([["ms of processor time an update and its version", ""], *rows]))
+    for length_ms in (options.step_ms, 118.0):
+        share = length_ms / (length_ms + per_step_ms)
+        print(
+            f"share of a step of {length_ms:g} ms not in synchronization: {share:.3%} ({GOAL:.1%})"
+        )
+
+
+# --- Encoding on the device
+
+
+Work = Callable[[], Any]
+ENCODE_REPEATS = 11
+FLOOR_BYTES_PER_S = 4e9
+
+
+def encode_main() -> None:
+    """Print the table; with --check, fail below the floor."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--size", type=int, default=1 << 24, help="elements")
+    parser.add_argument("--block", type=int, default=64)
+    parser.add_argument("--check", action="store_true", help="fail below the floor")
+    options = parser.parse_args()
+    rng = np.random.default_rng(0)
+    shape = (options.size // options.block, options.block)
+    new, old = ((jax.device_put(rng.standard_normal(shape, dtype=np.float32)),) for _ in range(2))
+    works: dict[str, Work] = {codec: partial(encode_blocks, codec, new) for codec in CODECS}
+    works["int4 of a difference"] = partial(encode_blocks, "int4", new, old)
+    speeds, bandwidths = _measure_encoding(works, options.size)
+    rows = [["codec", "ms", "GB/s of input", "of streaming"]]
+    for name, each in speeds.items():
+        ratio = median([speed / band for speed, band in zip(each, bandwidths, strict=True)])
+        taken_s = 4 * options.size / median(each)
+        rows.append([name, f"{taken_s * 1e3:.1f}", f"{median(each) / 1e9:.1f}", f"{ratio:.0%}"])
+    held = median(speeds["int4"]) >= FLOOR_BYTES_PER_S
+    print(f"{options.size:,} elements, blocks of {options.block}")
+    print(f"streaming in place, float32: {median(bandwidths) / 1e9:.1f} GB/s\n")
+    print(table(rows))
+    print(f"\nfloor of int4, {FLOOR_BYTES_PER_S / 1e9:.0f} GB/s: {'held' if held else 'MISSED'}")
+    if options.check and not held:
+        sys.exit(1)
+
+
+def _measure_encoding(
+    works: dict[str, Work], size: int
+) -> tuple[dict[str, list[float]], list[float]]:
+    """Bytes of input per second of each work, and the bandwidth, in turns."""
+    stream = Stream(size)
+    speeds: dict[str, list[float]] = {name: [] for name in works}
+    bandwidths = []
+    for work in works.values():
+        seconds(work)
+    for _ in range(ENCODE_REPEATS):
+        bandwidths.append(stream.bytes_per_s())
+        for name, work in works.items():
+            speeds[name].append(4 * size / seconds(work))
+    return speeds, bandwidths
+
+
 if __name__ == "__main__":
-    main()
+    run_part({"steps": steps_main, "cost": cost_main, "encode": encode_main})

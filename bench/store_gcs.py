@@ -20,7 +20,7 @@ from typing import Protocol
 from google.auth.credentials import AnonymousCredentials
 from google.cloud import storage
 
-from bench.streaming import median, seconds, table
+from bench.harness import median, seconds, table
 from diloco.common.store.gcs import open_gcs
 
 SERVER = Path(__file__).parents[1] / "tests" / "gcs_server.py"

@@ -1,9 +1,13 @@
-"""The quality sweep: every case of `bench/cases.py` in virtual time, one line of JSON for each.
+"""The quality sweep: every case of the matrix in virtual time, one line of JSON for each.
 
     .venv/bin/python -m bench.sweep --results FILE [--task language|student|transfer]
         [--only GROUP,...] [--seeds 0,1,...] [--named TEXT]
 
 Cases that FILE has are not run again, so a sweep that was stopped goes on where it was.
+
+A case is a plain record. A budget is in inner steps of one learner of `LEARNERS` equal ones: every
+case of a budget trains over the same tokens. A fleet that is slower gets a longer run for it, and
+its learning rate follows that run.
 """
 
 import argparse
@@ -11,23 +15,403 @@ import functools
 import json
 import re
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Self, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 import numpy as np
 
-from bench import cases, emulate, loops, student, tasks
-from bench.cases import Case, Inner, Kind
+from bench import emulate, tasks
+from bench.emulate import Life, Weather
+from bench.quality import data_parallel
 from diloco.common.config import RunSettings, make_config
 from diloco.learner import tree
 from diloco.learner.inner_step import InnerStep
 from diloco.learner.task import Batch, Params, Task
 
+# --- The matrix
+
+
+LEARNERS = 4
+BUDGETS = (120, 360, 1080, 3240)
+MIDDLE, LONG = BUDGETS[1:3]
+SEEDS = {"language": (0, 1, 2), "student": tuple(range(6)), "transfer": (0, 1, 2)}
+PROOF_SEEDS = tuple(range(8))
+# Cases of the proof that are run with every seed before the others.
+FIRST = 5
+UNEQUAL = (1.0, 1.0, 0.5, 0.25)
+# Of the kills: a learner lives for so many steps on average, and is away for so many.
+LIFE_STEPS, AWAY_STEPS = 200.0, 20.0
+# Steps that die with a learner beside half an interval: those of the update that travels.
+TRAVEL_STEPS = 1.0
+EXTRA = (0.25, 0.5, 1.0, 3.0)
+
+Kind = Literal["language", "student", "transfer"]
+Inner = Literal["adamw", "muon"]
+Fleet = Literal["equal", "unequal", "kills", "scavenging"]
+Settings = dict[str, Any]
+
+SYNCHRONOUS: Settings = {
+    "sync.mode": "lockstep",
+    "sync.fragments": 1,
+    "sync.overlap_steps": 0,
+    "sync.codec": "float32",
+    "sync.delta_codec": "float32",
+    "quorum.min_learners": LEARNERS,
+}
+# Four times the defaults' bytes: what a link carries that is not slow.
+CLOSE: Settings = {
+    "sync.interval_steps": 6,
+    "sync.fragments": 6,
+    "sync.min_steps": 3,
+    "sync.overlap_steps": 4,
+}
+# Shares of the steps behind an update that stay when a version has it.
+BLENDS = (0.5, 0.7, 0.85)
+FLOAT32: Settings = {"sync.codec": "float32", "sync.delta_codec": "float32"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One run.
+
+    Attributes:
+        group: the table it belongs to; `name`: its row.
+        budget: inner steps of each of `LEARNERS` equal learners.
+        data_parallel: no system: one learner with all batches in one.
+        alone: no system: one learner with its own batches.
+        optimizer: of the learners.
+        rate: their peak rate; the task's for this optimizer, if None.
+        settings: "section.key" -> value, on top of the defaults.
+        latency_steps: that a message travels.
+        extra: of scavenging: learners that join at half of the tokens, as a share of the others.
+        checkpoint_steps: own steps between two checkpoints of the inner optimizer; 0 for none.
+        task: what is trained.
+    """
+
+    group: str
+    name: str
+    budget: int
+    seed: int
+    data_parallel: bool = False
+    alone: bool = False
+    optimizer: Inner = "adamw"
+    rate: float | None = None
+    settings: Settings = field(default_factory=dict)
+    fleet: Fleet = "equal"
+    latency_steps: float = 0.5
+    extra: float = 0.0
+    checkpoint_steps: int = 60
+    task: Kind = "language"
+
+    @property
+    def key(self) -> str:
+        """Names the case in a file of results."""
+        return f"{self.task}/{self.group}/{self.name}/{self.budget}/{self.seed}"
+
+    def weather(self) -> Weather:
+        """What its learners meet."""
+        latency = 0.0 if self.settings.get("sync.mode") == "lockstep" else self.latency_steps
+        return Weather(
+            self._speeds(),
+            latency_steps=latency,
+            lives=self._lives(),
+            checkpoint_steps=self.checkpoint_steps,
+            stop_steps=self.budget * LEARNERS,
+        )
+
+    def steps(self) -> int:
+        """Length of its run on the global clock, so that the fleet trains over its tokens."""
+        if self.fleet == "scavenging":
+            return round(self.budget * expected_time(self.extra))
+        if self.fleet == "kills":
+            lost = self.settings.get("sync.interval_steps", 24) / 2 + TRAVEL_STEPS
+            return _steps_until(self.budget * LEARNERS, self._lives(), lost)
+        return round(self.budget * LEARNERS / sum(self._speeds()))
+
+    def _speeds(self) -> tuple[float, ...]:
+        if self.fleet == "unequal":
+            return UNEQUAL
+        return (1.0,) * round(LEARNERS * (1 + self.extra))
+
+    def _lives(self) -> tuple[tuple[Life, ...], ...]:
+        always = ((Life(),),) * LEARNERS
+        if self.fleet == "kills":
+            rng = np.random.default_rng([self.seed, self.budget])
+            return tuple(_drawn_lives(rng, 2.0 * self.budget) for _ in range(LEARNERS))
+        if self.fleet == "scavenging":
+            joined = (Life(self.budget / 2),)
+            return always + (joined,) * round(LEARNERS * self.extra)
+        return ()
+
+
+def expected_time(extra: float) -> float:
+    """Time of a run, as a share, whose fleet grows by `extra` at half of its tokens."""
+    return 0.5 + 0.5 / (1 + extra)
+
+
+def _drawn_lives(rng: np.random.Generator, until_s: float) -> tuple[Life, ...]:
+    """A learner's lives, from a Poisson process of kills and exponential times away."""
+    lives, now_s = [], 0.0
+    while now_s < until_s:
+        ends_s = now_s + rng.exponential(LIFE_STEPS)
+        lives.append(Life(now_s, ends_s))
+        now_s = ends_s + rng.exponential(AWAY_STEPS)
+    return tuple(lives)
+
+
+def _steps_until(wanted: float, lives: tuple[tuple[Life, ...], ...], lost: float) -> int:
+    """Virtual time by which learners at full speed have taken so many steps that count.
+
+    With each learner that is killed `lost` steps die, on average over fragments.
+    """
+    done, step = 0.0, 0
+    ends = sorted(life.until_s for learner in lives for life in learner)
+    while done < wanted:
+        alive = sum(life.from_s <= step < life.until_s for learner in lives for life in learner)
+        killed = sum(step <= end < step + 1 for end in ends)
+        done += alive - lost * killed
+        step += 1
+    return step
+
+
+def main_cases(budget: int, seed: int) -> list[Case]:
+    """The five systems that are compared at every budget."""
+
+    def case(name: str, **fields: Any) -> Case:
+        return Case(group="main", name=name, budget=budget, seed=seed, **fields)
+
+    return [
+        case("data-parallel", data_parallel=True),
+        case("synchronous", settings=SYNCHRONOUS),
+        case("uniform"),
+        case("unequal", fleet="unequal"),
+        case("kills", fleet="kills"),
+    ]
+
+
+def proof(budget: int, seed: int) -> list[Case]:
+    """Muon inside against both data-parallel baselines, the case that carries the claim first."""
+
+    def case(name: str, optimizer: Inner = "muon", **fields: Any) -> Case:
+        return Case(
+            group="proof", name=name, budget=budget, seed=seed, optimizer=optimizer, **fields
+        )
+
+    # An update and its version travel in three messages: two steps of a learner a whole H.
+    late: Settings = CLOSE | {"sync.overlap_steps": 6}
+    near: Settings = CLOSE | {"sync.overlap_steps": 2}
+    return [
+        case("adamw, data-parallel", "adamw", data_parallel=True),
+        case("data-parallel", data_parallel=True),
+        case("kills", settings=CLOSE, fleet="kills"),
+        case("equal", settings=CLOSE),
+        case("unequal, tau = 2", settings=near, fleet="unequal"),
+        case("kills, tau = 2", settings=near, fleet="kills"),
+        case("equal, tau = 2", settings=near),
+        case("nesterov 0.5/0.5, kills", settings=CLOSE | outer("nesterov 0.5/0.5"), fleet="kills"),
+        case("unequal", settings=CLOSE, fleet="unequal"),
+        case("no latency", settings=CLOSE, latency_steps=0.0),
+        case("a travel of H", settings=late, latency_steps=2.0),
+        *(
+            case(
+                f"a travel of H, blend {share}",
+                settings=late | {"sync.adopt": "blend", "sync.blend": share},
+                latency_steps=2.0,
+            )
+            for share in BLENDS
+        ),
+        *(
+            case(
+                f"{fleet}, tau = 2, blend {share}",
+                settings=near | {"sync.adopt": "blend", "sync.blend": share},
+                fleet=fleet,
+            )
+            for share in BLENDS
+            for fleet in ("kills", "equal", "unequal")
+        ),
+        case("adamw, kills", "adamw", settings=CLOSE, fleet="kills"),
+        case("H = 24, kills", fleet="kills"),
+        case("synchronous, H = 6", settings=SYNCHRONOUS | {"sync.interval_steps": 6}),
+        case("alone", alone=True),
+    ]
+
+
+def rates(kind: Kind) -> list[Case]:
+    """Peak rates of each inner optimizer, in data-parallel and in the system."""
+    choices = {"adamw": (4e-3, 8e-3, 1.6e-2), "muon": (4e-3, 8e-3, 1.6e-2, 3.2e-2)}
+    return [
+        Case(
+            group="rates",
+            name=f"{optimizer}, {system}, {rate:g}",
+            budget=LONG if kind != "student" else MIDDLE,
+            seed=0,
+            optimizer=optimizer,
+            rate=rate,
+            data_parallel=system == "data-parallel",
+            settings={} if system == "data-parallel" else CLOSE,
+        )
+        for system in ("data-parallel", "system")
+        for optimizer in get_args(Inner)
+        for rate in choices[optimizer]
+    ]
+
+
+def outer_cases(seed: int) -> list[Case]:
+    """Outer optimizers and merges, of this system and of synchronous DiLoCo."""
+    choices: dict[str, Settings] = {
+        f"{merge} {text}": {"outer.merge": merge, **outer(text)}
+        for merge, texts in {
+            "rda": (
+                "sgd 0.7",
+                "sgd 0.9",
+                "sgd 1.1",
+                "nesterov 0.4/0.5",
+                "nesterov 0.6/0.3",
+                "nesterov 0.3/0.8",
+                "nesterov 0.7/0.9",
+            ),
+            "average": ("sgd 1.0", "sgd 1.3", "nesterov 0.9/0.3", "nesterov 0.7/0.5"),
+        }.items()
+        for text in texts
+    }
+    cases = [
+        Case(group="outer", name=name, budget=MIDDLE, seed=seed, settings=settings)
+        for name, settings in choices.items()
+    ]
+    lockstep = ("average sgd 1.0", "average nesterov 0.9/0.3", "average nesterov 0.7/0.9")
+    choices["average nesterov 0.7/0.9"] = {"outer.merge": "average", **outer("nesterov 0.7/0.9")}
+    return cases + [
+        Case(
+            group="outer",
+            name=f"synchronous, {name}",
+            budget=MIDDLE,
+            seed=seed,
+            settings=SYNCHRONOUS | choices[name],
+        )
+        for name in lockstep
+    ]
+
+
+def outer(text: str) -> Settings:
+    """Settings of "nesterov rate/momentum" or "sgd rate"."""
+    optimizer, _, numbers = text.partition(" ")
+    rate, _, momentum = numbers.partition("/")
+    settings: Settings = {"outer.optimizer": optimizer, "outer.learning_rate": float(rate)}
+    return settings | ({"outer.momentum": float(momentum)} if momentum else {})
+
+
+def ablations(seed: int) -> list[Case]:
+    """One thing changed at a time, at the middle budget; the rows that are not changed are main's.
+
+    An overlap is what an update and its version travel together, in three messages.
+    """
+
+    def case(group: str, name: str, settings: Settings, **fields: Any) -> Case:
+        return Case(group=group, name=name, budget=MIDDLE, seed=seed, settings=settings, **fields)
+
+    overwrite: Settings = {"sync.adopt": "overwrite"}
+    short, whole = 2 / 3, 23 / 3
+    late: Settings = {"sync.overlap_steps": 24}
+    share: Settings = {"outer.participation": True}
+    return [
+        case("codec", "float32 both ways", FLOAT32),
+        case("codec", "int8 both ways", {"sync.codec": "int8", "sync.delta_codec": "int8"}),
+        case("codec", "int4 up, float32 down", {"sync.delta_codec": "float32"}),
+        case("overlap", "rebase, at once", {}, latency_steps=0.0),
+        case("overlap", "rebase, 2 steps", {}, latency_steps=short),
+        case("overlap", "overwrite, 2 steps", overwrite, latency_steps=short),
+        case("overlap", "rebase, H steps", late, latency_steps=whole),
+        case("overlap", "overwrite, H steps", overwrite | late, latency_steps=whole),
+        case("merge", "average", {"outer.merge": "average"}),
+        case("participation", "unequal", share, fleet="unequal"),
+        case("participation", "kills", share, fleet="kills"),
+        case("interval", "H = 6", {"sync.interval_steps": 6, "sync.fragments": 6}),
+        case("interval", "H = 12", {"sync.interval_steps": 12}),
+        case("interval", "H = 48", {"sync.interval_steps": 48}),
+        case("interval", "H = 6 for a tenth", {"sync.warmup_steps": MIDDLE // 10}),
+        case("interval", "H = 6 for a quarter", {"sync.warmup_steps": MIDDLE // 4}),
+        case("fragments", "P = 1", {"sync.fragments": 1}),
+        case("fragments", "P = 4", {"sync.fragments": 4}),
+        case("fragments", "synchronous, P = 4", SYNCHRONOUS | {"sync.fragments": 4}),
+        case("grace", "tau = 4", {"sync.overlap_steps": 4}),
+        case("grace", "tau = 8", {"sync.overlap_steps": 8}),
+        case("recovery", "kills, no checkpoints", {}, fleet="kills", checkpoint_steps=0),
+        case("staleness", "unequal, constant", {"staleness.rule": "constant"}, fleet="unequal"),
+    ]
+
+
+def long_cases(seed: int) -> list[Case]:
+    """What could make long runs better, or tell why they are not."""
+    overwrite: Settings = {"sync.adopt": "overwrite"}
+    choices: dict[str, tuple[Settings, dict[str, Any]]] = {
+        "overwrite": (overwrite, {}),
+        "overwrite, kills": (overwrite, {"fleet": "kills"}),
+        "overwrite, unequal": (overwrite, {"fleet": "unequal"}),
+        "rebase, at once": ({}, {"latency_steps": 0.0}),
+        "float32 both ways": (FLOAT32, {}),
+        "quorum of all": ({"quorum.min_learners": LEARNERS}, {}),
+        "tau = 4": ({"sync.overlap_steps": 4}, {}),
+        "tau = 4, unequal": ({"sync.overlap_steps": 4}, {"fleet": "unequal"}),
+        "tau = 4, kills": ({"sync.overlap_steps": 4}, {"fleet": "kills"}),
+        "nesterov 0.4/0.5": (outer("nesterov 0.4/0.5"), {}),
+        "synchronous, nesterov 0.4/0.5": (SYNCHRONOUS | outer("nesterov 0.4/0.5"), {}),
+    }
+    return [
+        Case(group="long", name=name, budget=LONG, seed=seed, settings=settings, **fields)
+        for name, (settings, fields) in choices.items()
+    ]
+
+
+def scavenging(seed: int) -> list[Case]:
+    """Learners that join at half of the tokens."""
+    return [
+        Case(
+            group="scavenging",
+            name=f"+{extra:.0%}",
+            budget=MIDDLE,
+            seed=seed,
+            fleet="scavenging",
+            extra=extra,
+        )
+        for extra in (0.0, *EXTRA)
+    ]
+
+
+def matrix(task: Kind) -> list[Case]:
+    """All cases of a task, the most telling first."""
+    seeds, cases = SEEDS[task], rates(task)
+    proofs = [proof(LONG, seed) for seed in PROOF_SEEDS]
+    for part in (slice(0, FIRST), slice(FIRST, None)):
+        cases += [case for proof in proofs for case in proof[part]]
+    if task == "transfer":
+        return [replace(case, task=task) for case in cases]
+    for budget in (MIDDLE, LONG, BUDGETS[0]):
+        for seed in seeds:
+            cases += main_cases(budget, seed)
+    for seed in seeds:
+        cases += scavenging(seed) + ablations(seed)
+    for seed in seeds:
+        cases += outer_cases(seed)
+    for seed in seeds:
+        cases += long_cases(seed)
+    for seed in seeds[:3]:
+        cases += main_cases(BUDGETS[-1], seed)
+    return [replace(case, task=task) for case in cases]
+
+
+# --- Running it
+
+
 # 41,000 parameters: a core takes 2.6 ms for a step over 256 bytes.
-SIZE: dict[str, Any] = {"preset": "sweep", "batch": 4, "length": 64, "eval_batches": 256}
+LANGUAGE_OPTIONS: dict[str, Any] = {
+    "preset": "sweep",
+    "batch": 4,
+    "length": 64,
+    "eval_batches": 256,
+}
 # Settings that fit the student's few tensors.
-SMALL: cases.Settings = {"sync.fragments": 4, "sync.block": 16}
+STUDENT_SETTINGS: Settings = {"sync.fragments": 4, "sync.block": 16}
 # Length of the schedule that every case's run is scaled to: so all share one compiled step.
 SCHEDULE_STEPS = 1000
 
@@ -53,23 +437,23 @@ def task_of(recipe: Recipe, seed: int) -> Task:
         "learning_rate": recipe.rate or None,
     }
     if recipe.kind == "student":
-        task = student.build(steps=SCHEDULE_STEPS, seed=seed, **options)
+        task = tasks.student(steps=SCHEDULE_STEPS, seed=seed, **options)
     else:
         text = tasks.other_text() if recipe.kind == "transfer" else {}
-        task = tasks.build(steps=SCHEDULE_STEPS, seed=seed, **text, **SIZE, **options)
+        task = tasks.build(steps=SCHEDULE_STEPS, seed=seed, **text, **LANGUAGE_OPTIONS, **options)
     return task if seed == 0 else replace(task, evaluate=task_of(recipe, 0).evaluate)
 
 
 @functools.cache
 def _inner_step(recipe: Recipe) -> InnerStep:
-    return loops.start(task_of(recipe, 0), 0).inner_step
+    return emulate.first(task_of(recipe, 0), 0).inner_step
 
 
-def start_of(case: Case) -> loops.Start:
+def start_of(case: Case) -> emulate.Begun:
     """Where the case begins; its learning rate goes through its schedule once in its run."""
     recipe = Recipe.of(case)
     inner_step, scale = _inner_step(recipe), SCHEDULE_STEPS / case.steps()
-    began = loops.start(task_of(recipe, case.seed), case.seed)
+    began = emulate.first(task_of(recipe, case.seed), case.seed)
 
     def scaled(trained: Params, state: Any, batch: Batch, step: Any) -> tuple[Params, Any, Any]:
         return inner_step(trained, state, batch, np.float32(step * scale))
@@ -84,7 +468,9 @@ def settings_of(case: Case) -> RunSettings:
         "run": {"name": "sweep", "steps": 2 * case.steps(), "seed": case.seed},
         "store": {"url": "/nowhere"},
     }
-    for key, value in (SMALL | case.settings if case.task == "student" else case.settings).items():
+    for key, value in (
+        STUDENT_SETTINGS | case.settings if case.task == "student" else case.settings
+    ).items():
         section, _, name = key.partition(".")
         document.setdefault(section, {})[name] = value
     return make_config(document, source=case.key).settings()
@@ -94,15 +480,15 @@ def run(case: Case) -> dict[str, Any]:
     """What a case came to: its loss, and for the system what `emulate.Outcome` says."""
     task, start = task_of(Recipe.of(case), case.seed), start_of(case)
     if case.data_parallel or case.alone:
-        learners = 1 if case.alone else cases.LEARNERS
-        loss = loops.data_parallel(
+        learners = 1 if case.alone else LEARNERS
+        loss = data_parallel(
             task, steps=case.budget, seed=case.seed, learners=learners, began=start
         )
         return {"loss": loss, "share_of_tokens": 1.0}
     settings = settings_of(case)
     layout = tree.task_layout(task, settings.sync)
     outcome = emulate.emulate(settings, emulate.Start(task, layout, start), case.weather())
-    tokens = case.budget * cases.LEARNERS * task.tokens_per_batch
+    tokens = case.budget * LEARNERS * task.tokens_per_batch
     return outcome._asdict() | {"share_of_tokens": outcome.tokens / tokens}
 
 
@@ -137,7 +523,7 @@ def main() -> None:
     )
     parser.add_argument("--list", action="store_true", help="print the cases and stop")
     options = parser.parse_args()
-    wanted = [case for case in cases.matrix(options.task) if _is_wanted(case, options)]
+    wanted = [case for case in matrix(options.task) if _is_wanted(case, options)]
     there = known(options.results)
     missing = [case for case in wanted if case.key not in there]
     print(f"{len(wanted)} cases, {len(missing)} to run", flush=True)

@@ -1,6 +1,12 @@
-"""Time and memory of what reads a whole tape, on runs of as many versions as are asked for.
+"""Long tapes, and what reading a whole one takes.
 
-    python -m bench.tapes make DIR --versions 1000        # a run's bundle, by the real writers
+`Forger` makes up the tape of a long run, for the benches and the tests of what reads one: the
+layout is the run's own, every learner sends an update to each round; now and then one is rejected,
+and a learner is killed. No object is stored, so nothing of it can be merged again.
+
+`python -m bench.tapes` measures time and memory of what reads a tape, of runs that can be merged:
+
+python -m bench.tapes make DIR --versions 1000        # a run's bundle, by the real writers
     python -m bench.tapes make DIR --versions 16 --learners 1000
     python -m bench.tapes measure DIR                     # what each command takes
     python -m bench.tapes index DIR --versions 100000     # what the index of so many takes
@@ -19,19 +25,21 @@ import subprocess
 import sys
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import optax
 
 from diloco.aggregator.context import Context
 from diloco.aggregator.daemon import aggregate
 from diloco.common import log, names, shards, slices, wire
-from diloco.common.bus import MemoryBroker, MemoryBus, Message
+from diloco.common.bus import Bus, MemoryBroker, MemoryBus, Message
 from diloco.common.config import BusSection, GcSection, RunSettings
 from diloco.common.quantize import encode
 from diloco.common.service import Runtime, cancel
@@ -41,9 +49,203 @@ from diloco.learner import tree
 from diloco.learner.task import Task
 from diloco.operate.create import create_run
 
+# --- Made up
+
+
+STEPS = 24
+STEP_S = 0.01
+TOKENS = STEPS * 1024
+# Messages that are published at once.
+BATCH = 512
+
+Waiting = list[tuple[str, bytes, str | None]]
+
+
+@dataclass
+class Forger:
+    """Makes up the messages of a run, from its version 0 on.
+
+    Attributes:
+        context: the run's.
+        learners: their names.
+        rejected_one_in: updates for each that is rejected.
+        killed_one_in: rounds for each in which the last learner is killed and joins again.
+    """
+
+    context: RunContext
+    learners: list[str]
+    rejected_one_in: int = 997
+    killed_one_in: int = 9973
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+    lives: dict[str, int] = field(default_factory=dict)
+    sent: dict[tuple[str, int], int] = field(default_factory=dict)
+
+    async def join(self, learner: str) -> None:
+        layout = self.context.layout.digest
+        message = wire.Join(
+            run=self.context.run, learner=learner, layout=layout, host=f"host-of-{learner}"
+        )
+        self.lives[learner] = await self.context.bus.publish(
+            names.join(self.context.run, learner), wire.encode(message)
+        )
+
+    def manifest(self, learner: str, fragment: int, version: int) -> wire.Manifest:
+        seq = self.sent[learner, fragment] = self.sent.get((learner, fragment), 0) + 1
+        life = self.lives[learner]
+        size = self.context.layout.fragments[fragment].size
+        block = self.context.layout.block
+        shard = wire.Shard(
+            name=names.shard(self.context.run, learner, fragment, 0, life, seq, 0),
+            size_bytes=shards.shard_bytes("int4", size, block),
+            crc32c=0,
+            slices=slices.of_range(0, size, block),
+        )
+        return wire.Manifest(
+            run=self.context.run, learner=learner, epoch=0, incarnation=life, seq=seq,
+            fragment=fragment,
+            base_version=version, base_digest="0" * 32, layout=self.context.layout.digest,
+            codec="int4", shards=(shard,), tokens=TOKENS, steps=STEPS, position=STEPS * seq,
+            local_step=STEPS * seq, loss=float(1.5 + 4 / (1 + version / 50) + self.noise() / 20),
+            step_time_s=STEP_S, encode_s=0.001, upload_s=0.002, attempt=0, final=False,
+        )  # fmt: skip
+
+    def noise(self) -> float:
+        return float(self.rng.normal())
+
+    def record(
+        self, before: wire.Record, manifests: list[wire.Manifest], now_s: float
+    ) -> wire.Record:
+        """The next version of a fragment, of all these updates but those rejected."""
+        fragment = before.fragment
+        segments = len(self.context.layout.fragments[fragment].segment_rules())
+        refused = [m for m in manifests if self.rng.integers(self.rejected_one_in) == 0]
+        inputs = tuple(self.taken(m, segments) for m in manifests if m not in refused)
+        # The merged norm over the length of the sum of directions, as `merge.factors` has it.
+        shares = max(sum(taken.weight * taken.discount for taken in inputs), 1.0)
+        factor_S = 1 / (self.rng.uniform(0.6, 0.9, segments) * shares)
+        merged = before.totals.updates_merged + len(inputs)
+        delta = before.snapshot.model_copy(update={"size_bytes": manifests[0].shards[0].size_bytes})
+        return before.model_copy(
+            update={
+                "version": before.version + 1,
+                "what": "version" if inputs else "verdict",
+                "global_step": before.global_step + STEPS,
+                "inputs": inputs,
+                "rejected": tuple(self.refuse(m) for m in refused),
+                "reason": "complete",
+                "factors": factor_S.astype(np.float32).tobytes(),
+                "delta": delta,
+                "deltas": (*before.deltas, delta)[-8:],
+                "totals": before.totals.model_copy(
+                    update={
+                        "updates_merged": merged,
+                        "tokens_merged": merged * TOKENS,
+                        "updates_rejected": before.totals.updates_rejected + len(refused),
+                    }
+                ),
+                "policy": before.policy.model_copy(
+                    update={
+                        "members": tuple(self.member(name, now_s) for name in self.learners),
+                        "marks": tuple(self.mark(m) for m in manifests),
+                    }
+                ),
+                "observations": tuple(self.fetched(m, now_s) for m in manifests),
+                "opened_at_s": now_s - 0.03,
+                "quorum_at_s": now_s - 0.02,
+                "closed_at_s": now_s - 0.005,
+                "merged_at_s": now_s - 0.003,
+                "attempt_id": f"{fragment}-{before.version}",
+            }
+        )
+
+    def taken(self, manifest: wire.Manifest, segments: int) -> wire.Input:
+        staleness = int(self.rng.geometric(0.8)) - 1
+        weight, discount = TOKENS**2 / STEPS, (1 + staleness) ** -0.5
+        # Each segment's norm is 1.
+        coefficients = np.full(segments, weight * discount, ml_dtypes.bfloat16)
+        return wire.Input(
+            learner=manifest.learner, incarnation=manifest.incarnation, seq=manifest.seq,
+            stream_seq=1, codec="int4", shards=manifest.shards, weight=weight,
+            staleness=staleness, discount=discount, clip=1.0,
+            norm=abs(1 + self.noise() / 10), tokens=TOKENS, steps=STEPS, loss=manifest.loss,
+            final=False, coefficients=coefficients.tobytes(), weight_unit=0, steps_credited=STEPS,
+            tokens_credited=TOKENS,
+        )  # fmt: skip
+
+    def refuse(self, manifest: wire.Manifest) -> wire.Rejected:
+        return wire.Rejected(
+            learner=manifest.learner, incarnation=manifest.incarnation, seq=manifest.seq,
+            stream_seq=1, tokens=TOKENS, steps=STEPS, reason="checksum",
+            detail="a shard is not what its manifest says",
+        )  # fmt: skip
+
+    def member(self, learner: str, now_s: float) -> wire.MemberState:
+        return wire.MemberState(
+            learner=learner, incarnation=self.lives[learner], live=True, left=False, final=False,
+            step_time_s=STEP_S, weight=1.0, heard_at_s=now_s, offences=0,
+            tokens_per_step=TOKENS / STEPS, read_at_s=now_s, speed=1 / STEP_S, unused_s=0.0,
+            norm=1.0, missed=0,
+        )  # fmt: skip
+
+    def mark(self, manifest: wire.Manifest) -> wire.Mark:
+        return wire.Mark(
+            learner=manifest.learner, incarnation=manifest.incarnation, seq=manifest.seq,
+            stream_seq=1,
+        )  # fmt: skip
+
+    def fetched(self, manifest: wire.Manifest, now_s: float) -> wire.Observation:
+        return wire.Observation(
+            what="fetched", at_s=now_s, after_seq=1, learner=manifest.learner,
+            incarnation=manifest.incarnation, seq=manifest.seq, value=1.0,
+        )  # fmt: skip
+
+    async def forge(self, versions: int) -> None:
+        """Put so many versions, over all fragments, on the tape."""
+        fragments = range(len(self.context.layout.fragments))
+        newest = [(await last_record(self.context, fragment))[0] for fragment in fragments]
+        for learner in self.learners:
+            await self.join(learner)
+        waiting: Waiting = []
+        for count in range(versions):
+            if count % self.killed_one_in == self.killed_one_in - 1:
+                await publish(self.context.bus, waiting)
+                waiting = []
+                await self.join(self.learners[-1])
+            waiting += self.round(newest, count % len(newest))
+            if len(waiting) >= BATCH:
+                await publish(self.context.bus, waiting)
+                waiting = []
+        await publish(self.context.bus, waiting)
+
+    def round(
+        self, newest: list[wire.Record], fragment: int
+    ) -> Iterator[tuple[str, bytes, str | None]]:
+        manifests = [
+            self.manifest(name, fragment, newest[fragment].version) for name in self.learners
+        ]
+        for manifest in manifests:
+            yield (
+                names.update(self.context.run, manifest.learner, fragment),
+                wire.encode(manifest),
+                None,
+            )
+        record = newest[fragment] = self.record(newest[fragment], manifests, time.time())
+        yield names.record(self.context.run, fragment), wire.encode(record), record.attempt_id
+
+
+async def publish(bus: Bus, messages: Waiting) -> None:
+    """Put messages on the tape; one connection keeps their order."""
+    await asyncio.gather(
+        *(bus.publish(subject, data, msg_id=msg_id) for subject, data, msg_id in messages)
+    )
+
+
+# --- Merged
+
+
 RUN = "tape"
 SHAPE, FRAGMENTS = (8, 16), 4
-STEPS = 8
+MERGED_STEPS = 8
 PATIENCE_S = 600.0
 ROUND_S = 1.0
 # Starts a command from a small process: what a process has in memory counts for those it starts.
@@ -67,7 +269,7 @@ COMMANDS = {
     "score": ["replay", "--score"],
     "blame": ["replay", "--blame", "--json"],
     "doctor": ["doctor"],
-    "learners": ["learners"],
+    "learners": ["status", "--learners"],
     "status": ["status", "--once"],
     "report": ["report", "--out", OUT],
 }
@@ -80,8 +282,8 @@ def build(*, steps: int, seed: int) -> Task:  # noqa: ARG001 - as a task's
         keys = jax.random.split(key, FRAGMENTS)
         return {f"part{i}": jax.random.normal(keys[i], SHAPE) for i in range(FRAGMENTS)}
 
-    def loss(params: Any, batch: Any) -> Any:
-        return sum(jnp.square(leaf - batch).mean() for leaf in params.values())
+    def loss(params: Any, batch: Any, key: Any) -> Any:  # noqa: ARG001
+        return sum(jnp.square(leaf - batch).mean() for leaf in params.values()), {}
 
     def batches(learner: str, position: int) -> Any:  # noqa: ARG001
         while True:
@@ -116,7 +318,7 @@ class Maker:
                 "run": {"name": RUN, "steps": 1 << 30},
                 "task": {"build": "bench.tapes:build"},
                 "sync": {
-                    "fragments": FRAGMENTS, "interval_steps": STEPS, "block": 16,
+                    "fragments": FRAGMENTS, "interval_steps": MERGED_STEPS, "block": 16,
                     "snapshot_interval_versions": 50,
                 },
                 "outer": {"learning_rate": 0.1, "momentum": 0.5},
@@ -202,23 +404,23 @@ class Maker:
         manifest = wire.Manifest(
             run=RUN, learner=learner, epoch=0, incarnation=life, seq=seq, fragment=fragment,
             base_version=base.version, base_digest=base.view_digest, layout=context.layout.digest,
-            codec=context.settings.sync.codec, tokens=STEPS, steps=STEPS, position=STEPS * seq,
-            shards=(shard,), local_step=STEPS * seq, loss=1.0, step_time_s=0.001, encode_s=0.0,
-            upload_s=0.0, attempt=0, final=False,
+            codec=context.settings.sync.codec, tokens=MERGED_STEPS, steps=MERGED_STEPS,
+            position=MERGED_STEPS * seq, shards=(shard,), local_step=MERGED_STEPS * seq, loss=1.0,
+            step_time_s=0.001, encode_s=0.0, upload_s=0.0, attempt=0, final=False,
         )  # fmt: skip
         await self.bus.publish(names.update(RUN, learner, fragment), wire.encode(manifest))
 
 
 async def make(folder: Path, versions: int, learners: int) -> None:
     """A run's bundle, in one process and without a server."""
-    from diloco.common.kept import BundleWriter
+    from diloco.common.bundle import BundleWriter
 
     store, began_s = MemoryStore(), time.monotonic()
     maker = Maker(store, learners, time.time() - ROUND_S * versions / FRAGMENTS)
     await maker.make(versions)
     context: RunContext = maker.context
     folder.mkdir(parents=True, exist_ok=True)
-    header = {"run": RUN, "made_s": maker.clock(), "redacted": False, "lost": ""}
+    header = {"run": RUN, "made_s": maker.clock(), "objects": True, "redacted": False, "lost": ""}
     with BundleWriter(folder / "run.bundle", header) as writer:
         subjects = names.tape_subjects(RUN)
         async for message in messages_of(maker.bus, context.tape, subjects):
@@ -247,9 +449,9 @@ def measure(folder: Path, commands: list[str], more: list[str]) -> None:
 
 
 def index(versions: int) -> None:
-    """What a history and a kept file index of such a run's messages, without the messages."""
-    from diloco.common.kept.index import Log
-    from diloco.projections.spool import Spool, Spooled, Times
+    """What a history and a bundle index of such a run's messages, without the messages."""
+    from diloco.common.bundle.reader import Log
+    from diloco.run.spool import Spool, Spooled, Times
 
     learners = 3
     began_mib, log_, times_s, spool = resident_mib(), Log(), Times(), Spool()

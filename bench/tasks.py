@@ -1,14 +1,35 @@
-"""Tasks of the benches: the built-in one, and sizes small enough for sweeps."""
+"""Tasks of the benches: the built-in one in small, one on emulated devices, a student of a teacher.
 
+An emulated device works for a fixed time on each step while the core of its host is free, so that
+many islands fit on few cores and a step takes what it takes whatever else the machine does. The
+arithmetic of the step is done for real, within that time; a step lasts the longer of the two. Both
+systems of the headline draw their batches from here and are paced alike.
+
+    --task bench.tasks:paced --set task.options.step_s=0.5
+"""
+
+import dataclasses
 import functools
 import tempfile
+import time
+import zlib
+from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 from pydoc_data import topics
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
 from diloco.learner import model
-from diloco.learner.task import Task
+from diloco.learner.optimizer import adamw, muon, warmup_cosine
+from diloco.learner.task import Batch, Metrics, Params, Task
+
+# --- The built-in task
+
 
 # 123,200 parameters with the embedding: small enough for sweeps on one core.
 TINY = model.Preset(layers=2, width=64, heads=2, learning_rate=4e-3, tied=True)
@@ -43,3 +64,161 @@ def other_text() -> dict[str, str]:
 
 def _files(root: Any) -> list[Path]:
     return [path for path in Path(root).rglob("*") if path.is_file()]
+
+
+# --- On emulated devices
+
+
+MATRICES = 32
+WIDTH = 1024
+
+
+class Device:
+    """An island's device: it is busy for `step_s` seconds from each `begin` on."""
+
+    def __init__(self, step_s: float) -> None:
+        self.step_s = step_s
+        self._began_s = 0.0
+
+    def begin(self) -> None:
+        """Take the next step; a device that idled has nothing to catch up."""
+        self._began_s = time.monotonic()
+
+    def wait(self, share: float = 1.0) -> None:
+        """Until that share of the step's time has passed; not at all before the first step."""
+        time.sleep(max(0.0, self._began_s + share * self.step_s - time.monotonic()))
+
+
+def plain(*, steps: int, seed: int, matrices: int = 0, **options: Any) -> Task:
+    """The task with no pace.
+
+    Args:
+        steps: length of the run in global steps.
+        seed: of the batches.
+        matrices: so many parameters in matrices that are pushed up and down at random, where only
+            the size of gradients and parameters counts: a step costs a pass or two over them. 0 for
+            a transformer.
+        options: of the transformer, as of `bench.tasks:build`.
+    """
+    if matrices:
+        return _matrices(seed, matrices)
+    return build(steps=steps, seed=seed, **options)
+
+
+def paced(*, steps: int, seed: int, step_s: float, **options: Any) -> Task:
+    """The task on an emulated device: whoever draws a batch waits for the step before.
+
+    Args:
+        steps: length of the run in global steps.
+        seed: decides which windows are drawn.
+        step_s: seconds a step.
+        options: further ones of `plain`.
+    """
+    task = plain(steps=steps, seed=seed, **options)
+
+    def batches(learner: str, position: int) -> Iterator[Batch]:
+        device = Device(step_s)
+        for batch in task.batches(learner, position):
+            device.wait()
+            device.begin()
+            yield batch
+
+    return dataclasses.replace(task, batches=batches)
+
+
+def _matrices(seed: int, parameters: int) -> Task:
+    shape = (WIDTH, parameters // MATRICES // WIDTH)
+
+    def init(key: jax.Array) -> Params:
+        keys = jax.random.split(key, MATRICES)
+        return {f"w{i:02}": jax.random.normal(keys[i], shape) for i in range(MATRICES)}
+
+    def loss(params: Params, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, Metrics]:  # noqa: ARG001
+        means = jnp.stack([w.mean() for w in jax.tree.leaves(params)])
+        return jnp.mean(means) * jnp.mean(batch), {}
+
+    def batches(learner: str, position: int) -> Iterator[Batch]:
+        while True:
+            rng = np.random.default_rng([seed, zlib.crc32(learner.encode()), position])
+            yield rng.standard_normal(1, dtype=np.float32)
+            position += 1
+
+    return Task(
+        init=init,
+        loss=loss,
+        batches=batches,
+        evaluate=lambda params: float(loss(params, np.zeros(1, np.float32), None)[0]),
+        tokens_per_batch=1,
+        optimizer=optax.identity(),
+        schedule=lambda _: 1.0,
+    )
+
+
+# --- A student learns a teacher from noisy examples: a whole run takes a second
+#
+# Both are a layer of tanh and a linear one. The loss cannot fall below `NOISE` squared, a quarter,
+# as a language model's cannot fall below the entropy of text; above that little differs from run to
+# run, so that differences are seen which a language model of the same cost hides.
+#
+# Shapes: B batch, I inputs and outputs, H hidden.
+
+
+STUDENT_BATCH, INPUTS, HIDDEN, NOISE = 8, 16, 32, 0.5
+POOL, HELD_OUT = 1 << 15, 1 << 12
+RATE = 1e-2
+
+
+def _predict(params: Params, x_BxI: jax.Array) -> jax.Array:
+    """float32[B, I] -> float32[B, I]."""
+    y_BxI: jax.Array = jnp.tanh(x_BxI @ params["in"]) @ params["out"]
+    return y_BxI
+
+
+def _initial(key: jax.Array) -> Params:
+    """Random parameters, of student or teacher."""
+    one, other = jax.random.split(key)
+    return {
+        "in": jax.random.normal(one, (INPUTS, HIDDEN)) / INPUTS**0.5,
+        "out": jax.random.normal(other, (HIDDEN, INPUTS)) / HIDDEN**0.5,
+    }
+
+
+def student_loss(params: Params, batch: Batch) -> jax.Array:
+    """Mean squared error, float32[]."""
+    return jnp.mean(jnp.square(_predict(params, batch["x"]) - batch["y"]))
+
+
+@functools.cache
+def _examples(seed: int, count: int) -> Batch:
+    """Inputs and the teacher's noisy outputs."""
+    rng = np.random.default_rng(seed)
+    x_BxI = rng.normal(size=(count, INPUTS)).astype(np.float32)
+    noise_BxI = NOISE * rng.normal(size=(count, INPUTS)).astype(np.float32)
+    taught_BxI = np.asarray(_predict(_initial(jax.random.key(7)), jnp.asarray(x_BxI)))
+    return {"x": x_BxI, "y": taught_BxI + noise_BxI}
+
+
+def student(
+    *, steps: int, seed: int, optimizer: str = "adamw", learning_rate: float | None = None
+) -> Task:
+    """The task; a seed draws the batches, and by the run's `init` the student."""
+    pool, held_out = _examples(0, POOL), _examples(1, HELD_OUT)
+    held_out_loss = jax.jit(student_loss)
+
+    def batches(learner: str, position: int) -> Iterator[Batch]:
+        number = int(learner.rpartition("-")[2])
+        while True:
+            rng = np.random.default_rng([seed, number, position])
+            chosen = rng.integers(0, POOL, STUDENT_BATCH)
+            yield {name: values[chosen] for name, values in pool.items()}
+            position += 1
+
+    return Task(
+        init=_initial,
+        loss=lambda params, batch, key: (student_loss(params, batch), {}),  # noqa: ARG005
+        batches=batches,
+        evaluate=lambda params: float(held_out_loss(params, held_out)),
+        tokens_per_batch=STUDENT_BATCH,
+        optimizer=(muon if optimizer == "muon" else adamw)(weight_decay=0.0),
+        schedule=warmup_cosine(steps=steps, peak=learning_rate or RATE, warmup_steps=steps // 10),
+    )

@@ -3,12 +3,10 @@
 For each slice: the inner step, and each operation on the learner's largest fragment with each
 codec. An operation is one program or several that follow each other. `accessed` is what the
 compiler counts all operations of its programs to read and write, buffers that it keeps in the
-chip's fast memory included, and of a kernel what it says itself, which a test counts
-(tests/unit/test_topology.py); `must` is the least that has to be read and written once;
-`estimate` is the compiler's own, where it gives one, and nothing was run. Figures are of one
-device.
+chip's fast memory included; `must` is the least that has to be read and written once; `estimate`
+is the compiler's own, where it gives one, and nothing was run. Figures are of one device.
 
-    python -m bench.tpu [--topology v6e:1x1] [--mesh 1] [--preset 125m] [--kernels plain]
+    python -m bench.tpu [--topology v6e:1x1] [--mesh 1] [--preset 125m]
 """
 
 import argparse
@@ -58,7 +56,7 @@ def island_of(arguments: argparse.Namespace, topology: str, codec: str) -> Islan
             },
             "sync": {"fragments": arguments.fragments, "codec": codec, "delta_codec": codec},
             "store": {"url": "unused"},
-            "learner": {"mesh": arguments.mesh, "kernels": arguments.kernels},
+            "learner": {"mesh": arguments.mesh},
         },
         source="bench.tpu",
     )
@@ -126,7 +124,6 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--fragments", type=int, default=2)
     parser.add_argument("--codec", nargs="+", default=list(CODECS))
-    parser.add_argument("--kernels", choices=("auto", "plain"), default="auto")
     parser.add_argument("--no-step", action="store_true")
     arguments = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")

@@ -22,7 +22,7 @@ def load_file(store: ObjectStore, run: str, name: str | None) -> wire.Checkpoint
     if not known:
         raise ConfigError(
             f"the store holds no checkpoint of run {run!r}",
-            hint="checkpoints are made with: diloco checkpoint RUN",
+            hint="checkpoints are made with: diloco run checkpoint RUN",
         )
     try:
         data = store.get(names.checkpoint_object(run, name or known[-1]))

@@ -13,7 +13,7 @@ inbox, so that nobody can listen to another's answers.
 import os
 import tomllib
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict
@@ -21,7 +21,6 @@ from pydantic import BaseModel, ConfigDict
 from diloco.common.errors import ConfigError
 
 Role = Literal["learner", "aggregator", "operator"]
-ROLES: tuple[Role, ...] = get_args(Role)
 OWN_API = "$JS.API"
 # What the units hand over in place of a file that is not there; then its path.
 NO_FILE = "# no file: "

@@ -5,11 +5,8 @@ halving their longest axis: whoever needs a slice of a leaf reads the tiles that
 the C-ordered bytes of its part, in an object named by their digest, so that equal ones are stored
 once. The index of all leaves is an object too, and its name stands in the specification. Of a leaf
 that each learner loads by itself, only the digest of the whole is stored.
-
-Runs of the first release have NumPy's npz in place of the index.
 """
 
-import io
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -22,7 +19,6 @@ from diloco.common import names, shards
 from diloco.common.errors import IntegrityError
 
 TILE_BYTES = 32 << 20
-_NPZ = b"PK"
 
 Index = tuple[slice, ...]
 
@@ -60,16 +56,11 @@ class Held:
     def __init__(self, run: str, get: Callable[[str], bytes], name: str) -> None:
         self._run, self._get = run, get
         data = _checked(get(name), name.rsplit("-", 1)[1], name)
-        self._arrays: dict[str, np.ndarray] = {}
-        self.leaves: dict[str, Leaf] = {}
-        if data.startswith(_NPZ):
-            self._arrays = _of_npz(data)
-        else:
-            self.leaves = _parse(data)
+        self.leaves = _parse(data)
 
     def names(self) -> list[str]:
         """Of all leaves that the run stores."""
-        return [*self._arrays, *(name for name, leaf in self.leaves.items() if leaf.stored)]
+        return [name for name, leaf in self.leaves.items() if leaf.stored]
 
     def read(self, name: str, index: Index | None = None) -> np.ndarray:
         """A leaf, or a slice of it.
@@ -78,9 +69,6 @@ class Held:
             IntegrityError: a tile is damaged.
             ObjectMissingError, StoreUnavailableError: one cannot be read.
         """
-        if name in self._arrays:
-            array = self._arrays[name]
-            return array if index is None else array[index]
         leaf = self.leaves[name]
         wanted = _bounds(index or (slice(None),) * len(leaf.shape), leaf.shape)
         found = np.empty([stop - start for start, stop in wanted], np.dtype(leaf.dtype))
@@ -204,11 +192,6 @@ def _checked(data: bytes, digest: str, name: str) -> bytes:
     return data
 
 
-def _of_npz(data: bytes) -> dict[str, np.ndarray]:
-    with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-        return {name: arrays[name] for name in arrays.files}
-
-
 def _parse(data: bytes) -> dict[str, Leaf]:
     import ml_dtypes  # noqa: F401 - so that NumPy knows bfloat16
 
@@ -216,5 +199,8 @@ def _parse(data: bytes) -> dict[str, Leaf]:
         found = msgpack.unpackb(data, use_list=False)["leaves"]
         leaves = [Leaf(**fields) for fields in found]
     except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
-        raise IntegrityError(f"index of held leaves: {type(error).__name__}: {error}") from error
+        raise IntegrityError(
+            f"the index of the leaves that are not synchronized is none: {error}"[:300],
+            hint="was the run created by another release? create it again with this one",
+        ) from error
     return {leaf.name: leaf for leaf in leaves}

@@ -344,11 +344,6 @@ def _edges(rows: int, parts: int) -> list[int]:
     return [0, *(round(edge / grain) * grain for edge in even[1:-1]), rows]
 
 
-def _whole(tensor: Tensor, hint: Hint) -> _Cut:
-    rows = tensor.shape[0] if tensor.shape else 1
-    return _Cut(tensor, hint(tensor.name, tensor.shape), 0, rows)
-
-
 def _fillable(cuts: list[_Cut], fragments: int) -> int:
     """How many of `fragments` fragments there is something for."""
     own = _own_fragments(cuts, fragments)

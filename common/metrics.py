@@ -10,16 +10,20 @@ The only module that imports prometheus_client. Rules:
   counter that goes back for one that began anew.
 """
 
-import bisect
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
-from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    GCCollector,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
-    HistogramMetricFamily,
     Metric,
 )
 from prometheus_client.registry import Collector
@@ -169,26 +173,6 @@ AGGREGATOR = (
 )  # fmt: skip
 
 
-class _Distribution:
-    """A histogram's counts by bucket, the last one for what is above all bounds."""
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def observe(self, value: float) -> None:
-        self.counts[bisect.bisect_left(self.bounds, value)] += 1
-        self.total += value
-
-    def cumulative(self) -> list[tuple[str, float]]:
-        reached, buckets = 0, []
-        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
-            reached += count
-            buckets.append(("+Inf" if bound == float("inf") else str(bound), float(reached)))
-        return buckets
-
-
 class Metrics(Collector):
     """The series of one daemon; any thread may count.
 
@@ -201,7 +185,7 @@ class Metrics(Collector):
         self._lock = threading.Lock()
         self._scraping = threading.Lock()
         self._values: dict[Definition, dict[tuple[str, ...], float]] = {}
-        self._distributions: dict[Definition, dict[tuple[str, ...], _Distribution]] = {}
+        self._histograms: dict[Definition, Histogram] = {}
         self._sources: list[Callable[[], None]] = []
 
     def add(self, metric: Definition, amount: float = 1.0, *labels: object) -> None:
@@ -218,12 +202,15 @@ class Metrics(Collector):
 
     def observe(self, metric: Definition, value: float, *labels: object) -> None:
         """Take one value into a histogram."""
-        key = _key(metric, labels)
+        values = (*self._labels.values(), *_key(metric, labels))
         with self._lock:
-            series = self._distributions.setdefault(metric, {})
-            if key not in series:
-                series[key] = _Distribution(metric.buckets)
-            series[key].observe(value)
+            if metric not in self._histograms:
+                named = [*self._labels, *metric.labels]
+                self._histograms[metric] = Histogram(
+                    metric.name, metric.help, named, buckets=metric.buckets, registry=None
+                )
+            histogram = self._histograms[metric]
+        (histogram.labels(*values) if values else histogram).observe(value)
 
     def forget(self, *metrics: Definition) -> None:
         """Drop all series of metrics, such as those of fragments that are no more ours."""
@@ -242,10 +229,7 @@ class Metrics(Collector):
                 source()
             with self._lock:
                 values = {metric: dict(series) for metric, series in self._values.items()}
-                distributions = {
-                    metric: [(key, one.cumulative(), one.total) for key, one in series.items()]
-                    for metric, series in self._distributions.items()
-                }
+                histograms = [*self._histograms.values()]
         own = [*self._labels.values()]
         for metric, series in values.items():
             kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
@@ -253,13 +237,11 @@ class Metrics(Collector):
             for key, value in series.items():
                 family.add_metric([*own, *key], value)
             yield family
-        for metric, found in distributions.items():
-            histogram = HistogramMetricFamily(
-                metric.name, metric.help, labels=[*self._labels, *metric.labels]
-            )
-            for key, buckets, total in found:
-                histogram.add_metric([*own, *key], buckets, total)
-            yield histogram
+        for histogram in histograms:
+            for found in histogram.collect():
+                # When it was made is no figure of the daemon's.
+                found.samples = [one for one in found.samples if "_created" not in one.name]
+                yield found
 
     def exposition(self) -> bytes:
         """All series, and those of the process, in Prometheus's text format."""

@@ -23,8 +23,16 @@ import time
 from pathlib import Path
 from typing import Self
 
-from diloco.common.disks import is_full
 from diloco.common.errors import BusError, ConfigError
+
+# With less a server cannot begin a stream, and a daemon not write its log.
+_NO_ROOM_BYTES = 1 << 20
+
+
+def is_full(folder: Path) -> bool:
+    """Whether the disk of a folder has as good as no room left."""
+    return shutil.disk_usage(folder).free < _NO_ROOM_BYTES
+
 
 LOOPBACK = "127.0.0.1"
 _PORT_TAKEN = "address already in use"
@@ -148,11 +156,6 @@ class NatsServer:
         self._process.kill()
         self._process.wait()
         self._process = None
-
-    def restart(self) -> None:
-        """Stop and start again: same port, same streams. Raises as `start` does."""
-        self.stop()
-        self.start()
 
     def __enter__(self) -> Self:
         self.start()

@@ -14,8 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from diloco.common import metrics
 from diloco.common.config import MetricsSection, ServiceManager, service_manager
 from diloco.common.errors import ConfigError
-from diloco.common.health import Answer, Health
-from diloco.common.manager import Starting
+from diloco.common.health import Answer, Health, Starting
 from diloco.common.metrics import Metrics
 from diloco.common.service import Retries
 

@@ -96,12 +96,12 @@ def decode_blocks(codec: Codec, encoded: Encoded, block: int) -> jax.Array:
     return codes.astype(jnp.float32) * jnp.asarray(encoded.scales).astype(jnp.float32)[..., None]
 
 
-def lanes_of(block: int) -> int:
+def _lanes_of(block: int) -> int:
     """Elements that the kernels first reduce a block to; the best measured."""
     return min(max(block // 8, 4), 16)
 
 
-def fold(rows: jax.Array, combine: Combine) -> jax.Array:
+def _fold(rows: jax.Array, combine: Combine) -> jax.Array:
     """Reduce the lanes of each block, [*G, lanes], to one value, [*G]; traced into a kernel."""
     lanes = rows.shape[-1]
     while lanes > 1:
@@ -110,7 +110,7 @@ def fold(rows: jax.Array, combine: Combine) -> jax.Array:
     return rows[..., 0]
 
 
-def reduce_to_lanes(values: jax.Array, combine: Combine, lanes: int) -> jax.Array:
+def _reduce_to_lanes(values: jax.Array, combine: Combine, lanes: int) -> jax.Array:
     """Reduce each block of [*G, block] to a few lanes, [*G, lanes]; traced into a kernel.
 
     `combine` is over integers and leaves zero as it is. XLA on CPU reduces a row of memory one
@@ -155,7 +155,7 @@ def _bits_of(values: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(values, jnp.int32)
 
 
-def float_of(bits: jax.Array) -> jax.Array:
+def _float_of(bits: jax.Array) -> jax.Array:
     """The float32 values that have these bits."""
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
@@ -193,7 +193,7 @@ def _magnitudes(
     depends on how a machine compares NaN or denormals.
     """
     return tuple(
-        reduce_to_lanes(absolute_bits(values), jax.lax.max, lanes_of(values.shape[-1]))
+        _reduce_to_lanes(_absolute_bits(values), jax.lax.max, _lanes_of(values.shape[-1]))
         for values in _differences(new, old, block)
     )
 
@@ -203,32 +203,32 @@ def _scales(
     rows: tuple[jax.Array, ...], *, greatest: int
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """Scales of the blocks, bfloat16 [*G], and their reciprocals, float32 [*G]."""
-    pairs = [_scale(fold(each, jax.lax.max), greatest) for each in rows]
+    pairs = [_scale(_fold(each, jax.lax.max), greatest) for each in rows]
     return tuple(scales for scales, _ in pairs), tuple(inverse for _, inverse in pairs)
 
 
 def _scale(absmax: jax.Array, greatest: int) -> tuple[jax.Array, jax.Array]:
-    bits = scale_bits(absmax, greatest)
-    return scales_of_bits(bits), 1 / float_of(bits << 16)
+    bits = _scale_bits(absmax, greatest)
+    return _scales_of_bits(bits), 1 / _float_of(bits << 16)
 
 
-def absolute_bits(values: jax.Array) -> jax.Array:
+def _absolute_bits(values: jax.Array) -> jax.Array:
     """Bits of absolute values, int32: ordered as those are, with infinity and NaN on top."""
     return _bits_of(values) & _ABS
 
 
-def scale_bits(absmax: jax.Array, greatest: int) -> jax.Array:
+def _scale_bits(absmax: jax.Array, greatest: int) -> jax.Array:
     """Bits of the scales of blocks, int32, from the bits of their greatest absolute values.
 
     Rounded in integers: XLA may drop a conversion to bfloat16 and back.
     """
-    wanted = float_of(absmax) * np.float32(1 / greatest)
+    wanted = _float_of(absmax) * np.float32(1 / greatest)
     bits = _bits_of(jnp.clip(wanted, np.float32(LEAST_SCALE), np.float32(GREATEST_SCALE)))
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return jnp.where(absmax >= _INFINITY, _NAN_SCALE, bits)
 
 
-def scales_of_bits(bits: jax.Array) -> jax.Array:
+def _scales_of_bits(bits: jax.Array) -> jax.Array:
     """Scales, bfloat16."""
     return jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
 
@@ -243,7 +243,7 @@ def _codes(
     block: int | None,
 ) -> tuple[jax.Array, ...]:
     """Codes of the integer codecs, [*G, items]."""
-    pack = _codes_int4 if codec == "int4" else round_int8
+    pack = _codes_int4 if codec == "int4" else _round_int8
     return tuple(
         pack(values * each[..., None])
         for values, each in zip(_differences(new, old, block), inverse, strict=True)
@@ -252,18 +252,18 @@ def _codes(
 
 def _codes_int4(quotients: jax.Array) -> jax.Array:
     """Both halves of each block, in low nibbles and high; uint8 [*G, block / 2]."""
-    codes = round_int4(quotients)
+    codes = _round_int4(quotients)
     half = quotients.shape[-1] // 2
     return (codes[..., :half] | (codes[..., half:] << 4)).astype(jnp.uint8)
 
 
-def round_int4(quotients: jax.Array) -> jax.Array:
+def _round_int4(quotients: jax.Array) -> jax.Array:
     """Codes of int4 with their bias of 8, int32."""
     # The clip also stands between product and sum, so that no machine fuses them.
     return _bits_of(jnp.clip(quotients, -7, 7) + _ROUND_INT4) & 15
 
 
-def round_int8(quotients: jax.Array) -> jax.Array:
+def _round_int8(quotients: jax.Array) -> jax.Array:
     """Rounded, int8 [*G, block]; 0 for NaN, whose block has no valid scale anyway."""
     finite = jnp.where(jnp.isnan(quotients), np.float32(0), jnp.clip(quotients, -127, 127))
     return jnp.rint(finite).astype(jnp.int8)

@@ -86,15 +86,6 @@ class Reason(StrEnum):
     QUARANTINED = "quarantined", "manifest", "its sender is quarantined", _QUARANTINED, False
     LAYOUT = "layout", "manifest", "not the run's layout", _MISMATCH
     CODEC = "codec", "manifest", "not the run's codec", _MISMATCH
-    TOKENS = (
-        "tokens", "manifest",
-        "given by earlier releases: more than bounds.max_tokens_per_step in each step", _LAGGING,
-    )
-    STEPS = (
-        "steps", "manifest",
-        "given by earlier releases: more steps than bounds.max_steps_per_s allows",
-        _LAGGING,
-    )
     SHARDS = (
         "shards", "manifest",
         "slices that do not ascend, leave the fragment or are too many; a block in no shard or two",
@@ -124,10 +115,6 @@ class Reason(StrEnum):
     BAD_SCALE = "bad_scale", "objects", "a scale that no encoder gives"
     BAD_CODE = "bad_code", "objects", "a code that no encoder gives"
     NON_FINITE = "non_finite", "objects", "a value that is infinite or not a number"
-    NORM = (
-        "norm", "objects",
-        "given by earlier releases: its norm per step was far above the running median",
-    )
     INTERNAL = (
         "internal", "objects",
         "reading or adding it failed twice for a reason of ours, while others' work passed",

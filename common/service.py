@@ -2,6 +2,10 @@
 
 `Runtime` holds the clock, the thread pool and the randomness that drivers use, so that a
 simulation can give them virtual time and a seed.
+
+Somebody may set a machine's clock at any time, by hours and either way. Whatever waits, or says how
+long something took, follows `Clock`, which nobody can set; what it shows beside other machines'
+times is as right as the wall clock was at the start.
 """
 
 import asyncio
@@ -10,16 +14,38 @@ import os
 import random
 import signal
 import threading
+import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 from diloco.common import log
-from diloco.common.clock import Clock
 from diloco.common.errors import BusError, DilocoError, StoreError
+
+
+class Clock:
+    """Seconds since the epoch when it was made, and the seconds that have passed since.
+
+    Args:
+        wall: seconds since the epoch, read once.
+        monotonic: seconds since some moment, which only grow.
+    """
+
+    def __init__(
+        self,
+        wall: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._began_s = wall() - monotonic()
+        self._monotonic = monotonic
+
+    def __call__(self) -> float:
+        """Now."""
+        return self._began_s + self._monotonic()
+
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -61,38 +87,29 @@ class Retries:
     waiting: Counter[tuple[str, str]] = field(default_factory=Counter)
     faults: Counter[tuple[str, str]] = field(default_factory=Counter)
 
-    def note(self, what: str) -> "Attempts":
-        """Gives the function to call at each fault of an attempt at `what`."""
-        return Attempts(self, what)
+    @contextlib.contextmanager
+    def note(self, what: str) -> Iterator[Callable[[DilocoError], None]]:
+        """Gives the function to call at each fault of an attempt at `what`, while a block lasts."""
+        met: list[tuple[str, str]] = []
+
+        def end() -> None:
+            while met:
+                self.waiting[met.pop()] -= 1
+
+        def fault(error: DilocoError) -> None:
+            end()
+            met.append((what, _cause(error)))
+            self.waiting[met[0]] += 1
+            self.faults[met[0]] += 1
+
+        try:
+            yield fault
+        finally:
+            end()
 
     def now(self) -> tuple[str, ...]:
         """What waits now."""
         return tuple(what for (what, _), count in sorted(self.waiting.copy().items()) if count)
-
-
-class Attempts:
-    """Attempts at one thing, for as long as a block lasts."""
-
-    __slots__ = ("_met", "_retries", "_what")
-
-    def __init__(self, retries: Retries, what: str) -> None:
-        self._retries = retries
-        self._what = what
-        self._met: tuple[str, str] | None = None
-
-    def __enter__(self) -> Callable[[DilocoError], None]:
-        return self._fault
-
-    def __exit__(self, *_: object) -> None:
-        if self._met is not None:
-            self._retries.waiting[self._met] -= 1
-
-    def _fault(self, error: DilocoError) -> None:
-        if self._met is not None:
-            self._retries.waiting[self._met] -= 1
-        self._met = (self._what, _cause(error))
-        self._retries.waiting[self._met] += 1
-        self._retries.faults[self._met] += 1
 
 
 def _cause(error: DilocoError) -> str:
@@ -264,20 +281,18 @@ async def unless_asked(coroutine: Coroutine[Any, Any, T], asked: Callable[[], bo
 
 async def first_of(*coroutines: Coroutine[object, object, None]) -> None:
     """Run until the first of these ends; cancel the others; raise what it raised."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        await cancel(*tasks)
+    await _until(asyncio.FIRST_COMPLETED, coroutines)
 
 
 async def all_of(*coroutines: Coroutine[object, object, None]) -> None:
     """Run until all of these have ended, or one has failed; then cancel the others and raise."""
+    await _until(asyncio.FIRST_EXCEPTION, coroutines)
+
+
+async def _until(when: str, coroutines: Iterable[Coroutine[object, object, None]]) -> None:
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        done, _ = await asyncio.wait(tasks, return_when=when)
         for task in done:
             task.result()
     finally:
@@ -298,3 +313,30 @@ async def cancel(*tasks: "asyncio.Future[Any]") -> None:
     for task in tasks:
         if not task.cancelled():
             task.exception()  # Looked at, or asyncio complains in the log.
+
+
+class Tasks:
+    """A set of coroutines that run by themselves; must be made in a running event loop."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def start(self, work: Coroutine[object, object, None]) -> None:
+        """Run `work` beside everything else."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    async def failure(self) -> None:
+        """Raise what one of them raises; wait for ever if none does."""
+        await self._broken
+
+    async def stop(self) -> None:
+        """End them all."""
+        await cancel(*self._tasks)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) and not self._broken.done():
+            self._broken.set_exception(error)

@@ -28,7 +28,7 @@ Dtype = Literal["uint16", "uint32"]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0)]
 # A name is one of this folder: a manifest from elsewhere points nowhere else.
-ShardName = Annotated[str, Field(pattern=r"^(train|held_out)-[0-9]{5,9}-[0-9]{3,9}\.npy$")]
+ShardName = Annotated[str, Field(pattern=r"^(train|held_out)-[0-9]{5,9}\.npy$")]
 # What of a tokenizer decides which tokens a text becomes.
 _RULES = ("model", "normalizer", "pre_tokenizer")
 
@@ -94,15 +94,28 @@ class Counted(_Part):
         )
 
 
-class TokenSource(_Part):
-    """What a source gave, as the command line named it; `empty` documents gave nothing."""
+class Given(_Part):
+    """What documents gave; `empty` ones gave nothing."""
+
+    empty: Count = 0
+    train: Counted = Counted()
+    held_out: Counted = Counted()
+
+    def __add__(self, other: "Given") -> "Given":
+        """Both together."""
+        return Given(
+            empty=self.empty + other.empty,
+            train=self.train + other.train,
+            held_out=self.held_out + other.held_out,
+        )
+
+
+class TokenSource(Given):
+    """What a source gave, as the command line named it."""
 
     path: str
     files: Count
     size_bytes: Count
-    empty: Count
-    train: Counted
-    held_out: Counted
 
 
 class TokenShard(_Part):
@@ -147,9 +160,9 @@ class TokenManifest(Identity):
         return sum(shard.size_bytes for shard in self.shards)
 
 
-def shard_name(side: Side, piece: int, part: int) -> str:
+def shard_name(side: Side, piece: int) -> str:
     """A shard's file: names in order are shards in order."""
-    return f"{side}-{piece:05d}-{part:03d}.npy"
+    return f"{side}-{piece:05d}.npy"
 
 
 def dtype_for(vocabulary: int) -> Dtype:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     )
     from diloco.common.layout import TensorHint
     from diloco.foreign.loop import create_tensors, join_tensors, load_tensors
-    from diloco.foreign.table import Leaf
+    from diloco.foreign.tensors import Leaf
     from diloco.learner.contract import check_task, load_task
     from diloco.learner.library import Learner, join
     from diloco.learner.mesh import constrain
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from diloco.learner.reading import GrainData
     from diloco.learner.task import Batch, Params, Task, Variables
     from diloco.model.load import load
-    from diloco.operate.from_params import create
+    from diloco.operate.create import create
     from diloco.replay.tables import open  # noqa: A004 - as `tarfile.open`
 
     __version__: str
@@ -75,41 +75,32 @@ __all__ = [
     "warmup_cosine",
 ]
 
-_ERRORS = "diloco.common.errors"
-_HOMES = {
-    "Batch": "diloco.learner.task",
-    "BusError": _ERRORS,
-    "Config": "diloco.common.config",
-    "ConfigError": _ERRORS,
-    "DilocoError": _ERRORS,
-    "GrainData": "diloco.learner.reading",
-    "IntegrityError": _ERRORS,
-    "Learner": "diloco.learner.library",
-    "Matrices": "diloco.learner.optimizer",
-    "Params": "diloco.learner.task",
-    "RunMismatchError": _ERRORS,
-    "StoreError": _ERRORS,
-    "Task": "diloco.learner.task",
-    "TaskError": _ERRORS,
-    "TensorHint": "diloco.common.layout",
-    "Variables": "diloco.learner.task",
-    "adamw": "diloco.learner.optimizer",
-    "check_task": "diloco.learner.contract",
-    "constrain": "diloco.learner.mesh",
-    "create": "diloco.operate.from_params",
-    "create_tensors": "diloco.foreign.loop",
-    "join": "diloco.learner.library",
-    "join_tensors": "diloco.foreign.loop",
-    "load_tensors": "diloco.foreign.loop",
-    "Leaf": "diloco.foreign.table",
-    "load": "diloco.model.load",
-    "load_config": "diloco.common.config",
-    "load_task": "diloco.learner.contract",
-    "matrices_by_hint": "diloco.learner.optimizer",
-    "muon": "diloco.learner.optimizer",
-    "open": "diloco.replay.tables",
-    "warmup_cosine": "diloco.learner.optimizer",
+# By the module that has them.
+_NAMES = {
+    "diloco.common.config": ("Config", "load_config"),
+    "diloco.common.errors": (
+        "BusError",
+        "ConfigError",
+        "DilocoError",
+        "IntegrityError",
+        "RunMismatchError",
+        "StoreError",
+        "TaskError",
+    ),
+    "diloco.common.layout": ("TensorHint",),
+    "diloco.foreign.loop": ("create_tensors", "join_tensors", "load_tensors"),
+    "diloco.foreign.tensors": ("Leaf",),
+    "diloco.learner.contract": ("check_task", "load_task"),
+    "diloco.learner.library": ("Learner", "join"),
+    "diloco.learner.mesh": ("constrain",),
+    "diloco.learner.optimizer": ("Matrices", "adamw", "matrices_by_hint", "muon", "warmup_cosine"),
+    "diloco.learner.reading": ("GrainData",),
+    "diloco.learner.task": ("Batch", "Params", "Task", "Variables"),
+    "diloco.model.load": ("load",),
+    "diloco.operate.create": ("create",),
+    "diloco.replay.tables": ("open",),
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:  # PEP 562

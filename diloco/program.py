@@ -15,22 +15,20 @@ import diloco
 from diloco.alerts.command import app as alerts
 from diloco.auth.command import app as auth
 from diloco.check.command import app as check
-from diloco.cli.parts import Parted
-from diloco.common.errors import DilocoError
-from diloco.common.exits import Exit
+from diloco.cli.parts import Parted, host
+from diloco.common.errors import DilocoError, Exit
 from diloco.daemons.command import app as daemons
-from diloco.dashboard.command import app as dashboard
 from diloco.data.command import app as data
 from diloco.local.command import app as local
-from diloco.look.command import app as look
 from diloco.model.command import app as model
 from diloco.operate.command import app as operate
+from diloco.page.command import app as page
 from diloco.plan.command import app as plan
 from diloco.provision.command import app as provision
 from diloco.replay.command import app as replay
-from diloco.report.command import app as report
-from diloco.task.command import app as task
+from diloco.run.command import app as run
 from diloco.trackers.command import app as trackers
+from diloco.trying.command import app as trying
 
 app = typer.Typer(
     name="diloco",
@@ -40,10 +38,11 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 for room in (
-    local, task, data, plan, daemons, operate, look, dashboard, alerts, check, report, trackers,
+    local, trying, data, plan, daemons, operate, run, page, alerts, check, trackers,
     model, replay, auth, provision,
 ):  # fmt: skip
     app.add_typer(room)
+app.add_typer(host, name="host")
 
 
 def _show_version(wanted: bool) -> None:
@@ -66,7 +65,7 @@ def options(
     store: Annotated[
         str | None,
         typer.Option(
-            help="object store of a run given by name or as a tape file [default: "
+            help="object store of a run given by name, or of a bundle without objects [default: "
             "DILOCO_STORE_URL]",
             metavar="URL",
         ),
@@ -78,7 +77,7 @@ def options(
         ),
     ] = False,
 ) -> None:
-    """Train one model on islands of accelerators that are far apart, unequal and unreliable."""
+    """Train one model on islands of accelerators, far apart, unequal and unreliable."""
     if context.invoked_subcommand != "learner":
         from diloco.common.config import keep_off_accelerators
 

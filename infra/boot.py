@@ -3,9 +3,9 @@
 
 It needs no more than Python 3.10 and a service account. The instance's metadata say what to do
 (`Parameters`), and hold no secret: secrets come from Secret Manager into files of mode 0600.
-Programs come in one bundle of the bucket (infra/bundle.py), and from nowhere else. All steps may be
-repeated; what is there already stays. Run it again on a machine that is up, for new secrets,
-configuration or a new release: google_metadata_script_runner startup.
+Programs come in one release of the bucket, and from nowhere else. All steps may be repeated; what
+is there already stays. Run it again on a machine that is up, for new secrets, configuration or a
+new release: google_metadata_script_runner startup.
 
 Files on the machine:
     /opt/diloco             link to the release that is used, /opt/diloco-DIGEST
@@ -40,12 +40,12 @@ class Parameters(NamedTuple):
         role: "nats", "aggregator", "learner", or "keeper", which has no release.
         name: of the server, aggregator or learner.
         bucket: holds the release and the files.
-        release: {"object": name, "sha256": hexadecimal digest} of the bundle.
+        release: {"object": name, "sha256": hexadecimal digest} of its archive.
         files: path -> object.
         secrets: path -> resource name of a secret's version.
         environment: what the unit's environment file holds.
         units: what is enabled and started.
-        kind: of the bundle: "cpu", "cuda" or "tpu".
+        kind: of the release: "cpu", "cuda" or "tpu".
         groups: of learners, for the keeper: `keeper.Wanted` each.
         disk: {"device": of the streams, "folder": where they are}; None: no disk of its own.
     """

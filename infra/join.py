@@ -1,22 +1,30 @@
 """Have a machine of one's own join a run, as root: programs, file, credentials, unit, start.
 
-    python3 join BUNDLE --run run.toml --credentials NAME.toml [--ca ca.pem] [--url URL]
+    python3 join RELEASE --run run.toml --credentials NAME.toml [--ca ca.pem] [--url URL]
 
-`make bundle` writes it beside the bundle, as one file. Python 3.10 and its standard library are all
-that it needs; it fetches nothing. Who joins, as a learner or an aggregator, is what the credentials
-say. Run it again with a newer bundle, or other files: what is there already stays, and a release
-that does not start gives way to the one before.
+`make release` writes it beside the release, as one file. Python 3.10 and its standard library are
+all that it needs; it fetches nothing. Who joins, as a learner or an aggregator, is what the
+credentials say. Run it again with a newer release, or other files: what is there already stays, and
+a release that does not start gives way to the one before.
 """
 
 import argparse
-import hashlib
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from diloco.infra.release import Refused, Releases, Run, manifest_of, run_command, say, write
+from diloco.infra.release import (
+    Refused,
+    Releases,
+    Run,
+    digest_of,
+    manifest_of,
+    run_command,
+    say,
+    write,
+)
 
 # What shows that a machine has accelerators of a kind, and what its learners' units must let in.
 _DRIVERS = {"cuda": ("dev/nvidiactl",), "tpu": ("dev/accel0", "dev/vfio/vfio")}
@@ -33,14 +41,14 @@ class Wanted(NamedTuple):
     """What is asked for.
 
     Attributes:
-        bundle: the archive.
+        release: the archive.
         run_file: the run's file.
         credentials: of a learner or an aggregator.
         authority: certificate of the run's authority, where NATS has TLS.
         environment: what the daemon's environment file holds: DILOCO_BUS_URL and the like.
     """
 
-    bundle: Path
+    release: Path
     run_file: Path
     credentials: Path
     authority: Path | None
@@ -61,7 +69,7 @@ class Host:
         self._releases = Releases(run, root / "opt")
 
     def join(self, wanted: Wanted) -> bool:
-        """Join; whether it runs this bundle, and not the release before.
+        """Join; whether it runs this release, and not the release before.
 
         Raises:
             Refused: what was given is not right for this machine. Nothing has changed.
@@ -73,7 +81,7 @@ class Host:
             else f"diloco-learner@{name}.service"
         )
         before = self._releases.used
-        home = self._unpack(wanted.bundle)
+        home = self._unpack(wanted.release)
         self._releases.install(home)
         changed = self._write(wanted, name, role)
         self._run(["systemctl", "enable", unit])
@@ -82,21 +90,18 @@ class Host:
         say(f"{role} {name}: journalctl -fu {unit}")
         return self._releases.settle(home, before, [unit]) == home
 
-    def _unpack(self, bundle: Path) -> Path:
-        kind = manifest_of(bundle).kind
+    def _unpack(self, release: Path) -> Path:
+        kind = manifest_of(release).kind
         drivers = _DRIVERS.get(kind, ())
         if drivers and not any((self._root / path).exists() for path in drivers):
             raise Refused(
-                f"the bundle is for {kind}, and there is no /{' or /'.join(drivers)} here"
+                f"the release is for {kind}, and there is no /{' or /'.join(drivers)} here"
             )
-        digest = hashlib.sha256()
-        with bundle.open("rb") as file:
-            while data := file.read(1 << 20):
-                digest.update(data)
-        home = self._releases.home(digest.hexdigest())
+        digest = digest_of(release)
+        home = self._releases.home(digest)
         if not home.exists():
             home.parent.mkdir(parents=True, exist_ok=True)
-            self._releases.unpack(bundle, digest.hexdigest(), kind)
+            self._releases.unpack(release, digest, kind)
         if kind == "cuda":
             drop_in = "etc/systemd/system/diloco-learner@.service.d/30-nvidia.conf"
             write(self._root / drop_in, _NVIDIA.encode(), 0o644)
@@ -136,7 +141,7 @@ def identity(credentials: Path) -> tuple[str, str]:
 def parse(words: Sequence[str]) -> Wanted:
     """The command line."""
     parser = argparse.ArgumentParser(prog="join", description="Have this machine join a run.")
-    parser.add_argument("bundle", type=Path, help="the archive that make bundle has made")
+    parser.add_argument("release", type=Path, help="the archive that make release has made")
     parser.add_argument("--run", type=Path, required=True, help="the run's file")
     parser.add_argument("--credentials", type=Path, required=True, help="who joins: of diloco auth")
     parser.add_argument("--ca", type=Path, help="certificate of the run's authority: tls/ca.pem")
@@ -148,7 +153,7 @@ def parse(words: Sequence[str]) -> Wanted:
     if wrong := [pair for pair in pairs if not re.fullmatch(r"\w+=[^\n]*", pair)]:
         parser.error(f"--set {wrong[0]!r} is no KEY=VALUE")
     environment = dict(pair.split("=", 1) for pair in pairs)
-    return Wanted(given.bundle, given.run, given.credentials, given.ca, environment)
+    return Wanted(given.release, given.run, given.credentials, given.ca, environment)
 
 
 def main() -> None:

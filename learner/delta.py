@@ -25,20 +25,19 @@ Arrays that an operation replaces are donated: the caller must not touch them ag
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from diloco.common.codec import GREATEST_CODE, Codec, Encoded
+from diloco.common.codec import Codec, Encoded
 from diloco.common.layout import Layout, Piece, Tensor
 from diloco.common.quantize import decode_blocks, encode_blocks
-from diloco.learner import tiles
 from diloco.learner.mesh import Cuts, cuts_of, fit, sharding_of, single
 
 Leaves = dict[str, jax.Array]
@@ -57,7 +56,6 @@ class _Part(NamedTuple):
         kept: [*G, group_size] of it, when a group is no whole number of blocks; otherwise None.
         grid: [*G, n].
         blocks: how [*G, n, b] is cut.
-        tiled: the kernels of `tiles` work on it, interpreted where there is no TPU.
     """
 
     leaf: int
@@ -68,7 +66,6 @@ class _Part(NamedTuple):
     kept: tuple[int, ...] | None
     grid: tuple[int, ...]
     blocks: NamedSharding
-    tiled: bool
 
     @property
     def same(self) -> bool:
@@ -120,25 +117,14 @@ class Kernels:
 
     def send(self, leaves: Leaves, view: Blocks) -> Codes:
         """Codes of what the learner did since its view."""
-        if self._tiled(self.codec):
-            given = self._tuple(leaves), self._starts(), view
-            sent: Codes = _send(*given, self.geometry, self.codec)
-            return sent
         return encode_blocks(self.codec, view, self._encodable(leaves))
 
     def settle(self, leaves: Leaves, update: Codes) -> Leaves:
         """Leaves plus an update of theirs that a record has resolved; leaves are donated."""
-        if self._tiled(self.codec):
-            given = self._tuple(leaves), self._starts(), update
-            return self._named(_settle(*given, self.geometry, self.codec))
         return self.add(leaves, _decoded(update, self.codec, self.block))
 
     def apply(self, leaves: Leaves, view: Blocks, delta: Codes) -> tuple[Leaves, Blocks]:
         """Leaves and view moved by a version delta; both are donated."""
-        if self._tiled(self.delta_codec):
-            given = self._tuple(leaves), self._starts(), view, delta
-            changed, moved = _apply(*given, self.geometry, self.delta_codec)
-            return self._named(changed), moved
         moved, step = _advance(view, delta, self.delta_codec, self.block)
         return self.add(leaves, step), moved
 
@@ -149,9 +135,6 @@ class Kernels:
 
     def jump(self, leaves: Leaves, view: Blocks, new_view: Blocks) -> tuple[Leaves, Blocks]:
         """Leaves moved as far as a newer view is from the old one; leaves and view are donated."""
-        if self._tiled():
-            given = self._tuple(leaves), self._starts(), view, new_view
-            return self._named(_jump(*given, self.geometry)), new_view
         return self.add(leaves, _difference(new_view, view)), new_view
 
     def overwrite(self, leaves: Leaves, view: Blocks) -> Leaves:
@@ -205,10 +188,6 @@ class Kernels:
     def _named(self, leaves: tuple[jax.Array, ...]) -> Leaves:
         return dict(zip(self.names, leaves, strict=True))
 
-    def _tiled(self, codec: Codec = "int4") -> bool:
-        """Whether anything is worked on in tiles; the float codecs need none."""
-        return codec in GREATEST_CODE and any(part.tiled for part in self.geometry.parts)
-
     def _starts(self) -> np.ndarray:
         return np.asarray(self.starts, np.int32)
 
@@ -220,7 +199,6 @@ def make_kernels(
     codec: Codec,
     delta_codec: Codec,
     shardings: Mapping[str, NamedSharding] | None = None,
-    kind: str = "auto",
 ) -> Kernels:
     """The operations of a fragment. Cheap: a kernel is compiled at its first call.
 
@@ -231,8 +209,6 @@ def make_kernels(
         delta_codec: of version deltas.
         shardings: how each leaf lies on the learner's mesh (`mesh.param_shardings`), by name;
             all on one device, if None.
-        kind: "plain" is by XLA; "tiles" are interpreted where there is no TPU; "auto" is tiles on
-            TPUs. What tiles do not fit is left to XLA.
     """
     pieces = layout.fragments[fragment].pieces
     names = tuple(dict.fromkeys(piece.tensor for piece in pieces))
@@ -247,7 +223,6 @@ def make_kernels(
             tensors[piece.tensor],
             shardings[piece.tensor],
             layout.block,
-            kind,
         )
         for piece in pieces
     )
@@ -281,7 +256,6 @@ def _part(
     tensor: Tensor,
     lies: NamedSharding,
     block: int,
-    kind: str,
 ) -> _Part:
     mesh = lies.mesh
     assert isinstance(mesh, Mesh)
@@ -296,9 +270,6 @@ def _part(
     fitted = fit(grid, (*cuts[:axis], behind), mesh)
     before = _before(piece.shape, fitted, axis, mesh, padded=padded)
     rows = sharding_of(mesh, before)
-    tiled = kind == "tiles" or (kind == "auto" and mesh.devices.flat[0].platform == "tpu")
-    # A row of blocks is a row of the tensor, and the mesh cuts both alike.
-    alike = not padded and axis == len(piece.shape) - 1 and before == fitted
     return _Part(
         leaf=leaf,
         lies=lies,
@@ -308,7 +279,6 @@ def _part(
         kept=(*lead, piece.group_size) if padded else None,
         grid=grid,
         blocks=sharding_of(mesh, (*fitted, ())),
-        tiled=tiled and alike and tiles.fits(rows.shard_shape(piece.shape), tensor.dtype, block),
     )
 
 
@@ -432,138 +402,6 @@ def _mix(
         values = alpha * mine + (1 - alpha) * _of_blocks(view[index], part)
         changed[part.leaf] = _with_rows(leaf, start, part, values)
     return tuple(changed)
-
-
-# --- Kernels over both: of each piece, in tiles where they fit
-
-Plain = Callable[..., tuple[jax.Array, ...]]
-
-
-@partial(jax.jit, static_argnames=("geometry", "codec"))
-def _send(
-    leaves: tuple[jax.Array, ...],
-    starts: jax.Array,
-    view: Blocks,
-    geometry: _Geometry,
-    codec: Codec,
-) -> Codes:
-    codes: list[Encoded] = []
-    for index, part in enumerate(geometry.parts):
-        leaf, start = leaves[part.leaf], starts[index]
-        if part.tiled:
-            kernel = partial(tiles.encode, codec, block=geometry.block)
-            codes.append(_in_tiles(kernel, part, part.blocks.spec, leaf, start, view[index]))
-        else:
-            values = _in_blocks(_rows(leaf, start, part), part, geometry.block)
-            codes += encode_blocks(codec, (view[index],), (values,))
-    return tuple(codes)
-
-
-@partial(jax.jit, static_argnames=("geometry", "codec"), donate_argnames="leaves")
-def _settle(
-    leaves: tuple[jax.Array, ...],
-    starts: jax.Array,
-    update: Codes,
-    geometry: _Geometry,
-    codec: Codec,
-) -> tuple[jax.Array, ...]:
-    def plain(update: Encoded) -> tuple[jax.Array, ...]:
-        return (decode_blocks(codec, update, geometry.block),)
-
-    kernel = partial(tiles.settle, codec)
-    return _moved(leaves, starts, geometry, kernel, plain, update)[0]
-
-
-@partial(jax.jit, static_argnames=("geometry", "codec"), donate_argnames=("leaves", "view"))
-def _apply(
-    leaves: tuple[jax.Array, ...],
-    starts: jax.Array,
-    view: Blocks,
-    delta: Codes,
-    geometry: _Geometry,
-    codec: Codec,
-) -> tuple[tuple[jax.Array, ...], Blocks]:
-    def plain(view: jax.Array, delta: Encoded) -> tuple[jax.Array, ...]:
-        new = view + decode_blocks(codec, delta, geometry.block)
-        return new - view, new
-
-    return _moved(leaves, starts, geometry, partial(tiles.apply, codec), plain, view, delta)
-
-
-@partial(jax.jit, static_argnames="geometry", donate_argnames="leaves")
-def _jump(
-    leaves: tuple[jax.Array, ...],
-    starts: jax.Array,
-    view: Blocks,
-    new_view: Blocks,
-    geometry: _Geometry,
-) -> tuple[jax.Array, ...]:
-    def plain(view: jax.Array, new_view: jax.Array) -> tuple[jax.Array, ...]:
-        return (new_view - view,)
-
-    return _moved(leaves, starts, geometry, tiles.jump, plain, view, new_view)[0]
-
-
-def _moved(
-    leaves: tuple[jax.Array, ...],
-    starts: jax.Array,
-    geometry: _Geometry,
-    kernel: Callable[..., Any],
-    plain: Plain,
-    *given: tuple[Any, ...],
-) -> tuple[tuple[jax.Array, ...], Blocks]:
-    """Leaves, moved, and new views where there are any.
-
-    Args:
-        leaves: and the rest as the kernels take it.
-        starts: of the pieces.
-        geometry: of the fragment.
-        kernel: takes a piece and what is given for it, and gives it moved, and a view.
-        plain: takes what is given for a piece, and gives how far to move it, and a view.
-        given: for each piece.
-    """
-    changed, views = list(leaves), []
-    for index, part in enumerate(geometry.parts):
-        leaf, start = changed[part.leaf], starts[index]
-        mine = [one[index] for one in given]
-        if part.tiled:
-            gives = part.rows.spec, part.blocks.spec
-            sized = partial(kernel, block=geometry.block)
-            moved, view = _in_tiles(sized, part, gives, leaf, start, *mine)
-        else:
-            step, *view = plain(*mine)
-            moved = _rows(leaf, start, part).astype(jnp.float32) + _of_blocks(step, part)
-        if part.tiled and _in_place(part):
-            changed[part.leaf] = _lying(moved, part.lies)
-        else:
-            changed[part.leaf] = _with_rows(leaf, start, part, moved)
-        views += view
-    return tuple(changed), tuple(views)
-
-
-def _in_place(part: _Part) -> bool:
-    """Whether tiles are of the whole leaf: of its matrices, where a piece is some of those."""
-    return part.whole or (len(part.shape) > 2 and part.lies.spec == part.rows.spec)
-
-
-def _in_tiles(
-    kernel: Callable[..., Any],
-    part: _Part,
-    gives: Any,
-    leaf: jax.Array,
-    start: jax.Array,
-    *given: Any,
-) -> Any:
-    """What a kernel gives for a piece, each device for what it has of it."""
-    mesh = part.rows.mesh
-    if not _in_place(part):
-        leaf, start = _rows(leaf, start, part), jnp.zeros_like(start)
-    kernel = partial(kernel, interpret=mesh.devices.flat[0].platform != "tpu")
-    if mesh.size == 1:
-        return kernel(leaf, start, *given)
-    takes = (part.rows.spec, PartitionSpec(), *(part.blocks.spec,) * len(given))
-    cut = jax.shard_map(kernel, mesh=mesh, in_specs=takes, out_specs=gives, check_vma=False)
-    return cut(_lying(leaf, part.rows), start, *given)
 
 
 # --- Kernels over the blocks

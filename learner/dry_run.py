@@ -246,7 +246,6 @@ class FragmentShapes:
             codec=self.sync.codec,
             delta_codec=self.sync.delta_codec,
             shardings=tree.by_name(island.shardings),
-            kind=island.kernels,
         )
         self.leaves = {name: leaves[name] for name in self.kernels.names}
         block = (self.kernels.block,)

@@ -15,7 +15,7 @@ from diloco.learner.claims import Shares
 from diloco.learner.context import Context
 from diloco.learner.fetch import Fetcher
 from diloco.learner.hosts import messages
-from diloco.learner.hosts.channel import exchange_secret
+from diloco.learner.hosts.messages import exchange_secret
 from diloco.learner.hosts.worker import Link, Worker, check_same, connect
 from diloco.learner.life import (
     Host,

@@ -9,7 +9,7 @@ import contextlib
 from typing import NamedTuple
 
 from diloco.common import names, wire
-from diloco.common.bus import Message
+from diloco.common.bus import Bus, Message
 from diloco.common.errors import (
     BusUnavailableError,
     ExpiredError,
@@ -18,10 +18,9 @@ from diloco.common.errors import (
     SwapLostError,
     WireError,
 )
-from diloco.common.holdings import EXPIRY
-from diloco.common.tape import decode_as
+from diloco.common.holdings import EXPIRY, lost_batches
+from diloco.common.tape import data_reached, decode_as
 from diloco.learner.context import Context
-from diloco.learner.position import last_at_leader
 
 
 class Joined(NamedTuple):
@@ -146,3 +145,64 @@ def _prefix(nonce: str) -> str:
 def _is_of(message: Message, nonce: str) -> bool:
     """Whether a join is that of a life."""
     return message.msg_id.startswith(_prefix(nonce))
+
+
+# --- Where a learner's data goes on
+
+
+class Place(NamedTuple):
+    """Where a learner's data goes on; of each fragment, the batches before that a crash has lost.
+
+    Those are in no update of the fragment, and not trained again: others have them.
+    """
+
+    position: int
+    lost: tuple[int, ...]
+
+
+async def place_after_join(context: Context) -> Place:
+    """Where the data of a learner goes on whose join is on the tape.
+
+    Before the join an update of an earlier life could still come, and be merged; what is stored
+    behind the join is rejected as superseded.
+    """
+    reached = await data_reached(context, context.learner, lambda subject: _last(context, subject))
+    position = max(reached.values())
+    lost = lost_batches(position, reached, len(context.layout.fragments))
+    return Place(position, lost if any(lost) else ())
+
+
+async def _last(context: Context, subject: str) -> Message | None:
+    """The last message of a subject of this learner's own, however far behind a replica is."""
+
+    async def attempt() -> Message | None:
+        newest_seq = await last_at_leader(context.bus, subject)
+        if not newest_seq:
+            return None
+        found = await context.bus.last(context.tape, subject)
+        if found is not None and found.seq >= newest_seq:
+            return found
+        context.logger.info("stale_read", subject=subject, record_seq=newest_seq)
+        messages = context.bus.read(context.tape, [subject], newest_seq)
+        async with contextlib.aclosing(messages):  # type: ignore[type-var]
+            return await anext(messages)
+
+    return await context.runtime.retry("reading the tape", attempt, logger=context.logger)
+
+
+async def last_at_leader(bus: Bus, subject: str) -> int:
+    """Sequence of the last message of a subject that one may publish to; 0 if it has none.
+
+    The stream's leader alone checks a swap, so its refusal of one that cannot succeed says what
+    the last message is. A learner may read its subjects one by one only, from any replica: there
+    is no single order in which it could read up to its join.
+
+    Raises:
+        StaleReadError: the leader did not say; ask again.
+    """
+    try:
+        await bus.publish(subject, b"", expected_last=wire.GREATEST)
+    except SwapLostError as error:
+        if error.last is not None:
+            return error.last
+    raise StaleReadError(f"the leader does not say what the last message of {subject!r} is")

@@ -59,7 +59,6 @@ class Island:
             self.state, trained, self.division.trained_of(self.shardings), self.mesh
         )
         self.anchor = hardware.anchor or settings.sync.anchor
-        self.kernels = config.learner.kernels
         self._precision = hardware.matmul_precision
         self._compiler_options = hardware.compiler_options
         batch = next(self.task.batches(learner, 0))
@@ -83,7 +82,6 @@ class Island:
             views,
             shardings=tree.by_name(shardings),
             anchor=self.anchor,
-            kind=self.kernels,
         )
 
     def inner_step(self, *, judging: bool = True) -> InnerStep:

@@ -16,16 +16,16 @@ from diloco.common.config import check_same_run, parse_settings
 from diloco.common.errors import DilocoError, SupersededError
 from diloco.common.holdings import Holding
 from diloco.common.tape import has_ended, load_specification
-from diloco.learner import instruments, sync, tree
+from diloco.learner import sync, tree
 from diloco.learner.adopt import Adopter, load
 from diloco.learner.checkpoint import CheckpointFolder
 from diloco.learner.claims import Claims
 from diloco.learner.context import Context
 from diloco.learner.fetch import Fetcher, start_at, whole
 from diloco.learner.hosts import messages
-from diloco.learner.hosts.channel import exchange_secret
 from diloco.learner.hosts.coordinator import Coordinator, Listener, listen
-from diloco.learner.incarnation import Joined, end_when_superseded, join
+from diloco.learner.hosts.messages import exchange_secret
+from diloco.learner.incarnation import Joined, Place, end_when_superseded, join, place_after_join
 from diloco.learner.life import (
     Host,
     Life,
@@ -41,10 +41,10 @@ from diloco.learner.life import (
     own_parts,
     prove_store,
     read_held,
+    show_series,
 )
 from diloco.learner.peers import Alone
 from diloco.learner.planner import Planner
-from diloco.learner.position import Place, place_after_join
 from diloco.learner.publish import Publisher, Uploader
 from diloco.learner.recovery import (
     CheckpointId,
@@ -202,9 +202,7 @@ def _leading_life(
         outbox=lambda word: background.spawn(publisher.say(word)),
         saver=saver,
     )
-    context.metrics.on_scrape(
-        lambda: instruments.show(context.metrics, synchronizer, planner.state)
-    )
+    context.metrics.on_scrape(lambda: show_series(context.metrics, synchronizer, planner.state))
     return Life(
         host=host,
         context=context,

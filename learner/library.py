@@ -25,7 +25,8 @@ import jax
 import numpy as np
 
 from diloco.common import log, names
-from diloco.common.config import Config, load_config
+from diloco.common.accelerators import find_accelerators, unused
+from diloco.common.config import Config, allows_accelerators, load_config
 from diloco.common.errors import (
     ConfigError,
     DilocoError,
@@ -41,14 +42,13 @@ from diloco.learner import tree
 from diloco.learner.background import Background, running_loop
 from diloco.learner.boundary import Boundary
 from diloco.learner.follow import follow
-from diloco.learner.hosts.channel import HANGING_S, end_if_hanging
+from diloco.learner.hosts.messages import HANGING_S, end_if_hanging
 from diloco.learner.lead import lead
 from diloco.learner.life import Host, Life, never
 from diloco.learner.member import NAMED, Member
 from diloco.learner.placement import put_like
 from diloco.learner.synchronizer import figures_of, scalar_of
 from diloco.learner.task import Batch, Holder, Params, Shared, named_leaves
-from diloco.learner.unused import warn_of_unused_accelerators
 
 # How figures of held-out data are named among a learner's metrics.
 HELD_OUT = "held_out_"
@@ -416,7 +416,6 @@ def member_of(
         like,
         learner=learner,
         anchor=config.learner.island(learner).anchor or config.sync.anchor,
-        kernels=config.learner.kernels,
         tokens_per_step=_tokens_per_step(config, learner, tokens_per_step),
         hint=hint,
         warm_up=warm_up,
@@ -492,3 +491,24 @@ def _tokens_per_step(config: Config, learner: str, given: int | None) -> int:
             hint="set run.tokens_per_step: of a batch, of all hosts together",
         )
     return tokens
+
+
+# --- A learner on the CPU of a machine that has something better
+
+
+def warn_of_unused_accelerators(run: str, member: Member) -> None:
+    """Say so, unless somebody wants it: whoever has host arrays computes elsewhere."""
+    in_jax = any(sharding is not None for sharding in member.shardings.values())
+    if not in_jax or wants_cpu() or jax.default_backend() != "cpu":
+        return
+    found = find_accelerators()
+    if found is not None:
+        logger = log.get(run=run, learner=member.learner)
+        logger.warning(
+            "accelerator_unused", found=found.count(len(found.names)), advice=unused(found)
+        )
+
+
+def wants_cpu() -> bool:
+    """Whether the user keeps JAX on the CPU, by the environment or in the program."""
+    return getattr(jax.config, "jax_platforms", None) == "cpu" or not allows_accelerators()

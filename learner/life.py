@@ -15,19 +15,19 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from diloco.common import log, names
+from diloco.common import log, metrics, names
 from diloco.common.bus import Bus
 from diloco.common.config import Config, RunSettings
-from diloco.common.errors import ConfigError, DilocoError, HostLostError
-from diloco.common.exits import Exit
-from diloco.common.health import step_limit_s
+from diloco.common.errors import ConfigError, DilocoError, Exit, HostLostError
+from diloco.common.health import View, report, step_limit_s, tell, tell_stopping
 from diloco.common.held import Held, Index
 from diloco.common.layout import Layout, parse_layout
-from diloco.common.manager import report, tell, tell_stopping
+from diloco.common.metrics import Metrics
 from diloco.common.probes import Probes
 from diloco.common.service import Runtime, unless_asked
 from diloco.common.store import ObjectStore, open_store
-from diloco.learner import instruments, tree
+from diloco.common.wire import LEARNER_STATES
+from diloco.learner import sync, tree
 from diloco.learner.background import Background
 from diloco.learner.boundary import Outbox
 from diloco.learner.checkpoint import CheckpointFolder, copied
@@ -184,7 +184,7 @@ class Life:
         health, meter = self.context.health, synchronizer.meter
         watchdog_timeout_s = self.host.config.learner.watchdog_timeout_s
         health.limit_s = lambda: step_limit_s(watchdog_timeout_s, meter.step_time_s)
-        health.view = lambda: instruments.view(meter)
+        health.view = lambda: view_of(meter)
         self.context.logger.info("started", position=synchronizer.position)
         self.host.probes.start.over()
         self.host.background.spawn(report(health, manager))
@@ -340,7 +340,6 @@ def make_replica(host: Host, context: Context, views: Any) -> Replica:
         views,
         shardings=member.shardings_of(context.layout),
         anchor=member.anchor,
-        kind=member.kernels,
     )
 
 
@@ -364,3 +363,51 @@ def make_synchronizer(
         meter=meter,
         saver=saver,
     )
+
+
+# --- What a learner counts, as `common/metrics.py` defines it
+
+
+# States that are no training, as whoever asks for health reads them.
+WHY_NOT = {
+    "starting": "it loads versions and compiles",
+    "paused": "the run is paused",
+    "flushing": "it sends what is unsent, and trains no more",
+    "leaving": "it says that it leaves",
+    "failed": "an error ends it",
+}
+
+
+def view_of(meter: Meter) -> View:
+    """What a learner does, and what keeps it from training."""
+    why = (WHY_NOT[meter.state],) if meter.state in WHY_NOT else ()
+    return View(f"{meter.state}: step {meter.local_step:,}, loss {meter.loss:.4f}", why)
+
+
+def show_series(counted: Metrics, learner: Synchronizer, state: sync.State) -> None:
+    """Set a learner's series; `state` is its core's."""
+    meter, traffic = learner.meter, learner.meter.traffic
+    each = learner.tokens_per_step
+    for metric, value in (
+        (metrics.TOKENS, meter.tokens),
+        (metrics.STEPS, meter.tokens / each),
+        (metrics.DATA_TOKENS, learner.position * each),
+        (metrics.GLOBAL_STEP, meter.global_step),
+        (metrics.LOSS, meter.loss),
+        (metrics.STEP_TIME, meter.step_time_s),
+        (metrics.STALL, meter.stall_s),
+        (metrics.DATA_WAIT, meter.data_s),
+        (metrics.RUN_TIME, meter.run_s),
+        (metrics.UP, traffic.bytes_up),
+        (metrics.DOWN, traffic.bytes_down),
+        (metrics.SENT, traffic.updates_sent),
+    ):
+        counted.set(metric, value)
+    for name, value in meter.metrics.items():
+        counted.set(metrics.METRIC, value, name)
+    for name in LEARNER_STATES:
+        counted.set(metrics.STATE, name == meter.state, name)
+    unsent = sync.unsent(state)
+    for index, fragment in enumerate(state.fragments):
+        counted.set(metrics.ADOPTED, fragment.version, index)
+        counted.set(metrics.UNSENT, unsent.get(index, 0), index)

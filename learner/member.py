@@ -26,7 +26,6 @@ class Member:
         learner: its name.
         like: shapes of its leaves, and `shardings` how they lie for the loop, by name.
         anchor: where views are kept.
-        kernels: what sends and adopts, as `make_kernels` names it.
         tokens_per_step: of all hosts together.
         hint: of the tensors; None: the run's layout says what it would.
         warm_up: compiles the loop's programs, given copies of the parameters that it may donate.
@@ -39,7 +38,6 @@ class Member:
     shardings: Shardings
     anchor: str
     tokens_per_step: int
-    kernels: str = "auto"
     hint: Hint | None = None
     warm_up: Callable[[Params], object] | None = None
     load_frozen: Callable[[], Mapping[str, Any]] | None = None

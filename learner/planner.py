@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from diloco.common.clock import Clock
+from diloco.common.service import Clock
 from diloco.learner import sync
 from diloco.learner.boundary import Arrived, Boundary, Decoded, Then
 

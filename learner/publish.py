@@ -18,9 +18,8 @@ from diloco.common.codec import Encoded
 from diloco.common.errors import DilocoError, DivergedError
 from diloco.common.layout import Fragment
 from diloco.learner import sync
-from diloco.learner.answers import longest_round_s
 from diloco.learner.boundary import Done, Outgoing, Post
-from diloco.learner.context import Context, Tensors
+from diloco.learner.context import Context, Tensors, longest_round_s
 from diloco.learner.incarnation import Joined
 from diloco.learner.peers import Peers
 

@@ -48,7 +48,6 @@ class Replica:
             for.
         shardings: how each leaf lies for the training loop; all on one device, if None.
         anchor: "host" keeps views in the host's memory, from where the devices fetch them.
-        kind: of kernels, as of `make_kernels`.
 
     Attributes:
         trained: the parameters, as `like`, where the training loop has them.
@@ -63,7 +62,6 @@ class Replica:
         *,
         shardings: Shardings | None = None,
         anchor: str = "device",
-        kind: str = "auto",
     ) -> None:
         self._settings = [sync_of(settings, fragment) for fragment in layout.fragments]
         self._averaged = [fragment.averaged for fragment in layout.fragments]
@@ -76,7 +74,6 @@ class Replica:
                 codec=own.codec,
                 delta_codec=own.delta_codec,
                 shardings=self._placement.inner,
-                kind=kind,
             )
             for fragment, own in zip(layout.fragments, self._settings, strict=True)
         ]

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from diloco.common import wire
-from diloco.common.clock import Clock
 from diloco.common.errors import DilocoError
+from diloco.common.service import Clock
 from diloco.common.wire import METRIC_NAME, MOST_METRICS
 from diloco.learner import sync
 from diloco.learner.boundary import Boundary, Done, Outbox, Outgoing

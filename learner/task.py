@@ -18,12 +18,9 @@ Rules, checked by `contract.load_task` before anything is allocated:
      learner reads only its part of a batch; with `partition`, the task says how tensors are cut
      over devices; with `sample`, `diloco sample` prints what the model writes; with `load_frozen`,
      each learner reads frozen leaves itself.
-
-The first edition of the contract, `loss(parameters, batch) -> scalar`, is understood too.
 """
 
 import dataclasses
-import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -224,36 +221,23 @@ class Task:
                 hint="for example optimizer=optax.scale_by_adam()",
             )
 
-    @property
-    def takes_key(self) -> bool:
-        """Whether the loss wants a PRNG key, as the second edition's does."""
-        try:
-            parameters = inspect.signature(self.loss).parameters.values()
-        except (TypeError, ValueError):  # a function that says nothing of itself
-            return False
-        wanted = [one for one in parameters if one.default is one.empty and one.kind in _POSITIONAL]
-        return len(wanted) >= 3
-
     def evaluated(self, params: Params, batch: Batch, key: jax.Array) -> Evaluated:
-        """The loss of a batch, in whatever form the task gives it.
+        """What the loss says of a batch.
 
         Raises:
-            TaskError: it is in none.
+            TaskError: it says it in another form.
         """
-        said = self.loss(params, batch, key) if self.takes_key else self.loss(params, batch)
-        if not isinstance(said, tuple):
-            return Evaluated(said, {})
-        if len(said) not in (2, 3) or not isinstance(said[1], Mapping):
+        said = self.loss(params, batch, key)
+        parts = said if isinstance(said, tuple) else (said,)
+        if len(parts) not in (2, 3) or not isinstance(parts[1], Mapping):
             raise TaskError(
                 "Task.loss must return (loss, metrics), or (loss, metrics, state), but it returned"
-                f" a tuple of {', '.join(type(one).__name__ for one in said) or 'nothing'}",
+                f" {', '.join(type(one).__name__ for one in parts) or 'nothing'}",
                 hint="metrics are a dictionary of scalars by name; {} for none",
             )
-        return Evaluated(*said)
+        return Evaluated(*parts)
 
 
-# Ways of a parameter to be given by its place.
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 COUNTED = "count what your task counts: tokens, bytes, examples"
 
 

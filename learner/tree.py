@@ -22,6 +22,8 @@ from diloco.learner.task import (
     hint_of,
     named_leaves,
     params_shapes,
+    signature,
+    tree_words,
 )
 
 
@@ -146,3 +148,29 @@ def from_names(like: Params, leaves: dict[str, Any]) -> Params:
     """The tree `like` with the leaves of these names."""
     ordered = [leaves[name] for name, _ in named_leaves(like)]
     return jax.tree.unflatten(jax.tree.structure(like), ordered)
+
+
+# --- Frozen leaves that each learner loads from a place of its own
+
+
+def loaded_frozen(task: Task) -> dict[str, Any]:
+    """What `Task.load_frozen` gives, by the leaves' names; empty without one.
+
+    A leaf may be one that is read as it is asked for: it has a shape and a dtype, is sliced as an
+    array is, and becomes one by `numpy.asarray`.
+
+    Raises:
+        TaskError: it is not shaped as `init` says.
+    """
+    if task.load_frozen is None:
+        return {}
+    shapes = params_shapes(task)
+    frozen = shapes.frozen if isinstance(shapes, Variables) else None
+    loaded = task.load_frozen()
+    if signature(loaded) != signature(frozen):
+        raise TaskError(
+            f"Task.load_frozen must give the frozen leaves as `init` shapes them, "
+            f"{tree_words(frozen)}, but it gave {tree_words(loaded)}",
+            hint="give a tree like Variables.frozen",
+        )
+    return by_name(Variables(None, loaded, None))

@@ -4,7 +4,7 @@
 
 `make lock` does it. Each file is installed together with requirements.lock, whose versions hold,
 but those of `APART`, which are installed alone. runtime.lock is the part of requirements.lock that
-daemons need: what a bundle has, without the tools of developers.
+daemons need: what a release has, without the tools of developers.
 """
 
 import re
@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 BASE = ROOT / "requirements.lock"
 EXTRAS = ("arrow", "cuda", "notebook", "tensorboard", "tokens", "torch", "tpu", "wandb")
-# Of the bundles: which extras runtime.lock has.
+# Of the releases: which extras runtime.lock has.
 RUNTIME = ("buckets",)
 # Programs for tests, each in an environment of its own: they need other versions than ours.
 APART = {"oracle": "transformers>=5.23\njinja2>=3\npeft>=0.18", "stores": "moto[s3,server]>=5"}

@@ -1,14 +1,15 @@
-"""Kept files as somebody who knows the format would forge them: every checksum is right."""
+"""Bundles as somebody who knows the format would forge them: every checksum is right."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from diloco.common import names, wire
-from diloco.common.kept.index import BUNDLE
+from diloco.common.bundle import BundleWriter, open_bundle
+from diloco.common.bundle.frames import MAGIC, read_frames, write_frame
+from diloco.common.bus import Message
 from diloco.common.shards import digest
 from diloco.common.tape import decode, record_digest
-from diloco.common.tape.frames import read_frames, write_frame
 
 Frames = list[Any]
 
@@ -16,16 +17,33 @@ Frames = list[Any]
 def frames_of(bundle: Path) -> Frames:
     """The frames of a bundle: header, messages and the rest, end."""
     with bundle.open("rb") as file:
-        return [frame.content for frame in read_frames(bundle, file, BUNDLE)]
+        return [frame.content for frame in read_frames(bundle, file)]
 
 
 def write(path: Path, frames: Frames) -> Path:
     """A bundle of frames, whatever they say."""
     with path.open("wb") as file:
-        file.write(BUNDLE)
+        file.write(MAGIC)
         for content in frames:
             write_frame(file, content)
     return path
+
+
+def write_tape(path: Path, run: str, messages: Iterable[Message]) -> Path:
+    """A bundle without objects of these messages."""
+    with BundleWriter(path, {"run": run, "made_s": 1e9, "objects": False}) as writer:
+        for message in messages:
+            writer.message(message)
+    return path
+
+
+def messages_in(path: Path) -> list[Message]:
+    """The tape of a bundle."""
+    bundle = open_bundle(path)
+    try:
+        return [bundle.message(at) for at in bundle.tape.ats]
+    finally:
+        bundle.close()
 
 
 def with_file(frames: Frames, name: str, data: bytes = b"x") -> Frames:

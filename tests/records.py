@@ -31,6 +31,9 @@ def make_input(**changes: Any) -> wire.Input:
         "loss": 1.0,
         "final": False,
         "coefficients": b"",
+        "weight_unit": 0,
+        "steps_credited": 1,
+        "tokens_credited": 1,
     }
     return wire.Input(**(fields | changes))
 
@@ -74,5 +77,10 @@ def make_record(**changes: Any) -> wire.Record:
         "merged_at_s": 0.0,
         "aggregator": "lab",
         "attempt_id": "0",
+        "previous": "",
+        "release": "",
+        "lock": "",
+        "kept": b"",
+        "radii": b"",
     }
     return wire.Record(**(fields | changes))

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from forged import write_tape
 
 from diloco.aggregator.context import Context
 from diloco.aggregator.daemon import aggregate
@@ -30,14 +31,15 @@ from diloco.common.config import BusSection, RunSettings
 from diloco.common.quantize import encode
 from diloco.common.service import Runtime, cancel
 from diloco.common.store import open_store
-from diloco.common.tape import last_record, messages_of, write_tape_file
+from diloco.common.tape import last_record, messages_of
 from diloco.common.views import load_view
 from diloco.learner import tree
 from diloco.learner.delta import vector_of
 from diloco.learner.task import Task
 from diloco.model.view import GlobalModel
 from diloco.operate.create import create_run
-from diloco.replay.bundle import Wanted, run_bundle
+from diloco.replay.bundle import run_bundle
+from diloco.replay.options import BundleOptions
 
 FEATURES, HIDDEN, BATCH, STEPS = 12, 48, 16, 8
 FRAGMENTS = 2
@@ -64,10 +66,10 @@ def build(*, steps: int, seed: int) -> Task:
             "second": jax.random.normal(second, (HIDDEN, 3)) / 16,
         }
 
-    def loss(params, batch):
+    def loss(params, batch, key=None):
         inputs, targets = batch
         outputs = jnp.tanh(inputs @ params["first"] + params["bias"]) @ params["second"]
-        return jnp.square(outputs - targets).mean()
+        return jnp.square(outputs - targets).mean(), {}
 
     def batches(learner, position) -> Iterator[Any]:
         while True:
@@ -79,7 +81,7 @@ def build(*, steps: int, seed: int) -> Task:
     held_out = [next(batches("held-out", position)) for position in range(8)]
 
     def evaluate(params):
-        return float(np.mean([loss(params, part) for part in held_out]))
+        return float(np.mean([loss(params, part)[0] for part in held_out]))
 
     return Task(
         init=init, loss=loss, batches=batches, evaluate=evaluate, tokens_per_batch=BATCH,
@@ -118,7 +120,7 @@ def bundled(folder: Path, spoiled: str = "", *, versions: int) -> Path:
     run = make_run(folder, spoiled, versions=versions)
     use_place(Place(None, str(run.store)))
     try:
-        run_bundle(str(run.tape), folder / "run.bundle", Wanted())
+        run_bundle(str(run.tape), folder / "run.bundle", BundleOptions())
     finally:
         use_place(Place())
     return folder / "run.bundle"
@@ -167,7 +169,7 @@ class _Fleet:
         self.lives: dict[str, int] = {}
         self.sent: dict[tuple[str, int], int] = {}
         self.rng = np.random.default_rng(7)
-        self.gradient = jax.jit(jax.value_and_grad(self.task.loss))
+        self.gradient = jax.jit(jax.value_and_grad(self.task.loss, has_aux=True))
 
     async def train(self, versions: int) -> Run:
         context, params = self.context, self.task.init(jax.random.key(0))
@@ -194,7 +196,8 @@ class _Fleet:
                 work.result()
         tape = self.folder / "run.tape"
         subjects = names.tape_subjects(self.name)
-        await write_tape_file(tape, self.name, messages_of(self.bus, context.tape, subjects))
+        found = [message async for message in messages_of(self.bus, context.tape, subjects)]
+        write_tape(tape, self.name, found)
         return Run(self.name, tape, self.store)
 
     async def _round(self, version: int, fragment: int) -> None:
@@ -230,7 +233,7 @@ class _Fleet:
             inputs, targets = next(batches)
             if bad and self.spoiled == "labels":
                 targets = -np.roll(targets, 1, axis=-1)
-            loss, gradient = self.gradient(params, (inputs, targets))
+            (loss, _), gradient = self.gradient(params, (inputs, targets))
             norm = float(optax.tree.norm(gradient))
             gradient = jax.tree.map(lambda leaf: leaf / max(1.0, norm), gradient)  # noqa: B023
             params = jax.tree.map(lambda leaf, by: leaf - rate * by, params, gradient)

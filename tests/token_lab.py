@@ -62,6 +62,11 @@ def command(*words: object) -> Result:
     return CliRunner().invoke(app, ["data", *map(str, words)])
 
 
+def checked(place: object) -> Result:
+    """`diloco check PLACE`, in this process; an error is the result's exception."""
+    return CliRunner().invoke(app, ["check", str(place)])
+
+
 def prepared(*words: object) -> Result:
     """`diloco data prepare WORDS` that ends well."""
     done = command("prepare", *words)

@@ -11,10 +11,9 @@ import numpy as np
 from diloco.aggregator.arrays import centering, merge, outer
 from diloco.aggregator.arrays import grid as grids
 from diloco.aggregator.arrays.arithmetic import PRODUCTION, Arithmetic
-from diloco.aggregator.arrays.grid import Grid
+from diloco.aggregator.arrays.grid import Grid, share_out
 from diloco.aggregator.arrays.merge import Contribution, Norms, Vector
 from diloco.aggregator.arrays.outer import OuterOptimizer, State
-from diloco.aggregator.arrays.sharing import share_out
 from diloco.aggregator.core.updates import Admitted
 from diloco.common import shards, wire
 from diloco.common.averaged import averaged, settings_of
@@ -321,13 +320,11 @@ class FragmentArrays:
                 why = f"the numbers of its segments have {found} bytes, not {expected}"
                 raise unmergeable(record, why)
         codec, unit = self.own_settings.sync.codec, None
-        # Records of earlier releases have no units.
-        united = any(taken.weight_unit for taken in record.inputs)
         for taken in record.inputs:
             if taken.codec != codec:
                 raise unmergeable(record, f"codec {taken.codec!r}, the run's is {codec!r}")
             unit = merge.unit_after(unit, taken.weight)
-            if united and taken.weight_unit != unit:
+            if taken.weight_unit != unit:
                 why = f"unit {taken.weight_unit} of weight {taken.weight:g}, not {unit}"
                 raise unmergeable(record, why)
 

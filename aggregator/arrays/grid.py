@@ -1,8 +1,9 @@
-"""How a fragment's vector divides; without JAX, for those who only look at updates."""
+"""How a fragment's vector divides, also among threads; without JAX, for those who only look on."""
 
-import itertools
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,20 +15,35 @@ Merge = Literal["rda", "average", "centered_clipping"]
 
 # Blocks that one thread works on at a time.
 PIECE_BLOCKS: Final = 1024
+# Pieces that are not worth a thread's start: a million elements at most.
+LEAST_PIECES: Final = 16
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
-class Pieces(NamedTuple):
-    """A vector in pieces of at most `PIECE_BLOCKS` that cross no segment and no shard.
+class Run(NamedTuple):
+    """Neighbouring pieces of one shard's range, which one thread works on.
+
+    A piece has at most `PIECE_BLOCKS` and crosses no segment and no shard.
 
     Attributes:
-        edges_P1: where they begin, and the last one ends, in blocks; int64 [P + 1].
+        edges_P1: where the pieces begin, and the last one ends, in blocks; int64 [P + 1].
         segment_P: each piece's segment, int64 [P].
-        of_ranges: first piece of each shard's range, and the one after its last.
+        at: block that the shard begins with.
+        shard: its index.
+        first: index of the first piece among all of the vector.
     """
 
     edges_P1: npt.NDArray[np.int64]  # noqa: N815 - shapes live in names of arrays
     segment_P: npt.NDArray[np.int64]  # noqa: N815 - as above
-    of_ranges: tuple[tuple[int, int], ...]
+    at: int
+    shard: int
+    first: int
+
+    def of(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """The run's part of what there is one of for each piece of the vector."""
+        return values[self.first : self.first + len(self.segment_P)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,23 +68,36 @@ class Grid:
     averaged: bool = False
     centered: bool = False
 
-    def pieces(self) -> "Pieces":
-        """What may be worked on at the same time."""
+    def runs(self, threads: int) -> list[Run]:
+        """All pieces; several runs a thread, so that one that is held up does not hold up all."""
+        edges, segment_P = self._edges(), self.segments()
+        longest = max(LEAST_PIECES, -(-len(segment_P) // (4 * threads)))
+        runs: list[Run] = []
+        for shard, (start, stop) in enumerate(self.ranges):
+            begin, end = start // self.block, stop // self.block
+            low, high = (int(index) for index in np.searchsorted(edges, [begin, end]))
+            for first in range(low, high, longest):
+                last = min(first + longest, high)
+                pieces = edges[first : last + 1], segment_P[first:last]
+                runs.append(Run(*pieces, begin, shard, first))
+        return runs
+
+    def segments(self) -> npt.NDArray[np.int64]:
+        """Each piece's segment, int64 [P]."""
         ends_S = np.cumsum(self.lengths)
-        cuts = [stop // self.block for _, stop in self.ranges]
-        edges = np.unique(np.r_[0, np.arange(0, ends_S[-1], PIECE_BLOCKS), ends_S, cuts])
-        segment_P = np.searchsorted(ends_S, edges[:-1], side="right")
-        of_ranges = np.searchsorted(edges, [0, *cuts])
-        return Pieces(
-            edges.astype(np.int64),
-            segment_P.astype(np.int64),
-            tuple((int(a), int(b)) for a, b in itertools.pairwise(of_ranges)),
-        )
+        return np.searchsorted(ends_S, self._edges()[:-1], side="right").astype(np.int64)
 
     def per_segment(self, values_P: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Sums over the pieces of each segment, in their order; float64 [S]."""
-        sums_S = np.bincount(self.pieces().segment_P, values_P, minlength=len(self.lengths))
+        sums_S = np.bincount(self.segments(), values_P, minlength=len(self.lengths))
         return sums_S.astype(np.float64)
+
+    def _edges(self) -> npt.NDArray[np.int64]:
+        """Where pieces begin and end, in blocks."""
+        ends_S = np.cumsum(self.lengths)
+        cuts = [stop // self.block for _, stop in self.ranges]
+        edges = np.unique(np.r_[0, np.arange(0, ends_S[-1], PIECE_BLOCKS), ends_S, cuts])
+        return edges.astype(np.int64)
 
     def per_block(self, values_S: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
         """Each segment's value for each of its blocks, float32 [B]."""
@@ -95,3 +124,11 @@ def make_grid(fragment: Fragment, block: int, shard_elements: int, merge: Merge 
         averaged=fragment.averaged,
         centered=merge == "centered_clipping" and not fragment.averaged,
     )
+
+
+def share_out(work: Callable[[Item], Result], items: Sequence[Item], threads: int) -> list[Result]:
+    """Have `work` done on each item by some threads; what it gives, in order."""
+    if threads == 1 or len(items) == 1:
+        return [work(item) for item in items]
+    with ThreadPoolExecutor(min(threads, len(items))) as pool:
+        return list(pool.map(work, items))

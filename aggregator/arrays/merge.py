@@ -29,14 +29,11 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from diloco.aggregator.arrays import sums
-from diloco.aggregator.arrays.compiled import lanes
-from diloco.aggregator.arrays.grid import Grid
-from diloco.aggregator.arrays.sharing import Run, as_bits, share_out, shared
-from diloco.aggregator.arrays.vectors import WIDTH
+from diloco.aggregator.arrays import kernels
+from diloco.aggregator.arrays.grid import Grid, Run, share_out
 from diloco.common.codec import Codec, Encoded, aligned_zeros, code_count, scale_count
 
-Vector = npt.NDArray[np.float32]
+Vector = kernels.Vector
 Norms = npt.NDArray[np.float64]
 
 # The least bfloat16 that no machine takes for zero.
@@ -91,25 +88,13 @@ def unit_after(unit: int | None, weight: float) -> int:
 
 def segment_norms(grid: Grid, codec: Codec, shards: Sequence[Encoded], threads: int = 1) -> Norms:
     """L2 norm of each segment of an update, float64 [S], the same for any number of threads."""
-    pieces = grid.pieces()
-    squares_P = np.zeros(len(pieces.segment_P))
-    parts = [
-        _as_blocks(codec, shard, stop - start, grid.block)
-        for (start, stop), shard in zip(grid.ranges, shards, strict=True)
-    ]
+    squares_P = np.zeros(len(grid.segments()))
+    parts = _as_parts(grid, codec, shards)
 
     def measure(run: Run) -> None:
-        sums.measure(
-            pieces.edges_P1,
-            run.first,
-            run.last,
-            grid.ranges[run.shard][0] // grid.block,
-            lanes(parts[run.shard].codes.shape[1]),
-            *parts[run.shard],
-            squares_P,
-        )
+        kernels.measure(run, kernels.lanes(grid.block), parts[run.shard], run.of(squares_P))
 
-    share_out(measure, shared(pieces, threads), threads)
+    share_out(measure, grid.runs(threads), threads)
     return np.sqrt(grid.per_segment(squares_P))
 
 
@@ -180,10 +165,9 @@ class Accumulator:
 
     def __init__(self, grid: Grid, threads: int = 1) -> None:
         self._grid = grid
-        self._pieces = grid.pieces()
         self._threads = threads
         self._sum_N = aligned_zeros(grid.size)
-        self._squares_P = np.zeros(len(self._pieces.segment_P))
+        self._squares_P = np.zeros(len(grid.segments()))
         self._waiting: list[_Waiting] = []
         self._added = 0
         self._unit = 0
@@ -211,11 +195,7 @@ class Accumulator:
         Raises:
             ValueError: the shards are not as many or not as long as the ranges.
         """
-        block = self._grid.block
-        parts = tuple(
-            _as_blocks(codec, shard, stop - start, block)
-            for (start, stop), shard in zip(self._grid.ranges, shards, strict=True)
-        )
+        parts = _as_parts(self._grid, codec, shards)
         if self._waiting and (codec, unit) != (self._waiting[0].codec, self._waiting[0].unit):
             self._add_waiting()
         self._waiting.append(_Waiting(codec, parts, coefficients_S.astype(np.float32), unit))
@@ -246,34 +226,36 @@ class Accumulator:
         if self._added and unit > self._unit:
             _scale_down(self._sum_N, unit - self._unit)
         self._unit = unit
-        coefficients_UxS = np.zeros((sums.MOST_UPDATES, len(self._grid.lengths)), np.float32)
-        for row_S, one in zip(coefficients_UxS, waiting, strict=False):
-            row_S[:] = one.coefficients_S
-        work = partial(self._add_pieces, waiting, coefficients_UxS)
-        share_out(work, shared(self._pieces, self._threads), self._threads)
+        work = partial(self._add_pieces, waiting)
+        share_out(work, self._grid.runs(self._threads), self._threads)
         self._added += len(waiting)
 
-    def _add_pieces(self, waiting: Sequence[_Waiting], coefficients_UxS: Vector, run: Run) -> None:
-        block = self._grid.block
-        # The kernel takes as many arrays each time, and looks at those that there are updates for.
-        spare = [waiting[0]] * (sums.MOST_UPDATES - len(waiting))
+    def _add_pieces(self, waiting: Sequence[_Waiting], run: Run) -> None:
+        # The kernel takes as many updates each time, and looks at those that it has numbers for.
+        spare = [waiting[0]] * (kernels.MOST_UPDATES - len(waiting))
         shards = [one.shards[run.shard] for one in (*waiting, *spare)]
-        sums.add(
-            self._pieces.edges_P1,
-            self._pieces.segment_P,
-            run.first,
-            run.last,
-            self._grid.ranges[run.shard][0] // block,
-            lanes(block // 2),
-            lanes(min(block // 2, WIDTH)),
-            len(waiting),
+        kernels.add(
+            run,
+            kernels.lanes(self._grid.block),
             tuple(shard.scales for shard in shards),
             tuple(shard.codes for shard in shards),
-            coefficients_UxS,
+            np.stack([one.coefficients_S for one in waiting]),
             self._added > 0,
-            self._sum_N.reshape(-1, block),
-            self._squares_P,
+            self._sum_N.reshape(-1, self._grid.block),
+            run.of(self._squares_P),
         )
+
+
+def _as_parts(grid: Grid, codec: Codec, shards: Sequence[Encoded]) -> tuple[Encoded, ...]:
+    """An update's shards as kernels take them.
+
+    Raises:
+        ValueError: they are not as many or not as long as the grid's ranges.
+    """
+    return tuple(
+        _as_blocks(codec, shard, stop - start, grid.block)
+        for (start, stop), shard in zip(grid.ranges, shards, strict=True)
+    )
 
 
 def _as_blocks(codec: Codec, shard: Encoded, size: int, block: int) -> Encoded:
@@ -287,10 +269,15 @@ def _as_blocks(codec: Codec, shard: Encoded, size: int, block: int) -> Encoded:
     return Encoded(scales, codes)
 
 
+def as_bits(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Bfloat16s as the bits that kernels take; other arrays as they are."""
+    return values.view(np.uint16) if values.dtype == ml_dtypes.bfloat16 else values
+
+
 def _scale_down(sum_N: Vector, rise: int) -> None:
     """Divide by 2^rise in two steps, each of which is a power of two that a float32 has."""
     for start in range(0, sum_N.size, CHUNK):
         part = sum_N[start : start + CHUNK]
         for step in (rise // 2, rise - rise // 2):
             part *= np.ldexp(np.float32(1), -step)
-        part[np.abs(part) < sums.LEAST_PRODUCT] = 0
+        part[np.abs(part) < kernels.LEAST_PRODUCT] = 0

@@ -4,7 +4,7 @@ Shapes: N elements of a fragment's vector, S segments.
 
 `close_round` takes what a round has summed (`merge.py`), forms the outer gradient as it goes,
 moves the master parameters by an outer optimizer, and the view after them by a quantized delta.
-All of it is done with a block while that is in cache (`steps.py`), with float32 constants and one
+All of it is done with a block while that is in cache (`kernels.py`), with float32 constants and one
 rounding per operation, so that cutting it in pieces for threads changes no bit.
 
 Sources: DiLoCo (arXiv 2311.08105) for the outer Nesterov; Async Local-SGD (2401.09135) for
@@ -19,11 +19,10 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from diloco.aggregator.arrays import steps
-from diloco.aggregator.arrays.compiled import lanes
-from diloco.aggregator.arrays.grid import Grid, Pieces
-from diloco.aggregator.arrays.merge import CHUNK, Accumulator, Vector
-from diloco.aggregator.arrays.sharing import Run, as_bits, share_out, shared
+from diloco.aggregator.arrays import kernels
+from diloco.aggregator.arrays.grid import Grid, Run, share_out
+from diloco.aggregator.arrays.kernels import Merged, Moved, Step
+from diloco.aggregator.arrays.merge import CHUNK, Accumulator, Vector, as_bits
 from diloco.common.codec import (
     Codec,
     Encoded,
@@ -37,18 +36,6 @@ from diloco.common.codec import (
 
 State = dict[str, npt.NDArray[Any]]
 OuterName = Literal["sgd", "momentum", "nesterov", "delayed_nesterov"]
-
-
-class Step(NamedTuple):
-    """One step of an outer optimizer, as `steps.advance` takes it.
-
-    Attributes:
-        rule: one of those of `steps`.
-        constants: rounded to float32 once, so that every machine has the same.
-    """
-
-    rule: int
-    constants: tuple[np.float32, np.float32, np.float32, np.float32]
 
 
 class OuterOptimizer(NamedTuple):
@@ -91,7 +78,7 @@ def make_outer(name: OuterName, *, delay: int = 1, delay_fraction: float = 0.0) 
         state["arrivals"] += 1
         nth = int(state["arrivals"][0]) % delay == 0
         applied = 1 - delay_fraction * delay + delay_fraction if nth else delay_fraction
-        rule = steps.DELAYED_NESTEROV_NTH if nth else steps.DELAYED_NESTEROV
+        rule = kernels.DELAYED_NESTEROV_NTH if nth else kernels.DELAYED_NESTEROV
         return Step(rule, (rate, carried, np.float32(1 / delay), np.float32(applied * momentum)))
 
     return OuterOptimizer(init, begin)
@@ -104,10 +91,10 @@ _SLOTS: Final[dict[OuterName, tuple[str, ...]]] = {
     "delayed_nesterov": ("momentum", "delayed"),
 }
 _RULES: Final[dict[OuterName, int]] = {
-    "sgd": steps.SGD,
-    "momentum": steps.MOMENTUM,
-    "nesterov": steps.NESTEROV,
-    "delayed_nesterov": steps.DELAYED_NESTEROV,
+    "sgd": kernels.SGD,
+    "momentum": kernels.MOMENTUM,
+    "nesterov": kernels.NESTEROV,
+    "delayed_nesterov": kernels.DELAYED_NESTEROV,
 }
 
 
@@ -162,46 +149,31 @@ def close_round(
         np.empty(scale_count(delta_codec, grid.size, grid.block), ml_dtypes.bfloat16),
         aligned_empty(code_count(delta_codec, grid.size), code_dtype(delta_codec)),
     )
-    codes = as_bits(delta.codes).reshape(-1, code_count(delta_codec, grid.block))
-    pieces, nothing_N = grid.pieces(), np.empty(0, np.float32)
-    rows = partial(_rows, block=grid.block)
-    work = partial(
-        _advance,
-        pieces,
-        step,
-        (lanes(grid.block), lanes(codes.shape[1])),
-        (factors_S.astype(np.float32), rows(accumulator.total())),
-        (nothing_N if kept_S is None else np.array(kept_S), rows(state.get("center", nothing_N))),
-        (
-            rows(theta_N),
-            rows(state.get("momentum", nothing_N)),
-            rows(state.get("delayed", nothing_N)),
-            rows(view_N),
-        ),
-        (as_bits(delta.scales), codes),
+    nothing_N = np.empty(0, np.float32)
+
+    def rows(values_N: Vector) -> Vector:
+        return values_N.reshape(-1, grid.block)
+
+    merged = Merged(
+        rows(accumulator.total()),
+        factors_S.astype(np.float32),
+        nothing_N if kept_S is None else np.array(kept_S),
+        rows(state.get("center", nothing_N)),
     )
-    share_out(work, shared(pieces, threads), threads)
+    moved = Moved(
+        rows(theta_N),
+        rows(state.get("momentum", nothing_N)),
+        rows(state.get("delayed", nothing_N)),
+        rows(view_N),
+    )
+    codes = as_bits(delta.codes).reshape(-1, code_count(delta_codec, grid.block))
+    bits = Encoded(as_bits(delta.scales), codes)
+
+    def advance(run: Run) -> None:
+        kernels.advance(run, kernels.lanes(grid.block), step, merged, moved, bits)
+
+    share_out(advance, grid.runs(threads), threads)
     return delta
-
-
-def _rows(values_N: Vector, block: int) -> Vector:
-    return values_N.reshape(-1, block)
-
-
-def _advance(
-    pieces: Pieces,
-    step: Step,
-    widths: tuple[tuple[int, ...], tuple[int, ...]],
-    gradient: tuple[Vector, Vector],
-    center: tuple[Vector, Vector],
-    vectors: tuple[Vector, ...],
-    delta: tuple[npt.NDArray[Any], npt.NDArray[Any]],
-    run: Run,
-) -> None:
-    steps.advance(
-        pieces.edges_P1, pieces.segment_P, run.first, run.last, *step, *widths, *gradient, *center,
-        *vectors, *delta,
-    )  # fmt: skip
 
 
 def apply_delta(codec: Codec, view_N: Vector, delta: Encoded, block: int, threads: int = 1) -> None:

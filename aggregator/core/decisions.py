@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 from diloco.aggregator.core import events, machine, memory, rounds
-from diloco.aggregator.core.effects import Commit
+from diloco.aggregator.core.events import Commit
 from diloco.aggregator.core.policy import FragmentRules
 from diloco.aggregator.core.state import State, Storing
 from diloco.aggregator.core.updates import Refused, UpdateId
@@ -32,15 +32,20 @@ class Decided(NamedTuple):
     base_seq: int
     version: int
     global_step: int
-    rejected: tuple[wire.Rejected, ...]
     reason: str
     position: int
-    observations: tuple[wire.Observation, ...]
     policy: wire.PolicyState
-    final: bool
     opened_at_s: float
     quorum_at_s: float
     closed_at_s: float
+    final: bool = False
+    rejected: tuple[wire.Rejected, ...] = ()
+    observations: tuple[wire.Observation, ...] = ()
+
+
+def decided_of(record: wire.Record) -> Decided:
+    """What a record states as decided."""
+    return Decided(**{name: getattr(record, name) for name in Decided._fields})
 
 
 def decide(rules: FragmentRules, commit: Commit) -> Decided:
@@ -154,7 +159,7 @@ def decide_again(
 
 # What an owner observes first that goes on from a record of its own.
 GOES_ON = ("made", "committed")
-OTHER_RULES = "an earlier release decided it, by other rules"
+OTHER_RULES = "another release decided it, by other rules"
 
 
 class _Follower:
@@ -179,10 +184,6 @@ class _Follower:
             self.state = None
             return OTHER_RULES
         first = record.observations[0].what if record.observations else ""
-        if first == "committed" and base.what == "version":
-            # Since the version is heard of before its record, only the rules before these do so.
-            self.state = None
-            return OTHER_RULES
         why = self._cannot_begin(base) if first in GOES_ON and self.state is None else ""
         self.commit = None
         for observation in record.observations:

@@ -19,7 +19,7 @@ from diloco.aggregator.core.updates import UpdateId
 from diloco.common import names, wire
 
 
-class Entry(NamedTuple):
+class LedgerEntry(NamedTuple):
     """A record, as far as garbage is concerned.
 
     Attributes:
@@ -52,7 +52,7 @@ class Ledger:
     run: str
     fragment: int
     epoch: int
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[LedgerEntry] = field(default_factory=list)
     position: int = 1
     marks: dict[tuple[str, int], int] = field(default_factory=dict)
     # Of each learner's newest life: sequence of its newest update that has an answer.
@@ -77,7 +77,7 @@ class Ledger:
         made = record.what != "verdict"
         merged = record.what == "version" and record.version > 0
         self.entries.append(
-            Entry(
+            LedgerEntry(
                 record_seq=record_seq,
                 stored_at_s=stored_at_s,
                 version=record.version,
@@ -192,7 +192,7 @@ def plan(
     return GarbagePlan(floor.version, floor.record_seq, answered_seq, trims, tuple(garbage))
 
 
-def _floor(entries: list[Entry], replay_window_s: float) -> int | None:
+def _floor(entries: list[LedgerEntry], replay_window_s: float) -> int | None:
     """Index of the oldest record that stays."""
     wholes = [index for index, entry in enumerate(entries) if entry.whole]
     # With one snapshot and older records of a chain whose beginning is gone, nothing is certain.

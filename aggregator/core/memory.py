@@ -7,7 +7,6 @@ from diloco.aggregator.core.members import PATIENCE, Member, Members
 from diloco.aggregator.core.state import (
     NOBODY,
     Allowance,
-    Mark,
     Marks,
     State,
     newest_incarnation,
@@ -54,20 +53,9 @@ def beginning(
         stopping_at_s=0.0,
         quorum_s=quorum_s,
         sync_s=sync_s,
-        norms=(),
         credits=(),
         rules=RULES,
     )
-
-
-def with_floor(kept: wire.PolicyState, floor: int) -> wire.PolicyState:
-    """The memory of a fragment that went back: what was made before `floor` is merged no more."""
-    return wire.PolicyState(**(dict(kept) | {"floor": floor}))
-
-
-def with_settings(kept: wire.PolicyState, settings_seq: int) -> wire.PolicyState:
-    """The memory under the settings of a message of the tape."""
-    return wire.PolicyState(**(dict(kept) | {"settings_seq": settings_seq}))
 
 
 def resume(record: wire.Record, record_seq: int, now_s: float) -> State:
@@ -96,7 +84,7 @@ def resume(record: wire.Record, record_seq: int, now_s: float) -> State:
             {m.learner: Member(**m.model_dump(exclude={"learner"})) for m in memory.members},
             frozenset(memory.quarantined),
         ),
-        marks=Marks({(m.learner, m.incarnation): Mark(m.seq, m.stream_seq) for m in memory.marks}),
+        marks=Marks({(mark.learner, mark.incarnation): mark for mark in memory.marks}),
         # What waited lies at or above the position, and is announced again by the reading.
         pending=Waiting(),
         # A predecessor whose clock was an hour ahead must not make us wait an hour.
@@ -124,15 +112,9 @@ def policy_after(state: State) -> wire.PolicyState:
         wire.MemberState(learner=learner, **member._asdict())
         for learner, member in committed.members.items()
     )
-    marks = tuple(
-        wire.Mark(
-            learner=learner, incarnation=incarnation, seq=mark.seq, stream_seq=mark.stream_seq
-        )
-        for (learner, incarnation), mark in committed.marks.items()
-    )
     return wire.PolicyState(
         members=members,
-        marks=marks,
+        marks=tuple(committed.marks.values()),
         quarantined=tuple(sorted(committed.quarantined)),
         allowances=tuple(
             wire.Allowance(learner=learner, **allowance._asdict())
@@ -146,7 +128,6 @@ def policy_after(state: State) -> wire.PolicyState:
         stopping_at_s=committed.stopping_at_s,
         quorum_s=committed.quorum_s,
         sync_s=committed.sync_s,
-        norms=(),
         credits=_credits(committed),
         rules=RULES,
     )
@@ -211,7 +192,7 @@ def after_record(state: State) -> State:
         update = update_id(taken.manifest)
         # One update of a life is in flight at a time, so its highest resolved seq stands for all
         # before it: the memory does not grow with updates.
-        marks[update[:2]] = Mark(update.seq, taken.stream_seq)
+        marks[update[:2]] = wire.Mark(**update._asdict(), stream_seq=taken.stream_seq)
     # Forgotten by life and not by age: a learner that was away for a month must still be known when
     # it announces again.
     lives_of: dict[str, list[int]] = {}

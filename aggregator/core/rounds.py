@@ -5,7 +5,7 @@ is made, so that a store that is slow delays the version and excludes nobody who
 """
 
 from diloco.aggregator.core import admission, memory, policy
-from diloco.aggregator.core.effects import AskCut, Commit, Fetch, OpenRound, Result
+from diloco.aggregator.core.events import AskCut, Commit, Fetch, OpenRound, Result
 from diloco.aggregator.core.policy import FragmentRules
 from diloco.aggregator.core.state import (
     Cut,

@@ -31,14 +31,7 @@ class Allowance(NamedTuple):
     at_s: float
 
 
-class Mark(NamedTuple):
-    """Highest resolved seq of an incarnation, and its manifest's stream sequence."""
-
-    seq: int
-    stream_seq: int
-
-
-class Marks(Mapping[tuple[str, int], Mark]):
+class Marks(Mapping[tuple[str, int], wire.Mark]):
     """Marks by (learner, incarnation), replaced with each record.
 
     Args:
@@ -47,7 +40,7 @@ class Marks(Mapping[tuple[str, int], Mark]):
 
     __slots__ = ("_lives", "_marks")
 
-    def __init__(self, marks: Mapping[tuple[str, int], Mark] = MappingProxyType({})) -> None:
+    def __init__(self, marks: Mapping[tuple[str, int], wire.Mark] = MappingProxyType({})) -> None:
         self._marks = dict(marks)
         self._lives: dict[str, list[int]] = {}
         for learner, life in self._marks:
@@ -57,7 +50,7 @@ class Marks(Mapping[tuple[str, int], Mark]):
         """The lives of a learner that have a mark."""
         return self._lives.get(learner, [])
 
-    def __getitem__(self, life: tuple[str, int]) -> Mark:
+    def __getitem__(self, life: tuple[str, int]) -> wire.Mark:
         """The mark of a life."""
         return self._marks[life]
 

@@ -5,22 +5,23 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 
-from diloco.common.bus.limits import (
+from diloco.common.bus.protocol import (
+    LISTEN_BACKLOG,
+    Filled,
+    Message,
+    StreamLimits,
     check_limits,
+    check_patterns,
     check_settings,
+    check_subject,
     check_ttl,
     stream_exists,
     stream_is_full,
     stream_settings,
     stream_went_back,
-)
-from diloco.common.bus.patterns import (
-    check_patterns,
-    check_subject,
     subject_matches,
     subjects_overlap,
 )
-from diloco.common.bus.protocol import LISTEN_BACKLOG, Filled, Message, StreamLimits
 from diloco.common.errors import BusError, StreamMissingError, SwapLostError
 
 

@@ -14,10 +14,14 @@ Rules of every backend:
   `read` until that message is seen, or on `expected_last`, which is judged where the stream grows.
 - `broadcast` reaches whoever listens now, at most once, and is kept nowhere.
 Subjects use NATS's grammar: tokens joined by '.', '*' matches one token, a last '>' the rest.
+What every backend refuses, and in which words, stands here too.
 """
 
 from collections.abc import AsyncIterator, Iterable
+from functools import lru_cache
 from typing import NamedTuple, Protocol
+
+from diloco.common.errors import BusError, BusUnavailableError
 
 # Broadcasts that one listener may leave unread; then the oldest are dropped.
 LISTEN_BACKLOG = 1024
@@ -182,3 +186,130 @@ class Bus(Protocol):
 
     async def close(self) -> None:
         """Release the connection."""
+
+
+def stream_exists(stream: str) -> BusError:
+    """The error of restoring a stream where there is one."""
+    return BusError(
+        f"stream {stream!r} exists already",
+        hint="a tape is imported into a server that does not have it",
+    )
+
+
+def stream_went_back(stream: str, start_seq: int, last: int) -> BusError:
+    """The error of a reader whose position lies beyond the end of the stream."""
+    return BusError(
+        f"stream {stream!r} ends at {last}, but sequence {start_seq - 1} was seen earlier",
+        hint="the server lost acknowledged messages (a power cut without sync_interval: always?) "
+        "or the stream was recreated; restore it, or start a new run",
+    )
+
+
+def stream_is_full(subject: str) -> BusUnavailableError:
+    """The error of a message that a stream with `keep_old` has no room for."""
+    return BusUnavailableError(
+        f"the stream of {subject!r} is full",
+        hint="nothing is lost, writers wait until there is room: runbooks/tape-full.md",
+    )
+
+
+def check_limits(limits: StreamLimits) -> None:
+    """Refuse limits that no server takes.
+
+    Raises:
+        BusError: negative ones, no replica, or a duplicate window of none or beyond the age.
+    """
+    if min(limits) < 0 or limits.replicas < 1:
+        raise BusError(f"stream limits must not be negative: {limits}")
+    if limits.duplicate_window_s <= 0 or 0 < limits.max_age_s < limits.duplicate_window_s:
+        raise BusError(
+            f"duplicate_window_s is {limits.duplicate_window_s}: it must be more than 0 "
+            f"and within max_age_s ({limits.max_age_s})"
+        )
+
+
+def check_ttl(ttl_s: float | None, *, allowed: bool) -> None:
+    """Refuse a time to live that no server takes.
+
+    Raises:
+        BusError: less than a second, or in a stream that is not `last_only`.
+    """
+    if ttl_s is not None and (ttl_s < 1 or not allowed):
+        raise BusError(
+            f"a message cannot live for {ttl_s} s",
+            hint="at least 1 s, and only in a stream of `last_only`",
+        )
+
+
+def stream_settings(subjects: list[str], limits: StreamLimits) -> dict[str, object]:
+    """What makes two creations of a stream the same, by name."""
+    return {"subjects": sorted(subjects), **limits._asdict()}
+
+
+def check_settings(stream: str, there: dict[str, object], asked: dict[str, object]) -> None:
+    """Compare an existing stream's settings with those asked for.
+
+    Raises:
+        BusError: they differ; every difference is named.
+    """
+    differences = [f"{k} is {there[k]!r}, not {asked[k]!r}" for k in asked if there[k] != asked[k]]
+    if differences:
+        raise BusError(
+            f"stream {stream!r} exists with other settings: {'; '.join(differences)}",
+            hint="use the settings it was created with, or another run's name",
+        )
+
+
+@lru_cache(maxsize=1 << 14)
+def subject_matches(pattern: str, subject: str) -> bool:
+    """Whether `subject` (without wildcards) is one that `pattern` stands for."""
+    patterns, tokens = pattern.split("."), subject.split(".")
+    if patterns[-1] == ">":
+        patterns.pop()
+        if len(tokens) <= len(patterns):
+            return False
+        tokens = tokens[: len(patterns)]
+    return len(patterns) == len(tokens) and all(
+        p in {"*", t} for p, t in zip(patterns, tokens, strict=True)
+    )
+
+
+def subjects_overlap(first: str, second: str) -> bool:
+    """Whether some subject matches both patterns."""
+    a, b = first.split("."), second.split(".")
+    for left, right in zip(a, b, strict=False):
+        if ">" in {left, right}:
+            return True
+        if left != right and "*" not in {left, right}:
+            return False
+    return len(a) == len(b)
+
+
+def check_subject(subject: str, *, wildcards: bool = False) -> None:
+    """Refuse what is not a subject, or (unless allowed) one with wildcards.
+
+    A server would store a message under the literal subject 'a.*', hence a check of our own.
+
+    Raises:
+        BusError: `subject` breaks the grammar.
+    """
+    tokens = subject.split(".")
+    refused = {">"} if wildcards else {"*", ">"}
+    literal = tokens[:-1] if wildcards else tokens
+    if refused & {*literal} or not all(tokens) or not subject.isprintable() or " " in subject:
+        raise BusError(f"{subject!r} is not a subject{' pattern' if wildcards else ''}")
+
+
+def check_patterns(subjects: list[str]) -> None:
+    """Refuse an empty list of subjects, one with bad grammar, or two that overlap.
+
+    Raises:
+        BusError: a server would refuse them too.
+    """
+    if not subjects:
+        raise BusError("no subjects given")
+    for index, subject in enumerate(subjects):
+        check_subject(subject, wildcards=True)
+        for other in subjects[:index]:
+            if subjects_overlap(other, subject):
+                raise BusError(f"subjects {other!r} and {subject!r} overlap")

@@ -4,8 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from diloco.common.config.fields import NonNegative, Seconds, Section, Steps
-from diloco.common.config.run import RunSettings
+from diloco.common.config.run import NonNegative, RunSettings, Seconds, Section, Steps
 from diloco.common.names import NAME
 
 
@@ -146,11 +145,6 @@ class LearnerSection(Section):
     compiler_options: dict[str, Any] = Field(
         default={}, description="XLA compiler options of the inner step"
     )
-    kernels: Literal["auto", "plain"] = Field(
-        default="auto",
-        description="what sends and adopts: by XLA (`plain`), or on TPUs by kernels that pass over"
-        " memory once (`auto`); the same bits",
-    )
     matmul_precision: str | None = Field(
         default=None, description='JAX\'s default matmul precision, such as `"high"`'
     )
@@ -237,7 +231,7 @@ class AggregatorSection(Section):
     checkpoint_interval_s: NonNegative = Field(
         default=600.0,
         description="a checkpoint of the run is made once the newest is so old, as after `diloco"
-        " checkpoint`; 0: only by that command. One that takes long is made more rarely",
+        " run checkpoint`; 0: only by that command. One that takes long is made more rarely",
     )
     share_expiry_s: NonNegative = Field(
         default=600.0,
@@ -251,7 +245,7 @@ class GcSection(Section):
 
     enabled: bool = Field(
         default=True,
-        description="aggregators collect after each snapshot; else only `diloco gc` does",
+        description="aggregators collect after each snapshot; else only `diloco run gc` does",
     )
     replay_window_s: NonNegative = Field(
         default=86400.0, description="age up to which versions can be replayed and rolled back to"

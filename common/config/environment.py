@@ -138,6 +138,12 @@ def compile_without_tpu() -> None:
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 
-def encode_on_one_thread() -> None:
-    """Have tokenizers use this process's thread alone: there is a process for each core."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+def encode_on_threads(count: int) -> None:
+    """Have tokenizers use so many threads of this process; call it before the first is encoded."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "true" if count > 1 else "false"
+    os.environ["RAYON_NUM_THREADS"] = str(count)
+
+
+def keep_offline(cache: str) -> None:
+    """Have datasets ask nobody, and leave nothing at home; call it before it is imported."""
+    os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HOME": cache}

@@ -10,7 +10,6 @@ from pydantic import BaseModel, ValidationError
 
 from diloco.common.config.daemon import Config
 from diloco.common.config.environment import with_environment
-from diloco.common.config.renamed import REMOVED, RENAMED, with_new_names
 from diloco.common.config.run import RunSettings
 from diloco.common.errors import ConfigError
 
@@ -46,7 +45,7 @@ def read_document(path: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise ConfigError(
             f"there is no configuration file {str(path)!r}",
-            hint="give its path with --config; docs/configuration.md shows one",
+            hint="give the path of the run's TOML file; docs/configuration.md shows one",
         ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(
@@ -94,13 +93,13 @@ def with_mesh(config: Config, learner: str, mesh: str) -> Config:
 
 
 def parse_settings(fields: Mapping[str, Any]) -> RunSettings:
-    """The settings of a run's specification, which may have keys' old names.
+    """The settings of a run's specification.
 
     Raises:
         ConfigError: this program does not know such settings: it is older or newer than the run.
     """
     try:
-        return RunSettings.model_validate(with_new_names(fields))
+        return RunSettings.model_validate(fields)
     except ValidationError as error:
         raise ConfigError(
             f"the run's specification: {explain(error)}",
@@ -114,7 +113,7 @@ def explain(error: ValidationError) -> str:
     for item in error.errors(include_url=False):
         key = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
-            lines.append(_strange(key))
+            lines.append(_unknown(key))
         elif item["type"] == "missing":
             lines.append(f"{key!r} is missing")
         elif item["type"] in _TABLES:
@@ -122,15 +121,6 @@ def explain(error: ValidationError) -> str:
         else:
             lines.append(f"{key!r}: {item['msg']}, got {item['input']!r}"[:300])
     return "; ".join(lines)
-
-
-def _strange(key: str) -> str:
-    """Says of a key that is not one what became of it, or which one is meant."""
-    if key in RENAMED:
-        return f"{key!r} is now {RENAMED[key]!r}"
-    if key in REMOVED:
-        return f"{key!r} is gone, remove it: {REMOVED[key]}"
-    return _unknown(key)
 
 
 def _unknown(key: str) -> str:

@@ -13,20 +13,5 @@ from diloco.common.store.protocol import (
     check_object_name,
     check_range,
     check_size,
-    object_exists,
     object_missing,
 )
-
-__all__ = [
-    "DirectoryStore",
-    "Keeps",
-    "MemoryStore",
-    "ObjectInfo",
-    "ObjectStore",
-    "check_object_name",
-    "check_range",
-    "check_size",
-    "object_exists",
-    "object_missing",
-    "open_store",
-]

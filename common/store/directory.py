@@ -19,11 +19,11 @@ from diloco.common.errors import (
     StoreUnavailableError,
 )
 from diloco.common.parts import Data, Parts, parts_of
-from diloco.common.store.deadline import Deadline
 from diloco.common.store.protocol import (
     KEPT,
     RESERVED,
     TEMP,
+    Deadline,
     ObjectInfo,
     check_object_name,
     check_range,

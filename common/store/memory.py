@@ -4,8 +4,8 @@ import threading
 from collections.abc import Iterator
 
 from diloco.common.parts import Data
-from diloco.common.store.deadline import Deadline
 from diloco.common.store.protocol import (
+    Deadline,
     ObjectInfo,
     check_object_name,
     check_range,

@@ -8,14 +8,21 @@
 - `objects.py`: the objects that messages name.
 - `positions.py`: where the data of earlier epochs' learners goes on.
 - `sequences.py`: which sequence numbers an epoch's tape has.
-- `file.py`: a tape in one file.
 """
 
-from diloco.common.tape.file import is_tape_file, read_tape_file, tape_file_run, write_tape_file
 from diloco.common.tape.lengths import check_length
 from diloco.common.tape.messages import decode, decode_as
 from diloco.common.tape.objects import get_object, lost_for_good
-from diloco.common.tape.positions import by_learner, entries, read_positions, store_positions
+from diloco.common.tape.positions import (
+    begins_tape,
+    by_learner,
+    entries,
+    first_sequence,
+    place_on_tape,
+    read_positions,
+    same_tape,
+    store_positions,
+)
 from diloco.common.tape.reader import (
     Entry,
     Extent,
@@ -46,48 +53,3 @@ from diloco.common.tape.run import (
     parse_changed,
     settings_at,
 )
-from diloco.common.tape.sequences import begins_tape, first_sequence, place_on_tape, same_tape
-
-__all__ = [
-    "Entry",
-    "Extent",
-    "Garbage",
-    "Item",
-    "Recorded",
-    "RunContext",
-    "Unreadable",
-    "begins_tape",
-    "by_learner",
-    "changed_settings",
-    "check_length",
-    "check_record",
-    "data_position",
-    "data_reached",
-    "decode",
-    "decode_as",
-    "effective_settings",
-    "entries",
-    "first_sequence",
-    "get_object",
-    "has_ended",
-    "is_tape_file",
-    "last_record",
-    "load_specification",
-    "lost_for_good",
-    "messages_of",
-    "parse_changed",
-    "place_on_tape",
-    "read_item",
-    "read_message",
-    "read_positions",
-    "read_record",
-    "read_tape",
-    "read_tape_file",
-    "record_digest",
-    "records_of",
-    "same_tape",
-    "settings_at",
-    "store_positions",
-    "tape_file_run",
-    "write_tape_file",
-]

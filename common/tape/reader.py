@@ -19,9 +19,9 @@ from diloco.common.store import ObjectStore
 from diloco.common.tape.lengths import check_length
 from diloco.common.tape.messages import decode
 from diloco.common.tape.objects import get_object
+from diloco.common.tape.positions import begins_tape
 from diloco.common.tape.records import record_of
 from diloco.common.tape.run import RunContext
-from diloco.common.tape.sequences import begins_tape
 
 # A server that says that there are messages gives the next one within so long.
 SILENCE_S = 30.0

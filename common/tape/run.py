@@ -22,8 +22,7 @@ from diloco.common.service import Runtime
 from diloco.common.store import ObjectStore
 from diloco.common.tape.messages import decode_as
 from diloco.common.tape.objects import lost_for_good
-from diloco.common.tape.positions import read_positions
-from diloco.common.tape.sequences import same_tape
+from diloco.common.tape.positions import read_positions, same_tape
 
 
 @dataclass(frozen=True, kw_only=True)

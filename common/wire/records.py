@@ -5,9 +5,14 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from diloco.common.wire.fields import (
+    MAX_AXES,
+    MAX_SHARDS,
+    MAX_SLICES,
+    MESSAGE_BYTES,
     Body,
     Count,
     Digest,
+    Loss,
     Measure,
     Name,
     ObjectName,
@@ -17,8 +22,88 @@ from diloco.common.wire.fields import (
     Seconds,
     Several,
     Text,
+    parse,
+    unpack,
 )
-from diloco.common.wire.updates import Shard
+
+
+class Slice(Part):
+    """Blocks `start` + Σ i_k × `strides_k` of a fragment, for all 0 ≤ i_k < `shape_k`.
+
+    In row-major order: a box of a tensor's rows and columns, in blocks. A contiguous range is
+    `{start, [length], [1]}`. The blocks ascend strictly: the stride of an axis longer than 1 is
+    greater than the distance between the first and the last block of the axes behind it.
+    """
+
+    start: Count = Field(description="first block")
+    shape: Annotated[Several[Positive], Field(min_length=1, max_length=MAX_AXES)] = Field(
+        description="blocks along each axis; 1 to 4 axes"
+    )
+    strides: Annotated[Several[Positive], Field(min_length=1, max_length=MAX_AXES)] = Field(
+        description="of each axis, in blocks; as many as axes"
+    )
+
+
+class Shard(Part):
+    """One object of an update: whole blocks of the fragment's vector.
+
+    Blocks of `sync.block` elements, one after the other as its slices name them. The slices of a
+    shard ascend and do not interleave: each begins behind the last block of the one before.
+    """
+
+    name: ObjectName = Field(description="name of the object")
+    size_bytes: Positive = Field(description="of the object")
+    crc32c: Annotated[int, Field(ge=0, lt=1 << 32)] = Field(description="of the object")
+    slices: Annotated[Several[Slice], Field(min_length=1, max_length=MAX_SLICES)] = Field(
+        description="blocks of the fragment's vector that it holds, in ascending order; 1 to 4096"
+    )
+
+
+class Manifest(Body):
+    """Announces one update: one outer gradient of one fragment from one learner.
+
+    It is published after every shard is stored. Whoever reads it drops one undecoded that is longer
+    than any of its fragment can be: with a shard and a slice for each block, and every field as
+    long as it gets.
+    """
+
+    kind: ClassVar[str] = "update"
+    run: Name = Field(description="the run")
+    learner: Name = Field(description="the learner, as in the subject")
+    epoch: Count = Field(description="of the tape that gave the incarnation")
+    incarnation: Positive = Field(description="the life")
+    seq: Positive = Field(
+        description="1, 2, 3 ... in each incarnation and fragment; the next only once this one is"
+        " resolved"
+    )
+    fragment: Count = Field(description="the fragment, as in the subject")
+    base_version: Count = Field(description="version whose view the outer gradient is anchored on")
+    base_digest: Digest = Field(description="of that view")
+    layout: Digest = Field(description="the run's")
+    codec: Literal["float32", "bfloat16", "int8", "int4"] = Field(
+        description="the run's `sync.codec`"
+    )
+    shards: Annotated[Several[Shard], Field(min_length=1, max_length=MAX_SHARDS)] = Field(
+        description="1 to 4096, in any order; together they hold each block of the fragment once,"
+        " in at most 8192 slices; none is longer than `sync.shard_elements` cuts them"
+    )
+    tokens: Positive = Field(description="units of work that the update covers")
+    steps: Positive = Field(description="inner steps that it covers")
+    position: Count = Field(
+        description="data position after those steps, in batches of this learner"
+    )
+    local_step: Count = Field(
+        description="inner steps of this learner: of this life, and of those before as far as its"
+        " checkpoint reached"
+    )
+    loss: Loss = Field(description="moving average of the training loss")
+    step_time_s: Seconds = Field(description="moving average of the time of an inner step")
+    encode_s: Seconds = Field(description="from dispatch to the shards' bytes")
+    upload_s: Seconds = Field(description="from the bytes to the last shard stored")
+    attempt: Count = Field(
+        description="0, and one more each time the same update is announced again"
+    )
+    final: bool = Field(description="the learner sends no other update of this fragment")
 
 
 class ObjectRef(Part):
@@ -51,35 +136,20 @@ class Input(Part):
         description="bfloat16 per segment, little endian: what code × scale was multiplied by"
     )
     weight_unit: PowerOfTwo = Field(
-        default=0,
         description="k: `coefficients` hold weight / 2^k. Not less than that of the input before:"
-        " if it is more, the sum so far is divided by 2 to the power of the difference. 0 in"
-        " records of earlier releases",
+        " if it is more, the sum so far is divided by 2 to the power of the difference"
     )
-    # Records of earlier releases lack what follows.
-    steps_credited: Count = Field(
-        default=0, description="the steps that it counts for; 0: as the manifest claims"
-    )
-    tokens_credited: Count = Field(default=0, description="likewise, of its tokens")
-
-    @property
-    def believed_steps(self) -> int:
-        """The steps that it counts for, whichever release says so."""
-        return self.steps_credited or self.steps
-
-    @property
-    def believed_tokens(self) -> int:
-        """Likewise, its tokens."""
-        return self.tokens_credited or self.tokens
+    steps_credited: Positive = Field(description="the steps that it counts for")
+    tokens_credited: Positive = Field(description="likewise, of its tokens")
 
     @property
     def less_for(self) -> tuple[str, ...]:
         """In which ways it counts for less than it claims; empty: in none."""
         # What steps that are not believed take with them is no cap.
-        left = max(1, self.tokens * self.believed_steps // self.steps)
+        left = max(1, self.tokens * self.steps_credited // self.steps)
         found = {
-            "steps": self.believed_steps < self.steps,
-            "weight": self.believed_tokens < left,
+            "steps": self.steps_credited < self.steps,
+            "weight": self.tokens_credited < left,
             "norm": self.clip < 1,
         }
         return tuple(what for what, so in found.items() if so)
@@ -148,27 +218,21 @@ class MemberState(Part):
     offences: Count = Field(
         description="how many more of its updates were rejected for what they are than were merged"
     )
-    # Records of earlier releases lack what follows.
     tokens_per_step: Measure = Field(
-        default=0.0, description="moving average of what its updates claim; 0: none did"
+        description="moving average of what its updates claim; 0: none did"
     )
     read_at_s: float = Field(
-        default=0.0, description="when its last update, or its first join, was read; 0: unknown"
+        description="when its last update, or its first join, was read; 0: unknown"
     )
     speed: Measure = Field(
-        default=0.0,
         description="steps a second that it was seen to take: the greatest of its last updates, a"
         " quarter of which is forgotten with each; 0: unknown",
     )
-    unused_s: Seconds = Field(
-        default=0.0, description="time that it had and that no update has claimed"
-    )
+    unused_s: Seconds = Field(description="time that it had and that no update has claimed")
     norm: float = Field(
-        default=0.0,
         description="norm per credited step of its update merged last, as merged; 0: none was",
     )
     missed: Count = Field(
-        default=0,
         description="rounds in which others had work, since one had work of it; at most 3: then"
         " rounds do not wait for it",
     )
@@ -219,16 +283,10 @@ class PolicyState(Part):
     stopping_at_s: float = Field(description="when the stop was stored; 0: not stopped")
     quorum_s: Seconds = Field(description="moving average: from opening to quorum")
     sync_s: Seconds = Field(description="moving average: from closing to the committed record")
-    # Records of earlier releases lack what follows, but `norms`.
-    norms: Several[float] = Field(
-        default=(), description="of earlier releases: norms per step of the last merged updates"
-    )
     credits: Several[Credit] = Field(
-        default=(), description="what the updates that are met again from `position` on count for"
+        description="what the updates that are met again from `position` on count for"
     )
-    rules: float = Field(
-        default=1.0, description="number of the rules by which the machine decides; now 2"
-    )
+    rules: float = Field(description="number of the rules by which the machine decides; now 2")
 
 
 class Totals(Part):
@@ -239,18 +297,9 @@ class Totals(Part):
     tokens_merged: Count = Field(description="their tokens")
     tokens_rejected: Count = Field(description="tokens of the rejected ones")
     steps_merged: Count = Field(description="inner steps of the merged ones")
-    # Records of earlier releases lack it.
-    tokens_credited: Count | None = Field(
-        default=None,
-        description="tokens that the merged ones count for, and `run.tokens` with them; nil: as"
-        " `tokens_merged`",
+    tokens_credited: Count = Field(
+        description="tokens that the merged ones count for, and `run.tokens` with them"
     )
-
-    @property
-    def believed_tokens(self) -> int:
-        """Tokens that count towards the run's, whichever release says so."""
-        credited = self.tokens_credited
-        return self.tokens_merged if credited is None else credited
 
 
 class Record(Body):
@@ -326,25 +375,20 @@ class Record(Body):
     )
     aggregator: str = Field(description="who made the record")
     attempt_id: str = Field(description="equal to the message id: tells whose record stands")
-    # Records of earlier releases lack what follows.
     previous: str = Field(
-        default="",
         description="digest of the fragment's record before this one (base_seq): xxh3-128 of its"
         " fields in the order of this table, without outer_seq, as msgpack; empty for the first",
     )
-    release: str = Field(default="", description="release of its maker")
+    release: str = Field(description="release of its maker")
     lock: str = Field(
-        default="",
         description="xxh3-128 of the lines `name==version` of the packages that its maker had"
         " installed of those that it requires",
     )
     kept: bytes = Field(
-        default=b"",
         description="of a round that was merged by centered clipping: float32 per segment, little"
         " endian: what of the merge before stays in this one",
     )
     radii: bytes = Field(
-        default=b"",
         description="likewise: the radius of each segment for the next round, float32 per segment;"
         " 0: none is known",
     )
@@ -357,3 +401,15 @@ class RecordPointer(Body):
     fragment: Count = Field(description="the fragment")
     body: ObjectRef = Field(description="the record's message, whole")
     attempt_id: str = Field(description="the record's")
+
+
+def decode_record(payload: bytes) -> Record | RecordPointer:
+    """A record, or the pointer that stands for one.
+
+    Raises:
+        WireError: as `decode`.
+    """
+    fields = unpack(payload, MESSAGE_BYTES)
+    if fields.get("kind") == RecordPointer.kind:
+        return parse(RecordPointer, fields)
+    return parse(Record, fields)

@@ -67,14 +67,14 @@ def watch(
     ] = False,
     json: shared.Json = False,
 ) -> int:
-    """Watch a run and report problems: on the terminal, and to a webhook.
+    """Watch a run and report problems: here, and to a webhook.
 
     Needs no Prometheus: it judges as `diloco status` and `diloco doctor` do, until the run ends or
     Ctrl-C. Each alert is reported once when it fires and once when it resolves, and posted until
     the receiver has accepted it.
     """
     log.configure("warning")
-    from diloco.alerts.sending import try_webhook, watch_run
+    from diloco.alerts.watching import try_webhook, watch_run
 
     if test:
         return try_webhook(run, webhook)

@@ -7,18 +7,19 @@ runbooks/lagging-learner.md. Its sentences may change from look to look, as the 
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from datetime import UTC, datetime
+from typing import Any, Literal, NamedTuple
 
-from diloco.check.symptoms import Finding
+from diloco.cli.units import human_time
+from diloco.run.state import Finding
 
 SEVERITIES = ("warning", "error")
+# Of what a webhook is sent: docs/alerts.md describes it; keys are added, and neither renamed nor
+# taken away.
+VERSION = 1
 
-
-class Key(NamedTuple):
-    """What makes two findings the same alert."""
-
-    about: str
-    runbook: str
+# What makes two findings the same alert: what they are about, and their runbook.
+Key = tuple[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,17 +27,22 @@ class Alert:
     """One thing that is amiss.
 
     Attributes:
-        key: what it is about, and its runbook.
         severity: the worst of its findings.
         sentences: what is amiss; `advice` what to do.
         since_s: when it was first seen, seconds since the epoch.
     """
 
-    key: Key
+    about: str
+    runbook: str
     severity: Literal["warning", "error"]
     sentences: tuple[str, ...]
     advice: str
     since_s: float
+
+    @property
+    def key(self) -> Key:
+        """The same for all that is found of it."""
+        return self.about, self.runbook
 
     def id(self, run: str) -> str:
         """The same for all that is told of one alert, from its firing to its end."""
@@ -49,6 +55,39 @@ class Notice(NamedTuple):
 
     alert: Alert
     ended_s: float | None = None
+
+    def body(self, run: str) -> dict[str, Any]:
+        """One JSON object, as it is posted."""
+        alert, ended_s = self.alert, self.ended_s
+        return {
+            "version": VERSION,
+            "status": "resolved" if ended_s is not None else "firing",
+            "id": alert.id(run),
+            "run": run,
+            "severity": alert.severity,
+            "about": alert.about,
+            "summary": "; ".join(alert.sentences),
+            "advice": alert.advice,
+            "runbook": alert.runbook,
+            "starts_at": _time(alert.since_s),
+            "ends_at": _time(ended_s) if ended_s is not None else None,
+            "text": self.line(run),
+        }
+
+    def line(self, run: str) -> str:
+        """One line, for people."""
+        alert, told = self.alert, "; ".join(self.alert.sentences)
+        about = f"run {run}, {alert.about}"
+        if self.ended_s is not None:
+            # Its last words are in the present tense, and no longer true.
+            after = human_time(max(0.0, self.ended_s - alert.since_s))
+            return f'[resolved] {about}: over after {after}; it was "{told}"'
+        where = f" ({alert.runbook})" if alert.runbook else ""
+        return f"[{alert.severity.upper()}] {about}: {told}{where}"
+
+
+def _time(at_s: float) -> str:
+    return datetime.fromtimestamp(at_s, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 @dataclass
@@ -118,9 +157,15 @@ class Ledger:
         """What people were told of, and not that it is over."""
         return [seen.alert for seen in self._seen.values() if seen.told]
 
-    def restore(self, told: Iterable[Alert]) -> None:
-        """Go on from what another process had told."""
-        for alert in told:
+    def restore(self, told: Iterable[Mapping[str, Any]]) -> None:
+        """Go on from what another process had told: the fields of each alert.
+
+        Raises:
+            KeyError, TypeError, ValueError: these are none.
+        """
+        for fields in told:
+            typed = {"sentences": tuple(fields["sentences"]), "since_s": float(fields["since_s"])}
+            alert = Alert(**{**fields, **typed})
             self._seen[alert.key] = _Seen(alert, alert.severity)
 
 
@@ -128,18 +173,14 @@ def alerts(findings: Iterable[Finding], now_s: float) -> Mapping[Key, Alert]:
     """Findings that ask for something, one alert for each thing and page."""
     found: dict[Key, Alert] = {}
     for one in findings:
-        if one.severity not in SEVERITIES:
+        if one.severity != "warning" and one.severity != "error":
             continue
-        key = Key(one.about, one.runbook or "")
-        severity: Literal["warning", "error"] = "error" if one.severity == "error" else "warning"
-        known = found.get(key)
-        if known is None:
-            found[key] = Alert(
-                key=key, severity=severity, sentences=(one.sentence,), advice=one.advice,
-                since_s=now_s,
-            )  # fmt: skip
-        else:
-            worst = severity if severity == "error" else known.severity
-            sentences = (*known.sentences, one.sentence)
-            found[key] = replace(known, severity=worst, sentences=sentences)
+        alert = Alert(
+            about=one.about, runbook=one.runbook or "", severity=one.severity,
+            sentences=(one.sentence,), advice=one.advice, since_s=now_s,
+        )  # fmt: skip
+        if (known := found.get(alert.key)) is not None:
+            worst = known.severity if alert.severity == "warning" else alert.severity
+            alert = replace(known, severity=worst, sentences=(*known.sentences, one.sentence))
+        found[alert.key] = alert
     return found

@@ -1,62 +1,176 @@
-"""Follow a run, judge it as `diloco status` and `diloco doctor` do, and tell what is amiss.
+"""`diloco watch`: follow a run, judge it as status and doctor do, and tell what is new.
 
 Neither Prometheus nor a daemon of the run is needed: it reads the bus and the store. While NATS is
-away that is what it tells.
+away that is what it tells. Alerts go to the terminal, and to a webhook if there is one.
 """
 
 import asyncio
-import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+import contextlib
+import json as json_module
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from diloco.alerts import message
-from diloco.alerts.ledger import SEVERITIES, Ledger, Notice
+from rich.console import Console
+
+from diloco.alerts.ledger import SEVERITIES, Alert, Ledger, Notice
+from diloco.alerts.webhook import Outbox, Webhook
 from diloco.check import symptoms
 from diloco.check.doctor import examine
-from diloco.check.symptoms import Finding
-from diloco.cli.opening import open_run
+from diloco.cli.opening import open_run, run_config
+from diloco.cli.screen import say_plainly
+from diloco.common.config import webhook as webhook_of_environment
 from diloco.common.errors import (
     BusUnavailableError,
     ConfigError,
     DilocoError,
+    Exit,
     RunMissingError,
     StoreUnavailableError,
 )
-from diloco.common.service import Runtime, cancel
-from diloco.look.status import Watch
+from diloco.common.service import Runtime, cancel, on_signals
+from diloco.run.findings import NATS_AWAY, failed
+from diloco.run.state import Finding
+from diloco.run.watch import Watch
 
-# What `diloco status` judges at each look; the doctor's word on it may be minutes old.
-OF_STATUS = ("bus", "fragment", "fragments", "learner", "learners", "owners")
+if TYPE_CHECKING:
+    from diloco.alerts.command import WatchOptions
+
 # What keeps from looking at anything else.
-AWAY = (symptoms.NATS_AWAY, symptoms.STORE_AWAY, symptoms.RESTORE)
+AWAY = (NATS_AWAY, symptoms.STORE_AWAY, symptoms.RESTORE)
 # Of the time between two examinations, while something is amiss.
 SOONER = 0.2
-Tell = Callable[[Notice], None]
+# What waits for the webhook has so long, once the run has ended or somebody has asked.
+DRAIN_S = 30.0
+ASKED_S = 3.0
 
 
-@dataclass(kw_only=True)
+def try_webhook(target: str, url: str | None) -> int:
+    """Post an alert that says that it is a test, and its end; the exit status.
+
+    Raises:
+        ConfigError: there is no webhook.
+        WebhookError: it does not take them.
+    """
+    found, run, now_s = find_webhook(url), run_config(target).run.name, time.time()
+    if found is None:
+        raise ConfigError(
+            "there is no webhook to try", hint="give --webhook URL, or set DILOCO_WEBHOOK_URL"
+        )
+    alert = Alert(
+        about="webhook", runbook="", severity="warning", sentences=("a test of `diloco watch`",),
+        advice="nothing is to be done", since_s=now_s,
+    )  # fmt: skip
+    for notice in (Notice(alert), Notice(alert, now_s)):
+        found.post(notice.body(run))
+    say_plainly(f"the webhook at {found.host} took a test alert and its end")
+    return Exit.ENDED
+
+
+def find_webhook(url: str | None) -> Webhook | None:
+    """The webhook that was given, or that the environment names.
+
+    Raises:
+        ConfigError: it is no URL of HTTP.
+    """
+    from_environment, token = webhook_of_environment()
+    chosen = url or from_environment
+    return Webhook(chosen, token) if chosen else None
+
+
+def watch_run(target: str, options: "WatchOptions", url: str | None, *, json: bool) -> int:
+    """Watch a run until it ends or a signal asks; the exit status: 1 if alerts were not delivered.
+
+    Raises:
+        DilocoError: there is no such run, or the webhook is none.
+    """
+    webhook = find_webhook(url)
+    with contextlib.suppress(KeyboardInterrupt):
+        return asyncio.run(_watch(target, options, webhook, json=json))
+    return Exit.ENDED
+
+
+async def _watch(
+    target: str, options: "WatchOptions", webhook: Webhook | None, *, json: bool
+) -> int:
+    run, runtime = run_config(target).run.name, Runtime()
+    outbox = None if webhook is None else Outbox(webhook, run, runtime)
+
+    def tell(notice: Notice) -> None:
+        _print(run, notice, json=json)
+        if outbox is not None:
+            outbox.add(notice)
+
+    if not json:
+        to = f"alerts go to {webhook.host}" if webhook else "alerts are shown here alone"
+        _note(f"watching run {run}, every {options.every_s:g} s; {to}; Ctrl-C ends it")
+    ended = False
+    try:
+        ended = await _until_asked(Watcher(target, options, tell, runtime))
+    finally:
+        lost = 0 if outbox is None else await outbox.close(DRAIN_S if ended else ASKED_S)
+    if ended and not json:
+        _note(f"run {run} has ended")
+    if lost:
+        _note(f"{lost} alerts were not delivered to the webhook")
+    return Exit.FAILED if lost else Exit.ENDED
+
+
+async def _until_asked(watcher: "Watcher") -> bool:
+    """Watch until the run ends, or a signal asks; whether it has ended."""
+    loop, asked = asyncio.get_running_loop(), asyncio.Event()
+    on_signals(lambda: loop.call_soon_threadsafe(asked.set))
+    work, stop = asyncio.ensure_future(watcher.run()), asyncio.ensure_future(asked.wait())
+    try:
+        await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            return False
+        work.result()
+        return True
+    finally:
+        await cancel(work, stop)
+
+
+def _print(run: str, notice: Notice, *, json: bool) -> None:
+    if json:
+        print(json_module.dumps(notice.body(run)), flush=True)  # noqa: T201 - the result itself
+        return
+    say_plainly(f"{time.strftime('%H:%M:%S')} {notice.line(run)}")
+    if notice.ended_s is None and notice.alert.advice:
+        say_plainly(f"         {notice.alert.advice}")
+
+
+def _note(text: str) -> None:
+    Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print(text)
+
+
 class Watcher:
     """Looks at a run until it ends.
 
     Args:
         target: RUN.
-        ledger: of its alerts.
+        options: how often, and where it is written what fires, for the next process.
         tell: takes what there is to tell.
-        every_s: between two looks.
-        doctor_s: between two examinations as `diloco doctor` makes them; 0: none.
-        kept: where it is written what fires, for the next process; None: nowhere.
+        runtime: for the time.
     """
 
-    target: str
-    ledger: Ledger
-    tell: Tell
-    runtime: Runtime = field(default_factory=Runtime)
-    every_s: float = 10.0
-    doctor_s: float = 600.0
-    kept: Path | None = None
-    _examined: list[Finding] = field(default_factory=list)
-    _opened: bool = False
+    def __init__(
+        self,
+        target: str,
+        options: "WatchOptions",
+        tell: Callable[[Notice], None],
+        runtime: Runtime,
+    ) -> None:
+        self._target = target
+        self._options = options
+        self._kept: Path | None = options.state
+        self._ledger = Ledger(options.hold_s, options.severity)
+        self._tell = tell
+        self._runtime = runtime
+        self._examined: list[Finding] = []
+        self._opened = False
 
     async def run(self) -> None:
         """Until the run's end.
@@ -67,25 +181,25 @@ class Watcher:
         self._restore()
         ended = await self._until_away()
         while not ended:
-            await asyncio.sleep(self.every_s)
+            await asyncio.sleep(self._options.every_s)
             ended = await self._until_away()
-        self._say(self.ledger.end(self.runtime.clock()))
+        self._say(self._ledger.end(self._runtime.clock()))
 
     async def _until_away(self) -> bool:
         """Look until the run has ended, or until bus or store are away; whether it has ended."""
         try:
-            async with open_run(self.target, name="watch", reads=True) as opened:
+            async with open_run(self._target, name="watch", reads=True) as opened:
                 watch = Watch(opened.context)
                 status = await watch.begin()
                 self._opened = True
-                if opened.kept is not None:
+                if opened.bundle is not None:
                     self.look(status.alerts)
                     return True
                 return await self._follow(watch)
         except BusUnavailableError as error:
-            self.look([symptoms.failed("bus", error, symptoms.NATS_AWAY)])
+            self.look([failed("bus", error, NATS_AWAY)])
         except StoreUnavailableError as error:
-            self.look([symptoms.failed("store", error, symptoms.STORE_AWAY)])
+            self.look([failed("store", error, symptoms.STORE_AWAY)])
         except RunMissingError as error:
             if not self._opened:
                 raise
@@ -98,7 +212,7 @@ class Watcher:
         try:
             while not following.done():
                 self.look((await watch.now()).alerts)
-                await asyncio.wait([following], timeout=self.every_s)
+                await asyncio.wait([following], timeout=self._options.every_s)
                 if examining.done():
                     examining.result()
             following.result()
@@ -108,33 +222,34 @@ class Watcher:
 
     async def _examine(self) -> None:
         """The doctor's word, now and then; sooner while it has something to say."""
-        while self.doctor_s:
-            report = await examine(self.target)
+        while self._options.doctor_s:
+            report = await examine(self._target)
             if not is_blind(report.findings):
-                self._examined = [*of_doctor(report.findings)]
+                # The rest is said anew at each look; here it may be minutes old.
+                self._examined = report.deeper
             amiss = any(one.severity in SEVERITIES for one in self._examined)
-            rest_s = self.doctor_s * (SOONER if amiss else 1.0)
-            await asyncio.sleep(rest_s * self.runtime.rng.uniform(0.9, 1.1))
+            rest_s = self._options.doctor_s * (SOONER if amiss else 1.0)
+            await asyncio.sleep(rest_s * self._runtime.rng.uniform(0.9, 1.1))
         await asyncio.Event().wait()
 
     def look(self, findings: Sequence[Finding]) -> None:
         """Tell what is new after a look."""
-        now_s = self.runtime.clock()
+        now_s = self._runtime.clock()
         if is_blind(findings):
             # Whoever cannot look knows neither who is silent now, nor what has ended.
             away = [one for one in findings if one.runbook in AWAY]
-            self._say(self.ledger.look(away, now_s, blind=True))
+            self._say(self._ledger.look(away, now_s, blind=True))
         else:
-            self._say(self.ledger.look([*findings, *self._examined], now_s))
+            self._say(self._ledger.look([*findings, *self._examined], now_s))
 
     def _say(self, notices: Sequence[Notice]) -> None:
         for notice in notices:
-            self.tell(notice)
-        if notices and self.kept is not None:
-            firing = [message.as_document(alert) for alert in self.ledger.firing()]
-            part = self.kept.with_name(f"{self.kept.name}.part")
-            part.write_text(json.dumps(firing))
-            part.replace(self.kept)
+            self._tell(notice)
+        if notices and self._kept is not None:
+            firing = [asdict(alert) for alert in self._ledger.firing()]
+            part = self._kept.with_name(f"{self._kept.name}.part")
+            part.write_text(json_module.dumps(firing))
+            part.replace(self._kept)
 
     def _restore(self) -> None:
         """Go on from what the process before has told.
@@ -142,14 +257,13 @@ class Watcher:
         Raises:
             ConfigError: what is kept is nothing of ours.
         """
-        if self.kept is None or not self.kept.exists():
+        if self._kept is None or not self._kept.exists():
             return
         try:
-            kept = json.loads(self.kept.read_text())
-            self.ledger.restore([message.from_document(one) for one in kept])
+            self._ledger.restore(json_module.loads(self._kept.read_text()))
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"{str(self.kept)!r} is not what `diloco watch --state` writes",
+                f"{str(self._kept)!r} is not what `diloco watch --state` writes",
                 hint="remove it, or name another file",
             ) from error
 
@@ -157,13 +271,6 @@ class Watcher:
 def is_blind(findings: Sequence[Finding]) -> bool:
     """Whether findings are of a look that could not see the run."""
     return any(one.runbook in AWAY and one.severity == "error" for one in findings)
-
-
-def of_doctor(findings: Sequence[Finding]) -> Iterator[Finding]:
-    """Of what the doctor finds, what a look at the status does not."""
-    for one in findings:
-        if one.about.partition(" ")[0] not in OF_STATUS and one.runbook != symptoms.TAPE_FULL:
-            yield one
 
 
 def _lost(error: DilocoError) -> Finding:

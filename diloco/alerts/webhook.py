@@ -7,12 +7,10 @@ log, but for its host.
 import asyncio
 import json
 import urllib.parse
-from collections import deque
 from typing import Any
 
 import requests
 
-from diloco.alerts import message
 from diloco.alerts.ledger import Notice
 from diloco.common import log
 from diloco.common.errors import ConfigError, DilocoError
@@ -124,9 +122,6 @@ class Outbox:
         webhook: takes them.
         run: whose they are.
         runtime: for jitter.
-
-    Attributes:
-        lost: notices that were not taken.
     """
 
     def __init__(self, webhook: Webhook, run: str, runtime: Runtime) -> None:
@@ -134,45 +129,35 @@ class Outbox:
         self._run = run
         self._runtime = runtime
         self._logger = log.get(run=run)
-        self._waiting: deque[dict[str, Any]] = deque()
-        self._more = asyncio.Event()
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._waiting: asyncio.Queue[dict[str, Any]] = asyncio.Queue(MOST)
         self._work = asyncio.ensure_future(self._deliver())
-        self.lost = 0
+        self._undelivered = 0
 
     def add(self, notice: Notice) -> None:
         """Send this as soon as those before it were taken."""
-        self._waiting.append(message.body(self._run, notice))
-        if len(self._waiting) > MOST:
-            self._waiting.popleft()
-            self.lost += 1
-        self._idle.clear()
-        self._more.set()
+        if self._waiting.full():
+            self._waiting.get_nowait()
+            self._waiting.task_done()
+        self._waiting.put_nowait(notice.body(self._run))
+        self._undelivered += 1
 
     async def close(self, within_s: float) -> int:
         """Give what waits so much time; how many notices were not delivered."""
-        idle = asyncio.ensure_future(self._idle.wait())
+        idle = asyncio.ensure_future(self._waiting.join())
         await asyncio.wait([idle, self._work], timeout=within_s, return_when="FIRST_COMPLETED")
         await cancel(idle, self._work)
-        return self.lost + len(self._waiting)
+        return self._undelivered
 
     async def _deliver(self) -> None:
         while True:
-            while self._waiting:
-                await self._send(self._waiting[0])
-                self._waiting.popleft()
-            self._idle.set()
-            self._more.clear()
-            await self._more.wait()
-
-    async def _send(self, document: dict[str, Any]) -> None:
-        try:
-            await self._runtime.retry(
-                "posting to the webhook",
-                lambda: self._runtime.call(self._webhook.post, document),
-                logger=self._logger,
-            )
-        except WebhookError as error:
-            self.lost += 1
-            self._logger.warning("alert_refused", why=error.message, hint=error.hint)
+            document = await self._waiting.get()
+            try:
+                await self._runtime.retry(
+                    "posting to the webhook",
+                    lambda document=document: self._runtime.call(self._webhook.post, document),  # type: ignore[misc]
+                    logger=self._logger,
+                )
+                self._undelivered -= 1
+            except WebhookError as error:
+                self._logger.warning("alert_refused", why=error.message, hint=error.hint)
+            self._waiting.task_done()

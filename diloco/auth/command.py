@@ -1,4 +1,4 @@
-"""The parts of `diloco auth`, as the command line has them."""
+"""The parts of `diloco auth`, and `diloco host guard`."""
 
 import asyncio
 import contextlib
@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from diloco.cli.command import command, group
+from diloco.cli.parts import host
 from diloco.cli.screen import say_plainly
 from diloco.common import log
 
@@ -60,7 +61,7 @@ def auth_init(
     log.configure("error")
     from diloco.auth import files as auth
 
-    made = auth.init(
+    credentials, servers = auth.init(
         folder,
         run,
         hosts or ["localhost"],
@@ -69,11 +70,11 @@ def auth_init(
         max_file_bytes=int(max_file_gib * (1 << 30)),
     )
     url = ",".join(f"tls://{host}:4222" for host in hosts or ["localhost"])
-    for server in made.servers:
+    for server in servers:
         say_plainly(f"server configuration: {server}; start it with: nats-server -c {server}")
     say_plainly("in the run's TOML file:")
     say_plainly(f'  [bus]\n  url = "{url}"\n  tls_ca = "{folder.absolute() / "tls" / "ca.pem"}"')
-    say_plainly(f'  credentials = "{made.credentials}"  # each party its own')
+    say_plainly(f'  credentials = "{credentials}"  # each party its own')
 
 
 @command(auth_app, "add-learner")
@@ -82,7 +83,7 @@ def auth_add_learner(folder: FolderArgument, name: NameArgument) -> None:
     log.configure("error")
     from diloco.auth import files as auth
 
-    _tell_added(folder, auth.add(folder, name, "learner").credentials)
+    _tell_added(folder, auth.add(folder, name, "learner"))
 
 
 @command(auth_app, "add-aggregator")
@@ -91,7 +92,7 @@ def auth_add_aggregator(folder: FolderArgument, name: NameArgument) -> None:
     log.configure("error")
     from diloco.auth import files as auth
 
-    _tell_added(folder, auth.add(folder, name, "aggregator").credentials)
+    _tell_added(folder, auth.add(folder, name, "aggregator"))
 
 
 @command(auth_app, "revoke")
@@ -115,8 +116,8 @@ def auth_list(folder: FolderArgument) -> None:
         say_plainly(f"{one.role:<10} {one.name:<40} {one.public_key}")
 
 
-@command(auth_app, "guard")
-def auth_guard(
+@command(host, "guard")
+def host_guard(
     folder: FolderArgument,
     run: Annotated[
         str,
@@ -154,7 +155,7 @@ def auth_guard(
         asyncio.run(guard.guard(folder, run, rates=rates, reload=command))
 
 
-def _tell_added(folder: Path, credentials: Path | None) -> None:
+def _tell_added(folder: Path, credentials: Path) -> None:
     say_plainly(f"credentials: {credentials} (secret; move it to its owner's machine, mode 0600)")
     say_plainly("the servers know it after two reloads: the first creates the account, the second")
     say_plainly("connects it to the run:")

@@ -17,7 +17,7 @@ from datetime import UTC, datetime, timedelta
 from importlib import resources
 from pathlib import Path
 from string import Template
-from typing import Any, NamedTuple
+from typing import Any
 
 import nkeys
 import tomli_w
@@ -55,13 +55,6 @@ class _State(BaseModel):
     identities: tuple[Identity, ...]
 
 
-class Written(NamedTuple):
-    """Files that a command has made, for people and for the server."""
-
-    credentials: Path | None
-    servers: tuple[Path, ...] = ()
-
-
 def init(
     folder: Path,
     run: str,
@@ -70,8 +63,8 @@ def init(
     installed_at: Path | None = None,
     streams_at: Path | None = None,
     max_file_bytes: int = 10 << 30,
-) -> Written:
-    """Begin: an authority, servers' certificates and configuration, and the operator.
+) -> tuple[Path, list[Path]]:
+    """Begin a run's folder; the operator's credentials, and the servers' configurations.
 
     Args:
         folder: made; must not hold such files yet.
@@ -98,10 +91,10 @@ def init(
     servers = _write_servers(folder, run, hosts, home, streams, max_file_bytes)
     state = _State(run=run, max_file_bytes=max_file_bytes, servers=len(hosts), identities=())
     path = _add(folder, state, OPERATOR, "operator")
-    return Written(path, servers)
+    return path, servers
 
 
-def add(folder: Path, name: str, role: Role) -> Written:
+def add(folder: Path, name: str, role: Role) -> Path:
     """Make credentials for a new identity; it can connect once the servers have reloaded.
 
     Raises:
@@ -119,10 +112,10 @@ def add(folder: Path, name: str, role: Role) -> Written:
             f"there is an identity {name!r} in {folder} already",
             hint="take another name; to give it new keys, revoke it first",
         )
-    return Written(_add(folder, state, name, role))
+    return _add(folder, state, name, role)
 
 
-def revoke(folder: Path, name: str) -> Written:
+def revoke(folder: Path, name: str) -> None:
     """End an identity: it is cut off once the servers have reloaded.
 
     Raises:
@@ -135,7 +128,6 @@ def revoke(folder: Path, name: str) -> Written:
         raise ConfigError(f"there is no identity {name!r} in {folder}", hint=f"known: {known}")
     _save(folder, state.model_copy(update={"identities": left}))
     _credentials_path(folder, name).unlink(missing_ok=True)
-    return Written(None)
 
 
 def identities(folder: Path) -> tuple[Identity, ...]:
@@ -219,7 +211,7 @@ def _server_names(hosts: list[str]) -> list[str]:
 
 def _write_servers(
     folder: Path, run: str, hosts: list[str], home: Path, streams: Path, max_file_bytes: int
-) -> tuple[Path, ...]:
+) -> list[Path]:
     template = "single.conf" if len(hosts) == 1 else "cluster.conf"
     text = resources.files("diloco.infra.nats").joinpath(template).read_text()
     written = []
@@ -235,7 +227,7 @@ def _write_servers(
         path = folder / f"{name}.conf"
         _write(path, filled.encode())
         written.append(path)
-    return tuple(written)
+    return written
 
 
 def _in_url(host: str) -> str:

@@ -1,4 +1,4 @@
-"""`diloco auth guard`: cuts off who floods the tape, before it is full.
+"""`diloco host guard`: cuts off who floods the tape, before it is full.
 
 nats-server limits connections and sizes, but not messages in a second. The guard reads the tape
 with the operator's credentials as it grows; a learner that publishes faster than any honest one

@@ -22,7 +22,7 @@ def doctor(
     ] = False,
     json: shared.Json = False,
 ) -> int:
-    """Diagnose a run or a configuration; each finding names its runbook.
+    """Diagnose a run or its file; each finding names its runbook.
 
     The exit status is 1 if there is an error.
     """

@@ -7,9 +7,9 @@ leaves nothing behind but one line among the rejected copies. `symptoms.py` has 
 import asyncio
 import json as json_module
 import secrets
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,23 +18,22 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from diloco.check import directions, fleet, members, service, symptoms
+from diloco.check import service, symptoms
 from diloco.check.audit import Account, Audit, Objects, audit
-from diloco.check.listing import Listing, list_now, read_listing
-from diloco.check.objects import check_objects
-from diloco.check.rules import Judged, judge
-from diloco.check.symptoms import Finding
-from diloco.check.wholeness import wholeness
+from diloco.check.evidence import wholeness
+from diloco.check.objects import check_objects, list_now, read_listing
 from diloco.cli.beside import beside
 from diloco.cli.opening import OpenRun, open_run, run_config
 from diloco.cli.screen import SEVERITY_STYLES
 from diloco.common import names, wire
+from diloco.common.bundle import is_bundle
 from diloco.common.config import Config, differences
 from diloco.common.errors import (
     BusError,
     BusUnavailableError,
     ConfigError,
     DilocoError,
+    Exit,
     IntegrityError,
     RunMismatchError,
     RunMissingError,
@@ -43,14 +42,15 @@ from diloco.common.errors import (
     StoreUnavailableError,
     TaskError,
 )
-from diloco.common.exits import Exit
-from diloco.common.kept import is_kept
 from diloco.common.store import ObjectStore, open_store
 from diloco.common.tape import RunContext
 from diloco.model.scores import all_kept, scores_of
-from diloco.projections.history import History, read_history
-from diloco.projections.live import read_heartbeats, read_leases
-from diloco.projections.timeseries import read_time_series
+from diloco.run import agreement
+from diloco.run.findings import NATS_AWAY, failed
+from diloco.run.history import History, read_history
+from diloco.run.state import Finding, Run
+from diloco.run.timeseries import read_time_series
+from diloco.run.watch import Watch
 
 if TYPE_CHECKING:
     from diloco.check.remake import Progress as Heard
@@ -64,7 +64,7 @@ SCORES = 8
 
 @dataclass
 class Report:
-    """What the doctor found; `account` is None when the tape could not be read.
+    """What the doctor found; `account` and `run_now` are None when the tape could not be read.
 
     `exists` is False where nothing is amiss but that the run was not created yet.
     """
@@ -72,12 +72,19 @@ class Report:
     run: str
     findings: list[Finding] = field(default_factory=list)
     account: Account | None = None
+    run_now: Run | None = None
     exists: bool = True
 
     @property
     def healthy(self) -> bool:
         """Whether the run is there, and nothing is an error."""
         return self.exists and all(finding.severity != "error" for finding in self.findings)
+
+    @property
+    def deeper(self) -> list[Finding]:
+        """What the whole tape and the store say, beyond the run as it is now."""
+        now = self.run_now.findings if self.run_now is not None else ()
+        return [one for one in self.findings if one not in now]
 
     def document(self) -> dict[str, object]:
         """The report as JSON has it."""
@@ -132,7 +139,7 @@ async def examine(target: str, *, deep: bool = False, progress: "Heard | None" =
     found = report.findings
     found += symptoms.configuration(config.settings())
     # A file has neither bus nor store to probe.
-    file = is_kept(Path(target))
+    file = is_bundle(Path(target))
     store, probed = (None, []) if file else await asyncio.to_thread(_probe_store, config)
     found += probed
     try:
@@ -145,19 +152,19 @@ async def examine(target: str, *, deep: bool = False, progress: "Heard | None" =
         report.exists = any(finding.severity == "error" for finding in found)
         found += await asyncio.to_thread(_try_task, config)
     except BusUnavailableError as error:
-        found.append(symptoms.failed("bus", error, symptoms.NATS_AWAY))
+        found.append(failed("bus", error, NATS_AWAY))
     except BusError as error:
-        found.append(symptoms.failed("bus", error, symptoms.PERMISSIONS))
+        found.append(failed("bus", error, symptoms.PERMISSIONS))
     except StoreUnavailableError as error:
-        found.append(symptoms.failed("store", error, symptoms.STORE_AWAY))
+        found.append(failed("store", error, symptoms.STORE_AWAY))
     except StoreError as error:
-        found.append(symptoms.failed("store", error, symptoms.PERMISSIONS))
+        found.append(failed("store", error, symptoms.PERMISSIONS))
     except IntegrityError as error:
-        found.append(symptoms.failed("store", error, symptoms.DIGEST_MISMATCH))
+        found.append(failed("store", error, symptoms.DIGEST_MISMATCH))
     except RunMismatchError as error:
-        found.append(symptoms.failed("store", error, symptoms.STORE_AWAY))
+        found.append(failed("store", error, symptoms.STORE_AWAY))
     except DilocoError as error:
-        found.append(symptoms.failed("run", error, symptoms.RUN_MISMATCH))
+        found.append(failed("run", error, symptoms.RUN_MISMATCH))
     report.findings = said_once(found)
     return report
 
@@ -177,8 +184,8 @@ def _no_run(config: Config, error: DilocoError, store: ObjectStore | None) -> It
     try:
         # What it holds stands behind a tape that was there, and is lost or on another server.
         objects = len(list_now(store, config.run.name)) if store is not None else 0
-    except StoreError as failed:
-        yield symptoms.failed("run", failed, symptoms.STORE_AWAY)
+    except StoreError as away:
+        yield failed("run", away, symptoms.STORE_AWAY)
         return
     if objects:
         yield Finding(
@@ -217,9 +224,9 @@ def _probe_store(config: Config) -> tuple[ObjectStore | None, list[Finding]]:
         )  # fmt: skip
         return None, [note]
     except StoreUnavailableError as error:
-        return store, [symptoms.failed("store", error, symptoms.STORE_AWAY)]
+        return store, [failed("store", error, symptoms.STORE_AWAY)]
     except DilocoError as error:
-        return store, [symptoms.failed("store", error, symptoms.PERMISSIONS)]
+        return store, [failed("store", error, symptoms.PERMISSIONS)]
 
 
 def _round_trip(store: ObjectStore, name: str) -> None:
@@ -249,9 +256,9 @@ async def _probe_bus(context: RunContext) -> list[Finding]:
     except BusUnavailableError as error:
         if answers:
             return [symptoms.stores_nothing(names.ops_stream(context.run), error.message)]
-        return [symptoms.failed("bus", error, symptoms.NATS_AWAY)]
+        return [failed("bus", error, NATS_AWAY)]
     except BusError as error:
-        return [symptoms.failed("bus", error, symptoms.PERMISSIONS)]
+        return [failed("bus", error, symptoms.PERMISSIONS)]
     assert message is not None
     # Within its travel time the message may have been stored at any moment.
     ahead_s = max(0.0, before_s - message.time_s) + min(0.0, after_s - message.time_s)
@@ -259,7 +266,6 @@ async def _probe_bus(context: RunContext) -> list[Finding]:
     return [
         Finding(severity="ok", about="bus", sentence="NATS answers and stores messages"),
         symptoms.clock("this machine's clock", ahead_s, liveness_timeout_s),
-        *symptoms.room(filled),
         *symptoms.readers(filled),
     ]
 
@@ -325,35 +331,22 @@ async def _examine_run(
     report: Report, context: RunContext, *, deep: bool, progress: "Heard | None", copied: bool
 ) -> None:
     """Tape, learners, fragments and objects."""
-    history, read_at_s, found, objects, judged = await _look(context, deep=deep, progress=progress)
-    lives = {join.learner: seq for seq, join in history.joins}
-    said = await read_heartbeats(context, lives)
-    # A copy may have been cut before the joins of those whose heartbeats it has.
-    last_seq = sys.maxsize if copied else await context.bus.last_sequence(context.tape)
-    unborn = [*members.unborn(said, lives, history.last_seq, last_seq)]
-    views = members.born(said, unborn)
-    now_s = context.runtime.clock()
-    left = {name for name, life in history.full_leaves() if life == lives.get(name)}
-    report.account = found.account
+    history, watch, now, found, objects = await _look(context, deep=deep, progress=progress)
+    report.account, report.run_now = found.account, now
     report.findings[:] = [*in_force(report.findings, history)]
+    made = await context.runtime.call(service.newest_checkpoint, context.store, context.run)
+    cosines = await context.runtime.call(agreement.cosines_of, context, watch.observed.rounds)
     report.findings += [
         *symptoms.aggregator_clocks(history),
-        *unborn,
-        *members.learners(history, views, now_s, copied=copied),
-        *members.troubles(views, left),
-        *fleet.strangers(_in_time(history)),
-        *await context.runtime.call(lambda: [*directions.strangers(history)]),
-        *fleet.ruined(await _scores(context, deep=deep)),
-        *await service.look(context, history, now_s),
-        *symptoms.fragments(history, found, read_at_s),
-        *symptoms.quiet(history, views, read_at_s),
+        *now.findings,
+        *agreement.strangers(cosines),
+        *symptoms.ruined(await _scores(context, deep=deep)),
+        *service.checkpoints(history, made, now.as_of_s),
         *((_copy(),) if copied else ()),
-        # A file has no leases.
-        *(() if copied else symptoms.owners(history, await read_leases(context))),
         *symptoms.tape(history, found),
         *wholeness(history, objects),
         *symptoms.objects(objects, deep=deep),
-        *(symptoms.rules(judged) if judged is not None else ()),
+        *symptoms.rules(found),
     ]
 
 
@@ -391,45 +384,37 @@ async def _scores(context: RunContext, *, deep: bool) -> list[wire.Score]:
         return await all_kept(context)  # The task cannot be built here; that is told elsewhere.
 
 
-def _in_time(history: History) -> Iterator[wire.Record]:
-    return (record for _, record in history.in_order())
-
-
 class _Look(NamedTuple):
-    """What tape and store say; `read_at_s` is when the tape had been read, and no later."""
+    """What tape and store say; `now` is of when the tape had been read, and no later."""
 
     history: History
-    read_at_s: float
+    watch: Watch
+    now: Run
     audit: Audit
     objects: Objects
-    judged: Judged | None
 
 
 async def _look(context: RunContext, *, deep: bool, progress: "Heard | None") -> _Look:
     """Read tape and store, again if something was amiss and the run has gone on meanwhile."""
     for look in range(1, LOOKS + 1):
         before = await read_listing(context)
-        history = await read_history(context)
+        watch = Watch(context)
+        watch.observed.from_start = True
+        history = await read_history(context, watch.observed.take)
         # The deep part may take hours: what waited then had not waited for them.
-        read_at_s = context.runtime.clock()
-        found = audit(history)
-        objects = await context.runtime.call(_check_objects, history, before)
+        now = await watch.caught_up()
+        found = await context.runtime.call(partial(audit, history, deep=deep))
+        objects = await context.runtime.call(partial(check_objects, history, before=before))
         if deep:
             # It merges with JAX, which takes its time to load, and its memory.
             from diloco.check.remake import remake
 
             await context.runtime.call(remake, history, objects, progress)
-        judged = await judge(context) if deep else None
-        amiss = found.breaches or objects.breaches or (judged is not None and judged.breaches)
-        if not amiss or look == LOOKS:
+        if not (found.breaches or objects.breaches) or look == LOOKS:
             break
         if await context.bus.last_sequence(context.tape) == history.last_seq:
             break
-    return _Look(history, read_at_s, found, objects, judged)
-
-
-def _check_objects(history: History, before: Listing) -> Objects:
-    return check_objects(history, before=before)
+    return _Look(history, watch, now, found, objects)
 
 
 def show(report: Report, console: Console) -> None:

@@ -12,10 +12,16 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from diloco.aggregator.core.garbage import Ledger, newer_than_tape
-from diloco.check.audit import Breach
+from diloco.check.audit import Objects
 from diloco.common import names, wire
-from diloco.common.tape import record_digest
-from diloco.projections.history import History
+from diloco.run.history import History
+from diloco.run.state import Finding
+
+DEBUG_WITH_REPLAY = "runbooks/debug-with-replay.md"
+KEEP = (
+    "stop the aggregators and copy tape and store before anything else; `diloco replay` says what "
+    "is left"
+)
 
 
 class Hole(NamedTuple):
@@ -40,19 +46,6 @@ def holes(history: History) -> list[Hole]:
         for before, after in itertools.pairwise(seqs)
         if after > before + 1
     ]
-
-
-def broken_chains(history: History) -> Iterator[Breach]:
-    """Records that name another record before them than the one that stands there."""
-    for fragment, chain in history.records.items():
-        for (before_seq, before), (seq, record) in itertools.pairwise(chain):
-            # Records of earlier releases name none.
-            if not record.previous or record.base_seq != before_seq:
-                continue
-            if record.previous != (found := record_digest(before)):
-                where = f"fragment {fragment}, record {before_seq}"
-                what = f"its digest is {found}, record {seq} was built on {record.previous}"
-                yield Breach("chain", where, what)
 
 
 def missing_objects(history: History, there: Container[str]) -> dict[str, int]:
@@ -145,3 +138,25 @@ def newer_than(
         of, _, seq_text = name.removeprefix(prefix).partition("-")
         if name.startswith(prefix) and of == f"{epoch:04d}" and int(seq_text) > last_seq:
             yield name
+
+
+def wholeness(history: History, objects: Objects) -> Iterator[Finding]:
+    """Sentences on messages that are gone, and on objects newer than the tape."""
+    for hole in holes(history):
+        yield Finding(
+            severity="error",
+            about="tape",
+            sentence=f"{hole.messages} messages are gone, {hole.first_seq} to {hole.last_seq}: no "
+            "garbage collection takes messages from there",
+            advice=KEEP,
+            runbook=DEBUG_WITH_REPLAY,
+        )
+    if objects.newer:
+        yield Finding(
+            severity="error",
+            about="tape",
+            sentence=f"it ends before its objects: the store has {len(objects.newer):,} of what "
+            f"came later, such as {next(iter(objects.newer))}",
+            advice=f"the stream was cut, or an older copy restored; {KEEP}",
+            runbook=DEBUG_WITH_REPLAY,
+        )

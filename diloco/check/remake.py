@@ -1,24 +1,31 @@
-"""Makes a run's versions again from its objects: do these give the recorded digests?
+"""Makes a run's versions again from its objects, for everybody who does: one fragment's, in order.
 
-Every object that is there is read, each version is merged again from its recorded inputs, and its
-delta and stored states are compared, bit for bit. Garbage collection takes what recovery no longer
-needs; remaking then begins at the oldest version whose view and outer state are still there.
+`Remaker` merges each version again from its recorded inputs and compares digests, bit for bit; who
+verifies also has its delta and stored states compared. Garbage collection takes what recovery no
+longer needs; remaking then begins at the oldest version whose view and outer state are still there.
+`merge_round` makes a version that was not: of other inputs, or under other settings.
 `objects.py` has which objects are to be there.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from diloco.aggregator.arrays.fragment import FragmentArrays
-from diloco.aggregator.shard_reader import read_input
+from diloco.aggregator.arrays.merge import Vector
+from diloco.aggregator.core import policy
+from diloco.aggregator.core.updates import Admitted, Credit
+from diloco.aggregator.shard_reader import read_input, read_payload
 from diloco.check.audit import Breach, Objects
 from diloco.common import cores, shards, wire
 from diloco.common.averaged import sync_of
 from diloco.common.codec import Encoded
+from diloco.common.config import RunSettings
 from diloco.common.errors import IntegrityError, ObjectMissingError
+from diloco.common.store import ObjectStore
 from diloco.common.tape import get_object
-from diloco.projections.history import History
+from diloco.run.history import History
 
 # Called with how many of how many records are done.
 Progress = Callable[[int, int], None]
@@ -33,44 +40,73 @@ def remake(history: History, found: Objects, progress: Progress | None = None) -
     total = sum(len(chain) for chain in history.records.values())
     done = 0
     for fragment in sorted(history.records):
-        remaker = Remaker(history, found, fragment)
+        remaker = Remaker(history, fragment)
         for seq, record in history.records[fragment]:
             try:
                 remaker.take(seq, record)
             except IntegrityError as error:
                 where = f"fragment {fragment}, record {seq}"
                 found.breaches.append(Breach("digests", where, error.message))
-                remaker.arrays = None
             done += 1
             if progress is not None:
                 progress(done, total)
+        found.remade += remaker.remade
+
+
+def is_stored(record: wire.Record) -> bool:
+    """Whether a record comes with view and outer state of its version."""
+    return record.outer_version == record.version and record.what != "verdict"
 
 
 class Remaker:
     """Follows one fragment's records, with its arrays once they can be had.
 
+    Args:
+        history: the tape.
+        fragment: its index.
+        compare: also read what is stored of versions that are merged again, and compare it.
+
     Attributes:
+        arrays: after the last record; None if they cannot be had.
         missing: the object for want of which the last version could not be made again, or "".
+        remade: versions that were merged again.
     """
 
-    def __init__(self, history: History, found: Objects, fragment: int) -> None:
+    def __init__(self, history: History, fragment: int, *, compare: bool = True) -> None:
         self.arrays: FragmentArrays | None = None
         self.missing = ""
+        self.remade = 0
         self._history = history
-        self._found = found
-        self._fragment = fragment
-        chain = history.records[fragment]
-        newest = chain[-1][1]
-        self._newest_seq = chain[-1][0]
-        self._covered = newest.outer_seq or self._newest_seq
+        self._compare = compare
+        newest_seq, newest = history.records[fragment][-1]
+        self._covered = newest.outer_seq or newest_seq
         self._was = ("", "")
+
+    @property
+    def view(self) -> Vector:
+        """After the last record.
+
+        Raises:
+            IntegrityError: it could not be made.
+        """
+        if self.arrays is None:
+            raise IntegrityError(f"the version cannot be recomputed: {self.missing}")
+        return self.arrays.view
 
     def take(self, seq: int, record: wire.Record) -> None:
         """Bring the arrays to a record, and compare.
 
         Raises:
-            IntegrityError: something is damaged, or does not give the recorded digests.
+            IntegrityError: something is damaged, or does not give the recorded digests; the next
+                stored state is begun with.
         """
+        try:
+            self._take(seq, record)
+        except IntegrityError:
+            self.arrays = None
+            raise
+
+    def _take(self, seq: int, record: wire.Record) -> None:
         self.missing = ""
         if record.base_digest not in ("", self._was[0]):
             # The record before it cannot be read or is gone: it says nothing of this one.
@@ -79,51 +115,43 @@ class Remaker:
             if self.arrays is not None:
                 self._hold(record, "digests", (record.view_digest, record.outer_digest), self._was)
             return
+        self._was = (record.view_digest, record.outer_digest)
         if record.what == "version" and self.arrays is not None and record.inputs:
-            self._merge_again(seq, record)
+            self._merge_again(self.arrays, seq, record)
         else:
             self.arrays = None
-        self._was = (record.view_digest, record.outer_digest)
-        stored = record.outer_version == record.version
-        if self.arrays is not None and stored:
+        if self.arrays is None and is_stored(record):
+            self.load(seq, record)
+        elif self.arrays is not None and is_stored(record) and self._compare:
             self._check_stored(record, self.arrays)
-        elif self.arrays is None and stored:
-            self._load(seq, record)
 
-    def _merge_again(self, seq: int, record: wire.Record) -> None:
-        assert self.arrays is not None
+    def _merge_again(self, arrays: FragmentArrays, seq: int, record: wire.Record) -> None:
         try:
-            delta = self.arrays.merge_again(
-                record, partial(read_input, self._history.store, self.arrays.grid)
+            delta = arrays.merge_again(
+                record, partial(read_input, self._history.store, arrays.grid)
             )
         except IntegrityError as error:
             if not isinstance(error.__cause__, ObjectMissingError) or seq > self._covered:
                 raise
             self.missing = error.__cause__.message
             self.arrays = None
-        else:
+            return
+        if self._compare:
             self._check_delta(record, delta)
-            self._found.remade += 1
+        self.remade += 1
 
-    def _load(self, seq: int, record: wire.Record) -> None:
-        """Arrays from what a version has stored; they stay None if it was collected."""
+    def load(self, seq: int, record: wire.Record) -> None:
+        """Arrays from what a version has stored; they stay None if it was collected.
+
+        Raises:
+            IntegrityError: what is stored is damaged, or gone and needed.
+        """
         try:
-            arrays = FragmentArrays.from_objects(
-                self._history.settings,
-                self._history.layout,
-                self._fragment,
-                view=get_object(self._history.store, record.snapshot),
-                outer_state=get_object(self._history.store, record.outer),
-                threads=cores.available(),
-            )
+            self.arrays = load_arrays(self._history, record)
         except ObjectMissingError as error:
             if seq >= self._covered:
                 raise IntegrityError(error.message) from error
             self.missing = self.missing or error.message
-            return
-        found = arrays.digests()
-        self._hold(record, "stored view and outer state", self._was, found)
-        self.arrays = arrays
 
     def _check_delta(self, record: wire.Record, delta: Encoded) -> None:
         """The delta as stored, which learners apply, is the one that moved this view."""
@@ -157,3 +185,95 @@ class Remaker:
     def _hold(self, record: wire.Record, what: str, said: object, found: object) -> None:
         if said != found:
             raise IntegrityError(f"{record.what} {record.version}: {what}: {found}, not {said}")
+
+
+def load_arrays(history: History, record: wire.Record) -> FragmentArrays:
+    """The arrays that a record has stored.
+
+    Raises:
+        IntegrityError, ObjectMissingError: they are damaged, not the record's, or gone.
+    """
+    arrays = FragmentArrays.from_objects(
+        history.settings,
+        history.layout,
+        record.fragment,
+        view=get_object(history.store, record.snapshot),
+        outer_state=get_object(history.store, record.outer),
+        threads=cores.available(),
+    )
+    found = arrays.digests()
+    if found != (said := (record.view_digest, record.outer_digest)):
+        raise IntegrityError(
+            f"version {record.version} of fragment {record.fragment} has the digests {found} as "
+            f"it is stored, and its record says {said}"
+        )
+    return arrays
+
+
+def copy_arrays(arrays: FragmentArrays) -> FragmentArrays:
+    """The same arrays, to be changed."""
+    state = {name: slot.copy() for name, slot in arrays.state.items()}
+    return replace(arrays, view=arrays.view.copy(), theta=arrays.theta.copy(), state=state)
+
+
+def merge_round(
+    store: ObjectStore,
+    arrays: FragmentArrays,
+    settings: RunSettings,
+    admitted: Sequence[Admitted],
+    share: float,
+) -> None:
+    """Take a round that was not, of these inputs; with none the arrays stay as they are.
+
+    Raises:
+        ObjectMissingError, WireError: an update is gone or damaged.
+    """
+    arrays.settings = settings
+    for one in admitted:
+        arrays.merge(read_payload(store, one.manifest, arrays.grid), one)
+    if admitted:
+        arrays.close_round(admitted, share)
+
+
+def admitted_again(record: wire.Record, taken: wire.Input, settings: RunSettings) -> Admitted:
+    """A recorded input as the machine admitted it, with the discount of other settings."""
+    discount = policy.discount(settings.staleness, taken.staleness)
+    return Admitted(
+        _manifest(record, taken),
+        taken.stream_seq,
+        Credit(taken.steps_credited, taken.tokens_credited, taken.weight),
+        taken.staleness,
+        discount,
+        taken.clip,
+        taken.norm,
+    )
+
+
+def _manifest(record: wire.Record, taken: wire.Input) -> wire.Manifest:
+    """The manifest of a recorded input; the tape may have it no more.
+
+    What no record keeps of it, and no merge reads, is 0.
+    """
+    return wire.Manifest(
+        run=record.run,
+        learner=taken.learner,
+        epoch=record.epoch,
+        incarnation=taken.incarnation,
+        seq=taken.seq,
+        fragment=record.fragment,
+        base_version=max(0, record.version - 1 - taken.staleness),
+        base_digest="0" * 32,
+        layout=record.layout,
+        codec=taken.codec,  # type: ignore[arg-type]
+        shards=taken.shards,
+        tokens=taken.tokens,
+        steps=taken.steps,
+        position=0,
+        local_step=0,
+        loss=taken.loss,
+        step_time_s=0.0,
+        encode_s=0.0,
+        upload_s=0.0,
+        attempt=0,
+        final=taken.final,
+    )

@@ -1,66 +1,23 @@
-"""What the doctor says of how daemons keep running: lives, checkpoints, disks, the store's owner.
-
-Functions from what was read to findings; `look` does the reading.
-"""
+"""What the doctor says of checkpoints and of the store's owner."""
 
 import os
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from diloco.check.symptoms import LAGGING_LEARNER, PERMISSIONS, Finding
+from diloco.check.symptoms import PERMISSIONS
 from diloco.common import checkpoint_files
 from diloco.common.errors import ConfigError, WireError
 from diloco.common.store import DirectoryStore, ObjectStore
-from diloco.common.tape import RunContext
-from diloco.projections.history import History
+from diloco.run.history import History
+from diloco.run.state import Finding
 
 CHECKPOINTS = "runbooks/checkpoints-fail.md"
 HOUR_S = 3600.0
-# So many lives of a learner that ended without a word, in an hour, are a loop and no accident.
-SUDDEN_ENDS = 3
 # Checkpoints are hourly; a machine may be down for a while.
 CHECKPOINT_S = 3 * HOUR_S
 # From the mark on the tape to the file in the store.
 MAKING_S = 600.0
 LISTED = 3
-
-
-async def look(context: RunContext, history: History, now_s: float) -> list[Finding]:
-    """All findings on daemons that were asked of tape, heartbeats and store."""
-    made = await context.runtime.call(newest_checkpoint, context.store, context.run)
-    return [
-        *lives(history, now_s),
-        *checkpoints(history, made, now_s),
-    ]
-
-
-def lives(history: History, now_s: float) -> Iterator[Finding]:
-    """Learners that are started again and again: counted from the joins on the tape."""
-    if history.end is not None:
-        return
-    for name, ends in sorted(sudden_ends(history, now_s - HOUR_S).items()):
-        if ends >= SUDDEN_ENDS:
-            yield Finding(
-                severity="error",
-                about=f"learner {name}",
-                sentence=f"started again {ends} times within the hour, each time without having "
-                "left the run",
-                advice=f"see what ends it: systemctl status diloco-learner@{name}, and the journal",
-                runbook=LAGGING_LEARNER,
-            )
-
-
-def sudden_ends(history: History, since_s: float) -> Counter[str]:
-    """Of each learner, lives that another one followed since a time, although they had not left."""
-    left = history.full_leaves().keys()
-    found, before = Counter[str](), dict[str, int]()
-    for seq, join in history.joins:
-        name = join.learner
-        followed = name in before and (name, before[name]) not in left
-        found[name] += followed and history.times_s[seq] >= since_s
-        before[name] = seq
-    return found
 
 
 def newest_checkpoint(store: ObjectStore, run: str) -> tuple[str, float] | None:
@@ -93,20 +50,16 @@ def checkpoints(
             advice="aggregators retry; see why: checkpoint_failed in their logs",
             runbook=CHECKPOINTS,
         )
-    elif made is None and history.end is None and now_s - created_s > CHECKPOINT_S:
+    elif history.end is None and now_s - (made[1] if made else created_s) > CHECKPOINT_S:
+        lost = "there is none: the run would be lost with the disk of its NATS server"
         yield Finding(
             severity="warning",
             about="checkpoints",
-            sentence="there is none: the run would be lost with the disk of its NATS server",
-            advice="see checkpoint_failed in the aggregators' logs; by hand: diloco checkpoint RUN",
-            runbook=CHECKPOINTS,
-        )
-    elif made is not None and history.end is None and now_s - made[1] > CHECKPOINT_S:
-        yield Finding(
-            severity="warning",
-            about="checkpoints",
-            sentence=f"the newest, {made[0]}, is {(now_s - made[1]) / HOUR_S:,.1f} hours old",
-            advice="see checkpoint_failed in the aggregators' logs, and that one of them runs",
+            sentence=f"the newest, {made[0]}, is {(now_s - made[1]) / HOUR_S:,.1f} hours old"
+            if made
+            else lost,
+            advice="see checkpoint_failed in the aggregators' logs, and that one of them runs; by "
+            "hand: diloco run checkpoint RUN",
             runbook=CHECKPOINTS,
         )
     elif made is not None:

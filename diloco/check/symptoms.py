@@ -1,4 +1,4 @@
-"""What a run's tape, heartbeats and objects say about its health, as sentences.
+"""What the whole tape and the objects say about a run's health, beside `run/findings.py`.
 
 Functions from what was read to findings; `doctor.py` does the reading. Each finding that asks for
 something names its runbook.
@@ -6,39 +6,26 @@ something names its runbook.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
-from diloco.aggregator.tape_watch import NEARLY_FULL, share
+from diloco.aggregator.tape_watch import NEARLY_FULL
 from diloco.check.audit import Audit, Breach, Objects
-from diloco.check.rules import Judged
 from diloco.common import wire
 from diloco.common.bus import Filled
 from diloco.common.config import RunSettings, warnings
-from diloco.common.errors import DilocoError
-from diloco.projections.history import History
-from diloco.projections.live import LastHeartbeat
-
-Severity = Literal["ok", "note", "warning", "error"]
+from diloco.run.findings import DISK_FULL, LOSS_SPIKE, NO_LEARNERS
+from diloco.run.history import History
+from diloco.run.state import RECENT, Finding
 
 BAD_CONFIGURATION = "runbooks/bad-configuration.md"
 RUN_MISMATCH = "runbooks/run-mismatch.md"
-NATS_AWAY = "runbooks/nats-away.md"
 STORE_AWAY = "runbooks/store-away.md"
 PERMISSIONS = "runbooks/permissions.md"
 CLOCK_SKEW = "runbooks/clock-skew.md"
-LAGGING_LEARNER = "runbooks/lagging-learner.md"
-REJECTED_UPDATES = "runbooks/rejected-updates.md"
-FRAGMENT_STOPPED = "runbooks/fragment-stopped.md"
 MISSING_OBJECT = "runbooks/missing-object.md"
 ORPHANED_OBJECTS = "runbooks/orphaned-objects.md"
 DIGEST_MISMATCH = "runbooks/digest-mismatch.md"
 BROKEN_INVARIANT = "runbooks/broken-invariant.md"
-TAPE_FULL = "runbooks/tape-full.md"
-DISK_FULL = "runbooks/disk-full.md"
-QUARANTINED_LEARNER = "runbooks/quarantined-learner.md"
 RESTORE = "runbooks/restore-from-bucket.md"
-NO_LEARNERS = "runbooks/no-learners.md"
 
 # Of a stream that names no number, as those of earlier releases: what a server without accounts
 # takes (from 2.15 on; jetstream.limits.default_max_consumers).
@@ -46,38 +33,9 @@ USUAL_READERS = 1000
 # Clocks that differ by more confuse deadlines and people; what breaks is
 # `quorum.liveness_timeout_s`.
 SKEW_S = 1.0
-# Of a learner's updates, so many are looked back on.
-RECENT = 16
-# A fragment stands still when what is in flight has waited for so many hard deadlines.
-PATIENCE = 3.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """One sentence on a run's health.
-
-    Attributes:
-        about: what was looked at: "bus", "store", "clock", "learner island-a" ...
-        advice: what to do; "" when there is nothing to do.
-        runbook: path from the repository's root; None when there is nothing to do.
-    """
-
-    severity: Severity
-    about: str
-    sentence: str
-    advice: str = ""
-    runbook: str | None = None
-
-
-def failed(about: str, error: DilocoError, runbook: str) -> Finding:
-    """What a look met with an error."""
-    return Finding(
-        severity="error",
-        about=about,
-        sentence=error.message,
-        advice=(error.hint or "").removesuffix(runbook).rstrip(": "),
-        runbook=runbook,
-    )
+# A held-out loss is ruined once so much of what it fell by is lost, and by so much of its least.
+FEWEST_SCORES = 3
+LOST_SHARE, LOST_LEAST = 0.5, 0.1
 
 
 def configuration(settings: RunSettings) -> Iterator[Finding]:
@@ -127,127 +85,6 @@ def aggregator_clocks(history: History) -> Iterator[Finding]:
             yield clock(f"clock of {name}", ahead_s, history.settings.quorum.liveness_timeout_s)
 
 
-def fragments(history: History, found: Audit, now_s: float) -> Iterator[Finding]:
-    """Fragments whose updates wait, and nobody merges them."""
-    longest_s = patience_s(history.in_force)
-    newest_s = {f: history.times_s[chain[-1][0]] for f, chain in history.records.items()}
-    waiting: dict[int, list[float]] = defaultdict(list)
-    for update, at in found.in_flight.items():
-        waiting[update.fragment].append(at.time_s)
-    stopped = []
-    for fragment, since in sorted(waiting.items()):
-        waited_s = now_s - max(min(since), newest_s.get(fragment, 0.0))
-        if waited_s > longest_s:
-            stopped.append(fragment)
-            yield standing_still(fragment, len(since), waited_s)
-    if stopped:
-        return
-    if history.stop and not history.end:
-        stopping_s = now_s - max(history.times_s[history.stop[0]], *newest_s.values())
-        if stopping_s > longest_s:
-            yield stops_for_long(stopping_s)
-            return
-    versions = history.versions()
-    state = "ended" if history.end else "stopping" if history.stop else _under_way(history)
-    yield Finding(
-        severity="ok",
-        about="fragments",
-        sentence=f"{state}: {len(versions)} fragments at {_range(versions)}",
-    )
-
-
-def _range(versions: Sequence[int]) -> str:
-    low, high = min(versions, default=0), max(versions, default=0)
-    return f"version {low}" if low == high else f"versions {low} to {high}"
-
-
-def _under_way(history: History) -> str:
-    """What a run does that was not stopped: without learners it makes nothing."""
-    left = {
-        (leave.learner, leave.incarnation) for _, leave in history.leaves if not leave.fragments
-    }
-    lives = {join.learner: seq for seq, join in history.joins}
-    return "under way" if lives.items() - left else "waiting for learners"
-
-
-def stops_for_long(stopping_s: float) -> Finding:
-    """A run that was told to stop, and neither ends nor makes anything."""
-    return Finding(
-        severity="error",
-        about="fragments",
-        sentence=f"stopping for {stopping_s:,.0f} s without a record, and no end is on the tape",
-        advice="check whether an aggregator runs, and in its log for what it waits",
-        runbook=FRAGMENT_STOPPED,
-    )
-
-
-def quiet(history: History, views: dict[str, LastHeartbeat], now_s: float) -> Iterator[Finding]:
-    """Learners train, and nothing comes to the tape: it stores nothing, or they cannot send."""
-    settings = history.in_force
-    step_times_s = [
-        view.heartbeat.step_time_s
-        for view in views.values()
-        if view.heartbeat.state == "training"
-        and now_s - view.heard_at_s <= settings.quorum.liveness_timeout_s
-    ]
-    if not step_times_s or history.stop:
-        return
-    each_s = settings.sync.interval_steps * min(step_times_s)
-    quiet_s = now_s - history.extent.last_s
-    if quiet_s > patience_s(settings) + PATIENCE * each_s:
-        yield Finding(
-            severity="error",
-            about="tape",
-            sentence=f"learners train, and for {quiet_s:,.0f} s nothing has come to the tape",
-            advice="look in their logs for what they wait for; a stream that met a full disk takes "
-            "nothing until its nats-server is restarted",
-            runbook=DISK_FULL,
-        )
-
-
-def patience_s(settings: RunSettings) -> float:
-    """How long updates may wait for a record before their fragment stands still."""
-    return PATIENCE * settings.quorum.deadline_s + settings.sync.reannounce_timeout_s
-
-
-def standing_still(fragment: int, updates: int, waited_s: float) -> Finding:
-    """A fragment whose updates wait for longer than they may."""
-    return Finding(
-        severity="error",
-        about=f"fragment {fragment}",
-        sentence=f"stalled: {updates} updates wait, and there has been no record "
-        f"for {waited_s:,.0f} s",
-        advice="check whether an aggregator runs, and in its log for this fragment",
-        runbook=FRAGMENT_STOPPED,
-    )
-
-
-def owners(history: History, leases: dict[int, wire.Lease]) -> Iterator[Finding]:
-    """Fragments that no aggregator has a lease of, while the run goes on."""
-    if history.end is not None:
-        return
-    states = {fragment: lease.state for fragment, lease in leases.items()}
-    free = [f for f in sorted(history.records) if states.get(f, "released") == "released"]
-    if free and history.joins:
-        yield ownerless(free)
-    shares = Counter(lease.aggregator for lease in leases.values() if lease.state == "held")
-    if shares and not free:
-        listed = ", ".join(f"{name} {count}" for name, count in sorted(shares.items()))
-        yield Finding(severity="ok", about="owners", sentence=f"fragments are owned by {listed}")
-
-
-def ownerless(free: Sequence[int]) -> Finding:
-    """Fragments that nobody has a lease of."""
-    listed = ", ".join(str(fragment) for fragment in free[:12])
-    return Finding(
-        severity="warning",
-        about="owners",
-        sentence=f"no aggregator owns fragment {listed}{' ...' if len(free) > 12 else ''}",
-        advice="start an aggregator; one that was just killed is replaced within its lease",
-        runbook=FRAGMENT_STOPPED,
-    )
-
-
 def tape(history: History, found: Audit) -> Iterator[Finding]:
     """What the audit of the tape found, by rule."""
     yield from _breaches(found.breaches, "tape", BROKEN_INVARIANT)
@@ -279,24 +116,6 @@ def stores_nothing(stream: str, error: str) -> Finding:
         advice="its disk is full, or was: a stream that met a full disk takes nothing more, also "
         "with room again, until its nats-server is restarted",
         runbook=DISK_FULL,
-    )
-
-
-def room(filled: Filled) -> Iterator[Finding]:
-    """How near the tape is to its limit."""
-    used = share(filled)
-    if not filled.max_bytes:
-        return
-    sizes = f"{_bytes(filled.size_bytes)} of {_bytes(filled.max_bytes)}"
-    if used < NEARLY_FULL:
-        yield Finding(severity="ok", about="tape", sentence=f"it holds {sizes}")
-        return
-    yield Finding(
-        severity="warning",
-        about="tape",
-        sentence=f"nearly full: {sizes}; a full tape accepts no message",
-        advice="find out who fills it, and let garbage collection or a larger limit make room",
-        runbook=TAPE_FULL,
     )
 
 
@@ -341,17 +160,39 @@ def objects(found: Objects, *, deep: bool) -> Iterator[Finding]:
         )
 
 
-def rules(judged: Judged) -> Iterator[Finding]:
-    """Whether every record follows from the tape by the rules."""
-    yield from _breaches(judged.breaches, "rules", BROKEN_INVARIANT)
-    if not judged.breaches:
-        unknown = f"; {judged.unknown:,} could not be followed" if judged.unknown else ""
-        followed = bool(judged.followed or not judged.unknown)
+def rules(found: Audit) -> Iterator[Finding]:
+    """How much of the tape was decided and made again."""
+    if found.deep and not found.breaches:
+        unknown = f"; {found.unknown:,} could not be followed" if found.unknown else ""
+        followed = bool(found.followed or not found.unknown)
         yield Finding(
             severity="ok" if followed else "note",
             about="rules",
-            sentence=f"{judged.followed:,} decisions follow from the tape by the rules{unknown}; "
-            f"{judged.remade:,} versions agree with plain arithmetic",
+            sentence=f"{found.followed:,} decisions follow from the tape by the rules{unknown}; "
+            f"{found.remade:,} versions agree with plain arithmetic",
+        )
+
+
+def ruined(scores: Sequence[wire.Score]) -> Iterator[Finding]:
+    """A held-out loss that has risen by much of what it had fallen, whoever did it.
+
+    Args:
+        scores: that were kept, in order of time.
+    """
+    if len(scores) < FEWEST_SCORES:
+        return
+    first, newest, best = scores[0], scores[-1], min(scores, key=lambda score: score.loss)
+    worse = newest.loss - best.loss
+    if worse > max(LOST_SHARE * (first.loss - best.loss), LOST_LEAST * abs(best.loss)):
+        yield Finding(
+            severity="warning",
+            about="held-out loss",
+            sentence=f"{newest.loss:.4g} at step {newest.global_step:,}; it was {best.loss:.4g} at "
+            f"step {best.global_step:,}",
+            advice="`diloco replay RUN --bisect` says at which version it rose, `--blame` by whom; "
+            "if no learner did it, the outer step is too long: `diloco replay RUN --set "
+            "outer.learning_rate=0.5`",
+            runbook=LOSS_SPIKE,
         )
 
 

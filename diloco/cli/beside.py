@@ -1,17 +1,15 @@
 """A part of the work in a process that ends with it: what it loads is not kept until the end.
 
-A user's task brings JAX and more, some 170 MiB, and its first evaluation another 50; drawing brings
-matplotlib. The doctor and the report need the first for a moment, `diloco replay` the second, and
-themselves they read a tape of any length.
+A user's task brings JAX and more, some 170 MiB, and its first evaluation another 50. The doctor and
+the report need it for a moment, and themselves they read a tape of any length.
 """
 
+import pickle
 import signal
 import sys
+import typing
 from collections.abc import Callable
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from functools import partial
-from multiprocessing import active_children, get_context, resource_tracker
+from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
@@ -21,7 +19,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 # Hears how much of how much is done.
 Hear = Callable[[int, int], None]
-_LISTEN_S = 0.1
 _SPAWN: Final = get_context("spawn")
 
 
@@ -33,7 +30,7 @@ def beside(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """
     if "jax" in sys.modules:
         return function(*args, **kwargs)
-    return _of_task(lambda: apart(function, *args, **kwargs))
+    return apart(function, *args, **kwargs)
 
 
 def beside_heard(
@@ -42,82 +39,75 @@ def beside_heard(
     """As `beside`, of a function that tells its first argument how far it has come."""
     if "jax" in sys.modules:
         return function(hear, *args, **kwargs)
-    reader, writer = _SPAWN.Pipe(duplex=False)
-    with reader, writer:
-        begin = partial(_Telling.begin, writer)
-        listen = partial(_listen, reader, hear)
-        work: Callable[[], T] = partial(_Telling.work, function, *args, **kwargs)
-        return _of_task(lambda: _in_process(work, begin, listen))
+    return _in_process(hear, function, args, kwargs)
 
 
 def apart(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """What a function gives, computed in another process.
 
     Raises:
-        BrokenProcessPool: the process ended by itself.
+        TaskError: the process ended by itself.
     """
-    return _in_process(partial(function, *args, **kwargs))
-
-
-def _of_task(work: Callable[[], T]) -> T:
-    """What work in another process gives; if that ends by itself, it was the task."""
-    try:
-        return work()
-    except BrokenProcessPool as error:
-        raise TaskError(
-            "the process that was to run the task ended by itself",
-            hint="try it with `diloco task check`",
-        ) from error
+    return _in_process(None, function, args, kwargs)
 
 
 def _in_process(
-    work: Callable[[], T],
-    begin: Callable[[], None] | None = None,
-    meanwhile: Callable[[Future[Any]], None] | None = None,
+    hear: Hear | None, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> T:
-    """What work gives in a process that `begin` has prepared, while `meanwhile` goes on in this."""
+    reader, writer = _SPAWN.Pipe(duplex=False)
+    given = (writer, hear is not None, function, args, kwargs)
+    process = _SPAWN.Process(target=_answer, args=given)
     # Ctrl-C is for this process: the other one inherits that it is blocked, and ends with this.
     # The helper of multiprocessing unblocks it where it starts, so that has to be before.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        with ProcessPoolExecutor(1, mp_context=_SPAWN, initializer=begin) as pool:
-            working = pool.submit(work)
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            try:
-                if meanwhile is not None:
-                    meanwhile(working)
-                return working.result()
-            except KeyboardInterrupt:
-                for child in active_children():
-                    child.terminate()
-                raise
+        process.start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        writer.close()
+    try:
+        with reader:
+            while isinstance(word := reader.recv(), tuple):
+                if hear is not None:
+                    hear(*word)
+    except EOFError as error:
+        raise TaskError(
+            "the process that was to run the task ended by itself",
+            hint="try it with `diloco check FILE`",
+        ) from error
+    except KeyboardInterrupt:
+        process.terminate()
+        raise
+    finally:
+        process.join()
+    made, raised = word
+    if raised is not None:
+        raise raised
+    return typing.cast("T", made)
 
 
-class _Telling:
-    """The other process's end of the pipe: it can be given to it only where it starts."""
-
-    writer: Connection | None = None
-
-    @classmethod
-    def begin(cls, writer: Connection) -> None:
-        """Keep the end of the pipe."""
-        cls.writer = writer
-
-    @classmethod
-    def work(
-        cls, function: Callable[Concatenate[Hear, P], T], *args: P.args, **kwargs: P.kwargs
-    ) -> T:
-        """What the function gives; how far it has come goes into the pipe."""
-        assert cls.writer is not None
-        writer = cls.writer
-        return function(lambda done, total: writer.send((done, total)), *args, **kwargs)
+def _answer(
+    writer: Connection,
+    heard: bool,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """In the other process: send tuples of how far it is, and at last [result, error]."""
+    made, raised = None, None
+    first = [lambda done, total: writer.send((done, total))] if heard else []
+    try:
+        made = function(*first, *args, **kwargs)
+    except Exception as error:  # noqa: BLE001 - raised where it is waited for
+        raised = _sendable(error)
+    writer.send([made, raised])
 
 
-def _listen(reader: Connection, hear: Hear, working: Future[Any]) -> None:
-    """Hear all that comes out of a pipe, until the work at its other end is done."""
-    while not working.done() or reader.poll():
-        if reader.poll(_LISTEN_S):
-            hear(*reader.recv())
+def _sendable(error: Exception) -> Exception:
+    """The error, or its words where it cannot be made again of its bytes, as a task's own may."""
+    try:
+        pickle.loads(pickle.dumps(error))  # noqa: S301 - its own bytes
+    except Exception:  # noqa: BLE001 - the class is the task's, and may do anything
+        return TaskError(f"the task fails: {type(error).__name__}: {error}")
+    return error

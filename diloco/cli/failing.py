@@ -10,7 +10,7 @@ from rich.console import Console
 from diloco.common import log
 from diloco.common.config import service_manager
 from diloco.common.errors import DilocoError
-from diloco.common.manager import tell_error
+from diloco.common.health import tell_error
 
 
 def as_failure(error: OSError) -> DilocoError | None:

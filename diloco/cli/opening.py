@@ -2,7 +2,7 @@
 
 RUN is its TOML file; or the folder of a local run; or the run's name on a bus, which `use_place`
 or the environment (DILOCO_BUS_URL, DILOCO_STORE_URL) says; or, where a command only reads, a
-bundle, which has all of it, or a file with its exported tape, beside its store.
+bundle, beside its store if it was made without objects.
 
 Settings are those of the run's specification; in what the file differs from them is for the
 command to judge. A local run that has ended has no nats-server any more: one is started on its
@@ -22,9 +22,16 @@ from typing import Any, NamedTuple
 
 from diloco.aggregator.context import Context
 from diloco.common import log, names, wire
+from diloco.common.bundle import (
+    Bundle,
+    BundleBus,
+    BundleStore,
+    is_bundle,
+    open_bundle,
+    read_header,
+)
 from diloco.common.bus import Bus, jetstream
 from diloco.common.config import (
-    BusSection,
     Config,
     RunSettings,
     load_config,
@@ -39,7 +46,6 @@ from diloco.common.errors import (
     RunMismatchError,
     RunMissingError,
 )
-from diloco.common.kept import Kept, KeptBus, KeptStore, is_bundle, is_kept, open_kept, read_header
 from diloco.common.layout import parse_layout
 from diloco.common.nats_server import NatsServer, is_folder_of_server, is_free, is_served
 from diloco.common.service import Runtime
@@ -67,7 +73,7 @@ class _Given:
 
 
 def use_place(place: Place) -> None:
-    """From now on runs that are given by name, and the stores of tape files, are there."""
+    """From now on runs that are given by name, and stores of bundles without objects, are there."""
     _Given.place = place
 
 
@@ -80,23 +86,23 @@ def place() -> Place:
 class OpenRun:
     """A run, connected: the file it was named by, what its tape says it is, and its parts.
 
-    `kept` is the tape file or bundle that it is read from; None for a run on a bus.
+    `bundle` is the file that it is read from; None for a run on a bus.
     """
 
     config: Config
     specification: wire.Specification
     context: RunContext
-    kept: Kept | None = None
+    bundle: Bundle | None = None
 
     @property
-    def bundle(self) -> bool:
-        """Whether it is read from a bundle, to which nothing can be added."""
-        return self.kept is not None and self.kept.bundle
+    def alone(self) -> bool:
+        """Whether a file has its objects too, to which nothing can be added."""
+        return self.bundle is not None and self.bundle.has_objects
 
     @property
     def copy(self) -> bool:
         """Whether its tape is a copy, whose run and store may have gone on."""
-        return self.kept is not None and not self.kept.bundle
+        return self.bundle is not None and not self.bundle.has_objects
 
 
 def find_config(target: str | Path) -> Path:
@@ -119,16 +125,17 @@ def find_config(target: str | Path) -> Path:
 def run_config(target: str | Path) -> Config:
     """The configuration of RUN: where its bus and its store are, and what its file says of it.
 
-    Of a run that is given by name or by its tape, only bus and store are known.
+    Of a run that is given by name or as a bundle, only bus and store are known.
 
     Raises:
         ConfigError: there is nothing of that name, or the file cannot be understood.
     """
     path, place = Path(target), _Given.place
-    if is_kept(path):
-        if is_bundle(path):
+    if is_bundle(path):
+        header = read_header(path)
+        if header["objects"]:
             place = place._replace(store_url=path.absolute().as_uri())
-        return _placed(str(read_header(path)["run"]), place)
+        return _placed(str(header["run"]), place)
     if not path.exists() and names.valid_name(str(target)):
         if (place.store_url or store_url()) is None:
             raise ConfigError(
@@ -162,11 +169,12 @@ def at_home(config: Config, folder: Path) -> Config:
     )
 
 
-def placed_bus() -> BusSection:
-    """The bus that the command line or the environment names."""
+def placed(run: str, *, stored: bool) -> Config:
+    """A configuration with the bus, and if `stored` the store, of command line or environment."""
     place = _Given.place
-    unused = place._replace(store_url=place.store_url or store_url() or "none")
-    return _placed("unnamed", unused).bus
+    if not stored:
+        place = place._replace(store_url=place.store_url or store_url() or "none")
+    return _placed(run, place)
 
 
 def _placed(run: str, place: Place) -> Config:
@@ -194,7 +202,7 @@ async def open_run(
     Args:
         target: RUN, as the module says.
         name: who asks, as the server's monitoring shows it.
-        reads: nothing is written, so that a bundle or an exported tape will do.
+        reads: nothing is written, so that a bundle will do.
         salvage: take what is whole of a file that is damaged.
 
     Raises:
@@ -206,17 +214,21 @@ async def open_run(
     path = Path(target)
     config = run_config(target)
     async with AsyncExitStack() as stack:
-        kept = None
-        if is_kept(path):
-            kept = _open_file(stack, path, reads=reads, salvage=salvage)
-            bus: Bus = KeptBus(kept)
+        bundle = None
+        if is_bundle(path):
+            bundle = _open_file(stack, path, reads=reads, salvage=salvage)
+            bus: Bus = BundleBus(bundle)
             specification = await load_specification(bus, config.run.name)
         else:
             bus, specification = await _find(stack, path, config, name)
-        store = _store(config, kept)
-        # Ages in a bundle are those of when it was made.
-        made_s = float(kept.header["made_s"]) if kept is not None and kept.bundle else None
-        runtime = Runtime() if made_s is None else Runtime(clock=lambda: made_s)
+        if bundle is not None and bundle.has_objects:
+            store: ObjectStore = BundleStore(bundle)
+            # Ages in it are those of when it was made.
+            made_s = float(bundle.header["made_s"])
+            runtime = Runtime(clock=lambda: made_s)
+        else:
+            store = open_store(config.store.url, emulator=config.store.emulator)
+            runtime = Runtime()
         layout = names.layout_object(config.run.name, specification.layout)
         try:
             data = await runtime.call(store.get, layout)
@@ -227,7 +239,7 @@ async def open_run(
                 hint="check store.url: it must be the store that the run was created in",
             ) from error
         settings = parse_settings(specification.settings)
-        if not path.exists() or kept is not None:
+        if not path.exists() or bundle is not None:
             known = {section: getattr(settings, section) for section in RunSettings.model_fields}
             config = config.model_copy(update=known)
         context = RunContext(
@@ -239,7 +251,7 @@ async def open_run(
             runtime=runtime,
             logger=log.get(run=config.run.name),
         )
-        yield OpenRun(config=config, specification=specification, context=context, kept=kept)
+        yield OpenRun(config=config, specification=specification, context=context, bundle=bundle)
 
 
 def operator_context(opened: OpenRun) -> Context:
@@ -254,8 +266,8 @@ def who() -> str:
     return f"operator {user}@{socket.gethostname()}"
 
 
-def _open_file(stack: AsyncExitStack, path: Path, *, reads: bool, salvage: bool) -> Kept:
-    """A bundle or an exported tape.
+def _open_file(stack: AsyncExitStack, path: Path, *, reads: bool, salvage: bool) -> Bundle:
+    """A bundle, for as long as the stack lasts.
 
     Raises:
         ConfigError: the command wants more than to read.
@@ -263,18 +275,12 @@ def _open_file(stack: AsyncExitStack, path: Path, *, reads: bool, salvage: bool)
     """
     if not reads:
         raise ConfigError(
-            f"{str(path)!r} is a tape file or a bundle; this command needs the run on a server",
-            hint="import its tape first: diloco tape import FILE",
+            f"{str(path)!r} is a bundle; this command needs the run on a server",
+            hint="put it there first: diloco restore FILE",
         )
-    kept = open_kept(path, salvage=salvage)
-    stack.callback(kept.close)
-    return kept
-
-
-def _store(config: Config, kept: Kept | None) -> ObjectStore:
-    if kept is not None and kept.bundle:
-        return KeptStore(kept)
-    return open_store(config.store.url, emulator=config.store.emulator)
+    bundle = open_bundle(path, salvage=salvage)
+    stack.callback(bundle.close)
+    return bundle
 
 
 async def _find(

@@ -18,8 +18,8 @@ RunOrTape = Annotated[
     str,
     typer.Argument(
         metavar="RUN",
-        help="TOML file, folder of a local run, file of diloco bundle or diloco tape export, or "
-        "name of a run on a bus (diloco --bus URL --store URL COMMAND NAME)",
+        help="TOML file, folder of a local run, file of diloco bundle, or name of a run on a bus "
+        "(diloco --bus URL --store URL COMMAND NAME)",
     ),
 ]
 ConfigFile = Annotated[

@@ -13,6 +13,7 @@ from diloco.common.errors import ConfigError
 # Of a learner's state, and of a finding's severity.
 STATE_STYLES = {
     "training": "green", "paused": "cyan", "flushing": "cyan", "done": "dim", "starting": "yellow",
+    "left": "dim", "quarantined": "bold red",
 }  # fmt: skip
 SEVERITY_STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
 

@@ -27,7 +27,7 @@ async def find_targets(
             raise ConfigError(
                 f"checkpoint {to} is of epoch {file.specification.epoch}, the run is in epoch "
                 f"{context.epoch}",
-                hint="only a new server can resume from it: diloco resume",
+                hint="only a new server can resume from it: diloco run resume",
             )
         return await rollback.find_versions(
             context, {record.fragment: record.version for record in file.records}

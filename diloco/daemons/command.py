@@ -35,7 +35,7 @@ def aggregator(
     metrics_port: shared.MetricsPort = None,
     log_level: shared.LogLevel = "info",
 ) -> None:
-    """Merge the learners' updates and publish new versions until the run ends.
+    """Merge learners' updates and publish versions until the run ends.
 
     Run any number: they share the fragments by leases and take over from one that fails. After a
     restart an aggregator resumes from the tape. The first SIGINT or SIGTERM stops it cleanly, the
@@ -134,7 +134,7 @@ class LearnerOptions:
 
 @command(app, daemon=True)
 def learner(options: LearnerOptions) -> None:
-    """Train on this island's data and synchronize with the run until it ends.
+    """Train on this island's data, in step with the run until it ends.
 
     The first SIGINT or SIGTERM stops cleanly (finish the step, send pending updates, leave the
     run), the second at once. Logs are JSON lines on stderr, on a terminal lines for people.
@@ -148,17 +148,9 @@ def learner(options: LearnerOptions) -> None:
     config = _learner_config(options)
     if options.dry_run:
         _check_platform(options)
-        from diloco.daemons.dry_run import DryRunOptions, run_dry
+        from diloco.daemons.dry_run import run_dry
 
-        dry = DryRunOptions(
-            devices=options.devices,
-            hosts=options.hosts,
-            bandwidth=options.bandwidth,
-            json=options.json,
-            platform=options.platform,
-            topology=options.topology,
-        )
-        run_dry(config, options.name, dry)
+        run_dry(config, options)
         return
     if options.devices or options.json:
         raise ConfigError(

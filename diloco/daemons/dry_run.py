@@ -1,7 +1,7 @@
 """`diloco learner --dry-run`: what a learner will need of its slice, as tables or as JSON."""
 
-from dataclasses import asdict, dataclass
-from typing import Any, Final, Literal
+from dataclasses import asdict
+from typing import Any, Final
 
 import jax
 from rich.console import Console
@@ -10,6 +10,7 @@ from rich.table import Table
 from diloco.cli.units import human_bytes
 from diloco.common.config import Config
 from diloco.common.errors import ConfigError
+from diloco.daemons.command import LearnerOptions
 from diloco.learner.dry_run import DryRun, FragmentFigures, dry_run, stand_in
 from diloco.learner.library import check_name
 from diloco.learner.topology import gpu_devices, gpu_named, tpu_devices
@@ -19,32 +20,13 @@ V5E_GBYTES_PER_S: Final = 819.0
 ABSENT: Final = {"tpu": (tpu_devices, "v6e:2x4"), "cuda": (gpu_devices, "h100:1")}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DryRunOptions:
-    """The command line; None for what was not given.
-
-    Attributes:
-        devices: of the learner, for which this machine's CPU is taken; None: as the file says.
-        hosts: of the learner; None: as the file says.
-        bandwidth: of a device's memory, GB/s; None: that of a usual one.
-        platform: whose compiler is asked: of what JAX finds here, or of devices that are not here.
-        topology: of those; None: the platform's default.
-    """
-
-    devices: int | None
-    hosts: int | None
-    bandwidth: float | None
-    json: bool
-    platform: Literal["here", "tpu", "cuda"] = "here"
-    topology: str | None = None
-
-
-def run_dry(config: Config, learner: str, options: DryRunOptions) -> None:
+def run_dry(config: Config, options: LearnerOptions) -> None:
     """Print the figures.
 
     Raises:
         DilocoError: as the learner itself, but for those of the bus and the store.
     """
+    learner = options.name
     check_name(learner)
     hosts = options.hosts or config.learner.hosts
     if options.platform == "here":

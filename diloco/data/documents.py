@@ -1,9 +1,10 @@
-"""Documents of a part of a file, one after the other: never more than one is in memory.
+"""Documents of a file, one after the other: never more than a few are in memory.
 
 Rules:
   1. What is not text, or has no document where one must be, is refused with its place. Nothing is
      skipped but empty documents, which are counted.
-  2. A line belongs to the part in which its first byte lies.
+  2. Columns are read by `datasets`. Lines are read here: of JSON lines that library silently makes
+     texts of numbers and nothing of missing fields, and it tells neither file nor line (ADR 72).
 """
 
 import bz2
@@ -11,82 +12,148 @@ import gzip
 import io
 import json
 import lzma
+import tempfile
 import zlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast
+from contextlib import contextmanager
+from typing import Any, BinaryIO, NamedTuple, TypeVar, cast
 
-from diloco.common.errors import ConfigError, DataError
-from diloco.data.parquet import column_values
-from diloco.data.plan import SourceFile, Span
+from diloco.common.config import keep_offline
+from diloco.common.errors import DataError
+from diloco.data.sources import TABLES, SourceFile
 
+T = TypeVar("T")
 # Of one document. Its tokens take some fifty times as much memory for a moment.
 MOST_BYTES = 64 << 20
-BOM = b"\xef\xbb\xbf"
+# Documents of a column that are decoded at a time.
+ROWS = 64
 _DAMAGED = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
+_TEXT_TYPES = ("string", "large_string", "string_view")
 
 
 class Document(NamedTuple):
-    """A text, "" for an empty document, and how many bytes of its source it was."""
+    """A text, "" for an empty document.
+
+    Attributes:
+        size_bytes: of its source that it was.
+        after: where the next one begins in its file: a byte, or the number of a row.
+    """
 
     text: str
     size_bytes: int
+    after: int
 
 
-def read_span(span: Span, field: str, *, by_line: bool) -> Iterator[Document]:
-    """The documents that begin in a span.
+def read_documents(
+    file: SourceFile, start: int, field: str, *, by_line: bool
+) -> Iterator[Document]:
+    """The documents of a file from a place on.
 
     Args:
-        span: of a file.
+        file: which one.
+        start: 0, or `Document.after` of the one before.
         field: of JSON lines, or column.
         by_line: a text file's lines are its documents.
 
     Raises:
         DataError: the file is damaged, no text, or has no such field.
     """
-    file = span.file
-    if file.kind == "parquet":
-        assert span.stop is not None
-        values = column_values(file.path, field, span.start, span.stop)
-        yield from (Document(text, size_bytes) for text, size_bytes in values)
+    if file.kind in TABLES:
+        yield from _rows(file, start, field)
     elif file.kind == "json":
-        for at, line in _lines(span):
+        for at, line in _lines(file, start):
             if line.strip():
-                yield Document(_text_of(file, at, line, field), len(line))
+                yield Document(_text_of(file, at, line, field), len(line), at + len(line))
     elif by_line:
-        for at, line in _lines(span):
-            yield Document(_decoded(file, at, line).rstrip("\r\n"), len(line))
-    else:
+        for at, line in _lines(file, start):
+            text = _decoded(file, at, line).rstrip("\r\n")
+            yield Document(text, len(line), at + len(line))
+    elif not start:
         with _opened(file) as stream:
             data = _guarded(file, lambda: stream.read(MOST_BYTES + 1))
         if len(data) > MOST_BYTES:
             raise _too_long(file, "it is one document")
-        yield Document(_decoded(file, 0, data), len(data))
+        yield Document(_decoded(file, 0, data), len(data), max(1, len(data)))
 
 
-def _lines(span: Span) -> Iterator[tuple[int, bytes]]:
-    """Lines that begin in a span, each with the byte at which it does."""
-    file = span.file
+def check_column(file: SourceFile, field: str) -> None:
+    """Refuse a file whose documents are in a column that it does not have, or not as text.
+
+    Raises:
+        DataError: so it is, or the file is damaged.
+    """
+    with _damage_told(file):
+        features = _table(file).features
+    hint = "name the column that has the documents: --field NAME"
+    if field not in features:
+        raise DataError(
+            f"{file.path!r} has no column {field!r}; it has {', '.join(features)}", hint=hint
+        )
+    if (held := getattr(features[field], "dtype", "lists")) not in _TEXT_TYPES:
+        raise DataError(f"the column {field!r} of {file.path!r} holds {held}, not text", hint=hint)
+
+
+def _rows(file: SourceFile, start: int, field: str) -> Iterator[Document]:
+    with _damage_told(file):
+        rows = _table(file, field).select_columns([field]).skip(start)
+        for batch in rows.iter(ROWS):
+            for text in batch[field]:
+                start += 1
+                if len(text or "") > MOST_BYTES:
+                    raise _too_long(file, f"row {start} is one document")
+                yield Document(text or "", len(text or ""), start)
+
+
+@contextmanager
+def _damage_told(file: SourceFile) -> Iterator[None]:
+    """Say which file it is that the library cannot read.
+
+    Raises:
+        DataError: the file is damaged.
+    """
+    import pyarrow as pa
+
+    try:
+        yield
+    except (pa.ArrowException, OSError, ValueError, LookupError, NotImplementedError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # of the machine, not of what is in the file
+        raise DataError(
+            f"{file.path!r} cannot be read as {file.kind.title()} data: {error}",
+            hint="copy it again, or leave it out",
+        ) from error
+
+
+def _table(file: SourceFile, field: str | None = None) -> Any:
+    """The rows of a file as a dataset that reads them when they are asked for."""
+    keep_offline(cache=tempfile.gettempdir())
+    import datasets
+
+    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
+    if file.kind == "saved":
+        return datasets.load_from_disk(file.path)
+    columns = {"columns": [field], "batch_size": ROWS} if field and file.kind == "parquet" else {}
+    # It is streamed: of a cache it needs the lock, while it is opened.
+    with tempfile.TemporaryDirectory() as cache:
+        return datasets.load_dataset(
+            file.kind, data_files=[file.path], split="train", streaming=True, cache_dir=cache,
+            **columns,
+        )  # fmt: skip
+
+
+def _lines(file: SourceFile, start: int) -> Iterator[tuple[int, bytes]]:
+    """Lines from a byte on, each with the byte at which it begins."""
+    at = start
     with _opened(file) as stream:
-        at = _first_line(stream, span.start)
-        while span.stop is None or at < span.stop:
-            line = _guarded(file, lambda: stream.readline(MOST_BYTES + 1))
-            if not line:
-                return
+        if file.compression:  # there may be no other way to get there
+            _guarded(file, lambda: sum(map(len, _blocks(stream, start))))
+        else:
+            stream.seek(start)
+        while line := _guarded(file, lambda: stream.readline(MOST_BYTES + 1)):
             if len(line) > MOST_BYTES:
                 raise _too_long(file, f"line {_line_number(file, at)} is one document")
             yield at, line
             at += len(line)
-
-
-def _first_line(stream: BinaryIO, start: int) -> int:
-    """Where the first line from `start` on begins; the stream stands there."""
-    if not start:
-        return 0
-    stream.seek(start - 1)
-    while (passed := stream.readline(1 << 20)) and not passed.endswith(b"\n"):
-        pass
-    return stream.tell()
 
 
 def _text_of(file: SourceFile, at: int, line: bytes, field: str) -> str:
@@ -99,19 +166,13 @@ def _text_of(file: SourceFile, at: int, line: bytes, field: str) -> str:
             f"line {_line_number(file, at)} of {file.path!r} is not JSON: {why}",
             hint="files called .json, .jsonl and .ndjson have an object on each line",
         ) from error
-    return _value_of(file, at, found, field)
-
-
-def _value_of(file: SourceFile, at: int, found: Any, field: str) -> str:
     if not isinstance(found, dict) or field not in found:
         has = f"an object with {', '.join(found)}" if isinstance(found, dict) else repr(found)[:60]
         raise DataError(
             f"line {_line_number(file, at)} of {file.path!r} has no field {field!r}: it is {has}",
             hint="name the field that has the documents: --field NAME",
         )
-    value = found[field]
-    if value is None:
-        return ""
+    value = "" if found[field] is None else found[field]
     try:
         value.encode()
     except (AttributeError, UnicodeEncodeError) as error:
@@ -141,47 +202,36 @@ def _decoded(file: SourceFile, at: int, data: bytes) -> str:
     )
 
 
+def _zstd(path: str) -> BinaryIO:
+    import pyarrow as pa
+
+    return cast("BinaryIO", io.BufferedReader(pa.input_stream(path, compression="zstd")))
+
+
+_OPENERS: dict[str, Callable[[str], Any]] = {
+    "": lambda path: open(path, "rb"),  # noqa: PTH123, SIM115 - whoever calls it closes it
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    ".zst": _zstd,
+}
+
+
 def _opened(file: SourceFile) -> BinaryIO:
-    if file.compression == ".zst":
-        return _zstd(file)
-    if not file.compression:
-        return Path(file.path).open("rb")
-    openers: dict[str, Callable[[str], Any]] = {
-        ".gz": gzip.open,
-        ".bz2": bz2.open,
-        ".xz": lzma.open,
-    }
-    return cast("BinaryIO", openers[file.compression](file.path))
+    return cast("BinaryIO", _OPENERS[file.compression](file.path))
 
 
-def _zstd(file: SourceFile) -> BinaryIO:
-    try:
-        import pyarrow as pa
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"{file.path!r} is compressed by zstd, and pyarrow, which reads it, is not installed",
-            hint="pip install 'diloco[arrow]'",
-        ) from error
-    return cast("BinaryIO", io.BufferedReader(pa.input_stream(file.path, compression="zstd")))
-
-
-def _guarded(file: SourceFile, read: Callable[[], bytes]) -> bytes:
+def _guarded(file: SourceFile, read: Callable[[], T]) -> T:
     """What a read gives of a file that may be compressed, and damaged."""
     try:
         return read()
-    except _DAMAGED as error:
-        raise _damaged(file, error) from error
-    except OSError as error:
-        if not file.compression or error.errno is not None:
+    except (*_DAMAGED, OSError) as error:
+        if isinstance(error, OSError) and (not file.compression or error.errno is not None):
             raise
-        raise _damaged(file, error) from error
-
-
-def _damaged(file: SourceFile, error: Exception) -> DataError:
-    return DataError(
-        f"{file.path!r} cannot be unpacked: {error}",
-        hint="it is damaged or cut short: copy it again, or leave it out",
-    )
+        raise DataError(
+            f"{file.path!r} cannot be unpacked: {error}",
+            hint="it is damaged or cut short: copy it again, or leave it out",
+        ) from error
 
 
 def _too_long(file: SourceFile, what: str) -> DataError:
@@ -193,9 +243,13 @@ def _too_long(file: SourceFile, what: str) -> DataError:
 
 def _line_number(file: SourceFile, at: int) -> int:
     """Which line begins at a byte: counted only where something is wrong there."""
-    number, left = 1, at
     with _opened(file) as stream:
-        while left and (data := stream.read(min(left, 1 << 20))):
-            number += data.count(b"\n")
-            left -= len(data)
-    return number
+        return 1 + sum(block.count(b"\n") for block in _blocks(stream, at))
+
+
+def _blocks(stream: BinaryIO, size_bytes: int) -> Iterator[bytes]:
+    """The first bytes of a stream."""
+    left = size_bytes
+    while left and (block := stream.read(min(left, 1 << 20))):
+        yield block
+        left -= len(block)

@@ -4,41 +4,60 @@ import glob
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 from diloco.common.errors import ConfigError, DataError
-from diloco.data.parquet import groups_of
-from diloco.data.plan import Kind, SourceFile
 
+Kind = Literal["text", "json", "parquet", "arrow", "saved"]
 KINDS: dict[str, Kind] = {
     ".jsonl": "json",
     ".ndjson": "json",
     ".json": "json",
     ".parquet": "parquet",
+    ".arrow": "arrow",
 }
+# Kinds that have columns.
+TABLES = ("parquet", "arrow", "saved")
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar")
 
 
-def find_files(sources: Sequence[str], field: str) -> list[SourceFile]:
-    """All files of all sources; one that two sources mean belongs to the first.
+class SourceFile(NamedTuple):
+    """One file, or one folder that `datasets` saved.
 
-    Args:
-        sources: paths of files or folders, or globs.
-        field: the column of Parquet files.
+    Attributes:
+        source: number of the source that it belongs to.
+        path: as it is opened.
+        size_bytes: on disk.
+        modified_ns: when it was changed last.
+        kind: what is in it.
+        compression: the suffix that says how it is compressed, "" for not.
+    """
+
+    source: int
+    path: str
+    size_bytes: int
+    modified_ns: int
+    kind: Kind
+    compression: str = ""
+
+
+def find_files(sources: Sequence[str]) -> list[SourceFile]:
+    """All files of all sources; one that two sources mean belongs to the first.
 
     Raises:
         ConfigError: a source is missing or has nothing.
-        DataError: a file cannot be read for what it is, as far as a glance says.
+        DataError: a file cannot be read, as far as its name says.
     """
-    found: dict[str, SourceFile] = {}
+    found: dict[Path, SourceFile] = {}
     for number, source in enumerate(sources):
         paths = list(_paths(source))
         for path in paths:
-            if str(path) not in found:
-                found[str(path)] = _looked_at(number, path, field)
-        if not sum(found[str(path)].size_bytes for path in paths):
+            if path not in found:
+                found[path] = _looked_at(number, path)
+        if not sum(found[path].size_bytes for path in paths):
             raise DataError(
                 f"the source {source!r} is empty: no visible file in it has any bytes",
                 hint="leave it out, or add documents; names that begin with a dot are skipped",
@@ -55,7 +74,7 @@ def listing_digest(files: Sequence[SourceFile], *, times: bool = False) -> str:
     return digest.hexdigest()
 
 
-def _paths(source: str) -> Iterator[Path]:
+def _paths(source: str) -> Iterable[Path]:
     path = Path(source)
     try:
         source.encode()
@@ -66,31 +85,37 @@ def _paths(source: str) -> Iterator[Path]:
             hint="rename it, or give the folder that has it",
         ) from error
     if path.is_dir():
-        yield from sorted(one for one in path.rglob("*") if _is_visible(one, path))
-    elif path.exists():
-        yield path
-    elif found := _globbed(source):
-        yield from found
-    else:
-        raise ConfigError(
-            f"the source {source!r} does not exist, and as a glob it matches nothing"
-            f" (seen from {Path.cwd()})",
-            hint="give files, folders, or globs in quotes such as 'text/**/*.md'",
-        )
-
-
-def _globbed(source: str) -> list[Path]:
+        return _in_folder(path)
+    if path.exists():
+        return [path]
     # A path's own glob takes no absolute one.
-    found = map(Path, glob.glob(source, recursive=True))  # noqa: PTH207
-    return sorted(path for path in found if path.is_file())
+    globbed = map(Path, glob.glob(source, recursive=True))  # noqa: PTH207
+    if found := sorted(one for one in globbed if one.is_file()):
+        return found
+    raise ConfigError(
+        f"the source {source!r} does not exist, and as a glob it matches nothing"
+        f" (seen from {Path.cwd()})",
+        hint="give files, folders, or globs in quotes such as 'text/**/*.md'",
+    )
 
 
-def _is_visible(path: Path, root: Path) -> bool:
-    hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
-    return not hidden and path.is_file()
+def _in_folder(folder: Path) -> list[Path]:
+    """Visible files, and folders that `datasets` saved, which are read as one."""
+    files = [
+        one
+        for one in folder.rglob("*")
+        if one.is_file() and not any(p.startswith(".") for p in one.relative_to(folder).parts)
+    ]
+    saved = {one.parent for one in files if _is_saved(one.parent)}
+    splits = {one.parent / "dataset_dict.json" for one in saved}
+    return sorted({one.parent if one.parent in saved else one for one in files} - splits)
 
 
-def _looked_at(source: int, path: Path, field: str) -> SourceFile:
+def _is_saved(folder: Path) -> bool:
+    return (folder / "state.json").exists() and (folder / "dataset_info.json").exists()
+
+
+def _looked_at(source: int, path: Path) -> SourceFile:
     suffix = path.suffix.lower()
     if suffix in ARCHIVES:
         raise DataError(
@@ -99,17 +124,16 @@ def _looked_at(source: int, path: Path, field: str) -> SourceFile:
         )
     compression = suffix if suffix in COMPRESSIONS else ""
     kind = KINDS.get(Path(path.stem).suffix.lower() if compression else suffix, "text")
-    if kind == "parquet" and compression:
+    if compression and kind in TABLES:
         raise DataError(
-            f"{str(path)!r} is a compressed Parquet file", hint="unpack it: Parquet is compressed"
+            f"{str(path)!r} is a compressed {kind.title()} file", hint="unpack it: it is compressed"
         )
-    status = path.stat()
+    parts = [one.stat() for one in path.iterdir()] if path.is_dir() else [path.stat()]
     return SourceFile(
         source=source,
         path=str(path),
-        size_bytes=status.st_size,
-        modified_ns=status.st_mtime_ns,
-        kind=kind,
+        size_bytes=sum(part.st_size for part in parts),
+        modified_ns=max(part.st_mtime_ns for part in parts),
+        kind="saved" if path.is_dir() else kind,
         compression=compression,
-        groups=groups_of(str(path), field) if kind == "parquet" else (),
     )

@@ -3,7 +3,6 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ import numpy.typing as npt
 
 from diloco.common.errors import ConfigError, DataError
 from diloco.common.token_manifest import TokenizerFacts, rules_digest
+from diloco.data.command import PrepareArguments
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -22,46 +22,40 @@ FILE = "tokenizer.json"
 PART_CHARACTERS = 1 << 20
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ends:
-    """What stands before and behind each document, as the command line says; None: by default."""
-
-    begin: str | None
-    end: str | None
-
-
 class TextTokenizer:
     """Tokens of documents.
 
     Args:
-        path: of tokenizer.json, or of the folder that has it.
-        ends: before and behind each document.
-        special: text that spells a special token is that token; else it is text.
+        wanted: `tokenizer`, which is tokenizer.json or the folder that has it, and `begin`, `end`
+            and `special`.
 
     Raises:
         ConfigError: there is no such file, or no such token.
         DataError: it is no tokenizer.
     """
 
-    def __init__(self, path: Path, ends: Ends, *, special: bool) -> None:
+    def __init__(self, wanted: PrepareArguments) -> None:
+        path = wanted.tokenizer
         self.path = path / FILE if path.is_dir() else path
         data = _read(self.path)
         self._tokenizer = _loaded(self.path, data)
-        self._tokenizer.encode_special_tokens = not special
+        self._tokenizer.encode_special_tokens = not wanted.special
         known = self._tokenizer.get_vocab(with_added_tokens=True)
         self.facts = TokenizerFacts(
             sha256=hashlib.sha256(data).hexdigest(),
             rules_sha256=rules_digest(json.loads(data)),
             vocabulary=max(known.values(), default=0) + 1,
         )
-        self.begin = self._begin(ends.begin)
-        self.end = self._end(ends.end)
+        self.begin = self._begin(wanted.begin)
+        self.end = self._end(wanted.end)
 
-    def encode(self, text: str) -> npt.NDArray[np.uint32]:
-        """The tokens of a document with its ends, uint32[tokens]."""
-        found = self._tokenizer.encode_batch_fast(_parts(text), add_special_tokens=False)
-        ids = [self.begin, *(part.ids for part in found), (self.end,)]
-        return np.concatenate([np.asarray(part, np.uint32) for part in ids])
+    def encode(self, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
+        """The tokens of each document with its ends, uint32[tokens]; all cores encode."""
+        cut = [_parts(text) for text in texts]
+        parts = [part for text in cut for part in text]
+        encoded = iter(self._tokenizer.encode_batch_fast(parts, add_special_tokens=False))
+        ids = ([self.begin, *(next(encoded).ids for _ in text), (self.end,)] for text in cut)
+        return [np.concatenate([np.asarray(one, np.uint32) for one in own]) for own in ids]
 
     def _begin(self, asked: str | None) -> tuple[int, ...]:
         """What the tokenizer itself sets before a text, or what was asked for."""

@@ -7,19 +7,18 @@ written, in place, so that the framework's optimizer keeps the tensors that it k
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
 from diloco.common.errors import ConfigError
 from diloco.common.layout import Hint, default_hint
-from diloco.foreign.table import Table
-from diloco.foreign.tensors import HostTensors, LazyLeaf, Tensors, leaves_of
+from diloco.foreign.tensors import HostTensors, LazyLeaf, Table, Tensors, leaves_of
 from diloco.learner import library
 from diloco.learner.task import Batch, Shared
 from diloco.model.load import load
-from diloco.operate.from_params import create
+from diloco.operate.create import create
 
 Save = Callable[[], Any]
 
@@ -91,6 +90,9 @@ class TensorLearner:
                 self._leaves[name].take(np.asarray(values))
 
 
+Kind = TypeVar("Kind", bound=TensorLearner)
+
+
 @contextlib.contextmanager
 def join_tensors(
     file: str | Path,
@@ -99,7 +101,8 @@ def join_tensors(
     tensors: Mapping[str, Any] | Tensors,
     table: Table | None = None,
     tokens_per_step: int | None = None,
-) -> Iterator[TensorLearner]:
+    kind: type[Kind] = TensorLearner,  # type: ignore[assignment] # what it is if nobody says
+) -> Iterator[Kind]:
     """Join a run with tensors of another framework, which are changed in place.
 
     Args:
@@ -108,6 +111,7 @@ def join_tensors(
         tensors: by the framework's names: NumPy arrays, or what speaks DLPack on the host.
         table: which leaf of the run each one is, where the names or the order of axes differ.
         tokens_per_step: as of `diloco.join`.
+        kind: what the loop uses.
 
     Yields:
         What the loop uses.
@@ -119,7 +123,7 @@ def join_tensors(
     leaves = leaves_of(_tensors(tensors), table or {})
     joining = library.join(file, learner=learner, like=leaves, tokens_per_step=tokens_per_step)
     with joining as island:
-        yield TensorLearner(island, leaves)
+        yield kind(island, leaves)
 
 
 def create_tensors(

@@ -1,13 +1,21 @@
-"""From the options of `diloco local` to a configuration document."""
+"""From the options of `diloco local` to a configuration document, and back when it is resumed."""
 
+import json
 import tomllib
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
+from diloco.cli.opening import FOLDERS, at_home
 from diloco.cli.settings import assign
+from diloco.common.config import make_config, read_document
 from diloco.common.errors import ConfigError
+from diloco.common.nats_server import is_folder_of_server, is_served
+from diloco.local.command import LocalOptions
 from diloco.local.hardware import Hardware, set_hardware
-from diloco.local.options import LocalOptions
 
 DEFAULT_STEPS = 600
 # A local run is short, and somebody may want to see a learner return.
@@ -24,7 +32,7 @@ def local_document(
     Raises:
         ConfigError: an option that cannot be understood.
     """
-    document = _read(options.config) if options.config else {}
+    document = read_document(options.config) if options.config else {}
     run = document.setdefault("run", {})
     run.setdefault("name", name)
     run["steps"] = options.steps or run.get("steps", DEFAULT_STEPS)
@@ -50,15 +58,6 @@ def local_document(
     return document, hardware
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
-
-
 def _speeds(text: str, learners: list[str]) -> dict[str, float]:
     try:
         speeds = [float(part) for part in text.split(",")]
@@ -72,3 +71,63 @@ def _speeds(text: str, learners: list[str]) -> dict[str, float]:
             hint="one for each learner: --learners 4 --speed 1,1,0.5,1",
         )
     return dict(zip(learners, speeds, strict=True))
+
+
+FILE, CONFIG = "local.json", "run.toml"
+# Options that say which processes there are; the rest is in the run's file.
+KEPT = ("learners", "mesh", "hosts", "aggregators", "cpu", "source")
+
+
+def note(folder: Path, options: LocalOptions) -> None:
+    """Keep the options that a resumption needs."""
+    kept = {name: getattr(options, name) for name in KEPT}
+    (folder / FILE).write_text(json.dumps(kept) + "\n")
+
+
+def write_config(folder: Path, document: Mapping[str, Any]) -> Path:
+    """Write the run's file; its path."""
+    path = folder / CONFIG
+    path.write_text(tomli_w.dumps(document))
+    return path
+
+
+def begun(folder: Path, options: LocalOptions) -> tuple[LocalOptions, dict[str, Any]]:
+    """The options and the document of the run in a folder, which may have been moved.
+
+    Raises:
+        ConfigError: there is no such run, it is running, or options disagree with it.
+    """
+    if not ((folder / FILE).is_file() and is_folder_of_server(folder / "nats")):
+        raise ConfigError(
+            f"{str(folder)!r} is not the folder of a run of diloco local",
+            hint="give the folder that it named when it began, such as runs/local-...",
+        )
+    if is_served(folder / "nats"):
+        raise ConfigError(
+            f"the run in {str(folder)!r} is running",
+            hint=f"watch it: diloco status {folder}",
+        )
+    _check_options(options)
+    kept = json.loads((folder / FILE).read_text())
+    document = tomllib.loads((folder / CONFIG).read_text())
+    config = at_home(make_config(document, source=str(folder / CONFIG)), folder)
+    document["store"]["url"] = config.store.url
+    for key in FOLDERS:
+        document["learner"][key] = getattr(config.learner, key)
+    return replace(options, **kept, kill=options.kill or ["none"]), document
+
+
+def _check_options(options: LocalOptions) -> None:
+    defaults = LocalOptions()
+    given = [
+        name
+        for name in (*KEPT, "steps", "run_dir", "config", "task", "corpus", "speed", "settings")
+        if getattr(options, name) != getattr(defaults, name)
+    ]
+    if given:
+        called = {"settings": "set", "source": "from"}
+        names = ", ".join(f"--{called.get(name, name)}" for name in given)
+        raise ConfigError(
+            f"--resume takes the run as it was begun, without {names.replace('_', '-')}",
+            hint="change its settings, also its length, with: diloco run set FOLDER KEY=VALUE",
+        )

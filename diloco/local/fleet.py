@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import IO, Self
 
 from diloco.common.config import environment_with
-from diloco.common.disks import is_full
 from diloco.common.errors import DilocoError
-from diloco.common.nats_server import LOOPBACK, NatsServer, free_port
+from diloco.common.nats_server import LOOPBACK, NatsServer, free_port, is_full
 from diloco.local.reaper import Reaper
 
 # A process that fails so often within a minute is not started again.

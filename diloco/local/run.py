@@ -35,10 +35,10 @@ from diloco.common.config import (
 from diloco.common.errors import ConfigError, RunMismatchError
 from diloco.common.nats_server import NatsServer
 from diloco.common.service import cancel
-from diloco.common.tape import effective_settings, has_ended, last_record
-from diloco.dashboard.page import served
-from diloco.local import begun, screen
-from diloco.local.document import local_document
+from diloco.common.tape import has_ended, last_record
+from diloco.local import screen
+from diloco.local.command import LocalOptions
+from diloco.local.document import begun, local_document, note, write_config
 from diloco.local.fleet import Fleet
 from diloco.local.hardware import (
     Hardware,
@@ -47,9 +47,8 @@ from diloco.local.hardware import (
     on_cpu,
     set_hardware,
 )
-from diloco.local.options import LocalOptions
-from diloco.local.reading import Reading
-from diloco.projections.live import Follower
+from diloco.page.live import LiveRun, served
+from diloco.run.watch import Watch
 
 REFRESH_S = 0.5
 LINE_S = 10.0
@@ -64,67 +63,46 @@ class _Kill:
 
 
 def run_local(options: LocalOptions) -> int:
-    """Run it; the exit status: 0 once the run has ended, 130 after Ctrl-C.
+    """Run it, or resume it; the exit status: 0 once the run has ended, 130 after Ctrl-C.
 
     Raises:
-        DilocoError: wrong options, or a daemon that cannot work.
+        DilocoError: wrong options, or a daemon that cannot work; nothing to resume, or it runs.
     """
+    begins = options.resume is None
     if options.resume is not None:
-        return _resume(options, options.resume.absolute())
-    name = datetime.now().astimezone().strftime("local-%Y%m%d-%H%M%S")
-    run_dir = (options.run_dir or Path("runs") / name).absolute()
-    _check_unused(run_dir)
-    learners = _learner_names(options)
-    document, hardware = local_document(options, name, learners, run_dir)
+        run_dir = options.resume.absolute()
+        options, document = begun(run_dir, options)
+        learners = _learner_names(options)
+        hardware = set_hardware(document["learner"], learners, options.mesh, options.hosts)
+    else:
+        name = datetime.now().astimezone().strftime("local-%Y%m%d-%H%M%S")
+        run_dir = (options.run_dir or Path("runs") / name).absolute()
+        _check_unused(run_dir)
+        learners = _learner_names(options)
+        document, hardware = local_document(options, name, learners, run_dir)
     # What is misspelt leaves nothing behind.
     steps = make_config(document, source=str(options.config or "the options")).run.steps
     kills = _plan_kills(options.kill, learners, aggregator_names(options.aggregators), steps)
     # Standard output is for the summary alone when a program reads it.
     console = Console(stderr=options.json)
     hardware = _place(console, options, document, hardware)
-    make_folder(run_dir)
-    begun.note(run_dir, options)
-    return _run(options, run_dir, document, hardware, kills, console)
-
-
-def _resume(given: LocalOptions, run_dir: Path) -> int:
-    """Continue the run in a folder; the exit status.
-
-    Raises:
-        DilocoError: there is no such run, it is running, or a daemon cannot work.
-    """
-    options, document = begun.begun(run_dir, given)
-    learners = _learner_names(options)
-    hardware = set_hardware(document["learner"], learners, options.mesh, options.hosts)
-    steps = document["run"]["steps"]
-    kills = _plan_kills(options.kill, learners, aggregator_names(options.aggregators), steps)
-    console = Console(stderr=options.json)
-    hardware = _place(console, options, document, hardware)
-    return _run(options, run_dir, document, hardware, kills, console)
+    if begins:
+        make_folder(run_dir)
+        note(run_dir, options)
+    with NatsServer(run_dir / "nats") as server, Fleet(run_dir / "logs") as fleet:
+        fleet.adopt(server)
+        document["bus"] = {**document.get("bus", {}), "url": server.url}
+        config = make_config(document, source="the options")
+        config_path = write_config(run_dir, document)
+        run = LocalRun(options, config, config_path, hardware, kills, fleet, console)
+        status = asyncio.run(run.go())
+        fleet.stop(within_s=STOP_S)
+    return status
 
 
 def _learner_names(options: LocalOptions) -> list[str]:
     count = count_learners(options.learners, options.mesh, options.hosts)
     return [f"learner-{index}" for index in range(count)]
-
-
-def _run(
-    options: LocalOptions,
-    run_dir: Path,
-    document: dict[str, Any],
-    hardware: dict[str, Hardware],
-    kills: list[_Kill],
-    console: Console,
-) -> int:
-    with NatsServer(run_dir / "nats") as server, Fleet(run_dir / "logs") as fleet:
-        fleet.adopt(server)
-        document["bus"] = {**document.get("bus", {}), "url": server.url}
-        config = make_config(document, source="the options")
-        config_path = begun.write_config(run_dir, document)
-        run = LocalRun(options, config, config_path, hardware, kills, fleet, console)
-        status = asyncio.run(run.go())
-        fleet.stop(within_s=STOP_S)
-    return status
 
 
 def _check_unused(run_dir: Path) -> None:
@@ -230,7 +208,8 @@ class LocalRun:
     console: Console
     losses: list[float] = field(default_factory=list)
     note: str = ""
-    reading: Reading = field(default_factory=lambda: Reading(steps=0, past_seq=0))
+    # Where the tape ended when it was begun to be read: up to there it tells of the past.
+    past_seq: int = 0
     _began_s: float = field(default_factory=time.monotonic)
 
     async def go(self) -> int:
@@ -301,24 +280,23 @@ class LocalRun:
                 earlier = await kept(context)
                 first = earlier[0] if earlier else await scorer.newest()
                 await keep(context, first)
-            past_seq = await context.bus.last_sequence(context.tape)
-            steps = (await effective_settings(context))[0].run.steps
-            self.reading = Reading(steps, past_seq)
-            follower = Follower(context, self.reading.hear)
+            self.past_seq = await context.bus.last_sequence(context.tape)
+            watch = Watch(context)
             self._start_daemons()
-            await self._watch(follower)
+            await self._watch(watch)
             await self._wait_for_daemons()
             with self.console.status("evaluating the final version on held-out data ..."):
                 last = await scorer.newest()
             await keep(context, last)
-        summary = self._summary(follower, first.loss, last.loss)
+        summary = self._summary(watch, first.loss, last.loss)
         self._tell(summary)
-        self._save_picture(self._frame(follower), summary)
+        self._save_picture(self._frame(watch), summary)
 
     def _page(self, opened: OpenRun) -> AbstractAsyncContextManager[str]:
         """The run's page, on the usual port or one that is free, until this command ends."""
         again = f"diloco dashboard {self._folder}"
-        return served(opened.context, opened.specification.created_at_s, port=None, again=again)
+        run = LiveRun(opened.context, opened.specification.created_at_s)
+        return served(run, port=None, again=again)
 
     async def _is_created(self) -> bool:
         """Whether there is a run to resume; one that was not wholly created is completed."""
@@ -361,9 +339,9 @@ class LocalRun:
         """Each daemon serves its metrics on a port of its own, if the run's file sets a first."""
         return ["--metrics-port", str(next(ports))] if self.config.metrics.port else []
 
-    async def _watch(self, follower: Follower) -> None:
+    async def _watch(self, watch: Watch) -> None:
         """Show the run until its end is on the tape."""
-        following = asyncio.ensure_future(follower.follow())
+        following = asyncio.ensure_future(watch.follow())
         shown_s = 0.0
         live = Live(console=self.console, auto_refresh=False, transient=False)
         try:
@@ -372,11 +350,11 @@ class LocalRun:
                     await asyncio.sleep(REFRESH_S)
                     self.fleet.look_after()
                     self._tell_of_daemons()
-                    self._kill_as_planned(follower)
-                    frame = self._frame(follower)
+                    self._kill_as_planned(watch)
+                    frame = self._frame(watch)
                     if self.console.is_terminal:
                         live.update(screen.picture(frame), refresh=True)
-                    elif time.monotonic() - shown_s > LINE_S and self.reading.is_of_now:
+                    elif time.monotonic() - shown_s > LINE_S and not frame.behind:
                         self.console.print(screen.line(frame), soft_wrap=True)
                         shown_s = time.monotonic()
             following.result()
@@ -392,27 +370,28 @@ class LocalRun:
             self.note = sentence
         self.fleet.given_up.clear()
 
-    def _kill_as_planned(self, follower: Follower) -> None:
+    def _kill_as_planned(self, watch: Watch) -> None:
         for kill in self.kills:
-            if not kill.done and follower.state.global_step >= kill.step:
+            if not kill.done and watch.observed.global_step >= kill.step:
                 kill.done = True
                 killed = self.fleet.kill(kill.name)
                 self.note = f"{killed} was killed at step {kill.step} and started again"
 
-    def _frame(self, follower: Follower) -> screen.Frame:
-        beats = [seen.heartbeat for seen in follower.state.learners.values()]
-        losses = [beat.loss for beat in beats if beat.loss]
+    def _frame(self, watch: Watch) -> screen.Frame:
+        observed = watch.observed.run(time.time())
+        behind = watch.observed.extent.last_seq < self.past_seq
+        losses = [one.loss for one in observed.learners if one.loss]
         if losses:
             self.losses.append(sum(losses) / len(losses))
         return screen.Frame(
             run=self.config.run.name,
-            steps=self.reading.steps,
             fragments=self.config.sync.fragments,
             learners=self.learners,
             daemons=self.fleet.daemons,
-            observed=follower.state,
+            observed=observed,
             losses=self.losses,
-            note=self.note if self.reading.is_of_now else "reading what the tape has so far ...",
+            note="reading what the tape has so far ..." if behind else self.note,
+            behind=behind,
             elapsed_s=time.monotonic() - self._began_s,
         )
 
@@ -425,8 +404,8 @@ class LocalRun:
                 return
             await asyncio.sleep(0.1)
 
-    def _summary(self, follower: Follower, first: float, last: float) -> dict[str, Any]:
-        seen = follower.state
+    def _summary(self, watch: Watch, first: float, last: float) -> dict[str, Any]:
+        seen = watch.observed.run(time.time())
         return {
             "run": self.config.run.name,
             "learners": len(self.learners),
@@ -434,7 +413,7 @@ class LocalRun:
             "tokens": seen.tokens_merged,
             "eval_loss_first": round(first, 4),
             "eval_loss_last": round(last, 4),
-            "versions": seen.versions_made,
+            "versions": seen.versions,
             "updates_sent": seen.updates_sent,
             "updates_merged": seen.updates_merged,
             "updates_rejected": seen.updates_rejected,

@@ -1,6 +1,5 @@
 """What a local run shows while it goes on: a table on a terminal, a line now and then elsewhere."""
 
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,38 +13,28 @@ from diloco.cli.screen import STATE_STYLES
 from diloco.cli.units import human_bytes
 from diloco.local.fleet import Daemon
 from diloco.local.hardware import Hardware
-from diloco.projections.live import LiveState
+from diloco.run.screen import spark
+from diloco.run.state import Run
 
 # A learner without a heartbeat for this time is shown as starting.
 SILENT_S = 5.0
 WIDTH = 100
-BARS = "▁▂▃▄▅▆▇█"
+COURSE = 48
 
 
 @dataclass(frozen=True, kw_only=True)
 class Frame:
-    """Everything one picture shows."""
+    """Everything one picture shows; `behind`: the tape's past is still being read."""
 
     run: str
-    steps: int
     fragments: int
     learners: dict[str, Hardware]
     daemons: dict[str, Daemon]
-    observed: LiveState
+    observed: Run
     losses: list[float]
     note: str
+    behind: bool
     elapsed_s: float
-
-
-def sparkline(values: list[float], width: int = 48) -> str:
-    """The values' course in one line of text, at most `width` wide."""
-    if len(values) < 2:
-        return ""
-    stride = max(1, -(-len(values) // width))
-    shown = values[::stride]
-    low, high = min(shown), max(shown)
-    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BARS[round((value - low) * scale)] for value in shown)
 
 
 def state_of(frame: Frame, learner: str) -> str:
@@ -55,12 +44,12 @@ def state_of(frame: Frame, learner: str) -> str:
         return "waiting"
     if daemon.ended:
         return "failed" if daemon.failed else "done"
-    seen = frame.observed.learners.get(learner)
+    seen = frame.observed.learner(learner)
     if daemon.pid is None:
         return "down"
-    if seen is None or time.time() - seen.heard_at_s > SILENT_S:
+    if seen is None or seen.heard_s is None or seen.heard_s > SILENT_S:
         return "starting"
-    return seen.heartbeat.state
+    return seen.state
 
 
 def line(frame: Frame) -> str:
@@ -68,8 +57,8 @@ def line(frame: Frame) -> str:
     seen = frame.observed
     loss = f"{frame.losses[-1]:.3f}" if frame.losses else "-"
     return (
-        f"{frame.elapsed_s:6.0f} s  step {seen.global_step}/{frame.steps}  loss {loss}  "
-        f"versions {seen.versions_made}  merged {seen.updates_merged}  "
+        f"{frame.elapsed_s:6.0f} s  step {seen.global_step}/{frame.observed.steps}  loss {loss}  "
+        f"versions {seen.versions}  merged {seen.updates_merged}  "
         f"rejected {seen.updates_rejected}  staleness {seen.staleness:.2f}  "
         f"up {human_bytes(seen.bytes_up)}  down {human_bytes(seen.bytes_down)}  {frame.note}"
     )
@@ -99,10 +88,10 @@ def sentence(summary: dict[str, Any]) -> str:
 def _progress(frame: Frame) -> RenderableType:
     seen = frame.observed
     grid = Table.grid(padding=(0, 1))
-    bar = ProgressBar(total=frame.steps, completed=min(seen.global_step, frame.steps), width=56)
-    done = min(1.0, seen.global_step / frame.steps)
+    bar = ProgressBar(total=seen.steps, completed=min(seen.global_step, seen.steps), width=56)
+    done = min(1.0, seen.global_step / seen.steps)
     left = f"about {frame.elapsed_s * (1 - done) / done:.0f} s left" if 0.05 < done < 1 else ""
-    grid.add_row(f"step {seen.global_step}/{frame.steps}", bar, f"{frame.elapsed_s:.0f} s", left)
+    grid.add_row(f"step {seen.global_step}/{seen.steps}", bar, f"{frame.elapsed_s:.0f} s", left)
     return grid
 
 
@@ -116,22 +105,20 @@ def _learners(frame: Frame) -> RenderableType:
         first = [name, *([hardware.words()] if any(words) else [])]
         state = state_of(frame, name)
         styled = Text(state, style=STATE_STYLES.get(state, "bold red"))
-        seen = frame.observed.learners.get(name)
+        seen = frame.observed.learner(name)
         restarts = frame.daemons[name].restarts if name in frame.daemons else 0
-        if seen is None:
+        if seen is None or seen.heard_s is None:
             table.add_row(*first, styled, *["-"] * 6, str(restarts))
             continue
-        beat = seen.heartbeat
-        stall = beat.stall_s / beat.run_s if beat.run_s else 0.0
         table.add_row(
             *first,
             styled,
-            str(beat.local_step),
-            f"{beat.loss:.3f}",
-            f"{beat.tokens_per_s:,.0f}",
-            f"{stall:.1%}",
-            str(beat.updates_sent),
-            human_bytes(beat.bytes_up),
+            str(seen.local_step),
+            f"{seen.loss or 0.0:.3f}",
+            f"{seen.tokens_per_s:,.0f}",
+            f"{seen.stall_fraction:.1%}",
+            str(seen.updates_sent),
+            human_bytes(seen.bytes_up),
             str(restarts),
         )
     return table
@@ -139,11 +126,11 @@ def _learners(frame: Frame) -> RenderableType:
 
 def _run(frame: Frame) -> RenderableType:
     seen = frame.observed
-    versions = seen.versions.values()
+    versions = [one.version for one in seen.fragments]
     span = f"{min(versions)}-{max(versions)}" if versions else "-"
     grid = Table.grid(padding=(0, 2), expand=True)
     grid.add_row(
-        f"versions [bold]{span}[/] of {frame.fragments} fragments ({seen.versions_made} made)",
+        f"versions [bold]{span}[/] of {frame.fragments} fragments ({seen.versions} made)",
         f"updates [bold]{seen.updates_merged}[/] merged of {seen.updates_sent} sent, "
         f"{seen.updates_rejected} rejected",
     )
@@ -153,6 +140,6 @@ def _run(frame: Frame) -> RenderableType:
         f"stall {seen.stall_fraction:.2%}",
     )
     if len(frame.losses) > 1:
-        course = sparkline(frame.losses)
+        course = spark(frame.losses, COURSE)
         grid.add_row(f"training loss {frame.losses[0]:.2f} → {frame.losses[-1]:.2f}", course)
     return grid

@@ -28,7 +28,7 @@ async def run_evaluate(
     async with open_run(target, name="evaluate", reads=True) as run:
 
         async def tell(score: wire.Score) -> None:
-            if keep and not run.bundle:
+            if keep and not run.alone:
                 await keep_score(run.context, score)
             if json:
                 print(json_module.dumps(score.model_dump()), flush=True)  # noqa: T201 - the result

@@ -1,10 +1,10 @@
 """A run's global model as files: parameters, layout, settings, and what they are the model of."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgpack
 import numpy as np
@@ -15,9 +15,13 @@ from diloco.cli.folders import make_folder
 from diloco.common import wire
 from diloco.common.config import RunSettings
 from diloco.common.errors import ConfigError
+from diloco.common.held import Held
 from diloco.common.layout import layout_bytes
 from diloco.common.tape import RunContext, load_specification
 from diloco.model.load import Arrays, arrays_of, read_held
+
+if TYPE_CHECKING:
+    from diloco.learner.task import Files, Task
 
 FORMATS = ("safetensors", "orbax", "hf")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -87,10 +91,8 @@ async def write_model(
     if specification.constants is not None:
         arrays |= await context.runtime.call(read_held, context, specification.constants)
     if form == "hf":
-        from diloco.model.others import write_for_others
-
         write = partial(
-            write_for_others,
+            _write_for_others,
             constants=specification.constants,
             dtype=dtype or DTYPES[0],
             merge=merge,
@@ -150,3 +152,71 @@ def _nested(arrays: Arrays) -> dict[str, Any]:
             place = place.setdefault(folder, {})
         place[last] = array
     return tree
+
+
+def _write_for_others(
+    folder: Path,
+    context: RunContext,
+    settings: RunSettings,
+    arrays: Arrays,
+    *,
+    constants: str | None,
+    dtype: str,
+    merge: bool,
+) -> None:
+    """Have a run's task write its parameters.
+
+    Args:
+        folder: new, or empty.
+        context: of the run.
+        settings: that name the task.
+        arrays: parameters by name, those that the run stores.
+        constants: the object that names the leaves that are not synchronized.
+        dtype: that floats are written in.
+        merge: adapters are added to their base.
+
+    Raises:
+        ConfigError: it cannot be written, or the task has no such format.
+        IntegrityError: the base that is merged into is not the run's.
+    """
+    from diloco.learner.contract import model_of
+
+    task = model_of(settings)
+    files = _files_of(task, settings)
+    if merge:
+        write = _merging(files)
+        write(folder, {**arrays, **_base_of(task, context, constants)}, dtype)
+    else:
+        files.write(folder, arrays, dtype)
+
+
+def _files_of(task: "Task", settings: RunSettings) -> "Files":
+    if task.files is None:
+        raise ConfigError(
+            f"--format hf: the run's task, {settings.task.build!r}, writes no format of others",
+            hint="diloco.learner.causal_lm:build does; safetensors and orbax are for every task",
+        )
+    return task.files
+
+
+def _merging(files: "Files") -> Callable[[Path, dict[str, Any], str], None]:
+    from diloco.learner.task import MergedFiles
+
+    if not isinstance(files, MergedFiles):
+        raise ConfigError(
+            "--merge: the run's task has no adapters",
+            hint="leave it out: what is exported is the whole model",
+        )
+    return files.write_merged
+
+
+def _base_of(task: "Task", context: RunContext, constants: str | None) -> dict[str, Any]:
+    """The leaves that learners load by themselves, which are compared with the run's."""
+    from diloco.learner.tree import loaded_frozen
+
+    loaded = loaded_frozen(task)
+    if constants is not None and loaded:
+        held = Held(context.run, context.store.get, constants)
+        for name, leaf in loaded.items():
+            held.check(name, leaf)
+    return loaded

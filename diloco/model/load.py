@@ -21,7 +21,7 @@ def load(run: str | Path, *, like: Any = None) -> Any:
     """The newest global parameters of a run, as NumPy arrays.
 
     Args:
-        run: its TOML file, the folder of a local run, a run's name, or an exported tape.
+        run: its TOML file, the folder of a local run, a run's name, or a bundle.
         like: a tree of the same names, to be filled; without it, a dictionary by name.
 
     Raises:

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import itertools
 import time
-from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,7 @@ from diloco.common.errors import IntegrityError, ObjectMissingError, WireError
 from diloco.common.service import cancel
 from diloco.common.tape import RunContext, last_record, read_record
 from diloco.common.views import load_version, load_view, next_view
-from diloco.projections.timeseries import TimeSeries
+from diloco.run.timeseries import TimeSeries
 
 if TYPE_CHECKING:
     from diloco.learner.task import Task
@@ -223,41 +222,13 @@ async def all_kept(
     return sorted(found.values(), key=lambda score: score.at_s)
 
 
-class Losses:
-    """Losses of models by the sequences of their records: 16 bytes for each.
-
-    Args:
-        hashes: of the sequences, as Python's `hash` of their tuple.
-        losses: theirs, in the same order.
-    """
-
-    def __init__(self, hashes: Sequence[int] = (), losses: Sequence[float] = ()) -> None:
-        known = np.asarray(hashes, np.int64)
-        order = np.argsort(known, kind="stable")
-        self._hashes, self._losses = known[order], np.asarray(losses, np.float64)[order]
-
-    def get(self, seqs: tuple[int, ...]) -> float | None:
-        """The loss of the model after these records, if it is known; of several the newest."""
-        wanted = hash(seqs)
-        index = int(np.searchsorted(self._hashes, wanted, side="right")) - 1
-        return float(self._losses[index]) if index >= 0 and self._hashes[index] == wanted else None
-
-    def __len__(self) -> int:
-        """How many."""
-        return len(self._hashes)
-
-
-async def kept_losses(context: RunContext) -> Losses:
-    """Loss of every score that was kept.
+async def kept_losses(context: RunContext) -> dict[tuple[int, ...], float]:
+    """Loss of every score that was kept, by the sequences of its records; of several the newest.
 
     Raises:
         StoreError: the store is away.
     """
-    hashes, losses = array("q"), array("d")
-    async for score in _read_kept(context):
-        hashes.append(hash(score.record_seqs))
-        losses.append(score.loss)
-    return Losses(hashes, losses)
+    return {score.record_seqs: score.loss async for score in _read_kept(context)}
 
 
 async def _read_kept(

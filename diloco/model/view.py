@@ -9,9 +9,9 @@ from diloco.common import wire
 from diloco.common.tape import RunContext, load_specification
 from diloco.common.views import load_view
 from diloco.learner import tree
-from diloco.learner.frozen import loaded_frozen
 from diloco.learner.replica import Replica
 from diloco.learner.task import Params, Task, params_shapes
+from diloco.learner.tree import loaded_frozen
 from diloco.model.load import read_held
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from diloco.aggregator import checkpoint, rollback
 from diloco.aggregator import settings as run_settings
 from diloco.aggregator.context import Context
+from diloco.aggregator.quarantine import quarantine as tell_quarantine
 from diloco.cli.opening import find_config, open_run, operator_context, who
 from diloco.cli.settings import assign, parse_assigned
 from diloco.cli.versions import find_targets
@@ -19,11 +20,13 @@ from diloco.common.config import (
     parse_settings,
     warnings,
 )
+from diloco.common.errors import RunMismatchError
 from diloco.common.layout import parse_layout
 from diloco.common.service import Runtime
 from diloco.common.store import open_store
 from diloco.common.tape import Recorded, effective_settings, last_record
 from diloco.operate.streams import make_streams
+from diloco.run.watch import Watch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,6 +93,24 @@ async def change(target: str, assignments: Sequence[str]) -> tuple[list[str], li
         after = _assigned(before, assignments)
         changed = await run_settings.change_settings(context, after, based_on=seq)
         return changed, warnings(after)
+
+
+async def quarantine(target: str, name: str, *, active: bool, reason: str) -> None:
+    """Shut a learner out, or let it in again.
+
+    Raises:
+        RunMismatchError: no learner of that name has joined the run.
+        ConfigError, BusError: RUN cannot be opened, or takes no words.
+    """
+    async with open_run(target) as opened:
+        run = await Watch(opened.context).begin(1)
+        known = [one.name for one in run.learners]
+        if name not in known:
+            raise RunMismatchError(
+                f"no learner {name!r} has joined run {opened.context.run!r}",
+                hint=f"it knows {', '.join(known) or 'nobody'}",
+            )
+        await tell_quarantine(operator_context(opened), name, active=active, reason=reason)
 
 
 async def end(target: str) -> int:

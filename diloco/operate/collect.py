@@ -1,14 +1,15 @@
-"""`diloco gc`: the garbage of a whole run, beside its aggregators or without any.
+"""`diloco run gc`: the garbage of a whole run, beside its aggregators or without any.
 
 No machine tells here what is pending, so every manifest from a fragment's position on counts as
 it. And what no aggregator looks at is looked at too: the shards of learners that nobody knows.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Annotated, NamedTuple, TypeVar
 
+import typer
 from rich.table import Table
 
 from diloco.aggregator.collector import (
@@ -23,10 +24,13 @@ from diloco.aggregator.core import garbage
 from diloco.aggregator.core.garbage import Fleet, Garbage, Ledger, Trim
 from diloco.aggregator.core.updates import UpdateId
 from diloco.cli.opening import open_run
-from diloco.common import names, wire
-from diloco.common.config import GcSection
+from diloco.common import log, names, wire
+from diloco.common.config import GcSection, service_manager
+from diloco.common.errors import Exit
+from diloco.common.health import Health, Starting, View, tell
+from diloco.common.service import Runtime
 from diloco.common.store import ObjectInfo
-from diloco.common.tape import Entry, Extent, RunContext, read_tape
+from diloco.common.tape import Entry, Extent, RunContext, has_ended, read_tape
 
 KINDS = ("shard", "delta", "view", "outer", "record", "checkpoint")
 
@@ -176,3 +180,53 @@ def table(found: Found, *, dry_run: bool) -> Table:
     shown.add_row("message", f"{found.messages:,}", "", end_section=True)
     shown.add_row("objects", f"{counts.total():,}", f"{sizes.total():,}")
     return shown
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimerOptions:
+    """What a timer asks for beside the work."""
+
+    wait_s: Annotated[
+        float,
+        typer.Option(
+            "--wait",
+            help="keep trying while NATS or the store is unreachable",
+            min=0,
+            metavar="SECONDS",
+        ),
+    ] = 0.0
+    until_end: Annotated[
+        bool,
+        typer.Option("--until-end", help=f"exit with status {int(Exit.OVER)} if the run has ended"),
+    ] = False
+
+
+async def timed(target: str, work: Callable[[], Awaitable[T]], options: TimerOptions) -> T:
+    """The result of the work, once NATS and the store are there; systemd hears what it waits for.
+
+    Raises:
+        DilocoError: what the work meets, or met last when its time was over.
+    """
+    runtime, manager = Runtime(), service_manager()
+    told = Starting(Health(view=lambda: View("working"), waiting=runtime.retries.now), manager)
+    told.begin()
+    try:
+        result = await runtime.retry(
+            target, work, logger=log.get(run=target), deadline_s=options.wait_s
+        )
+    finally:
+        told.over()
+    tell(manager, STATUS="done")
+    return result
+
+
+async def status(target: str, options: TimerOptions) -> int:
+    """The exit status of work that is done."""
+    if not options.until_end:
+        return Exit.ENDED
+    async with open_run(target, reads=True) as opened:
+        ended = await has_ended(opened.context.bus, opened.context.run)
+    return Exit.OVER if ended else Exit.ENDED

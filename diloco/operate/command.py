@@ -1,8 +1,7 @@
-"""`diloco checkpoint`, `resume`, `rollback`, `gc` and `install-units`; `diloco run` beside it."""
+"""`diloco run`: a run's life, from its creation to its end; and `diloco host units`."""
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -12,39 +11,209 @@ from rich.markup import escape
 
 from diloco.cli import options as shared
 from diloco.cli.command import command, group
+from diloco.cli.parts import host
 from diloco.cli.screen import confirm, say, working
 from diloco.common import log
-from diloco.operate.run_command import run_app
-from diloco.operate.timed import TimerOptions, status, timed
+from diloco.operate.collect import TimerOptions, status, timed
+from diloco.operate.units import UnitOptions
 
 app = group()
+run_app = group("Create, change, pause, checkpoint, roll back, end, delete runs.")
 app.add_typer(run_app, name="run")
-config_app = group("Look at configuration files.")
-app.add_typer(config_app, name="config")
 
 
-@command(config_app, "check")
-def config_check(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="the run's TOML file")],
+Learner = Annotated[str, typer.Argument(metavar="NAME", help="name of the learner")]
+Reason = Annotated[str, typer.Option(help="reason to record on the tape", metavar="TEXT")]
+Yes = Annotated[bool, typer.Option("--yes", help="skip the confirmation")]
+
+
+@command(run_app, "create")
+def run_create(
+    config: shared.ConfigFile,
+    source: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            help="safetensors file with the initial parameters, which needs no [task] in the "
+            "run's file; or a folder that the task reads [default: what the task says]",
+            metavar="PATH",
+        ),
+    ] = None,
+    log_level: shared.LogLevel = "info",
 ) -> None:
-    """Check a file: every key known and in range, and nothing that is known to train badly.
+    """Create a run: streams, specification, and version 0 of every fragment."""
+    log.configure(log_level)
+    from diloco.common.config import load_config
 
-    Needs neither bus nor store. `diloco task check` tries the task, `diloco doctor` the run.
+    loaded = load_config(config)
+    from diloco.common.config import warnings
+    from diloco.operate.create import create_from
+
+    for sentence in warnings(loaded.settings()):
+        say(f"[yellow]warning:[/] {escape(sentence)}")
+    with working("first parameters, streams, version 0"):
+        layout = create_from(loaded, source, tasked="task" in loaded.model_fields_set)
+    elements = sum(fragment.elements for fragment in layout.fragments)
+    Console().print(
+        f"created run [bold]{loaded.run.name}[/]: {elements:,} parameters in "
+        f"{len(layout.fragments)} fragments, layout {layout.digest}",
+        soft_wrap=True,
+    )
+
+
+@command(run_app, "show")
+def run_show(
+    run: shared.RunOrTape,
+    created: Annotated[
+        bool, typer.Option("--created", help="as the run was created, before all changes")
+    ] = False,
+    json: shared.Json = False,
+) -> None:
+    """Print a run's settings as they are now, as TOML or JSON."""
+    log.configure("error")
+    from diloco.operate.settings import show
+
+    asyncio.run(show(run, created=created, json=json))
+
+
+@command(run_app, "set")
+def run_set(
+    run: shared.Run,
+    assignments: Annotated[
+        list[str],
+        typer.Argument(metavar="KEY=VALUE...", help="settings to change, as section.key=value"),
+    ],
+    yes: Yes = False,
+) -> None:
+    """Change settings of a run, effective from each fragment's next version.
+
+    Can be changed: the run's length, the intervals of `sync`, the outer learning rate and momentum,
+    `staleness`, `quorum` and `bounds`; docs/configuration.md marks each key. Shows what changes and
+    asks first. The change is recorded on the tape, with who made it.
     """
     log.configure("error")
-    from diloco.operate.settings import checked
+    from diloco.operate.change import change, preview
 
-    config, warned = checked(file)
-    for sentence in warned:
+    found = asyncio.run(preview(run, assignments))
+    if not found.changed:
+        say("nothing changed: the run has these settings already")
+        return
+    for sentence in found.changed:
+        say(escape(sentence))
+    for sentence in found.rates:
+        say(escape(sentence))
+    for sentence in found.warned:
         say(f"[yellow]warning:[/] {escape(sentence)}")
-    say(f"{escape(str(file))} is a file of run [bold]{config.run.name}[/]")
+    if not yes:
+        confirm("change it?")
+    changed, _ = asyncio.run(change(run, assignments))
+    for sentence in changed:
+        say(f"changed {escape(sentence)}")
 
 
-@command(app)
-def checkpoint(run: shared.Run, timer: TimerOptions) -> int:
+@command(run_app, "pause")
+def run_pause(run: shared.Run) -> None:
+    """Pause a run: learners wait at their next step, with all that they have, and lose nothing.
+
+    A learner that starts meanwhile waits as well. Daemons keep running; to free the machines,
+    stop them. `diloco run continue` ends the pause.
+    """
+    _pause(run, paused=True)
+
+
+@command(run_app, "continue")
+def run_continue(run: shared.Run) -> None:
+    """Continue a paused run."""
+    _pause(run, paused=False)
+
+
+def _pause(run: str, *, paused: bool) -> None:
+    log.configure("error")
+    from diloco.operate.change import change
+
+    changed, _ = asyncio.run(change(run, [f"run.paused={str(paused).lower()}"]))
+    now = "paused" if paused else "going on"
+    say(f"{run} is {now if changed else f'{now} already'}")
+
+
+@command(run_app, "quarantine")
+def run_quarantine(run: shared.Run, name: Learner, reason: Reason = "by hand") -> None:
+    """Reject a learner's updates, and wait for it no more, until `diloco run release`.
+
+    Aggregators do so themselves after `bounds.quarantine_offences`.
+    """
+    _quarantine(run, name, active=True, reason=reason)
+
+
+@command(run_app, "release")
+def run_release(run: shared.Run, name: Learner, reason: Reason = "by hand") -> None:
+    """Take a learner's updates again; its offences are forgotten."""
+    _quarantine(run, name, active=False, reason=reason)
+
+
+def _quarantine(run: str, name: str, *, active: bool, reason: str) -> None:
+    log.configure("error")
+    from diloco.operate.change import quarantine
+
+    asyncio.run(quarantine(run, name, active=active, reason=reason))
+    say(f"{name} is {'quarantined' if active else 'released'}")
+
+
+@command(run_app, "end")
+def run_end(run: shared.Run, yes: Yes = False) -> None:
+    """End a run early: learners send what is unsent, the last rounds close, and all daemons leave.
+
+    A run that has ended cannot continue; its parameters can begin another one. `run pause` can be
+    undone.
+    """
+    log.configure("error")
+    from diloco.operate.change import end
+
+    if not yes:
+        confirm(f"end {run} for good?")
+    step = asyncio.run(end(run))
+    say(f"stopped at step {step:,}: the end follows once the last rounds are closed")
+
+
+@command(run_app, "delete")
+def run_delete(
+    run: shared.Run,
+    yes: Yes = False,
+    going_on: Annotated[
+        bool, typer.Option("--going-on", help="also a run that has not ended")
+    ] = False,
+    bundle: Annotated[
+        Path | None,
+        typer.Option(
+            "--bundle", help="only if this bundle is whole: it is read back first", metavar="FILE"
+        ),
+    ] = None,
+) -> None:
+    """Remove a run: its streams on the bus and all its objects in the store. Says what, and asks.
+
+    A run that has not ended needs --going-on: stop its daemons first. `diloco bundle` makes a copy.
+    """
+    log.configure("error")
+    from diloco.operate.remove import belongings, check_bundled, remove
+
+    found = asyncio.run(belongings(run, going_on=going_on))
+    if bundle is not None:
+        with working("reading the bundle back"):
+            asyncio.run(check_bundled(run, bundle))
+    for sentence in found.sentences():
+        say(escape(sentence))
+    if not yes:
+        confirm("remove all of it? it cannot be undone")
+    with working("removing"):
+        asyncio.run(remove(run, found))
+    say(f"removed run [bold]{found.run}[/]")
+
+
+@command(run_app, "checkpoint")
+def run_checkpoint(run: shared.Run, timer: TimerOptions) -> int:
     """Checkpoint the whole run, so that it can resume even on a new NATS server.
 
-    The checkpoint is in the object store; `diloco resume` starts from it. Training continues.
+    The checkpoint is in the object store; `diloco run resume` starts from it. Training continues.
     """
     log.configure("warning")
     from diloco.operate.change import mark
@@ -55,8 +224,8 @@ def checkpoint(run: shared.Run, timer: TimerOptions) -> int:
     return asyncio.run(status(run, timer))
 
 
-@command(app)
-def resume(
+@command(run_app, "resume")
+def run_resume(
     run: shared.Run,
     source: Annotated[
         str | None,
@@ -68,18 +237,18 @@ def resume(
     Then start aggregators and learners as usual; data continues where the checkpoint was taken.
     """
     log.configure("error")
-    from diloco.operate.change import resume as resume_run
+    from diloco.operate.change import resume
 
     with working("beginning a tape from the checkpoint"):
-        resumed = asyncio.run(resume_run(run, source))
+        resumed = asyncio.run(resume(run, source))
     say(
         f"resumed from checkpoint [bold]{resumed.checkpoint}[/] as epoch {resumed.epoch}: "
         f"versions {_vector(resumed.versions)}"
     )
 
 
-@command(app)
-def rollback(
+@command(run_app, "rollback")
+def run_rollback(
     run: shared.Run,
     to: Annotated[
         str,
@@ -89,7 +258,7 @@ def rollback(
             metavar="VERSIONS|TIME",
         ),
     ],
-    yes: Annotated[bool, typer.Option("--yes", help="skip the confirmation")] = False,
+    yes: Yes = False,
 ) -> None:
     """Roll back: publish earlier contents as each fragment's next version.
 
@@ -114,8 +283,8 @@ def rollback(
     say(f"rolled back: versions are now {_vector([record.version for record in made])}")
 
 
-@command(app)
-def gc(
+@command(run_app, "gc")
+def run_gc(
     run: shared.Run,
     timer: TimerOptions,
     dry_run: Annotated[
@@ -136,67 +305,19 @@ def gc(
     return asyncio.run(status(run, timer))
 
 
-@dataclass(frozen=True, kw_only=True)
-class UnitOptions:
-    """The options of `diloco install-units`, as given."""
-
-    units: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[UNIT]...", help="units to write [default: all]"),
-    ] = None
-    to: Annotated[Path, typer.Option("--to", help="folder of systemd units", metavar="DIR")] = Path(
-        "/etc/systemd/system"
-    )
-    programs: Annotated[
-        Path | None,
-        typer.Option(
-            help="folder of diloco and nats-server; links are followed [default: that of this "
-            "command]",
-            metavar="DIR",
-        ),
-    ] = None
-    credentials: Annotated[
-        bool,
-        typer.Option(help="whether NATS needs credentials (/etc/diloco/credentials)"),
-    ] = True
-    store_folder: Annotated[
-        Path | None,
-        typer.Option(
-            help="the store is this folder: also write its user, as whom the daemons run",
-            metavar="DIR",
-        ),
-    ] = None
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="replace units that were edited by hand")
-    ] = False
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="list the files, write nothing")] = (
-        False
-    )
-
-
-@command(app, "install-units")
-def install_units(options: UnitOptions) -> None:
+@command(host, "units")
+def host_units(options: UnitOptions) -> None:
     """Write the systemd units of aggregator, learners, NATS server and timers; start nothing.
 
     Run it again to update them, one unit at a time if you name them. Drop-ins of your own stay, and
     edited units are named, not overwritten. docs/systemd.md describes the next steps.
     """
-    from diloco.operate.units import Install
-    from diloco.operate.units import install_units as install
+    from diloco.operate.units import install_units
 
-    wanted = Install(
-        folder=options.to,
-        programs=options.programs,
-        units=tuple(options.units or ()),
-        credentials=options.credentials,
-        store_folder=options.store_folder,
-        overwrite=options.overwrite,
-        dry_run=options.dry_run,
-    )
-    done = install(wanted)
-    for path in done.files:
+    files, copies = install_units(options)
+    for path in files:
         say(f"{'would write' if options.dry_run else 'wrote'} {path}")
-    for path, copy in done.kept.items():
+    for path, copy in copies.items():
         say(f"{path} was edited: its text {'would be' if options.dry_run else 'is'} in {copy}")
     if not options.dry_run:
         say(

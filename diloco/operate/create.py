@@ -1,4 +1,4 @@
-"""`diloco run create`: streams, specification, layout and version 0 of a new run."""
+"""`diloco run create`, `diloco.create`: streams, specification, layout, version 0 of a new run."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -19,6 +19,7 @@ from diloco.common.config import (
     RunSettings,
     TaskSection,
     check_same_run,
+    load_config,
     parse_settings,
 )
 from diloco.common.errors import ConfigError, RunMismatchError, SwapLostError, TaskError
@@ -29,12 +30,33 @@ from diloco.common.store import ObjectStore, open_store
 from diloco.common.tape import load_specification
 from diloco.learner import tree
 from diloco.learner.contract import run_task
-from diloco.learner.frozen import loaded_frozen
 from diloco.learner.task import Params, Task, params_shapes
+from diloco.learner.tree import loaded_frozen
 from diloco.operate.streams import make_streams
 
 
-def create(config: Config, source: Path | None, *, tasked: bool = True) -> Layout:
+def create(file: str | Path, params: Params, *, hint: Hint = default_hint) -> None:
+    """Create the run of a TOML file, which begins with these parameters.
+
+    A run that exists already is completed. The file needs no `[task]`: learners join from training
+    loops of their own.
+
+    Args:
+        file: the run's TOML file.
+        params: any pytree of arrays; leaves that are no floats are the run's constants.
+        hint: (tensor's name, shape) -> how the aggregator merges that tensor.
+
+    Raises:
+        DilocoError: what is wrong, with what to do.
+    """
+    config = load_config(Path(file))
+    if "task" in config.model_fields_set:
+        begin(config, params, hint)
+    else:
+        create_with(config, params, hint)
+
+
+def create_from(config: Config, source: Path | None, *, tasked: bool = True) -> Layout:
     """Create the run of `config` and return its layout; one that exists already is completed.
 
     Args:
@@ -196,6 +218,7 @@ async def create_run(
         settings=settings.model_dump(),
         constants=await runtime.call(store_held, run, store.put, _arrays(held, loaded), loaded),
         created_at_s=runtime.clock(),
+        positions_object=None,
     )
     try:
         await bus.publish(names.spec(run), wire.encode(specification), expected_last=0)
@@ -265,7 +288,7 @@ async def _check_unused(bus: Bus, store: ObjectStore, runtime: Runtime, run: str
         if await runtime.call(store.list, prefix):
             raise RunMismatchError(
                 f"the store holds objects of a run {run!r}, but this bus has no tape of it",
-                hint="resume it: diloco resume; or choose another run name or store",
+                hint="resume it: diloco run resume; or choose another run name or store",
             )
 
 

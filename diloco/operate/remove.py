@@ -1,4 +1,4 @@
-"""`diloco run delete` and `archive`: what belongs to a run, and its removal.
+"""`diloco run delete`: what belongs to a run, and its removal.
 
 Objects go first and the layout last: a removal that was cut off can be repeated for as long as the
 run can be opened, which takes its tape and its layout.
@@ -11,10 +11,10 @@ from pathlib import Path
 from diloco.cli.opening import OpenRun, open_run
 from diloco.cli.units import human_bytes
 from diloco.common import names
+from diloco.common.bundle import open_bundle
 from diloco.common.errors import IntegrityError, RunMismatchError, StreamMissingError
-from diloco.common.kept import KeptBus, open_kept
 from diloco.common.store import ObjectInfo
-from diloco.common.tape import has_ended
+from diloco.common.tape import has_ended, messages_of
 
 # As many objects are removed in one thread's turn.
 AT_ONCE = 256
@@ -26,7 +26,6 @@ class Belongings:
 
     Attributes:
         streams: bytes of each stream that is there.
-        last_seq: of the tape.
         objects: in the store, below the run's name.
         places: what the bus and the store are called.
     """
@@ -34,7 +33,6 @@ class Belongings:
     run: str
     ended: bool
     streams: dict[str, int]
-    last_seq: int
     objects: list[ObjectInfo]
     places: tuple[str, str]
 
@@ -52,21 +50,25 @@ class Belongings:
             f"  {len(self.objects):,} objects, {human_bytes(size)}, below {self.run}/ in {store}",
         ]
 
-    async def check_kept_in(self, file: Path) -> None:
-        """Read a bundle back.
 
-        Raises:
-            IntegrityError: it is damaged, or has not all of the run's tape.
-        """
-        with contextlib.closing(open_kept(file)) as kept:
-            there = await KeptBus(kept).last_sequence(names.tape_stream(self.run))
-            lost = kept.header.get("lost", "")
-        if lost or there != self.last_seq:
-            raise IntegrityError(
-                f"{str(file)!r} is not the whole run: its tape goes to {there} of "
-                f"{self.last_seq}{f'; {lost}' if lost else ''}",
-                hint="nothing was removed; make the bundle again",
-            )
+async def check_bundled(target: str, file: Path) -> None:
+    """Read a bundle back, and compare it with the run.
+
+    Raises:
+        IntegrityError: it is damaged, or has not all of the run's tape.
+    """
+    async with open_run(target) as opened:
+        context = opened.context
+        with contextlib.closing(open_bundle(file)) as bundle:
+            whole = bundle.has_objects and not bundle.header.get("lost", "")
+            subjects = names.tape_subjects(context.run)
+            async for message in messages_of(context.bus, context.tape, subjects):
+                whole = whole and bundle.tape.seqs.find(message.seq) is not None
+            if not whole or bundle.run != context.run:
+                raise IntegrityError(
+                    f"{str(file)!r} is not the whole run {context.run!r}",
+                    hint="nothing was removed; make it again: diloco bundle RUN FILE",
+                )
 
 
 async def belongings(target: str, *, going_on: bool) -> Belongings:
@@ -92,7 +94,6 @@ async def belongings(target: str, *, going_on: bool) -> Belongings:
             run=context.run,
             ended=ended,
             streams=await _streams(opened),
-            last_seq=await context.bus.last_sequence(context.tape),
             objects=await context.runtime.call(context.store.list, f"{context.run}/"),
             places=(opened.config.bus.url, opened.config.store.url),
         )

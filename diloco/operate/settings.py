@@ -1,14 +1,11 @@
-"""`diloco run show` and `diloco config check`: settings as they are, and what is known of them."""
+"""`diloco run show`: settings as they are."""
 
 import json as jsonlib
 import sys
-from pathlib import Path
 
 import tomli_w
 
 from diloco.cli.opening import open_run
-from diloco.common.bus.jetstream import check_url
-from diloco.common.config import Config, load_config, warnings
 from diloco.common.tape import effective_settings
 
 
@@ -25,14 +22,3 @@ async def show(target: str, *, created: bool, json: bool) -> None:
     document = settings.model_dump(mode="json")
     text = jsonlib.dumps(document, indent=2) + "\n" if json else tomli_w.dumps(document)
     sys.stdout.write(text)
-
-
-def checked(path: Path) -> tuple[Config, list[str]]:
-    """A file that can be understood, and what is known to train badly.
-
-    Raises:
-        ConfigError: it cannot; every key that is wrong is named, or a URL that is none.
-    """
-    config = load_config(path)
-    check_url(config.bus.url)
-    return config, warnings(config.settings())

@@ -1,4 +1,4 @@
-"""`diloco install-units`: the systemd units of `infra/systemd`, on a machine of one's own.
+"""`diloco host units`: the systemd units of `infra/systemd`, on a machine of one's own.
 
 Each file begins with a line that holds a digest of the rest. So a file that somebody has edited
 is known, and is named instead of overwritten; drop-ins of other names are never touched.
@@ -7,14 +7,17 @@ is known, and is named instead of overwritten; drop-ins of other names are never
 import hashlib
 import stat
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from diloco.cli.folders import make_folder
+from diloco.common import errors
 from diloco.common.errors import ConfigError
-from diloco.operate import unit_files
-from diloco.operate.unit_files import Options
 
 SYSTEMD = Path("/etc/systemd/system")
 # Where files go that are not units, by how their names end.
@@ -23,75 +26,125 @@ BESIDE = {"-sysusers.conf": Path("/etc/sysusers.d"), "-tmpfiles.conf": Path("/et
 HOMES = ("/home", "/root", "/run/user")
 # How the copy of an edited file ends, which systemd does not read.
 KEPT = ".edited"
-OURS = "# Written by diloco install-units; to change it: systemctl edit. "
+OURS = "# Written by diloco host units; to change it: systemctl edit. "
+# What the units say; another program takes its place.
+PROGRAMS = Path("/opt/diloco/bin")
+# Of systemd's own, in systemd.exec(5): no program, no such group, no such user.
+SYSTEMD_FINAL = (203, 216, 217)
+# systemd itself does so from 254 on (RestartSteps), but then counts restarts of years.
+PAUSES = r"""# Before each restart 5 s more, up to a minute; after a life of ten minutes
+# from the beginning. (A program with "+" runs as root.)
+[Service]
+ExecStartPre=+/bin/sh -c '\
+  eval "$$(systemctl show -p NRestarts -p ExecMainStartTimestampMonotonic \
+    -p ExecMainExitTimestampMonotonic %n)"; \
+  lived=$$(((ExecMainExitTimestampMonotonic - ExecMainStartTimestampMonotonic) / 1000000)); \
+  pause=$$((NRestarts < 12 ? 5 * NRestarts - 5 : 55)); \
+  if [ $$pause -gt 0 ] && [ $$lived -lt 600 ]; then \
+    echo "waits for $$pause s before restart $$NRestarts: what ended it stands above"; \
+    exec sleep $$pause; \
+  fi'
+"""
+RESTARTED = ("diloco-aggregator.service", "diloco-learner@.service", "nats-server.service")
+USES_STORE = (
+    "diloco-aggregator.service",
+    "diloco-checkpoint.service",
+    "diloco-gc.service",
+    "diloco-learner@.service",
+)
+# A folder belongs to one user, and each daemon would else have one that systemd makes up.
+STORE_SYSUSERS = """# For systemd-sysusers: owner of the store's folder, and the daemons' user.
+u diloco - "diloco daemons"
+"""
+STORE_TMPFILES = """# For systemd-tmpfiles: the store's folder, made where it is missing.
+d {folder} 2750 diloco diloco
+"""
+# Objects are for the group to read: operators who are members of `diloco`. Of a disk that cannot be
+# mounted yet no unit fails (RequiresMountsFor=): daemons wait for it within the process.
+STORE = """[Unit]
+After=remote-fs.target
+
+[Service]
+User=diloco
+UMask=0027
+ReadWritePaths={folder}
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Install:
+class UnitOptions:
     """What is asked for.
 
     Attributes:
+        units: write only these, `.service` or not; an instance stands for its template.
         folder: where systemd looks for units.
         programs: folder that has `diloco` and `nats-server`; None for that of this very program.
-        units: write only these, `.service` or not; an instance stands for its template. () is all.
         credentials: whether NATS asks for them.
         store_folder: the store is this folder; the daemons become its user.
         overwrite: also files that somebody has edited; a copy of each stays.
         dry_run: write nothing.
     """
 
-    folder: Path = SYSTEMD
-    programs: Path | None = None
-    units: tuple[str, ...] = ()
-    credentials: bool = True
-    store_folder: Path | None = None
-    overwrite: bool = False
-    dry_run: bool = False
+    units: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[UNIT]...", help="units to write [default: all]"),
+    ] = None
+    folder: Annotated[Path, typer.Option("--to", help="folder of systemd units", metavar="DIR")] = (
+        SYSTEMD
+    )
+    programs: Annotated[
+        Path | None,
+        typer.Option(
+            help="folder of diloco and nats-server; links are followed [default: that of this "
+            "command]",
+            metavar="DIR",
+        ),
+    ] = None
+    credentials: Annotated[
+        bool,
+        typer.Option(help="whether NATS needs credentials (/etc/diloco/credentials)"),
+    ] = True
+    store_folder: Annotated[
+        Path | None,
+        typer.Option(
+            help="the store is this folder: also write its user, as whom the daemons run",
+            metavar="DIR",
+        ),
+    ] = None
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="replace units that were edited by hand")
+    ] = False
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="list the files, write nothing")] = (
+        False
+    )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Installed:
-    """What was written, or would be.
-
-    Attributes:
-        files: all of them.
-        kept: of those that somebody had edited, where the edited text is now.
-    """
-
-    files: list[Path]
-    kept: Mapping[Path, Path]
-
-
-def install_units(wanted: Install) -> Installed:
-    """Write the units; which files were written, or would be.
+def install_units(wanted: UnitOptions) -> tuple[list[Path], dict[Path, Path]]:
+    """Write the units; the files that were written or would be, and copies of those edited.
 
     Raises:
         ConfigError: programs that units cannot start, files that somebody has edited, no such
             unit, or a folder that cannot be written.
     """
     programs = _check_programs(wanted.programs or Path(sysconfig.get_path("scripts")))
-    options = Options(
-        programs=programs,
-        credentials=wanted.credentials,
-        store_folder=_check_store_folder(wanted.store_folder),
-    )
-    chosen = unit_files.choose(unit_files.render(options), wanted.units)
+    _check_store_folder(wanted.store_folder)
+    chosen = choose(render(wanted, programs), wanted.units or ())
     files = {_place(wanted.folder, name): text for name, text in chosen.items()}
     edited = _edited(files)
     if edited and not wanted.overwrite:
         raise ConfigError(
-            "edited since install-units wrote them, or not written by it: "
+            "edited since diloco host units wrote them, or not written by it: "
             + ", ".join(map(str, edited)),
             hint="move the changes into a drop-in (systemctl edit UNIT), then repeat this with "
             "--overwrite; nothing was written",
         )
-    kept = {path: path.with_name(f"{path.name}{KEPT}") for path in edited}
+    copies = {path: path.with_name(f"{path.name}{KEPT}") for path in edited}
     if not wanted.dry_run:
-        for path, copy in kept.items():
+        for path, copy in copies.items():
             _write(copy, path.read_text())
         for path, text in files.items():
             _write(path, marked(text))
-    return Installed(files=[*files], kept=kept)
+    return [*files], copies
 
 
 def marked(text: str) -> str:
@@ -149,9 +202,9 @@ def _check_programs(folder: Path) -> Path:
     return folder.resolve()
 
 
-def _check_store_folder(folder: Path | None) -> Path | None:
+def _check_store_folder(folder: Path | None) -> None:
     if folder is None:
-        return None
+        return
     if not folder.is_absolute() or any(letter.isspace() for letter in str(folder)):
         raise ConfigError(
             f"the store's folder {str(folder)!r} is not an absolute path without spaces",
@@ -162,7 +215,6 @@ def _check_store_folder(folder: Path | None) -> Path | None:
             f"the units do not see the store's folder {str(folder)!r} (ProtectHome, PrivateTmp)",
             hint="put the store below /srv, or on a disk of its own",
         )
-    return folder
 
 
 def _write(path: Path, text: str) -> None:
@@ -175,3 +227,69 @@ def _write(path: Path, text: str) -> None:
             f"cannot write {str(path)!r}: {error.strerror}",
             hint="run it as root, or name another folder: --to DIR",
         ) from error
+
+
+# What is in the files
+
+
+def render(options: UnitOptions, programs: Path) -> dict[str, str]:
+    """Every file, by its name below systemd's folder, for the programs of a folder. Pure text."""
+    files = {}
+    for item in resources.files("diloco.infra.systemd").iterdir():
+        if item.name.endswith((".service", ".timer", ".conf")):
+            text = _with_statuses(item.read_text())
+            text = text.replace(f"{PROGRAMS}/", f"{programs}/")
+            files[item.name] = text if options.credentials else _without_credentials(text)
+    files |= {f"{unit}.d/10-pauses.conf": PAUSES for unit in RESTARTED}
+    if options.store_folder is not None:
+        files |= _store_files(options.store_folder)
+    return dict(sorted(files.items()))
+
+
+def _store_files(folder: Path) -> dict[str, str]:
+    files = {f"{unit}.d/20-store.conf": STORE.format(folder=folder) for unit in USES_STORE}
+    files["diloco-store-sysusers.conf"] = STORE_SYSUSERS
+    files["diloco-store-tmpfiles.conf"] = STORE_TMPFILES.format(folder=folder)
+    return files
+
+
+def choose(files: Mapping[str, str], units: Sequence[str]) -> dict[str, str]:
+    """Of the files, those of the units that are named, and what is of no unit.
+
+    Raises:
+        ConfigError: there is no unit of such a name.
+    """
+    if not units:
+        return dict(files)
+    known = {_stem(name) for name in files if not name.endswith((".conf",)) or ".d/" in name}
+    wanted = {_stem(unit) for unit in units}
+    if unknown := sorted(wanted - known):
+        raise ConfigError(
+            f"there is no unit {unknown[0]!r}", hint=f"the units are: {', '.join(sorted(known))}"
+        )
+    return {n: text for n, text in files.items() if _stem(n) in wanted or _stem(n) not in known}
+
+
+def _stem(name: str) -> str:
+    """What a unit, its timer and its drop-ins are named after; an instance, after its template."""
+    before, at, _ = name.partition("@")
+    return before + at if at else name.partition(".")[0]
+
+
+def _without_credentials(text: str) -> str:
+    lines = text.splitlines(keepends=True)
+    unwanted = (
+        "LoadCredential=",
+        "SetCredential=",
+        "Environment=DILOCO_BUS_CREDENTIALS=",
+        "# Not %d",
+        "# Where there is no such file",
+    )
+    return "".join(line for line in lines if not line.startswith(unwanted))
+
+
+def _with_statuses(text: str) -> str:
+    """The unit with the statuses after which it is not started again, and is listed as failed."""
+    statuses = " ".join(str(int(status)) for status in (*errors.final(), *SYSTEMD_FINAL))
+    setting = "RestartPreventExitStatus="
+    return text.replace(f"{setting}\n", f"{setting}{statuses}\n")

@@ -272,13 +272,13 @@ def _norm(taken: wire.Input, norms_S: Doubles) -> Iterator[tuple[str, str, Any, 
 
 
 def _units(record: wire.Record) -> Iterator[tuple[str, str, Any, Any]]:
-    """Each input's unit follows from the weights up to it; earlier releases had none."""
+    """Each input's unit follows from the weights up to it."""
     found = [taken.weight_unit for taken in record.inputs]
     wanted: list[int] = []
     for taken in record.inputs:
         own = math.frexp(taken.weight)[1] - 1
         wanted.append(own if not wanted or own - wanted[-1] >= HEADROOM else wanted[-1])
-    if found != wanted and (record.previous or any(found)):
+    if found != wanted:
         yield "coefficients", "units of weight", wanted, found
 
 

@@ -28,6 +28,9 @@ class Chain:
         layout: the run's.
         created: settings of the specification; `settings` those of later messages.
         fragment: its index.
+        epoch: of the tape.
+        follow: make decisions again; else a record is judged by the one before it and by what was
+            announced, which takes a fraction of the time.
 
     Attributes:
         late_s: how long after its time a timer may be told, None for however long: an owner that
@@ -43,6 +46,9 @@ class Chain:
         created: RunSettings,
         settings: dict[int, RunSettings],
         fragment: int,
+        *,
+        epoch: int = 0,
+        follow: bool = True,
     ) -> None:
         self.fragment = fragment
         self.late_s: float | None = None
@@ -58,12 +64,15 @@ class Chain:
         self._heard: list[Entry | Garbage] = []
         self._next_seq = 1
         self._whole_from = 1
-        self._versions: dict[int, wire.Record] = {}
+        self._epoch, self._follows = epoch, follow
+        self._stopped = False
+        self._versions: dict[int, records.Contents] = {}
         # Messages that nobody can decode count as the last of a subject as well.
         self._garbled: set[int] = set()
 
     def hear(self, entry: Entry) -> None:
         """A message of the tape, in order."""
+        self._stopped = self._stopped or isinstance(entry.body, wire.Stop)
         if concerns(entry, self.fragment):
             self._heard.append(entry)
 
@@ -83,7 +92,7 @@ class Chain:
 
     def lose(self, seq: int) -> None:
         """A record cannot be read: what follows is judged from the next one on."""
-        self.base, self._life, self._whole_from = None, None, max(2, seq)
+        self.base, self._life, self._whole_from = None, None, seq + 1
 
     def judge(self, record: wire.Record, seq: int) -> list[Finding]:
         """The fragment's next record."""
@@ -94,38 +103,58 @@ class Chain:
         self.base, self.base_seq = record, seq
         self.final_seqs = [*self.final_seqs, seq] if record.final else []
         if record.what != "verdict":
-            self._versions[record.version] = record
+            self._versions[record.version] = records.contents(record)
         self._heard = self._heard[self._index(record.position) :]
         return [Finding(b.rule, seq, about, b.field, b.expected, b.found) for b in breaches]
 
     def _judge(self, record: wire.Record, seq: int) -> Iterator[Breach]:
         base = self.base
+        settings = self._settings_at(record.policy.settings_seq)
+        yield from records.names(record)
         if base is None:
             yield from self._first(record, seq)
             return
+        if settings is None and record.policy.settings_seq >= self._whole_from:
+            yield Breach("settings", "settings_seq", "settings", record.policy.settings_seq)
         yield from records.link(base, self.base_seq, record)
+        if record.position > seq:
+            yield Breach("position", "position", f"at most {seq}", record.position)
+        if record.final and not self._stopped:
+            yield Breach("stop", "final", "a stop before it", "none")
+        yield from records.answers(record, self._announced, self._whole_from)
         if record.what == "restore":
             self._life = None
-            source = self._versions.get(record.restored_version or 0)
-            yield from records.restore(base, self.base_seq, source, record)
+            yield from records.restore(base, self._versions, record)
             return
         yield from records.sums(base, record)
-        settings = self._settings_at(record.policy.settings_seq)
-        if settings is not None:
-            yield from records.objects(settings, base, self.base_seq, record)
-        yield from self._decision(base, record)
+        yield from records.clock(settings, base, record)
+        yield from records.objects(settings, base, self.base_seq, record)
+        if self._follows:
+            yield from self._decision(base, record)
 
     def _first(self, record: wire.Record, seq: int) -> Iterator[Breach]:
-        """What a tape that was not trimmed begins with."""
+        """What a fragment's records begin with, as far as the tape has them."""
+        found = (record.epoch, record.layout)
+        if found != (self._epoch, self._layout.digest):
+            yield Breach("chain", "epoch, layout", (self._epoch, self._layout.digest), found)
+        if record.base_seq >= self._whole_from:
+            yield Breach("chain", "base_seq", "a record that the tape has", record.base_seq)
+        elif not record.base_seq:
+            expected = ("restored", 1) if record.epoch else ("version", 1)
+            begins = (record.what, record.position)
+            if begins != expected or (not record.epoch and record.version):
+                yield Breach("chain", "what", expected, (*begins, record.version))
+            if not record.epoch and record.global_step:
+                yield Breach("clock", "global_step", 0, record.global_step)
         if self._whole_from > 1:
             self._whole_from = seq
-            return
-        expected = ("restored", 1) if record.epoch else ("version", 1)
-        found = (record.what, record.position)
-        if found != expected or record.base_seq or (not record.epoch and record.version):
-            yield Breach("chain", "what", expected, (*found, record.version, record.base_seq))
-        if not record.epoch and record.global_step:
-            yield Breach("clock", "global_step", 0, record.global_step)
+
+    def _announced(self, seq: int) -> wire.Manifest | None:
+        """The update that was announced at a sequence and had no answer in the record before."""
+        at = self._index(seq)
+        entry = self._heard[at] if at < len(self._heard) else None
+        body = entry.body if isinstance(entry, Entry) and entry.seq == seq else None
+        return body if isinstance(body, wire.Manifest) else None
 
     def _settings_at(self, seq: int) -> RunSettings | None:
         settings = self._settings.get(seq) if seq else self._created
@@ -155,7 +184,7 @@ class Chain:
     def _follow(self, base: wire.Record, record: wire.Record) -> str:
         """Bring the life to where its maker was; why that cannot be done, or ''."""
         if record.policy.rules != RULES:
-            return "an earlier release decided it, by other rules"
+            return "another release decided it, by other rules"
         for count, seen in enumerate(record.observations, 1):
             if seen.what == "resumed":
                 why = self._begin(base, seen)

@@ -22,13 +22,22 @@ class Finding(NamedTuple):
     found: Any
 
     @property
-    def sentence(self) -> str:
-        """The finding in words."""
+    def where(self) -> str:
+        """Which part of the run, and which message."""
+        return f"{self.about}, message {self.seq}"
+
+    @property
+    def what(self) -> str:
+        """The rule, and what the message says in its place."""
         of = f"{self.field}: " if self.field else ""
         return (
-            f"{self.about}, message {self.seq}: {RULES[self.rule]}; "
-            f"{of}expected {_short(self.expected)}, found {_short(self.found)}"
+            f"{RULES[self.rule]}; {of}expected {_short(self.expected)}, found {_short(self.found)}"
         )
+
+    @property
+    def sentence(self) -> str:
+        """The finding in words."""
+        return f"{self.where}: {self.what}"
 
 
 RULES = {

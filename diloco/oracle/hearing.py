@@ -7,11 +7,11 @@ from diloco.common.errors import WireError
 from diloco.common.reasons import Reason
 from diloco.common.tape import Entry, Garbage, changed_settings
 from diloco.oracle import numbers
-from diloco.oracle.claims import wrong_claim
 from diloco.oracle.credit import Judge
 from diloco.oracle.life import Life, Waiting, update_id
 from diloco.oracle.memory import Credit, Member
 from diloco.oracle.rounds import settle
+from diloco.oracle.shares import wrong_claim
 
 
 def concerns(item: Entry | Garbage, fragment: int) -> bool:

@@ -23,11 +23,12 @@ class Oracle:
         layout: the run's.
         remaker: makes versions again from their objects; None: records alone are judged.
         positions: of earlier epochs' learners; None: those in the specification.
+        follow: make every decision again; as `Chain`.
 
     Attributes:
         findings: all so far.
         chains: of each fragment.
-        shares: of the data.
+        data: who has sent and got answered what; `shares` of the data.
     """
 
     def __init__(
@@ -37,13 +38,15 @@ class Oracle:
         *,
         remaker: Remaker | None = None,
         positions: Mapping[str, int] | None = None,
+        follow: bool = True,
     ) -> None:
         created = parse_settings(specification.settings)
         self.findings: list[Finding] = []
         self._created = created
         self._changed: dict[int, RunSettings] = {}
         self.chains = [
-            Chain(layout, created, self._changed, index) for index in range(len(layout.fragments))
+            Chain(layout, created, self._changed, index, epoch=specification.epoch, follow=follow)
+            for index in range(len(layout.fragments))
         ]
         earlier = specification.positions if positions is None else positions
         overwritten = [
@@ -52,18 +55,18 @@ class Oracle:
             if fragment.averaged or created.sync.adopt == "overwrite"
         ]
         blend = created.sync.blend if created.sync.adopt == "blend" else 1.0
-        self._data = Data(specification, earlier, overwritten, blend)
+        self.data = Data(specification, earlier, overwritten, blend)
         self.shares = Shares(created.run)
         self._remaker = remaker
         self._last_seq = 0
-        self._stopped = False
+        self._stop_seq = self._end_seq = 0
 
     def take(self, item: Item) -> list[Finding]:
         """The tape's next message; what it breaks."""
         if item.seq != self._last_seq + 1 and (self._last_seq or not begins_tape(item.seq)):
             for chain in self.chains:
                 chain.missing_before(item.seq)
-            self._data.missing()
+            self.data.missing_before(item.seq)
         self._last_seq = item.seq
         found: list[Finding] = []
         if isinstance(item, Entry):
@@ -73,8 +76,19 @@ class Oracle:
                 chain.pass_over(item)
         elif isinstance(item, Unreadable):
             self.chains[item.fragment].lose(item.seq)
+            about = f"fragment {item.fragment}"
+            found = [Finding("chain", item.seq, about, "", "a record that can be read", item.why)]
         self.findings += found
         return found
+
+    def close(self) -> None:
+        """The tape was read to its end: judge what a run that has ended leaves open."""
+        for chain in self.chains:
+            if chain.base is None:
+                about = f"fragment {chain.fragment}"
+                self.findings.append(Finding("chain", self._last_seq, about, "", "records", "none"))
+        if self._end_seq:
+            self.findings += self.data.unfinished(len(self.chains), self._stop_seq, self._end_seq)
 
     def _take(self, entry: Entry) -> Iterator[Finding]:
         body, seq = entry.body, entry.seq
@@ -85,8 +99,8 @@ class Oracle:
         for chain in self.chains:
             chain.hear(entry)
         match body:
-            case wire.Join() | wire.Leave() | wire.Manifest():
-                yield from self._data.take(body, seq)
+            case wire.Join() | wire.Leave() | wire.Manifest() | wire.Quarantine():
+                yield from self.data.take(body, seq)
                 yield from self.shares.take(body, seq)
             case wire.Claim():
                 yield from self.shares.take(body, seq)
@@ -105,9 +119,12 @@ class Oracle:
 
     def _record(self, record: wire.Record, seq: int) -> Iterator[Finding]:
         chain = self.chains[record.fragment]
-        base = chain.base
+        base, followed = chain.base, chain.followed
         yield from chain.judge(record, seq)
-        yield from self._data.resolve(record, seq)
+        if base is None:
+            self.data.begin(record)
+        else:
+            yield from self.data.resolve(record, seq, followed=chain.followed > followed)
         yield from self.shares.resolve(record, seq)
         if self._remaker is not None:
             settings = self._changed.get(record.policy.settings_seq, self._created)
@@ -137,16 +154,16 @@ class Oracle:
         return self._changed[max(self._changed)] if self._changed else self._created
 
     def _stop(self, stop: wire.Stop, seq: int) -> Iterator[Finding]:
-        if self._stopped:
+        if self._stop_seq:
             yield Finding("stop", seq, "run", "", "one stop", "another one")
-        self._stopped = True
+        self._stop_seq = self._stop_seq or seq
         newest = {c.fragment: c.base for c in self.chains if c.base is not None}
         # With another reason somebody has ended the run early, who may at any time.
         if len(newest) < len(self.chains) or stop.reason not in ("steps", "tokens"):
             return
         settings = self._newest_settings()
         run = settings.run
-        tokens = min(record.totals.believed_tokens for record in newest.values())
+        tokens = min(record.totals.tokens_credited for record in newest.values())
         missing = [
             fragment
             for fragment, record in newest.items()
@@ -156,6 +173,9 @@ class Oracle:
             yield Finding("stop", seq, "run", "", "no fragment has a version to come", missing)
 
     def _end(self, end: wire.End, seq: int) -> Iterator[Finding]:
+        if not self._stop_seq:
+            yield Finding("end", seq, "run", "", "a stop before it", "none")
+        self._end_seq = self._end_seq or seq
         newest = [chain.base for chain in self.chains if chain.base is not None]
         if len(newest) < len(self.chains):
             return

@@ -1,4 +1,4 @@
-"""Which share of the data each merged update was trained on: no batch of one is merged twice.
+"""Shares of the data: who claims one, and that no batch of one is merged twice.
 
 A claim counts if, where it stands, its life can have begun and has, nobody has the share, and all
 of the epochs before are given out. An end gives back what lies behind its position.
@@ -8,8 +8,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from diloco.common import wire
-from diloco.common.config import RunSection
+from diloco.common import names, slices, wire
+from diloco.common.config import RunSection, RunSettings
+from diloco.common.errors import WireError
+from diloco.common.layout import Layout
+from diloco.common.reasons import Reason
+from diloco.common.shards import shard_bytes, shard_ranges
 from diloco.oracle.finding import Finding
 
 
@@ -139,3 +143,41 @@ def _joined(spans: list[Span]) -> list[Span]:
         else:
             joined.append(span)
     return joined
+
+
+def wrong_claim(
+    settings: RunSettings, layout: Layout, epoch: int, manifest: wire.Manifest
+) -> str | None:
+    """The reason to reject a manifest by itself, or None."""
+    if manifest.layout != layout.digest:
+        return Reason.LAYOUT
+    if manifest.codec != settings.sync.codec:
+        return Reason.CODEC
+    return _wrong_shards(settings, layout, epoch, manifest)
+
+
+def _wrong_shards(
+    settings: RunSettings, layout: Layout, epoch: int, manifest: wire.Manifest
+) -> str | None:
+    """All blocks once, under the sender's prefix, each shard as large as its codec makes it."""
+    sync, size = settings.sync, layout.fragments[manifest.fragment].size
+    ranges = shard_ranges(size, sync.block, sync.shard_elements)
+    longest = max(stop - start for start, stop in ranges) // sync.block
+    try:
+        held = [shard.slices for shard in manifest.shards]
+        counts = slices.partition(held, size // sync.block, longest)
+    except WireError as error:
+        return error.reason
+    prefix = names.shards_prefix(
+        settings.run.name, manifest.learner, manifest.fragment, epoch, manifest.incarnation,
+        manifest.seq,
+    )  # fmt: skip
+    known = set()
+    for shard, count in zip(manifest.shards, counts, strict=True):
+        own = shard.name.startswith(prefix) and names.is_index(shard.name.removeprefix(prefix))
+        if not own or shard.name in known:
+            return Reason.NAME
+        known.add(shard.name)
+        if shard.size_bytes != shard_bytes(sync.codec, count * sync.block, sync.block):
+            return Reason.SIZE
+    return None

@@ -9,7 +9,7 @@ app = group()
 
 @command(app)
 def plan(options: PlanOptions) -> None:
-    """Predict goodput, traffic, link bandwidth, aggregator resources and training time.
+    """Predict goodput, traffic, links, aggregators and training time.
 
     Compares with data-parallel training on the same fleet, elastic and not. Lists have one
     value per learner, joined by commas; times are written as 300s, 20m, 6h, 90d or 1y, numbers as

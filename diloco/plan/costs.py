@@ -4,10 +4,12 @@ Left out: the learners' own machines, logs, and bytes between zones.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from pydantic import field_validator
+
+from diloco.common.config.run import Section
 from diloco.plan.forecast import Plan
 
 GIB = 1 << 30
@@ -17,15 +19,8 @@ BUS_NODES, BUS_CORES, BUS_GIB = 3, 2, 8
 AGGREGATORS = 2
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prices:
-    """A table of prices in dollars; see prices.toml.
-
-    Attributes:
-        egress: of a GiB between the continents of two regions, in alphabetical order.
-        other: of a GiB between any two that `egress` lacks.
-        continents: of a region, by how its name begins.
-    """
+class Prices(Section):
+    """A table of prices in dollars, which prices.toml explains."""
 
     as_of: str
     regional_a: float
@@ -39,9 +34,18 @@ class Prices:
     core: float
     gib: float
     uploads_charged: bool
-    continents: Mapping[str, str]
-    egress: Mapping[tuple[str, str], float]
+    continents: dict[str, str]
+    egress: dict[str, float]
     other: float
+
+    @field_validator("egress")
+    @classmethod
+    def _of_pairs(cls, egress: dict[str, float]) -> dict[str, float]:
+        """Pairs of continents in alphabetical order."""
+        for key in egress:
+            if len(key.split()) != 2:
+                raise ValueError(f"{key!r}: expected two continents with a space between them")
+        return {" ".join(sorted(key.split())): price for key, price in egress.items()}
 
     def continent(self, region: str) -> str:
         """Where a region is; "" if no name begins so."""
@@ -51,8 +55,8 @@ class Prices:
         """Dollars for a GiB from a region to another one."""
         if one == other:
             return 0.0
-        first, second = sorted((self.continent(one), self.continent(other)))
-        return self.egress.get((first, second), self.other)
+        pair = sorted((self.continent(one), self.continent(other)))
+        return self.egress.get(" ".join(pair), self.other)
 
 
 class Cost(NamedTuple):
@@ -72,66 +76,41 @@ class Cost(NamedTuple):
         return sum(self[1:])
 
 
-class Usage(NamedTuple):
-    """What a day takes; bytes of each learner, and of all."""
-
-    class_a: float
-    class_b: float
-    up_gib: float
-    down_gib: float
-    written_gib: float
-    merged_gib: float
-    retained_gib: float
-    cores: int
-    memory_gib: float
-
-
-def usage(made: Plan) -> Usage:
-    """What a day of a planned run takes."""
-    daily, learners = made.daily, made.learners
-    return Usage(
-        class_a=daily.objects_written,
-        class_b=daily.gets,
-        up_gib=daily.bytes_merged / learners / GIB,
-        down_gib=(daily.bytes_read - daily.bytes_merged) / learners / GIB,
-        written_gib=daily.bytes_written / GIB,
-        merged_gib=daily.bytes_merged / GIB,
-        retained_gib=made.retained_bytes / GIB,
-        cores=made.cores,
-        memory_gib=made.memory_bytes / GIB,
-    )
-
-
 def compare(prices: Prices, regions: Sequence[str], made: Plan) -> list[Cost]:
     """A regional bucket with the aggregator beside it, and a multi-region one; cheapest first."""
-    used = usage(made)
-    best = min(
-        (_regional(prices, regions, place, used) for place in sorted(set(regions))),
-        key=lambda cost: cost.total,
-    )
-    return sorted([best, _multi_region(prices, regions, used)], key=lambda cost: cost.total)
+    regional = [_regional(prices, regions, place, made) for place in sorted(set(regions))]
+    best = min(regional, key=lambda cost: cost.total)
+    return sorted([best, _multi_region(prices, regions, made)], key=lambda cost: cost.total)
 
 
-def _machines(prices: Prices, used: Usage) -> float:
-    cores = AGGREGATORS * used.cores + BUS_NODES * BUS_CORES
-    gib = AGGREGATORS * used.memory_gib + BUS_NODES * BUS_GIB
+def _machines(prices: Prices, made: Plan) -> float:
+    cores = AGGREGATORS * made.cores + BUS_NODES * BUS_CORES
+    gib = AGGREGATORS * made.memory_bytes / GIB + BUS_NODES * BUS_GIB
     return 24 * (cores * prices.core + gib * prices.gib)
 
 
-def _regional(prices: Prices, regions: Sequence[str], place: str, used: Usage) -> Cost:
+def _each_gib(made: Plan) -> tuple[float, float]:
+    """What each learner sends and reads."""
+    daily = made.daily
+    read = daily.bytes_read - daily.bytes_merged
+    return daily.bytes_merged / made.learners / GIB, read / made.learners / GIB
+
+
+def _regional(prices: Prices, regions: Sequence[str], place: str, made: Plan) -> Cost:
     between = sum(prices.between(region, place) for region in regions)
+    daily, (up_gib, down_gib) = made.daily, _each_gib(made)
     return Cost(
         f"regional bucket in {place}, aggregator beside it",
-        (used.class_a * prices.regional_a + used.class_b * prices.regional_b) / 1000,
-        used.retained_gib * prices.regional_storage / MONTH_DAYS,
-        used.up_gib * between * prices.uploads_charged,
-        used.down_gib * between,
+        (daily.objects_written * prices.regional_a + daily.gets * prices.regional_b) / 1000,
+        made.retained_bytes / GIB * prices.regional_storage / MONTH_DAYS,
+        up_gib * between * prices.uploads_charged,
+        down_gib * between,
         0.0,
-        _machines(prices, used),
+        _machines(prices, made),
     )
 
 
-def _multi_region(prices: Prices, regions: Sequence[str], used: Usage) -> Cost:
+def _multi_region(prices: Prices, regions: Sequence[str], made: Plan) -> Cost:
     """On the continent of most learners; whoever is on another pays for the way there too."""
     counts = Counter(prices.continent(region) for region in regions)
     place, _ = counts.most_common(1)[0]
@@ -139,13 +118,14 @@ def _multi_region(prices: Prices, regions: Sequence[str], used: Usage) -> Cost:
     home = next(region for region in regions if prices.continent(region) == place)
     between = sum(prices.between(region, home) for region in away)
     near = len(regions) - len(away)
+    daily, (up_gib, down_gib) = made.daily, _each_gib(made)
     return Cost(
         f"multi-region bucket in {place}",
-        (used.class_a * prices.multi_region_a + used.class_b * prices.multi_region_b) / 1000,
-        used.retained_gib * prices.multi_region_storage / MONTH_DAYS,
-        used.up_gib * between * prices.uploads_charged,
-        used.down_gib * (between + near * prices.multi_region_read)
-        + used.merged_gib * prices.multi_region_read,
-        used.written_gib * prices.replication,
-        _machines(prices, used),
+        (daily.objects_written * prices.multi_region_a + daily.gets * prices.multi_region_b) / 1000,
+        made.retained_bytes / GIB * prices.multi_region_storage / MONTH_DAYS,
+        up_gib * between * prices.uploads_charged,
+        down_gib * (between + near * prices.multi_region_read)
+        + daily.bytes_merged / GIB * prices.multi_region_read,
+        daily.bytes_written / GIB * prices.replication,
+        _machines(prices, made),
     )

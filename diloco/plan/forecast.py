@@ -16,8 +16,7 @@ from diloco.plan import outages as plan_outages
 from diloco.plan import rounds as plan_rounds
 from diloco.plan import traffic as plan_traffic
 from diloco.plan.outages import Outages, Trace
-from diloco.plan.owner import Aggregator, Rounds
-from diloco.plan.rounds import Worker
+from diloco.plan.rounds import Aggregator, Rounds, Worker
 from diloco.plan.traffic import Sizes
 
 DAY_S = 86400.0

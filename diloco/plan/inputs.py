@@ -2,14 +2,18 @@
 
 import math
 import re
-from collections.abc import Callable
+import tomllib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
 from typing import Any, TypeVar, get_args
 
+from pydantic import ValidationError
+
 from diloco.cli.settings import assign, parse_assigned
-from diloco.common.config import RunSettings, load_config
+from diloco.common.config import RunSettings, explain, load_config
 from diloco.common.errors import ConfigError
-from diloco.common.layout import Layout
 from diloco.plan import traffic as plan_traffic
 from diloco.plan.costs import Prices
 from diloco.plan.forecast import Fleet, Island
@@ -21,9 +25,7 @@ T = TypeVar("T")
 
 _COUNTS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 _TIMES_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "y": 365.25 * 86400.0}
-_NUMBER = r"[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?"
 US_REGIONS = ["us-central1", "us-east1", "us-east4", "us-west1"]
-_DEFAULT_PARAMETERS = 5 * 10**9
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,22 +59,18 @@ def read_model(options: PlanOptions, settings: RunSettings) -> Model:
         task = model_of(settings)
 
         def of_task(settings: RunSettings) -> Sizes:
-            layout = task_layout(task, settings.sync)
-            return plan_traffic.sizes(settings, plan_traffic.layout_fragments(layout))
+            fragments = task_layout(task, settings.sync).fragments
+            return plan_traffic.sizes(settings, [fragment.size for fragment in fragments])
 
-        return Model(_elements(task_layout(task, settings.sync)), of_task, task.tokens_per_batch)
-    parameters = _DEFAULT_PARAMETERS
-    if options.parameters is not None:
-        parameters = _count("--parameters", options.parameters)
+        fragments = task_layout(task, settings.sync).fragments
+        elements = sum(fragment.elements for fragment in fragments)
+        return Model(elements, of_task, task.tokens_per_batch)
+    parameters = _count("--parameters", options.parameters or "5B")
 
     def of_parameters(settings: RunSettings) -> Sizes:
         return plan_traffic.sizes(settings, plan_traffic.equal_fragments(settings, parameters))
 
     return Model(parameters, of_parameters, 0)
-
-
-def _elements(layout: Layout) -> int:
-    return sum(fragment.elements for fragment in layout.fragments)
 
 
 def read_fleet(options: PlanOptions, step_tokens: int) -> Fleet:
@@ -105,6 +103,7 @@ def read_fleet(options: PlanOptions, step_tokens: int) -> Fleet:
 def _outages(options: PlanOptions) -> Outages | None:
     if options.mtbi == "never":
         return None
+    merged = options.merge_failures
     return Outages(
         mtbi_s=_time_s("--mtbi", options.mtbi),
         slice_chips=options.slice_chips,
@@ -115,12 +114,8 @@ def _outages(options: PlanOptions) -> Outages | None:
         restart_s=options.restart_s,
         checkpoint_every_s=options.checkpoint_every_s,
         spares=options.spares,
-        merge_s=_merge_s(options.merge_failures),
+        merge_s=0.0 if merged == "never" else _time_s("--merge-failures", merged),
     )
-
-
-def _merge_s(text: str) -> float:
-    return 0.0 if text == "never" else _time_s("--merge-failures", text)
 
 
 def _spread(text: str) -> Spread:
@@ -148,6 +143,22 @@ def read_tokens(options: PlanOptions, settings: RunSettings, fleet: Fleet, step_
     if options.config is None:
         return 0
     return settings.run.tokens or settings.run.steps * fleet.step_tokens
+
+
+def read_prices(path: Path | None) -> Prices:
+    """The packaged prices, or those of a file of the same keys.
+
+    Raises:
+        ConfigError: the file cannot be read, or lacks a price.
+    """
+    source = resources.files("diloco.plan").joinpath("prices.toml") if path is None else path
+    try:
+        return Prices.model_validate(tomllib.loads(source.read_text("utf-8")))
+    except (OSError, ValueError) as error:
+        why = explain(error) if isinstance(error, ValidationError) else str(error)
+        raise ConfigError(
+            f"--prices {path}: {why}", hint="copy diloco/plan/prices.toml and change its numbers"
+        ) from error
 
 
 def read_regions(options: PlanOptions, prices: Prices) -> tuple[str, ...]:
@@ -186,41 +197,34 @@ def _chips(text: str, count: int) -> list[int]:
     return [chips[0] // count] * count
 
 
-def _float(option: str, text: str) -> float:
-    if not re.fullmatch(_NUMBER, text.strip()):
-        raise ConfigError(f"{option} {text!r}: expected a number such as 1.5")
-    return float(text)
-
-
 def _rtt(option: str, text: str) -> float:
-    value = _float(option, text)
-    if value > 1e6:
-        raise ConfigError(f"{option} {text!r}: expected milliseconds from 0 to 1000000")
-    return value
+    return _number(option, text, {"": 1.0}, (0, 1e6), "milliseconds from 0 to 1000000")
 
 
 def _positive(option: str, text: str) -> float:
-    value = _float(option, text)
-    if not 1e-3 <= value <= 1e6:
-        raise ConfigError(f"{option} {text!r}: expected a number from 0.001 to 1000000")
-    return value
+    return _number(option, text, {"": 1.0}, (1e-3, 1e6), "a number from 0.001 to 1000000")
 
 
 def _count(option: str, text: str) -> int:
-    found = re.fullmatch(rf"({_NUMBER})\s*([kMGBT]?)", text.strip())
-    value = float(found[1]) * _COUNTS[found[2]] if found else 0.0
-    if not 1 <= value <= 1e18:
-        raise ConfigError(
-            f"{option} {text!r}: expected a number from 1 to 1e18", hint="such as 5000, 1.2M or 5B"
-        )
-    return round(value)
+    expected = "a number from 1 to 1e18, such as 5000, 1.2M or 5B"
+    return round(_number(option, text, _COUNTS, (1, 1e18), expected))
 
 
 def _time_s(option: str, text: str) -> float:
-    found = re.fullmatch(rf"({_NUMBER})\s*([smhdy])", text.strip())
-    value = float(found[1]) * _TIMES_S[found[2]] if found else 0.0
-    if not 1e-3 <= value <= 1e12:
-        raise ConfigError(
-            f"{option} {text!r}: expected a time", hint="such as 300s, 20m, 6h, 90d or 1y"
-        )
-    return value
+    return _number(option, text, _TIMES_S, (1e-3, 1e12), "a time, such as 300s, 20m, 6h, 90d or 1y")
+
+
+def _number(
+    option: str,
+    text: str,
+    units: Mapping[str, float],
+    bounds: tuple[float, float],
+    expected: str,
+) -> float:
+    """A number with a unit behind it."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]?)", text.strip())
+    if found and found[2] in units:
+        value = float(found[1]) * units[found[2]]
+        if bounds[0] <= value <= bounds[1]:
+            return value
+    raise ConfigError(f"{option} {text!r}: expected {expected}")

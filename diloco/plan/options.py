@@ -1,6 +1,7 @@
 """The options of `diloco plan`."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -9,8 +10,10 @@ import typer
 from diloco.cli.options import Json, Settings
 
 # Parts of --help.
-FLEET, FAILURES, BASELINE = "Fleet", "Failures", "Data-parallel baseline"
-COSTS = "Costs"
+_fleet = partial(typer.Option, rich_help_panel="Fleet")
+_failures = partial(typer.Option, rich_help_panel="Failures")
+_baseline = partial(typer.Option, rich_help_panel="Data-parallel baseline")
+_costs = partial(typer.Option, rich_help_panel="Costs")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,138 +27,70 @@ class PlanOptions:
     settings: Settings = field(default_factory=list)
     parameters: Annotated[
         str | None,
-        typer.Option(
-            rich_help_panel=FLEET,
-            help="model size, such as 5B [default: from the file's task, else 5B]",
-        ),
+        _fleet(help="model size, such as 5B [default: from the file's task, else 5B]"),
     ] = None
-    learners: Annotated[
-        int, typer.Option(rich_help_panel=FLEET, help="number of learners", min=1, max=4096)
-    ] = 8
-    chips: Annotated[
-        str | None,
-        typer.Option(rich_help_panel=FLEET, help="total chips, or a list [default: 1 per learner]"),
-    ] = None
-    step_s: Annotated[
-        str,
-        typer.Option(rich_help_panel=FLEET, help="seconds per inner step; one value, or a list"),
-    ] = "1"
+    learners: Annotated[int, _fleet(help="number of learners", min=1, max=4096)] = 8
+    chips: Annotated[str | None, _fleet(help="total chips, or a list [default: 1 per learner]")] = (
+        None
+    )
+    step_s: Annotated[str, _fleet(help="seconds per inner step; one value, or a list")] = "1"
     step_tokens: Annotated[
-        str | None,
-        typer.Option(
-            rich_help_panel=FLEET,
-            help="tokens per step; one value, or a list [default: from the task]",
-        ),
+        str | None, _fleet(help="tokens per step; one value, or a list [default: from the task]")
     ] = None
     gbit: Annotated[
         str | None,
-        typer.Option(
-            rich_help_panel=FLEET,
-            help="link bandwidth in Gbit/s; one value, or a list [default: unlimited]",
-        ),
+        _fleet(help="link bandwidth in Gbit/s; one value, or a list [default: unlimited]"),
     ] = None
-    rtt_ms: Annotated[
-        str,
-        typer.Option(
-            rich_help_panel=FLEET, help="link round-trip time in ms; one value, or a list"
-        ),
-    ] = "10"
+    rtt_ms: Annotated[str, _fleet(help="link round-trip time in ms; one value, or a list")] = "10"
     aggregator_gbit: Annotated[
-        float,
-        typer.Option(
-            rich_help_panel=FLEET,
-            help="bandwidth from the aggregator to the store, Gbit/s",
-            min=0.001,
-        ),
+        float, _fleet(help="bandwidth from the aggregator to the store, Gbit/s", min=0.001)
     ] = 10.0
     mtbi: Annotated[
-        str,
-        typer.Option(
-            rich_help_panel=FAILURES, help="mean time between interruptions of one chip, or never"
-        ),
+        str, _failures(help="mean time between interruptions of one chip, or never")
     ] = "1y"
     slice_chips: Annotated[
-        int,
-        typer.Option(
-            rich_help_panel=FAILURES, help="chips per slice; a slice fails as a whole", min=1
-        ),
+        int, _failures(help="chips per slice; a slice fails as a whole", min=1)
     ] = 128
     return_time: Annotated[
-        str,
-        typer.Option(
-            "--return", rich_help_panel=FAILURES, help="mean time to replace a failed slice"
-        ),
+        str, _failures("--return", help="mean time to replace a failed slice")
     ] = "20m"
     spread: Annotated[
         str,
-        typer.Option(
-            rich_help_panel=FAILURES,
-            help="its distribution: exponential, uniform (0.5 to 1.5 of the mean) or fixed",
-        ),
+        _failures(help="its distribution: exponential, uniform (0.5 to 1.5 of the mean) or fixed"),
     ] = "exponential"
     hold_s: Annotated[
-        float,
-        typer.Option(
-            rich_help_panel=FAILURES, help="seconds a returning slice waits for others", min=0
-        ),
+        float, _failures(help="seconds a returning slice waits for others", min=0)
     ] = 30.0
     reconfigure_s: Annotated[
-        float,
-        typer.Option(
-            rich_help_panel=FAILURES,
-            help="seconds an elastic job pauses when slices leave or join",
-            min=0,
-        ),
+        float, _failures(help="seconds an elastic job pauses when slices leave or join", min=0)
     ] = 15.0
-    restart_s: Annotated[
-        float,
-        typer.Option(
-            rich_help_panel=FAILURES, help="seconds to restart a data-parallel job", min=0
-        ),
-    ] = 75.0
+    restart_s: Annotated[float, _failures(help="seconds to restart a data-parallel job", min=0)] = (
+        75.0
+    )
     learner_restart_s: Annotated[
-        float | None,
-        typer.Option(
-            rich_help_panel=FAILURES,
-            help="seconds to restart a learner [default: --restart-s]",
-            min=0,
-        ),
+        float | None, _failures(help="seconds to restart a learner [default: --restart-s]", min=0)
     ] = None
     checkpoint_every_s: Annotated[
         float,
-        typer.Option(
-            rich_help_panel=BASELINE,
+        _baseline(
             help="checkpoint interval of data-parallel training; 0: a failure loses only the "
             "current step",
             min=0,
         ),
     ] = 0.0
     spares: Annotated[
-        bool,
-        typer.Option(
-            rich_help_panel=FAILURES,
-            help="whether non-elastic data-parallel training has spare slices",
-        ),
+        bool, _failures(help="whether non-elastic data-parallel training has spare slices")
     ] = True
     rigid: Annotated[
-        bool,
-        typer.Option(
-            "--rigid", rich_help_panel=FAILURES, help="a learner stops when one of its slices fails"
-        ),
+        bool, _failures("--rigid", help="a learner stops when one of its slices fails")
     ] = False
     gradient_bits: Annotated[
         int,
-        typer.Option(
-            rich_help_panel=BASELINE,
-            help="bits per gradient element in data-parallel training",
-            min=1,
-            max=64,
-        ),
+        _baseline(help="bits per gradient element in data-parallel training", min=1, max=64),
     ] = 16
     hidden: Annotated[
         float,
-        typer.Option(
-            rich_help_panel=BASELINE,
+        _baseline(
             help="share of a step that overlaps data-parallel communication",
             min=0,
             max=1,
@@ -163,37 +98,25 @@ class PlanOptions:
         ),
     ] = 2 / 3
     tokens: Annotated[
-        str | None,
-        typer.Option(
-            rich_help_panel=FLEET, help="token budget, such as 1T [default: from the file]"
-        ),
+        str | None, _fleet(help="token budget, such as 1T [default: from the file]")
     ] = None
-    seed: Annotated[
-        int, typer.Option(rich_help_panel=FAILURES, help="seed of the simulated failures", min=0)
-    ] = 0
+    seed: Annotated[int, _failures(help="seed of the simulated failures", min=0)] = 0
     merge_failures: Annotated[
         str,
-        typer.Option(
-            rich_help_panel=FAILURES,
-            help="failures within this time count as one, such as 9s",
-            show_default="each counts",
+        _failures(
+            help="failures within this time count as one, such as 9s", show_default="each counts"
         ),
     ] = "never"
     regions: Annotated[
         str | None,
-        typer.Option(
-            rich_help_panel=COSTS,
+        _costs(
             help="cloud regions of the learners, joined by commas, taken in turn",
             show_default="four in the US",
         ),
     ] = None
     prices: Annotated[
         Path | None,
-        typer.Option(
-            rich_help_panel=COSTS,
-            metavar="FILE",
-            help="table of prices to use instead of the packaged one",
-        ),
+        _costs(metavar="FILE", help="table of prices to use instead of the packaged one"),
     ] = None
     write: Annotated[
         bool,
@@ -206,5 +129,7 @@ class PlanOptions:
     json: Json = False
     plot: Annotated[
         Path | None,
-        typer.Option(help="write a figure over the number of learners", metavar="FILE"),
+        typer.Option(
+            help="write a page with a figure over the number of learners", metavar="FILE.html"
+        ),
     ] = None

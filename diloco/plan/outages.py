@@ -14,7 +14,6 @@ simulation of failures; docs/plan.md has the constants):
 
 import heapq
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -106,24 +105,6 @@ def anyone_up(traces: list[Trace]) -> float:
     running = np.cumsum(changes[order])
     lengths_s = np.diff(np.append(times_s[order], traces[0].horizon_s))
     return float(lengths_s[running > 0].sum() / traces[0].horizon_s)
-
-
-def scheduled(
-    outages: Outages, absences: Sequence[tuple[float, float]], horizon_s: float, *, step_s: float
-) -> Trace:
-    """A rigid job whose slices are away at given times, (from, until) in seconds."""
-    line = _Line()
-    line.shares[0] = 1.0
-    ends_s = 0.0
-    for from_s, until_s in sorted(absences):
-        if from_s >= ends_s:
-            if ends_s:
-                line.begin(ends_s, 1.0)
-            _fail(line, outages, from_s, step_s)
-        ends_s = max(ends_s, until_s + outages.restart_s)
-    if ends_s:
-        line.begin(ends_s, 1.0)
-    return line.trace(horizon_s)
 
 
 class _Job(NamedTuple):

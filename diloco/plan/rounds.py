@@ -7,21 +7,20 @@ Pure: randomness comes in as a generator, times are seconds since the beginning.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
 
 from diloco.aggregator.core import events
+from diloco.aggregator.core.events import AskCut, Commit, Effect, Fetch, OpenRound
 from diloco.aggregator.core.policy import FragmentRules, fragment_rules
-from diloco.common import names, slices, wire
+from diloco.common import wire
 from diloco.common.config import RunSettings
 from diloco.common.layout import Tensor, make_layout
-from diloco.common.shards import shard_bytes
 from diloco.learner import sync
 from diloco.plan.outages import Trace
-from diloco.plan.owner import NEVER_S, Aggregator, Listeners, Owner, Rounds, Timeline, digest_of
+from diloco.plan.virtual import NEVER_S, Fragment, Timeline
 
 # No two uploads take the same time: uniformly this much more or less.
 JITTER = 0.2
@@ -46,14 +45,75 @@ class Worker:
     trace: Trace
 
 
-def planned_rules(settings: RunSettings) -> FragmentRules:
-    """The run's rules for a fragment that is as small as can be, in a run that does not end."""
-    sizes = {"fragments": 1, "shard_elements": 1024}
-    settings = settings.model_copy(update={"sync": settings.sync.model_copy(update=sizes)})
-    block = settings.sync.block
-    tensor = Tensor(name="w", shape=(2 * block,), dtype="float32")
-    rules = fragment_rules(settings, make_layout([tensor], fragments=1, block=block), 0)
-    return replace(rules, steps=_ENDLESS)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Aggregator:
+    """What its work takes; times in seconds.
+
+    Attributes:
+        read_s: of its link and its cores, to read and verify one update.
+        make_s: from a round's close to the version: outer step and delta. It does nothing else.
+        store_s: from the version to its record; it reads on meanwhile.
+        snapshot_s: so much longer when view and outer state are stored too.
+        message_s: a message, or the answer to a question.
+    """
+
+    read_s: float
+    make_s: float
+    store_s: float
+    message_s: float
+    snapshot_s: float = 0.0
+
+
+@dataclass(kw_only=True, slots=True)
+class Rounds:
+    """What came of the rounds.
+
+    Attributes:
+        committed_s: when each version was; `merged` how many updates it has.
+        staleness: of each merged update, in versions, in their order.
+        reads: updates that the aggregator read.
+        reasons: how often rounds closed for which reason.
+        kept: share of the trained tokens that were merged, or on their way at the end.
+        utilization: share of the time in which learners could train that they did not wait.
+        stands_for: learners of the fleet for each that was simulated.
+    """
+
+    committed_s: list[float] = field(default_factory=list)
+    merged: list[int] = field(default_factory=list)
+    staleness: list[int] = field(default_factory=list)
+    reasons: dict[str, int] = field(default_factory=dict)
+    reads: int = 0
+    kept: float = 1.0
+    utilization: float = 1.0
+    stands_for: float = 1.0
+
+    @property
+    def versions(self) -> int:
+        """How many were made."""
+        return len(self.committed_s)
+
+    @property
+    def interval_s(self) -> float:
+        """Mean time between two versions of the fragment."""
+        if self.versions < 2:
+            return NEVER_S
+        return (self.committed_s[-1] - self.committed_s[0]) / (self.versions - 1)
+
+    @property
+    def participants(self) -> float:
+        """Mean number of updates in a version."""
+        simulated = len(self.staleness) / self.versions if self.versions else 0.0
+        return self.stands_for * simulated
+
+    @property
+    def mean_staleness(self) -> float:
+        """Mean versions between an update's base and the version it became part of, less one."""
+        return sum(self.staleness) / len(self.staleness) if self.staleness else 0.0
+
+    @property
+    def late_share(self) -> float:
+        """Share of merged updates that missed the round for which they were sent."""
+        return sum(s > 0 for s in self.staleness) / len(self.staleness) if self.staleness else 0.0
 
 
 def simulate(
@@ -73,9 +133,110 @@ def simulate(
         horizon_s: no longer than the workers' traces.
         rng: of the uploads' times.
     """
-    line = _Line(settings, workers, aggregator, horizon_s, rng)
-    line.run()
-    return line.result()
+    timeline = Timeline()
+    owner = _Owner(settings, aggregator, timeline)
+    rules = sync.sync_rules(settings.sync)
+    for number, worker in enumerate(workers):
+        owner.learners.append(_Learner(f"learner-{number}", worker, owner, rules, rng))
+    while timeline.next_s < horizon_s:
+        timeline.advance()
+    timeline.now_s = horizon_s
+    return owner.result()
+
+
+def _planned_rules(settings: RunSettings) -> FragmentRules:
+    """The run's rules for a fragment that is as small as can be, in a run that does not end."""
+    sizes = {"fragments": 1, "shard_elements": 1024}
+    settings = settings.model_copy(update={"sync": settings.sync.model_copy(update=sizes)})
+    block = settings.sync.block
+    tensor = Tensor(name="w", shape=(2 * block,), dtype="float32")
+    rules = fragment_rules(settings, make_layout([tensor], fragments=1, block=block), 0)
+    return replace(rules, steps=_ENDLESS)
+
+
+def _digest(version: int) -> str:
+    """Stands for the view of a version."""
+    return f"{version:032x}"
+
+
+class _Owner(Fragment):
+    """The aggregator: it reads one update after another, for its link is one for all of them.
+
+    Attributes:
+        found: what came of the rounds so far.
+        trained: tokens of lives that are over; `sent` those that were not lost with them.
+    """
+
+    def __init__(self, settings: RunSettings, aggregator: Aggregator, timeline: Timeline) -> None:
+        super().__init__(_planned_rules(settings), timeline, _digest(0))
+        self.learners: list[_Learner] = []
+        self.found = Rounds()
+        self.trained = self.sent = 0.0
+        self._aggregator = aggregator
+        self._snapshots = settings.sync.snapshot_interval_versions
+        self._read_until_s = 0.0
+
+    def result(self) -> Rounds:
+        possible = 0.0
+        for learner in self.learners:
+            learner.feed()
+            learner.let_go(kept=True)
+            possible += learner.work.at(self.timeline.now_s)[1]
+        self.found.kept = self.sent / self.trained if self.trained else 1.0
+        self.found.utilization = min(1.0, self.trained / possible) if possible else 1.0
+        return self.found
+
+    def perform(self, effect: Effect) -> None:
+        message_s = self._aggregator.message_s
+        match effect:
+            case Fetch():
+                self.found.reads += 1
+                begins_s = max(self._read_until_s, self.timeline.now_s)
+                self._read_until_s = begins_s + self._aggregator.read_s
+                self.timeline.at(self._read_until_s + message_s, self._fetched, effect)
+            case AskCut():
+                self.timeline.after(message_s, self._tell_cut, self.newest_seq)
+            case OpenRound(version):
+                for learner in self.learners:
+                    learner.hear_of_round(version)
+            case Commit():
+                self._close(effect)
+
+    def _fetched(self, fetch: Fetch) -> None:
+        # Every update has the same norm per step: none is clipped.
+        norm = float(fetch.manifest.steps)
+        self.decide(events.Fetched(self.timeline.now_s, fetch.update, norm))
+
+    def _tell_cut(self, stream_seq: int) -> None:
+        self.decide(events.CutKnown(self.timeline.now_s, stream_seq))
+
+    def _close(self, commit: Commit) -> None:
+        made_s, version = self.timeline.now_s, _version_of(commit)
+        if commit.what == "version":
+            made_s += self._aggregator.make_s
+            self.timeline.at(made_s, self.made, _digest(version))
+        stored_s = made_s + self._aggregator.store_s + self._aggregator.message_s
+        if commit.what == "version" and version % self._snapshots == 0:
+            stored_s += self._aggregator.snapshot_s
+        self.timeline.at(stored_s, self._commit, commit)
+
+    def _commit(self, commit: Commit) -> None:
+        closed, now_s = commit.state, self.timeline.now_s
+        if commit.what == "version":
+            self.found.committed_s.append(now_s)
+            self.found.merged.append(len(closed.admitted))
+            self.found.staleness += [taken.staleness for taken in closed.admitted]
+            self.found.reasons[commit.reason] = self.found.reasons.get(commit.reason, 0) + 1
+        self.sent -= sum(refused.manifest.tokens for refused in closed.rejected)
+        record_seq = self.timeline.next_seq()
+        read_by = self.read_by(commit, record_seq, _digest(_version_of(commit)))
+        self.decide(events.Committed(now_s, record_seq))
+        for learner in self.learners:
+            learner.hear_of_record(read_by(learner.name, learner.incarnation))
+
+
+def _version_of(commit: Commit) -> int:
+    return commit.state.version + (commit.what == "version")
 
 
 class _Work:
@@ -109,263 +270,161 @@ class _Work:
 
 
 class _Learner:
-    """One learner: its core, and the work that it has fed to it."""
+    """One learner, life after life: its core, and the work that was fed to it.
 
-    def __init__(self, name: str, worker: Worker, manifest: wire.Manifest) -> None:
-        self.name = name
-        self.worker = worker
-        self.work = _Work(worker)
-        self.manifest = manifest
-        self.state: sync.State | None = None
-        self.incarnation = 0
-        self.fed_steps = 0
-        self.fed_tokens = 0.0
-        self.unannounced_tokens = 0
-        self.waiting = False
-        self.opened = 0
-
-
-class _Line:
-    """The line of events; effects of the two cores become events of the other."""
+    Attributes:
+        state: its core's; None while it is dead.
+        unannounced: tokens of the update that is being uploaded.
+        opened: the version of a round that it has heard of, until its next step boundary.
+    """
 
     def __init__(
         self,
-        settings: RunSettings,
-        workers: list[Worker],
-        aggregator: Aggregator,
-        horizon_s: float,
+        name: str,
+        worker: Worker,
+        owner: _Owner,
+        rules: sync.SyncRules,
         rng: np.random.Generator,
     ) -> None:
-        self._rules = planned_rules(settings)
-        self._sync = sync.sync_rules(settings.sync)
-        self._rng = rng
-        self._timeline = Timeline(horizon_s)
-        self._owner = Owner(
-            self._rules,
-            aggregator,
-            settings.sync.snapshot_interval_versions,
-            self._timeline,
-            Listeners(self._opened, self._committed, self._rejected),
-        )
-        manifests = _manifest(self._rules)
-        self._learners = {
-            f"learner-{n}": _Learner(f"learner-{n}", worker, manifests)
-            for n, worker in enumerate(workers)
-        }
-        self._trained = self._sent = 0.0
+        self.name = name
+        self.work = _Work(worker)
+        self.state: sync.State | None = None
+        self.incarnation = 0
+        self._worker, self._owner, self._rules, self._rng = worker, owner, rules, rng
+        self._timeline = owner.timeline
+        self._fed_steps, self._fed_tokens = 0, 0.0
+        self._unannounced = 0
+        self._waiting = False
+        self._opened = 0
+        self._plan_lives()
 
-    def run(self) -> None:
-        for learner in self._learners.values():
-            self._plan_life(learner)
-        self._timeline.run()
-
-    def result(self) -> Rounds:
-        found, possible = self._owner.found, 0.0
-        for learner in self._learners.values():
-            self._feed(learner)
-            self._let_go(learner, kept=True)
-            possible += learner.work.at(self._timeline.now_s)[1]
-        found.kept = self._sent / self._trained if self._trained else 1.0
-        found.utilization = min(1.0, self._trained / possible) if possible else 1.0
-        return found
-
-    # Lives
-
-    def _plan_life(self, learner: _Learner) -> None:
+    def _plan_lives(self) -> None:
         """Its joins and deaths, and the silences in which nobody waits for it."""
-        trace = learner.worker.trace
-        deaths = set(trace.deaths_s)
-        self._timeline.at(0.0, self._join, learner)
+        trace = self._worker.trace
+        silent_s = self._owner.rules.quorum.liveness_timeout_s
+        self._timeline.at(0.0, self._join)
         times_s = [*trace.times_s.tolist(), trace.horizon_s]
         stands = [share == 0 for share in trace.shares.tolist()]
         for (begins_s, ends_s), still in zip(pairwise(times_s), stands, strict=True):
             if not still:
                 continue
-            if ends_s - begins_s > self._rules.quorum.liveness_timeout_s:
-                self._timeline.at(
-                    begins_s + self._rules.quorum.liveness_timeout_s, self._heard, learner, False
-                )
-                self._timeline.at(ends_s, self._heard, learner, True)
+            if ends_s - begins_s > silent_s:
+                self._timeline.at(begins_s + silent_s, self._be_heard, False)
+                self._timeline.at(ends_s, self._be_heard, True)
             # A trace takes the step under way back: a death lies within the standstill.
-            died = [death for death in deaths if begins_s <= death < ends_s]
-            if died:
-                self._timeline.at(died[0], self._die, learner)
-                self._timeline.at(ends_s, self._join, learner)
+            died_s = [at_s for at_s in trace.deaths_s if begins_s <= at_s < ends_s]
+            if died_s:
+                self._timeline.at(died_s[0], self._die)
+                self._timeline.at(ends_s, self._join)
 
-    def _join(self, learner: _Learner) -> None:
-        state = self._owner.state
-        start = sync.Start(state.version, digest_of(state.version), max(1, state.record_seq), 0)
-        learner.state = sync.begin(self._sync, (start,))
-        learner.fed_steps, learner.fed_tokens = learner.work.at(self._timeline.now_s)
-        learner.unannounced_tokens = 0
-        learner.waiting, learner.opened = False, 0
-        learner.incarnation = self._owner.join(learner.name)
-        self._plan_boundary(learner)
+    def _join(self) -> None:
+        self.incarnation = self._timeline.next_seq()
+        start = self._owner.join(self.name, self.incarnation)
+        self.state = sync.begin(self._rules, (start,))
+        self._fed_steps, self._fed_tokens = self.work.at(self._timeline.now_s)
+        self._unannounced = self._opened = 0
+        self._waiting = False
+        self._plan_boundary()
 
-    def _die(self, learner: _Learner) -> None:
-        self._feed(learner)
-        self._let_go(learner, kept=False)
-        learner.state = None
+    def _die(self) -> None:
+        self.feed()
+        self.let_go(kept=False)
+        self.state = None
 
-    def _let_go(self, learner: _Learner, *, kept: bool) -> None:
+    def let_go(self, *, kept: bool) -> None:
         """Account for the work of a life that is not on the tape."""
-        if learner.state is None:
+        if self.state is None:
             return
-        self._trained += learner.state.done.tokens
+        self._owner.trained += self.state.done.tokens
         if kept:
-            unsent = sync.unsent_of(learner.state, learner.state.fragments[0]).tokens
-            self._sent += unsent + learner.unannounced_tokens
+            unsent = sync.unsent_of(self.state, self.state.fragments[0]).tokens
+            self._owner.sent += unsent + self._unannounced
 
-    def _heard(self, learner: _Learner, live: bool) -> None:
+    def _be_heard(self, live: bool) -> None:
         now_s = self._timeline.now_s
-        self._owner.decide(events.Liveness(now_s, learner.name, learner.incarnation, live))
+        self._owner.decide(events.Liveness(now_s, self.name, self.incarnation, live))
 
-    # The learner's side
+    def _boundary(self, incarnation: int) -> None:
+        if self.state is not None and self.incarnation == incarnation:
+            self.feed()
+            self._plan_boundary()
 
-    def _boundary(self, learner: _Learner, incarnation: int) -> None:
-        if learner.state is not None and learner.incarnation == incarnation:
-            self._feed(learner)
-            self._plan_boundary(learner)
-
-    def _feed(self, learner: _Learner) -> None:
+    def feed(self) -> None:
         """Take the steps that were trained since the last ones."""
-        if learner.state is None:
+        if self.state is None:
             return
-        steps, tokens = learner.work.at(self._timeline.now_s)
-        if learner.waiting:
-            learner.fed_steps, learner.fed_tokens = steps, tokens
-        taken, over = steps - learner.fed_steps, round(tokens - learner.fed_tokens)
-        learner.fed_steps = steps
-        learner.fed_tokens += over
-        if learner.opened:
-            self._tell(learner, sync.RoundOpened(0, learner.opened))
-            learner.opened = 0
-        self._tell(learner, sync.Stepped(self._timeline.now_s, over, taken))
-        assert learner.state is not None
-        learner.waiting = sync.must_wait(self._sync, learner.state)
+        steps, tokens = self.work.at(self._timeline.now_s)
+        if self._waiting:
+            self._fed_steps, self._fed_tokens = steps, tokens
+        taken, over = steps - self._fed_steps, round(tokens - self._fed_tokens)
+        self._fed_steps = steps
+        self._fed_tokens += over
+        if self._opened:
+            self._tell(sync.RoundOpened(0, self._opened))
+            self._opened = 0
+        state = self._tell(sync.Stepped(self._timeline.now_s, over, taken))
+        self._waiting = sync.must_wait(self._rules, state)
 
-    def _plan_boundary(self, learner: _Learner) -> None:
+    def _plan_boundary(self) -> None:
         """Look again when the fragment is due."""
-        assert learner.state is not None
-        fragment = learner.state.fragments[0]
+        assert self.state is not None
+        fragment = self.state.fragments[0]
         if fragment.in_flight is None:
-            opened = fragment.open_version > fragment.version and not self._sync.lockstep
+            opened = fragment.open_version > fragment.version and not self._rules.lockstep
             least = fragment.due_steps
             if opened:
-                least = min(least, self._sync.min_steps)
-            steps = least - sync.unsent_of(learner.state, fragment).steps
-            due_s = learner.work.when(learner.fed_steps + max(1, steps))
-            self._timeline.at(due_s, self._boundary, learner, learner.incarnation)
+                least = min(least, self._rules.min_steps)
+            steps = least - sync.unsent_of(self.state, fragment).steps
+            due_s = self.work.when(self._fed_steps + max(1, steps))
+            self._timeline.at(due_s, self._boundary, self.incarnation)
 
-    def _tell(self, learner: _Learner, event: sync.Event) -> None:
-        assert learner.state is not None
-        learner.state, effects = sync.step(self._sync, learner.state, event)
+    def _tell(self, event: sync.Event) -> sync.State:
+        assert self.state is not None
+        self.state, effects = sync.step(self._rules, self.state, event)
         for effect in effects:
             if isinstance(effect, sync.Send):
-                self._send(learner, effect)
+                self._send(effect)
+        return self.state
 
-    def _send(self, learner: _Learner, send: sync.Send) -> None:
-        manifest = _filled(self._rules, learner, send)
-        learner.unannounced_tokens = send.tokens
-        upload_s = learner.worker.upload_s * self._rng.uniform(1 - JITTER, 1 + JITTER)
-        self._timeline.at(self._timeline.now_s + upload_s, self._announce, learner, manifest)
+    def _send(self, send: sync.Send) -> None:
+        manifest = self._owner.manifest(self.name, self.incarnation, send, 0, self._worker.step_s)
+        self._unannounced = send.tokens
+        upload_s = self._worker.upload_s * self._rng.uniform(1 - JITTER, 1 + JITTER)
+        self._timeline.after(upload_s, self._announce, manifest)
 
-    def _announce(self, learner: _Learner, manifest: wire.Manifest) -> None:
-        if learner.state is None or learner.incarnation != manifest.incarnation:
+    def _announce(self, manifest: wire.Manifest) -> None:
+        if self.state is None or self.incarnation != manifest.incarnation:
             return
-        learner.unannounced_tokens = 0
-        self._sent += manifest.tokens
-        self._tell(learner, sync.Published(self._timeline.now_s, 0, manifest.seq))
+        self._unannounced = 0
+        self._owner.sent += manifest.tokens
+        self._tell(sync.Published(self._timeline.now_s, 0, manifest.seq))
         self._owner.announce(manifest)
 
-    def _opened(self, version: int) -> None:
-        """A round is open: whoever has nothing under way looks at its next step boundary."""
-        for learner in self._learners.values():
-            if learner.state is None:
-                continue
-            learner.opened = version
-            if learner.state.fragments[0].in_flight is None:
-                self._look(learner)
+    def hear_of_round(self, version: int) -> None:
+        """A round is open: who has nothing under way looks at its next step boundary."""
+        if self.state is not None:
+            self._opened = version
+            if self.state.fragments[0].in_flight is None:
+                self._look()
 
-    def _committed(self, read_by: Callable[[str, int], sync.Ready]) -> None:
-        """A record stands: each learner has its version once the delta is there."""
-        for learner in self._learners.values():
-            ready = read_by(learner.name, learner.incarnation)
-            arrives_s = self._timeline.now_s + learner.worker.download_s
-            self._timeline.at(arrives_s, self._adopt, learner, learner.incarnation, ready)
+    def hear_of_record(self, ready: sync.Ready) -> None:
+        """A record stands: the learner has its version once the delta is there."""
+        self._timeline.after(self._worker.download_s, self._adopt, self.incarnation, ready)
 
-    def _rejected(self, tokens: int) -> None:
-        self._sent -= tokens
-
-    def _adopt(self, learner: _Learner, incarnation: int, ready: sync.Ready) -> None:
+    def _adopt(self, incarnation: int, ready: sync.Ready) -> None:
         """A version has arrived: it takes effect at the next step boundary."""
-        if learner.state is None or learner.incarnation != incarnation:
+        if self.state is None or self.incarnation != incarnation:
             return
-        flying = learner.state.fragments[0].in_flight
-        if flying and ready.resolved_seq < flying.seq and not self._sync.overwrite:
+        flying = self.state.fragments[0].in_flight
+        if flying and ready.resolved_seq < flying.seq and not self._rules.overwrite:
             # Nothing follows from it before its update is resolved, by a newer version.
             return
-        self._tell(learner, ready)
-        self._look(learner)
+        self._tell(ready)
+        self._look()
 
-    def _look(self, learner: _Learner) -> None:
-        if learner.waiting:
-            self._boundary(learner, learner.incarnation)
+    def _look(self) -> None:
+        if self._waiting:
+            self._boundary(self.incarnation)
         else:
-            steps, _ = learner.work.at(self._timeline.now_s)
-            at_s = learner.work.when(steps + 1)
-            self._timeline.at(at_s, self._boundary, learner, learner.incarnation)
-
-
-def _manifest(rules: FragmentRules) -> wire.Manifest:
-    """A manifest of these rules, for `_filled`."""
-    shard = wire.Shard(
-        name="update",
-        size_bytes=shard_bytes(rules.codec, rules.size, rules.block),
-        crc32c=0,
-        slices=slices.of_range(0, rules.size, rules.block),
-    )
-    return wire.Manifest(
-        run=rules.run,
-        learner="learner-0",
-        epoch=rules.epoch,
-        incarnation=1,
-        seq=1,
-        fragment=rules.fragment,
-        base_version=0,
-        base_digest=digest_of(0),
-        layout=rules.layout,
-        codec=rules.codec,
-        shards=(shard,),
-        tokens=1,
-        steps=1,
-        position=0,
-        local_step=0,
-        loss=0.0,
-        step_time_s=0.0,
-        encode_s=0.0,
-        upload_s=0.0,
-        attempt=0,
-        final=False,
-    )
-
-
-def _filled(rules: FragmentRules, learner: _Learner, send: sync.Send) -> wire.Manifest:
-    """The manifest that announces what a learner sends."""
-    name = names.shard(
-        rules.run, learner.name, rules.fragment, rules.epoch, learner.incarnation, send.seq, 0
-    )
-    shard = learner.manifest.shards[0].model_copy(update={"name": name})
-    fields = {
-        "learner": learner.name,
-        "incarnation": learner.incarnation,
-        "seq": send.seq,
-        "base_version": send.base_version,
-        "base_digest": send.base_digest,
-        "shards": (shard,),
-        "tokens": max(1, send.tokens),
-        "steps": send.steps,
-        "step_time_s": learner.worker.step_s,
-        "final": send.final,
-    }
-    return learner.manifest.model_copy(update=fields)
+            steps, _ = self.work.at(self._timeline.now_s)
+            self._timeline.at(self.work.when(steps + 1), self._boundary, self.incarnation)

@@ -1,6 +1,11 @@
 """Predicts a fleet: from options to a plan, printed and drawn."""
 
 import json as jsonlib
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
 
 import rich.markup
 from rich.console import Console
@@ -10,11 +15,72 @@ from diloco.common.errors import ConfigError
 from diloco.plan import inputs
 from diloco.plan.costs import compare
 from diloco.plan.forecast import make_plan, over_learners
-from diloco.plan.intervals import Interval, intervals
+from diloco.plan.intervals import Interval, advice, intervals, with_interval
 from diloco.plan.options import PlanOptions
-from diloco.plan.prices import read_prices
 from diloco.plan.tables import as_json, cost_table, costs_as_json, tables
-from diloco.plan.writing import write_interval
+
+_SYNC: Final = re.compile(r"(?m)^\s*\[\s*sync\s*\][^\n]*")
+_SECTION: Final = re.compile(r"(?m)^\s*\[")
+KEYS: Final = ("interval_steps", "fragments", "min_steps")
+
+
+def write_interval(path: Path, settings: RunSettings, found: list[Interval]) -> str:
+    """Set H to the smallest that the links carry, with what must not exceed it; says what was done.
+
+    Args:
+        path: the run's file.
+        settings: as planned.
+        found: what each H would be.
+
+    Raises:
+        ConfigError: no H is carried, or the file cannot be changed line by line.
+    """
+    carried = next((interval.steps for interval in found if interval.carried), None)
+    if carried is None:
+        raise ConfigError(
+            f"{path} is as it was: {advice(found, settings.sync.interval_steps)}",
+            hint="name faster links, or set sync.interval_steps yourself",
+        )
+    before, after = settings.sync, with_interval(settings, carried).sync
+    values = {key: getattr(after, key) for key in KEYS}
+    text = path.read_text()
+    changed = _with_keys(text, values)
+    expected = tomllib.loads(text)
+    expected["sync"] = expected.get("sync", {}) | values
+    if not _says(changed, expected):
+        said = ", ".join(f"sync.{key} = {value}" for key, value in values.items())
+        raise ConfigError(
+            f"{path} is as it was: its [sync] is not written with a line for each key",
+            hint=f"set {said} yourself",
+        )
+    path.write_text(changed)
+    said = ", ".join(
+        f"{key} = {value} (was {getattr(before, key)})" for key, value in values.items()
+    )
+    return f"{path}, [sync]: {said}"
+
+
+def _says(text: str, expected: Mapping[str, object]) -> bool:
+    try:
+        return tomllib.loads(text) == expected
+    except tomllib.TOMLDecodeError:
+        return False
+
+
+def _with_keys(text: str, values: Mapping[str, int]) -> str:
+    """The text with whole numbers in [sync]; comments stay."""
+    if _SYNC.search(text) is None:
+        text = f"{text}\n[sync]\n" if text else "[sync]\n"
+    header = _SYNC.search(text)
+    assert header is not None
+    after = _SECTION.search(text, header.end())
+    ends = after.start() if after else len(text)
+    body, missing = text[header.end() : ends], ""
+    for key, value in values.items():
+        body, there = re.subn(rf"(?m)^(\s*{key}\s*=\s*)\S+", rf"\g<1>{value}", body)
+        missing += "" if there else f"\n{key} = {value}"
+    return text[: header.end()] + missing + body + text[ends:]
+
 
 # Numbers of learners that a picture shows, beside the one that was asked for.
 COUNTS = (1, 2, 4, 8, 16, 32)
@@ -32,7 +98,7 @@ def run_plan(options: PlanOptions) -> None:
     fleet = inputs.read_fleet(options, model.step_tokens)
     tokens = inputs.read_tokens(options, settings, fleet, model.step_tokens)
     sized = model.sizes_of(settings)
-    prices = read_prices(options.prices)
+    prices = inputs.read_prices(options.prices)
     regions = inputs.read_regions(options, prices)
     made = make_plan(settings, fleet, model.parameters, sized, tokens=tokens, seed=options.seed)
     costs = compare(prices, regions, made)
@@ -42,7 +108,7 @@ def run_plan(options: PlanOptions) -> None:
     if options.plot is not None:
         counts = sorted({n for n in COUNTS if n <= fleet.chips} | {made.learners})
         others = over_learners(settings, fleet, model.parameters, sized, counts, seed=options.seed)
-        from diloco.plan.figure import draw
+        from diloco.plan.tables import draw
 
         draw(others, made, options.plot)
     written = _write(options, settings, possible) if options.write else None

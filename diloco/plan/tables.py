@@ -2,17 +2,21 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.table import Table
 
 from diloco.cli import units
 from diloco.cli.screen import titled_table
 from diloco.common.config import RunSettings
+from diloco.page.page import write_figure
+from diloco.page.svg import DASHES, Axis, Column, Mark, Panel, line, points, rules
 from diloco.plan.costs import AGGREGATORS, BUS_NODES, Cost, Prices
-from diloco.plan.forecast import DAY_S, Fleet, Plan
+from diloco.plan.forecast import DAY_S, Bandwidth, Fleet, Plan
 from diloco.plan.intervals import MEASURED_AT, Interval, advice
 
 
@@ -204,3 +208,62 @@ def _short(value: float) -> str:
 def _bytes(value: float) -> str:
     unit = units.byte_unit(value)
     return f"{value / unit.scale:.4g} {unit.name}"
+
+
+# Utilization for which the right panel shows the links; it is one of `plan.UTILIZATIONS`.
+SHOWN = 0.95
+
+
+def draw(plans: list[Plan], asked: Plan, path: Path) -> None:
+    """Goodput and uptime, and what a site's link must carry, over the number of learners.
+
+    Args:
+        plans: by ascending number of learners.
+        asked: the plan in question; the number of its learners is marked.
+        path: of the page.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    counts = np.asarray([plan.learners for plan in plans], np.float64)
+    at = np.asarray([asked.learners], np.float64)
+    x = Axis(label="learners", log=True)
+    shares = [*_shares(counts, plans), rules(at, 0 * at, 0 * at + 100)]
+    links = _links(counts, plans)
+    known = np.concatenate([mark.y[np.isfinite(mark.y)] for mark in links])
+    links.append(rules(at, 0 * at + known.min(), 0 * at + known.max()))
+    title = f"{plans[0].chips:,} chips under failures"
+    panels = [
+        Panel(marks=shares, title=title, x=x, y=Axis(label="goodput (%)", low=0, high=102)),
+        Panel(
+            marks=links, title=f"for a utilization of {100 * SHOWN:.0f} %", x=x,
+            y=Axis(label="Gbit/s of each site", log=True),
+        ),
+    ]  # fmt: skip
+    write_figure("The plan", panels, path)
+
+
+def _shares(counts: Column, plans: Sequence[Plan]) -> list[Mark]:
+    marks = []
+    looks = (("orange", DASHES[2]), ("red", DASHES[1]), ("blue", ""))
+    for index, (look, dash) in enumerate(looks):
+        systems = [plan.systems[index] for plan in plans]
+        goodput = np.asarray([100 * system.goodput for system in systems])
+        marks += [line(counts, goodput, look, systems[0].name, dash), points(counts, goodput, look)]
+    uptime = np.asarray([100 * plan.systems[-1].uptime for plan in plans])
+    return [*marks, line(counts, uptime, "sky", "its uptime", DASHES[3])]
+
+
+def _links(counts: Column, plans: Sequence[Plan]) -> list[Mark]:
+    needs: tuple[tuple[str, str, str, Callable[[Bandwidth], float]], ...] = (
+        ("data-parallel", "orange", DASHES[2], lambda row: row.data_parallel),
+        ("it, in lockstep", "green", DASHES[1], lambda row: row.lockstep),
+        ("this system", "blue", "", lambda row: row.decoupled),
+    )
+    marks = []
+    for name, look, dash, need in needs:
+        rows = [next(row for row in plan.bandwidth if row.utilization == SHOWN) for plan in plans]
+        gbit = np.asarray([need(row) for row in rows], np.float64)
+        gbit = np.where(np.isfinite(gbit) & (gbit > 0), gbit, np.nan)
+        marks += [line(counts, gbit, look, name, dash), points(counts, gbit, look)]
+    return marks

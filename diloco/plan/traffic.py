@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from diloco.aggregator.arrays.outer import make_outer
 from diloco.common.codec import encoded_bytes
 from diloco.common.config import RunSettings
-from diloco.common.layout import Layout
 from diloco.common.shards import shard_bytes, shard_ranges
 
 # Core-seconds for each element of each update: its norm and its addition, 2 cores x 133.9 ms for 8
@@ -66,11 +65,6 @@ def equal_fragments(settings: RunSettings, parameters: int) -> list[int]:
     """Elements of the fragments of a model whose tensors are not known: as equal as can be."""
     pair = 2 * settings.sync.block
     return [math.ceil(parameters / settings.sync.fragments / pair) * pair] * settings.sync.fragments
-
-
-def layout_fragments(layout: Layout) -> list[int]:
-    """Elements of the fragments of a model."""
-    return [fragment.size for fragment in layout.fragments]
 
 
 def sizes(settings: RunSettings, fragments: Sequence[int]) -> Sizes:

@@ -1,1 +1,1 @@
-"""`diloco provision`: a fleet on Google Cloud, read and checked before Terraform sees it."""
+"""`diloco host provision`: a fleet on Google Cloud, read and checked before Terraform sees it."""

@@ -10,8 +10,7 @@ from diloco.common.config import Config, make_config, read_document
 from diloco.common.credentials import load_credentials
 from diloco.common.errors import ConfigError
 from diloco.infra.release import Refused, manifest_of
-from diloco.provision.findings import Finding
-from diloco.provision.fleet import Fleet, region_of
+from diloco.provision.fleet import Finding, Fleet, region_of
 
 INSTALLED_AT, STREAMS_AT = "/etc/nats", "/var/lib/nats/jetstream"
 # Of the default images, and of every machine that TPUs are parts of.
@@ -51,26 +50,26 @@ def check_names(fleet: Fleet, run: str) -> Iterator[Finding]:
             yield Finding(f"{name!r} and the run's name have more than 45 characters together")
 
 
-def check_bundles(fleet: Fleet, paths: dict[str, Path]) -> Iterator[Finding]:
-    """The bundles that machines run."""
+def check_releases(fleet: Fleet, paths: dict[str, Path]) -> Iterator[Finding]:
+    """The releases that machines run."""
     if "tpu" not in paths and any(one.kind != "cpu" for one in fleet.learners.values()):
         yield Finding(
-            "a learner has TPUs, and bundles has no tpu; make it with: make bundle KIND=tpu"
+            "a learner has TPUs, and releases has no tpu; make it with: make release KIND=tpu"
         )
     for kind, path in paths.items():
         if not path.name.endswith(".tar.gz"):
-            yield Finding(f"bundles.{kind}: {path} is no .tar.gz; make it with: make bundle")
+            yield Finding(f"releases.{kind}: {path} is no .tar.gz; make it with: make release")
             continue
         try:
             manifest = manifest_of(path)
         except Refused as error:
-            yield Finding(f"bundles.{kind}: {error} KIND={kind}")
+            yield Finding(f"releases.{kind}: {error} KIND={kind}")
             continue
         if manifest.kind != kind:
-            yield Finding(f"bundles.{kind}: {path} is a bundle for {manifest.kind}")
+            yield Finding(f"releases.{kind}: {path} is a release for {manifest.kind}")
         if manifest.architecture != ARCHITECTURE:
             yield Finding(
-                f"bundles.{kind}: {path} is for {manifest.architecture}; the machines of these "
+                f"releases.{kind}: {path} is for {manifest.architecture}; the machines of these "
                 f"modules are {ARCHITECTURE}"
             )
 

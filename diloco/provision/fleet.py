@@ -4,7 +4,7 @@ import ipaddress
 import re
 import tomllib
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -63,6 +63,13 @@ Machine = Annotated[str, Field(pattern=r"^[a-z][a-z0-9]+(-[a-z0-9]+){1,3}$")]
 Image = Annotated[str, Field(pattern=r"^projects/[^/ ]+/global/images/(family/)?[^/ ]+$")]
 Disk = Annotated[int, Field(ge=20, le=65536)]
 FilePath = Annotated[str, Field(min_length=1), AfterValidator(_text)]
+
+
+class Finding(NamedTuple):
+    """What is wrong with a fleet, in a sentence; `refused` where it must be mended first."""
+
+    sentence: str
+    refused: bool = True
 
 
 class Part(BaseModel):
@@ -143,7 +150,7 @@ class Images(Part):
     cpu: Image | None = None
 
 
-class Bundles(Part):
+class ReleaseFiles(Part):
     """What machines run, by kind."""
 
     cpu: FilePath
@@ -161,7 +168,7 @@ class Fleet(Part):
     project: Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{4,28}[a-z0-9]$")]
     run_toml: FilePath
     auth_folder: FilePath
-    bundles: Bundles
+    releases: ReleaseFiles
     parameters: Annotated[int, Field(ge=1)]
     subnets: Annotated[dict[Region, Subnet], Field(min_length=1)]
     nats: Nats
@@ -201,6 +208,8 @@ def read_fleet(path: Path) -> Fleet:
         raise ConfigError(f"cannot read {str(path)!r}: {error}", hint=_HINT) from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}", hint=_HINT) from error
+    if "bundles" in document:
+        raise ConfigError(f"{path}: 'bundles' is called 'releases' now", hint=_HINT)
     try:
         return Fleet.model_validate(document)
     except ValidationError as error:

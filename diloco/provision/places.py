@@ -6,8 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from diloco.provision.findings import Finding
-from diloco.provision.fleet import MULTI_REGIONS, Fleet, Learner, region_of
+from diloco.provision.fleet import MULTI_REGIONS, Finding, Fleet, Learner, region_of
 from diloco.provision.known import Accelerator, Known
 
 # Accounts of learners, each with three bindings of the bucket: docs/security.md has the limits.

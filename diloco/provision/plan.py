@@ -1,18 +1,26 @@
-"""A fleet's file, everything that is wrong with it, and the variables that Terraform is given."""
+"""A fleet's file, everything that is wrong with it, and the variables that Terraform is given.
 
+Here too: which machine an aggregator needs, and whether meshes fit slices.
+"""
+
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from diloco.common.config import Config, MeshSection, RunSettings
 from diloco.common.errors import ConfigError
-from diloco.provision.files import check_auth, check_bundles, check_names, read_run
-from diloco.provision.findings import Finding
-from diloco.provision.fleet import Fleet, read_fleet
-from diloco.provision.known import known
-from diloco.provision.meshes import check_meshes
+from diloco.plan.traffic import equal_fragments, sizes
+from diloco.provision.files import check_auth, check_names, check_releases, read_run
+from diloco.provision.fleet import Finding, Fleet, Learner, read_fleet
+from diloco.provision.known import Known, known
 from diloco.provision.places import check_places
-from diloco.provision.sizing import check_memory, machines, memory_needed
 
 _FILES = ("run_toml", "auth_folder")
+# A chip of these is one device to JAX. Of others it is not known here.
+_ONE_DEVICE = frozenset({"v5p", "v6e"})
+# Beside the arrays that `diloco plan` counts: the system, the interpreter, and room to breathe.
+REST_BYTES = 4 * 10**9
 
 
 class Checked(NamedTuple):
@@ -40,10 +48,10 @@ def check(path: Path) -> Checked:
     fleet = read_fleet(path)
     table = known()
     files = {key: (path.parent / getattr(fleet, key)).absolute() for key in _FILES}
-    bundles = {
-        kind: (path.parent / file).absolute() for kind, file in fleet.bundles if file is not None
+    releases = {
+        kind: (path.parent / file).absolute() for kind, file in fleet.releases if file is not None
     }
-    findings = [*check_places(fleet, table), *check_bundles(fleet, bundles)]
+    findings = [*check_places(fleet, table), *check_releases(fleet, releases)]
     try:
         config = read_run(files["run_toml"])
     except ConfigError as error:
@@ -58,7 +66,7 @@ def check(path: Path) -> Checked:
     if checked.refused:
         return checked
     given: dict[str, Any] = {key: str(file) for key, file in files.items()} | {"run": run}
-    given["bundles"] = {kind: str(file) for kind, file in bundles.items()}
+    given["releases"] = {kind: str(file) for kind, file in releases.items()}
     return checked._replace(variables=_variables(fleet, given, machines(fleet, table, needed)))
 
 
@@ -68,3 +76,69 @@ def _variables(fleet: Fleet, given: dict[str, Any], found: dict[str, str | None]
     for name, machine in found.items():
         document["aggregators"][name]["machine_type"] = machine
     return document | given | {"bucket_location": fleet.bucket()}
+
+
+def memory_needed(fleet: Fleet, settings: RunSettings) -> int:
+    """Of one aggregator: each must be able to own every fragment when the others are lost."""
+    return sizes(settings, equal_fragments(settings, fleet.parameters)).resident_bytes + REST_BYTES
+
+
+def machines(fleet: Fleet, known: Known, needed_bytes: int) -> dict[str, str | None]:
+    """Each aggregator's machine: the one that is named, else the smallest that holds the run."""
+    found = known.machine_with(needed_bytes)
+    return {name: one.machine_type or found for name, one in fleet.aggregators.items()}
+
+
+def check_memory(fleet: Fleet, known: Known, needed_bytes: int) -> Iterator[Finding]:
+    """Whether the model fits into each aggregator."""
+    needed = f"{needed_bytes / 1e9:.0f} GB for {fleet.parameters / 1e9:g} billion parameters"
+    fitting = known.machine_with(needed_bytes)
+    hint = f"the smallest known here is {fitting}" if fitting else "none known here has as much"
+    for name, machine in machines(fleet, known, needed_bytes).items():
+        if machine is None:
+            yield Finding(f"aggregators.{name}: needs {needed}; {hint}: name a machine_type")
+        elif (has := known.memory_bytes(machine)) is None:
+            yield Finding(
+                f"aggregators.{name}: the memory of {machine} is not known here; it must have "
+                f"{needed}",
+                refused=False,
+            )
+        elif has < needed_bytes:
+            yield Finding(
+                f"aggregators.{name}: {machine} has {has / 1e9:.0f} GB of memory, and needs "
+                f"{needed}; {hint}"
+            )
+
+
+def check_meshes(fleet: Fleet, config: Config) -> Iterator[Finding]:
+    """Meshes that do not fit their slices, and islands of nobody."""
+    for name, learner in fleet.learners.items():
+        chips = chips_of(learner)
+        if learner.kind not in _ONE_DEVICE or not chips:
+            continue
+        mesh = config.learner.island(name).mesh or config.learner.mesh
+        if not _fits(mesh, chips):
+            words = f"data={mesh.data}, fsdp={mesh.fsdp}, tensor={mesh.tensor}"
+            yield Finding(
+                f"learners.{name}: the mesh of the run's file ({words}) does not fit its {chips} "
+                "chips: sizes must multiply to them, and 0 takes what the others leave; give it "
+                f"one of its own under [learner.islands.{name}]"
+            )
+    for name in sorted(config.learner.islands.keys() - fleet.learners.keys()):
+        yield Finding(
+            f"the run's file has [learner.islands.{name}], and the fleet no such learner",
+            refused=False,
+        )
+
+
+def chips_of(learner: Learner) -> int:
+    """Of all its hosts; 0 of a machine without."""
+    if learner.topology is None:
+        return learner.chips or 0
+    return math.prod(int(side) for side in learner.topology.split("x"))
+
+
+def _fits(mesh: MeshSection, devices: int) -> bool:
+    sizes = (mesh.data, mesh.fsdp, mesh.tensor)
+    given = math.prod(size for size in sizes if size)
+    return devices % given == 0 if 0 in sizes else devices == given

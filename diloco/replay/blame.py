@@ -12,25 +12,29 @@ import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from heapq import nlargest
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
 from diloco.aggregator.arrays.fragment import FragmentArrays
 from diloco.aggregator.arrays.merge import Vector
-from diloco.aggregator.shard_reader import read_input, read_payload
-from diloco.check.remake import Progress
+from diloco.check.remake import (
+    Progress,
+    Remaker,
+    admitted_again,
+    copy_arrays,
+    is_stored,
+    load_arrays,
+    merge_round,
+)
 from diloco.common import wire
 from diloco.common.averaged import settings_of
 from diloco.common.errors import ConfigError, IntegrityError, ObjectMissingError, WireError
 from diloco.common.layout import Fragment
 from diloco.common.tape import RunContext
 from diloco.common.views import next_view
-from diloco.projections.history import Chain, History, in_order
-from diloco.replay.effects import Effect, Effects, Judged
-from diloco.replay.rounds import admitted_again, copy_arrays, load_arrays, settings_at
-from diloco.replay.verify import is_stored
+from diloco.replay.judge import Effect, Effects
+from diloco.run.history import Chain, History, in_order
 
 # Updates whose harm is looked into tensor by tensor.
 BY_TENSOR = 6
@@ -79,7 +83,7 @@ class Blame:
     """Every update's effect in order of time, those of the worst by tensor; what is left out."""
 
     rounds: Rounds = field(default_factory=Rounds)
-    effects: Effects = field(default_factory=Effects)
+    effects: Effects = field(default_factory=lambda: Effects(Effect))
     tensors: list[TensorEffect] = field(default_factory=list)
     _worst: list[Effect] = field(default_factory=list)
 
@@ -150,7 +154,9 @@ class _Walk:
         self._context = context
         self._history = history
         self._evaluate = evaluate
-        self._arrays: dict[int, FragmentArrays] = {}
+        self._remakers = {
+            fragment: Remaker(history, fragment, compare=False) for fragment in chains
+        }
         self._begun: set[int] = set()
         # Until a fragment begins, its first view stands beside the others'.
         self._views: dict[int, Vector | None] = {
@@ -161,31 +167,41 @@ class _Walk:
 
     def take(self, seq: int, record: wire.Record) -> None:
         """The next record that made a version."""
-        fragment = record.fragment
-        arrays = self._arrays.pop(fragment, None)
-        if record.what == "version" and record.inputs:
-            arrays = self._round(seq, record, arrays)
-            if arrays is None:
-                self._follow(record)
+        fragment, remaker = record.fragment, self._remakers[record.fragment]
+        merges = record.what == "version" and bool(record.inputs)
+        base, remade, before, why = None, remaker.remade, None, ""
+        if merges and remaker.arrays is not None:
+            base, before = copy_arrays(remaker.arrays), self._loss_now()
+        try:
+            remaker.take(seq, record)
+        except IntegrityError as error:
+            why = error.message
+        if base is not None and remaker.remade > remade:
+            self._see(fragment, remaker.view)
+            self._round(seq, record, base, before)
+            return
+        if base is not None:
+            self.found.rounds.count("damaged", _why(record, why or remaker.missing))
+        elif merges:
+            self.found.rounds.count("behind" if fragment in self._begun else "early")
+        if merges:
+            self._follow(record)
         else:
-            arrays = None
             self._see(fragment, None if fragment in self._begun else self._views[fragment])
-        if arrays is None and is_stored(record):
-            arrays = self._load(record)
-        if arrays is not None:
-            self._arrays[fragment] = arrays
+        self._begin(seq, record)
 
     def _see(self, fragment: int, view: Vector | None) -> None:
         self._views[fragment], self._loss = view, None
 
-    def _load(self, record: wire.Record) -> FragmentArrays | None:
-        try:
-            arrays = load_arrays(self._history, record)
-        except (IntegrityError, ObjectMissingError):
-            return None
-        self._begun.add(record.fragment)
-        self._see(record.fragment, arrays.view)
-        return arrays
+    def _begin(self, seq: int, record: wire.Record) -> None:
+        """Go on from what the record has stored, if it has."""
+        remaker = self._remakers[record.fragment]
+        if remaker.arrays is None and is_stored(record):
+            with contextlib.suppress(IntegrityError):
+                remaker.load(seq, record)
+        if remaker.arrays is not None:
+            self._begun.add(record.fragment)
+            self._see(record.fragment, remaker.view)
 
     def _follow(self, record: wire.Record) -> None:
         """The view after a round that cannot be merged, by its delta, if that can be had."""
@@ -199,27 +215,18 @@ class _Walk:
         self._see(fragment, moved)
 
     def _round(
-        self, seq: int, record: wire.Record, arrays: FragmentArrays | None
-    ) -> FragmentArrays | None:
-        """Judge a round; the arrays after it, if it comes out as recorded."""
+        self, seq: int, record: wire.Record, base: FragmentArrays, before: float | None
+    ) -> None:
+        """Judge a round that came out as recorded, from the arrays and the loss before it."""
         rounds = self.found.rounds
-        if arrays is None:
-            rounds.count("behind" if record.fragment in self._begun else "early")
-            return None
-        before, base = self._loss_now(), copy_arrays(arrays)
+        if before is None:
+            rounds.count("beside")
+            return
         try:
-            arrays.merge_again(record, partial(read_input, self._history.store, arrays.grid))
-            self._see(record.fragment, arrays.view)
-            if before is None:
-                rounds.count("beside")
-            else:
-                self._judge(seq, record, base, before)
-                rounds.count("judged")
+            self._judge(seq, record, base, before)
+            rounds.count("judged")
         except (IntegrityError, ObjectMissingError, WireError) as error:
-            rounds.count("damaged", f"{record.fragment}@{record.version}: {error.message}")
-            self._see(record.fragment, base.view)
-            return None
-        return arrays
+            rounds.count("damaged", _why(record, error.message))
 
     def _loss_now(self) -> float | None:
         """Of the model as it stands; None if the view of a fragment is unknown."""
@@ -240,6 +247,10 @@ class _Walk:
         for effect, without in judged.effects(self._evaluate):
             if self.found.add(effect):
                 self.found.tensors += judged.by_tensor(effect, without, self._evaluate)
+
+
+def _why(record: wire.Record, error: str) -> str:
+    return f"{record.fragment}@{record.version}: {error}"
 
 
 def _first_view(history: History, fragment: int, chain: Chain) -> Vector:
@@ -297,8 +308,9 @@ class _Round:
             yield (
                 Effect(
                     record.fragment, record.version, self._seq, record.global_step,
-                    record.closed_at_s, Judged.of(taken), self._loss - loss, alone - self._before,
-                    self._before, self._loss, loss,
+                    record.closed_at_s, taken.learner, taken.incarnation, taken.seq, taken.norm,
+                    taken.loss, taken.weight, taken.staleness, taken.clip, self._loss - loss,
+                    alone - self._before, self._before, self._loss, loss,
                 ),
                 without,
             )  # fmt: skip
@@ -310,14 +322,11 @@ class _Round:
     def _merged(self, arrays: FragmentArrays, inputs: Sequence[wire.Input]) -> Vector:
         """The view after the round with some of its inputs; with none it stays as it was."""
         record, history = self._record, self._history
-        in_force = settings_at(history, record.policy.settings_seq)
+        in_force = history.settings_at(record.policy.settings_seq)
         settings = settings_of(in_force, history.layout, record.fragment)
-        arrays.settings = settings
         admitted = [admitted_again(record, taken, settings) for taken in inputs]
-        for one in admitted:
-            arrays.merge(read_payload(history.store, one.manifest, arrays.grid), one)
-        if admitted:
-            arrays.close_round(admitted, record.learning_rate / settings.outer.learning_rate)
+        share = record.learning_rate / settings.outer.learning_rate
+        merge_round(history.store, arrays, settings, admitted, share)
         return arrays.view
 
     def by_tensor(

@@ -13,11 +13,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from diloco.figures import curves
-from diloco.figures.curves import Curve, Curves
+from diloco.page.page import write_figure
+from diloco.page.svg import CYCLE, Axis, Panel, held
 from diloco.replay.blame import Blame, Fate, Rounds
-from diloco.replay.effects import Effect, Effects
-from diloco.replay.judge import AGAINST, Sentence, judge
+from diloco.replay.judge import AGAINST, Effect, Effects, Sentence, judge
 
 WORST = 10
 _FATES: dict[Fate, str] = {
@@ -92,7 +91,7 @@ def in_words(one: Sentence) -> str:
 
 def name_of(effect: Effect) -> str:
     """An update as `diloco show` takes it."""
-    return f"{effect.update.learner}:{effect.update.incarnation}-{effect.update.seq}"
+    return f"{effect.learner}:{effect.incarnation}-{effect.seq}"
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -125,7 +124,7 @@ def _updates(worst: Sequence[Effect]) -> Table:
         rows.add_row(
             f"{one.fragment}@{one.version}", name_of(one), f"{one.did:+.5f}", f"{one.alone:+.5f}",
             f"{one.loss_before:.4f}", f"{one.loss:.4f}", f"{one.loss_without:.4f}",
-            f"{one.update.norm:.3g}",
+            f"{one.norm:.3g}",
         )  # fmt: skip
     return rows
 
@@ -167,29 +166,24 @@ def tell_json(run: str, found: Blame) -> None:
 
 
 def _plain(one: Effect) -> dict[str, Any]:
-    taken = one.update
-    return {
-        **{name: value for name, value in one._asdict().items() if name != "update"},
-        "update": name_of(one), "learner": taken.learner, "norm": taken.norm,
-        "staleness": taken.staleness, "clip": taken.clip, "weight": taken.weight,
-        "training_loss": taken.loss,
-    }  # fmt: skip
+    named = one._asdict() | {"update": name_of(one)}
+    return {name: value for name, value in named.items() if name not in ("incarnation", "seq")}
 
 
 def draw(run: str, found: Blame, path: Path) -> None:
-    """Each learner's effects, summed over the run's clock, as a picture.
+    """Each learner's effects, summed over the run's clock, as a page.
 
     Raises:
         ConfigError: it cannot be written.
     """
     effects = found.effects
     learner, steps, did = (effects.column(name) for name in ("learner", "global_step", "did"))
-    named = sorted(enumerate(effects.learners), key=itemgetter(1))
-    own = [(name, learner == place) for place, name in named]
-    shown = Curves(
-        title=f"{run}: what each learner's updates did (upwards: harm)",
-        ylabel="sum of effects on the held-out loss",
-        curves=[Curve(steps[at], np.cumsum(did[at]), name, holds=True) for name, at in own],
-        zero=True,
-    )
-    curves.draw(shown, path)
+    marks = [
+        held(steps[own], np.cumsum(did[own]), CYCLE[rank % len(CYCLE)], name)
+        for rank, (place, name) in enumerate(sorted(enumerate(effects.texts), key=itemgetter(1)))
+        for own in [learner == place]
+    ]
+    y = Axis(label="sum of effects on the held-out loss")
+    panel = Panel(marks=marks, x=Axis(label="global step"), y=y, width=800, height=400)
+    title = f"{run}: what each learner's updates did (upwards: harm)"
+    write_figure(title, [panel], path)

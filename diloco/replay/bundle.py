@@ -22,12 +22,13 @@ from diloco.check.objects import named
 from diloco.cli.opening import OpenRun, open_run
 from diloco.cli.versions import find_targets
 from diloco.common import names, wire
+from diloco.common.bundle import BundleWriter, is_file_name
 from diloco.common.bus import Message
 from diloco.common.errors import ConfigError, ObjectMissingError, StreamMissingError
-from diloco.common.kept import BundleWriter, is_file_name, open_kept
 from diloco.common.release import packages, release
 from diloco.common.store import ObjectStore
 from diloco.common.tape import Entry, Item, RunContext, messages_of, read_item, records_of
+from diloco.replay.options import BundleOptions
 from diloco.replay.redact import Redactor, names_in
 
 WARNING = (
@@ -37,31 +38,14 @@ WARNING = (
 ABOUT, PACKAGES, LOGS = "about.json", "packages.txt", "logs/"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What goes into a bundle.
-
-    Attributes:
-        first: a version; each fragment begins at its newest stored state up to it. None: all.
-        until: versions or a time, as the command has it; None: up to now.
-        redact: names are replaced by hashes.
-        logs: files, or folders of them.
-        salvage: what is whole of a file that is damaged.
-    """
-
-    first: int | None = None
-    until: str | None = None
-    redact: bool = False
-    logs: Sequence[Path] = ()
-    salvage: bool = False
-
-
-def run_bundle(target: str, path: Path, wanted: Wanted) -> None:
+def run_bundle(target: str, path: Path, wanted: BundleOptions) -> None:
     """Write a bundle, and say what is in it.
 
     Raises:
         DilocoError: there is no such run, or the file is there.
     """
+    if wanted.redact and not wanted.objects:
+        raise ConfigError("--redact gives objects other names: it needs them in the file")
     console = Console()
     with console.status("copying ..."):
         done = asyncio.run(_bundle(target, path, wanted))
@@ -72,30 +56,8 @@ def run_bundle(target: str, path: Path, wanted: Wanted) -> None:
     )  # fmt: skip
     if done.lost:
         console.print(f"[yellow]a part only:[/] {done.lost}", soft_wrap=True)
-    console.print(f"[yellow]mind:[/] {WARNING}", soft_wrap=True)
-
-
-def run_unpack(path: Path, folder: Path) -> None:
-    """Write the logs and notes of a bundle into a new folder.
-
-    Raises:
-        ConfigError: the folder is there.
-        IntegrityError: the bundle is damaged.
-    """
-    if folder.exists():
-        raise ConfigError(f"{str(folder)!r} exists already", hint="give another name")
-    kept = open_kept(path)
-    with contextlib.closing(kept):
-        # A file whose names lead elsewhere is not opened (`common/kept/check.py`).
-        for name in kept.files:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            with (folder / name).open("xb") as file:
-                file.writelines(kept.parts(name))
-    Console().print(
-        f"{len(kept.files)} files are in {folder}, as the bundle's maker has them: nothing "
-        "has checked what they say",
-        soft_wrap=True,
-    )  # fmt: skip
+    if wanted.objects:
+        console.print(f"[yellow]mind:[/] {WARNING}", soft_wrap=True)
 
 
 class Done(NamedTuple):
@@ -107,24 +69,29 @@ class Done(NamedTuple):
     lost: str
 
 
-async def _bundle(target: str, path: Path, wanted: Wanted) -> Done:
+async def _bundle(target: str, path: Path, wanted: BundleOptions) -> Done:
     async with open_run(target, name="bundle", reads=True, salvage=wanted.salvage) as opened:
         context = opened.context
         # Before the tape: what it does not know of then is newer than it.
         there = await context.runtime.call(context.store.list, f"{context.run}/")
         part = await _part(context, wanted)
         redactor = await _redactor(context) if wanted.redact else None
-        lost = opened.kept.lost or opened.kept.header.get("lost", "") if opened.kept else ""
+        lost = opened.bundle.lost or opened.bundle.header.get("lost", "") if opened.bundle else ""
         made_s = context.runtime.clock()
         run = redactor.name(context.run) if redactor else context.run
-        header = {"run": run, "made_s": made_s, "redacted": wanted.redact, "lost": lost}
+        header = {
+            "run": run, "made_s": made_s, "objects": wanted.objects, "redacted": wanted.redact,
+            "lost": lost,
+        }  # fmt: skip
         with BundleWriter(path, header) as writer:
             copy = _Copy(opened, writer, redactor)
             # First what a part that is left of a file cannot be read without.
-            await copy.objects([names.layout_object(context.run, context.layout.digest)])
+            if wanted.objects:
+                await copy.objects([names.layout_object(context.run, context.layout.digest)])
             await copy.tape(part)
             await copy.heartbeats()
-            await copy.needed([info.name for info in there], newer=wanted.until is None)
+            if wanted.objects:
+                await copy.needed([info.name for info in there], newer=wanted.until is None)
             await copy.collected()
             files = [*_notes(header | {"warning": WARNING}), *_logs(target, wanted.logs)]
             files += _earlier(opened, {name for name, _ in files})
@@ -148,7 +115,7 @@ class Part:
         return message.seq >= self.below.get(message.subject, 0)
 
 
-async def _part(context: RunContext, wanted: Wanted) -> Part:
+async def _part(context: RunContext, wanted: BundleOptions) -> Part:
     last_seq = await context.bus.last_sequence(context.tape)
     if wanted.until is not None:
         targets = await find_targets(context, wanted.until, option="--until")
@@ -379,7 +346,7 @@ def _logs(target: str, given: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
 
 def _earlier(opened: OpenRun, new: Iterable[str]) -> list[tuple[str, bytes]]:
     """Files of the bundle that this one is made of."""
-    kept, known = opened.kept, {*new}
-    if kept is None:
+    source, known = opened.bundle, {*new}
+    if source is None:
         return []
-    return [(name, kept.file(name)) for name in kept.files if name not in known]
+    return [(name, source.file(name)) for name in source.files if name not in known]

@@ -1,27 +1,24 @@
-"""`diloco replay`, `diloco export` and `diloco tape`: a run's past, from tape and store."""
+"""`diloco replay`, `show`, `export`, `bundle` and `restore`: a run's past."""
 
-import asyncio
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from diloco.cli import options as shared
 from diloco.cli.command import command, group
 from diloco.cli.loading import interrupts_wait
-from diloco.cli.screen import confirm, say, working
+from diloco.cli.screen import working
 from diloco.common import log
-from diloco.replay.options import Options
+from diloco.common.errors import ConfigError
+from diloco.replay.options import BundleOptions, Options
 
 app = group()
-tape_app = group("Copy a run's tape to a file and back.")
-app.add_typer(tape_app, name="tape")
 
 
 @command(app)
 def replay(run: shared.RunOrTape, options: Options) -> int:
-    """Verify a run's versions, repeat its decisions, or replay it with other settings.
+    """Verify how a run was merged, or merge it with other settings.
 
     By default every version is merged again from its recorded inputs and compared bit for bit.
     --decide repeats the decisions: when rounds opened and closed, and what was admitted. --set
@@ -80,155 +77,85 @@ def export(
 def show(
     run: shared.RunOrTape,
     what: Annotated[
-        str,
+        str | None,
         typer.Argument(
             metavar="WHAT",
             help="a sequence of the tape, FRAGMENT@VERSION, LEARNER:INCARNATION-SEQ, the name of "
             "an object, or a line of a log",
         ),
-    ],
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option("--against", help="another RUN: tell what differs", metavar="RUN"),
+    ] = None,
 ) -> None:
-    """Show a version's round as a story, or an update from its announcement to its answer.
+    """Show a round, an update or an object; or how two runs differ.
 
     A round: when it opened, had its quorum and closed, which updates it merged, refused or left to
-    the next, with their numbers, norms and cosines by tensor, and the objects it made.
+    the next, with their numbers, norms and cosines by tensor, and the objects it made. An update:
+    from its announcement to its answer. Two runs: settings, releases, learners, and the first
+    version that differs.
     """
     log.configure("error")
-    from diloco.replay.looking import run_show
+    from diloco.replay.diff import run_diff
+    from diloco.replay.show import run_show
 
-    run_show(run, what)
-
-
-@command(app)
-def diff(
-    one: shared.RunOrTape,
-    other: Annotated[str, typer.Argument(metavar="OTHER", help="another RUN")],
-) -> None:
-    """Compare two runs: settings, releases, learners, and the first version that differs."""
-    log.configure("error")
-    from diloco.replay.looking import run_diff
-
-    run_diff(one, other)
+    if (what is None) == (against is None):
+        raise ConfigError("show takes either WHAT or --against", hint="diloco show --help")
+    if what is not None:
+        run_show(run, what)
+    else:
+        run_diff(run, str(against))
 
 
 @command(app)
 def bundle(
     run: shared.RunOrTape,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="new file to write")],
-    first: Annotated[
-        int | None,
-        typer.Option(
-            "--from",
-            help="begin at the newest stored state up to this version [default: the oldest]",
-            metavar="VERSION",
-        ),
-    ] = None,
-    until: Annotated[
-        str | None,
-        typer.Option(
-            help="stop at a version, one version per fragment, a checkpoint, a time or an age "
-            "[default: the newest version]",
-            metavar="VERSIONS|TIME",
-        ),
-    ] = None,
-    redact: Annotated[
-        bool,
-        typer.Option("--redact", help="hash the names of run, learners, machines and people"),
-    ] = False,
-    logs: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--log",
-            help="log file, or folder of them, to add; repeatable [default: those of a local run]",
-            metavar="PATH",
-        ),
-    ] = None,
-    salvage: Annotated[
-        bool, typer.Option("--salvage", help="RUN is a damaged file: take what is whole of it")
-    ] = False,
+    options: BundleOptions,
 ) -> None:
-    """Write a run, or a part of it, to one file: tape, objects, heartbeats, logs, packages.
+    """Write a run, or a part of it, to one file: tape and objects.
 
     Every command that only reads takes FILE in place of RUN, on any machine, without bus or store.
-    It holds outer gradients and views of the model: who has them can learn of the data.
+    It holds outer gradients and views of the model: who has them can learn of the data. Of a run
+    that is not needed here any more: `diloco run delete RUN --bundle FILE`.
     """
     log.configure("error")
-    from diloco.replay.bundle import Wanted, run_bundle
+    from diloco.replay.bundle import run_bundle
 
-    wanted = Wanted(first=first, until=until, redact=redact, logs=logs or (), salvage=salvage)
-    run_bundle(run, file, wanted)
+    run_bundle(run, file, options)
 
 
 @command(app)
-def archive(
-    run: shared.Run,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="new file to write")],
-    yes: Annotated[bool, typer.Option("--yes", help="skip the confirmation")] = False,
-) -> None:
-    """Move a run that has ended into one file: bundle it, read the file back, remove the run.
-
-    Every command that only reads takes FILE in place of RUN. Logs of machines are not in it:
-    `diloco bundle --log` takes them along.
-    """
-    log.configure("error")
-    from diloco.operate.remove import belongings, remove
-    from diloco.replay.bundle import Wanted, run_bundle
-
-    found = asyncio.run(belongings(run, going_on=False))
-    run_bundle(run, file, Wanted())
-    with working("reading it back"):
-        asyncio.run(found.check_kept_in(file))
-    for sentence in found.sentences():
-        say(escape(sentence))
-    if not yes:
-        confirm(f"it is all in {file}; remove it here?")
-    with working("removing"):
-        asyncio.run(remove(run, found))
-    say(f"run [bold]{found.run}[/] is in {escape(str(file))}")
-
-
-@command(app)
-def unbundle(
+def restore(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="file of diloco bundle")],
-    to: Annotated[Path, typer.Argument(metavar="DIR", help="new folder to write")],
-) -> None:
-    """Write a bundle's logs, list of packages and notes to a folder."""
-    log.configure("error")
-    from diloco.replay.bundle import run_unpack
-
-    run_unpack(file, to)
-
-
-@command(tape_app, "export")
-def tape_export(
-    run: shared.RunOrTape,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="new file to write")],
-) -> None:
-    """Write a run's tape to one file, up to its newest message.
-
-    With it and the run's objects, `diloco replay FILE` works without the run's NATS server.
-    """
-    log.configure("error")
-    from diloco.replay.tape import run_tape_export
-
-    run_tape_export(run, file)
-
-
-@command(tape_app, "import")
-def tape_import(
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="tape file written by diloco tape export")
-    ],
     config: Annotated[
         Path | None,
-        typer.Option("--config", help="TOML file that names the server", metavar="FILE"),
+        typer.Option(
+            "--config", help="TOML file that names the server and the store", metavar="FILE"
+        ),
+    ] = None,
+    objects: Annotated[
+        bool, typer.Option("--objects", help="put its objects into the store as well")
+    ] = False,
+    logs: Annotated[
+        Path | None,
+        typer.Option(
+            "--logs",
+            help="only write its logs, list of packages and notes to this new folder",
+            metavar="DIR",
+        ),
     ] = None,
 ) -> None:
-    """Restore a run's tape on another server, with its sequence numbers, times and message ids.
+    """Put a bundle's tape back on a server, or its logs in a folder.
 
-    The server is from `diloco --bus URL tape import`, --config or DILOCO_BUS_URL.
+    Messages have their sequence numbers, times and message ids again. The server is that of
+    `diloco --bus URL restore`, --config or DILOCO_BUS_URL, and must not have the run.
     """
     log.configure("error")
-    from diloco.replay.tape import run_tape_import
+    from diloco.replay.restore import run_restore, run_unpack
 
-    run_tape_import(file, config)
+    if logs is not None:
+        run_unpack(file, logs)
+    else:
+        run_restore(file, config, objects=objects)

@@ -13,17 +13,17 @@ from typing import Any, Literal
 from diloco.check import evidence
 from diloco.check.audit import Breach, audit
 from diloco.check.evidence import Hole
-from diloco.check.listing import Listing
+from diloco.check.objects import Listing
 from diloco.common.errors import IntegrityError
 from diloco.common.release import release
-from diloco.projections.history import Chain, History
 from diloco.replay.decide import decide_newest
+from diloco.run.history import Chain, History
 
 Verdict = Literal["verified", "incomplete", "wrong"]
 STATUSES: dict[Verdict, int] = {"verified": 0, "wrong": 1, "incomplete": 2}
-# What an audit of the tape alone must find in order, for a verdict on what it says.
 WITH_IT = "they may have stood in the part of the file that is lost"
-RULES = frozenset({"chain", "totals", "inputs", "position", "resolved", "end"})
+# Rules that learners alone may break: a verdict on what the tape says has none of them.
+OF_LEARNERS = frozenset({"data", "shares"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,8 +131,8 @@ def tape_of(
         if now_s - history.times_s[seq] <= window_s
     )
     under_way = tuple(evidence.under_way(history, listing.picked))
-    breaches = [found for found in audit(history, data=False).breaches if found.rule in RULES]
-    unreadable = {f"fragment {bad.fragment}, record {bad.seq}" for bad in history.unreadable}
+    breaches = [one for one in audit(history).breaches if one.rule not in OF_LEARNERS]
+    unreadable = {f"fragment {bad.fragment}, message {bad.seq}" for bad in history.unreadable}
     return Tape(
         run=history.run,
         first_seq=first_seq,
@@ -147,7 +147,7 @@ def tape_of(
         holes=tuple(evidence.holes(history)),
         breaches=tuple(
             [found for found in breaches if found.where not in unreadable]
-            + [*evidence.broken_chains(history), *_newest_decisions(history)]
+            + [*_newest_decisions(history)]
         ),
         newer=(*evidence.newer_objects(history, listing.picked), *(under_way if copied else ())),
         under_way=() if copied else under_way,

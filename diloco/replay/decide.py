@@ -8,7 +8,7 @@ from typing import overload
 from diloco.aggregator.arrays.fragment import make_input, step_size
 from diloco.aggregator.core import events, rounds
 from diloco.aggregator.core.decisions import Decision, Heard, decide_again
-from diloco.aggregator.core.effects import Commit
+from diloco.aggregator.core.events import Commit
 from diloco.aggregator.core.policy import FragmentRules, fragment_rules
 from diloco.aggregator.core.updates import Admitted
 from diloco.aggregator.tape_events import event_of
@@ -16,7 +16,7 @@ from diloco.common import names, wire
 from diloco.common.averaged import settings_of
 from diloco.common.config import RunSettings
 from diloco.common.tape import Entry, Garbage
-from diloco.projections.history import Chain, History
+from diloco.run.history import Chain, History
 
 # Of so many records before the newest one the oldest is the basis on which it is decided again.
 NEAR = 32
@@ -33,7 +33,7 @@ def decide(history: History, fragment: int, chain: Chain) -> Iterator[Decision]:
     return decide_again(
         chain,
         heard(history, fragment, chain[0][1].position if chain else 0),
-        rules_at=lambda seq: rules_of(history, _settings_at(history, seq), fragment),
+        rules_at=lambda seq: rules_of(history, history.settings_at(seq), fragment),
         whole_from=whole_from(history, fragment),
         beside=lambda commit, record: _beside(history, commit, record),
     )
@@ -63,10 +63,6 @@ def whole_from(history: History, fragment: int) -> int:
 def rules_of(history: History, settings: RunSettings, fragment: int) -> FragmentRules:
     """The machine's rules under some settings."""
     return fragment_rules(settings, history.layout, fragment, history.specification.epoch)
-
-
-def _settings_at(history: History, seq: int) -> RunSettings:
-    return history.changes[seq] if seq else history.settings
 
 
 class _Told(Sequence[Heard]):
@@ -154,7 +150,7 @@ def _beside(history: History, commit: Commit, record: wire.Record) -> dict[str, 
     if commit.what != "version":
         return {"inputs": ()}
     state = commit.state
-    settings = _settings_at(history, state.settings_seq)
+    settings = history.settings_at(state.settings_seq)
     settings = settings_of(settings, history.layout, record.fragment)
     part = rounds.step_share(state, participation=settings.outer.participation)
     learning_rate, momentum = step_size(settings, part)

@@ -12,10 +12,10 @@ from rich.table import Table
 
 from diloco.aggregator.core.decisions import Decision
 from diloco.common import wire
-from diloco.projections.history import Chain, History
 from diloco.replay import verify_screen
 from diloco.replay.coverage import STATUSES, Verdict
 from diloco.replay.decide import decide
+from diloco.run.history import Chain, History
 
 # Decisions that differ are shown in full up to so many.
 SHOWN = 5

@@ -1,10 +1,32 @@
-"""`diloco diff`: what two runs differ in, from their settings to the first version that differs."""
+"""`diloco show --against`: what two runs differ in, from settings to the first version."""
 
+import asyncio
 from collections.abc import Iterator
 
+from diloco.cli.opening import open_run
+from diloco.cli.screen import say_plainly
 from diloco.common import wire
 from diloco.common.config import changes
-from diloco.projections.history import History
+from diloco.run.history import History, read_history
+
+
+def run_diff(one: str, other: str) -> None:
+    """Tell what two runs differ in.
+
+    Raises:
+        DilocoError: no such run; bus or store are away.
+    """
+    for line in asyncio.run(_diff(one, other)):
+        say_plainly(line)
+
+
+async def _diff(one: str, other: str) -> list[str]:
+    async with (
+        open_run(one, name="diff", reads=True) as first,
+        open_run(other, name="diff", reads=True) as second,
+    ):
+        histories = [await read_history(run.context) for run in (first, second)]
+        return [*differences(*histories)]
 
 
 def differences(one: History, other: History) -> Iterator[str]:

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 import numpy.typing as npt
 
-from diloco.replay.effects import Column, Effect, Effects
+from diloco.replay.columns import Column, Columns
 
 # A learner whose updates do less than this share of what the others' do is of no use; if they do so
 # much harm, it is harmful. One update proves nothing.
@@ -31,6 +31,40 @@ Places = npt.NDArray[np.intp]
 # "unclear": in sum it made the loss worse, by no more than the others' updates may by chance.
 Word = Literal["harmful", "useless", "unclear", "helpful"]
 AGAINST: tuple[Word, ...] = ("harmful", "useless")
+
+
+class Effect(NamedTuple):
+    """What one update did to the held-out loss, within its round.
+
+    Attributes:
+        training_loss: that its learner said of it.
+        did: the loss after the round less the loss without this update: above 0 it did harm.
+        alone: the loss had the round been this update alone, less the loss before.
+        loss, loss_without: of the model after the round.
+    """
+
+    fragment: int
+    version: int
+    record_seq: int
+    global_step: int
+    at_s: float
+    learner: str
+    incarnation: int
+    seq: int
+    norm: float
+    training_loss: float
+    weight: float
+    staleness: int
+    clip: float
+    did: float
+    alone: float
+    loss_before: float
+    loss: float
+    loss_without: float
+
+
+# In the order they were added; those of one round are neighbours.
+Effects = Columns[Effect]
 
 
 class Sentence(NamedTuple):
@@ -104,7 +138,7 @@ def judge(effects: Effects) -> list[Sentence]:
     beside = _Beside(effects)
     found = [
         _judge(learner, effects, beside, beside.own(place))
-        for place, learner in enumerate(effects.learners)
+        for place, learner in enumerate(effects.texts)
     ]
     order = get_args(Word)
     return sorted(found, key=lambda one: (order.index(one.word), -one.total))

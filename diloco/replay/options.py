@@ -1,4 +1,4 @@
-"""The options of `diloco replay`."""
+"""The options of `diloco replay` and `diloco bundle`."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,9 +83,61 @@ class Options:
     ] = None
     plot: Annotated[
         Path | None,
-        typer.Option(help="with --set, --blame or --score: figure to write", metavar="FILE"),
+        typer.Option(
+            help="with --set, --blame or --score: page with a figure to write", metavar="FILE.html"
+        ),
     ] = None
     json: shared.Json = False
     points: Annotated[
         int, typer.Option(help="with --set: number of evaluations", min=1, max=1000)
     ] = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class BundleOptions:
+    """What goes into a bundle.
+
+    Attributes:
+        first: a version; each fragment begins at its newest stored state up to it. None: all.
+        until: versions or a time, as the command has it; None: up to now.
+        redact: names are replaced by hashes.
+        logs: files, or folders of them.
+        objects: whether these too; without, a reader needs the run's store.
+        salvage: what is whole of a file that is damaged.
+    """
+
+    first: Annotated[
+        int | None,
+        typer.Option(
+            "--from",
+            help="begin at the newest stored state up to this version [default: the oldest]",
+            metavar="VERSION",
+        ),
+    ] = None
+    until: Annotated[
+        str | None,
+        typer.Option(
+            help="stop at a version, one version per fragment, a checkpoint, a time or an age "
+            "[default: the newest version]",
+            metavar="VERSIONS|TIME",
+        ),
+    ] = None
+    redact: Annotated[
+        bool,
+        typer.Option("--redact", help="hash the names of run, learners, machines and people"),
+    ] = False
+    logs: Annotated[
+        list[Path],
+        typer.Option(
+            "--log",
+            help="log file, or folder of them, to add; repeatable [default: those of a local run]",
+            metavar="PATH",
+        ),
+    ] = field(default_factory=list)
+    objects: Annotated[
+        bool,
+        typer.Option(help="whether objects are in it; without, readers need the store beside it"),
+    ] = True
+    salvage: Annotated[
+        bool, typer.Option("--salvage", help="RUN is a damaged file: take what is whole of it")
+    ] = False

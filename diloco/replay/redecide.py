@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from diloco.aggregator.core import events, machine, memory, rounds
 from diloco.aggregator.core.decisions import Heard
-from diloco.aggregator.core.effects import AskCut, Commit, Effect, Fetch
+from diloco.aggregator.core.events import AskCut, Commit, Effect, Fetch
 from diloco.aggregator.core.policy import FragmentRules
 from diloco.aggregator.core.state import State, awaiting
 from diloco.aggregator.core.updates import Resolved, UpdateId

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from diloco.aggregator.arrays.merge import Vector
-from diloco.check.listing import fragment_of, list_now, read_listing
+from diloco.check.objects import fragment_of, list_now, read_listing
 from diloco.cli.opening import open_run
 from diloco.cli.settings import parse_fragments
 from diloco.cli.versions import find_targets
@@ -19,17 +19,8 @@ from diloco.common import names
 from diloco.common.errors import ConfigError
 from diloco.common.tape import RunContext, records_of
 from diloco.model import files as model_file
-from diloco.projections.history import Chain, History, read_history
-from diloco.replay import (
-    blame,
-    blame_screen,
-    decide_screen,
-    score,
-    verify,
-    verify_screen,
-    whatif,
-    whatif_screen,
-)
+from diloco.page.page import check_name
+from diloco.replay import blame, blame_screen, decide_screen, score, verify, verify_screen, whatif
 from diloco.replay.bar import progress_bar
 from diloco.replay.coverage import (
     STATUSES,
@@ -41,6 +32,7 @@ from diloco.replay.coverage import (
 )
 from diloco.replay.options import Options
 from diloco.replay.verify import Lost
+from diloco.run.history import Chain, History, read_history
 
 
 def run_replay(target: str, options: Options, console: Console | None = None) -> int:
@@ -52,6 +44,7 @@ def run_replay(target: str, options: Options, console: Console | None = None) ->
         DilocoError: options that cannot be, or a run that cannot be read.
     """
     _check(options)
+    check_name(options.plot)
     return asyncio.run(_replay(target, options, console or Console()))
 
 
@@ -101,7 +94,7 @@ async def _replay(target: str, options: Options, console: Console) -> int:
         if options.blame:
             return await _blame(context, history, chosen, options, console)
         window_s = opened.config.gc.replay_window_s if opened.copy else math.inf
-        lost = opened.kept.header.get("lost", "") if opened.kept is not None else ""
+        lost = opened.bundle.header.get("lost", "") if opened.bundle is not None else ""
         now_s = context.runtime.clock()
         tape = tape_of(history, listing, window_s=window_s, now_s=now_s, lost=lost)
         tape = replace(tape, missing=await _still_missing(context, tape.missing))
@@ -236,7 +229,7 @@ async def _blame(
         blame_screen.tell_json(history.run, found)
     else:
         blame_screen.tell(found, console)
-        path = options.plot or Path(f"blame-{history.run}.png")
+        path = options.plot or Path(f"blame-{history.run}.html")
         await asyncio.to_thread(blame_screen.draw, history.run, found, path)
         console.print(f"the figure is {path}", soft_wrap=True)
     return STATUSES["incomplete" if found.rounds.left_out else "verified"]
@@ -258,9 +251,9 @@ async def _what_if(
         console.print(f"[yellow]note:[/] {sentence}", soft_wrap=True)
     with progress_bar(console, "merging with other settings") as hear:
         result = await whatif.play(context, history, plan, options.points, hear)
-    console.print(whatif_screen.table(plan, result))
-    path = options.plot or Path(f"what-if-{history.run}.png")
-    await asyncio.to_thread(whatif_screen.draw, plan, result, path)
+    console.print(whatif.table(plan, result))
+    path = options.plot or Path(f"what-if-{history.run}.html")
+    await asyncio.to_thread(whatif.draw, plan, result, path)
     console.print(f"the figure is {path}", soft_wrap=True)
     if options.export is not None:
         records = {fragment: chain[-1][1] for fragment, chain in chosen.items()}

@@ -5,36 +5,36 @@ kept beside the run, and none is computed twice.
 """
 
 import json as json_module
-from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
+from diloco.check.remake import is_stored
 from diloco.common import wire
+from diloco.common.bundle import BundleBus
 from diloco.common.errors import ConfigError, IntegrityError, ObjectMissingError, StoreError
-from diloco.common.kept import KeptBus
 from diloco.common.tape import RunContext
-from diloco.figures import curves
-from diloco.figures.curves import Curve, Curves
-from diloco.model.scores import Losses, Scorer, kept_losses
+from diloco.model.scores import Scorer, kept_losses
 from diloco.model.scores import keep as keep_score
-from diloco.projections.history import Chain, History, in_order, up_to
+from diloco.page.page import write_figure
+from diloco.page.svg import Axis, Panel, held, points
 from diloco.replay.bar import progress_bar
+from diloco.replay.columns import Columns
 from diloco.replay.options import Options
-from diloco.replay.verify import is_stored
+from diloco.run.history import Chain, History, in_order, up_to
 
 RISES = 5
 
 
 class Moment(NamedTuple):
-    """The model after a record, which made a version, in short: there may be very many."""
+    """The model after a record, which made a version, in short."""
 
     fragment: int
     version: int
@@ -44,43 +44,7 @@ class Moment(NamedTuple):
     stored: bool
 
 
-class Moments(Sequence[Moment]):
-    """The moments of a run, in order of time, as columns: a hundred thousand take 3 MB.
-
-    Args:
-        every: they, one by one.
-    """
-
-    def __init__(self, every: Iterable[Moment]) -> None:
-        numbers, times_s, stored = array("q"), array("d"), bytearray()
-        for one in every:
-            numbers.extend((one.fragment, one.version, one.record_seq, one.global_step))
-            times_s.append(one.at_s)
-            stored.append(one.stored)
-        self._numbers = np.asarray(numbers, np.int64).reshape(-1, 4)
-        self._times_s = np.asarray(times_s)
-        self.stored = np.asarray(stored, bool)
-
-    @property
-    def global_steps(self) -> npt.NDArray[np.int64]:
-        """The run's clock at each."""
-        return self._numbers[:, 3]
-
-    @overload
-    def __getitem__(self, index: int) -> Moment: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Moment]: ...
-    def __getitem__(self, index: int | slice) -> Moment | Sequence[Moment]:
-        """One of them, or some."""
-        if isinstance(index, slice):
-            return [self[each] for each in range(*index.indices(len(self)))]
-        fragment, version, record_seq, global_step = self._numbers[index].tolist()
-        at_s, stored = float(self._times_s[index]), bool(self.stored[index])
-        return Moment(fragment, version, record_seq, global_step, at_s, stored)
-
-    def __len__(self) -> int:
-        """How many."""
-        return len(self._times_s)
+Moments = Columns[Moment]
 
 
 class Rise(NamedTuple):
@@ -138,7 +102,7 @@ class Scored:
 
 def moments(chains: Mapping[int, Chain]) -> Moments:
     """Every model that a run has had, from when all its fragments had a version."""
-    return Moments(_moments(chains))
+    return Moments(Moment, _moments(chains))
 
 
 def _moments(chains: Mapping[int, Chain]) -> Iterator[Moment]:
@@ -179,7 +143,9 @@ def _newest(chain: Chain, seq: int) -> tuple[int, wire.Record]:
 class _Scores:
     """Scores moments, from what was kept or anew; a moment whose objects are gone has none."""
 
-    def __init__(self, context: RunContext, scorer: Scorer, kept: Losses) -> None:
+    def __init__(
+        self, context: RunContext, scorer: Scorer, kept: Mapping[tuple[int, ...], float]
+    ) -> None:
         self._context = context
         self._scorer = scorer
         self._kept = kept
@@ -239,7 +205,7 @@ async def run_score(
     console.print(table(found))
     for line in sentences(history, found, scores.gone, scores.damaged):
         console.print(line, soft_wrap=True, highlight=False)
-    if scores.believed and isinstance(context.bus, KeptBus):
+    if scores.believed and isinstance(context.bus, BundleBus):
         console.print(came_along(scores.believed), soft_wrap=True, highlight=False)
     if options.plot is not None:
         draw(history.run, found, options.plot)
@@ -279,7 +245,7 @@ async def _bisected(
 ) -> Scored:
     """Stored moments first; then the half of the largest rise that rises more, down to a round."""
     found = Scored(every)
-    wanted = sorted({*np.flatnonzero(every.stored).tolist(), 0, len(every) - 1})
+    wanted = sorted({*np.flatnonzero(every.column("stored")).tolist(), 0, len(every) - 1})
     for done, index in enumerate(wanted):
         loss = await scores.of(model_at(chains, every[index]))
         if loss is not None:
@@ -370,11 +336,14 @@ def tell_json(history: History, found: Scored, kept: int) -> None:
 
 
 def draw(run: str, found: Scored, path: Path) -> None:
-    """The held-out loss over the run's clock, as a picture.
+    """The held-out loss over the run's clock, as a page.
 
     Raises:
         ConfigError: it cannot be written.
     """
-    steps = found.moments.global_steps[found.indices]
-    losses = Curve(steps, found.losses, form=".-")
-    curves.draw(Curves(f"{run}: every scored version", "held-out loss", [losses]), path)
+    at = found.moments.column("global_step")[found.indices].astype(np.float64)
+    losses = np.asarray(found.losses, np.float64)
+    marks = [held(at, losses, "blue", "held-out loss"), points(at, losses, "blue")]
+    x, y = Axis(label="global step"), Axis(label="held-out loss")
+    panel = Panel(marks=marks, x=x, y=y, width=800, height=400)
+    write_figure(f"{run}: every scored version", [panel], path)

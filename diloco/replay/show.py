@@ -4,6 +4,7 @@ Whatever is at hand leads to the rest: a line of a log, a sequence of the tape, 
 update or the name of an object.
 """
 
+import asyncio
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,15 +14,15 @@ import numpy as np
 
 from diloco.aggregator.arrays.fragment import make_grid
 from diloco.aggregator.shard_reader import read_parts
+from diloco.cli.opening import open_run
+from diloco.cli.screen import say_plainly
 from diloco.common import names, wire
 from diloco.common.averaged import sync_of
 from diloco.common.codec import decode_numpy
 from diloco.common.errors import ConfigError, ObjectMissingError, WireError
 from diloco.common.tape import Garbage, Unreadable
-from diloco.projections.history import History, answered, identity, resolves
-from diloco.projections.sent import Sent
 from diloco.replay.blame import tensor_ranges
-from diloco.replay.rounds import settings_at
+from diloco.run.history import History, Sent, answered, identity, read_history, resolves
 
 # Updates of a round whose tensors are compared: in so much memory.
 MEMORY_BYTES = 512 << 20
@@ -44,6 +45,23 @@ class Found:
 
     seqs: tuple[int, ...] = ()
     updates: tuple[Sent, ...] = ()
+
+
+def run_show(target: str, what: str) -> None:
+    """Tell of what is meant by WHAT.
+
+    Raises:
+        ConfigError: the run has nothing of the kind.
+        DilocoError: no such run; bus or store are away.
+    """
+    for line in asyncio.run(_show(target, what)):
+        say_plainly(line)
+
+
+async def _show(target: str, what: str) -> list[str]:
+    async with open_run(target, name="show", reads=True) as opened:
+        history = await read_history(opened.context)
+        return await asyncio.to_thread(lambda: [*tell(history, find(history, what))])
 
 
 def find(history: History, what: str) -> Found:
@@ -231,13 +249,13 @@ def _not_merged(history: History, seq: int, record: wire.Record) -> Iterator[str
     for answer_seq, other in history.records[record.fragment]:
         for taken in resolves(other):
             later[answered(other, taken)] = answer_seq
-    for update, at in history.sent(record.fragment).items():
-        waits = at.stream_seq < seq and update not in own
+    for update, stream_seq in history.sent(record.fragment).items():
+        waits = stream_seq < seq and update not in own
         if waits and (answer := later.get(update, seq + 1)) > seq:
             where = f"record {answer}" if update in later else "no record yet"
             yield (
                 f"  late {update.learner}:{update.incarnation}-{update.seq} (message "
-                f"{at.stream_seq}): answered by {where}"
+                f"{stream_seq}): answered by {where}"
             )
 
 
@@ -262,7 +280,7 @@ def _by_tensor(history: History, record: wire.Record) -> Iterator[str]:
     if 4 * fragment.size * (len(record.inputs) + 1) > MEMORY_BYTES:
         yield "  by tensor: not compared, the updates are too large for that"
         return
-    settings = settings_at(history, record.policy.settings_seq)
+    settings = history.settings_at(record.policy.settings_seq)
     grid = make_grid(settings, history.layout, record.fragment)
     codec = sync_of(settings.sync, fragment).codec
     updates = []

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 
-from diloco.aggregator.arrays.fragment import FragmentArrays, make_grid
-from diloco.aggregator.shard_reader import read_input, read_parts
+from diloco.aggregator.arrays.fragment import make_grid
+from diloco.aggregator.shard_reader import read_parts
+from diloco.check.remake import Remaker, is_stored
 from diloco.cli.opening import open_run
 from diloco.common import wire
 from diloco.common.codec import decode_numpy
@@ -25,10 +26,10 @@ from diloco.common.views import load_version
 from diloco.learner.background import running_loop
 from diloco.model.load import piece_values
 from diloco.model.scores import Scorer, all_kept
-from diloco.projections.history import History, answered, identity, read_history, resolves
-from diloco.projections.sent import Sent
 from diloco.replay import score, show, verify
-from diloco.replay.rounds import load_arrays, settings_at
+from diloco.run.history import History, Sent, answered, identity, read_history, resolves
+from diloco.run.state import Run
+from diloco.run.watch import Watch
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -38,6 +39,15 @@ Arrays = dict[str, np.ndarray]
 Rows = Iterator[dict[str, Any]]
 # Rows that are made into columns at once.
 BATCH = 10_000
+# Of an update: what its manifest says, and what becomes of it.
+ANNOUNCED = (
+    "learner", "incarnation", "seq", "fragment", "base_version", "tokens", "steps", "position",
+    "local_step", "loss", "step_time_s", "encode_s", "upload_s",
+)  # fmt: skip
+UNANSWERED = dict.fromkeys(
+    ("answer", "record_seq", "version", "staleness", "weight", "discount", "clip", "norm",
+     "reason", "detail")
+)  # fmt: skip
 
 
 class Update(NamedTuple):
@@ -69,7 +79,7 @@ class Past:
     """A run's past; a `with` block, or `close`, ends what reads it.
 
     Args:
-        run: RUN, as commands take it: also a bundle or an exported tape.
+        run: RUN, as commands take it: also a bundle.
 
     Raises:
         DilocoError: no such run; bus or store are away.
@@ -112,6 +122,10 @@ class Past:
     def history(self) -> History:
         """The tape, as the commands read it, up to when it is first asked for."""
         return self._call(read_history(self._context))
+
+    def now(self) -> Run:
+        """The run as its whole tape has it: learners, fragments, findings."""
+        return self._call(Watch(self._context).begin(1))
 
     def updates(self) -> "pa.Table":
         """Every update that was announced, with what became of it."""
@@ -196,7 +210,7 @@ def gradients(history: History, record: wire.Record) -> Iterator[np.ndarray]:
     Raises:
         ObjectMissingError, WireError: one is gone or damaged.
     """
-    settings = settings_at(history, record.policy.settings_seq)
+    settings = history.settings_at(record.policy.settings_seq)
     grid = make_grid(settings, history.layout, record.fragment)
     for taken in record.inputs:
         parts = read_parts(history.store, taken.codec, taken.shards, grid)
@@ -211,16 +225,11 @@ def _again(history: History, seq: int, record: wire.Record) -> np.ndarray:
         ConfigError: none is stored.
         IntegrityError: it does not come out as it was recorded.
     """
-    chain = history.records[record.fragment]
     until = verify.chains(history, [record.fragment], record.version - 1, {record.fragment: seq})
-    arrays: FragmentArrays | None = None
-    for _, at in until[record.fragment]:
-        if arrays is None or at.what in ("restore", "restored"):
-            arrays = load_arrays(history, at)
-        elif at.what == "version":
-            arrays.merge_again(at, partial(read_input, history.store, arrays.grid))
-    assert arrays is not None, chain
-    return np.asarray(arrays.view)
+    remaker = Remaker(history, record.fragment, compare=False)
+    for at in until[record.fragment]:
+        remaker.take(*at)
+    return np.asarray(remaker.view)
 
 
 # Tables
@@ -251,45 +260,28 @@ def _table(rows: Iterable[dict[str, Any]]) -> "pa.Table":
 
 def _updates(history: History) -> Rows:
     for fragment in sorted(history.manifests_of):
-        answers: dict[Sent, tuple[int, int]] = {}
-        for index, (seq, record) in enumerate(history.records[fragment]):
-            for taken in resolves(record):
-                answers.setdefault(answered(record, taken), (seq, index))
+        chain, answers = history.records[fragment], dict[Sent, tuple[int, int]]()
+        for index, (_, record) in enumerate(chain):
+            for place, taken in enumerate(resolves(record)):
+                answers.setdefault(answered(record, taken), (index, place))
         told: set[Sent] = set()
         for stream_seq, sent in history.announced(fragment):
             if (update := identity(sent)) in told:
                 continue
             told.add(update)
-            yield {
-                "learner": sent.learner, "incarnation": sent.incarnation, "seq": sent.seq,
-                "fragment": fragment, "stream_seq": stream_seq,
-                "announced_s": history.times_s[stream_seq], "base_version": sent.base_version,
-                "tokens": sent.tokens, "steps": sent.steps, "position": sent.position,
-                "local_step": sent.local_step, "loss": sent.loss,
-                "step_time_s": sent.step_time_s, "encode_s": sent.encode_s,
-                "upload_s": sent.upload_s, "bytes": sum(one.size_bytes for one in sent.shards),
-                **_answer(history, update, answers.get(update)),
-            }  # fmt: skip
+            row = {name: getattr(sent, name) for name in ANNOUNCED}
+            row |= {"stream_seq": stream_seq, "announced_s": history.times_s[stream_seq]}
+            row["bytes"] = sum(one.size_bytes for one in sent.shards)
+            index, place = answers.get(update, (-1, 0))
+            yield row | (UNANSWERED if index < 0 else _answer(*chain[index], place))
 
 
-def _answer(history: History, update: Sent, at: tuple[int, int] | None) -> dict[str, Any]:
+def _answer(seq: int, record: wire.Record, place: int) -> dict[str, Any]:
     """What became of an update; columns of another fate are null."""
-    found: dict[str, Any] = dict.fromkeys(
-        ("answer", "record_seq", "version", "staleness", "weight", "discount", "clip", "norm",
-         "reason", "detail")
-    )  # fmt: skip
-    if at is None:
-        return found
-    record = history.records[update.fragment][at[1]][1]
-    found |= {"record_seq": at[0], "version": record.version}
-    for taken in record.inputs:
-        if answered(record, taken) == update:
-            fields = ("staleness", "weight", "discount", "clip", "norm")
-            found |= {"answer": "merged"} | {name: getattr(taken, name) for name in fields}
-    for refused in record.rejected:
-        if answered(record, refused) == update:
-            found |= {"answer": "rejected", "reason": refused.reason, "detail": refused.detail}
-    return found
+    taken = resolves(record)[place]
+    found = {name: getattr(taken, name, None) for name in UNANSWERED}
+    fate = "merged" if isinstance(taken, wire.Input) else "rejected"
+    return found | {"answer": fate, "record_seq": seq, "version": record.version}
 
 
 def _rounds(history: History) -> Rows:
@@ -315,7 +307,7 @@ def _versions(history: History) -> Rows:
                 "fragment": record.fragment, "version": record.version, "what": record.what,
                 "record_seq": seq, "global_step": record.global_step,
                 "closed_s": record.closed_at_s, "view_digest": record.view_digest,
-                "outer_digest": record.outer_digest, "stored": verify.is_stored(record),
+                "outer_digest": record.outer_digest, "stored": is_stored(record),
                 "delta_bytes": record.delta.size_bytes if record.delta else None,
                 "tokens_merged": record.totals.tokens_merged,
             }  # fmt: skip

@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from diloco.aggregator.arrays.merge import Vector
-from diloco.check.audit import Objects
-from diloco.check.remake import Progress, Remaker
+from diloco.check.remake import Progress, Remaker, is_stored
 from diloco.common import wire
 from diloco.common.errors import ConfigError, IntegrityError, ObjectMissingError
 from diloco.common.store import ObjectStore, check_size
-from diloco.projections.history import Chain, History, up_to
 from diloco.replay.coverage import Versions
+from diloco.run.history import Chain, History, up_to
 
 # Threads that read ahead, and how many records ahead they read.
 READERS = 4
@@ -151,11 +150,6 @@ def chains(
     return found
 
 
-def is_stored(record: wire.Record) -> bool:
-    """Whether a record comes with view and outer state of its version."""
-    return record.outer_version == record.version and record.what != "verdict"
-
-
 def verify(
     history: History,
     chosen: Mapping[int, Chain],
@@ -176,7 +170,7 @@ def verify(
     Raises:
         StoreUnavailableError: the store is away.
     """
-    found, objects = Verified(), Objects()
+    found = Verified()
     begins = {fragment: memory.begin(fragment, chain) for fragment, chain in chosen.items()}
     total = sum(len(chain) - begins[fragment] for fragment, chain in chosen.items())
     with ThreadPoolExecutor(READERS, thread_name_prefix="replay") as pool:
@@ -184,7 +178,7 @@ def verify(
             earlier = chain[: begins[fragment]]
             found.versions.earlier += sum(_is_version(record) for _, record in earlier)
             ahead = _ReadAhead(history.store, pool)
-            remaker = Remaker(replace(history, store=ahead), objects, fragment)
+            remaker = Remaker(replace(history, store=ahead), fragment)
             for seq, record in _announced(ahead, chain[begins[fragment] :]):
                 _take(found, remaker, seq, record)
                 if is_stored(record) and remaker.arrays is not None and found.unbroken(fragment):
@@ -209,7 +203,6 @@ def _take(found: Verified, remaker: Remaker, seq: int, record: wire.Record) -> N
     try:
         remaker.take(seq, record)
     except IntegrityError as error:
-        remaker.arrays = None
         if isinstance(error.__cause__, ObjectMissingError):
             found.lost.append(Lost(record.fragment, seq, record.version, error.__cause__.message))
             return

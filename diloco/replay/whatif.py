@@ -11,30 +11,41 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
+from rich.table import Table
 
 from diloco.aggregator.arrays.fragment import FragmentArrays, make_grid
 from diloco.aggregator.arrays.merge import Vector
 from diloco.aggregator.arrays.outer import make_outer
 from diloco.aggregator.core import policy, rounds
 from diloco.aggregator.core.decisions import decide_again
-from diloco.aggregator.core.effects import Commit
+from diloco.aggregator.core.events import Commit
 from diloco.aggregator.core.updates import Admitted
-from diloco.aggregator.shard_reader import read_input, read_payload
-from diloco.check.listing import list_now
-from diloco.check.remake import Progress
+from diloco.check.objects import list_now
+from diloco.check.remake import (
+    Progress,
+    Remaker,
+    admitted_again,
+    copy_arrays,
+    is_stored,
+    load_arrays,
+    merge_round,
+)
 from diloco.cli.settings import assign, parse_assigned
 from diloco.common import wire
 from diloco.common.averaged import settings_of
 from diloco.common.config import RunSettings, changes
 from diloco.common.errors import ConfigError
 from diloco.common.tape import RunContext
-from diloco.projections.history import Chain, History
+from diloco.page.page import write_figure
+from diloco.page.svg import DASHES, Axis, Panel, line
 from diloco.replay.decide import heard, inputs_again, rules_of, whole_from
 from diloco.replay.redecide import redecide
-from diloco.replay.rounds import admitted_again, copy_arrays, load_arrays, settings_at
-from diloco.replay.verify import is_stored
+from diloco.run.history import Chain, History
 
 SECTIONS = ("outer", "staleness", "quorum", "bounds")
 # Settings that change which updates a round takes.
@@ -156,7 +167,7 @@ def make_plan(
     last = max((chain[-1] for chain in chains.values()), key=lambda at: at[0])[1]
     return MergePlan(
         changed=changed + [f"without {_span(one)}" for one in without],
-        settings=change(settings_at(history, last.policy.settings_seq)),
+        settings=change(history.settings_at(last.policy.settings_seq)),
         chains=chains,
         rounds=sorted(rounds, key=lambda made: made.at_s),
         sentences=_sentences(chosen, chains, deciding=deciding) + [WITHOUT] * bool(without),
@@ -176,7 +187,7 @@ def _check_without(
     for one in unmet:
         raise ConfigError(
             f"--without {_span(one)}: no such update was merged",
-            hint="diloco learners RUN has the names",
+            hint="diloco status RUN has the names",
         )
 
 
@@ -257,7 +268,7 @@ def _recorded(
     """The rounds as they were, under other settings of the outer step, less some inputs."""
     found = []
     for _, record in chain[1:]:
-        in_force = settings_at(history, record.policy.settings_seq)
+        in_force = history.settings_at(record.policy.settings_seq)
         before, settings = (
             settings_of(each, history.layout, fragment) for each in (in_force, change(in_force))
         )
@@ -305,7 +316,7 @@ def _redecided(history: History, fragment: int, chain: Chain, change: Change) ->
     """The rounds that there would have been under other rules."""
 
     def rules_at(seq: int) -> policy.FragmentRules:
-        return rules_of(history, change(settings_at(history, seq)), fragment)
+        return rules_of(history, change(history.settings_at(seq)), fragment)
 
     if _decides_as_it_was(history, fragment, chain, rules_at):
         return _recorded(history, fragment, chain, change)
@@ -314,7 +325,7 @@ def _redecided(history: History, fragment: int, chain: Chain, change: Change) ->
     for made in redecide(chain, heard(history, fragment), rules_at):
         if cut and made.at_s > chain[-1][1].closed_at_s:
             break  # Beyond --until.
-        settings = change(settings_at(history, made.settings_seq))
+        settings = change(history.settings_at(made.settings_seq))
         settings = settings_of(settings, history.layout, fragment)
         state = made.commit.state
         part = rounds.step_share(state, participation=settings.outer.participation)
@@ -322,7 +333,7 @@ def _redecided(history: History, fragment: int, chain: Chain, change: Change) ->
         found.append(Round(made.at_s, fragment, admitted, part, settings))
     for _, record in chain[1:]:
         if record.what == "restore":
-            settings = change(settings_at(history, record.policy.settings_seq))
+            settings = change(history.settings_at(record.policy.settings_seq))
             restored = record.restored_version
             found.append(Round(record.closed_at_s, fragment, (), 1.0, settings, restored))
     return found
@@ -336,7 +347,7 @@ class _Models:
 
     def __init__(self, history: History, plan: MergePlan) -> None:
         self._history = history
-        self.was: dict[int, FragmentArrays] = {}
+        self.was: dict[int, Remaker] = {}
         self.would: dict[int, FragmentArrays] = {}
         # Copies of what rollbacks go back to, by fragment and recorded version.
         self._kept: dict[tuple[int, int | None], FragmentArrays | None] = {
@@ -348,23 +359,16 @@ class _Models:
         first = {made.fragment: made.settings for made in reversed(plan.rounds)}
         for fragment, chain in plan.chains.items():
             record = chain[0][1]
-            self.was[fragment] = load_arrays(history, record)
             settings = first.get(fragment, plan.settings)
             self.would[fragment] = _under(load_arrays(history, record), history, fragment, settings)
-            self._keep(fragment, record)
+            self.was[fragment] = Remaker(history, fragment, compare=False)
+            self.follow(*chain[0])
 
-    def _keep(self, fragment: int, record: wire.Record) -> None:
-        if (fragment, record.version) in self._kept and record.what != "verdict":
-            self._kept[fragment, record.version] = copy_arrays(self.would[fragment])
-
-    def follow(self, record: wire.Record) -> None:
+    def follow(self, seq: int, record: wire.Record) -> None:
         """What was: the next record of its fragment."""
-        if record.what == "version":
-            arrays = self.was[record.fragment]
-            arrays.merge_again(record, partial(read_input, self._history.store, arrays.grid))
-        elif record.what == "restore":
-            self.was[record.fragment] = load_arrays(self._history, record)
-        self._keep(record.fragment, record)
+        self.was[record.fragment].take(seq, record)
+        if (record.fragment, record.version) in self._kept and record.what != "verdict":
+            self._kept[record.fragment, record.version] = copy_arrays(self.would[record.fragment])
 
     def make(self, made: Round) -> None:
         """What would have been: the next round of its fragment."""
@@ -373,13 +377,7 @@ class _Models:
             kept = self._kept[made.fragment, made.restored_version]
             arrays = copy_arrays(kept) if kept is not None else arrays
             self.would[made.fragment] = arrays
-        arrays.settings = made.settings
-        if not made.admitted:
-            return
-        for admitted in made.admitted:
-            manifest = admitted.manifest
-            arrays.merge(read_payload(self._history.store, manifest, arrays.grid), admitted)
-        arrays.close_round(made.admitted, made.share)
+        merge_round(self._history.store, arrays, made.settings, made.admitted, made.share)
 
     def views(self) -> tuple[list[Vector], list[Vector]]:
         """Copies of all views: as they were, and as they would have been."""
@@ -418,12 +416,8 @@ async def play(
     task = await asyncio.to_thread(model_of, history.settings)
     model = await GlobalModel.of_run(context, task)
     models = await asyncio.to_thread(_Models, history, plan)
-    was = sorted(
-        (record for chain in plan.chains.values() for _, record in chain[1:]),
-        key=lambda record: record.closed_at_s,
-    )
     line: list[tuple[float, int, Any]] = [(made.at_s, 0, made) for made in plan.rounds]
-    line += [(record.closed_at_s, 1, record) for record in was]
+    line += [(at[1].closed_at_s, at[0], at) for chain in plan.chains.values() for at in chain[1:]]
     line.sort(key=lambda item: item[:2])
     marks = _marks([item[0] for item in line], points)
     begins = [chain[0][1] for chain in plan.chains.values()]
@@ -433,11 +427,11 @@ async def play(
     at_s = max(record.closed_at_s for record in begins)
     result = Result([Point(at_s, step, loss, loss)])
     for index, (at_s, _, item) in enumerate(line):
-        if isinstance(item, wire.Record):
-            await asyncio.to_thread(models.follow, item)
-            step = max(step, item.global_step)
-        else:
+        if isinstance(item, Round):
             await asyncio.to_thread(models.make, item)
+        else:
+            await asyncio.to_thread(models.follow, *item)
+            step = max(step, item[1].global_step)
         progress(index + 1, len(line))
         if index in marks:
             losses = [
@@ -459,3 +453,50 @@ def _marks(times_s: Sequence[float], points: int) -> set[int]:
     ends = [i for i in range(len(times_s)) if i == last or times_s[i] < times_s[i + 1]]
     wanted = [last * (number + 1) // points for number in range(points)]
     return {ends[bisect_left(ends, index)] for index in wanted}
+
+
+def table(plan: MergePlan, result: Result) -> Table:
+    """Both models side by side."""
+    title = "; ".join(plan.changed) or UNCHANGED
+    rows = Table("time (UTC)", "step", "as it was", "what if", "difference", title=title)
+    for column in rows.columns[1:]:
+        column.justify = "right"
+    for point in result.points:
+        at = datetime.fromtimestamp(point.at_s, UTC)
+        rows.add_row(
+            f"{at:%Y-%m-%d %H:%M:%S}",
+            str(point.global_step),
+            f"{point.loss:.4f}",
+            f"{point.loss_if:.4f}",
+            f"{point.loss_if - point.loss:+.4f}",
+        )
+    was = [r for chain in plan.chains.values() for _, r in chain[1:] if r.what == "version"]
+    would = [made for made in plan.rounds if made.admitted]
+    rows.caption = (
+        f"held-out loss; versions {len(was)} and {len(would)}, updates merged "
+        f"{sum(len(r.inputs) for r in was)} and {sum(len(made.admitted) for made in would)}, "
+        f"staleness {_staleness([i.staleness for r in was for i in r.inputs]):.2f} and "
+        f"{_staleness([a.staleness for made in would for a in made.admitted]):.2f}"
+    )
+    return rows
+
+
+def _staleness(found: Sequence[int]) -> float:
+    return sum(found) / len(found) if found else 0.0
+
+
+def draw(plan: MergePlan, result: Result, path: Path) -> None:
+    """Both models' held-out loss over the run's clock, as a page.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    rows = [(point.global_step, point.loss, point.loss_if) for point in result.points]
+    steps, loss, loss_if = np.asarray(rows, np.float64).reshape(-1, 3).T
+    marks = [
+        line(steps, loss, "blue", "as it was"),
+        line(steps, loss_if, "red", "what if", DASHES[1]),
+    ]
+    x, y = Axis(label="global step"), Axis(label="held-out loss")
+    panel = Panel(marks=marks, x=x, y=y, width=800, height=400)
+    write_figure("; ".join(plan.changed) or UNCHANGED, [panel], path)

@@ -10,7 +10,7 @@ JAX stays on the CPU of this process, and synchronizes what the module's tensors
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,39 +27,20 @@ from diloco.foreign.loop import (  # noqa: E402
     join_tensors,
     load_tensors,
 )
-from diloco.foreign.table import Leaf, Table  # noqa: E402
-from diloco.learner.task import Batch, Shared  # noqa: E402
+from diloco.foreign.tensors import Leaf, Table  # noqa: E402
 from diloco.torch.module import ModuleTensors  # noqa: E402
 from diloco.torch.optimizer import begun, state_of  # noqa: E402
 
 __all__ = ["Leaf", "TorchLearner", "create", "join", "load"]
 
 
-class TorchLearner:
+class TorchLearner(TensorLearner):
     """A PyTorch loop's place in a run; `join` makes it."""
 
-    def __init__(self, learner: TensorLearner) -> None:
-        self._learner = learner
-
-    @property
-    def done(self) -> bool:
-        """The loop is to end; as of `diloco.Learner`."""
-        return self._learner.done
-
-    @property
-    def global_step(self) -> int:
-        """The run's clock for the next step, which learning rates follow."""
-        return self._learner.global_step
-
-    @property
-    def position(self) -> int:
-        """Batches of this learner's data that are behind it."""
-        return self._learner.position
-
-    def restore(self, optimizer: torch.optim.Optimizer) -> None:
+    def restore(self, state: torch.optim.Optimizer) -> None:
         """Have the optimizer go on from a checkpoint, where there is one."""
-        with begun(optimizer) as (like, take):
-            found = self._learner.restore(like)
+        with begun(state) as (like, take):
+            found = super().restore(like)
             if found is not like:
                 take(found)
 
@@ -79,23 +60,7 @@ class TorchLearner:
         """
         loss = loss.detach() if isinstance(loss, torch.Tensor) else loss
         state = None if save is None else lambda: state_of(save)
-        self._learner.step(loss=loss, metrics=metrics, save=state)
-
-    def reading(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """The same batches; time that the loop waits for them is a metric of its own."""
-        return self._learner.reading(batches)
-
-    def claimed(self, data: Shared) -> Iterator[Batch]:
-        """Batches of the shares that this learner claims, as of `diloco.Learner`."""
-        return self._learner.claimed(data)
-
-    def evaluated(self, figures: Mapping[str, float]) -> None:
-        """Hand over what the loop has measured on held-out data."""
-        self._learner.evaluated(figures)
-
-    def leave(self) -> None:
-        """Ask this learner to leave the run; `done` follows."""
-        self._learner.leave()
+        super().step(loss=loss, metrics=metrics, save=state)
 
 
 @contextlib.contextmanager
@@ -116,11 +81,15 @@ def join(
         table: which leaf of the run each parameter is, by its name in the module.
         tokens_per_step: as of `diloco.join`.
     """
-    tensors = ModuleTensors(module)
     with join_tensors(
-        file, learner=learner, tensors=tensors, table=table, tokens_per_step=tokens_per_step
+        file,
+        learner=learner,
+        tensors=ModuleTensors(module),
+        table=table,
+        tokens_per_step=tokens_per_step,
+        kind=TorchLearner,
     ) as island:
-        yield TorchLearner(island)
+        yield island
 
 
 def create(

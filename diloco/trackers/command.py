@@ -14,7 +14,7 @@ from diloco.common.errors import ConfigError
 
 if TYPE_CHECKING:
     from diloco.common.tape import RunContext
-    from diloco.trackers.sinks import Sink
+    from diloco.trackers.follow import Sink
 
 app = group()
 
@@ -43,8 +43,8 @@ def track(
     log.configure("error")
     if tensorboard is None and wandb is None:
         raise ConfigError("where to? give --tensorboard DIR, --wandb PROJECT, or both")
+    from diloco.trackers.follow import TensorBoard, Wandb
     from diloco.trackers.follow import track as follow
-    from diloco.trackers.sinks import TensorBoard, Wandb
 
     def make(context: "RunContext") -> "list[Sink]":
         sinks: list[Sink] = []

@@ -11,7 +11,6 @@ from pydantic_core import PydanticUndefined
 
 from diloco.common.config import (
     CHANGEABLE,
-    RENAMED,
     Config,
     IslandSection,
     LearnerBounds,
@@ -128,11 +127,6 @@ def changeable() -> str:
     return ", ".join(named)
 
 
-def renamed() -> str:
-    """The keys that had another name."""
-    return table(["old key", "new key"], [(f"`{old}`", f"`{new}`") for old, new in RENAMED.items()])
-
-
 def blocks() -> dict[str, str]:
     """The blocks of docs/configuration.md."""
     tables = {
@@ -145,5 +139,4 @@ def blocks() -> dict[str, str]:
         **within,
         "config complete": complete(),
         "config changeable": changeable(),
-        "config renamed": renamed(),
     }

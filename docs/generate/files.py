@@ -1,5 +1,6 @@
 """Pages made of other files: the list of decisions, the examples."""
 
+import re
 from pathlib import Path
 
 from docs.generate.markdown import fence
@@ -13,8 +14,7 @@ def blocks() -> dict[str, str]:
     pages = sorted(
         path for path in (ROOT / "docs" / "adr").glob("*.md") if path.name != "README.md"
     )
-    titles = [path.read_text().partition("\n")[0].removeprefix("# ") for path in pages]
-    lines = [f"- [{title}]({path.name})" for path, title in zip(pages, titles, strict=True)]
+    lines = [_decision(path) for path in pages]
     examples = {
         "example digits": "digits.py",
         "example own loop": "own_loop.py",
@@ -27,3 +27,11 @@ def blocks() -> dict[str, str]:
         block: fence("python", (ROOT / "examples" / name).read_text())
         for block, name in examples.items()
     }
+
+
+def _decision(path: Path) -> str:
+    """A decision's title, and the number of the one that replaced it."""
+    title, _, rest = path.read_text().partition("\n")
+    line = f"- [{title.removeprefix('# ')}]({path.name})"
+    by = re.match(r"\s*Superseded by (\[.*?\]\(.*?\))", rest)
+    return f"{line}, replaced by {by[1]}" if by else line

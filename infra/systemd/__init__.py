@@ -1,1 +1,1 @@
-"""Units of systemd; `diloco install-units` writes them to a machine."""
+"""Units of systemd; `diloco host units` writes them to a machine."""

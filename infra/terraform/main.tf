@@ -64,13 +64,13 @@ locals {
   nats_regions   = [for zone in var.nats.zones : regex("^(.*)-[a-z]$", zone)[0]]
   nats_addresses = [for index, region in local.nats_regions : cidrhost(var.subnets[region], 11 + index)]
 
-  digests = { for kind, path in var.bundles : kind => filesha256(path) }
+  digests = { for kind, path in var.releases : kind => filesha256(path) }
   startup_script = templatefile("${path.module}/startup.py.tftpl", {
     files = { for name in ["boot.py", "release.py", "beside.py", "cloud.py", "logs.py", "keeper.py", "ended.py"] : name => file("${path.module}/../${name}") }
   })
   livez_port = 9463 # as infra/beside.py has it
 
-  # By the kind of the bundle that a machine runs.
+  # By the kind of the release that a machine runs.
   boot = {
     for kind, digest in local.digests : kind => {
       bucket  = module.configuration.name
@@ -177,7 +177,7 @@ resource "google_storage_bucket_object" "release" {
   for_each = local.digests
   name     = "common/diloco-${each.key}-${substr(each.value, 0, 16)}.tar.gz"
   bucket   = module.configuration.name
-  source   = var.bundles[each.key]
+  source   = var.releases[each.key]
 }
 
 resource "google_storage_bucket_object" "run" {

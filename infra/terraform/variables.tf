@@ -43,23 +43,23 @@ variable "run_toml" {
   }
 }
 
-variable "bundles" {
-  description = "Paths of the bundles that machines run: cpu for NATS servers, aggregators and machines without accelerators, tpu for the others. make bundle KIND=cpu, make bundle KIND=tpu"
+variable "releases" {
+  description = "Paths of the releases that machines run: cpu for NATS servers, aggregators and machines without accelerators, tpu for the others. make release KIND=cpu, make release KIND=tpu"
   type        = any # An object type would drop a key that it does not know.
 
   validation {
-    condition     = try(length(setsubtract(keys(var.bundles), ["cpu", "tpu"])) == 0 && contains(keys(var.bundles), "cpu"), false)
-    error_message = "bundles takes cpu, which NATS servers and aggregators need, and tpu."
+    condition     = try(length(setsubtract(keys(var.releases), ["cpu", "tpu"])) == 0 && contains(keys(var.releases), "cpu"), false)
+    error_message = "releases takes cpu, which NATS servers and aggregators need, and tpu."
   }
 
   validation {
-    condition     = try(alltrue([for path in values(var.bundles) : endswith(path, ".tar.gz") && fileexists(path)]), false)
-    error_message = "Each of bundles must be the path of a .tar.gz; make it with: make bundle KIND=cpu, make bundle KIND=tpu"
+    condition     = try(alltrue([for path in values(var.releases) : endswith(path, ".tar.gz") && fileexists(path)]), false)
+    error_message = "Each of releases must be the path of a .tar.gz; make it with: make release KIND=cpu, make release KIND=tpu"
   }
 
   validation {
-    condition     = try(contains(keys(var.bundles), "tpu"), false) || alltrue([for one in values(var.learners) : try(one.kind, "") == "cpu"])
-    error_message = "A learner has TPUs, and bundles has no tpu; make it with: make bundle KIND=tpu"
+    condition     = try(contains(keys(var.releases), "tpu"), false) || alltrue([for one in values(var.learners) : try(one.kind, "") == "cpu"])
+    error_message = "A learner has TPUs, and releases has no tpu; make it with: make release KIND=tpu"
   }
 }
 

@@ -24,7 +24,7 @@ from diloco.learner.causal_lm.config import (
     parse_config,
     read_document,
 )
-from diloco.learner.causal_lm.names import Entry, table
+from diloco.learner.causal_lm.sizes import Entry, table
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FILE_BYTES = 4 << 30  # of one file, about

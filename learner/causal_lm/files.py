@@ -28,7 +28,7 @@ from diloco.learner.causal_lm.lora import (
     base_dtypes,
     module_name,
 )
-from diloco.learner.causal_lm.names import LAYERS, Entry, table
+from diloco.learner.causal_lm.sizes import LAYERS, Entry, table
 from diloco.learner.task import Params
 
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"

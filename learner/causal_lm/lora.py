@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from diloco.common.errors import TaskError
 from diloco.learner.causal_lm.config import DecoderConfig
 from diloco.learner.causal_lm.model import Product, plain_product
-from diloco.learner.causal_lm.names import LAYERS, Entry, table
+from diloco.learner.causal_lm.sizes import LAYERS, Entry, table
 from diloco.learner.task import Params, Variables
 
 DOWN, UP = "a", "b"  # the two halves, as leaves are named; lora_A and lora_B elsewhere

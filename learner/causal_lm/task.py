@@ -36,10 +36,8 @@ from diloco.learner.causal_lm.lora import (
     read_lora,
     with_adapters,
 )
-from diloco.learner.causal_lm.loss import token_losses
-from diloco.learner.causal_lm.model import Compute, head_of, hidden_of, init_params
-from diloco.learner.causal_lm.names import LAYERS, table
-from diloco.learner.causal_lm.sizes import SIZES, size_named
+from diloco.learner.causal_lm.model import Compute, head_of, hidden_of, init_params, token_losses
+from diloco.learner.causal_lm.sizes import LAYERS, SIZES, size_named, table
 from diloco.learner.causal_lm.tokens import Data, TokenFolders, check_data
 from diloco.learner.optimizer import Matrices, adamw, muon, warmup_cosine
 from diloco.learner.reading import GrainData, require_grain

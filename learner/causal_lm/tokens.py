@@ -228,12 +228,12 @@ def _check_digests(folders: Sequence[Path], digests: Sequence[str]) -> None:
         if found not in digests:
             raise DataError(
                 f"{str(path)!r} has {found}, but the run was made for {', '.join(digests)}",
-                hint="copy the run's data here: diloco data copy; diloco data check shows a digest",
+                hint="copy the run's data here: diloco data copy; diloco check shows a digest",
             )
 
 
 def _check_shards(folder: Path, manifest: TokenManifest) -> None:
-    """Whether all shards are there, in their size; their digests are for `diloco data check`."""
+    """Whether all shards are there, in their size; their digests are for `diloco check`."""
     again = "copy the folder again (diloco data copy), or prepare it again"
     for shard in manifest.shards:
         path = folder / shard.name

@@ -23,8 +23,8 @@ from diloco.common.errors import (
 from diloco.common.service import cancel
 from diloco.learner.boundary import Boundary
 from diloco.learner.fetch import Change
-from diloco.learner.hosts.channel import MEET_S, host_gone, read_message
 from diloco.learner.hosts.messages import (
+    MEET_S,
     Drop,
     Failure,
     Have,
@@ -36,6 +36,8 @@ from diloco.learner.hosts.messages import (
     Stored,
     ending_of,
     frame,
+    host_gone,
+    read_message,
     turn_of,
 )
 from diloco.learner.recovery import CheckpointId

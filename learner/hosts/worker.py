@@ -13,8 +13,8 @@ from diloco.learner.boundary import Boundary, Done, Outgoing
 from diloco.learner.claims import Shares
 from diloco.learner.context import Context
 from diloco.learner.fetch import Change, Fetcher
-from diloco.learner.hosts.channel import MEET_S, host_gone, read_message
 from diloco.learner.hosts.messages import (
+    MEET_S,
     Drop,
     Ending,
     Failure,
@@ -30,6 +30,8 @@ from diloco.learner.hosts.messages import (
     boundary_of,
     error_of,
     frame,
+    host_gone,
+    read_message,
 )
 from diloco.learner.publish import Uploader
 

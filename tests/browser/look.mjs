@@ -15,7 +15,7 @@ page.on("console", (message) => ["error", "warn"].includes(message.type()) && er
 page.on("pageerror", (error) => errors.push(String(error)));
 page.on("request", (request) => {
   const asked = request.url();
-  if (!asked.startsWith(url) && !asked.startsWith("data:")) foreign.push(asked);
+  if (![url, "data:", `blob:${url}`].some((own) => asked.startsWith(own))) foreign.push(asked);
 });
 
 const text = (selector) => page.$eval(selector, (found) => found.textContent.trim());
@@ -51,13 +51,13 @@ const moved = before.filter((one, index) => one !== after[index]).length;
 // Every control by keyboard alone.
 const reached = [], dead = [];
 await page.evaluate(() => { document.activeElement.blur(); scrollTo(0, 0); });
-for (let count = 0; count < 60; count += 1) {
+for (let count = 0; count < 120; count += 1) {
   await page.keyboard.press("Tab");
   const found = await page.evaluate(() => {
     const one = document.activeElement;
     if (one === document.body) return null;
     const style = getComputedStyle(one.matches("input[type=radio]") ? one.nextElementSibling : one);
-    return { name: one.id || one.name || one.getAttribute("aria-labelledby") || one.getAttribute("href") || one.tagName,
+    return { name: one.id || one.name || one.getAttribute("aria-label") || one.getAttribute("href") || one.tagName,
       seen: style.outlineStyle !== "none" };
   });
   if (!found) break;
@@ -73,16 +73,25 @@ async function press(selector, ...keys) {
 
 await press("#theme input:checked", "ArrowRight");
 const theme = await page.evaluate(() => document.documentElement.dataset.theme ?? "auto");
-await press("#along input:checked", "ArrowRight");
-const along = await page.$eval("#along input:checked", (one) => one.value);
-await press("#loss .canvas", "Home");
+await press("#loss .panel", "Home");
 const readout = await text("#loss .readout");
 await page.focus("#find");
 await page.keyboard.type("no-such-learner");
 await pause(1500);
-const none = await text("#lanes tbody");
-await press("#settings summary", "Enter");
+const none = await text("#page");
 const settings = await page.$$eval("#settings tbody tr", (rows) => rows.length);
+// What the buttons save.
+const kept = await page.evaluate(async () => {
+  const blobs = [], make = URL.createObjectURL;
+  URL.createObjectURL = (blob) => { blobs.push(blob); return make.call(URL, blob); };
+  const found = {};
+  for (const kind of ["SVG", "PNG", "CSV"]) {
+    document.querySelector(`#loss [data-save=${kind}]`).click();
+    await new Promise((done) => { setTimeout(done, 1500); });
+    found[kind] = [blobs.at(-1).type, (await blobs.at(-1).text()).split("\n")[0].slice(0, 40)];
+  }
+  return found;
+});
 await page.reload();
 await drawn();
 const remembered = await page.evaluate(() => document.documentElement.dataset.theme ?? "auto");
@@ -96,5 +105,5 @@ const runbook = await text("h1");
 await browser.close();
 
 console.log(JSON.stringify({
-  errors, foreign, barriers, wide, moved, reached, dead, theme, along, readout, none, settings, remembered, runbook,
+  errors, foreign, barriers, wide, moved, reached, dead, theme, readout, none, settings, remembered, runbook, kept,
 }));

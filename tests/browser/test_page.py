@@ -18,10 +18,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from runlab import Lab
 from test_dashboard import beat, score
 
-from bench.forger import Forger
+from bench.tapes import Forger
 from diloco.common.errors import BusUnavailableError
-from diloco.dashboard.page import served
 from diloco.model.scores import keep
+from diloco.page.live import LiveRun, served
 
 HERE = Path(__file__).parent
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -59,7 +59,7 @@ async def run_with_everything(folder: Path) -> dict[str, Any]:
     await beat(lab, "a", forger.lives["a"], state="failed", trouble=HOSTILE)
     for name in ("b", "c"):
         await beat(lab, name, forger.lives[name])
-    page = served(lab.context, 0.0, port=0, again="diloco dashboard lab")
+    page = served(LiveRun(lab.context, 0.0), port=0, again="diloco dashboard lab")
     async with page as url, lab.aggregating():
         await lab.join("real")
         looking = asyncio.ensure_future(asyncio.to_thread(look, url, folder))
@@ -76,12 +76,15 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
     assert found["barriers"] == []
     assert found["wide"] == []
     assert found["moved"] == 3, "steps, facts and rounds move with the run"
-    assert {"theme", "along", "find", "SUMMARY"} <= set(found["reached"])
+    assert {"theme", "find", "SVG of: Is it learning?"} <= set(found["reached"])
     assert found["dead"] == [], "what has the focus shows it"
     assert (found["theme"], found["remembered"]) == ("light", "light")
-    assert found["along"] == "tokens"
-    assert "at " in found["readout"]
+    assert "training" in found["readout"]
     assert found["none"] == "No learner of that name."
+    kinds = {kind: what for kind, (what, _) in found["kept"].items()}
+    assert kinds == {"SVG": "image/svg+xml", "PNG": "image/png", "CSV": "text/csv"}
+    assert found["kept"]["CSV"][1] == "panel,series,row,x,to,y,low,high,shade"
+    assert found["kept"]["SVG"][1].startswith("<svg xmlns=")
     assert found["settings"] > 20
     assert found["runbook"] == "A disk is full"
 
@@ -124,7 +127,8 @@ async def see_it_go(folder: Path) -> dict[str, dict[str, Any]]:
     for name, life in forger.lives.items():
         await beat(lab, name, life)
     found = {}
-    async with served(lab.context, 0.0, port=0, again="diloco dashboard lab") as url:
+    run = LiveRun(lab.context, 0.0)
+    async with served(run, port=0, again="diloco dashboard lab") as url:
         looker = Looker(url, folder)
         await asyncio.to_thread(looker.until_drawn)
         with pytest.MonkeyPatch.context() as patch:

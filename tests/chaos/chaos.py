@@ -54,8 +54,8 @@ from diloco.common.config import make_config  # noqa: E402
 from diloco.common.nats_server import NatsServer  # noqa: E402
 from diloco.common.tape import read_message  # noqa: E402
 from diloco.local.fleet import Fleet  # noqa: E402
-from diloco.operate.create import create  # noqa: E402
-from diloco.projections.history import History, read_history  # noqa: E402
+from diloco.operate.create import create_from  # noqa: E402
+from diloco.run.history import History, read_history  # noqa: E402
 
 LEARNERS = [f"learner-{index}" for index in range(3)]
 AGGREGATORS = [f"aggregator-{index}" for index in range(2)]
@@ -203,7 +203,7 @@ class Chaos:
         """Meet the stop rule; everybody leaves by themselves."""
 
         async def say() -> None:
-            stop = wire.encode(wire.Stop(run=self.run, global_step=0, reason="chaos"))
+            stop = wire.encode(wire.Stop(run=self.run, global_step=0, reason="chaos", by="test"))
             bus = await jetstream.connect(self.stage.server.url, name="chaos")
             await bus.publish(names.stop(self.run), stop, expected_last=0)
             await bus.close()
@@ -302,7 +302,7 @@ def perform(seed: int, seconds: float, folder: Path, console: Console) -> dict[s
         fleet.adopt(server)
         document = chaos_document(folder, server.url)
         (folder / "run.toml").write_text(tomli_w.dumps(document))
-        create(make_config(document, source="chaos"), None)
+        create_from(make_config(document, source="chaos"), None)
         stage = Stage(folder, document, LEARNERS, AGGREGATORS, server, fleet, network)
         result = Chaos(stage, seed, seconds, disk=disk).go(console)
         report = asyncio.run(examine(str(folder / "run.toml"), deep=True))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from schedule import ALL
 
 from diloco.common import wire
-from diloco.projections.history import History
+from diloco.run.history import History
 
 
 class Suffered(NamedTuple):

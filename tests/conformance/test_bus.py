@@ -24,7 +24,7 @@ from diloco.common.bus import (
 )
 from diloco.common.bus.jetstream import connect
 from diloco.common.errors import BusError, BusUnavailableError, StreamMissingError, SwapLostError
-from diloco.learner.position import last_at_leader
+from diloco.learner.incarnation import last_at_leader
 
 Connect: TypeAlias = Callable[[], Awaitable[Bus]]
 Scenario: TypeAlias = Callable[[Connect, str], Coroutine[Any, Any, None]]

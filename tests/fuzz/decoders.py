@@ -26,6 +26,8 @@ from diloco.aggregator.arrays.fragment import FragmentArrays
 from diloco.aggregator.core import policy
 from diloco.aggregator.tape_events import decode_event
 from diloco.common import names, shards, wire
+from diloco.common.bundle import open_bundle, read_header
+from diloco.common.bundle.frames import MAGIC
 from diloco.common.bus import Message
 from diloco.common.codec import CODECS, Encoded, code_dtype
 from diloco.common.config import RunSettings, load_config, parse_settings, warnings
@@ -34,7 +36,6 @@ from diloco.common.errors import IntegrityError, WireError
 from diloco.common.layout import Tensor, layout_bytes, make_layout, parse_layout
 from diloco.common.quantize import encode
 from diloco.common.store import MemoryStore
-from diloco.common.tape import file as tape_files
 from diloco.common.tape import parse_changed
 from diloco.common.token_manifest import (
     Counted,
@@ -46,8 +47,7 @@ from diloco.common.token_manifest import (
     json_bytes,
     parse_manifest,
 )
-from diloco.data.documents import read_span
-from diloco.data.plan import pieces
+from diloco.data.documents import read_documents
 from diloco.data.sources import find_files
 from diloco.learner import checkpoint
 
@@ -298,7 +298,7 @@ def load_and_warn(path: Path) -> None:
 
 
 def settings_message(settings: Any) -> bytes:
-    return wire.encode(wire.Settings(run="r", settings=settings, changed=()))
+    return wire.encode(wire.Settings(run="r", settings=settings, changed=(), by="test"))
 
 
 def settings_of(replaced: dict[tuple[str, str], Any]) -> dict[str, Any]:
@@ -324,28 +324,29 @@ def packable(value: Any) -> bool:
     return True
 
 
-# A tape in a file: the input is one frame among others, since checksums hold off all else.
+# A bundle: the input is one frame among others, since checksums hold off all else.
 
 
 def framed(data: bytes) -> bytes:
     return struct.pack("<II", len(data), shards.crc32c(data)) + data
 
 
-def tape_file(frame: bytes) -> bytes:
-    head, end = msgpack.packb({"run": "r"}), msgpack.packb({"messages": 1})
-    return tape_files.MAGIC + framed(head) + framed(frame) + framed(end)
+def bundle_of(frame: bytes) -> bytes:
+    head = msgpack.packb({"run": "r", "made_s": 1.0, "objects": True})
+    end = msgpack.packb({"messages": 1, "objects": 0})
+    return MAGIC + framed(head) + framed(frame) + framed(end)
 
 
-def load_tape(path: Path) -> None:
+def load_bundle(path: Path) -> None:
     content = path.read_bytes()
     for _ in range(2):  # As it is, and as a frame.
         with contextlib.suppress(IntegrityError):
-            tape_files.tape_file_run(path)
+            read_header(path)
         try:
-            list(tape_files.read_tape_file(path))
+            open_bundle(path).close()
         except IntegrityError as error:
             fault = error
-            path.write_bytes(tape_file(content))
+            path.write_bytes(bundle_of(content))
         else:
             return
     raise fault
@@ -356,7 +357,7 @@ def load_tape(path: Path) -> None:
 
 def token_manifest() -> bytes:
     shard = TokenShard(
-        name="train-00000-000.npy", side="train", size_bytes=138, documents=1, tokens=5,
+        name="train-00000.npy", side="train", size_bytes=138, documents=1, tokens=5,
         largest=7, sha256="a" * 64,
     )  # fmt: skip
     options = PrepareOptions(
@@ -376,10 +377,8 @@ def token_manifest() -> bytes:
 
 
 def read_source(path: Path) -> None:
-    (file,) = find_files([str(path)], "text")
-    for piece in pieces([file], 64, by_line=True):
-        for span in piece:
-            list(read_span(span, "text", by_line=True))
+    (file,) = find_files([str(path)])
+    list(read_documents(file, 0, "text", by_line=True))
 
 
 def token_decoders(folder: Path) -> dict[str, Decoder]:
@@ -432,10 +431,10 @@ def decoders(folder: Path) -> dict[str, Decoder]:
             file_decoder(folder, "x.cred", load_credentials),
             bounded=False,
         ),
-        "tape file": Decoder(
+        "bundle": Decoder(
             drawn_events().map(lambda data: msgpack.packb(list(tape_message(data)))),
             tuple(msgpack.packb(list(tape_message(data))) for data in events),
-            file_decoder(folder, "tape", load_tape),
+            file_decoder(folder, "bundle", load_bundle),
             bounded=False,
         ),
         **token_decoders(folder),

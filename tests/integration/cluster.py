@@ -144,16 +144,15 @@ class Cluster:
 @contextlib.contextmanager
 def open_cluster(folder: Path, run: str, learners: list[str]) -> Iterator[Cluster]:
     """A cluster that runs and is healthy, with the operator, aggregator `agg` and learners."""
-    made = auth.init(folder, run, [HOST] * NODES)
+    _, servers = auth.init(folder, run, [HOST] * NODES)
     auth.add(folder, "agg", "aggregator")
     for learner in learners:
         auth.add(folder, learner, "learner")
-    ports = [Ports(free_port(), free_port(), free_port()) for _ in made.servers]
+    ports = [Ports(free_port(), free_port(), free_port()) for _ in servers]
     routes = ",".join(f"tls://{HOST}:{port.cluster}" for port in ports)
     cluster = Cluster(folder, run)
     cluster.nodes = [
-        Node(config.stem, config, own, routes)
-        for config, own in zip(made.servers, ports, strict=True)
+        Node(config.stem, config, own, routes) for config, own in zip(servers, ports, strict=True)
     ]
     try:
         for node in cluster.nodes:

@@ -1,6 +1,8 @@
 """Runs of real processes for the tests of this folder."""
 
 import contextlib
+import fcntl
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,25 @@ from diloco.common.nats_server import NatsServer
 def _share_compiled_programs(tmp_path_factory: pytest.TempPathFactory) -> None:
     """All processes of all tests compile the tiny task once."""
     COMPILED.path = tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Fills a folder once for all workers, each of which would else make its own."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+
+    def once(name: str, make: Callable[[Path], None]) -> Path:
+        folder, made = root / name, root / f"{name}.made"
+        with (root / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not made.exists():
+                make(folder)
+                made.touch()
+        return folder
+
+    return once
 
 
 @pytest.fixture

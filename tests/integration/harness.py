@@ -32,7 +32,7 @@ from diloco.common.tape import RunContext
 from diloco.learner import tree
 from diloco.learner.contract import load_task
 from diloco.model.view import load_params
-from diloco.operate.create import create
+from diloco.operate.create import create_from
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -232,7 +232,7 @@ class World:
 
     def create(self) -> None:
         """`diloco run create`, by its function: a process of its own would only cost time."""
-        create(self.config, None)
+        create_from(self.config, None)
 
     def aggregator(self, **options: Any) -> Process:
         """One aggregator; `options` as of `start`."""
@@ -264,7 +264,7 @@ class World:
 
     def stop(self) -> None:
         """Say that the stop rule is met, so that a test need not guess a run's length."""
-        stop = wire.Stop(run=self.name, global_step=0, reason="test")
+        stop = wire.Stop(run=self.name, global_step=0, reason="test", by="test")
         payload = wire.encode(stop)
         self.ask(lambda bus: bus.publish(names.stop(self.name), payload, expected_last=0))
 

@@ -13,7 +13,7 @@ from diloco.common.bus import Bus
 from diloco.common.quantize import encode
 from diloco.common.shards import shard_ranges
 from diloco.common.store import open_store
-from diloco.projections.sent import Sent
+from diloco.run.history import Sent
 
 TOKENS_PER_STEP = 1000
 

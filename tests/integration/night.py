@@ -69,8 +69,8 @@ class Night:
             return Said(0, self._systemctl(words[1], words[-1]))
         if words[0] == "journalctl":
             return Said(0, self._journal(words[words.index("-u") + 1]))
-        if words[1] == "install-units":
-            return Said(0, self._install_unit(words[0].removesuffix("/bin/diloco"), words[2]))
+        if words[1:3] == ["host", "units"]:
+            return Said(0, self._install_unit(words[0].removesuffix("/bin/diloco"), words[3]))
         return self.run(words[1:])
 
     def run(self, words: list[str]) -> "Said":

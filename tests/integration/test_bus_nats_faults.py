@@ -288,7 +288,8 @@ def test_a_listener_goes_on_after_a_restart(own_nats_server: NatsServer, run_asy
             listener = bus.listen("x")
             heard = asyncio.ensure_future(anext(listener))
             await asyncio.sleep(0.2)
-            await asyncio.to_thread(own_nats_server.restart)
+            await asyncio.to_thread(own_nats_server.stop)
+            await asyncio.to_thread(own_nats_server.start)
             for _ in range(100):
                 await bus.broadcast("x", b"hello")
                 if (await asyncio.wait({heard}, timeout=0.1))[0]:
@@ -557,7 +558,8 @@ def test_a_restart_keeps_port_and_starting_twice_is_one_server(own_nats_server: 
     url, pid = own_nats_server.url, own_nats_server.pid
     own_nats_server.start()
     assert own_nats_server.pid == pid
-    own_nats_server.restart()
+    own_nats_server.stop()
+    own_nats_server.start()
     assert own_nats_server.url == url
     assert own_nats_server.pid not in {None, pid}
     own_nats_server.kill()

@@ -68,7 +68,7 @@ def follow(page: str, folder: Path) -> dict[str, str]:
         assert program == "diloco"
         if words[:2] == ["data", "copy"]:
             continue
-        name = words[1] if words[0] == "data" else words[0]
+        name = "task" if words[-1].endswith(".toml") else words[words[0] == "data"]
         command = [sys.executable, "-m", "diloco", *words, *SMALLER.get(name, [])]
         said[name] = run_command(command, folder)
     return said

@@ -91,10 +91,10 @@ def test_the_culprit_is_put_out_while_the_run_goes_on(night, how, tmp_path, monk
     good, spoilt = held_out(night, "--version", before), held_out(night)
     # Out with it, and back to what was before.
     page = "rejected-updates"
-    night.do("loss-spike", "diloco learners RUN --quarantine NAME", NAME=CULPRIT)
-    assert "checkpoint" in night.do(page, "diloco checkpoint RUN")
+    night.do("loss-spike", "diloco run quarantine RUN NAME", NAME=CULPRIT)
+    assert "checkpoint" in night.do(page, "diloco run checkpoint RUN")
     back_at = read_tape(world).last_seq
-    back = night.run(["rollback", run, "--to", before, "--yes"])
+    back = night.run(["run", "rollback", run, "--to", before, "--yes"])
     assert back.status == 0, back.text
     # The run goes on, without it and from there; and is soon as good as before.
     reached = max(read_tape(world).versions()) + 4
@@ -107,7 +107,7 @@ def test_the_culprit_is_put_out_while_the_run_goes_on(night, how, tmp_path, monk
     assert {one.learner for record in after for one in record.rejected if one.reason == "quarantined"} == {
         CULPRIT
     }  # fmt: skip
-    assert "is quarantined" in night.do(page, "diloco learners RUN")
+    assert "is quarantined" in night.do(page, "diloco status RUN --learners")
     world.stop()
     world.until(lambda: read_tape(world).end, "the end", every_s=0.5)
     read_tape(world).check(hostile=[CULPRIT])

@@ -74,7 +74,8 @@ async def scenario(server: NatsServer, disk: Path) -> None:
             (finding,) = await doctor._probe_bus(context)
             assert finding.runbook == "runbooks/disk-full.md"
             assert "restarted" in finding.advice
-            await asyncio.to_thread(server.restart)
+            await asyncio.to_thread(server.stop)
+            await asyncio.to_thread(server.start)
             await until(lambda: said("heartbeats_resumed", "info"))
             bus_finding, *_ = await doctor._probe_bus(context)
             assert (bus_finding.severity, bus_finding.about) == ("ok", "bus")

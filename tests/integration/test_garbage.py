@@ -68,9 +68,9 @@ def test_a_run_stays_small_and_whoever_was_away_comes_back(new_world):
 
 
 def check_command(world: World) -> None:
-    """`diloco gc` beside running aggregators, with collections of their own meanwhile."""
+    """`diloco run gc` beside running aggregators, with collections of their own meanwhile."""
     for arguments in (["--dry-run"], []):
-        process = world.start("gc", "gc", str(world.config_path), *arguments)
+        process = world.start("gc", "run", "gc", str(world.config_path), *arguments)
         assert process.wait() == 0, process.log()
         shown = process.log()
         assert ("would be removed" in shown) == bool(arguments)
@@ -83,7 +83,7 @@ def check_end(world: World, processes: list[Process]) -> None:
     assert tape.trimmed
     check_bounded(world, tape, 2)
     # What the end has left is collected as well, and the run's result stays.
-    process = world.start("gc", "gc", str(world.config_path))
+    process = world.start("gc", "run", "gc", str(world.config_path))
     assert process.wait() == 0, process.log()
     read_tape(world).check(collected=True)
     assert world.params()

@@ -22,7 +22,7 @@ from diloco.common.bus import Bus, Message
 from diloco.common.errors import WireError
 from diloco.common.shards import HEADER
 from diloco.common.tape import decode, messages_of
-from diloco.projections.sent import Sent
+from diloco.run.history import Sent
 
 
 async def lie_in_manifests(mallory: Mallory, bus: Bus) -> None:

@@ -84,7 +84,7 @@ def check_returned(world: World, tape: Tape, learner: str) -> None:
 
 def check_left(world: World, tape: Tape, learner: str) -> None:
     """A leave with the position behind the last step, and every step sent before it."""
-    ((_, leave),) = next(own for life, own in tape.full_leaves().items() if life[0] == learner)
+    (leave,) = [one for _, one in tape.leaves if one.learner == learner and not one.fragments]
     assert leave.position == world.steps(learner)
     for fragment in tape.records:
         own = [m for _, m in tape.manifests if m.learner == learner and m.fragment == fragment]

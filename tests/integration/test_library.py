@@ -24,11 +24,12 @@ from diloco.common.errors import (
     ConfigError,
     DilocoError,
     DivergedError,
+    Exit,
     RunMismatchError,
     TaskError,
 )
-from diloco.common.exits import Exit
-from diloco.look.status import Status, Watch
+from diloco.run.state import Run
+from diloco.run.watch import Watch
 
 TRUTH = np.random.default_rng(3).normal(size=(12, 3)).astype(np.float32)
 OPTIMIZER = optax.adam(0.01)
@@ -474,6 +475,6 @@ def test_a_task_whose_optimizer_goes_uphill_ends_before_anything_is_sent(new_wor
     assert [one.state for one in status.learners] == ["failed"]
 
 
-async def _look(world: World) -> Status:
+async def _look(world: World) -> Run:
     async with open_run(world.config_path, reads=True) as opened:
         return await Watch(opened.context).begin()

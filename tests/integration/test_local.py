@@ -14,7 +14,7 @@ from audit import read_tape
 from harness import PATIENCE_S, ROOT, World, all_gone, environment, eventually
 
 from diloco.cli.opening import open_run
-from diloco.common.exits import Exit
+from diloco.common.errors import Exit
 from diloco.common.tape import last_record
 
 SMALL = ["--set", "sync.interval_steps=8", "--set", "sync.fragments=3", "--set", "sync.block=16"]
@@ -118,7 +118,7 @@ def test_a_task_of_the_users_own_from_beginning_to_end(tmp_path, tidy):
     assert summary["versions"] == sum(tape.versions())
     assert summary["updates_merged"] == len(tape.merged())
     # Who is late back, by the load on this machine, may send after the end.
-    in_time = [at for at in tape.sent().values() if at.stream_seq < tape.end[0]]
+    in_time = [seq for seq in tape.sent().values() if seq < tape.end[0]]
     assert summary["updates_sent"] == len(in_time)
     assert len(tape.lives("learner-1")) == 2
     assert len(tape.lives("learner-0")) == 1

@@ -7,19 +7,24 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from forged import Frames, frames_of, write
 from harness import World, make_world
 
-from diloco.cli.opening import open_run
+from diloco.cli.opening import Place, open_run, use_place
 from diloco.common.errors import (
     BusError,
     BusUnavailableError,
     ConfigError,
+    IntegrityError,
     RunMismatchError,
     RunMissingError,
     StoreMissingError,
 )
 from diloco.common.nats_server import NatsServer
-from diloco.operate.remove import belongings, remove
+from diloco.operate.remove import belongings, check_bundled, remove
+from diloco.replay.bundle import run_bundle
+from diloco.replay.options import BundleOptions
+from diloco.replay.restore import run_restore
 
 FRAGMENTS = 3
 
@@ -34,7 +39,7 @@ def ended_run(tmp_path: Path, unique: str) -> World:
     return world
 
 
-def opened(target: Path) -> tuple[str, int]:
+def opened(target: Path | str) -> tuple[str, int]:
     """What opening a run finds: its name, and the tape's last sequence."""
 
     async def look() -> tuple[str, int]:
@@ -87,6 +92,41 @@ def test_a_folder_that_was_copied_is_a_run_of_its_own(ended_run: World, tmp_path
     with pytest.raises(RunMissingError):
         opened(copy)
     assert not [path for path in (copy / "store").rglob("*") if path.is_file()]
+
+
+def test_a_run_that_is_bundled_and_removed_can_be_restored(
+    ended_run: World, tmp_path: Path
+) -> None:
+    copy, file = tmp_path / "copy", tmp_path / "run.bundle"
+    shutil.copytree(ended_run.folder, copy)
+    run_bundle(str(copy), file, BundleOptions())
+    run_bundle(str(copy), tmp_path / "tape", BundleOptions(objects=False))
+    asyncio.run(check_bundled(str(copy), file))
+    with pytest.raises(IntegrityError, match="is not the whole run"):
+        asyncio.run(check_bundled(str(copy), tmp_path / "tape"))
+    # As if the run had gone on: its last message is not in the file.
+    write(tmp_path / "short", without_last_message(frames_of(file)))
+    with pytest.raises(IntegrityError, match="is not the whole run"):
+        asyncio.run(check_bundled(str(copy), tmp_path / "short"))
+    with NatsServer(tmp_path / "other") as server:
+        use_place(Place(server.url, str(tmp_path / "objects")))
+        try:
+            run_restore(file, None, objects=True)
+            assert opened(ended_run.name)[0] == ended_run.name
+            asyncio.run(check_bundled(ended_run.name, file))
+            # Nothing is put beside the objects of a run that is there.
+            use_place(Place(server.url, str(tmp_path / "untouched")))
+            with pytest.raises(BusError, match="exists already"):
+                run_restore(file, None, objects=True)
+            assert not (tmp_path / "untouched").exists()
+        finally:
+            use_place(Place())
+
+
+def without_last_message(frames: Frames) -> Frames:
+    last = max(index for index, one in enumerate(frames) if isinstance(one, list))
+    end = frames[-1] | {"messages": frames[-1]["messages"] - 1}
+    return [*frames[:last], *frames[last + 1 : -1], end]
 
 
 @contextlib.contextmanager

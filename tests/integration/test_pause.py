@@ -10,10 +10,10 @@ from harness import ENDLESS, PATIENCE_S, World, eventually
 
 from diloco.common.config import load_config
 from diloco.common.errors import RunMismatchError
-from diloco.look.history import happened
 from diloco.operate import change as operate
-from diloco.operate.create import create
+from diloco.operate.create import create_from
 from diloco.replay.export import run_export
+from diloco.run.screen import look_back
 
 SHORT, LONG = 32, 64
 SLOWER = {"options": {"notes": "notes", "sleep_s": 0.02}}
@@ -61,7 +61,7 @@ def test_a_run_is_paused_made_longer_continued_and_ended(new_world):
     assert [process.wait() for process in processes] == [0] * len(processes)
     tape = read_tape(world)
     tape.check()
-    done = ask(happened(target, everything=False))
+    done = ask(look_back(target, everything=False))
     assert [event.what.split()[0].rstrip(":") for event in done] == [
         "created", "paused", "settings", "stop", "end",
     ]  # fmt: skip
@@ -98,7 +98,7 @@ def test_a_run_is_made_longer_while_nobody_runs_and_is_joined_with_the_old_file(
     run_export(target, folder, "safetensors", None)
     name = f"{world.name}-longer"
     new = world.variant("longer", {"run": {"name": name, "steps": 96}})
-    create(load_config(new), folder / "model.safetensors")
+    create_from(load_config(new), folder / "model.safetensors")
     world.document["run"]["name"] = name
     world.config_path.write_text(new.read_text())
     for leaf, value in world.params().items():

@@ -26,8 +26,7 @@ from diloco.common.bus import StreamLimits
 from diloco.common.bus.jetstream import NatsBus, connect, cursor
 from diloco.common.config import BusSection
 from diloco.common.credentials import SHARED_API, load_credentials
-from diloco.common.errors import BusError, BusUnavailableError, ConfigError
-from diloco.common.exits import Exit
+from diloco.common.errors import BusError, BusUnavailableError, ConfigError, Exit
 from diloco.common.nats_server import NatsServer, free_port
 from diloco.operate.streams import make_streams
 
@@ -163,7 +162,7 @@ def test_a_run_with_credentials_over_tls_loses_a_revoked_learner_and_nothing_els
 def test_who_floods_the_tape_is_cut_off_and_nobody_else(world: World, guarded: Guarded) -> None:
     reload = f"kill -HUP {guarded.server.pid}"
     guard = world.start(
-        "guard", "auth", "guard", str(guarded.folder), str(world.config_path), "--max-rate", "20",
+        "guard", "host", "guard", str(guarded.folder), str(world.config_path), "--max-rate", "20",
         "--reload", reload,
     )  # fmt: skip
     world.until(lambda: guard.events("guarding"), "the guard")

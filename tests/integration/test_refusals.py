@@ -8,7 +8,7 @@ from audit import read_tape
 from harness import ENDLESS, Process, eventually, make_world
 from safetensors.numpy import save_file
 
-from diloco.common.exits import Exit
+from diloco.common.errors import Exit
 from diloco.common.nats_server import NatsServer, free_port
 
 

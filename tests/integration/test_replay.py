@@ -1,13 +1,14 @@
 """A run of real processes with everything in it that a replay must reproduce, and its replay."""
 
-import asyncio
 import io
 import shutil
+import tomllib
 from pathlib import Path
 
 import numpy as np
 import pytest
 from audit import read_tape
+from forged import messages_in, write_tape
 from harness import ENDLESS, World, make_world
 from rich.console import Console
 from safetensors.numpy import load_file
@@ -18,12 +19,12 @@ from diloco.common import names, wire
 from diloco.common.errors import BusError, ConfigError
 from diloco.common.nats_server import NatsServer
 from diloco.common.store import open_store
-from diloco.common.tape import read_tape_file, write_tape_file
 from diloco.operate import change as operate
 from diloco.replay import run as replay
+from diloco.replay.bundle import run_bundle
 from diloco.replay.export import run_export
-from diloco.replay.options import Options
-from diloco.replay.tape import run_tape_export, run_tape_import
+from diloco.replay.options import BundleOptions, Options
+from diloco.replay.restore import run_restore
 
 
 @pytest.fixture(autouse=True)
@@ -34,21 +35,26 @@ def _places(eventful):
 
 
 @pytest.fixture(scope="module")
-def eventful(tmp_path_factory):
+def eventful(made_once):
     """A local run that has ended: fail-over, a rejection, changed settings, a rollback."""
-    folder = tmp_path_factory.mktemp("replay") / "run"
+    folder = made_once("replayed", _make_eventful)
+    world = World(folder, tomllib.loads((folder / "run.toml").read_text()))
+    # Most is asked of the file: no server need be started for it.
+    world.tape_file = folder / "run.tape"
+    use_place(Place(None, str(world.store)))
+    world.tape = read_tape(world, world.tape_file)
+    return world
+
+
+def _make_eventful(folder: Path) -> None:
     with NatsServer(folder / "nats") as server:
         world = make_world("replayed", folder, server.url, run=ENDLESS, task=SLOWER)
         try:
             world.create()
             _live(world)
-            world.tape = read_tape(world)
         finally:
             world.end()
-    # Most is asked of the file: no server need be started for it.
-    world.tape_file = folder / "run.tape"
-    run_tape_export(str(folder), world.tape_file)
-    return world
+    run_bundle(str(folder), folder / "run.tape", BundleOptions(objects=False))
 
 
 def _live(world: World) -> None:
@@ -121,19 +127,21 @@ def test_a_tape_in_a_file_is_the_same_tape(eventful, tmp_path, own_nats_server):
     one, other = eventful.tape_file, tmp_path / "other.tape"
     use_place(Place(own_nats_server.url, str(eventful.store)))
     with pytest.raises(ConfigError, match="exists already"):
-        run_tape_export(str(eventful.folder), one)
+        run_bundle(str(eventful.folder), one, BundleOptions(objects=False))
     # From the file alone, beside the store.
     for decide in (False, True):
         assert run_replay(one, decide=decide)[0] == 0
     # On another server, where the run is known by its name.
-    run_tape_import(one, None)
+    run_restore(one, None, objects=False)
     with pytest.raises(BusError, match="exists already"):
-        run_tape_import(one, None)
+        run_restore(one, None, objects=False)
     for decide in (False, True):
         status, text = run_replay(eventful.name, decide=decide)
         assert (status, "0 could not" in text or not decide) == (0, True)
-    run_tape_export(eventful.name, other)
-    assert one.read_bytes() == other.read_bytes()
+    run_bundle(eventful.name, other, BundleOptions(objects=False))
+    assert messages_in(one) == messages_in(other)
+    with pytest.raises(ConfigError, match="was made with --no-objects"):
+        run_restore(one, None, objects=True)
     with pytest.raises(ConfigError, match="needs the run on a server"):
         ask(operate.mark(str(one)))
 
@@ -213,14 +221,13 @@ def test_a_record_that_says_something_else_is_found(eventful, tmp_path):
 
 
 def rewrite(source: Path, target: Path, run: str, changed) -> None:
-    async def messages():
-        for message in read_tape_file(source):
-            if message.seq == changed["seq"]:
-                yield message._replace(payload=wire.encode(changed["record"]))
-            else:
-                yield message
-
-    asyncio.run(write_tape_file(target, run, messages()))
+    messages = messages_in(source)
+    payload = wire.encode(changed["record"])
+    write_tape(
+        target,
+        run,
+        [m._replace(payload=payload) if m.seq == changed["seq"] else m for m in messages],
+    )
 
 
 class turned:  # noqa: N801 - reads as a word
@@ -244,12 +251,12 @@ class turned:  # noqa: N801 - reads as a word
 
 
 def test_what_if(eventful, tmp_path):
-    asked = {"settings": ("outer.learning_rate=0.4",), "points": 2, "plot": tmp_path / "if.png"}
+    asked = {"settings": ("outer.learning_rate=0.4",), "points": 2, "plot": tmp_path / "if.html"}
     status, text = run_replay(eventful.tape_file, **asked, export=tmp_path / "model")
     assert status == 0
     assert "learners do not react" in text
     assert "outer.learning_rate: 0.9 -> 0.4" in text
-    assert (tmp_path / "if.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "if.html").read_text().startswith("<!doctype html>")
     assert "learning_rate = 0.4" in (tmp_path / "model" / "settings.toml").read_text()
     # What was is evaluated beside it: the numbers of the newest version are the run's own.
     run_export(str(eventful.tape_file), tmp_path / "newest", "safetensors", None)

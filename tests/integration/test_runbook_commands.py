@@ -15,7 +15,7 @@ from diloco.program import app
 
 # Those that last as long as a run, that want a bus without it, or a task that writes text; and
 # what changes the machine.
-NOT_RUN = {"aggregator", "learner", "local", "resume", "run create", "sample", "install-units"}
+NOT_RUN = {"aggregator", "learner", "local", "run resume", "run create", "sample", "host units"}
 # What changes the run comes after what looks at it, and what ends something last.
 ORDER = [
     "auth init",
@@ -26,10 +26,10 @@ ORDER = [
     "doctor",
     "status",
     "bundle",
-    "learners RUN --quarantine",
-    "learners RUN --release",
-    "checkpoint",
-    "rollback",
+    "run quarantine",
+    "run release",
+    "run checkpoint",
+    "run rollback",
     "run set",
     "run pause",
     "run continue",

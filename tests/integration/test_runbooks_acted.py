@@ -18,7 +18,7 @@ from small_disk import fill, small_disk
 from test_unequal_slices import OFTEN, until_merged
 
 from diloco.common import log
-from diloco.common.exits import Exit
+from diloco.common.errors import Exit
 from diloco.common.nats_server import LOOPBACK, NatsServer, free_port
 from diloco.common.release import release
 
@@ -81,7 +81,9 @@ def test_start(new_world, own_nats_server):
     assert world.aggregator().wait() == Exit.NO_RUN
     assert "does not exist yet" in night.do("start", "diloco doctor RUN")
     assert "created run" in night.do("start", "diloco run create --config FILE")
-    assert "no learner has joined yet" in night.run(["learners", night.places["RUN"]]).text
+    assert (
+        "no learner has joined yet" in night.run(["status", night.places["RUN"], "--learners"]).text
+    )
     begin(night)
     told(night, "start", "diloco status RUN --once", "training", "aggregator", "under way")
     is_well(night, "start")
@@ -89,16 +91,16 @@ def test_start(new_world, own_nats_server):
 
 def test_a_quarantined_learner(night):
     page = "quarantined-learner"
-    told(night, page, "diloco learners RUN --quarantine NAME --reason", "learner-0 is quarantined")
-    told(night, page, "diloco learners RUN", "is quarantined: why")
+    told(night, page, "diloco run quarantine RUN NAME --reason", "learner-0 is quarantined")
+    told(night, page, "diloco status RUN --learners", "is quarantined: why")
     eventually(lambda: read_tape(night.world).rejected(), "its updates are rejected", every_s=0.5)
     reasons = {taken.reason for taken in read_tape(night.world).rejected().values()}
     assert reasons == {"quarantined"}
-    assert "released" in night.do(page, "diloco learners RUN --release NAME")
+    assert "released" in night.do(page, "diloco run release RUN NAME")
     until_grows(night)
-    told(night, page, "diloco learners RUN", "live")
-    assert "is quarantined" not in night.do(page, "diloco learners RUN")
-    wrong = night.run(["learners", night.places["RUN"], "--quarantine", "nobody"])
+    told(night, page, "diloco status RUN --learners", "training")
+    assert "is quarantined" not in night.do(page, "diloco status RUN --learners")
+    wrong = night.run(["run", "quarantine", night.places["RUN"], "nobody"])
     assert wrong.status == Exit.MISMATCH
     assert "no learner 'nobody'" in wrong.text
 
@@ -116,7 +118,7 @@ def test_the_loss_rises_by_a_setting(night):
     newest = [chain[-1][1] for chain in read_tape(night.world).records.values()]
     assert {record.learning_rate for record in newest} == {0.7}
     assert "outer.learning_rate 20" not in night.do(page, "diloco doctor RUN")
-    assert "checkpoint" in night.do(page, "diloco checkpoint RUN")
+    assert "checkpoint" in night.do(page, "diloco run checkpoint RUN")
     told(night, page, "diloco status RUN --once", "training")
 
 
@@ -130,20 +132,20 @@ def test_add_and_remove_a_learner(night):
     assert "learner-1" in night.do(page, "diloco auth list DIR")
     night.do(page, "systemctl enable --now diloco-learner@NAME", NAME="learner-1")
     until_merged(night.world, "learner-1")
-    told(night, page, "diloco learners RUN", "learner-1")
+    told(night, page, "diloco status RUN --learners", "learner-1")
     night.do(page, "systemctl disable --now diloco-learner@NAME", NAME="learner-1")
-    told(night, page, "diloco learners RUN", "left")
+    told(night, page, "diloco status RUN --learners", "left")
     until_grows(night)
     assert "cut off" in night.do(page, "diloco auth revoke DIR NAME", NAME="learner-1")
     assert night.run(["auth", "revoke", night.places["DIR"], "nobody"]).status == Exit.CONFIG
-    assert "learner-0" in night.run(["learners", run]).text
+    assert "learner-0" in night.run(["status", run, "--learners"]).text
 
 
 @pytest.mark.slow
 def test_restore_from_the_bucket(night):
     page, run = "restore-from-bucket", night.places["RUN"]
-    assert night.run(["checkpoint", run]).status == 0
-    assert night.run(["resume", run]).status != 0  # "On a bus that still has the run"
+    assert night.run(["run", "checkpoint", run]).status == 0
+    assert night.run(["run", "resume", run]).status != 0  # "On a bus that still has the run"
     # The server is lost with its disk, and a new one comes in its place.
     night.server.kill()
     shutil.rmtree(night.server.folder)
@@ -153,7 +155,7 @@ def test_restore_from_the_bucket(night):
     lost = night.run(["doctor", run])
     assert lost.status == Exit.FAILED
     assert "restore-from-bucket.md" in lost.text
-    said = night.do(page, "diloco resume RUN")
+    said = night.do(page, "diloco run resume RUN")
     assert "resumed from checkpoint" in said
     assert "as epoch 1" in said
     assert min(read_tape(night.world).versions()) >= 1
@@ -189,16 +191,16 @@ def test_an_upgrade_without_stopping_the_run(night, tmp_path):
     (tmp_path / "new").mkdir()
     night.programs[new] = installed("0.2.0", tmp_path / "new")
     is_well(night, page)
-    assert "checkpoint" in night.do(page, "diloco checkpoint RUN")
+    assert "checkpoint" in night.do(page, "diloco run checkpoint RUN")
     until_made_by(night, release())
 
-    night.do(page, f"{new}/bin/diloco install-units diloco-aggregator")
+    night.do(page, f"{new}/bin/diloco host units diloco-aggregator")
     until_grows(night)
     until_made_by(night, release())  # "Nothing that runs notices."
     night.do(page, "systemctl restart diloco-aggregator")
     until_made_by(night, "0.2.0")
     until_grows(night)
-    night.do(page, f"{new}/bin/diloco install-units diloco-learner@")
+    night.do(page, f"{new}/bin/diloco host units diloco-learner@")
     night.do(page, "systemctl restart diloco-learner@NAME")
     until_grows(night)
     assert len(read_tape(night.world).lives("learner-0")) == 2
@@ -325,7 +327,7 @@ def _follow_disk_full(night: Night, filler: Path) -> None:
     assert all(later >= earlier for later, earlier in zip(now, known, strict=True))
     assert aggregator.running
     assert learner.running
-    night.do(page, "diloco gc --dry-run RUN")
+    night.do(page, "diloco run gc --dry-run RUN")
     is_well(night, page)
     said = night.do(page, "diloco doctor RUN --deep")
     for line in ("bus", "store"):

@@ -15,13 +15,14 @@ from typer.testing import CliRunner
 from diloco.cli.opening import Place, use_place
 from diloco.common import log
 from diloco.program import app
-from diloco.replay.bundle import Wanted, run_bundle
+from diloco.replay.bundle import run_bundle
+from diloco.replay.options import BundleOptions
 
 pytestmark = pytest.mark.slow
 
 PAGES = ("loss-spike", "rejected-updates", "debug-with-replay")
 # They want the run on a server, or text; `test_runbook_commands.py` runs them on one that goes on.
-NOT_READING = ("learners RUN --", "run set", "rollback", "checkpoint", "auth", "sample")
+NOT_READING = ("run ", "auth", "sample")
 VERDICTS = {"labels": "harmful", "rate": "harmful", "noise": "useless"}
 
 
@@ -31,7 +32,7 @@ def case(request, tmp_path_factory):
     run = spoiled.make_run(folder, request.param)
     use_place(Place(None, str(run.store)))
     try:
-        run_bundle(str(run.tape), folder / "run.bundle", Wanted())
+        run_bundle(str(run.tape), folder / "run.bundle", BundleOptions())
     finally:
         use_place(Place())
     return request.param, folder

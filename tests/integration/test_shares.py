@@ -18,7 +18,7 @@ import shares_task
 
 import diloco
 from diloco.common import names, wire
-from diloco.common.exits import Exit
+from diloco.common.errors import Exit
 from diloco.common.tape import Entry
 
 EPOCH = shares_task.SHARES * (shares_task.EXAMPLES // shares_task.SHARES // shares_task.BATCH)

@@ -9,7 +9,7 @@ import pytest
 from harness import World
 
 from diloco.common import names
-from diloco.common.exits import Exit
+from diloco.common.errors import Exit
 from diloco.common.nats_server import NatsServer
 
 BUS = {

@@ -38,6 +38,12 @@ REQUESTS = {
 def server(tmp_path: Path) -> Iterator[GcsServer]:
     with GcsServer(tmp_path / "server", "bucket") as server:
         yield server
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _collected() -> Iterator[None]:
+    """The sockets of resets go while their warning is still expected."""
+    yield
     gc.collect()
 
 

@@ -36,6 +36,6 @@ def test_the_commands_lead_to_a_report(tmp_path: Path) -> None:
         said.append(done.stdout + done.stderr)
     [(before, after)] = re.findall(r"held-out loss ([\d.]+) → ([\d.]+)", said[0])
     assert float(after) < 0.1 < float(before)
-    assert (tmp_path / "runs/spirals/report/report.html").is_file()
+    assert (tmp_path / "runs/spirals/report.html").is_file()
     assert (tmp_path / "spirals-model/model.safetensors").is_file()
     assert "bit for bit" in said[3]

@@ -10,10 +10,8 @@ from harness import ENDLESS, World
 
 from diloco.common import names
 from diloco.common.bus.jetstream import NatsBus
-from diloco.common.exits import Exit
-from diloco.common.wire import coding
-from diloco.replay.options import Options
-from diloco.replay.run import run_replay
+from diloco.common.errors import Exit
+from diloco.common.wire import fields
 
 # Two releases in a row: the later one writes a schema that the earlier one can read already.
 EARLIER = ("other_release", "1", "1,2")
@@ -26,7 +24,7 @@ NewWorld = Callable[..., World]
 @pytest.fixture
 def both(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the test read what both releases write."""
-    monkeypatch.setattr(coding, "READABLE", frozenset({1, 2}))
+    monkeypatch.setattr(fields, "READABLE", frozenset({1, 2}))
 
 
 def until_merged(world: World, *learners: str) -> None:
@@ -53,8 +51,8 @@ def schemas(world: World) -> dict[str, set[int]]:
         stream = names.tape_stream(world.name)
         last = await bus.last_sequence(stream)
         async for message in bus.read(stream, [f"diloco.{world.name}.>"], 1):
-            fields: dict[str, Any] = msgpack.unpackb(message.payload)
-            found.setdefault(fields["kind"], set()).add(fields["schema"])
+            said: dict[str, Any] = msgpack.unpackb(message.payload)
+            found.setdefault(said["kind"], set()).add(said["schema"])
             if message.seq >= last:
                 break
         return found
@@ -112,25 +110,3 @@ def test_who_cannot_read_the_run_says_so_and_harms_nothing(new_world: NewWorld) 
     tape = read_tape(world)
     tape.check()
     assert not tape.rejected()
-
-
-@pytest.mark.long
-def test_a_run_of_the_built_in_tasks_earlier_name_goes_on(new_world, tmp_path) -> None:
-    """Its specification says `learner.model:build`; the files of today say the name of today."""
-    corpus = tmp_path / "corpus"
-    corpus.mkdir()
-    for number in range(10):
-        (corpus / f"{number}.txt").write_text(f"text {number} " * 40)
-    options = {"corpus": str(corpus), "batch": 1, "length": 16, "eval_batches": 1}
-    world = new_world(
-        run={"steps": 16}, sync={"fragments": 1},
-        task={"build": "learner.model:build", "options": options},
-    )  # fmt: skip
-    today = str(world.variant("today", {"task": {"build": "diloco.learner.model:build"}}))
-    aggregator = world.start("aggregator", "aggregator", "--config", today)
-    learner = world.start("a", "learner", "--config", today, "--learner", "a")
-    assert (learner.wait(), aggregator.wait()) == (0, 0)
-    tape = read_tape(world)
-    tape.check()
-    assert sum(tape.versions()) >= 1
-    assert run_replay(today, Options()) == 0

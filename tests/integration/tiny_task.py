@@ -39,7 +39,7 @@ def build(*, steps, seed, notes="", sleep_s=0.0, odd=False, uphill=False):
             params["mask"] = jnp.asarray([True, False, True])
         return params
 
-    def loss(params, batch):
+    def error(params, batch):
         inputs, targets = batch
         outputs = jnp.tanh(inputs @ params["first"] + params["bias"]) @ params["second"]
         if odd:
@@ -65,11 +65,11 @@ def build(*, steps, seed, notes="", sleep_s=0.0, odd=False, uphill=False):
 
     def evaluate(params):
         parts = [batch_at("held-out", position) for position in range(8)]
-        return float(np.mean([loss(params, part) for part in parts]))
+        return float(np.mean([error(params, part) for part in parts]))
 
     return Task(
         init=init,
-        loss=loss,
+        loss=lambda params, batch, key: (error(params, batch), {}),
         batches=batches,
         evaluate=evaluate,
         tokens_per_batch=BATCH,

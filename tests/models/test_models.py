@@ -15,7 +15,7 @@ from diloco.learner import tree
 from diloco.learner.causal_lm import checkpoint, model
 from diloco.learner.causal_lm.config import parse_config
 from diloco.learner.causal_lm.lora import read_lora, with_adapters
-from diloco.learner.causal_lm.names import table
+from diloco.learner.causal_lm.sizes import table
 from diloco.learner.task import Variables
 from diloco.model.load import load
 from tests.models.cases import CASES

@@ -8,9 +8,8 @@ import functools
 
 import pytest
 
-from bench import cases, sweep
-from bench.cases import FLOAT32, SYNCHRONOUS, Case
-from bench.sweep import Recipe
+from bench import sweep
+from bench.sweep import FLOAT32, SYNCHRONOUS, Case, Recipe
 
 BUDGET = 240
 BATCH = sweep.task_of(Recipe("student", "adamw", 0.0), 0).tokens_per_batch
@@ -42,7 +41,7 @@ def test_every_fleet_trains_over_the_same_tokens(fleet):
     """What is merged is all that was trained, less what died with a learner."""
     found = outcome(fleet)
     assert found["share_of_tokens"] == pytest.approx(1, rel=0.01)
-    taken = found["steps"] * cases.LEARNERS * (1 - found["lost"])
+    taken = found["steps"] * sweep.LEARNERS * (1 - found["lost"])
     assert found["tokens"] == pytest.approx(taken * BATCH, rel=0.001)
     assert (found["lost"] > 0.02) == (fleet == "kills")
 
@@ -51,7 +50,7 @@ def test_every_fleet_trains_over_the_same_tokens(fleet):
 def test_the_loss_is_that_of_synchronous_diloco(fleet):
     """§2: 69.8/58.6 under failures against 69.8/58.8 without."""
     assert synchronous()["staleness"] == 0
-    assert synchronous()["inputs"] == cases.LEARNERS
+    assert synchronous()["inputs"] == sweep.LEARNERS
     assert outcome(fleet)["loss"] < 1.003 * synchronous()["loss"]
 
 
@@ -68,10 +67,10 @@ def test_four_bits_both_ways_cost_nothing():
     assert outcome()["loss"] != exact
 
 
-@pytest.mark.parametrize("extra", cases.EXTRA)
+@pytest.mark.parametrize("extra", sweep.EXTRA)
 def test_learners_that_join_for_half_of_the_tokens_save_the_time_that_they_should(extra):
     """§2: +25/50/100/300 % learners: 0.90/0.83/0.75/0.62 of the time."""
     found, base = outcome("scavenging", extra), outcome("scavenging")
     assert found["share_of_tokens"] == pytest.approx(1, rel=0.02)
-    assert found["took_s"] / base["took_s"] == pytest.approx(cases.expected_time(extra), rel=0.01)
+    assert found["took_s"] / base["took_s"] == pytest.approx(sweep.expected_time(extra), rel=0.01)
     assert found["loss"] < 1.02 * base["loss"]

@@ -11,7 +11,7 @@ from records import make_record
 from diloco.aggregator.arrays.fragment import make_input as merged_input
 from diloco.aggregator.core import events, machine, memory, policy, rounds
 from diloco.aggregator.core.decisions import decide
-from diloco.aggregator.core.effects import AskCut, Commit, Effect
+from diloco.aggregator.core.events import AskCut, Commit, Effect
 from diloco.aggregator.core.state import State
 from diloco.common import names, shards, slices, wire
 from diloco.common.config import RunSettings, make_config

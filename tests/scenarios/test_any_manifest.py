@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from machinelab import Lab, lab_rules, make_manifest
 
 from diloco.aggregator.core import events
-from diloco.aggregator.core.effects import Fetch
+from diloco.aggregator.core.events import Fetch
 from diloco.common import wire
 from diloco.common.errors import WireError
 

@@ -13,7 +13,7 @@ import pytest
 from machinelab import Lab, digest_of, lab_rules, make_manifest
 
 from diloco.aggregator.core import events, rounds
-from diloco.aggregator.core.effects import Fetch, Ignored
+from diloco.aggregator.core.events import Fetch, Ignored
 from diloco.aggregator.core.updates import UpdateId
 from diloco.common import wire
 

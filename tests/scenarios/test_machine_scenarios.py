@@ -27,7 +27,7 @@ from machinelab import BLOCK, Lab, lab_rules, make_manifest
 from scripts import check, files, split
 
 from diloco.aggregator.core import events, memory
-from diloco.aggregator.core.effects import (
+from diloco.aggregator.core.events import (
     AskCut,
     Commit,
     Discard,

@@ -1,5 +1,7 @@
 """Where the oracle lets a learner's data go on, over its lives."""
 
+from types import SimpleNamespace
+
 import pytest
 from machinelab import lab_rules, make_manifest
 
@@ -58,3 +60,12 @@ def test_but_nowhere_else(begins_at):
         (9, update(8, 1, 1, begins_at + 1)),
     ]
     assert findings(story) == [((7, 8), begins_at)]
+
+
+@pytest.mark.parametrize(("merged", "most"), [(4, 56), (5, 48), (0, 48)])
+def test_it_knows_which_version_has_the_update_before(merged, most):
+    """A gap behind an update that was rejected, or is in a later version only, is none of a blend."""
+    data = Data(SPECIFICATION, {}, (), 0.7)
+    sent = SimpleNamespace(seq=1, position=48, base_version=3, merged_version=merged)
+    after = update(1, 2, 24, 72).model_copy(update={"base_version": 4})
+    assert data._bounds(after, sent, None) == (48, most)

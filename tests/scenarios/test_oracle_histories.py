@@ -12,7 +12,7 @@ from test_machine_properties import History, name_of
 
 from diloco.aggregator.core import events
 from diloco.common import names, wire
-from diloco.common.tape import Entry, Garbage
+from diloco.common.tape import Entry, Garbage, record_digest
 from diloco.oracle.chain import Chain
 from diloco.oracle.finding import Finding
 
@@ -150,7 +150,7 @@ class Judged(History):
                     run="lab", learner=event.learner, active=event.active, reason="",
                     by="operator",
                 )  # fmt: skip
-        return wire.Stop(run="lab", global_step=0, reason="steps")
+        return wire.Stop(run="lab", global_step=0, reason="steps", by="test")
 
     def item(self, event: events.Event) -> Entry | Garbage:
         """The message of an event, as a reader of the tape has it."""
@@ -176,15 +176,21 @@ class Judged(History):
         fields = {"learning_rate": outer.learning_rate * share, "deltas": ()}
         fields["momentum"] = outer.momentum**share
         if before is None:
-            fields |= {"what": "version", "position": 1}
+            record = record.model_copy(update={"what": "version", "position": 1})
         else:
             base_seq, base = before
             fields |= {"totals": sums(base.totals, record), "base_digest": base.view_digest}
+            fields["previous"] = record_digest(base)
             if record.what == "verdict":
                 fields |= {"outer_seq": base.outer_seq or base_seq, "delta": None}
         if record.what == "version":
             fields |= {"snapshot_version": record.version, "outer_version": record.version}
-            fields |= {"outer_seq": 0}
+            fields |= {
+                "outer_seq": 0,
+                "snapshot": stored("view", record.version),
+                "outer": stored("outer", record.version),
+                "delta": stored("delta", record.version),
+            }
         elif before is not None:
             fields |= {
                 name: getattr(before[1], name)
@@ -206,6 +212,12 @@ class Judged(History):
             if isinstance(entry.body, wire.Record):
                 findings += chain.judge(entry.body, entry.seq)
         return findings, chain
+
+
+def stored(what: str, version: int) -> wire.ObjectRef:
+    """An object of a version."""
+    name = names.version_object("lab", 0, version, what, "0" * 32)
+    return wire.ObjectRef(name=name, size_bytes=1, crc32c=0)
 
 
 def sums(before: wire.Totals, record: wire.Record) -> wire.Totals:

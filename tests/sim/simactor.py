@@ -17,7 +17,6 @@ from simbus import ActorBus
 from simloop import ACTOR
 from simstore import ActorStore
 
-from diloco.common.clock import Clock
 from diloco.common.errors import (
     AccessDeniedError,
     DilocoError,
@@ -26,7 +25,7 @@ from diloco.common.errors import (
     RunMismatchError,
     WireError,
 )
-from diloco.common.service import Runtime
+from diloco.common.service import Clock, Runtime
 
 if TYPE_CHECKING:
     from simworld import World

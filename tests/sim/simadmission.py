@@ -48,7 +48,7 @@ class Admission:
         if self.hostile.get((fragment, update)) is False:
             raise Violation("fooled", str(update), f"merged: {taken}")
         # More than anybody could take in a day of this world, by whatever clock.
-        if taken.believed_steps >= 10**8:
+        if taken.steps_credited >= 10**8:
             raise Violation("fooled", str(update), f"believed: {taken}")
         rotten = [one.name for one in taken.shards if one.name in self._rotten]
         hold(not rotten, "rot", update, f"{rotten} was merged")

@@ -1,4 +1,4 @@
-"""Averaged state, as the checkers keep account of it (docs/adr/0039-task-second-edition.md).
+"""Averaged state, as the checkers keep account of it (docs/adr/0039-trained-frozen-state.md).
 
 A learner takes a version of it as it is: what the learner has not sent by then is let go. So each
 step that a life has taken is in an update, and ends as that does, or is let go at a version that

@@ -23,7 +23,7 @@ from diloco.common import names, shards, wire
 from diloco.common.bus import Message
 from diloco.common.errors import DilocoError, WireError
 from diloco.common.tape import decode, decode_as
-from diloco.common.tape.sequences import first_sequence
+from diloco.common.tape.positions import first_sequence
 from diloco.learner.sync import Ready
 
 if TYPE_CHECKING:

@@ -125,7 +125,7 @@ class Operator:
         await checkpoint.mark(context)
 
     async def resume(self, context: Context, _chance: random.Random) -> None:
-        """`diloco resume`."""
+        """`diloco run resume`."""
         await self._world.resume(context.bus.actor)  # type: ignore[attr-defined]
 
     async def shut_out(self, context: Context, rng: random.Random) -> None:
@@ -138,7 +138,7 @@ class Operator:
             await quarantine(context, learner, active=False, reason="simulated")
 
     async def collect(self, context: Context, _chance: random.Random) -> None:
-        """`diloco gc`, beside the aggregators' own."""
+        """`diloco run gc`, beside the aggregators' own."""
         found = await find(context, context.gc)
         await trim_tape(context, found.trims)
         await delete(context, [item.name for item in found.objects])

@@ -50,10 +50,9 @@ from diloco.learner.adopt import Adopter, load
 from diloco.learner.boundary import NOTHING, Arrived, Decoded
 from diloco.learner.context import Context as LearnerContext
 from diloco.learner.fetch import Fetcher, start_at
-from diloco.learner.incarnation import Joined, end_when_superseded, join
+from diloco.learner.incarnation import Joined, end_when_superseded, join, place_after_join
 from diloco.learner.peers import Alone
 from diloco.learner.planner import HOLD_S, Planner
-from diloco.learner.position import place_after_join
 from diloco.learner.publish import Publisher, Uploader
 from diloco.learner.recovery import NoCheckpoints
 from diloco.learner.synchronizer import Meter, Synchronizer

@@ -9,8 +9,8 @@ from simtrial import Trial
 from diloco.common import names, wire
 from diloco.common.config import parse_settings
 from diloco.common.tape import read_message
-from diloco.projections.history import History
 from diloco.replay.decide import decide
+from diloco.run.history import History
 
 SEEDS = 6
 

@@ -205,7 +205,7 @@ def write_run_file(**instead):
 
 
 def make_quick():
-    """Shorter times for what runs in a test; beside the files that install-units writes."""
+    """Shorter times for what runs in a test; beside the files that `diloco host units` writes."""
     for unit in ("diloco-aggregator.service", "diloco-learner@.service"):
         drop_in(unit, QUICK)
     run("systemctl", "daemon-reload")

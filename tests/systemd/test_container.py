@@ -1,7 +1,7 @@
 """The units in a container, installed by the commands of docs/systemd.md: one scenario at a time.
 
-It needs root, Debian's packages `systemd-container` and `debootstrap`, and a script that boots a
-throw-away copy of a root file system and runs a driver in it (RUN_UNITS); else it is skipped.
+It needs root and Debian's packages `systemd-container` and `debootstrap`; else it is skipped. RUN_UNITS is
+the script that boots a throw-away copy of a root file system and runs a driver in it.
 """
 
 import os
@@ -17,7 +17,6 @@ ROOT = Path(__file__).parents[2]
 SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.py"))
 TOOL = Path(os.environ.get("RUN_UNITS") or "none")
 ROOTFS = Path(os.environ.get("ROOTFS") or ROOT / ".rootfs")
-MIRROR = "http://deb.debian.org/debian"
 RELEASES = ("0.1.0", "0.2.0")
 LIMIT_S = 840
 
@@ -41,7 +40,7 @@ def make_rootfs() -> None:
         subprocess.run(
             ["debootstrap", "--variant=minbase",
              "--include=systemd,systemd-sysv,python3-minimal,libpython3-stdlib", "bookworm",
-             str(part), MIRROR],
+             str(part)],
             check=True,
         )  # fmt: skip
         part.rename(ROOTFS)

@@ -9,10 +9,15 @@ from pathlib import Path
 import pytest
 
 from diloco.common.config import Config
-from diloco.common.errors import ConfigError
-from diloco.common.exits import Exit
-from diloco.operate.unit_files import PAUSES, Options, render
-from diloco.operate.units import Install, install_units, is_edited, marked
+from diloco.common.errors import ConfigError, Exit
+from diloco.operate.units import (
+    PAUSES,
+    UnitOptions,
+    install_units,
+    is_edited,
+    marked,
+    render,
+)
 
 ROOT = Path(__file__).parents[2]
 EXPOSED = {"diloco-aggregator.service": 1.5}
@@ -48,7 +53,7 @@ def test_systemd_has_nothing_to_say(
 ) -> None:
     units = tmp_path / "units"
     install_units(
-        Install(folder=units, programs=programs, credentials=credentials, store_folder=store)
+        UnitOptions(folder=units, programs=programs, credentials=credentials, store_folder=store)
     )
     files = [str(path) for path in units.iterdir() if path.suffix in (".service", ".timer")]
     done = subprocess.run(
@@ -85,7 +90,7 @@ def test_units_set_keys_that_there_are(unit: Path) -> None:
 
 
 def test_restarts_pause_longer_and_longer(programs: Path) -> None:
-    files = render(Options(programs=programs))
+    files = render(UnitOptions(), programs)
     for unit in ("diloco-aggregator.service", "diloco-learner@.service", "nats-server.service"):
         assert files[f"{unit}.d/10-pauses.conf"] == PAUSES
 
@@ -116,7 +121,7 @@ def test_how_long_a_restart_pauses(
 
 
 def test_memory_is_bounded_and_nats_goes_last(programs: Path) -> None:
-    files = render(Options(programs=programs))
+    files = render(UnitOptions(), programs)
     worth = {}
     for unit in ("nats-server", "diloco-aggregator", "diloco-learner@"):
         (worth[unit],) = re.findall(
@@ -130,10 +135,10 @@ def test_memory_is_bounded_and_nats_goes_last(programs: Path) -> None:
 
 def test_units_start_the_program_that_installed_them(tmp_path: Path, programs: Path) -> None:
     units = tmp_path / "units"
-    wanted = Install(folder=units, programs=programs, credentials=False)
-    assert install_units(replace(wanted, dry_run=True)).files
+    wanted = UnitOptions(folder=units, programs=programs, credentials=False)
+    assert install_units(replace(wanted, dry_run=True))[0]
     assert not units.exists()
-    written = install_units(wanted).files
+    written, _ = install_units(wanted)
     assert {path.name for path in written} >= {path.name for path in UNITS}
     text = (units / "diloco-aggregator.service").read_text()
     assert f"ExecStart={programs}/diloco aggregator" in text
@@ -145,13 +150,13 @@ def test_units_start_the_program_that_installed_them(tmp_path: Path, programs: P
 def test_units_stay_with_the_release_that_a_link_led_to(tmp_path: Path, programs: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(programs)
-    install_units(Install(folder=tmp_path / "units", programs=link))
+    install_units(UnitOptions(folder=tmp_path / "units", programs=link))
     text = (tmp_path / "units" / "diloco-aggregator.service").read_text()
     assert f"ExecStart={programs}/diloco aggregator" in text
 
 
 def test_what_a_restart_cannot_mend_is_not_restarted(programs: Path) -> None:
-    files = render(Options(programs=programs))
+    files = render(UnitOptions(), programs)
     for unit in ("diloco-aggregator.service", "diloco-learner@.service"):
         (line,) = re.findall(r"^RestartPreventExitStatus=(.*)$", files[unit], re.MULTILINE)
         statuses = {int(status) for status in line.split()}
@@ -160,19 +165,18 @@ def test_what_a_restart_cannot_mend_is_not_restarted(programs: Path) -> None:
 
 
 def test_one_unit_at_a_time(tmp_path: Path, programs: Path) -> None:
-    written = install_units(
-        Install(folder=tmp_path, programs=programs, units=("diloco-learner@a", "diloco-gc.timer"))
-    ).files
+    units = ["diloco-learner@a", "diloco-gc.timer"]
+    written, _ = install_units(UnitOptions(folder=tmp_path, programs=programs, units=units))
     assert {path.name for path in written if not path.name.endswith(".conf")} == {
         "diloco-learner@.service", "diloco-gc.service", "diloco-gc.timer"
     }  # fmt: skip
     with pytest.raises(ConfigError, match="no unit 'diloco-learner'") as error:
-        install_units(Install(folder=tmp_path, programs=programs, units=("diloco-learner",)))
+        install_units(UnitOptions(folder=tmp_path, programs=programs, units=["diloco-learner"]))
     assert "diloco-learner@" in (error.value.hint or "")
 
 
 def test_edited_units_are_named_and_nothing_is_written(tmp_path: Path, programs: Path) -> None:
-    wanted = Install(folder=tmp_path, programs=programs)
+    wanted = UnitOptions(folder=tmp_path, programs=programs)
     install_units(wanted)
     install_units(wanted)
     unit, other = tmp_path / "diloco-aggregator.service", tmp_path / "diloco-gc.service"
@@ -185,7 +189,7 @@ def test_edited_units_are_named_and_nothing_is_written(tmp_path: Path, programs:
         install_units(wanted)
     assert unit.read_text() == edited
     assert "older release" in other.read_text()
-    kept = install_units(replace(wanted, overwrite=True)).kept
+    _, kept = install_units(replace(wanted, overwrite=True))
     assert not is_edited(unit.read_text())
     assert kept == {unit: tmp_path / "diloco-aggregator.service.edited"}
     assert kept[unit].read_text() == edited
@@ -193,7 +197,7 @@ def test_edited_units_are_named_and_nothing_is_written(tmp_path: Path, programs:
 
 
 def test_a_store_folder_has_a_user(tmp_path: Path, programs: Path) -> None:
-    install_units(Install(folder=tmp_path, programs=programs, store_folder=Path("/srv/store")))
+    install_units(UnitOptions(folder=tmp_path, programs=programs, store_folder=Path("/srv/store")))
     assert "u diloco " in (tmp_path / "diloco-store-sysusers.conf").read_text()
     assert (
         "d /srv/store 2750 diloco diloco" in (tmp_path / "diloco-store-tmpfiles.conf").read_text()
@@ -204,18 +208,20 @@ def test_a_store_folder_has_a_user(tmp_path: Path, programs: Path) -> None:
         assert "ReadWritePaths=/srv/store" in text
     for folder in ("srv/store", "/home/store", "/tmp/store", "/srv/a store"):
         with pytest.raises(ConfigError, match="store's folder"):
-            install_units(Install(folder=tmp_path, programs=programs, store_folder=Path(folder)))
+            install_units(
+                UnitOptions(folder=tmp_path, programs=programs, store_folder=Path(folder))
+            )
 
 
 def test_programs_that_units_cannot_start_are_refused(tmp_path: Path, programs: Path) -> None:
     with pytest.raises(ConfigError, match="there is no program"):
-        install_units(Install(folder=tmp_path, programs=tmp_path / "nowhere", dry_run=True))
+        install_units(UnitOptions(folder=tmp_path, programs=tmp_path / "nowhere", dry_run=True))
     (programs / "python").unlink()
     (programs / "python").symlink_to("/home/somebody/python")
     with pytest.raises(ConfigError, match="below a home folder"):
-        install_units(Install(folder=tmp_path, programs=programs, dry_run=True))
+        install_units(UnitOptions(folder=tmp_path, programs=programs, dry_run=True))
     (programs / "python").unlink()
     blocked = tmp_path / "file"
     blocked.write_text("")
     with pytest.raises(ConfigError, match=r"cannot (write|read)"):
-        install_units(Install(folder=blocked, programs=programs))
+        install_units(UnitOptions(folder=blocked, programs=programs))

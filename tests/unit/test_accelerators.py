@@ -13,12 +13,24 @@ from hypothesis import strategies as st
 from diloco.common.accelerators import Accelerators, find_accelerators, unused
 from diloco.common.config import environment, environment_with
 from diloco.common.errors import ConfigError
-from diloco.learner import unused as unused_module
+from diloco.learner import library
 from diloco.learner.member import Member
-from diloco.local.division import CONTEXT_BYTES, LEAST_BYTES, Share, Wanted, divide
-from diloco.local.hardware import on_accelerators, on_cpu, set_hardware
+from diloco.local.hardware import (
+    CONTEXT_BYTES,
+    LEAST_BYTES,
+    Hardware,
+    Share,
+    divide,
+    on_accelerators,
+    on_cpu,
+    set_hardware,
+)
 
 GPU_BYTES = 80 << 30
+
+
+def wants(devices: int | None = None, hosts: int = 1) -> Hardware:
+    return Hardware(devices or 1, hosts, forced=devices is not None)
 
 
 def gpus(count: int, memory_bytes: int = GPU_BYTES) -> Accelerators:
@@ -115,11 +127,11 @@ def test_jax_without_support_is_told_loudly() -> None:
 def test_a_learner_on_the_cpu_of_such_a_machine_says_so(
     monkeypatch: pytest.MonkeyPatch, like: object, asked: str, *, told: bool
 ) -> None:
-    monkeypatch.setattr(unused_module, "find_accelerators", lambda: chips(4))
-    monkeypatch.setattr(unused_module, "wants_cpu", lambda: asked == "cpu")
+    monkeypatch.setattr(library, "find_accelerators", lambda: chips(4))
+    monkeypatch.setattr(library, "wants_cpu", lambda: asked == "cpu")
     member = Member.of({"w": like}, learner="a", anchor="device", tokens_per_step=1)
     with structlog.testing.capture_logs() as lines:
-        unused_module.warn_of_unused_accelerators("demo", member)
+        library.warn_of_unused_accelerators("demo", member)
     assert [line["event"] for line in lines] == ["accelerator_unused"] * told
 
 
@@ -128,7 +140,7 @@ def test_a_learner_on_the_cpu_of_such_a_machine_says_so(
 
 @given(st.integers(1, 16), st.integers(1, 12))
 def test_each_learner_has_its_own_gpus_or_a_part_of_one(count: int, learners: int) -> None:
-    shares = divide(gpus(count), {f"l{i}": Wanted() for i in range(learners)})
+    shares = divide(gpus(count), {f"l{i}": wants() for i in range(learners)})
     taken: dict[str, float] = {}
     for (share,) in shares.values():
         assert share.names
@@ -143,13 +155,13 @@ def test_each_learner_has_its_own_gpus_or_a_part_of_one(count: int, learners: in
 
 
 def test_one_learner_takes_all() -> None:
-    assert divide(gpus(3), {"a": Wanted()}) == {
+    assert divide(gpus(3), {"a": wants()}) == {
         "a": (Share("cuda", ("0", "1", "2"), whole_machine=True),)
     }
 
 
 def test_unequal_learners_and_processes() -> None:
-    shares = divide(gpus(8), {"a": Wanted(4, 2), "b": Wanted(2), "c": Wanted()})
+    shares = divide(gpus(8), {"a": wants(4, 2), "b": wants(2), "c": wants()})
     assert [share.names for share in shares["a"]] == [("0", "1"), ("2", "3")]
     assert [share.names for share in shares["b"]] == [("4", "5")]
     assert [share.names for share in shares["c"]] == [("6", "7")]
@@ -158,17 +170,17 @@ def test_unequal_learners_and_processes() -> None:
 @pytest.mark.parametrize(
     ("found", "wanted", "says"),
     [
-        (gpus(2), {"a": Wanted(2), "b": Wanted(1)}, "2 learners want 3 GPUs, and this machine has 2 GPUs"),
-        (gpus(1), {"a": Wanted(1), "b": Wanted(1)}, "2 learners want 2 GPUs, and this machine has 1 GPU"),
-        (chips(1), {"a": Wanted(), "b": Wanted()}, "A TPU chip cannot be shared"),
-        (chips(8), {"a": Wanted(3)}, "a would have 3 TPU chips in 1 process"),
-        (chips(4), {"a": Wanted(2, 2), "b": Wanted(1)}, "in 2 process"),
-        (gpus(3), {"a": Wanted(3, 2)}, "2 processes cannot share the 3 GPUs of a"),
-        (gpus(1, 8 << 30), {f"l{i}": Wanted() for i in range(8)}, "8 learners cannot share one GPU"),
+        (gpus(2), {"a": wants(2), "b": wants(1)}, "2 learners want 3 GPUs, and this machine has 2 GPUs"),
+        (gpus(1), {"a": wants(1), "b": wants(1)}, "2 learners want 2 GPUs, and this machine has 1 GPU"),
+        (chips(1), {"a": wants(), "b": wants()}, "A TPU chip cannot be shared"),
+        (chips(8), {"a": wants(3)}, "a would have 3 TPU chips in 1 process"),
+        (chips(4), {"a": wants(2, 2), "b": wants(1)}, "in 2 process"),
+        (gpus(3), {"a": wants(3, 2)}, "2 processes cannot share the 3 GPUs of a"),
+        (gpus(1, 8 << 30), {f"l{i}": wants() for i in range(8)}, "8 learners cannot share one GPU"),
     ],
 )  # fmt: skip
 def test_what_cannot_fit_is_refused(
-    found: Accelerators, wanted: dict[str, Wanted], says: str
+    found: Accelerators, wanted: dict[str, Hardware], says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says) as raised:
         divide(found, wanted)
@@ -177,7 +189,7 @@ def test_what_cannot_fit_is_refused(
 
 def test_parts_leave_room_for_cuda_itself() -> None:
     memory = 24 << 30
-    shares = divide(gpus(1, memory), {f"l{i}": Wanted() for i in range(4)})
+    shares = divide(gpus(1, memory), {f"l{i}": wants() for i in range(4)})
     parts = [share.memory for (share,) in shares.values()]
     assert all(part is not None and part * memory >= LEAST_BYTES for part in parts)
     assert sum(part or 0 for part in parts) * memory + 4 * CONTEXT_BYTES <= 0.9 * memory
@@ -185,17 +197,17 @@ def test_parts_leave_room_for_cuda_itself() -> None:
 
 def test_environments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
-    (part,) = divide(gpus(1, 0), {"a": Wanted(), "b": Wanted()})["b"]
+    (part,) = divide(gpus(1, 0), {"a": wants(), "b": wants()})["b"]
     found = environment_with(part.environment())
     assert found["CUDA_VISIBLE_DEVICES"] == "0"
     assert found["XLA_CLIENT_MEM_FRACTION"] == "0.450"
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in found
-    (two,) = divide(chips(4), {"a": Wanted(2), "b": Wanted(2)})["b"]
+    (two,) = divide(chips(4), {"a": wants(2), "b": wants(2)})["b"]
     assert two.environment() == {
         "JAX_PLATFORMS": "tpu,cpu", "TPU_VISIBLE_CHIPS": "2,3",
         "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,2,1", "TPU_PROCESS_BOUNDS": "1,1,1",
     }  # fmt: skip
-    (all_of_it,) = divide(chips(4), {"a": Wanted()})["a"]
+    (all_of_it,) = divide(chips(4), {"a": wants()})["a"]
     assert all_of_it.environment() == {"JAX_PLATFORMS": "tpu,cpu"}
     assert all_of_it.words() == "TPU chip 0, 1, 2, 3"
     assert part.words() == "45% of GPU 0"

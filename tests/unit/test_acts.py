@@ -7,12 +7,12 @@ from runlab import RUN, Lab
 
 from diloco.aggregator.rollback import find_versions
 from diloco.aggregator.settings import change_settings, check_change, end_run
-from diloco.common import names, wire
+from diloco.common import names
 from diloco.common.config import RunSettings
 from diloco.common.errors import ConfigError, RunMismatchError
 from diloco.common.tape import Entry, effective_settings, load_specification, read_tape
 from diloco.oracle import Oracle
-from diloco.projections.acts import act_of
+from diloco.run.history import act_of
 
 SHORT = {"run": {"name": RUN, "steps": 16}}
 
@@ -42,7 +42,7 @@ def acts(lab: Lab) -> list[tuple[str, str]]:
     async def read() -> list[tuple[str, str]]:
         items = [item async for item in read_tape(lab.context)]
         found = [act_of(item.body, 0.0) for item in items if isinstance(item, Entry)]
-        return [(act.by, act.what) for act in found if act is not None]
+        return [(act.by, act.what) for act in found if act is not None and act.by]
 
     return asyncio.run(read())
 
@@ -122,12 +122,6 @@ def test_a_version_that_was_not_made_yet_is_no_old_one() -> None:
         assert caught.value.hint == "choose a version of these"
 
     play(story)
-
-
-def test_a_message_of_an_earlier_release_has_no_name() -> None:
-    old = wire.Settings.model_validate({"run": RUN, "settings": {}, "changed": ("x: 1 -> 2",)})
-    assert (act := act_of(old, 5.0)) is not None
-    assert (act.at_s, act.by, act.what) == (5.0, "unknown", "settings changed: x: 1 -> 2")
 
 
 def test_a_pause_is_told_by_its_name() -> None:

@@ -2,19 +2,22 @@
 
 import asyncio
 import json
+from dataclasses import asdict, replace
 
 import pytest
 import structlog
 from receiver import Receiver, receiving
 
-from diloco.alerts import message
 from diloco.alerts.ledger import Ledger, Notice
-from diloco.alerts.watching import is_blind, of_doctor
+from diloco.alerts.watching import is_blind
 from diloco.alerts.webhook import Outbox, Webhook, WebhookAwayError, WebhookError
 from diloco.check import symptoms
-from diloco.check.symptoms import Finding
+from diloco.check.doctor import Report
+from diloco.common.config import RunSettings
 from diloco.common.errors import ConfigError
 from diloco.common.service import Runtime
+from diloco.run import findings
+from diloco.run.state import Finding, Observed
 
 SECRETS = ("s3cr3t-path", "pa55word", "t0ken")
 
@@ -22,11 +25,11 @@ SECRETS = ("s3cr3t-path", "pa55word", "t0ken")
 def silent(seconds: int, learner: str = "a") -> Finding:
     return Finding(
         severity="warning", about=f"learner {learner}", sentence=f"silent for {seconds} s",
-        advice="start it again", runbook=symptoms.LAGGING_LEARNER,
+        advice="start it again", runbook=findings.LAGGING_LEARNER,
     )  # fmt: skip
 
 
-def error(about: str = "learner a", runbook: str = symptoms.LAGGING_LEARNER) -> Finding:
+def error(about: str = "learner a", runbook: str = findings.LAGGING_LEARNER) -> Finding:
     return Finding(severity="error", about=about, sentence="it loops", runbook=runbook)
 
 
@@ -35,7 +38,7 @@ NOTE = Finding(severity="note", about="layout", sentence="cannot be checked")
 
 
 def told(notices: list[Notice]) -> list[tuple[str, str]]:
-    return [("over" if n.ended_s is not None else n.alert.severity, n.alert.key.about)
+    return [("over" if n.ended_s is not None else n.alert.severity, n.alert.about)
             for n in notices]  # fmt: skip
 
 
@@ -45,7 +48,7 @@ def test_an_alert_is_told_once_however_its_sentence_changes_and_once_when_it_is_
     assert ledger.look([silent(15)], 20.0) == []
     assert told(ledger.look([silent(25), silent(1, "b")], 30.0)) == [("warning", "learner b")]
     (over,) = ledger.look([silent(11, "b")], 40.0)
-    assert (over.alert.key.about, over.alert.since_s, over.ended_s) == ("learner a", 10.0, 40.0)
+    assert (over.alert.about, over.alert.since_s, over.ended_s) == ("learner a", 10.0, 40.0)
     assert over.alert.sentences == ("silent for 25 s",)
     # It comes again: that is another alert.
     (again,) = ledger.look([silent(5), silent(11, "b")], 50.0)
@@ -82,7 +85,7 @@ def test_what_comes_and_goes_within_the_hold_is_not_told() -> None:
 def test_who_cannot_look_says_of_nothing_that_it_is_over() -> None:
     ledger = Ledger()
     ledger.look([silent(5)], 0.0)
-    away = error("bus", symptoms.NATS_AWAY)
+    away = error("bus", findings.NATS_AWAY)
     assert is_blind([away])
     assert told(ledger.look([away], 10.0, blind=True)) == [("error", "bus")]
     assert told(ledger.look([silent(30)], 20.0)) == [("over", "bus")]
@@ -99,31 +102,34 @@ def test_only_what_is_severe_enough_is_told() -> None:
 def test_another_process_goes_on_from_what_was_told() -> None:
     ledger = Ledger()
     (before,) = ledger.look([silent(5)], 10.0)
-    kept = json.loads(json.dumps([message.as_document(alert) for alert in ledger.firing()]))
+    kept = json.loads(json.dumps([asdict(alert) for alert in ledger.firing()]))
     after = Ledger()
-    after.restore([message.from_document(one) for one in kept])
+    after.restore(kept)
     assert after.look([silent(65)], 70.0) == []
     (over,) = after.look([], 80.0)
     assert over.alert.id("r") == before.alert.id("r")
 
 
 def test_of_the_doctor_only_what_the_status_does_not_say_is_taken() -> None:
-    room = Finding(severity="warning", about="tape", sentence="full", runbook=symptoms.TAPE_FULL)
+    seen = Observed("r", 0, RunSettings.model_validate({"run": {"name": "r", "steps": 1}}))
+    now = replace(seen.run(0.0), findings=(silent(5), error("fragment 3")))
     loss = error("held-out loss", "runbooks/loss-spike.md")
-    assert [*of_doctor([silent(5), room, loss, error("fragment 3")])] == [loss]
+    report = Report("r", findings=[silent(5), loss, error("fragment 3")], run_now=now)
+    assert report.deeper == [loss]
+    assert Report("r", findings=[loss]).deeper == [loss]
 
 
 def test_the_body_says_all_of_an_alert() -> None:
     (fires,) = Ledger().look([silent(5)], 1_700_000_000.0)
     ident = fires.alert.id("demo")
-    assert message.body("demo", fires) == {
+    assert fires.body("demo") == {
         "version": 1, "status": "firing", "id": ident, "run": "demo", "severity": "warning",
         "about": "learner a", "summary": "silent for 5 s", "advice": "start it again",
         "runbook": "runbooks/lagging-learner.md", "starts_at": "2023-11-14T22:13:20Z",
         "ends_at": None,
         "text": "[WARNING] run demo, learner a: silent for 5 s (runbooks/lagging-learner.md)",
     }  # fmt: skip
-    over = message.body("demo", Notice(fires.alert, 1_700_000_060.0))
+    over = Notice(fires.alert, 1_700_000_060.0).body("demo")
     assert (over["status"], over["id"]) == ("resolved", ident)
     assert over["ends_at"] == "2023-11-14T22:14:20Z"
     assert (

@@ -5,7 +5,7 @@ import structlog
 
 from diloco.common import log
 from diloco.common.config import RunSettings
-from diloco.learner.answers import Answers
+from diloco.learner.context import Answers
 
 SETTINGS = RunSettings(run={"name": "quick", "steps": 60}, sync={"interval_steps": 8})
 

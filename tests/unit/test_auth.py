@@ -32,11 +32,11 @@ def checked(configuration: Path) -> None:
 @pytest.mark.parametrize("hosts", [["localhost"], ["a.example", "10.0.0.7", "fd00::1"]])
 def test_the_templates_of_servers_are_valid(tmp_path: Path, hosts: list[str]) -> None:
     folder = tmp_path / "auth"
-    made = auth.init(folder, "demo", hosts)
+    _, servers = auth.init(folder, "demo", hosts)
     auth.add(folder, "berlin", "learner")
     auth.add(folder, "one", "aggregator")
-    assert [path.name for path in made.servers] == [f"nats-{n + 1}.conf" for n in range(len(hosts))]
-    for server in made.servers:
+    assert [path.name for path in servers] == [f"nats-{n + 1}.conf" for n in range(len(hosts))]
+    for server in servers:
         checked(server)
         text = server.read_text()
         assert "sync_interval: always" in text
@@ -46,52 +46,44 @@ def test_the_templates_of_servers_are_valid(tmp_path: Path, hosts: list[str]) ->
     # What an account may store is counted on all servers together.
     assert f"max_file: {(10 << 30) * len(hosts)}," in (folder / "accounts.conf").read_text()
     auth.revoke(folder, "berlin")
-    checked(made.servers[0])
+    checked(servers[0])
     assert "berlin" not in (folder / "accounts.conf").read_text()
 
 
 def test_servers_are_told_where_their_machines_have_what(tmp_path: Path) -> None:
-    made = auth.init(
+    _, servers = auth.init(
         tmp_path / "auth", "demo", ["localhost"],
         installed_at=Path("/etc/nats"), streams_at=Path("/var/lib/nats/jetstream"),
     )  # fmt: skip
-    text = made.servers[0].read_text()
+    text = servers[0].read_text()
     assert 'key_file: "/etc/nats/tls/nats-1.key"' in text
     assert 'store_dir: "/var/lib/nats/jetstream/nats-1"' in text
     assert str(tmp_path) not in text
 
 
 def test_a_configuration_that_is_cut_short_is_not_valid(tmp_path: Path) -> None:
-    made = auth.init(tmp_path, "demo", ["localhost"])
+    _, servers = auth.init(tmp_path, "demo", ["localhost"])
     accounts = tmp_path / "accounts.conf"
     accounts.write_text(accounts.read_text().rstrip()[:-1])
     with pytest.raises(AssertionError):
-        checked(made.servers[0])
+        checked(servers[0])
 
 
 def test_secrets_are_for_their_owner_alone(tmp_path: Path) -> None:
-    made = auth.init(tmp_path, "demo", ["localhost"])
+    own, _ = auth.init(tmp_path, "demo", ["localhost"])
     added = auth.add(tmp_path, "berlin", "learner")
-    secret = [
-        made.credentials,
-        added.credentials,
-        tmp_path / "tls/ca.key",
-        tmp_path / "tls/nats-1.key",
-    ]
+    secret = [own, added, tmp_path / "tls/ca.key", tmp_path / "tls/nats-1.key"]
     for path in secret:
-        assert path is not None
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     public = "".join(p.read_text() for p in tmp_path.glob("*.*"))
     for path in secret:
-        assert path is not None
         seed = [line for line in path.read_text().splitlines() if "seed" in line or "SU" in line]
         assert all(line not in public for line in seed)
-    assert added.credentials is not None
-    own = load_credentials(added.credentials)
-    assert own is not None
-    assert (own.run, own.identity, own.role) == ("demo", "berlin", "learner")
+    theirs = load_credentials(added)
+    assert theirs is not None
+    assert (theirs.run, theirs.identity, theirs.role) == ("demo", "berlin", "learner")
     auth.revoke(tmp_path, "berlin")
-    assert not added.credentials.exists()
+    assert not added.exists()
 
 
 def test_wrong_use_is_told(tmp_path: Path) -> None:

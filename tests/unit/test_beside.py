@@ -25,6 +25,13 @@ def count(hear, total):
 def abort():
     os._exit(3)
 
+class TwoWords(Exception):
+    def __init__(self, one, other):
+        super().__init__(f"{one} {other}")
+
+def refuse():
+    raise TwoWords("own", "trouble")
+
 if __name__ == "__main__":
     said, pid = beside(work, "done")
     assert (said, pid != os.getpid()) == ("done", True)
@@ -34,6 +41,10 @@ if __name__ == "__main__":
     assert "jax" not in sys.modules
     try:
         beside(abort)
+    except TaskError as error:
+        print(error.message)
+    try:
+        beside(refuse)
     except TaskError as error:
         print(error.message)
     sys.modules["jax"] = None
@@ -48,7 +59,10 @@ def test_it_loads_nothing_here_and_may_even_abort(tmp_path):
         [sys.executable, str(program)], check=False, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "the process that was to run the task ended by itself\n"
+    assert done.stdout.splitlines() == [
+        "the process that was to run the task ended by itself",
+        "the task fails: TwoWords: own trouble",
+    ]
 
 
 def test_where_jax_is_loaded_already_it_works_here():

@@ -14,9 +14,10 @@ from diloco.cli.opening import Place, use_place
 from diloco.common import names
 from diloco.common.errors import ConfigError
 from diloco.common.store.protocol import KEPT
-from diloco.replay import looking
+from diloco.replay.diff import run_diff
 from diloco.replay.options import Options
 from diloco.replay.run import run_replay
+from diloco.replay.show import run_show
 
 KINDS = ("labels", "rate", "noise")
 
@@ -79,13 +80,13 @@ def test_the_bad_learner_is_named_with_its_first_bad_update(asked, kind):
 
 
 def test_nobody_is_blamed_for_an_honest_run(asked, tmp_path):
-    text = asked("", blame=True, plot=tmp_path / "blame.png")
+    text = asked("", blame=True, plot=tmp_path / "blame.html")
     assert "no learner did" in text
     assert "harmful" not in text
     assert "useless" not in text
     assert "harmful" not in text
     assert "useless" not in text
-    assert (tmp_path / "blame.png").stat().st_size > 1000
+    assert (tmp_path / "blame.html").stat().st_size > 1000
 
 
 @pytest.mark.parametrize(("kind", "told"), [("step", True), ("", False)])
@@ -107,7 +108,7 @@ def test_an_outer_step_that_ruins_the_model_is_told_by_the_doctor(runs, kind, to
 
 
 def test_nobody_is_blamed_for_an_outer_step_that_is_too_long(asked, tmp_path):
-    text = asked("step", blame=True, plot=tmp_path / "blame.png")
+    text = asked("step", blame=True, plot=tmp_path / "blame.html")
     assert "the outer step may be too long" in text
     assert "harmful" not in text
     assert "did harm" not in text
@@ -124,7 +125,7 @@ def test_effects_are_what_merging_without_an_update_gives(asked, tmp_path):
         "labels",
         without=[f"{spoiled.CULPRIT}@{last['version']}"],
         points=1,
-        plot=tmp_path / "figure.png",
+        plot=tmp_path / "figure.html",
     )
     assert f"without {spoiled.CULPRIT}@{last['version']}-{last['version']}" in text
     assert "learners do not react" in text
@@ -157,7 +158,7 @@ def test_blame_goes_on_behind_a_damaged_shard(asked, runs, tmp_path):
         if (one["fragment"], one["version"]) not in {(0, 4), (0, 5), (0, 6)}
     ]  # fmt: skip
     assert found["learners"][0]["learner"] == spoiled.CULPRIT
-    text = asked("labels", store=store, status=2, blame=True, plot=tmp_path / "blame.png")
+    text = asked("labels", store=store, status=2, blame=True, plot=tmp_path / "blame.html")
     assert "rounds: 17 judged, 1 GONE OR DAMAGED, 2 behind such a one" in text
     assert "0@4: " in text
 
@@ -183,7 +184,7 @@ def _sent(found, fragment, version):
 
 def test_a_whole_run_without_a_learner_says_that_the_others_do_not_react(asked, tmp_path):
     text = asked(
-        "labels", without=[f"{spoiled.CULPRIT}@6-"], points=1, plot=tmp_path / "figure.png"
+        "labels", without=[f"{spoiled.CULPRIT}@6-"], points=1, plot=tmp_path / "figure.html"
     )
     rows = [line.split("│") for line in text.splitlines() if line.startswith("│ 2")]
     assert (float(rows[0][5]), float(rows[-1][5]) != 0) == (0.0, True), text
@@ -213,31 +214,31 @@ def test_log_line_message_update_and_object_lead_to_each_other(asked, runs, caps
     found = json.loads(asked("labels", blame=True, json=True))
     worst = max(found["updates"], key=lambda one: one["did"])
     tape, place = runs["labels"].tape, f"{worst['fragment']}@{worst['version']}"
-    story = told(capsys, looking.run_show, tape, place)
+    story = told(capsys, run_show, tape, place)
     assert f"record {worst['record_seq']}: version {worst['version']}" in story
     assert "merged 4, in this order:" in story
     assert worst["update"] in story
     assert "by tensor: norm, cosine to the sum of the others" in story
     log = f"2026-01-01 committed fragment=0 record_seq={worst['record_seq']} rejected=[]"
     for what in (worst["record_seq"], log, f'{{"record_seq": {worst["record_seq"]}}}'):
-        assert told(capsys, looking.run_show, tape, what) == story
-    update = told(capsys, looking.run_show, tape, worst["update"])
+        assert told(capsys, run_show, tape, what) == story
+    update = told(capsys, run_show, tape, worst["update"])
     assert f"merged into version {worst['version']} of fragment {worst['fragment']}" in update
     shard = next(line.split()[1] for line in update.splitlines() if "shard " in line)
-    assert told(capsys, looking.run_show, tape, shard) == update
+    assert told(capsys, run_show, tape, shard) == update
     delta = next(line.split()[1] for line in story.splitlines() if line.startswith("  delta "))
-    assert told(capsys, looking.run_show, tape, delta) == story
+    assert told(capsys, run_show, tape, delta) == story
     for wrong in ("9999", "0@99", "island-x:1-1", "nothing"):
         with pytest.raises(ConfigError):
-            looking.run_show(str(tape), wrong)
+            run_show(str(tape), wrong)
 
 
 def test_two_runs_differ_from_the_first_spoiled_round_on(asked, runs, capsys, tmp_path):
     asked("", score=True)
-    text = told(capsys, looking.run_diff, runs[""].tape, runs[""].tape)
+    text = told(capsys, run_diff, runs[""].tape, runs[""].tape)
     assert "settings: the same" in text
     assert "fragment 0: the same in all 11 versions" in text
     # Layout, settings and learners are the same, so that only what was trained differs.
-    text = told(capsys, looking.run_diff, runs[""].tape, runs["labels"].tape)
+    text = told(capsys, run_diff, runs[""].tape, runs["labels"].tape)
     assert "setting run.name: 'honest' -> 'spoiled-labels'" in text
     assert f"version {spoiled.SPOILED_FROM['labels'] + 1} is the first that differs" in text

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_bundle import bundle
+from small_release import archive_of
 
 from diloco.infra import beside, boot, release
 from diloco.infra.cloud import Google
@@ -52,9 +52,9 @@ class Cloud:
         self.google = Google(self.url + "m/", self.url + "o/", self.url + "s/")
 
     def release(self, version: str, **manifest: Any) -> str:
-        """Have machines be told a bundle; the name of its folder on them."""
+        """Have machines be told a release; the name of its folder on them."""
         with tempfile.TemporaryDirectory() as folder:
-            path = bundle(Path(folder) / "b.tar.gz", "bin/diloco", version=version, **manifest)
+            path = archive_of(Path(folder) / "b.tar.gz", "bin/diloco", version=version, **manifest)
             data = path.read_bytes()
         digest = hashlib.sha256(data).hexdigest()
         self.objects[f"common/{version}.tar.gz"] = data
@@ -173,7 +173,7 @@ def test_from_an_empty_disk_to_a_started_unit(machine: Machine, cloud: Cloud) ->
     assert machine.kept == {machine.used}
     programs = f"{home}/bin"
     assert commands[-5:] == [
-        f"{programs}/diloco install-units --programs {programs} --overwrite",
+        f"{programs}/diloco host units --programs {programs} --overwrite",
         "systemd-sysusers",
         "systemctl daemon-reload",
         "systemctl enable diloco-learner@central.service",
@@ -182,7 +182,7 @@ def test_from_an_empty_disk_to_a_started_unit(machine: Machine, cloud: Cloud) ->
 
 
 @pytest.mark.parametrize("word", ["pip", "apt", "uv ", "curl", "http"])
-def test_nothing_is_fetched_but_the_bundle(machine: Machine, word: str) -> None:
+def test_nothing_is_fetched_but_the_release(machine: Machine, word: str) -> None:
     assert not any(word in command for command in machine.boot())
 
 
@@ -262,7 +262,7 @@ def test_a_release_that_does_not_start_gives_way_to_the_one_before(
     assert not machine.as_told
     programs = f"/opt/{old}/bin"
     assert commands[-4:] == [
-        f"{programs}/diloco install-units --programs {programs} --overwrite",
+        f"{programs}/diloco host units --programs {programs} --overwrite",
         "systemd-sysusers",
         "systemctl daemon-reload",
         "systemctl restart --no-block diloco-learner@central.service",
@@ -288,15 +288,15 @@ def test_the_first_release_is_not_watched(machine: Machine) -> None:
 @pytest.mark.parametrize(
     ("manifest", "sentence"),
     [
-        ({"kind": "tpu"}, "the bundle is for tpu, and this machine is of kind cpu"),
-        ({"architecture": "s390x"}, "the bundle is for s390x, and this machine is"),
-        ({"glibc": "2.999"}, "the bundle needs glibc 2.999, and this machine has"),
+        ({"kind": "tpu"}, "the release is for tpu, and this machine is of kind cpu"),
+        ({"architecture": "s390x"}, "the release is for s390x, and this machine is"),
+        ({"glibc": "2.999"}, "the release needs glibc 2.999, and this machine has"),
         ({"unpacked_bytes": 1 << 60}, "give the machine a larger one"),
-        ({"format": 99}, "is no bundle of format 1"),
-        ({"python": None}, "is no bundle"),
+        ({"format": 99}, "is no release of format 1"),
+        ({"python": None}, "is no release"),
     ],
 )
-def test_a_bundle_that_does_not_fit_is_refused_with_a_sentence_and_the_old_one_stays(
+def test_a_release_that_does_not_fit_is_refused_with_a_sentence_and_the_old_one_stays(
     machine: Machine, cloud: Cloud, manifest: dict[str, Any], sentence: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -312,7 +312,7 @@ def test_a_bundle_that_does_not_fit_is_refused_with_a_sentence_and_the_old_one_s
     assert sentence in said
 
 
-def test_a_first_bundle_that_does_not_fit_starts_nothing(machine: Machine, cloud: Cloud) -> None:
+def test_a_first_release_that_does_not_fit_starts_nothing(machine: Machine, cloud: Cloud) -> None:
     cloud.release("first", architecture="s390x")
     with pytest.raises(release.Refused, match="is for s390x"):
         machine.boot()
@@ -336,7 +336,7 @@ def test_programs_that_do_not_run_here_are_never_switched_to(
     assert machine.kept == {old}
 
 
-def test_a_bundle_with_other_bytes_is_refused(machine: Machine, cloud: Cloud) -> None:
+def test_a_release_with_other_bytes_is_refused(machine: Machine, cloud: Cloud) -> None:
     cloud.objects["common/first.tar.gz"] += b"\0"
     with pytest.raises(release.Refused, match="has sha256"):
         machine.boot()

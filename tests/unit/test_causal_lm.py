@@ -14,7 +14,7 @@ from diloco.common.errors import ConfigError
 from diloco.learner import tree
 from diloco.learner.causal_lm import checkpoint, model
 from diloco.learner.causal_lm.config import parse_config, read_config
-from diloco.learner.causal_lm.names import table
+from diloco.learner.causal_lm.sizes import table
 from tests.models.cases import CASES, GEMMA3, LLAMA, LLAMA3, QWEN3
 from tests.models.weights import ROWS, STRIDE, tokens, weight
 

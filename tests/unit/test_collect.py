@@ -1,4 +1,4 @@
-"""`diloco gc` on a run in memory: what it finds, and that nothing more is found afterwards."""
+"""`diloco run gc` on a run in memory: what it finds, and that nothing more is found afterwards."""
 
 from runlab import RUN, SNAPSHOT_EVERY, Lab
 

@@ -194,7 +194,7 @@ def test_checkpoints_of_earlier_tapes_keep_their_objects(run_async):
         later.store.put(names.checkpoint_object(RUN, marked.name), data)
         foreign = wire.Checkpoint(
             run=RUN, name="0000-000000000001", versions=(1, 2), record_seqs=(3, 4),
-            created_at_s=0.0,
+            created_at_s=0.0, by="test",
         )  # fmt: skip
         await later.bus.publish(names.checkpoint(RUN), wire.encode(foreign))
         retained = await read_retained(later.context, 1, later.context.logger)

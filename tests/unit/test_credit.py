@@ -13,7 +13,7 @@ sys.path.append(str(Path(__file__).parents[1] / "scenarios"))
 from machinelab import Lab, lab_rules, make_manifest
 
 from diloco.aggregator.core import credit, events
-from diloco.aggregator.core.effects import AskCut, Fetch, Merge
+from diloco.aggregator.core.events import AskCut, Fetch, Merge
 from diloco.aggregator.core.members import Member, Members
 from diloco.aggregator.core.updates import Admitted
 from diloco.common.config import BoundsSection

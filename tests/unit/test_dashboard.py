@@ -9,31 +9,31 @@ import socket
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
+from html import escape
 from typing import Any
 
 import numpy as np
 import pytest
 from runlab import Lab
 
-from bench.forger import Forger
+from bench.tapes import Forger
 from diloco.check import symptoms
-from diloco.check.symptoms import Finding
 from diloco.common import names, wire
-from diloco.common.clock import Clock
 from diloco.common.errors import BusUnavailableError, ConfigError
-from diloco.common.service import cancel
-from diloco.dashboard import frames, page
-from diloco.dashboard.board import Board
-from diloco.dashboard.following import LiveRun
-from diloco.dashboard.page import served
-from diloco.dashboard.runbook import render, runbook_names
-from diloco.dashboard.server import FILES, MOST_PAGES, serving
+from diloco.common.service import Clock, cancel
 from diloco.model.scores import keep
-from diloco.projections.condense import condense
-from diloco.projections.timeseries import read_time_series
-from diloco.report.lanes import make_lanes
-from diloco.report.numbers import Shown, goodput, spent
-from diloco.report.summary import facts
+from diloco.page import live, sections
+from diloco.page.lanes import make_lanes
+from diloco.page.live import LiveRun, served
+from diloco.page.numbers import Shown, goodput, spent
+from diloco.page.runbook import render, runbook_names
+from diloco.page.server import FILES, MOST_PAGES, Board, serving
+from diloco.page.summary import TEXT, facts
+from diloco.page.svg import Markup, short
+from diloco.run import findings
+from diloco.run.condense import condense
+from diloco.run.state import Finding, Run
+from diloco.run.timeseries import read_time_series
 
 HOSTILE = "</td><script>alert(1)</script>"
 PATIENCE_S = 30.0
@@ -89,9 +89,13 @@ def test_its_figures_are_those_of_the_report() -> None:
             await until(lambda: bool(run.shown().scores))
             return run.shown(), of_report
 
-    live, of_report = asyncio.run(look())
-    assert facts(live) == facts(of_report)
-    assert frames.figures(live, 0.0)["loss"] == frames.figures(of_report, 0.0)["loss"]
+    followed, of_report = asyncio.run(look())
+    assert facts(followed) == facts(of_report)
+    assert sections.figures(followed) == sections.figures(of_report)
+
+
+def versions_of(status: Run) -> int:
+    return sum(one.version for one in status.fragments)
 
 
 def score() -> wire.Score:
@@ -111,25 +115,23 @@ def test_figures_move_with_the_run_and_nothing_is_read_twice(
     async def look() -> None:
         lab = await made(40)
         taken: list[int] = []
-        take = page.LiveRun._take
+        take = LiveRun._take
         monkeypatch.setattr(
-            page.LiveRun, "_take", lambda run, item: (taken.append(item.seq), take(run, item))
+            LiveRun, "_take", lambda run, item: (taken.append(item.seq), take(run, item))
         )
         async with following(lab) as run:
             status = await run.status()
             assert status is not None
-            before = frames.now(status, run.series)
+            before, versions = sections.now(status, run.series), versions_of(status)
             async with lab.aggregating():
                 await lab.join("real")
                 await lab.send_many("real", 3)
                 await until(lambda: run.series.learners[-1] == "real")
             status = await run.status()
             assert status is not None
-            after = frames.now(status, run.series)
-        assert sum(one["version"] for one in after["fragments"]) > sum(
-            one["version"] for one in before["fragments"]
-        )
-        assert len(after["rounds"]) >= len(before["rounds"]) > 0
+            after = sections.now(status, run.series)
+        assert versions_of(status) > versions
+        assert all(after[key] != before[key] for key in ("progress", "rounds"))
         assert taken == sorted(set(taken)), "each message once, in order"
 
     asyncio.run(look())
@@ -147,17 +149,17 @@ def test_a_bus_that_is_away_makes_the_page_old_and_not_empty(
                 raise BusUnavailableError("the connection is lost")
 
             monkeypatch.setattr(lab.bus, "filled", away)
-            long_after_s = run.clock() + 1e6
+            long_after_s = run.context.runtime.clock() + 1e6
             monkeypatch.setattr(Clock, "__call__", lambda _: long_after_s)
             status = await run.status()
             assert status is not None
-            document = frames.now(status, run.series)
-            assert document["current"] is False
-            assert document["alerts"][0]["runbook"] == "nats-away.md"
+            assert status.current is False
+            parts = sections.now(status, run.series)
+            assert "/runbooks/nats-away.md" in parts["alerts"]
             # Who cannot look does not know that anybody is silent.
-            assert document["states"] == {"training": 3}
-            assert "no-learners.md" not in [one["runbook"] for one in document["alerts"]]
-            assert sum(one["version"] for one in document["fragments"]) == 20
+            assert "learners: 3 training" in parts["progress"]
+            assert "no-learners.md" not in parts["alerts"]
+            assert versions_of(status) == 20
 
     asyncio.run(look())
 
@@ -167,19 +169,19 @@ def test_a_run_that_is_removed_or_a_bug_is_told_and_the_page_goes_on(
 ) -> None:
     async def look() -> None:
         lab = await made(20)
-        board = Board()
+        board = Board("")
         board.enter(1)
-        shown = page.Page(board, LiveRun(lab.context, 0.0), "diloco dashboard lab")
+        shown = live.LivePage(board, LiveRun(lab.context, 0.0), "diloco dashboard lab")
         keeping = asyncio.ensure_future(shown.keep())
 
         def told() -> str:
-            frame = (board.after(0, 0.0) or {}).get("now")
-            return (json.loads(frame.data)["failure"] or "") if frame else ""
+            states = [one for one in board.after(0, 0.0) or [] if one.event == "state"]
+            return str(json.loads(states[-1].data)["sentence"]) if states else ""
 
         try:
-            await until(lambda: "figures" in (board.after(0, 0.0) or {}))
+            await until(lambda: "drawn" in {one.event for one in board.after(0, 0.0) or []})
             with monkeypatch.context() as patch:
-                patch.setattr(frames, "now", None)
+                patch.setattr(sections, "now", None)
                 await until(lambda: "a bug" in told())
             await until(lambda: not told())
             await lab.bus.remove_stream(lab.context.tape)
@@ -187,7 +189,7 @@ def test_a_run_that_is_removed_or_a_bug_is_told_and_the_page_goes_on(
         finally:
             await cancel(keeping)
 
-    monkeypatch.setattr(page, "EVERY_S", 0.01)
+    monkeypatch.setattr(live, "EVERY_S", 0.01)
     asyncio.run(look())
 
 
@@ -204,8 +206,8 @@ def test_long_series_are_condensed_and_their_sums_hold() -> None:
     assert len(short.series.updates) <= 300 < len(whole.series.updates)
     assert len(short.series.inputs) <= 300 < len(whole.series.inputs)
     for table, columns in (
-        ("updates", ("tokens", "steps", "bytes")),
-        ("inputs", ("tokens", "steps")),
+        ("updates", ("tokens", "steps", "bytes", "updates")),
+        ("inputs", ("tokens", "steps", "updates")),
     ):
         for column in columns:
             sums = [getattr(one.series, table)[column].sum() for one in (whole, short)]
@@ -217,27 +219,29 @@ def test_long_series_are_condensed_and_their_sums_hold() -> None:
     assert (np.diff(times_s) >= 0).all()
 
 
-def test_frames_do_not_grow_with_the_fleet() -> None:
-    async def sizes(learners: int) -> list[int]:
+def test_parts_do_not_grow_with_the_fleet() -> None:
+    async def sizes(learners: int) -> tuple[int, ...]:
         lab = await made(4, learners=learners)
         async with following(lab) as run:
             status, shown = await run.status(), run.shown()
             assert status is not None
-            lanes = {lane.learner: lane for lane in shown.lanes}
-            known = frames.Learners(status.learners, lanes, shown.begin_s, shown.span_s)
-            first = frames.learners(known, page=0, find="")
-            assert (first["of"], len(first["rows"])) == (learners, frames.PAGE)
-            assert frames.learners(known, page=10**8, find="")["rows"]
-            assert frames.learners(known, page=0, find="LEARNER-0041")["found"] == 1
-            documents = (frames.now(status, run.series), frames.figures(shown, 0.0), first)
-            return [len(frames.as_bytes(one)) for one in documents]
+            known = sections.Learners(shown, status)
+            first = known(0, "")
+            assert first.count("</td>") == sections.LEARNERS * first.count("</th>")
+            assert f"1 to 40 of {learners}" in first
+            assert f"to {learners} of {learners}" in known(10**8, "")
+            assert "1 to 1 of 1<" in known(0, "LEARNER-0041")
+            assert "No learner of that name." in known(0, "nobody")
+            moving, drawn = sections.now(status, run.series), sections.figures(shown)
+            sums = [sum(map(len, parts.values())) for parts in (moving, drawn)]
+            return (*sums, len(first))
 
-    for size, most in zip(asyncio.run(sizes(400)), (32 << 10, 32 << 10, 96 << 10), strict=True):
+    for size, most in zip(asyncio.run(sizes(400)), (32 << 10, 256 << 10, 96 << 10), strict=True):
         assert size < most
 
 
 def test_what_is_no_number_is_null() -> None:
-    assert frames._list(np.asarray([1.0, np.nan, np.inf, 1 / 3])) == [1.0, None, None, 0.33333]
+    assert [short(value) for value in (1.0, np.nan, np.inf, 1 / 3)] == [1.0, None, None, 0.33333]
 
 
 # The server
@@ -245,7 +249,7 @@ def test_what_is_no_number_is_null() -> None:
 
 @pytest.fixture
 def board() -> Board:
-    return Board()
+    return Board(sections.skeleton("lab"))
 
 
 @pytest.fixture
@@ -265,9 +269,9 @@ def ask(url: str, path: str, **headers: str) -> tuple[int, dict[str, str], bytes
 
 
 def test_every_file_is_served_with_headers_that_let_nothing_else_in(url: str) -> None:
-    for path in ("/", *(f"/{name}" for name in FILES), "/learners", "/settings"):
+    for path in ("/", *(f"/{name}" for name in FILES), "/learners"):
         status, headers, body = ask(url, path)
-        assert (status, bool(body)) == (200, True), path
+        assert (status, bool(body)) == (200, path != "/learners"), path
         assert "default-src 'none'" in headers["content-security-policy"]
         assert "unsafe" not in headers["content-security-policy"]
         assert headers["x-content-type-options"] == "nosniff"
@@ -288,9 +292,9 @@ def test_every_file_is_served_with_headers_that_let_nothing_else_in(url: str) ->
         ("/", {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}, 200),
         ("/", {"Host": "localhost:1"}, 200),
         ("/", {"Host": "[::1]:8780"}, 200),
-        ("/../following.py", {}, 404),
-        ("/page.html", {}, 404),
-        ("/runbooks/../page.html", {}, 404),
+        ("/../live.py", {}, 404),
+        ("/page.py", {}, 404),
+        ("/runbooks/../page.css", {}, 404),
         ("/runbooks/nothing.md", {}, 404),
         ("/learners?page=%00&find=" + "x" * 5000, {}, 200),
         ("/learners?page=" + "9" * 60, {}, 200),
@@ -317,12 +321,13 @@ def opened(url: str) -> socket.socket:
 
 
 def test_events_come_as_they_are_shown_and_the_newest_at_once(board: Board, url: str) -> None:
-    board.show("now", b'{"step":1}')
-    board.show("now", b'{"step":2}')
+    board.show({"progress": Markup("step 1")})
+    board.show({"progress": Markup("step 2")})
     with opened(url) as stream, stream.makefile("rb") as lines:
-        assert next(line for line in lines if line.startswith(b"data")) == b'data: {"step":2}\n'
-        board.show("figures", b"{}")
-        assert next(line for line in lines if line.startswith(b"event")) == b"event: figures\n"
+        assert next(line for line in lines if line.startswith(b"data")) == b'data: "step 2"\n'
+        board.show({"progress": Markup("step 2")})  # Of what is the same nothing is sent.
+        board.say({"word": "ended"})
+        assert next(line for line in lines if line.startswith(b"event")) == b"event: state\n"
 
 
 def test_no_more_pages_than_the_server_can_bear(board: Board, url: str) -> None:
@@ -338,31 +343,31 @@ def test_a_port_in_use_is_a_sentence(board: Board, url: str) -> None:
     port = int(url.strip("/").rpartition(":")[2])
     with (
         pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1, port {port}"),
-        serving(Board(), port),
+        serving(Board(""), port),
     ):
         pass
 
 
 def test_the_whole_page_of_a_run_from_its_server() -> None:
-    async def look() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any]]:
+    async def look() -> tuple[dict[str, Any], str, str]:
         lab = await made(40)
-        async with served(lab.context, 0.0, port=0, again="diloco dashboard lab") as url:
-            events = await asyncio.to_thread(read_events, url)
-            learners = json.loads((await asyncio.to_thread(ask, url, "/learners"))[2])
-            settings = json.loads((await asyncio.to_thread(ask, url, "/settings"))[2])
-            return events["now"], events["figures"], learners, settings
+        run = LiveRun(lab.context, 0.0)
+        async with served(run, port=0, again="diloco dashboard lab") as url:
+            state, parts = await asyncio.to_thread(read_events, url)
+            learners = (await asyncio.to_thread(ask, url, "/learners"))[2].decode()
+            return state, parts, learners
 
-    now, figures, learners, settings = asyncio.run(look())
-    assert (now["run"], now["state"], now["current"]) == ("lab", "under way", True)
-    assert now["again"] == "diloco dashboard lab"
-    assert {fact["name"] for fact in figures["facts"]} >= {"training loss", "goodput"}
-    assert [one["name"] for one in learners["rows"]] == [f"learner-{i:04d}" for i in range(3)]
-    assert all(one["lane"]["spans"] for one in learners["rows"])
-    assert ["sync.fragments", "2"] in settings["rows"]
+    state, parts, learners = asyncio.run(look())
+    assert (state["word"], state["again"]) == ("under way", "diloco dashboard lab")
+    assert {"training loss", "goodput"} <= set(re.findall("<dt>(.*?)</dt>", parts))
+    named = re.findall('<td class="text">(learner-.*?)</td>', learners)
+    assert named == [f"learner-{i:04d}" for i in range(3)]
+    assert '<td class="text">sync.fragments</td><td class="text">2</td>' in parts
 
 
-def read_events(url: str) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+def read_events(url: str) -> tuple[dict[str, Any], str]:
+    state: dict[str, Any] = {}
+    parts: list[str] = []
     event = ""
     with opened(url) as stream, stream.makefile("rb") as lines:
         for line in lines:
@@ -370,10 +375,13 @@ def read_events(url: str) -> dict[str, dict[str, Any]]:
             if key == "event":
                 event = value
             elif key == "data":
-                found[event] = json.loads(value)
-            if found.get("now", {}).get("state") and "figures" in found:
-                return found
-    raise AssertionError(found)
+                if event == "state":
+                    state = json.loads(value)
+                elif event == "part":
+                    parts.append(json.loads(value))
+                elif event == "drawn":
+                    return state, "".join(parts)
+    raise AssertionError(state)
 
 
 # Runbooks
@@ -390,11 +398,17 @@ def test_every_runbook_is_a_page_whose_links_lead_somewhere() -> None:
 
 
 def test_alerts_name_runbooks_that_there_are() -> None:
-    named = {value for value in vars(symptoms).values() if str(value).startswith("runbooks/")}
+    named = {
+        value
+        for value in (vars(symptoms) | vars(findings)).values()
+        if str(value).startswith("runbooks/")
+    }
     assert {name.removeprefix("runbooks/") for name in named} <= runbook_names()
 
 
 def test_long_strings_of_a_run_are_cut() -> None:
-    found = frames._alert(Finding(severity="error", about=HOSTILE, sentence="x" * 10**6))
-    assert found["about"] == HOSTILE, "it is text here, and becomes text on the page"
-    assert len(json.dumps(found)) < 2 * frames.TEXT
+    one = Finding(severity="error", about=HOSTILE, sentence="x" * 10**6)
+    found = sections._alerts([one], served=True)
+    assert "<script" not in found
+    assert escape(HOSTILE) in found
+    assert len(found) < 2 * TEXT

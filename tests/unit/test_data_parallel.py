@@ -4,14 +4,14 @@ import jax
 import numpy as np
 import pytest
 
-from bench import devices
+from bench import tasks
 from bench.data_parallel import first_state, make_step
 from diloco.learner.inner_step import make_inner_step
 from diloco.learner.task import Params, Task
 
 
 def task_of() -> Task:
-    return devices.plain(steps=9, seed=3, preset="sweep", batch=2, eval_batches=1)
+    return tasks.plain(steps=9, seed=3, preset="sweep", batch=2, eval_batches=1)
 
 
 @pytest.fixture(scope="module")

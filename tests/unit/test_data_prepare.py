@@ -16,6 +16,7 @@ from token_lab import (
     BEGIN,
     END,
     VOCABULARY,
+    checked,
     command,
     contents,
     decoded,
@@ -29,7 +30,7 @@ from diloco.common.errors import ConfigError, DataError
 from diloco.common.token_manifest import TokenManifest, parse_manifest
 from diloco.data import documents
 from diloco.data import tokenizer as tokenizer_module
-from diloco.data.plan import is_held_out
+from diloco.data.prepare import is_held_out
 
 LINES = ["def one():\n    pass", "", "  two: ü 漢字 🙂\t", "three", f"it says {END} and ends"]
 
@@ -105,6 +106,27 @@ def test_all_kinds_of_files_hold_the_same_documents(tmp_path, tokenizer):
     assert found == dict.fromkeys(found, texts)
 
 
+def test_what_datasets_saved_is_one_source_with_its_splits_in_order(tmp_path, tokenizer):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        datasets = pytest.importorskip("datasets")
+    texts = [f"document {number}" for number in range(9)]
+    saved = datasets.Dataset.from_dict({"id": range(9), "text": texts})
+    splits = {"one": saved.select([4, 2, 7]), "two": saved.select([0, 1])}
+    datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "texts" / "saved"))
+    (tmp_path / "texts" / "z.txt").write_text("last")
+    given = ["--tokenizer", tokenizer, "--held-out", 0, "--shard-bytes", 20, "--out"]
+    prepared(tmp_path / "texts", *given, tmp_path / "out")
+    wanted = [texts[number] for number in (4, 2, 7, 0, 1)] + ["last"]
+    assert texts_of(tmp_path / "out", tokenizer) == wanted
+    assert manifest_of(tmp_path / "out").sources[0].files == 3
+    arrow = next((tmp_path / "texts/saved/two").glob("*.arrow"))
+    prepared(arrow, *given, tmp_path / "of-arrow")
+    assert texts_of(tmp_path / "of-arrow", tokenizer) == texts[:2]
+    arrow.write_bytes(arrow.read_bytes()[:40])
+    assert "cannot be read as Saved data" in refusal(tmp_path / "texts", *given, tmp_path / "o2")
+
+
 def test_parquet_takes_nothing_for_an_empty_document(tmp_path, tokenizer):
     path = tmp_path / "a.parquet"
     parquet.write_table(pa.table({"text": pa.array(["a", None, "b"], pa.large_string())}), path)
@@ -138,7 +160,7 @@ def test_what_is_held_out_follows_from_the_text(tmp_path, tokenizer):
         write_json(tmp_path / f"{name}.jsonl", order)
         given = [tmp_path / f"{name}.jsonl", "--tokenizer", tokenizer, "--held-out", 0.1]
         prepared(*given, "--out", tmp_path / name)
-    held = {text for text in texts if is_held_out(text.encode(), 0.1)}
+    held = {text for text in texts if is_held_out(text, 0.1)}
     assert 10 < len(held) < 60
     for name in ("one", "two"):
         assert set(texts_of(tmp_path / name, tokenizer, "held_out")) == held
@@ -196,7 +218,7 @@ def test_what_a_tokenizer_file_does_to_single_texts_does_nothing_here(tmp_path):
     given = [source, "--tokenizer", tokenizer, "--held-out", 0]
     prepared(*given, "--out", tmp_path / "out")
     assert texts_of(tmp_path / "out", tokenizer) == [text] * 5
-    tokens = np.load(tmp_path / "out/train-00000-000.npy")
+    tokens = np.load(tmp_path / "out/train-00000.npy")
     assert (tokens.reshape(5, -1) == tokens.reshape(5, -1)[0]).all()
 
 
@@ -209,7 +231,7 @@ def test_a_vocabulary_beyond_16_bits_takes_32(tmp_path):
     prepared(source, "--tokenizer", tokenizer, "--held-out", 0, "--out", tmp_path / "out")
     manifest = manifest_of(tmp_path / "out")
     assert (manifest.dtype, manifest.tokenizer.vocabulary) == ("uint32", 70_001)
-    assert np.load(tmp_path / "out/train-00000-000.npy").dtype == np.uint32
+    assert np.load(tmp_path / "out/train-00000.npy").dtype == np.uint32
     assert texts_of(tmp_path / "out", tokenizer) == ["a", "b"]
 
 
@@ -228,7 +250,7 @@ def test_a_long_document_is_encoded_in_parts_that_end_with_lines(tmp_path, monke
 # The same bytes
 
 
-def test_the_bytes_do_not_depend_on_the_number_of_processes(tmp_path, tokenizer):
+def test_the_bytes_do_not_depend_on_the_number_of_threads(tmp_path, tokenizer):
     folder = make_texts(tmp_path / "texts")
     write_json(folder / "lines.jsonl", [f"line {number}" for number in range(2_000)])
     given = [folder, "--tokenizer", tokenizer, "--shard-bytes", 9_000, "--held-out", 0.1]
@@ -236,7 +258,7 @@ def test_the_bytes_do_not_depend_on_the_number_of_processes(tmp_path, tokenizer)
         prepared(*given, "--workers", workers, "--out", tmp_path / str(workers))
     assert contents(tmp_path / "1") == contents(tmp_path / "2")
     names = set(contents(tmp_path / "1"))
-    assert {"train-00000-000.npy", "train-00005-000.npy", "tokens.json"} < names
+    assert {"train-00000.npy", "train-00005.npy", "tokens.json"} < names
     assert not any(name.startswith(".") for name in names)
     lines = [text for text in texts_of(tmp_path / "1", tokenizer) if text.startswith("line ")]
     assert len(lines) == len(set(lines)) > 1_500
@@ -246,7 +268,7 @@ def test_what_is_whole_stays_as_it_is(tmp_path, tokenizer):
     source = write_json(tmp_path / "a.jsonl", ["a"])
     given = [source, "--tokenizer", tokenizer, "--held-out", 0, "--out", tmp_path / "out"]
     first = prepared(*given).stdout
-    path = tmp_path / "out" / "train-00000-000.npy"
+    path = tmp_path / "out" / "train-00000.npy"
     before = path.stat()
     (tmp_path / "out" / ".prepare").mkdir()
     for name in ("00000.json", "plan.json"):
@@ -261,30 +283,36 @@ class StoppedError(Exception):
 
 
 def test_what_was_ended_midway_goes_on_with_what_is_missing(tmp_path, tokenizer, monkeypatch):
-    folder = make_texts(tmp_path / "texts")
-    given = [folder, "--tokenizer", tokenizer, "--shard-bytes", 9_000, "--held-out", 0.1]
+    folder = make_texts(tmp_path / "texts", 12)
+    lines = write_json(tmp_path / "lines.jsonl", [f"line {number}" for number in range(900)])
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(lines.read_bytes()))
+    parquet.write_table(pa.table({"text": ["row"] * 5000}), folder / "c.parquet")
+    given = [folder, "--tokenizer", tokenizer, "--shard-bytes", 3_000, "--held-out", 0.1]
     given += ["--workers", 1]
     prepared(*given, "--out", tmp_path / "whole")
-    out, read_span, read = tmp_path / "out", documents.read_span, []
+    out, read_documents, read = tmp_path / "out", documents.read_documents, []
 
     def until(most):
-        def counted(span, *words, **named):
-            if len(read) >= most:
-                raise StoppedError
-            read.append(span.file.path)
-            return read_span(span, *words, **named)
+        def counted(*words, **named):
+            for document in read_documents(*words, **named):
+                if len(read) >= most:
+                    raise StoppedError
+                read.append(document)
+                yield document
 
-        monkeypatch.setattr("diloco.data.piece.read_span", counted)
+        monkeypatch.setattr("diloco.data.prepare.read_documents", counted)
 
-    until(12)
-    assert isinstance(command("prepare", *given, "--out", out).exception, StoppedError)
+    # Amid the compressed file, the rows, and a text behind them.
+    for most in (2, 500, 3_000, 5_908):
+        until(most)
+        assert isinstance(command("prepare", *given, "--out", out).exception, StoppedError)
     assert (out / ".prepare/plan.json").exists()
-    assert "not prepared to its end" in command("check", out).exception.message
-    until(100)
+    assert "not prepared to its end" in checked(out).exception.message
+    until(100_000)
     prepared(*given, "--out", out)
     assert contents(out) == contents(tmp_path / "whole")
-    # Pieces that were done are not read twice.
-    assert len(read) < 12 + 24
+    # Of pieces that were done nothing is read twice.
+    assert len(read) < 12 + 900 + 5_000 + 4 * 1_000
 
 
 def test_a_place_of_other_options_or_sources_is_refused_and_left_alone(tmp_path, tokenizer):
@@ -353,7 +381,7 @@ def test_a_copy_that_was_ended_midway_is_not_prepared(tmp_path, tokenizer):
         ("a.jsonl", b'{"text": "\\ud800"}\n', ["line 1", "surrogate"]),
         ("a.json", b'[\n{"text": "a"}\n]', ["line 1", "not JSON"]),
         ("a.jsonl", b"[" * 100_000, ["line 1", "not JSON"]),
-        ("a.parquet", b"PAR1 but not really", ["a.parquet", "not a Parquet file"]),
+        ("a.parquet", b"PAR1 but not really", ["a.parquet", "cannot be read as Parquet data"]),
         ("a.jsonl.gz", b"no gzip", ["a.jsonl.gz", "cannot be unpacked"]),
         (
             "a.jsonl.gz",
@@ -414,6 +442,8 @@ def test_a_document_too_large_for_memory_is_refused(tmp_path, tokenizer, monkeyp
     given = ["--tokenizer", tokenizer, "--out"]
     assert "one document of more" in refusal(tmp_path / "one.txt", *given, tmp_path / "o1")
     assert "line 2" in refusal(tmp_path / "two.jsonl", *given, tmp_path / "o2")
+    parquet.write_table(pa.table({"text": ["a", "x" * 1001]}), tmp_path / "three.parquet")
+    assert "row 2" in refusal(tmp_path / "three.parquet", *given, tmp_path / "o3")
 
 
 def test_a_tokenizer_that_is_none(tmp_path, tokenizer):

@@ -13,10 +13,10 @@ from diloco.check.remake import remake
 from diloco.common import names, shards
 from diloco.common.errors import ConfigError
 from diloco.common.tape import effective_settings
-from diloco.projections.history import History, read_history
 from diloco.replay import whatif
 from diloco.replay.decide import decide
 from diloco.replay.verify import Memory, chains, verify
+from diloco.run.history import History, read_history
 
 WHOLE = {"enabled": False}
 
@@ -75,7 +75,7 @@ def test_every_decision_comes_out_again():
         ("position", lambda record: record.position + 1),
         ("opened_at_s", lambda record: record.opened_at_s - 1),
         ("learning_rate", lambda record: record.learning_rate * 2),
-        ("policy", lambda record: record.policy.model_copy(update={"norms": (1.0,)})),
+        ("policy", lambda record: record.policy.model_copy(update={"floor": 9})),
         ("inputs", lambda record: ()),
     ],
 )
@@ -145,8 +145,8 @@ def played(history: History, *assignments: str):
     """The plan, and all views at the end of both models, without a task to evaluate."""
     plan = whatif.make_plan(history, chains(history, [0], None, {}), assignments)
     models = whatif._Models(history, plan)
-    for _, record in plan.chains[0][1:]:
-        models.follow(record)
+    for at in plan.chains[0][1:]:
+        models.follow(*at)
     for made in plan.rounds:
         models.make(made)
     return plan, models.was[0].view, models.would[0].view
@@ -209,7 +209,7 @@ def test_what_if_goes_back_with_a_rollback():
 
     # On one time line, as the command goes: what was at a version stands again behind it.
     line = [(made.at_s, 0, made) for made in plan.rounds]
-    line += [(record.closed_at_s, 1, record) for _, record in plan.chains[0][1:]]
+    line += [(at[1].closed_at_s, 1, at) for at in plan.chains[0][1:]]
     models, views, back = whatif._Models(history, plan), {}, []
     for _, kind, item in sorted(line, key=lambda at: at[:2]):
         if kind == 0:
@@ -217,8 +217,8 @@ def test_what_if_goes_back_with_a_rollback():
             if item.restored_version is not None:
                 back.append(np.array_equal(models.would[0].view, views[item.restored_version]))
         else:
-            models.follow(item)
-            views[item.version] = models.would[0].view.copy()
+            models.follow(*item)
+            views[item[1].version] = models.would[0].view.copy()
     assert back == [True]
 
 

@@ -148,4 +148,6 @@ def test_what_is_not_there_is_found() -> None:
     ]
     line = "| x | `learner/train.py`, `machine.py` |"
     assert list(absent_neighbours(line, {"machine.py"})) == ["machine.py"]
-    assert list(absent_symbols("`swop` in `aggregator/swap.py`")) == ["swop in aggregator/swap.py"]
+    assert list(absent_symbols("`swop` in `aggregator/committer.py`")) == [
+        "swop in aggregator/committer.py"
+    ]

@@ -45,7 +45,7 @@ def test_every_field_is_described(message) -> None:
 def test_the_reference_is_whole() -> None:
     """Each command, error, metric and message has its line."""
     text = "".join(page.read_text() for page in PAGES)
-    commands = {"diloco local", "diloco run create", "diloco auth guard", "diloco tape export"}
+    commands = {"diloco local", "diloco run create", "diloco host guard", "diloco restore"}
     assert all(re.search(rf"^#+ {command}$", text, re.MULTILINE) for command in commands)
     assert all(f"| `{name}` |" in text for name in vars(errors) if name.endswith("Error"))
     catalogue = metrics.DAEMON + metrics.LEARNER + metrics.AGGREGATOR

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -14,7 +15,8 @@ from diloco.common.codec import Encoded
 from diloco.common.config import make_config
 from diloco.common.errors import ConfigError
 from diloco.common.quantize import encode
-from diloco.daemons.dry_run import DryRunOptions, as_json, run_dry, show
+from diloco.daemons.command import LearnerOptions
+from diloco.daemons.dry_run import as_json, run_dry, show
 from diloco.learner.dry_run import dry_run, exchanges, fragment_figures, stand_in
 from diloco.learner.island import Island
 
@@ -123,11 +125,7 @@ def test_errors_are_the_learners():
     with pytest.raises(ConfigError, match="among 3 hosts"):
         dry_run(config_of(), "l0", hosts=3)
     with pytest.raises(ConfigError, match="is not a valid learner name"):
-        run_dry(
-            config_of(),
-            "No Name",
-            DryRunOptions(devices=None, hosts=None, bandwidth=100.0, json=False),
-        )
+        run_dry(config_of(), LearnerOptions(config=Path("run.toml"), name="No Name"))
 
 
 def test_options_of_a_compiler_that_is_not_here_are_left_out():

@@ -6,13 +6,14 @@ from diloco.common.errors import (
     ConfigError,
     DilocoError,
     DivergedError,
+    Exit,
     NewTapeError,
     RunMissingError,
     StoreUnavailableError,
     TaskError,
+    final,
     status_of,
 )
-from diloco.common.exits import Exit, final
 
 
 def every_error(base: type[DilocoError] = DilocoError) -> set[type[DilocoError]]:

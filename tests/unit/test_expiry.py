@@ -5,7 +5,7 @@ import asyncio
 from runlab import RUN, Lab
 
 from diloco.aggregator.core.hearing import Hearing
-from diloco.aggregator.expiry import Expiry
+from diloco.aggregator.liveness import Expiry
 from diloco.common import names, wire
 from diloco.common.reasons import Reason
 from diloco.common.service import cancel

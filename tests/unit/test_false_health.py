@@ -9,19 +9,18 @@ import pytest
 from runlab import RUN, Lab
 
 from diloco.aggregator.settings import change_settings
-from diloco.check import doctor, members, symptoms
-from diloco.check.audit import Breach, audit
-from diloco.check.rules import Judged
-from diloco.check.symptoms import Finding
+from diloco.check import doctor, symptoms
+from diloco.check.audit import Audit, Breach, audit
 from diloco.common import names, wire
 from diloco.common.config import RunSettings
 from diloco.common.health import Health
 from diloco.common.service import cancel
-from diloco.look.status import Status, Watch
+from diloco.common.tape import read_tape
 from diloco.model.scores import all_kept, keep
-from diloco.projections.history import History, read_history
-from diloco.projections.learners import Learner, read_learners
-from diloco.projections.live import LastHeartbeat
+from diloco.run.findings import DISK_FULL, NO_LEARNERS, PATIENCE, judged, patience_s
+from diloco.run.history import History, read_history
+from diloco.run.state import Finding, Observed, Run
+from diloco.run.watch import Watch
 
 MINUTE_S = 60.0
 UPHILL = "the inner optimizer's first step goes uphill"
@@ -54,36 +53,60 @@ async def leave(lab: Lab, learner: str) -> None:
 
 
 async def stop(lab: Lab) -> None:
-    await say(lab, names.stop(RUN), wire.Stop(run=RUN, global_step=1, reason="steps"))
+    await say(lab, names.stop(RUN), wire.Stop(run=RUN, global_step=1, reason="steps", by="test"))
 
 
-def history_of(story: Callable[[Lab], Coroutine[Any, Any, None]]) -> History:
-    """The tape of a run to which this happens, beside a learner "well" of which one is merged."""
+async def played(story: Callable[[Lab], Coroutine[Any, Any, None]]) -> Lab:
+    """A run to which this happens, beside a learner "well" of which one is merged."""
+    lab = Lab()
+    await lab.create()
+    async with lab.aggregating():
+        await lab.join("well")
+        await lab.send("well")
+        await story(lab)
+    return lab
 
-    async def run() -> History:
-        lab = Lab()
-        await lab.create()
-        async with lab.aggregating():
-            await lab.join("well")
-            await lab.send("well")
-            await story(lab)
-        return await read_history(lab.context)
 
-    found: History = ask(run())
+async def observed(lab: Lab) -> Observed:
+    """Its tape, as whoever looks at the run knows it; without heartbeats."""
+    found = Observed(RUN, 0, lab.context.settings)
+    found.from_start = True
+    async for item in read_tape(lab.context):
+        found.take(item)
     return found
 
 
+def observed_of(story: Callable[[Lab], Coroutine[Any, Any, None]]) -> Observed:
+    async def read() -> Observed:
+        return await observed(await played(story))
+
+    found: Observed = ask(read())
+    return found
+
+
+def history_of(story: Callable[[Lab], Coroutine[Any, Any, None]]) -> History:
+    async def read() -> History:
+        return await read_history((await played(story)).context)
+
+    found: History = ask(read())
+    return found
+
+
+def told(seen: Observed, later_s: float = 0.0) -> list[Finding]:
+    """What is said of the run, so long after its last message."""
+    run = seen.run(seen.extent.last_s + later_s)
+    return [*judged(run, seen.settings)]
+
+
 def about(
-    history: History, learner: str, later_s: float = 0.0, **fields: Any
+    seen: Observed, learner: str, later_s: float = 0.0, **fields: Any
 ) -> list[tuple[str, str]]:
     """What is said of a learner whose newest life has just sent a heartbeat with these fields."""
-    now_s = max(history.times_s.values()) + later_s
-    life = fields.pop("incarnation", history.lives(learner)[-1])
-    views = {
-        learner: LastHeartbeat(beat(learner, life, **fields), now_s),
-        "well": LastHeartbeat(beat("well", history.lives("well")[-1]), now_s),
-    }
-    found = [*members.learners(history, views, now_s), *members.troubles(views)]
+    now_s = seen.extent.last_s + later_s
+    life = fields.pop("incarnation", seen.known[learner].joined)
+    seen.hear(beat("well", seen.known["well"].joined), now_s)
+    seen.hear(beat(learner, life, **fields), now_s)
+    found = told(seen, later_s)
     assert {severity for severity, _ in said(found, "learner well")} == {"ok"}
     return said(found, f"learner {learner}")
 
@@ -107,7 +130,7 @@ def test_a_learner_that_an_error_has_ended_is_told_of_as_that(*, stopped: bool) 
         if stopped:
             await stop(lab)
 
-    found = about(history_of(story), "odd", state="failed", trouble=UPHILL)
+    found = about(observed_of(story), "odd", state="failed", trouble=UPHILL)
     assert found == [("warning", f"an error has ended it: {UPHILL}")]
 
 
@@ -116,8 +139,8 @@ def test_who_sent_nothing_that_was_merged_has_not_simply_left() -> None:
         await _joins(lab)
         await leave(lab, "odd")
 
-    history = history_of(leaves)
-    assert about(history, "odd") == [("note", "has left, and nothing of it was merged")]
+    seen = observed_of(leaves)
+    assert about(seen, "odd") == [("note", "has left, and nothing of it was merged")]
 
 
 def test_who_was_rejected_throughout_has_not_simply_left() -> None:
@@ -129,7 +152,7 @@ def test_who_was_rejected_throughout_has_not_simply_left() -> None:
             await lab.answered(manifest)
         await leave(lab, "odd")
 
-    ((severity, sentence),) = about(history_of(leaves), "odd")
+    ((severity, sentence),) = about(observed_of(leaves), "odd")
     assert (severity, sentence) == (
         "warning", "3 of its last 3 updates were rejected: layout 3"
     )  # fmt: skip
@@ -142,12 +165,12 @@ def test_a_superseded_process_that_goes_on_is_told_of_when_the_newer_one_has_lef
         await lab.send("odd")
         await leave(lab, "odd")
 
-    history = history_of(leaves)
+    seen, history = observed_of(leaves), history_of(leaves)
     first, newest = history.lives("odd")
-    ((severity, sentence),) = about(history, "odd", 5.0, incarnation=first)
+    ((severity, sentence),) = about(seen, "odd", 5.0, incarnation=first)
     assert severity == "warning"
     assert "the earlier process is superseded" in sentence
-    assert about(history, "odd", incarnation=newest) == [("ok", "has left")]
+    assert about(seen, "odd", incarnation=newest) == [("ok", "has left")]
 
 
 def test_who_joined_when_no_record_came_any_more_did_not_take_part_to_the_end() -> None:
@@ -155,13 +178,13 @@ def test_who_joined_when_no_record_came_any_more_did_not_take_part_to_the_end() 
         await stop(lab)
         await lab.join("odd")
 
-    ((severity, _),) = about(history_of(joins_late), "odd")
+    ((severity, _),) = about(observed_of(joins_late), "odd")
     assert severity == "note"
 
 
 def test_who_has_not_taken_a_step_or_hangs_does_not_train() -> None:
-    history = history_of(_joins)
-    assert about(history, "odd", state="starting") == [("note", "does not train: starting")]
+    seen = observed_of(_joins)
+    assert about(seen, "odd", state="starting") == [("note", "does not train: starting")]
     now_s = [100.0]
     health = Health(clock=lambda: now_s[0])
     health.turned()
@@ -169,30 +192,25 @@ def test_who_has_not_taken_a_step_or_hangs_does_not_train() -> None:
     now_s[0] += 90.0
     hangs = "the main loop has not turned for 90 s"
     assert health.line() == hangs
-    assert about(history, "odd", trouble=health.line()) == [("warning", f"says: {hangs}")]
+    assert about(seen, "odd", trouble=health.line()) == [("warning", f"says: {hangs}")]
 
 
-# `diloco status` and `diloco learners`
+# `diloco status`
 
 
-def status_of(story: Callable[[Lab], Coroutine[Any, Any, None]]) -> tuple[Status, list[Learner]]:
-    async def run() -> tuple[Status, list[Learner]]:
-        lab = Lab()
-        await lab.create()
-        async with lab.aggregating():
-            await lab.join("well")
-            await lab.send("well")
-            await story(lab)
-            for name, life in lab.lives.items():
-                if name != "odd":
-                    await say(lab, names.heartbeat(RUN, name), beat(name, life))
-        return await Watch(lab.context).begin(), await read_learners(lab.context)
+def status_of(story: Callable[[Lab], Coroutine[Any, Any, None]]) -> Run:
+    async def look() -> Run:
+        lab = await played(story)
+        for name, life in lab.lives.items():
+            if name != "odd":
+                await say(lab, names.heartbeat(RUN, name), beat(name, life))
+        return await Watch(lab.context).begin()
 
-    found: tuple[Status, list[Learner]] = ask(run())
+    found: Run = ask(look())
     return found
 
 
-def state_in(status: Status, learner: str) -> str:
+def state_in(status: Run, learner: str) -> str:
     return next(one.state for one in status.learners if one.name == learner)
 
 
@@ -202,7 +220,7 @@ def test_status_shows_a_learner_that_an_error_has_ended_as_failed() -> None:
         last = beat("odd", life, state="failed", trouble=UPHILL)
         await say(lab, names.heartbeat(RUN, "odd"), last)
 
-    status, _ = status_of(fails)
+    status = status_of(fails)
     assert state_in(status, "odd") == "failed"
     assert said(status.alerts, "learner odd") == [("warning", f"an error has ended it: {UPHILL}")]
 
@@ -214,21 +232,20 @@ def test_who_has_left_and_joined_again_has_not_left() -> None:
         await lab.send("well")
         await lab.join("odd")
 
-    status, learners = status_of(returns)
+    status = status_of(returns)
     assert state_in(status, "odd") == "silent"
     assert said(status.alerts, "learner odd")
-    assert {one.name: one.state for one in learners} == {"well": "live", "odd": "joined"}
+    assert {one.name: one.live for one in status.learners} == {"well": True, "odd": None}
 
 
 def test_a_run_that_everybody_has_left_is_not_under_way() -> None:
     async def leaves(lab: Lab) -> None:
         await leave(lab, "well")
 
-    status, _ = status_of(leaves)
+    status = status_of(leaves)
     assert status.state == "waiting for learners"
-    history = history_of(leaves)
-    (finding,) = symptoms.fragments(history, audit(history), max(history.times_s.values()))
-    assert finding.sentence.startswith("waiting for learners: ")
+    ((severity, sentence),) = said(status.findings, "fragments")
+    assert (severity, sentence.partition(":")[0]) == ("ok", "waiting for learners")
 
 
 def test_who_left_with_its_last_update_was_there_for_the_round() -> None:
@@ -242,7 +259,7 @@ def test_who_left_with_its_last_update_was_there_for_the_round() -> None:
 
         await lab.until(merged, "its last update")
 
-    status, _ = status_of(leaves)
+    status = status_of(leaves)
     (fragment,) = status.fragments
     assert (fragment.round_updates, fragment.live_learners) == (1, 1)
 
@@ -252,11 +269,9 @@ def test_who_left_with_its_last_update_was_there_for_the_round() -> None:
 
 def nobody(story: Callable[[Lab], Coroutine[Any, Any, None]], later_s: float) -> list[Finding]:
     """What the doctor says of the fleet, so long after the last message; nobody is heard of."""
-    history = history_of(story)
-    now_s = max(history.times_s.values())
-    views = {"well": LastHeartbeat(beat("well", history.lives("well")[-1]), now_s)}
-    found = members.learners(history, views, now_s + later_s)
-    return [one for one in found if one.about == "learners"]
+    seen = observed_of(story)
+    seen.hear(beat("well", seen.known["well"].joined), seen.extent.last_s)
+    return [one for one in told(seen, later_s) if one.about == "learners"]
 
 
 async def _nothing(_lab: Lab) -> None:
@@ -276,19 +291,17 @@ async def _paused(lab: Lab) -> None:
 def test_a_run_whose_learners_are_all_gone_is_not_well() -> None:
     assert nobody(_nothing, 0.0) == []
     (silent,) = nobody(_nothing, MINUTE_S)
-    assert (silent.severity, silent.runbook) == ("error", symptoms.NO_LEARNERS)
+    assert (silent.severity, silent.runbook) == ("error", NO_LEARNERS)
     (left,) = nobody(_well_leaves, 0.0)
-    assert (left.severity, left.runbook) == ("warning", symptoms.NO_LEARNERS)
+    assert (left.severity, left.runbook) == ("warning", NO_LEARNERS)
     assert nobody(_paused, MINUTE_S) == []
     assert nobody(stop, MINUTE_S) == []
 
 
 def test_status_says_that_no_learner_is_there() -> None:
-    status, _ = status_of(_well_leaves)
-    assert [one.runbook for one in status.alerts if one.about == "learners"] == [
-        symptoms.NO_LEARNERS
-    ]
-    status, _ = status_of(_nothing)
+    status = status_of(_well_leaves)
+    assert [one.runbook for one in status.alerts if one.about == "learners"] == [NO_LEARNERS]
+    status = status_of(_nothing)
     assert said(status.alerts, "learners") == []
 
 
@@ -296,38 +309,33 @@ def test_status_says_that_no_learner_is_there() -> None:
 
 
 def test_a_run_that_was_stopped_and_never_ends_is_not_stopping_for_ever() -> None:
-    history = history_of(stop)
-    patience_s, stopped_s = symptoms.patience_s(history.settings), max(history.times_s.values())
-
-    def told(after_s: float) -> tuple[str, str]:
-        (finding,) = symptoms.fragments(history, audit(history), stopped_s + after_s)
-        return finding.severity, finding.sentence
-
-    assert told(patience_s)[1].startswith("stopping: ")
-    severity, sentence = told(patience_s + MINUTE_S)
+    seen = observed_of(stop)
+    longest_s = patience_s(seen.settings)
+    ((_, sentence),) = said(told(seen, longest_s), "fragments")
+    assert sentence.startswith("stopping: ")
+    ((severity, sentence),) = said(told(seen, longest_s + MINUTE_S), "fragments")
     assert severity == "error"
     assert "no end is on the tape" in sentence
 
 
 def test_a_tape_to_which_nothing_comes_while_learners_train_is_not_well() -> None:
-    history = history_of(_joins)
-    now_s = max(history.times_s.values())
-    each_s = symptoms.PATIENCE * history.settings.sync.interval_steps * 0.1
-    longest_s = symptoms.patience_s(history.settings) + each_s
+    seen = observed_of(_joins)
+    each_s = PATIENCE * seen.settings.sync.interval_steps * 0.1
+    longest_s = patience_s(seen.settings) + each_s
 
-    def told(after_s: float, **fields: Any) -> list[Finding]:
-        heard = LastHeartbeat(beat("well", 10**6, **fields), now_s + after_s)
-        return [*symptoms.quiet(history, {"well": heard}, now_s + after_s)]
+    def of_tape(after_s: float, **fields: Any) -> list[Finding]:
+        seen.hear(beat("well", 10**6, **fields), seen.extent.last_s + after_s)
+        return [one for one in told(seen, after_s) if one.about == "tape"]
 
-    assert told(longest_s - 1) == []
-    assert told(longest_s + 1, state="starting") == []
-    (finding,) = told(longest_s + 1)
-    assert (finding.severity, finding.runbook) == ("error", symptoms.DISK_FULL)
+    assert of_tape(longest_s - 1) == []
+    assert of_tape(longest_s + 1, state="starting") == []
+    (finding,) = of_tape(longest_s + 1)
+    assert (finding.severity, finding.runbook) == ("error", DISK_FULL)
 
 
 def test_decisions_that_could_not_be_followed_do_not_follow_from_the_rules() -> None:
-    (followed,) = symptoms.rules(Judged([], 7, 2, 3))
-    (unknown,) = symptoms.rules(Judged([], 0, 2, 0))
+    (followed,) = symptoms.rules(Audit(deep=True, followed=7, unknown=2, remade=3))
+    (unknown,) = symptoms.rules(Audit(deep=True, unknown=2))
     assert (followed.severity, unknown.severity) == ("ok", "note")
 
 
@@ -335,7 +343,9 @@ def test_settings_that_were_changed_are_judged_and_not_those_of_the_file() -> No
     async def changes(lab: Lab) -> None:
         settings = lab.context.settings.model_dump(mode="json")
         settings["outer"]["participation"] = True
-        word = wire.Settings(run=RUN, settings=settings, changed=("outer.participation",))
+        word = wire.Settings(
+            run=RUN, settings=settings, changed=("outer.participation",), by="test"
+        )
         await say(lab, names.settings(RUN), word)
 
     history = history_of(changes)
@@ -383,8 +393,13 @@ def test_whom_the_end_overtook_has_broken_nothing(*, in_time: bool) -> None:
         for subject, body in said if in_time else said[::-1]:
             await say(lab, subject, body)
 
-    broken = [one.what for one in audit(history_of(ends)).breaches if one.where.startswith("odd")]
-    assert broken == (["sent up to 0, left at 3"] if in_time else [])
+    broken = [
+        one.what
+        for one in audit(history_of(ends)).breaches
+        if one.where.startswith("learner odd fragment 0")
+    ]
+    assert len(broken) == in_time
+    assert all(what.endswith("position: expected 3, found 0") for what in broken)
 
 
 # A newest record, of which no record behind it has the digest
@@ -482,6 +497,7 @@ def restored(**fields: Any) -> Callable[[wire.Record], wire.Record]:
             "outer_version": 5, "outer_seq": 0, "view_digest": source.view_digest,
             "outer_digest": source.outer_digest, "global_step": source.global_step,
             "position": before.position, "totals": before.totals,
+            "policy": before.policy.model_copy(update={"floor": 5}),
         }  # fmt: skip
         return record.model_copy(update=said | fields)
 
@@ -547,7 +563,9 @@ def test_of_who_is_shut_out_updates_may_be_left_behind() -> None:
             await lab.join("odd")
             await lab.join("well")
             await lab.send("well")
-            word = wire.Quarantine(run=RUN, learner="odd", active=True, reason="test", by="me")
+            word = wire.Quarantine(
+                run=RUN, learner="odd", active=True, reason="test", by="operator me"
+            )
             await say(lab, names.quarantine(RUN, "odd"), word)
             refused = await lab.send("odd")
             assert [one.reason for one in refused.rejected] == ["quarantined"]

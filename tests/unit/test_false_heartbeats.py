@@ -15,23 +15,20 @@ from rich.console import Console
 from runlab import RUN, Lab
 from test_false_health import ask, beat, said, say
 
-from diloco.check import members
 from diloco.common import names, wire
 from diloco.common.errors import WireError
 from diloco.common.service import cancel
 from diloco.common.tape import decode_as
-from diloco.dashboard import frames
-from diloco.dashboard.following import LiveRun
-from diloco.look.status import Status, Watch
-from diloco.look.status_screen import picture
-from diloco.projections.history import History, read_history
-from diloco.projections.live import LifeSums, read_heartbeats
-from diloco.projections.timeseries import read_time_series
-from diloco.report.lanes import make_lanes
-from diloco.report.numbers import Shown
-from diloco.report.summary import facts, metrics
-from diloco.trackers.follow import Tracker
-from diloco.trackers.points import Points
+from diloco.page import sections
+from diloco.page.lanes import make_lanes
+from diloco.page.live import LiveRun
+from diloco.page.numbers import Shown
+from diloco.page.summary import facts, metrics
+from diloco.run.screen import picture
+from diloco.run.state import Known, Run
+from diloco.run.timeseries import read_time_series
+from diloco.run.watch import Watch
+from diloco.trackers.follow import Points, Tracker
 
 LIAR, HONEST = "liar", "well"
 GREATEST = (1 << 63) - 1
@@ -81,7 +78,7 @@ async def both(**fields: Any) -> Lab:
     return lab
 
 
-def shown_of(status: Status) -> str:
+def shown_of(status: Run) -> str:
     json.dumps(asdict(status), allow_nan=False)
     console = Console(file=io.StringIO(), width=200)
     console.print(picture(status))
@@ -90,43 +87,38 @@ def shown_of(status: Status) -> str:
 
 @pytest.mark.parametrize("case", WORST)
 def test_whoever_looks_at_the_run_sees_it_whatever_one_learner_says(case: str) -> None:
-    async def work() -> tuple[Status, Shown, dict[str, Any], History]:
+    async def work() -> tuple[Run, Shown, dict[str, str]]:
         lab = await both(**WORST[case])
         page = LiveRun(lab.context, 0.0, goes_on=False)
         following = asyncio.ensure_future(page.follow())
         while (status := await page.status()) is None:  # noqa: ASYNC110 - no event tells of it
             await asyncio.sleep(0.01)
         await cancel(following)
-        documents = {
-            "now": frames.now(status, page.series),
-            "figures": frames.figures(page.shown(), 0.0),
-        }
+        shown = page.shown()
+        parts = sections.now(status, page.series) | sections.figures(shown)
+        parts["learners"] = sections.Learners(shown, status)(0, "")
         series = await read_time_series(lab.context, 0.0)
-        return status, Shown(series, make_lanes(series)), documents, await read_history(lab.context)
+        return status, Shown(series, make_lanes(series)), parts
 
-    status, shown, documents, history = ask(work())
+    status, shown, parts = ask(work())
     assert HONEST in shown_of(status)
-    json.dumps(documents, allow_nan=False)
+    assert HONEST in parts["learners"]
+    assert max(map(len, parts.values())) < 200_000
     assert [one for one in status.alerts if one.about == f"learner {HONEST}"] == []
     (well,) = [one for one in status.learners if one.name == HONEST]
     assert (well.state, well.loss, well.tokens_per_s) == ("training", 1.0, 10.0)
     assert facts(shown)
     metrics(shown)
-    now_s = max(history.times_s.values())
-    found = [
-        *members.learners(history, shown.series.beats, now_s),
-        *members.troubles(shown.series.beats),
-    ]
-    assert {severity for severity, _ in said(found, f"learner {HONEST}")} == {"ok"}
-    for _, sentence in said(found, f"learner {LIAR}"):
+    assert {severity for severity, _ in said(status.findings, f"learner {HONEST}")} == {"ok"}
+    for _, sentence in said(status.findings, f"learner {LIAR}"):
         # A sentence of its own making is told as its own, and is not long.
         assert len(sentence) < 700
         if "well is to be revoked" in sentence:
             assert sentence.startswith("says: ")
 
 
-def unborn_of(life: Callable[[Lab], int]) -> tuple[Status, list[tuple[str, str]]]:
-    async def work() -> tuple[Status, list[tuple[str, str]]]:
+def unborn_of(life: Callable[[Lab], int]) -> tuple[Run, list[tuple[str, str]]]:
+    async def work() -> tuple[Run, list[tuple[str, str]]]:
         lab = Lab()
         await lab.create()
         async with lab.aggregating():
@@ -136,16 +128,11 @@ def unborn_of(life: Callable[[Lab], int]) -> tuple[Status, list[tuple[str, str]]
         await say(lab, names.heartbeat(RUN, HONEST), beat(HONEST, lab.lives[HONEST]))
         await say(lab, names.heartbeat(RUN, LIAR), beat(LIAR, life(lab)))
         status = await Watch(lab.context).begin()
-        history = await read_history(lab.context)
-        views = await read_heartbeats(lab.context, [HONEST, LIAR])
-        lives = {join.learner: seq for seq, join in history.joins}
-        found = [*members.unborn(views, lives, history.last_seq, history.last_seq)]
-        assert {*members.born(views, found)} == {HONEST, LIAR} - {
-            one.about.removeprefix("learner ") for one in found
-        }
+        found = [one for one in status.findings if "never joined" in one.sentence]
+        assert {*status.strangers} == {one.about.removeprefix("learner ") for one in found}
         return status, said(found, f"learner {LIAR}")
 
-    result: tuple[Status, list[tuple[str, str]]] = ask(work())
+    result: tuple[Run, list[tuple[str, str]]] = ask(work())
     return result
 
 
@@ -163,14 +150,14 @@ def test_a_life_that_never_joined_counts_for_nothing() -> None:
 
 
 def test_ten_thousand_lives_take_the_memory_of_one() -> None:
-    sums = LifeSums(beat(LIAR, 1, bytes_down=5, run_s=2.0, stall_s=1.0))
+    known = Known()
+    known.hear(beat(LIAR, 1, bytes_down=5, run_s=2.0, stall_s=1.0), 0.0)
     for life in range(2, 10_001):
-        sums.take(beat(LIAR, life, bytes_down=1, run_s=2.0, stall_s=1.0))
+        known.hear(beat(LIAR, life, bytes_down=1, run_s=2.0, stall_s=1.0), 0.0)
     # One that a newer has superseded goes on, and adds nothing.
-    sums.take(beat(LIAR, 7, bytes_down=GREATEST))
-    assert sums.spent == (10_004, 10_000.0, 20_000.0)
-    assert sums.newest.incarnation == 10_000
-    assert sys.getsizeof(sums.earlier) < 200
+    known.hear(beat(LIAR, 7, bytes_down=GREATEST), 0.0)
+    assert known.spent == (10_004, 10_000.0, 20_000.0)
+    assert sys.getsizeof(known._earlier) < 200
 
 
 def test_a_step_of_a_learners_making_does_not_end_a_trackers_axis() -> None:

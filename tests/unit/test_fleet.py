@@ -9,15 +9,16 @@ import pytest
 import spoiled
 from records import make_input, make_record
 from rich.console import Console
+from runlab import Lab
 
-from diloco.check import directions, fleet
+from diloco.check import symptoms
 from diloco.cli.opening import Place, open_run, use_place
 from diloco.common import wire
-from diloco.look import learners as looking
-from diloco.look import trends
-from diloco.projections.history import read_history
-from diloco.projections.learners import read_learners
-from diloco.projections.trend import POINTS, Point, Trend
+from diloco.common.tape import Recorded
+from diloco.run import agreement, screen
+from diloco.run.findings import LOSS_SPIKE, judged
+from diloco.run.state import POINTS, Observed, Point, Trend, others_losses
+from diloco.run.watch import Watch
 
 
 def rounds(**of_c):
@@ -38,8 +39,17 @@ def rounds(**of_c):
     ]
 
 
+def strangers(records):
+    """Findings on learners of these rounds, which nobody has heard of."""
+    seen = Observed("lab", 0, Lab().context.settings)
+    for seq, record in enumerate(records, 1):
+        seen.note_record(Recorded(record, seq, record.closed_at_s))
+    found = judged(seen.run(0.0), seen.settings)
+    return [one for one in found if one.runbook == LOSS_SPIKE]
+
+
 def test_a_fleet_of_equals_has_no_strangers():
-    assert [*fleet.strangers(rounds())] == []
+    assert strangers(rounds()) == []
 
 
 @pytest.mark.parametrize(
@@ -51,7 +61,7 @@ def test_a_fleet_of_equals_has_no_strangers():
     ],
 )
 def test_who_is_far_from_the_others_is_told_of(of_c, sentence):
-    (found,) = fleet.strangers(rounds(**of_c))
+    (found,) = strangers(rounds(**of_c))
     assert (found.about, found.severity) == ("learner c", "warning")
     assert sentence in found.sentence
 
@@ -61,13 +71,15 @@ def test_updates_that_point_elsewhere_are_told_of(tmp_path, run_async):
 
     async def look():
         async with open_run(str(run.tape), reads=True) as opened:
-            history = await read_history(opened.context)
-            return [*directions.strangers(history)], await read_learners(opened.context)
+            watch = Watch(opened.context)
+            await watch.begin(1)
+            cosines = agreement.cosines_of(opened.context, watch.observed.rounds)
+            return [*agreement.strangers(cosines)]
 
     use_place(Place(None, str(run.store)))
     try:
-        found, learners = run_async(look())
-        known = run_async(looking.look(str(run.tape)))
+        found = run_async(look())
+        known = run_async(screen.look_at_learners(str(run.tape)))
     finally:
         use_place(Place())
     cosines = {one.name: one.cosine for one in known}
@@ -75,7 +87,7 @@ def test_updates_that_point_elsewhere_are_told_of(tmp_path, run_async):
     assert {len(one.trend) for one in known} == {5 * spoiled.FRAGMENTS}
     assert [one.about for one in found] == [f"learner {spoiled.CULPRIT}"]
     assert "point elsewhere" in found[0].sentence
-    assert all(one.loss is not None and 0.5 < one.norms < 2 for one in learners)
+    assert all(one.merged_loss is not None and 0.5 < one.norm < 2 for one in known)
 
 
 def scores(*losses):
@@ -99,7 +111,7 @@ def scores(*losses):
     ],
 )
 def test_a_ruined_held_out_loss_is_told_of(losses, ruined):
-    found = [*fleet.ruined(scores(*losses))]
+    found = [*symptoms.ruined(scores(*losses))]
     assert [one.about for one in found] == ["held-out loss"] * ruined
     assert not ruined or f"it was {min(losses):.4g}" in found[0].sentence
 
@@ -114,12 +126,16 @@ def test_trends_keep_few_points_of_however_many():
 
 
 def test_a_curve_is_a_line_of_bars():
-    assert trends.spark([1.0, 2.0, 3.0, 8.0]) == "▁▂▃█"
-    assert trends.spark([5.0] * 100) == "▁" * trends.WIDTH
-    assert trends.spark([float("nan")]) == ""
-    told = {"a": [Point(0.0, 2.0, 1.0), Point(1.0, 1.0, 3.0)], "b": []}
+    assert screen.spark([1.0, 2.0, 3.0, 8.0]) == "▁▂▃█"
+    assert screen.spark([5.0] * 100) == "▁" * screen.WIDTH
+    assert screen.spark([float("nan")]) == ""
+    points = (Point(0.0, 2.0, 1.0), Point(1.0, 1.0, 3.0))
+    told = [
+        SimpleNamespace(name="a", trend=points, cosine=0.6),
+        SimpleNamespace(name="b", trend=(), cosine=None),
+    ]
     console = Console(file=io.StringIO(), width=80)
-    console.print(trends.table(told, {"a": [0.5, 0.7]}))
+    console.print(screen.trends(told, "lately"))
     assert "+0.60" in console.file.getvalue()
     assert "█▁" in console.file.getvalue()
 
@@ -131,6 +147,6 @@ def test_theothers_losses_are_a_median_without_ones_own():
             SimpleNamespace(learner=f"l{rng.integers(4)}", loss=float(rng.integers(6)))
             for _ in range(count)
         ]
-        for learner, loss in fleet.others_losses(inputs).items():
+        for learner, loss in others_losses(inputs).items():
             others = [one.loss for one in inputs if one.learner != learner]
             assert loss == (median(others) if others else None)

@@ -7,8 +7,7 @@ import pytest
 from diloco.common.errors import ConfigError
 from diloco.foreign import loop
 from diloco.foreign.loop import check_on_cpu
-from diloco.foreign.table import Leaf
-from diloco.foreign.tensors import HostTensors, leaves_of
+from diloco.foreign.tensors import HostTensors, Leaf, leaves_of
 
 TABLE = {"hidden.weight": Leaf("hidden/kernel", (1, 0))}
 

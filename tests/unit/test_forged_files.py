@@ -14,17 +14,16 @@ from rich.console import Console
 
 from diloco.check.doctor import examine
 from diloco.common import names, shards, wire
+from diloco.common.bundle import open_bundle
 from diloco.common.errors import ConfigError, IntegrityError, TaskError
-from diloco.common.kept import open_kept
-from diloco.common.tape import decode, read_tape_file
-from diloco.common.tape.file import MAGIC
-from diloco.common.tape.frames import write_frame
+from diloco.common.tape import decode
 from diloco.learner.contract import load_task
-from diloco.replay.bundle import Wanted, run_bundle, run_unpack
-from diloco.replay.options import Options
+from diloco.page.report import gather
+from diloco.page.summary import warnings
+from diloco.replay.bundle import run_bundle
+from diloco.replay.options import BundleOptions, Options
+from diloco.replay.restore import run_unpack
 from diloco.replay.run import run_replay
-from diloco.report.build import gather
-from diloco.report.summary import warnings
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +101,7 @@ STRUCTURE = {
     "a run that is a path": (changed_header(run="../x"), "no run's name"),
     "a run that is a pattern": (changed_header(run="*"), "no run's name"),
     "the log of another run": (changed_header(run="another"), "is of run 'another' and has"),
+    "no word on objects": (changed_header(objects=None), "whether it has objects"),
     "no time": (changed_header(made_s="soon"), "which is no time"),
     "a time that is no number": (changed_header(made_s=math.nan), "which is no time"),
     "a time without end": (changed_header(made_s=1e300), "which is no time"),
@@ -144,10 +144,10 @@ def test_what_no_bundle_is_is_refused(frames, tmp_path, case):
     change, said = STRUCTURE[case]
     path = write(tmp_path / "x.bundle", change(frames))
     with pytest.raises(IntegrityError, match=said):
-        open_kept(path)
+        open_bundle(path)
     # What is whole of it can be salvaged, or is refused with a sentence as well.
     with contextlib.suppress(IntegrityError):
-        open_kept(path, salvage=True).close()
+        open_bundle(path, salvage=True).close()
 
 
 FILES = {
@@ -185,7 +185,7 @@ def test_no_log_is_taken_that_no_reader_would_take(whole, tmp_path):
     log = tmp_path / "evil.py"
     log.write_text("a line")
     with pytest.raises(ConfigError, match="is not a name that a bundle can hold"):
-        run_bundle(str(whole), tmp_path / "x.bundle", Wanted(logs=[log]))
+        run_bundle(str(whole), tmp_path / "x.bundle", BundleOptions(logs=[log]))
     assert not (tmp_path / "x.bundle").exists()
 
 
@@ -205,28 +205,6 @@ def test_a_large_file_takes_no_more_memory_than_its_pieces(frames, tmp_path):
         tracemalloc.stop()
     assert (tmp_path / "out/logs/z.log").stat().st_size == size
     assert most < size / 3
-
-
-@pytest.mark.parametrize(
-    ("part", "value", "said"),
-    [
-        (0, "diloco.other.end", "of 'diloco.other.end'"),
-        (1, (1 << 63) + 5, "of sequence"),
-        (2, math.nan, "of time nan"),
-        (4, "x\r\nNats-Rollup: all", "no server gave it"),
-    ],
-)
-def test_a_tape_file_of_another_run_is_not_imported(tmp_path, part, value, said):
-    """Its messages would be stored in the streams of the other, or with headers of their own."""
-    message = ["diloco.r.end", 3, 1e9, b"", ""]
-    message[part] = value
-    path = tmp_path / "x.tape"
-    with path.open("wb") as file:
-        file.write(MAGIC)
-        for content in ({"run": "r"}, message, {"messages": 1}):
-            write_frame(file, content)
-    with pytest.raises(IntegrityError, match=said):
-        list(read_tape_file(path))
 
 
 # What is a bundle, and says what was not
@@ -318,7 +296,7 @@ def test_doctor_and_report_say_that_a_file_is_its_makers_word(whole, run_async):
     report = run_async(examine(str(whole)))
     (found,) = [one for one in report.findings if one.about == "file"]
     assert (found.severity, "its maker's word" in found.sentence) == ("note", True)
-    shown = gather(str(whole), 0, lambda *_: None, pairs=False)
+    shown, _ = gather(str(whole), 0, lambda *_: None, pairs=False)
     assert any("the file's maker" in text for text in warnings(shown))
 
 

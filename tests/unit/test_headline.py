@@ -6,7 +6,7 @@ import pytest
 
 from bench import headline_goodput as goodput
 from bench.data_parallel import Progress, best_interval_steps
-from bench.devices import Device, build
+from bench.tasks import Device, paced
 
 CONDITIONS = goodput.Conditions(
     machines=3, mtbf_s=50.0, return_s=10.0, seconds=1000.0, step_s=1.0, seed=1, preset="tiny"
@@ -78,8 +78,8 @@ def test_checkpoints_as_often_as_loses_least() -> None:
 
 def test_a_device_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s, slept_s = [100.0], []
-    monkeypatch.setattr("bench.devices.time.monotonic", lambda: now_s[0])
-    monkeypatch.setattr("bench.devices.time.sleep", slept_s.append)
+    monkeypatch.setattr("bench.tasks.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("bench.tasks.time.sleep", slept_s.append)
     device = Device(3.0)
     device.wait()
     device.begin()
@@ -92,7 +92,7 @@ def test_a_device_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_pace_does_not_change_the_batches() -> None:
-    task = build(steps=10, seed=0, step_s=0.0, matrices=1 << 15)
+    task = paced(steps=10, seed=0, step_s=0.0, matrices=1 << 15)
     first = task.batches("learner-0", 0)
     resumed = task.batches("learner-0", 1)
     next(first)

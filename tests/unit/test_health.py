@@ -10,8 +10,17 @@ import pytest
 
 from diloco.common.config import MetricsSection, ServiceManager, service_manager
 from diloco.common.errors import BusUnavailableError, ConfigError, StoreUnavailableError
-from diloco.common.health import PHASE_S, Health, View, step_limit_s
-from diloco.common.manager import Starting, report, tell, tell_error, tell_stopping
+from diloco.common.health import (
+    PHASE_S,
+    Health,
+    Starting,
+    View,
+    report,
+    step_limit_s,
+    tell,
+    tell_error,
+    tell_stopping,
+)
 from diloco.common.nats_server import free_port
 from diloco.common.probes import make_probes, serving
 from diloco.common.service import Retries, Runtime

@@ -15,6 +15,7 @@ from diloco.common.bus import MemoryBus
 from diloco.common.config import RunSettings
 from diloco.common.errors import (
     DilocoError,
+    Exit,
     HostLostError,
     IntegrityError,
     ObjectMissingError,
@@ -22,7 +23,6 @@ from diloco.common.errors import (
     WireError,
     status_of,
 )
-from diloco.common.exits import Exit
 from diloco.common.layout import Tensor, make_layout
 from diloco.common.service import Runtime, cancel
 from diloco.common.store import MemoryStore
@@ -33,8 +33,8 @@ from diloco.learner.claims import Shares
 from diloco.learner.context import Context
 from diloco.learner.fetch import Change
 from diloco.learner.hosts import messages
-from diloco.learner.hosts.channel import host_gone
 from diloco.learner.hosts.coordinator import Coordinator, listen
+from diloco.learner.hosts.messages import host_gone
 from diloco.learner.hosts.worker import Link, Worker, connect
 from diloco.learner.library import _Hanging
 from diloco.learner.life import never

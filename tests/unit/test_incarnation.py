@@ -7,11 +7,15 @@ from test_publish import make_context
 
 from diloco.common import names, wire
 from diloco.common.bus import MemoryBus, StreamLimits
-from diloco.common.errors import BusUnavailableError, ExpiredError, SupersededError, SwapLostError
-from diloco.common.exits import Exit
+from diloco.common.errors import (
+    BusUnavailableError,
+    Exit,
+    ExpiredError,
+    SupersededError,
+    SwapLostError,
+)
 from diloco.common.holdings import EXPIRY
-from diloco.learner.incarnation import end_when_superseded, join
-from diloco.learner.position import place_after_join
+from diloco.learner.incarnation import end_when_superseded, join, place_after_join
 
 SUBJECT = names.join("r", "learner-0")
 
@@ -166,7 +170,7 @@ def test_what_a_superseded_life_sends_late_takes_no_data_position_back(run_async
         settings = context.settings
         spec = wire.Specification(
             run="r", epoch=0, positions={}, layout="0" * 32, settings=settings.model_dump(),
-            constants=None, created_at_s=1.0,
+            constants=None, created_at_s=1.0, positions_object=None,
         )  # fmt: skip
         await bus.publish(names.spec("r"), wire.encode(spec))
         subject = names.update("r", "learner-0", 0)
@@ -199,7 +203,7 @@ def test_a_replica_that_is_behind_takes_no_data_position_back(run_async):
         context = await made(bus)
         spec = wire.Specification(
             run="r", epoch=0, positions={}, layout="0" * 32,
-            settings=context.settings.model_dump(), constants=None, created_at_s=1.0,
+            settings=context.settings.model_dump(), constants=None, created_at_s=1.0, positions_object=None,
         )  # fmt: skip
         await bus.publish(names.spec("r"), wire.encode(spec))
         life = await join(context, "here")

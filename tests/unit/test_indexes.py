@@ -1,10 +1,7 @@
-"""Indexes of what there may be very many of: objects of a file or a store, updates of a tape."""
+"""Indexes of what there may be very many of: objects of a file or a store."""
 
-import numpy as np
-
-from diloco.check.listing import Listing
-from diloco.common.kept.contents import BLOCK, Contents, Piece
-from diloco.projections.sent import Announced, Sent, Updates
+from diloco.check.objects import Listing
+from diloco.common.bundle.contents import BLOCK, Contents, Piece
 
 MANY = 3 * BLOCK + 7
 
@@ -56,17 +53,3 @@ def test_a_listing_knows_sizes_and_what_another_one_lacks() -> None:
     assert there.picked == ["o3"]
     assert len(tape.beside(Listing())) == MANY
     assert not Listing().beside(tape)
-
-
-def test_updates_are_as_a_dictionary_of_them() -> None:
-    rng = np.random.default_rng(0)
-    updates, expected = Updates(), dict[Sent, Announced]()
-    for seq in range(500):
-        update = Sent(f"l{rng.integers(3)}", int(rng.integers(2)), 0, int(rng.integers(60)))
-        at = Announced(seq, seq / 2, *(int(value) for value in rng.integers(1 << 62, size=4)))
-        updates.add(update, at)
-        expected.setdefault(update, at)
-    assert [*updates.items()] == [*expected.items()]
-    assert Sent("other", 0, 0, 1) not in updates
-    rows = [row for _, rows in updates.lives() for row in rows]
-    assert sorted(rows) == [*range(len(expected))]

@@ -24,7 +24,7 @@ AFTER = 40
 def task_of(optimizer, schedule=None):
     return Task(
         init=lambda key: {"w": jnp.ones(4)},
-        loss=lambda params, batch: jnp.square(params["w"] * batch).sum(),
+        loss=lambda params, batch, key: (jnp.square(params["w"] * batch).sum(), {}),
         batches=lambda learner, position: iter(()),
         evaluate=lambda params: 0.0,
         tokens_per_batch=1,
@@ -123,7 +123,7 @@ def test_judging_gathers_nothing():
     task = dataclasses.replace(
         task_of(optax.sgd(RATE)),
         init=lambda key: {"w": jnp.ones((4, 64, 8))},
-        loss=lambda params, batch: jnp.square(params["w"] * batch).sum(),
+        loss=lambda params, batch, key: (jnp.square(params["w"] * batch).sum(), {}),
     )
     shape = jax.ShapeDtypeStruct((4, 64, 8), jnp.float32, sharding=cut)
     with within(mesh):

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from small_bundle import bundle
+from small_release import archive_of
 
 from diloco.infra import join
-from diloco.infra.bundle import write_join
-from diloco.infra.release import Refused
+from diloco.infra.release import Refused, write_join
 
 LEARNER = '# Secret.\nrun = "demo"\nidentity = "cellar"\nrole = "learner"\nseed = "SU"\n'
 UNIT = "diloco-learner@cellar.service"
@@ -28,7 +27,7 @@ class Machine:
         (self.files / "run.toml").write_text("[run]\n")
         (self.files / "ca.pem").write_text("CERTIFICATE")
         (self.files / "who.toml").write_text(LEARNER)
-        self.bundle = bundle(self.files / "b.tar.gz", "bin/diloco")
+        self.release = archive_of(self.files / "b.tar.gz", "bin/diloco")
         self.host = join.Host(self.run, root)
 
     def run(self, command: Sequence[str]) -> str:
@@ -39,7 +38,7 @@ class Machine:
 
     def join(self, *words: str) -> bool:
         self.commands.clear()
-        files = [str(self.bundle), "--run", str(self.files / "run.toml"),
+        files = [str(self.release), "--run", str(self.files / "run.toml"),
                  "--credentials", str(self.files / "who.toml")]  # fmt: skip
         return self.host.join(join.parse([*files, *words]))
 
@@ -69,7 +68,7 @@ def test_one_command_makes_a_learner_of_a_machine(machine: Machine) -> None:
         f"systemctl enable {UNIT}",
         f"systemctl restart --no-block {UNIT}",
     ]
-    assert machine.bundle.exists()
+    assert machine.release.exists()
 
 
 def test_joining_again_disturbs_nobody(machine: Machine) -> None:
@@ -95,8 +94,8 @@ def test_credentials_of_nobody_who_has_a_unit_are_refused(machine: Machine, text
     assert machine.commands == []
 
 
-def test_a_bundle_for_gpus_wants_a_driver_and_lets_them_in(machine: Machine) -> None:
-    bundle(machine.bundle, "bin/diloco", kind="cuda")
+def test_a_release_for_gpus_wants_a_driver_and_lets_them_in(machine: Machine) -> None:
+    archive_of(machine.release, "bin/diloco", kind="cuda")
     with pytest.raises(Refused, match="there is no /dev/nvidiactl here"):
         machine.join()
     assert machine.commands == []

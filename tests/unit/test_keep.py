@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from bench import emulate, keep, loops, sweep
-from bench.cases import Case
+from bench import emulate, large, quality, sweep
+from bench.sweep import Case
 from diloco.learner import tree
 
 
@@ -32,8 +32,8 @@ def test_an_emulated_run_goes_on_from_a_file(fleet, tmp_path):
     world, named = world_of(fleet)
     path, pieces = tmp_path / "half", 0
     while (found := world.run(after(250))) is None:
-        keep.save(world, path, named)
-        world, pieces = keep.load(path, named), pieces + 1
+        large.save(world, path, named)
+        world, pieces = large.load(path, named), pieces + 1
     assert pieces >= 2
     assert found == outcome
 
@@ -41,14 +41,14 @@ def test_an_emulated_run_goes_on_from_a_file(fleet, tmp_path):
 def test_a_data_parallel_run_goes_on_from_a_file(tmp_path):
     case = Case(group="test", name="", budget=30, seed=0, task="student", data_parallel=True)
     task = sweep.task_of(sweep.Recipe.of(case), 0)
-    whole = loops.DataParallel(task, sweep.start_of(case), 4, 30, look_steps=10)
+    whole = quality.DataParallel(task, sweep.start_of(case), 4, 30, look_steps=10)
     loss = whole.run()
     began = sweep.start_of(case)
-    first = loops.DataParallel(task, began, 4, 30, look_steps=10)
+    first = quality.DataParallel(task, began, 4, 30, look_steps=10)
     assert first.run(after(17)) is None
     named = {"task": task, "began": began}
-    keep.save(first, tmp_path / "half", named)
-    again = keep.load(tmp_path / "half", named)
+    large.save(first, tmp_path / "half", named)
+    again = large.load(tmp_path / "half", named)
     assert again.step == 17
     assert again.run() == loss
     assert again.looks == whole.looks

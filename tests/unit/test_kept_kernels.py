@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 KERNEL = """
-from diloco.aggregator.arrays.compiled import compiled
+from diloco.aggregator.arrays.kernels import compiled
 
 @compiled
 def twice(values):
@@ -57,7 +57,7 @@ def test_what_a_power_failure_cut_short_is_compiled_again_and_kept(source, endin
 
 def test_a_kernel_is_compiled_again_when_one_that_it_calls_changes(source):
     other = source.with_name("other.py")
-    other.write_text("from diloco.aggregator.arrays.compiled import compiled\n")
+    other.write_text("from diloco.aggregator.arrays.kernels import compiled\n")
     with other.open("a") as file:
         file.write("@compiled\ndef sum_of(a, b):\n    return a + b\n")
     source.write_text(

@@ -6,8 +6,8 @@ import pytest
 from diloco.common.config import RunSettings
 from diloco.common.layout import Tensor, make_layout
 from diloco.common.tape import Extent
-from diloco.projections.timeseries import Life, TimeSeries
-from diloco.report.lanes import Lane, make_lanes
+from diloco.page.lanes import Lane, make_lanes
+from diloco.run.timeseries import Life, TimeSeries
 
 STEP_S = 0.5
 EVERY = 4  # steps between two updates
@@ -26,7 +26,7 @@ def series(*lives: Life, ends_s: float = 400.0) -> TimeSeries:
 def update(made: TimeSeries, life: Life, at_s: float, position: float) -> None:
     made.updates.add(
         made.learners.index(life.learner), life.incarnation, 0, at_s, 1, EVERY, position, 1.0,
-        STEP_S, 0.0, 0.0, 1,
+        STEP_S, 1, 1,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.common.log_lines import as_line
+from diloco.common.log import as_line
 
 SAYS = """
 import sys

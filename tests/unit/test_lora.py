@@ -14,8 +14,8 @@ from diloco.learner.causal_lm import checkpoint, model
 from diloco.learner.causal_lm.config import parse_config
 from diloco.learner.causal_lm.lora import init_adapters, read_lora, with_adapters
 from diloco.learner.contract import load_task
-from diloco.learner.frozen import loaded_frozen
 from diloco.learner.task import Variables, named_leaves
+from diloco.learner.tree import loaded_frozen
 from tests.models.cases import CASES, GEMMA3, LLAMA
 
 BUILD = "diloco.learner.causal_lm:build"

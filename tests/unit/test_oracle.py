@@ -172,7 +172,7 @@ WRONG = [
     ("inputs.staleness", add(1), "weight"),
     ("inputs.discount", lambda now: now * 0.9, "weight"),
     ("inputs.clip", lambda now: now * 0.9, "weight"),
-    ("inputs.tokens", add(1), "input"),
+    ("inputs.tokens", add(1), "admission"),
     ("inputs.coefficients", lambda now: bytes([now[0] ^ 8, *now[1:]]), "coefficients"),
     ("factors", lambda now: (np.frombuffer(now, np.float32) * 1.01).tobytes(), "factors"),
     ("reason", lambda _: "deadline", "round"),
@@ -244,7 +244,7 @@ def test_an_end_before_the_last_version_is_named(eventful_tape):
     lab, tape = eventful_tape
     last = tape[-1]
     (newest,) = [item for item in tape if isinstance(item.body, wire.Record)][-1:]
-    stop = wire.Stop(run="lab", global_step=0, reason="steps")
+    stop = wire.Stop(run="lab", global_step=0, reason="steps", by="test")
     end = wire.End(run="lab", versions=(newest.body.version,), record_seqs=(newest.seq,))
     more = [
         Entry(last.seq + 1, last.time_s, "diloco.lab.stop", stop, 1),
@@ -262,7 +262,7 @@ def test_an_end_names_any_final_record_of_the_last_version(eventful_tape, named,
     # What came too late for the last version is answered by a record more.
     verdict = final.model_copy(update={"what": "verdict", "base_seq": newest.seq})
     seqs = (before.seq, newest.seq, seq + 1, seq + 2)
-    stop = wire.Stop(run="lab", global_step=0, reason="steps")
+    stop = wire.Stop(run="lab", global_step=0, reason="steps", by="test")
     end = wire.End(run="lab", versions=(final.version,), record_seqs=(seqs[named],))
     more = [
         Entry(seq + 1, newest.time_s, newest.subject, verdict, 1),

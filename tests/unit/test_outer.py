@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from steps import advance_view, grid_of, take_step
 
 from diloco.aggregator.arrays import grid as grids
-from diloco.aggregator.arrays import outer, sharing
+from diloco.aggregator.arrays import outer
 from diloco.aggregator.arrays.grid import Grid, make_grid
 from diloco.aggregator.arrays.merge import (
     MOST_WAITING,
@@ -287,7 +287,7 @@ def test_updates_added_in_one_pass_give_the_bits_of_one_by_one(codec, count, see
 @pytest.mark.parametrize("codec", CODECS)
 def test_norms_are_the_same_for_any_number_of_threads(codec, monkeypatch):
     monkeypatch.setattr(grids, "PIECE_BLOCKS", 1)
-    monkeypatch.setattr(sharing, "LEAST_PIECES", 1)
+    monkeypatch.setattr(grids, "LEAST_PIECES", 1)
     updates = random_updates(codec, 3, seed=6)
     found = []
     for threads in (1, 2, 16):
@@ -466,7 +466,7 @@ def test_a_momentum_that_fades_away_stays_numpys_to_the_last_denormal_number(nam
 def test_the_number_of_threads_changes_no_bit(codec, monkeypatch):
     monkeypatch.setattr(outer, "CHUNK", 16)
     monkeypatch.setattr(grids, "PIECE_BLOCKS", 1)
-    monkeypatch.setattr(sharing, "LEAST_PIECES", 1)
+    monkeypatch.setattr(grids, "LEAST_PIECES", 1)
     accumulator = accumulated(codec, random_updates(codec, 3, seed=4))
     factor_S = np.random.default_rng(4).uniform(0.1, 1, 6).astype(np.float32)
     start = np.random.default_rng(5).standard_normal(GRID.size).astype(np.float32)

@@ -11,8 +11,8 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from gcs_server import GcsServer
 
-from diloco.aggregator import patience
-from diloco.aggregator.patience import Limited, Patience
+from diloco.aggregator import fetcher
+from diloco.aggregator.fetcher import Limited, Patience
 from diloco.common.errors import StoreSlowError, WireError
 from diloco.common.reasons import is_offence
 from diloco.common.store import MemoryStore
@@ -22,7 +22,7 @@ from diloco.common.store.gcs import open_gcs
 @pytest.fixture
 def lab(tmp_path, monkeypatch):
     """A run in a real store over HTTP, whose reader has little patience."""
-    monkeypatch.setattr(patience, "FIRST_S", 0.2)
+    monkeypatch.setattr(fetcher, "FIRST_S", 0.2)
     with GcsServer(tmp_path, "bucket") as server:
         # Rounds go on soon without what is not read.
         quick = {"quorum": {"read_timeout_s": 0.1, "deadline_s": 0.2}}

@@ -27,11 +27,8 @@ from diloco.plan import rounds as plan_rounds
 from diloco.plan import traffic as plan_traffic
 from diloco.plan.options import PlanOptions
 from diloco.plan.outages import Outages
-from diloco.plan.owner import Aggregator
-from diloco.plan.prices import read_prices
-from diloco.plan.rounds import Worker
-from diloco.plan.run import run_plan
-from diloco.plan.writing import write_interval
+from diloco.plan.rounds import Aggregator, Worker
+from diloco.plan.run import run_plan, write_interval
 from diloco.program import app
 
 YEAR_S = 365.25 * 86400
@@ -78,18 +75,6 @@ def test_a_slice_is_away_for_its_mean_time(spread):
         mtbi_s=100.0, slice_chips=1, restart_s=0.0, return_s=50.0, spares=False, spread=spread
     )
     assert traced(outages, 1, 2e5, elastic=False).uptime == pytest.approx(2 / 3, abs=0.02)
-
-
-def test_a_job_under_given_absences():
-    outages = Outages(mtbi_s=1.0, restart_s=5.0, checkpoint_every_s=8.0)
-    absences = [(60.0, 63.0), (10.0, 20.0), (15.0, 18.0), (24.0, 30.0)]
-    trace = plan_outages.scheduled(outages, absences, 100.0, step_s=1.0)
-    # Down from 10 to 35, the restart at 20 in vain, and from 60 to 68.
-    assert trace.uptime == pytest.approx(0.67)
-    assert trace.deaths_s == (10.0, 60.0)
-    # 10 and 25 seconds after the beginning and the restart.
-    assert trace.losses == ((10.0, 2.0), (60.0, 1.0))
-    assert plan_outages.scheduled(outages, [], 100.0, step_s=1.0).uptime == 1
 
 
 def test_failures_of_one_step_count_as_one():
@@ -271,6 +256,7 @@ def test_slow_reading_excludes_nobody(least, min_steps, reads_a_step):
     slow = replace(QUICK, read_s=1 / reads_a_step)
     rounds = rounds_of(
         [worker()] * 64,
+        horizon_s=800.0,
         aggregator=slow,
         sync={"min_steps": min_steps},
         quorum={"min_learners": least},
@@ -601,7 +587,7 @@ def test_a_version_is_made_on_the_threads_that_make_it():
 
 def costs_of(*regions, **changes):
     made = small_plan(4, mtbi_s=1000 * YEAR_S)
-    table = replace(read_prices(None), **changes)
+    table = plan_inputs.read_prices(None).model_copy(update=changes)
     return made, costs.compare(table, regions, made)
 
 
@@ -763,9 +749,9 @@ def test_a_plan_from_a_run_s_file(tmp_path):
 
 
 def test_the_picture(tmp_path):
-    file = tmp_path / "plan.png"
+    file = tmp_path / "new" / "plan.html"
     invoke("--json", "--chips", "1000", "--learners", "2", "--plot", str(file))
-    assert file.read_bytes().startswith(b"\x89PNG")
+    assert file.read_text().count("<svg") == 2
 
 
 @pytest.mark.parametrize(
@@ -795,9 +781,10 @@ def test_what_cannot_be_understood_is_said(options, said):
 
 
 def test_a_picture_that_cannot_be_written(tmp_path):
-    options = PlanOptions(learners=1, plot=tmp_path / "nowhere" / "plan.png")
-    with pytest.raises(ConfigError, match="cannot write the figure"):
-        run_plan(options)
+    (tmp_path / "file").touch()
+    for name, said in (("file/plan.html", "cannot write the page"), ("plan.png", "end in .html")):
+        with pytest.raises(ConfigError, match=said):
+            run_plan(PlanOptions(learners=1, plot=tmp_path / name))
 
 
 def test_the_times_that_people_write():

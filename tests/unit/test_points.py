@@ -6,8 +6,7 @@ import pytest
 from runlab import Lab
 
 from diloco.common import wire
-from diloco.trackers.follow import Tracker
-from diloco.trackers.points import Points
+from diloco.trackers.follow import Points, Tracker
 
 
 class Kept:

@@ -7,12 +7,11 @@ from runlab import RUN, Lab
 
 from diloco.aggregator import checkpoint
 from diloco.aggregator.collector import trim_tape
+from diloco.aggregator.committer import swap
 from diloco.aggregator.context import Context
 from diloco.aggregator.core.garbage import Trim
-from diloco.aggregator.expiry import reached_before
-from diloco.aggregator.swap import swap
+from diloco.aggregator.liveness import reached_before
 from diloco.check.audit import audit
-from diloco.check.rules import judge
 from diloco.common import checkpoint_files, names, wire
 from diloco.common.bus import MemoryBus, Message
 from diloco.common.config import BusSection
@@ -28,8 +27,8 @@ from diloco.common.tape import (
     store_positions,
 )
 from diloco.operate.streams import make_streams
-from diloco.projections.history import read_history
 from diloco.replay.redact import Redactor, names_in
+from diloco.run.history import read_history
 
 # More than `wire.MAX_KEYS`.
 MANY = {f"learner-{index:04d}": 7 * index for index in range(5000)}
@@ -51,7 +50,7 @@ def test_a_message_cannot_hold_the_positions_of_5000():
     with pytest.raises(WireError):
         wire.encode(wire.Specification(
             run=RUN, epoch=1, positions=MANY, layout="0" * 32, settings={}, constants=None,
-            created_at_s=0.0,
+            created_at_s=0.0, positions_object=None,
         ))  # fmt: skip
 
 
@@ -71,7 +70,7 @@ def test_a_run_with_5000_learners_is_resumed_twice(run_async):
         assert read_positions(lab.store, specification) == crowd
         assert await data_position(context, "learner-4999") == 7 * 4999
         assert await data_position(context, "newcomer") == 0
-        assert (await judge(context)).breaches == []
+        assert audit(await read_history(context), deep=True).breaches == []
 
         marked = await checkpoint.mark(context)
         again = checkpoint_files.load_file(lab.store, RUN, marked.name)
@@ -141,7 +140,7 @@ def test_who_outlived_its_tape_says_no_first_word_on_the_next(run_async):
     async def scenario() -> None:
         before, now = await outlived(Lab())
         subject = names.stop(RUN)
-        stop = wire.encode(wire.Stop(run=RUN, global_step=9, reason="steps"))
+        stop = wire.encode(wire.Stop(run=RUN, global_step=9, reason="steps", by="test"))
         with pytest.raises(RunMismatchError, match="resumed as epoch 1, this is epoch 0"):
             await swap(before, subject, stop, "late", 0)
         assert await now.bus.last(now.tape, subject) is None
@@ -165,8 +164,7 @@ def test_a_leave_of_another_tapes_life_says_nothing_of_data(run_async):
             update={"epoch": now.epoch, "incarnation": joined, "seq": 1, "position": 24, "steps": 8}
         )
         await now.bus.publish(names.update(RUN, "a", 0), wire.encode(sent))
-        assert (await judge(now)).breaches == []
-        assert audit(await read_history(now)).breaches == []
+        assert audit(await read_history(now), deep=True).breaches == []
 
     run_async(scenario())
 
@@ -190,7 +188,7 @@ def test_few_learners_become_more_than_fit(run_async):
         specification = await load_specification(context.bus, RUN)
         assert specification.positions_object is not None
         lab.store.delete(specification.positions_object.name)
-        (breach,) = (await judge(context)).breaches
+        (breach,) = audit(await read_history(context), deep=True).breaches
         assert (breach.rule, breach.where) == ("data", "the specification")
         assert names.positions_object(RUN, 1, "") in breach.what
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from diloco.aggregator.arrays import steps, sums
+from diloco.aggregator.arrays import kernels
 from diloco.aggregator.arrays.fragment import FragmentArrays, Payload
 from diloco.aggregator.arrays.merge import segment_norms
 from diloco.aggregator.core import policy
@@ -15,7 +15,7 @@ from diloco.common.config import make_config
 from diloco.common.layout import Tensor, make_layout
 from diloco.common.quantize import encode
 
-KERNELS = (sums.measure, sums.add, steps.advance)
+KERNELS = (kernels.measure, kernels.add, kernels.advance)
 # No other test's, so that only `prepare` has compiled for it.
 BLOCK = 32
 

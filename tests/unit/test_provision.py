@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import pytest
 import tomli_w
-from small_bundle import bundle, packed
+from small_release import archive_of, packed
 from typer.testing import CliRunner
 
 from diloco.auth import files as auth
@@ -49,7 +49,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("operator")
     make_auth(folder / "auth")
     for kind in ("cpu", "tpu"):
-        bundle(folder / f"{kind}.tar.gz", kind=kind)
+        archive_of(folder / f"{kind}.tar.gz", kind=kind)
     shutil.copy(EXAMPLES / "run.toml", folder)
     return folder
 
@@ -64,7 +64,7 @@ def example(name: str = "small") -> Document:
     """A shipped fleet, over the files of `place`."""
     document = tomllib.loads((EXAMPLES / f"{name}.toml").read_text())
     files = {"auth_folder": "auth", "run_toml": "run.toml"}
-    return document | files | {"bundles": {"cpu": "cpu.tar.gz", "tpu": "tpu.tar.gz"}}
+    return document | files | {"releases": {"cpu": "cpu.tar.gz", "tpu": "tpu.tar.gz"}}
 
 
 def write(place: Path, document: Document) -> Path:
@@ -123,9 +123,9 @@ def made_again(**changed: Any) -> Callable[[Document, Path], None]:
     return spoil
 
 
-def bundled(*names: str, **changed: Any) -> Callable[[Document, Path], None]:
-    """Another bundle for machines without accelerators."""
-    return lambda _, place: bundle(place / "cpu.tar.gz", *names, **changed) and None
+def released(*names: str, **changed: Any) -> Callable[[Document, Path], None]:
+    """Another release for machines without accelerators."""
+    return lambda _, place: archive_of(place / "cpu.tar.gz", *names, **changed) and None
 
 
 def archive_of_source(_: Document, place: Path) -> None:
@@ -378,18 +378,22 @@ WRONG: dict[str, tuple[Callable[[Document, Path], None], str]] = {
     "another's credentials": (swapped, "is not of the learner 'east'"),
     "credentials that are gone": (gone("auth/credentials/east.toml"), "no credentials file"),
     "credentials that all can read": (open_to_all, "others can read it"),
-    # The bundles.
-    "no bundle": (put("bundles/cpu", "none.tar.gz"), "is no bundle"),
-    "no bundle for NATS servers": (put("bundles/cpu", None), "bundles.cpu"),
-    "no bundle for TPUs": (put("bundles/tpu", None), "make bundle KIND=tpu"),
-    "a bundle for a kind that is not on Google Cloud": (put("bundles/cuda", "x"), "bundles.cuda"),
-    "a bundle of another name": (put("bundles/cpu", "run.toml"), "is no .tar.gz"),
-    "a bundle that is text": (replaced("cpu.tar.gz", "diloco"), "is no bundle"),
-    "an archive of something else": (archive_of_source, "is no bundle of format"),
-    "bundles that are exchanged": (put("bundles/cpu", "tpu.tar.gz"), "is a bundle for tpu"),
-    "a bundle of a format to come": (bundled(format=99), "is no bundle of format"),
-    "a bundle without a least glibc": (bundled(glibc=None), "is no bundle"),
-    "a bundle for ARM": (bundled(architecture="aarch64"), "is for aarch64"),
+    # The releases.
+    "a key of an earlier diloco": (put("bundles", {}), "'bundles' is called 'releases' now"),
+    "no release": (put("releases/cpu", "none.tar.gz"), "is no release"),
+    "no release for NATS servers": (put("releases/cpu", None), "releases.cpu"),
+    "no release for TPUs": (put("releases/tpu", None), "make release KIND=tpu"),
+    "a release for a kind that is not on Google Cloud": (
+        put("releases/cuda", "x"),
+        "releases.cuda",
+    ),
+    "a release of another name": (put("releases/cpu", "run.toml"), "is no .tar.gz"),
+    "a release that is text": (replaced("cpu.tar.gz", "diloco"), "is no release"),
+    "an archive of something else": (archive_of_source, "is no release of format"),
+    "releases that are exchanged": (put("releases/cpu", "tpu.tar.gz"), "is a release for tpu"),
+    "a release of a format to come": (released(format=99), "is no release of format"),
+    "a release without a least glibc": (released(glibc=None), "is no release"),
+    "a release for ARM": (released(architecture="aarch64"), "is for aarch64"),
 }
 
 
@@ -440,7 +444,7 @@ def test_the_fleet_of_the_12b_is_right_and_its_links_and_aggregators_hold_it(
     document = example("gemma-12b")
     make_auth(tmp_path / "auth", run="gemma-12b", learners=document["learners"])
     for kind in ("cpu", "tpu"):
-        bundle(tmp_path / f"{kind}.tar.gz", kind=kind)
+        archive_of(tmp_path / f"{kind}.tar.gz", kind=kind)
     shutil.copy(EXAMPLES / "gemma-12b-run.toml", tmp_path / "run.toml")
     checked = check(write(tmp_path, document))
     assert checked.findings == []
@@ -517,7 +521,7 @@ def test_what_is_not_known_is_a_warning_and_what_has_changed_since_can_be_allowe
 def test_the_command_writes_the_variables_of_a_right_fleet_alone(place: Path) -> None:
     out = place / "terraform.tfvars.json"
     path = write(place, example())
-    done = CliRunner().invoke(app, ["provision", "plan", str(path), "--out", str(out)])
+    done = CliRunner().invoke(app, ["host", "provision", str(path), "--out", str(out)])
     assert done.exit_code == 0, done.output
     written = json.loads(out.read_text())
     assert written["learners"]["east"]["spot"] is True
@@ -528,8 +532,8 @@ def test_the_command_writes_the_variables_of_a_right_fleet_alone(place: Path) ->
     assert written.keys() <= set(declared)
     out.unlink()
     write(place, example() | {"metrics_port": 9463})
-    for command in (["check", str(path)], ["plan", str(path), "--out", str(out)]):
-        done = CliRunner().invoke(app, ["provision", *command])
+    for command in (["check", str(path)], ["host", "provision", str(path), "--out", str(out)]):
+        done = CliRunner().invoke(app, command)
         assert done.exit_code == 1
         assert "refused: metrics_port 9463" in done.output
     assert not out.exists()

@@ -11,7 +11,7 @@ import pytest
 import diloco
 
 ROOT = Path(__file__).parents[2]
-HEAVY = ("jax", "matplotlib", "optax", "orbax", "google.cloud.storage")
+HEAVY = ("jax", "optax", "orbax", "google.cloud.storage")
 
 LOADED = f"""
 import json, sys
@@ -54,8 +54,8 @@ def loaded_by(code: str) -> list[str]:
         "import diloco",
         "from diloco import Config, ConfigError, TensorHint, __version__, load_config",
         EVERY_HELP,
-        "import diloco.look.status_screen, diloco.look.runs, diloco.look.learners",
-        "import diloco.local.run, diloco.auth.guard, diloco.operate.collect, diloco.replay.tape",
+        "import diloco.run.screen",
+        "import diloco.local.run, diloco.auth.guard, diloco.operate.collect, diloco.replay.restore",
     ],
     ids=["package", "names", "help", "look", "others"],
 )
@@ -100,8 +100,8 @@ class Missing:
             raise ModuleNotFoundError(f"no {name} here", name=name)
 
 sys.meta_path.insert(0, Missing())
-import diloco.look.learners, diloco.look.runs, diloco.look.status_screen
-import diloco.replay.tape, diloco.report.build
+import diloco.run.screen
+import diloco.replay.restore, diloco.page.report
 """
 
 

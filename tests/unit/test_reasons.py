@@ -21,7 +21,7 @@ def test_who_could_not_know_or_did_nothing_is_no_offender():
 def test_a_reason_of_another_release_is_read():
     assert find("fatigue") is None
     assert is_offence("fatigue")
-    assert find("norm") is Reason.NORM
+    assert find("checksum") is Reason.CHECKSUM
 
 
 @pytest.mark.parametrize("reason", Reason)

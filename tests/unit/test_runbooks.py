@@ -135,7 +135,7 @@ def test_there_are_commands_to_check() -> None:
     [
         "diloco frobnicate RUN",
         "diloco doctor RUN --deeper",
-        "diloco rollback RUN",
+        "diloco run rollback RUN",
         "diloco run frobnicate",
         "diloco --stores URL doctor RUN",
         "systemctl explode nats-server",

@@ -6,7 +6,7 @@ import dataclasses
 import structlog
 from runlab import RUN, Lab
 
-from diloco.aggregator.score_watch import ScoreWatch
+from diloco.aggregator.watches import ScoreWatch
 from diloco.common import log, names, wire
 from diloco.common.errors import StoreUnavailableError
 from diloco.model.scores import keep

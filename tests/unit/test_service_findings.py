@@ -11,17 +11,22 @@ import pytest
 import structlog
 from runlab import RUN, Lab
 
-from diloco.aggregator.checkpoint_watch import CheckpointWatch
-from diloco.check import members, service
+from diloco.aggregator.watches import CheckpointWatch
+from diloco.check import service
 from diloco.common import log, names, wire
 from diloco.common.store import DirectoryStore, MemoryStore
 from diloco.common.tape import load_specification
-from diloco.projections.history import History, read_history
-from diloco.projections.live import LastHeartbeat
+from diloco.run.findings import judged
+from diloco.run.history import History, read_history
+from diloco.run.state import HOUR_S, Observed
 
 NOBODY = 65534
 GAUGE = "diloco_run_checkpoint_timestamp_seconds"
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+
+
+def observed(lab: Lab) -> Observed:
+    return Observed(RUN, 0, lab.context.settings)
 
 
 def ask(work: Coroutine[Any, Any, Any]) -> Any:
@@ -43,12 +48,21 @@ async def joined(lab: Lab, lives: int, *, leaving: bool) -> History:
     ("lives", "leaving", "found"), [(3, False, 0), (4, False, 1), (4, True, 0)]
 )
 def test_a_learner_that_restarts_again_and_again(lives: int, *, leaving: bool, found: int) -> None:
-    history = ask(joined(Lab(), lives, leaving=leaving))
-    now_s = max(history.times_s.values())
-    told = [*service.lives(history, now_s)]
-    assert len(told) == found
-    assert all(one.severity == "error" and "started again 3 times" in one.sentence for one in told)
-    assert not [*service.lives(history, now_s + service.HOUR_S + 1)]
+    lab = Lab()
+    seen = observed(lab)
+
+    async def run() -> None:
+        await joined(lab, lives, leaving=leaving)
+        await read_history(lab.context, seen.take)
+
+    ask(run())
+
+    def told(later_s: float) -> list[str]:
+        all_said = judged(seen.run(seen.extent.last_s + later_s), seen.settings)
+        return [one.severity for one in all_said if "started again 3 times" in one.sentence]
+
+    assert told(0.0) == ["error"] * found
+    assert told(HOUR_S + 1) == []
 
 
 def marked(name: str, at_s: float) -> History:
@@ -56,7 +70,7 @@ def marked(name: str, at_s: float) -> History:
         lab = Lab()
         await lab.create()
         mark = wire.Checkpoint(
-            run=RUN, name=name, versions=(0,), record_seqs=(2,), created_at_s=at_s
+            run=RUN, name=name, versions=(0,), record_seqs=(2,), created_at_s=at_s, by="test"
         )
         await lab.bus.publish(names.checkpoint(RUN), wire.encode(mark))
         return await read_history(lab.context)
@@ -84,7 +98,7 @@ def test_a_run_without_any_checkpoint() -> None:
     assert not [*service.checkpoints(history, None, created_s + service.CHECKPOINT_S)]
     (found,) = service.checkpoints(history, None, created_s + service.CHECKPOINT_S + 1)
     assert found.severity == "warning"
-    assert "diloco checkpoint RUN" in found.advice
+    assert "diloco run checkpoint RUN" in found.advice
 
 
 def test_the_age_of_a_run_without_any_checkpoint_counts_from_its_creation() -> None:
@@ -162,12 +176,23 @@ def test_of_other_stores_nothing_is_said() -> None:
 
 
 def test_what_a_learner_says_of_itself() -> None:
+    async def run() -> tuple[Observed, int]:
+        lab = Lab()
+        await lab.create()
+        return observed(lab), await lab.join("a")
+
+    seen, life = ask(run())
     heartbeat = wire.Heartbeat(
-        learner="a", incarnation=3, local_step=8, global_step=8, tokens=80, loss=1.0,
+        learner="a", incarnation=life, local_step=8, global_step=8, tokens=80, loss=1.0,
         tokens_per_s=10.0, step_time_s=0.1, stall_s=0.0, run_s=1.0, bytes_up=0, bytes_down=0,
         updates_sent=1, state="training", trouble="checkpoints fail: disk full",
     )  # fmt: skip
-    (found,) = members.troubles({"a": LastHeartbeat(heartbeat, 0.0)})
-    assert found.severity == "warning"
-    assert found.sentence == "says: checkpoints fail: disk full"
-    assert not [*members.troubles({"a": LastHeartbeat(heartbeat, 0.0)}, {"a"})]
+    seen.hear(heartbeat, 0.0)
+
+    def said() -> list[tuple[str, str]]:
+        found = judged(seen.run(0.0), seen.settings)
+        return [(one.severity, one.sentence) for one in found if one.about == "learner a"]
+
+    assert said() == [("warning", "says: checkpoints fail: disk full")]
+    seen.known["a"].left = life
+    assert [severity for severity, _ in said()] == ["note"]

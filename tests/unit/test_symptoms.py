@@ -9,39 +9,50 @@ from typing import Any
 import pytest
 from runlab import RUN, Lab
 
-from diloco.check import members, symptoms
+from diloco.check import symptoms
 from diloco.check.audit import audit
 from diloco.check.doctor import said_once
-from diloco.check.symptoms import Finding
 from diloco.common import names, wire
 from diloco.common.service import Runtime
-from diloco.projections.history import History, read_history
-from diloco.projections.live import LastHeartbeat
+from diloco.run.findings import FRAGMENT_STOPPED, judged
+from diloco.run.history import History, read_history
+from diloco.run.state import Finding, Observed
 
 
 def ask(work: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(asyncio.wait_for(work, 60.0))
 
 
-def beat(learner: str, incarnation: int, heard_at_s: float) -> LastHeartbeat:
-    heartbeat = wire.Heartbeat(
+def beat(learner: str, incarnation: int) -> wire.Heartbeat:
+    return wire.Heartbeat(
         learner=learner, incarnation=incarnation, local_step=8, global_step=8, tokens=80,
         loss=1.0, tokens_per_s=10.0, step_time_s=0.1, stall_s=0.0, run_s=1.0, bytes_up=0,
         bytes_down=0, updates_sent=1, state="training",
     )  # fmt: skip
-    return LastHeartbeat(heartbeat, heard_at_s)
 
 
-def of_learner(history: History, learner: str) -> list[Finding]:
+async def read(lab: Lab) -> tuple[History, Observed]:
+    """Its tape, for who audits it and for who looks at the run."""
+    seen = Observed(RUN, 0, lab.context.settings)
+    seen.from_start = True
+    return await read_history(lab.context, seen.take), seen
+
+
+def of_learner(seen: Observed, learner: str) -> list[Finding]:
     """Findings on one learner that was heard of just now."""
     now_s = time.time()
-    views = {name: beat(name, history.lives(name)[-1], now_s) for name in ("fast", learner)}
-    found = members.learners(history, views, now_s)
-    return [finding for finding in found if finding.about == f"learner {learner}"]
+    for name in ("fast", learner):
+        seen.hear(beat(name, seen.known[name].joined), now_s)
+    return about(seen, f"learner {learner}", now_s)
+
+
+def about(seen: Observed, subject: str, now_s: float = 0.0) -> list[Finding]:
+    found = judged(seen.run(now_s), seen.settings)
+    return [finding for finding in found if finding.about == subject]
 
 
 def test_a_learner_whose_updates_are_stale() -> None:
-    async def run() -> History:
+    async def run() -> tuple[History, Observed]:
         # However the time goes by between two updates, nobody is credited less for it.
         said = {"max_steps_per_s": 1e9, "max_tokens_per_step": 1 << 20}
         lab = Lab(sections={"bounds": {"learners": {"fast": said, "slow": said}}})
@@ -58,19 +69,19 @@ def test_a_learner_whose_updates_are_stale() -> None:
                 subject = names.update(RUN, "slow", 0)
                 await lab.bus.publish(subject, wire.encode(manifest))
                 await lab.answered(manifest)
-        return await read_history(lab.context)
+        return await read(lab)
 
-    history = ask(run())
-    (finding,) = of_learner(history, "slow")
+    history, seen = ask(run())
+    (finding,) = of_learner(seen, "slow")
     assert finding.severity == "warning"
     assert "6.5 versions old" in finding.sentence
-    (finding,) = of_learner(history, "fast")
+    (finding,) = of_learner(seen, "fast")
     assert finding.severity == "ok", finding
     assert not audit(history).breaches
 
 
 def test_a_learner_whose_updates_are_rejected() -> None:
-    async def run() -> History:
+    async def run() -> tuple[History, Observed]:
         lab = Lab()
         await lab.create()
         async with lab.aggregating():
@@ -81,10 +92,10 @@ def test_a_learner_whose_updates_are_rejected() -> None:
                 manifest = lab.upload("odd").model_copy(update={"layout": "0" * 32})
                 await lab.announce(manifest)
                 await lab.answered(manifest)
-        return await read_history(lab.context)
+        return await read(lab)
 
-    history = ask(run())
-    (finding,) = of_learner(history, "odd")
+    history, seen = ask(run())
+    (finding,) = of_learner(seen, "odd")
     assert finding.severity == "warning"
     assert "3 of its last 3 updates were rejected: layout 3" in finding.sentence
     assert finding.advice == "layout: not the run's layout"
@@ -123,18 +134,19 @@ def lease(name: str, state: str) -> wire.Lease:
 
 
 def test_owners() -> None:
-    async def run() -> History:
+    async def run() -> Observed:
         lab = Lab(fragments=3)
         await lab.create()
         await lab.join("fast")
-        return await read_history(lab.context)
+        return (await read(lab))[1]
 
-    history = ask(run())
-    held = {0: lease("one", "held"), 1: lease("two", "held"), 2: lease("one", "held")}
-    (finding,) = symptoms.owners(history, held)
+    seen = ask(run())
+    seen.leases = {0: lease("one", "held"), 1: lease("two", "held"), 2: lease("one", "held")}
+    (finding,) = about(seen, "owners")
     assert (finding.severity, finding.sentence) == ("ok", "fragments are owned by one 2, two 1")
-    (finding,) = symptoms.owners(history, {0: lease("one", "held"), 1: lease("two", "released")})
-    assert (finding.severity, finding.runbook) == ("warning", symptoms.FRAGMENT_STOPPED)
+    seen.leases = {0: lease("one", "held"), 1: lease("two", "released")}
+    (finding,) = about(seen, "owners")
+    assert (finding.severity, finding.runbook) == ("warning", FRAGMENT_STOPPED)
     assert "fragment 1, 2" in finding.sentence
 
 
@@ -145,7 +157,7 @@ async def _said(lab: Lab, subject: str, body: wire.Body) -> None:
 def test_a_learner_that_is_shut_out_is_not_well_whatever_else_it_does() -> None:
     """It beats, and later it has left: in both cases nothing of it was merged."""
 
-    async def run() -> tuple[History, History]:
+    async def run() -> list[Observed]:
         lab = Lab()
         await lab.create()
         async with lab.aggregating():
@@ -154,22 +166,22 @@ def test_a_learner_that_is_shut_out_is_not_well_whatever_else_it_does() -> None:
             word = wire.Quarantine(run=RUN, learner="odd", active=True, reason="norms", by="agg")
             await _said(lab, names.quarantine(RUN, "odd"), word)
             await lab.send("fast")
-            beating = await read_history(lab.context)
+            _, beating = await read(lab)
             leave = wire.Leave(run=RUN, learner="odd", incarnation=life, position=0, fragments=())
             await _said(lab, names.leave(RUN, "odd"), leave)
             await lab.send("fast")
-        return beating, await read_history(lab.context)
+        return [beating, (await read(lab))[1]]
 
-    for history in ask(run()):
-        (finding,) = of_learner(history, "odd")
+    for seen in ask(run()):
+        (finding,) = of_learner(seen, "odd")
         assert (finding.severity, finding.sentence) == ("warning", "is quarantined: norms")
         assert finding.runbook == "runbooks/quarantined-learner.md"
-        (finding,) = of_learner(history, "fast")
+        (finding,) = of_learner(seen, "fast")
         assert finding.severity == "ok"
 
 
 def test_heartbeats_of_a_superseded_life_do_not_make_the_newer_one_well() -> None:
-    async def run() -> tuple[History, int]:
+    async def run() -> tuple[Observed, int]:
         lab = Lab()
         await lab.create()
         async with lab.aggregating():
@@ -177,39 +189,43 @@ def test_heartbeats_of_a_superseded_life_do_not_make_the_newer_one_well() -> Non
             life = await lab.join("twice")
             await lab.join("twice")
             await lab.send("fast")
-        return await read_history(lab.context), life
+        return (await read(lab))[1], life
 
-    history, first = ask(run())
+    seen, first = ask(run())
     now_s = time.time()
-    views = {"twice": beat("twice", first, now_s), "fast": beat("fast", 10**6, now_s)}
-    found = [f for f in members.learners(history, views, now_s) if f.about == "learner twice"]
+    seen.hear(beat("twice", first), now_s)
+    seen.hear(beat("fast", 10**6), now_s)
+    found = about(seen, "learner twice", now_s)
     assert {finding.severity for finding in found} == {"warning"}
     assert f"is of incarnation {first}, but" in found[0].sentence
     assert "silent" in found[1].sentence
 
 
 def test_who_was_silent_when_the_run_stopped_did_not_take_part_to_the_end() -> None:
-    async def run() -> History:
+    async def run() -> Observed:
         lab = Lab()
         await lab.create()
         async with lab.aggregating():
             await lab.join("fast")
             await lab.join("dead")
             await lab.send("fast")
-            await _said(lab, names.stop(RUN), wire.Stop(run=RUN, global_step=1, reason="steps"))
-        history = await read_history(lab.context)
-        seq, record = history.records[0][-1]
+            await _said(
+                lab, names.stop(RUN), wire.Stop(run=RUN, global_step=1, reason="steps", by="test")
+            )
+        _, seen = await read(lab)
+        record = seen.records[0].record
         members = tuple(
             one.model_copy(update={"live": one.learner == "fast"}) for one in record.policy.members
         )
         policy = record.policy.model_copy(update={"members": members})
-        history.records[0][-1] = (seq, record.model_copy(update={"policy": policy}))
-        return history
+        changed = record.model_copy(update={"policy": policy})
+        seen.records[0] = seen.records[0]._replace(record=changed)
+        return seen
 
-    history = ask(run())
-    (finding,) = of_learner(history, "dead")
+    seen = ask(run())
+    (finding,) = of_learner(seen, "dead")
     assert (finding.severity, finding.sentence) == ("note", "was silent when the run stopped")
-    (finding,) = of_learner(history, "fast")
+    (finding,) = of_learner(seen, "fast")
     assert (finding.severity, finding.sentence) == ("ok", "took part to the end")
 
 

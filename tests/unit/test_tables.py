@@ -40,6 +40,9 @@ def test_tables_say_what_the_tape_says(past):
     row = updates.to_pylist()[0]
     assert row["learner"] in merged[row["fragment"], row["version"]]
     assert past.scores().num_rows == 0
+    learners = past.now().learners
+    assert sum(one.merged for one in learners) == updates.num_rows
+    assert [one.name for one in learners if one.less] == [spoiled.CULPRIT]
 
 
 def test_a_step_has_the_arrays_before_and_after(past):

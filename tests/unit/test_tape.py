@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from messages import EXAMPLES
 from runlab import RUN, Lab
 
-from bench.forger import Forger
+from bench.tapes import Forger
 from diloco.aggregator.liveness import LivenessWatch
 from diloco.common import names, wire
 from diloco.common.bus import MemoryBus, Message
@@ -30,10 +30,10 @@ from diloco.common.tape import (
     read_message,
     read_tape,
 )
-from diloco.projections.history import History, read_history
-from diloco.projections.learners import Learner, read_learners
-from diloco.projections.live import Follower, read_heartbeats, read_leases
-from diloco.projections.timeseries import read_time_series
+from diloco.run.history import History, read_history
+from diloco.run.state import Run
+from diloco.run.timeseries import read_time_series
+from diloco.run.watch import Watch, read_heartbeats, read_leases
 
 LIFE = "0123456789abcdef" * 2
 # The subject that a message with the names below belongs to.
@@ -237,26 +237,22 @@ def test_the_extent_says_from_where_on_nothing_is_missing(seqs):
 # What is built on it
 
 
-def test_all_projections_say_the_same(lab):
-    async def look() -> tuple[History, Any, Any, list[Learner]]:
-        follower = Follower(lab.context)
-        for item in await items(lab):
-            follower.take(item)
-        series = await read_time_series(lab.context, 0.0)
-        known = await read_learners(lab.context)
-        return await read_history(lab.context), series, follower.state, known
+def test_all_folds_say_the_same(lab):
+    async def look() -> tuple[History, Any, Run]:
+        run = await Watch(lab.context).begin(1)
+        return await read_history(lab.context), await read_time_series(lab.context, 0.0), run
 
-    history, series, state, known = run(look)
-    assert [state.versions[f] for f in sorted(state.versions)] == history.versions()
+    history, series, state = run(look)
+    assert [one.version for one in state.fragments] == history.versions()
     assert state.updates_sent == len(history.sent()) == len(series.updates)
     assert state.updates_merged == len(history.merged()) == len(series.inputs)
-    assert sum(state.rejections.values()) == len(history.rejected()) == len(series.refusals)
-    assert {*state.joined} == {join.learner for _, join in history.joins} == {*series.learners}
-    assert {one.name: one.lives for one in known} == {
+    assert state.updates_rejected == len(history.rejected()) == len(series.refusals)
+    assert {one.name: one.lives for one in state.learners} == {
         name: len(history.lives(name)) for name in series.learners
     }
-    assert sum(one.merged for one in known) == len(history.merged())
-    assert sum(one.rejected for one in known) == len(history.rejected())
+    assert {join.learner for _, join in history.joins} == {*series.learners}
+    assert sum(one.merged for one in state.learners) == len(history.merged())
+    assert sum(one.rejected for one in state.learners) == len(history.rejected())
     assert history.extent == series.extent
     assert len(history.times_s) == history.last_seq
 

@@ -12,6 +12,7 @@ from diloco.aggregator.tape_watch import watch_tape
 from diloco.check import symptoms
 from diloco.common.bus import Filled, MemoryBus, StreamLimits
 from diloco.common.metrics import Metrics
+from diloco.run.findings import room
 
 LIMITS = StreamLimits(max_bytes=100_000, keep_old=True)
 
@@ -60,9 +61,9 @@ def test_nothing_is_said_of_a_tape_without_a_limit(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_doctor_says_how_full_it_is() -> None:
-    assert list(symptoms.room(Filled(10**9, 0))) == []
-    assert [f.severity for f in symptoms.room(Filled(79, 100))] == ["ok"]
-    (finding,) = symptoms.room(Filled(80, 100))
+    assert list(room(10**9, 0)) == []
+    assert [f.severity for f in room(79, 100)] == ["ok"]
+    (finding,) = room(80, 100)
     assert finding.severity == "warning"
     assert finding.runbook == "runbooks/tape-full.md"
 

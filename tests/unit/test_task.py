@@ -12,7 +12,6 @@ import pytest
 
 from diloco.common.errors import TaskError
 from diloco.common.layout import TensorHint
-from diloco.learner import contract as task_module
 from diloco.learner.contract import check_task, load_task
 from diloco.learner.inner_step import make_inner_step
 from diloco.learner.task import Task, held_out_loss, is_floating, named_leaves, params_shapes
@@ -28,7 +27,7 @@ def batches(learner, position):
 
 GOOD = Task(
     init=lambda key: {"w": jax.random.normal(key, (4,)), "count": 3, "on": True},
-    loss=lambda params, batch: jnp.mean((params["w"] - batch) ** 2),
+    loss=lambda params, batch, key: (jnp.mean((params["w"] - batch) ** 2), {}),
     batches=batches,
     evaluate=lambda params: 0.0,
     tokens_per_batch=4,
@@ -78,10 +77,12 @@ BROKEN = {
     "a key": ({"init": lambda key: {"w": jnp.zeros(4), "key": key}}, "'key' is key<"),
     "equal names": ({"init": lambda key: {"w": jnp.ones(4), "a b": 1.0, "a_b": 1.0}}, "'a_b'"),
     "loss fails": ({"loss": fails}, "ValueError: the user's own trouble"),
-    "loss per item": ({"loss": lambda p, b: p["w"] - b}, r"it returned .*float32\[4\]"),
-    "loss with more": ({"loss": lambda p, b: (jnp.sum(p["w"]), 1)}, r"return \(loss, metrics\)"),
-    "integer loss": ({"loss": lambda p, b: jnp.sum(p["count"])}, "one floating scalar"),
-    "loss leaves JAX": ({"loss": lambda p, b: float(p["w"][0])}, "traceable by jax.jit"),
+    "loss per item": ({"loss": lambda p, b, k: (p["w"] - b, {})}, r"it returned .*float32\[4\]"),
+    "loss with more": ({"loss": lambda p, b, k: (jnp.sum(p["w"]), 1)}, r"return \(loss, metrics\)"),
+    "loss without a key": ({"loss": lambda p, b: jnp.sum(p["w"])}, "2 positional arguments but 3"),
+    "loss alone": ({"loss": lambda p, b, k: jnp.sum(p["w"])}, r"return \(loss, metrics\)"),
+    "integer loss": ({"loss": lambda p, b, k: (jnp.sum(p["count"]), {})}, "one floating scalar"),
+    "loss leaves JAX": ({"loss": lambda p, b, k: (float(p["w"][0]), {})}, "traceable by jax.jit"),
     "unseeded": ({"batches": unseeded}, "begin with batch number n"),
     "position ignored": ({"batches": always_from_the_start}, "begin with batch number n"),
     "batches end": ({"batches": lambda name, n: iter([np.ones(4)])}, "it ended"),
@@ -211,10 +212,10 @@ def test_load_says_what_is_wrong(build, options, message):
         load_task(build, steps=STEPS, seed=0, options=options)
 
 
-# Names that the project once had, and that a user may have
+# Names of our folders that a user's files may have
 
 
-EARLIER = "learner.model:build"
+USERS_OWN = "learner.model:build"
 OWN_TASK = """
 import dataclasses
 from common.shapes import WIDTH
@@ -240,7 +241,7 @@ def crowded(folder, monkeypatch, request):
 
 @pytest.mark.usefixtures("crowded")
 def test_a_users_files_may_have_any_names():
-    assert load_task(EARLIER, steps=STEPS, seed=0, options={}).tokens_per_batch == 24
+    assert load_task(USERS_OWN, steps=STEPS, seed=0, options={}).tokens_per_batch == 24
 
 
 def test_a_users_files_are_in_nobodys_way(crowded):
@@ -249,25 +250,6 @@ def test_a_users_files_are_in_nobodys_way(crowded):
         cwd=crowded, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-
-
-def built_in():
-    from diloco.learner import model
-
-    return model.build
-
-
-def test_the_built_in_tasks_earlier_name_still_means_it(folder, monkeypatch, request):
-    assert task_module._find(EARLIER) is built_in()
-    # A learner of the user's without a model in it; a file of that name; our own repository.
-    (folder / "learner").mkdir()
-    assert task_module._find(EARLIER) is built_in()
-    (folder / "learner").rmdir()
-    (folder / "learner.py").write_text("")
-    assert task_module._find(EARLIER) is built_in()
-    (folder / "learner.py").unlink()
-    monkeypatch.chdir(request.config.rootpath)
-    assert task_module._find(EARLIER) is built_in()
 
 
 @pytest.mark.usefixtures("user_module")

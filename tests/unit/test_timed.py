@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from diloco.common.errors import BusUnavailableError, StoreError
-from diloco.operate.timed import TimerOptions, timed
+from diloco.operate.collect import TimerOptions, timed
 
 
 class Work:

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from runlab import RUN, Lab
 
-from bench.forger import Forger
+from bench.tapes import Forger
 from diloco.common import names, wire
-from diloco.projections.history import History, read_history
-from diloco.projections.timeseries import Table, TimeSeries, read_time_series
+from diloco.run.history import History, read_history
+from diloco.run.timeseries import Table, TimeSeries, read_time_series
 
 
 def test_a_table_has_columns() -> None:
@@ -92,7 +92,7 @@ def test_words_of_operators_are_events(forged: Lab) -> None:
             (names.quarantine(RUN, "a"),
              wire.Quarantine(run=RUN, learner="a", active=True, reason="odd", by="operator")),
             (names.settings(RUN),
-             wire.Settings(run=RUN, settings=settings, changed=("sync.block: 8 -> 16",))),
+             wire.Settings(run=RUN, settings=settings, changed=("sync.block: 8 -> 16",), by="test")),
             (names.stop(RUN), wire.Stop(run=RUN, global_step=24, reason="steps", by="operator ada@hut")),
         ):  # fmt: skip
             await forged.bus.publish(subject, wire.encode(body))
@@ -101,7 +101,7 @@ def test_words_of_operators_are_events(forged: Lab) -> None:
     said = [(event.by, event.what) for event in read(forged).events][-3:]
     assert said == [
         ("operator", "a quarantined: odd"),
-        ("unknown", "settings changed: sync.block: 8 -> 16"),
+        ("test", "settings changed: sync.block: 8 -> 16"),
         ("operator ada@hut", "stop at global step 24 (steps)"),
     ]
 

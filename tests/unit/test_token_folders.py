@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from token_lab import command, make_texts, make_tokenizer, prepared
+from token_lab import checked, command, make_texts, make_tokenizer, prepared
 
 from diloco.common.errors import DataError, TaskError
 from diloco.learner.causal_lm.mixture import Mixture
@@ -290,7 +290,7 @@ def test_a_folder_that_is_not_whole_is_refused(place):
 
 
 def test_a_run_that_names_its_data_takes_no_other(whole, place, tmp_path):
-    said = command("check", place).stdout
+    said = checked(place).stdout
     digest = hashlib.sha256((place / "tokens.json").read_bytes()).hexdigest()
     assert f"tokens.json: sha256 {digest}" in said
     TokenFolders(str(place), length=16, vocab=400, digests=[digest])
@@ -371,7 +371,7 @@ def test_other_things_than_digests_are_refused(digests):
 
 
 def test_a_copy_is_checked_and_damage_is_found(whole, place):
-    assert command("check", place).exit_code == 0
+    assert checked(place).exit_code == 0
     shards = sorted(place.glob("*.npy"))
     for shard in shards:
         shard.chmod(0o644)
@@ -379,12 +379,12 @@ def test_a_copy_is_checked_and_damage_is_found(whole, place):
     data[-1] ^= 1
     shards[0].write_bytes(data)
     shards[1].write_bytes(shards[1].read_bytes()[:-1])
-    done = command("check", place)
+    done = checked(place)
     assert done.exit_code == 74
     assert f"{shards[0].name} has the sha256" in done.stdout
     assert f"{shards[1].name} has" in done.stdout
     shards[1].unlink()
-    assert f"{shards[1].name} is missing" in command("check", place).stdout
+    assert f"{shards[1].name} is missing" in checked(place).stdout
 
 
 def test_a_copy_of_damaged_data_stops_and_continues_when_it_is_repaired(place, tmp_path):
@@ -399,7 +399,7 @@ def test_a_copy_of_damaged_data_stops_and_continues_when_it_is_repaired(place, t
         opened(tmp_path / "other")
     shard.write_bytes(data)
     assert command("copy", place, tmp_path / "other").exit_code == 0
-    assert command("check", tmp_path / "other").exit_code == 0
+    assert checked(tmp_path / "other").exit_code == 0
     assert not (tmp_path / "other" / ".prepare").exists()
 
 

@@ -11,8 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from diloco.common.config import MeshSection
 from diloco.learner.causal_lm.config import parse_config
-from diloco.learner.causal_lm.loss import token_losses
-from diloco.learner.causal_lm.model import DEFAULT, capped
+from diloco.learner.causal_lm.model import DEFAULT, capped, token_losses
 from diloco.learner.mesh import make_mesh, within
 from tests.models.cases import LLAMA
 

@@ -1,11 +1,13 @@
-"""`diloco task check`: everything that is wrong with a task, at once, before anything depends on it."""
+"""`diloco check` of a task: everything that is wrong with a task, at once, before anything depends on it."""
 
+import os
 import sys
 
 import pytest
 import tomli_w
 from typer.testing import CliRunner
 
+from diloco.common.errors import ConfigError
 from diloco.program import app
 
 TASKS = """
@@ -40,7 +42,7 @@ def good(*, steps, seed):
 
 def bad(*, steps, seed):
     return dataclasses.replace(
-        GOOD, accumulate=3, schedule=lambda step: -1.0, loss=lambda params, batch: params["w"]
+        GOOD, accumulate=3, schedule=lambda step: -1.0, loss=lambda params, batch, key: (params["w"], {})
     )
 
 
@@ -48,9 +50,8 @@ def uphill(*, steps, seed):
     return dataclasses.replace(GOOD, schedule=optax.constant_schedule(1e-3))
 
 
-def first(*, steps, seed):
-    same = dataclasses.replace(GOOD, loss=lambda p, b: jnp.mean((b @ p["w"]) ** 2))
-    return dataclasses.replace(same, batches=lambda learner, position: batches("x", position))
+def same(*, steps, seed):
+    return dataclasses.replace(GOOD, batches=lambda learner, position: batches("x", position))
 
 
 def unscheduled(*, steps, seed):
@@ -74,7 +75,7 @@ def check(tmp_path, monkeypatch):
             "sync": {"fragments": 1}, "store": {"url": "unused"},
         }  # fmt: skip
         (tmp_path / "run.toml").write_text(tomli_w.dumps(document))
-        return CliRunner().invoke(app, ["task", "check", "run.toml"])
+        return CliRunner().invoke(app, ["check", "run.toml"])
 
     yield run
     sys.modules.pop("tried_tasks", None)
@@ -104,10 +105,9 @@ def test_a_task_that_trains_uphill_is_refused(check, wrong):
     assert "needs one" in done.output
 
 
-def test_the_first_edition_is_told_what_to_change(check):
-    done = check("first")
+def test_learners_that_do_the_same_work_are_a_warning(check):
+    done = check("same")
     assert done.exit_code == 0
-    assert "def loss(params, batch, key)" in done.output
     assert "draw the same batch" in done.output
 
 
@@ -115,3 +115,36 @@ def test_what_the_task_itself_raises_is_told(check):
     done = check("fails")
     assert done.exit_code == 1
     assert "RuntimeError: the user's own trouble" in done.output
+
+
+def test_a_task_is_named_without_a_file_of_a_run(check, tmp_path):
+    check("good")
+    (tmp_path / "alone.py").write_text("from tried_tasks import good as build\n")
+    for name in ("alone.py", str(tmp_path / "alone.py"), "tried_tasks:good"):
+        done = CliRunner().invoke(app, ["check", name])
+        assert (done.exit_code, "would take it" in done.output) == (0, True), done.output
+    sys.modules.pop("alone", None)
+
+
+@pytest.mark.parametrize("place", ["", "def build(*, steps, seed):\n    "])
+def test_a_task_that_ends_its_process_is_refused(check, tmp_path, place):
+    name = "exits_built" if place else "exits"
+    (tmp_path / f"{name}.py").write_text(f"import sys\n{place}sys.exit(0)\n")
+    done = CliRunner().invoke(app, ["check", f"{name}.py"])
+    assert (done.exit_code, "ends its process" in done.output) == (1, True), done.output
+
+
+def test_what_is_no_file_of_a_person_is_refused_unread(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe.toml")
+    (tmp_path / "vast.toml").touch()
+    os.truncate("vast.toml", 10 << 30)
+    (tmp_path / "deep.toml").write_text("a=" + "[" * 50_000)
+    (tmp_path / "my-task.py").write_text("")
+    for name, said in {
+        "pipe.toml": "is not a regular file", "vast.toml": "10,737,418,240 bytes", "deep.toml": "is not valid TOML",
+        "my-task.py": "no run could import",
+    }.items():  # fmt: skip
+        done = CliRunner().invoke(app, ["check", name])
+        assert isinstance(done.exception, ConfigError), name
+        assert said in done.exception.message

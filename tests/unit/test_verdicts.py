@@ -1,29 +1,30 @@
 """`diloco replay` says how much its verdict is about, and never that all is well when it is not."""
 
-import asyncio
 import io
 import json
 import shutil
 from math import inf
 from pathlib import Path
 
+import msgpack
 import pytest
 import spoiled
+from forged import messages_in, write_tape
 from rich.console import Console
 from runlab import Lab
 
-from diloco.check.listing import read_listing
+from diloco.check.objects import read_listing
 from diloco.cli.opening import Place, use_place
-from diloco.common import wire
+from diloco.common import names, wire
 from diloco.common.config import GcSection
 from diloco.common.errors import IntegrityError
 from diloco.common.store import open_store
-from diloco.common.tape import decode, read_tape_file, write_tape_file
+from diloco.common.tape import decode
 from diloco.operate.collect import find
-from diloco.projections.history import read_history
 from diloco.replay.coverage import Versions, sentences, tape_of
 from diloco.replay.options import Options
 from diloco.replay.run import run_replay
+from diloco.run.history import read_history
 
 
 @pytest.fixture(scope="module")
@@ -47,18 +48,12 @@ def replay(tape: Path, **options) -> tuple[int, str]:
 
 def rewritten(run: spoiled.Run, path: Path, change) -> Path:
     """The tape with each message as `change` has it; None drops it."""
-
-    async def messages():
-        for message in read_tape_file(run.tape):
-            if (changed := change(message)) is not None:
-                yield changed
-
-    asyncio.run(write_tape_file(path, run.name, messages()))
-    return path
+    changed = (change(message) for message in messages_in(run.tape))
+    return write_tape(path, run.name, (message for message in changed if message is not None))
 
 
 def records(run: spoiled.Run) -> list[tuple[int, wire.Record]]:
-    bodies = [(m.seq, decode(m.subject, m.payload)) for m in read_tape_file(run.tape)]
+    bodies = [(m.seq, decode(m.subject, m.payload)) for m in messages_in(run.tape)]
     return [(seq, body) for seq, body in bodies if isinstance(body, wire.Record)]
 
 
@@ -149,13 +144,15 @@ def test_messages_from_the_midst_that_are_gone_are_wrong(copy, tmp_path):
 def test_a_record_that_was_changed_does_not_fit_the_next_one(copy, tmp_path):
     """In a field that merging again does not look at."""
     seq, record = next(at for at in records(copy) if at[1].version == 3)
+    after, _ = next(at for at in records(copy) if at[1].base_seq == seq)
     other = wire.encode(record.model_copy(update={"quorum_at_s": record.quorum_at_s + 1}))
     changed = rewritten(
         copy, tmp_path / "changed.tape", lambda m: m._replace(payload=other) if m.seq == seq else m
     )
     status, text = replay(changed)
     assert status == 1, text
-    assert f"fragment {record.fragment}, record {seq}: its digest is" in text
+    assert f"fragment {record.fragment} version 4, message {after}: versions are 0, 1, 2" in text
+    assert "previous: expected" in text
 
 
 def test_objects_that_somebody_deleted_are_missing_and_not_collected(copy):
@@ -185,34 +182,24 @@ def test_a_bad_shard_does_not_end_its_fragment(copy):
     assert "12 made again, 3 begun with as stored, 1 WRONG" in text
 
 
-def test_a_tape_before_records_were_chained_is_read(copy, tmp_path):
-    """Its records lack what later ones say; nothing is held against them."""
-
-    def earlier(message):
-        found = decode(message.subject, message.payload)
-        if not isinstance(found, wire.Record):
+@pytest.mark.parametrize("was", [{"schema": 7}, {"norms": ()}], ids=["schema", "fields"])
+def test_a_tape_that_this_release_cannot_read_is_told_in_a_sentence(copy, tmp_path, was):
+    def other(message):
+        if not message.subject.startswith(names.record(copy.name, "")):
             return message
-        fields = {*wire.Record.model_fields} - {"previous", "release", "lock"}
-        values = {name: getattr(found, name) for name in fields}
-        plain = wire.Record.model_construct(_fields_set=fields, **values)
-        return message._replace(payload=_packed(plain))
+        fields = msgpack.unpackb(message.payload) | was
+        return message._replace(payload=msgpack.packb(fields))
 
-    status, text = replay(rewritten(copy, tmp_path / "earlier.tape", earlier))
-    assert status == 0, text
-
-
-def _packed(record: wire.Record) -> bytes:
-    import msgpack
-
-    fields = record.model_dump(exclude_unset=True)
-    return msgpack.packb(fields | {"schema": wire.SCHEMA, "kind": "record"})
+    tape = rewritten(copy, tmp_path / "other.tape", other)
+    with pytest.raises(IntegrityError, match="no record of fragment 0 can be read by release"):
+        replay(tape)
 
 
 def test_what_if_of_the_settings_that_were_differs_nowhere(copy, tmp_path):
     """Also one round after the other: the models are compared at ends of rounds alone."""
     for assigned in ("outer.learning_rate=0.5", "outer.learning_rate=0.5000000001"):
         status, text = replay(
-            copy.tape, settings=[assigned], points=100, plot=tmp_path / "figure.png"
+            copy.tape, settings=[assigned], points=100, plot=tmp_path / "figure.html"
         )
         rows = [line for line in text.splitlines() if line.startswith("│ 2")]
         assert status == 0

@@ -12,11 +12,11 @@ from runlab import RUN, Lab
 
 from diloco.aggregator.arrays.fragment import FragmentArrays, make_grid
 from diloco.aggregator.collector import Collector
+from diloco.aggregator.committer import swap
 from diloco.aggregator.core import memory
 from diloco.aggregator.leases import Leases
 from diloco.aggregator.recovery import MOST_AHEAD, _merge_again
 from diloco.aggregator.shard_reader import read_input, read_payload
-from diloco.aggregator.swap import swap
 from diloco.common import names, shards, wire
 from diloco.common.config import GcSection
 from diloco.common.errors import (
@@ -155,7 +155,7 @@ def test_an_acknowledgement_after_a_doubt_is_not_believed(run_async):
         lab = Lab()
         await lab.create()
         subject = names.stop(RUN)
-        stop = wire.encode(wire.Stop(run=RUN, global_step=0, reason="steps"))
+        stop = wire.encode(wire.Stop(run=RUN, global_step=0, reason="steps", by="test"))
 
         async def rival() -> None:
             await lab.bus.publish(subject, stop, msg_id="rival", expected_last=0)
@@ -175,7 +175,10 @@ def test_nothing_is_published_on_top_of_another_message_of_the_same_number(run_a
     async def scenario() -> None:
         lab = Lab()
         await lab.create()
-        subject, body = names.stop(RUN), wire.encode(wire.Stop(run=RUN, global_step=0, reason="x"))
+        subject, body = (
+            names.stop(RUN),
+            wire.encode(wire.Stop(run=RUN, global_step=0, reason="x", by="test")),
+        )
         seq = await lab.bus.publish(subject, body, msg_id="what stands")
         with pytest.raises(SwapLostError):
             await swap(lab.context, subject, body, "ours", seq, "what was lost")

@@ -58,7 +58,6 @@ def fault_of(decode: Callable[[], object]) -> str | None:
 
 @kinds
 def test_a_missing_field_is_named(body):
-    # What earlier releases did not write is read as if it were empty.
     for name in (name for name, field in body.model_fields.items() if field.is_required()):
         fields = fields_of(EXAMPLES[body])
         del fields[name]

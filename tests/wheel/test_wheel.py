@@ -37,13 +37,13 @@ def build(*, steps, seed):
             yield rng.normal(size=(8, WIDTH)).astype(np.float32)
             position += 1
 
-    def loss(params, batch):
-        return jnp.mean((params["w"] - 1 + 0.1 * batch) ** 2)
+    def loss(params, batch, key=None):
+        return jnp.mean((params["w"] - 1 + 0.1 * batch) ** 2), {}
 
     return Task(
         init=lambda key: {"w": jax.random.normal(key, (WIDTH,))}, loss=loss, batches=batches,
         tokens_per_batch=8, optimizer=adamw(weight_decay=0.0),
-        evaluate=lambda params: float(loss(params, np.zeros((1, WIDTH), np.float32))),
+        evaluate=lambda params: float(loss(params, np.zeros((1, WIDTH), np.float32))[0]),
         schedule=warmup_cosine(steps=steps, peak=0.05, warmup_steps=2),
         hint=lambda name, shape: TensorHint(merge="average"),
     )
@@ -153,7 +153,7 @@ def test_every_command_has_help(programs: Path, elsewhere: Path) -> None:
 
 
 def test_a_users_task_among_files_of_our_names(programs: Path, elsewhere: Path) -> None:
-    """From the first parameters to a report, by the name that a built-in task once had."""
+    """From the first parameters to a report, of a module that is called as ours is."""
     told = run(programs / "diloco", "local", "--run-dir", "run", "--json", "--task",
                "learner.model:build", *SMALL, cwd=elsewhere)  # fmt: skip
     summary = json.loads(told.splitlines()[-1])
@@ -171,7 +171,7 @@ def test_units_are_written(programs: Path, elsewhere: Path) -> None:
     for name in ("diloco", "python"):
         (stand_ins / name).write_text("#!/bin/sh\n")
         (stand_ins / name).chmod(0o755)
-    run(programs / "diloco", "install-units", "--to", "units", "--programs", stand_ins,
+    run(programs / "diloco", "host", "units", "--to", "units", "--programs", stand_ins,
         cwd=elsewhere)  # fmt: skip
     unit = elsewhere / "units" / "diloco-aggregator.service"
     assert f"ExecStart={stand_ins}/diloco aggregator" in unit.read_text()

@@ -22,9 +22,5 @@ to read several in one order; `<api>.CONSUMER.{MSG.NEXT,DELETE}.<stream>.*`; sub
 grants this.
 """
 
-from diloco.common.bus.jetstream.address import check_url
-from diloco.common.bus.jetstream.link import CALL_TIMEOUT_S
-from diloco.common.bus.jetstream.nats_bus import NatsBus, connect
-from diloco.common.bus.jetstream.waiting import connect_or_wait
-
-__all__ = ["CALL_TIMEOUT_S", "NatsBus", "check_url", "connect", "connect_or_wait"]
+from diloco.common.bus.jetstream.link import CALL_TIMEOUT_S, check_url
+from diloco.common.bus.jetstream.nats_bus import NatsBus, connect, connect_or_wait

@@ -8,9 +8,8 @@ from typing import TypeVar
 import nats.errors
 from nats.js import JetStreamContext
 
-from diloco.common.bus.jetstream.address import Address, Pause
 from diloco.common.bus.jetstream.faults import ours
-from diloco.common.bus.jetstream.link import CALL_TIMEOUT_S, Link
+from diloco.common.bus.jetstream.link import CALL_TIMEOUT_S, Address, Link, Pause
 from diloco.common.errors import AccessDeniedError, BusError, BusUnavailableError, ConfigError
 from diloco.common.service import cancel
 

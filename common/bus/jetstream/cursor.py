@@ -15,8 +15,7 @@ from diloco.common.bus.jetstream.connection import Connection
 from diloco.common.bus.jetstream.faults import RefusedError, vendor_errors
 from diloco.common.bus.jetstream.link import CALL_TIMEOUT_S, Link
 from diloco.common.bus.jetstream.streams import imported_to, message_of, says_time, stream_info
-from diloco.common.bus.limits import stream_went_back
-from diloco.common.bus.protocol import Message
+from diloco.common.bus.protocol import Message, stream_went_back
 from diloco.common.errors import BusError, BusUnavailableError
 
 _PULL_BATCH = 256

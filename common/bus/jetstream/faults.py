@@ -11,7 +11,7 @@ from nats.js.errors import (
     ServiceUnavailableError,
 )
 
-from diloco.common.bus.limits import stream_is_full
+from diloco.common.bus.protocol import stream_is_full
 from diloco.common.errors import (
     BusError,
     BusUnavailableError,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nats.js import api
 
-from diloco.common.bus.jetstream.address import Address, Pause, check_address
+from diloco.common import log
 from diloco.common.bus.jetstream.connection import Connection
 from diloco.common.bus.jetstream.cursor import Cursor, Cursors
 from diloco.common.bus.jetstream.faults import (
@@ -18,8 +18,7 @@ from diloco.common.bus.jetstream.faults import (
     WRONG_LAST_SEQUENCE,
     RefusedError,
 )
-from diloco.common.bus.jetstream.link import Link
-from diloco.common.bus.jetstream.listening import listen_on
+from diloco.common.bus.jetstream.link import Address, Link, Pause, check_address, listen_on
 from diloco.common.bus.jetstream.streams import (
     MOST_READERS,
     fill,
@@ -33,22 +32,28 @@ from diloco.common.bus.jetstream.streams import (
     stream_info,
     stream_names,
 )
-from diloco.common.bus.limits import (
+from diloco.common.bus.protocol import (
+    Filled,
+    Message,
+    StreamLimits,
     check_limits,
+    check_patterns,
     check_settings,
+    check_subject,
     check_ttl,
     stream_exists,
     stream_settings,
 )
-from diloco.common.bus.patterns import check_patterns, check_subject
-from diloco.common.bus.protocol import Filled, Message, StreamLimits
-from diloco.common.credentials import OWN_API, load_credentials
+from diloco.common.config import BusSection
+from diloco.common.credentials import OWN_API, Role, load_credentials
 from diloco.common.errors import (
     BusError,
     BusUnavailableError,
+    ConfigError,
     StreamMissingError,
     SwapLostError,
 )
+from diloco.common.service import Runtime
 
 _BROADCAST_BACKLOG_BYTES = 1 << 20
 _LAST_SEQUENCE = re.compile(r"wrong last sequence: (\d+)")
@@ -405,4 +410,54 @@ async def connect(
             continue
         return NatsBus(
             address, link, direct_reads=direct_reads or (own is not None and own.direct_reads)
+        )
+
+
+ATTEMPT_S = 5.0
+
+
+async def connect_or_wait(
+    section: BusSection, role: Role, name: str, runtime: Runtime, logger: log.Logger
+) -> NatsBus:
+    """Connect to NATS as a learner or an aggregator, whenever a server answers.
+
+    Raises:
+        BusError: the server refused the credentials.
+        ConfigError: the URL or the credentials cannot be used, or are another's.
+    """
+    _check_owner(section, role, name, logger)
+
+    async def attempt() -> NatsBus:
+        return await connect(
+            section.url,
+            name=name,
+            credentials=section.credentials,
+            tls_ca=section.tls_ca,
+            connect_timeout_s=ATTEMPT_S,
+        )
+
+    return await runtime.retry("connecting to NATS", attempt, logger=logger)
+
+
+def _check_owner(section: BusSection, role: Role, name: str, logger: log.Logger) -> None:
+    """Refuse another's credentials before anything is done with them.
+
+    An aggregator's would let a learner join, which supersedes the life that holds the name, and
+    then none of its updates. The operator's may do everything: they are warned of.
+
+    Raises:
+        ConfigError: they are another's.
+    """
+    own = None if section.credentials is None else load_credentials(Path(section.credentials))
+    if own is None:
+        return
+    if own.role == "operator":
+        logger.warning("operators_credentials", path=section.credentials, instead_of=role)
+    # An aggregator's name stands in no subject, so that its file may have another.
+    elif own.role != role or (role == "learner" and own.identity != name):
+        raise ConfigError(
+            f"{section.credentials!r} has the credentials of {own.role} {own.identity!r}, not "
+            f"those of {role} {name!r}",
+            hint=f"name the file that `diloco auth add-{role}` made for {name!r}, in "
+            "bus.credentials or DILOCO_BUS_CREDENTIALS: runbooks/credentials.md",
         )

@@ -6,8 +6,7 @@ from collections.abc import Awaitable, Iterable
 from nats.js import JetStreamContext, api
 
 from diloco.common.bus.jetstream.connection import Connection
-from diloco.common.bus.limits import stream_settings
-from diloco.common.bus.protocol import Message, StreamLimits
+from diloco.common.bus.protocol import Message, StreamLimits, stream_settings
 from diloco.common.errors import BusError, BusUnavailableError
 
 # Headers of a message that was imported: when it was stored at first, and its message id.

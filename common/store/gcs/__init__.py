@@ -13,7 +13,5 @@
 The only package that imports google.cloud, and requests under it.
 """
 
-from diloco.common.store.gcs.bucket import ENDPOINT, PART_BYTES, RETRY_S, TIMEOUT_S
+from diloco.common.store.gcs.bucket import PART_BYTES
 from diloco.common.store.gcs.store import GcsStore, open_gcs
-
-__all__ = ["ENDPOINT", "PART_BYTES", "RETRY_S", "TIMEOUT_S", "GcsStore", "open_gcs"]

@@ -1,5 +1,6 @@
 """The requests that a store makes of its bucket, with retries of what passes."""
 
+import base64
 import contextlib
 import urllib.parse
 from typing import NamedTuple
@@ -11,6 +12,8 @@ from google.auth.transport.requests import AuthorizedSession
 from google.cloud import storage
 from requests.adapters import HTTPAdapter
 
+from diloco.common.parts import Data
+from diloco.common.shards import crc32c
 from diloco.common.store.gcs.faults import Retries, our_errors
 from diloco.common.store.protocol import object_unreadable
 
@@ -113,3 +116,14 @@ def _read_refusal(response: requests.Response, **_: object) -> None:
     """Read an error's body at once, which frees its connection even where nobody else looks."""
     if not response.ok:
         response.content  # noqa: B018 - reading the attribute reads the body
+
+
+def checksum_of(data: Data) -> str:
+    """The crc32c of `data`: base64 of four bytes, the greatest first."""
+    return base64.b64encode(crc32c(data).to_bytes(4, "big")).decode()
+
+
+def stored_checksum(response: requests.Response) -> str:
+    """The crc32c in a header like "crc32c=AAAAAA==,md5=..."."""
+    hashes = (item.strip().partition("=") for item in response.headers["x-goog-hash"].split(","))
+    return next(value for kind, _, value in hashes if kind == "crc32c")

@@ -10,11 +10,9 @@ from google.api_core import exceptions as api
 
 from diloco.common.errors import ObjectRangeError, ObjectTooLargeError
 from diloco.common.parts import PIECE_BYTES
-from diloco.common.store.deadline import Deadline
-from diloco.common.store.gcs.bucket import PART_BYTES, Bucket
-from diloco.common.store.gcs.checksums import stored_checksum
+from diloco.common.store.gcs.bucket import PART_BYTES, Bucket, stored_checksum
 from diloco.common.store.gcs.faults import BROKEN
-from diloco.common.store.protocol import check_range, check_size
+from diloco.common.store.protocol import Deadline, check_range, check_size
 
 _RANGE_THREADS = 8
 

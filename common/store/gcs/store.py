@@ -14,13 +14,12 @@ from diloco.common.errors import (
     StoreUnavailableError,
 )
 from diloco.common.parts import Data, parts_of
-from diloco.common.store.deadline import Deadline
-from diloco.common.store.gcs.bucket import ENDPOINT, RETRY_S, TIMEOUT_S, open_bucket
-from diloco.common.store.gcs.checksums import checksum_of
+from diloco.common.store.gcs.bucket import ENDPOINT, RETRY_S, TIMEOUT_S, checksum_of, open_bucket
 from diloco.common.store.gcs.downloads import Downloads
 from diloco.common.store.gcs.faults import brief, no_credentials
 from diloco.common.store.gcs.uploads import upload
 from diloco.common.store.protocol import (
+    Deadline,
     ObjectInfo,
     check_object_name,
     check_range,

@@ -4,7 +4,7 @@ run     = "gemma-12b"
 
 run_toml    = "examples/gemma-12b-run.toml"
 auth_folder = "../../build/gemma-12b/auth"                                       # diloco auth init build/gemma-12b/auth --run gemma-12b ...
-bundles     = { cpu = "../../build/cpu.tar.gz", tpu = "../../build/tpu.tar.gz" } # make bundle ...
+releases    = { cpu = "../../build/cpu.tar.gz", tpu = "../../build/tpu.tar.gz" } # make release ...
 
 bucket_location = "us-central1" # beside the aggregators
 subnets = {
@@ -16,7 +16,7 @@ subnets = {
 
 nats = { zones = ["us-central1-a", "us-central1-b", "us-central1-c"] }
 
-# Either one alone holds the model: what diloco provision plan chooses for it.
+# Either one alone holds the model: what diloco host provision chooses for it.
 aggregators = {
   aggregator-a = { zone = "us-central1-a", machine_type = "n2-highmem-32" }
   aggregator-b = { zone = "us-central1-b", machine_type = "n2-highmem-32" }

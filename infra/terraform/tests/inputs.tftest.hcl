@@ -1,4 +1,4 @@
-# Wrong inputs are refused before anything is planned. auth_folder and bundles come from the
+# Wrong inputs are refused before anything is planned. auth_folder and releases come from the
 # command line: .ci/terraform.
 
 variables {
@@ -155,31 +155,31 @@ run "no_file" {
   expect_failures = [var.run_toml]
 }
 
-run "no_bundle" {
+run "no_release" {
   command = plan
 
   variables {
-    bundles = { cpu = "none.tar.gz" }
+    releases = { cpu = "none.tar.gz" }
   }
-  expect_failures = [var.bundles]
+  expect_failures = [var.releases]
 }
 
-run "no_bundle_for_tpus" {
+run "no_release_for_tpus" {
   command = plan
 
   variables {
-    bundles = { cpu = var.bundles.cpu }
+    releases = { cpu = var.releases.cpu }
   }
-  expect_failures = [var.bundles]
+  expect_failures = [var.releases]
 }
 
-run "a_bundle_of_no_kind" {
+run "a_release_of_no_kind" {
   command = plan
 
   variables {
-    bundles = { cpu = var.bundles.cpu, tpu = var.bundles.tpu, gpu = var.bundles.cpu }
+    releases = { cpu = var.releases.cpu, tpu = var.releases.tpu, gpu = var.releases.cpu }
   }
-  expect_failures = [var.bundles]
+  expect_failures = [var.releases]
 }
 
 run "no_auth_folder" {

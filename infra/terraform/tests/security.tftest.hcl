@@ -1,4 +1,4 @@
-# What must hold of every fleet. auth_folder and bundles come from the command line: .ci/terraform.
+# What must hold of every fleet. auth_folder and releases come from the command line: .ci/terraform.
 
 variables {
   project         = "my-project"
@@ -314,8 +314,8 @@ run "updates" {
     error_message = "machines can be made larger"
   }
   assert {
-    condition     = toset([for kind, bundle in google_storage_bucket_object.release : kind]) == toset(["cpu", "tpu"])
-    error_message = "each kind of machine has its bundle"
+    condition     = toset([for kind, release in google_storage_bucket_object.release : kind]) == toset(["cpu", "tpu"])
+    error_message = "each kind of machine has its release"
   }
   assert {
     condition = { for name, one in module.learner : name => jsondecode(one.template.metadata["diloco"]).kind } == {

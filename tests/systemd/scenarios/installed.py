@@ -160,7 +160,7 @@ def watchdog():
 def timers():
     for timer in ("diloco-gc.timer", "diloco-checkpoint.timer"):
         assert show(timer, "NextElapseUSecRealtime")
-    diloco("checkpoint", "/etc/diloco/run.toml")
+    diloco("run", "checkpoint", "/etc/diloco/run.toml")
     for service in (CHECKPOINT, GC):
         run("systemctl", "start", service)
         assert show(service, "Result") == "success"

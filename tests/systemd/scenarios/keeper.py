@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, "/opt/src/tests/systemd")
-sys.path.insert(0, "/opt/src/tests/systemd/bundled")
+sys.path.insert(0, "/opt/src/tests/systemd/released")
 
 from cloud import Cloud
 from rig import UNITS, active, check, run, scenario, until

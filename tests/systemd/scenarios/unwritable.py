@@ -107,7 +107,7 @@ def no_rights():
 
 def checkpoints_in_the_way():
     """One operator's checkpoint as root does not stop the hourly ones; a root's folder is named."""
-    diloco("checkpoint", RUN)
+    diloco("run", "checkpoint", RUN)
     run("systemctl", "start", CHECKPOINT)
     assert show(CHECKPOINT, "Result") == "success"
     made = versions()

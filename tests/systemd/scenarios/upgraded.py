@@ -82,12 +82,12 @@ def edited():
     unit = UNITS / "diloco-gc.service"
     text = unit.read_text() + "CPUQuota=50%\n"
     unit.write_text(text)
-    told = run("bash", "-c", f"{NEW}/bin/diloco install-units 2>&1; echo status $?")
+    told = run("bash", "-c", f"{NEW}/bin/diloco host units 2>&1; echo status $?")
     assert str(unit) in told, told
     assert "status 2" in told, told
     assert unit.read_text() == text
     assert OLD in (UNITS / "diloco-checkpoint.service").read_text()
-    told = run(f"{NEW}/bin/diloco", "install-units", "--overwrite")
+    told = run(f"{NEW}/bin/diloco", "host", "units", "--overwrite")
     assert f"{unit} was edited" in told, told
     assert Path(f"{unit}.edited").read_text() == text
     assert "CPUQuota" not in unit.read_text()

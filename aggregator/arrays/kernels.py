@@ -1,0 +1,536 @@
+"""The loops of the merge and of the outer step, as Numba compiles them.
+
+Three kernels go through a fragment's vector, block by block, and do all of their work on a block
+while it is in the processor's nearest cache: `measure` an update, `add` updates to a round's sum,
+`advance` the master parameters and the view. What differs from codec to codec is a table of three
+operations on one block, `OPERATIONS`.
+
+Why the bits are the same everywhere: each operation on floats is rounded by itself, in the order in
+which it stands here. Numba neither fuses nor reorders them unless it is told to ("fastmath"), on
+any processor, and leaves denormal numbers as they are (docs/adr/0053-compiled-loops.md).
+
+A kernel works on a run of pieces, which threads share; what is summed over a piece is summed within
+it. It holds no interpreter lock. What was compiled is kept on disk, and made again when a file of
+this folder changes (`kernel_cache.py`).
+
+Why the loops look as they do, which makes the difference between vectors and single elements, or
+spares what Numba does at each look into a tuple:
+  - arrays are taken out of their tuples at a kernel's begin;
+  - how many elements a loop has is the length of a tuple (`lanes`), and so known when compiled;
+  - a loop writes to few arrays, since the compiler must see that they do not overlap;
+  - numbers of blocks are unsigned, which need no care for negative ones.
+
+Shapes: B blocks of b elements, K of them, P pieces of a run, S segments, U updates. Arrays of
+bfloat16 are their bits, uint16.
+"""
+
+import contextlib
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Final, NamedTuple
+
+import numba
+import numpy as np
+import numpy.typing as npt
+from numba.extending import overload
+
+from diloco.aggregator.arrays.grid import Run
+from diloco.aggregator.kernel_cache import KeptKernel
+from diloco.common.codec import GREATEST_SCALE, GREATEST_VALUE, LEAST_SCALE, Encoded
+
+f32, i8, i16, i32 = np.float32, np.int8, np.int16, np.int32
+u8, u16, u32, u64 = np.uint8, np.uint16, np.uint32, np.uint64
+
+Vector = npt.NDArray[np.float32]
+Bits = npt.NDArray[np.uint16]
+# As many zeros as a block has elements.
+Lanes = tuple[int, ...]
+
+# What is added to a sum is zero or not below this: then all that is added, and so the sum, is a
+# whole multiple of 2^-126, and no sum is a denormal number, which some machines flush.
+LEAST_PRODUCT: Final = f32(2.0**-100)
+# Scale x coefficient of a block that has anything but zeros is far below this.
+GREATEST_PRODUCT: Final = f32(2.0**100)
+# Updates that are added in one pass over the sum.
+MOST_UPDATES: Final = 8
+# Blocks that are encoded in turn: a block's scale takes the processor many steps that wait for each
+# other, and meanwhile it goes on with the next.
+_TILE: Final = u64(8)
+
+Constants = tuple[np.float32, np.float32, np.float32, np.float32]
+SGD, MOMENTUM, NESTEROV, DELAYED_NESTEROV, DELAYED_NESTEROV_NTH = range(5)
+
+
+class Step(NamedTuple):
+    """One step of an outer optimizer.
+
+    Attributes:
+        rule: one of the above.
+        constants: learning rate, momentum, 1 / delay, and what multiplies the carried momentum;
+            rounded to float32 once, so that every machine has the same.
+    """
+
+    rule: int
+    constants: Constants
+
+
+class Merged(NamedTuple):
+    """A round's merged gradient, not yet formed; arrays of centered clipping may be empty.
+
+    Attributes:
+        total_Bxb: the sum; left as it is.
+        factors_S: what it is multiplied by.
+        kept_S: share of the center that is added.
+        center_Bxb: the merged gradient before, in whose place this one is put.
+    """
+
+    total_Bxb: Vector  # noqa: N815 - shapes live in names of arrays
+    factors_S: Vector  # noqa: N815 - as above
+    kept_S: Vector  # noqa: N815 - as above
+    center_Bxb: Vector  # noqa: N815 - as above
+
+
+class Moved(NamedTuple):
+    """What an outer step moves; what its rule has none of is empty."""
+
+    theta_Bxb: Vector  # noqa: N815 - shapes live in names of arrays
+    momentum_Bxb: Vector  # noqa: N815 - as above
+    delayed_Bxb: Vector  # noqa: N815 - as above
+    view_Bxb: Vector  # noqa: N815 - as above
+
+
+def lanes(block: int) -> Lanes:
+    """A tuple whose length tells the compiler how many elements a loop has."""
+    return (0,) * block
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel, compiled at its first call with arrays of some types, and kept on disk."""
+    kernel: Callable[..., Any] = numba.njit(nogil=True, error_model="numpy")(function)
+    # Where neither this package's folder nor the user's cache can be written, it is not kept.
+    with contextlib.suppress(RuntimeError):
+        # As "cache=True" does.
+        kernel._cache = KeptKernel(function)  # type: ignore  # noqa: SLF001, PGH003
+    return kernel
+
+
+# --- The kernels
+
+
+@compiled
+def measure(run: Run, elements: Lanes, update: Encoded, squares_P: npt.NDArray[Any]) -> None:
+    """Put the sum of squares of an update's values in each piece, float64."""
+    scales, codes = update
+    squares_b = np.zeros(len(elements))
+    for piece in range(len(run.segment_P)):
+        squares_b[:] = 0
+        for b in range(u64(run.edges_P1[piece]), u64(run.edges_P1[piece + 1])):
+            _square(elements, scales, codes, b - u64(run.at), squares_b)
+        squares_P[piece] = squares_b.sum()
+
+
+@compiled
+def add(
+    run: Run,
+    elements: Lanes,
+    scales: tuple[Bits, ...],
+    codes: tuple[Any, ...],
+    coefficients_UxS: Vector,
+    keep: bool,
+    total_Bxb: Vector,
+    squares_P: npt.NDArray[Any],
+) -> None:
+    """Add updates to the sum, one after the other, and measure it.
+
+    Args:
+        run: of the fragment.
+        elements: of a block.
+        scales: of `MOST_UPDATES`, of which as many count as there are coefficients.
+        codes: of the same.
+        coefficients_UxS: what each is multiplied by.
+        keep: whether there is a sum before.
+        total_Bxb: the sum.
+        squares_P: takes the sum of its squares in each piece, float64.
+    """
+    squares_b = np.zeros(len(elements))
+    for piece in range(len(run.segment_P)):
+        factors_U = coefficients_UxS[:, run.segment_P[piece]]
+        squares_b[:] = 0
+        for b in range(u64(run.edges_P1[piece]), u64(run.edges_P1[piece + 1])):
+            total_b = total_Bxb[b]
+            if not keep:
+                total_b[:] = 0
+            own, count = b - u64(run.at), len(factors_U)
+            # A place in a tuple is looked up when compiled; one that is counted, each time.
+            _add(elements, scales[0], codes[0], own, factors_U[0], total_b)
+            if count > 1:
+                _add(elements, scales[1], codes[1], own, factors_U[1], total_b)
+            if count > 2:
+                _add(elements, scales[2], codes[2], own, factors_U[2], total_b)
+            if count > 3:
+                _add(elements, scales[3], codes[3], own, factors_U[3], total_b)
+            if count > 4:
+                _add(elements, scales[4], codes[4], own, factors_U[4], total_b)
+            if count > 5:
+                _add(elements, scales[5], codes[5], own, factors_U[5], total_b)
+            if count > 6:
+                _add(elements, scales[6], codes[6], own, factors_U[6], total_b)
+            if count > 7:
+                _add(elements, scales[7], codes[7], own, factors_U[7], total_b)
+            for j in range(len(elements)):
+                value = np.float64(total_b[j])
+                squares_b[j] += value * value
+        squares_P[piece] = squares_b.sum()
+
+
+@compiled
+def advance(  # noqa: C901 - in parts it would be slower
+    run: Run, elements: Lanes, step: Step, merged: Merged, moved: Moved, delta: Encoded
+) -> None:
+    """Take the outer step, encode what the view is behind, and move the view by that."""
+    theta_Bxb, momentum_Bxb, delayed_Bxb, view_Bxb = moved
+    rule, constants = step
+    total_Bxb, factors_S, kept_S, center_Bxb = merged
+    scales, codes = delta
+    g_b = np.empty(len(elements), np.float32)
+    behind_Kxb = np.empty((_TILE, len(elements)), np.float32)
+    for piece in range(len(run.segment_P)):
+        segment = run.segment_P[piece]
+        factor = factors_S[segment]
+        start, end = u64(run.edges_P1[piece]), u64(run.edges_P1[piece + 1])
+        while start < end:
+            count = min(_TILE, end - start)
+            for k in range(count):
+                b = start + k
+                for j in range(len(elements)):
+                    g_b[j] = total_Bxb[b, j] * factor
+                if kept_S.size:
+                    _recenter(elements, kept_S[segment], g_b, center_Bxb[b])
+                if rule == SGD:
+                    for j in range(len(elements)):
+                        g_b[j] = g_b[j] * constants[0]
+                elif rule == MOMENTUM:
+                    _momentum(elements, constants, g_b, momentum_Bxb, b)
+                elif rule == NESTEROV:
+                    _nesterov(elements, constants, g_b, momentum_Bxb, b)
+                else:
+                    _delayed(elements, rule, constants, g_b, momentum_Bxb[b], delayed_Bxb[b])
+                for j in range(len(elements)):
+                    theta = theta_Bxb[b, j] - g_b[j]
+                    theta_Bxb[b, j] = theta
+                    behind_Kxb[k, j] = theta - view_Bxb[b, j]
+            _encode(elements, scales, codes, start, count, behind_Kxb)
+            for k in range(count):
+                for j in range(len(elements)):
+                    view_Bxb[start + k, j] += behind_Kxb[k, j]
+            start += count
+
+
+@compiled
+def _recenter(elements: Lanes, kept: Any, g_b: Vector, center_b: Vector) -> None:
+    """Add what stays of the merge before, and put the new one in its place."""
+    for j in range(len(elements)):
+        merged = g_b[j] + center_b[j] * kept
+        g_b[j] = merged
+        center_b[j] = merged
+
+
+# --- The outer optimizers
+
+
+@compiled
+def _momentum(elements: Lanes, k: Constants, g_b: Vector, momentum_Bxb: Vector, b: Any) -> None:
+    for j in range(len(elements)):
+        m = momentum_Bxb[b, j] * k[1] + g_b[j]
+        momentum_Bxb[b, j] = m
+        g_b[j] = m * k[0]
+
+
+@compiled
+def _nesterov(elements: Lanes, k: Constants, g_b: Vector, momentum_Bxb: Vector, b: Any) -> None:
+    for j in range(len(elements)):
+        m = momentum_Bxb[b, j] * k[1] + g_b[j]
+        momentum_Bxb[b, j] = m
+        g_b[j] = (g_b[j] + m * k[1]) * k[0]
+
+
+@compiled
+def _delayed(
+    elements: Lanes, rule: int, k: Constants, g_b: Vector, m_b: Vector, delayed_b: Vector
+) -> None:
+    rate, momentum, share, carried = k
+    for j in range(len(elements)):
+        delayed_b[j] += g_b[j]
+    if rule == DELAYED_NESTEROV_NTH:
+        for j in range(len(elements)):
+            m_b[j] = m_b[j] * momentum + delayed_b[j] * share
+            delayed_b[j] = 0
+    for j in range(len(elements)):
+        g_b[j] = (g_b[j] * share + m_b[j] * carried) * rate
+
+
+# --- What is done with one block: int4
+
+
+@compiled
+def _wide(bits: Any) -> Any:
+    """A bfloat16, given by its bits, as float32."""
+    return u32(u32(bits) << u32(16)).view(np.float32)
+
+
+@compiled
+def _step(scale: Any, factor: Any) -> Any:
+    """What a block's codes are multiplied by."""
+    product = _wide(scale) * factor
+    normal = f32(0) if abs(product) < LEAST_PRODUCT else product
+    # Only a block of zeros may reach the limit, and must not become a NaN.
+    return min(normal, GREATEST_PRODUCT)
+
+
+@compiled
+def _scaled(whole: Any, scale: Any) -> Any:
+    """A sum of squares of codes, times the square of their scale; exact."""
+    wide = np.float64(_wide(scale))
+    return whole * (wide * wide)
+
+
+def _square_int4(elements: Lanes, scales: Bits, codes: Any, b: Any, squares_b: Any) -> None:
+    # At most 256 pairs of at most 2 x 8^2 each.
+    whole = u16(0)
+    for j in range(len(elements) // 2):
+        low = i16(i16(codes[b, j] & 15) - i16(8))
+        high = i16(i16(codes[b, j] >> 4) - i16(8))
+        whole = u16(whole + u16(i16(low * low) + i16(high * high)))
+    squares_b[0] += _scaled(whole, scales[b])
+
+
+def _add_int4(
+    elements: Lanes, scales: Bits, codes: Any, b: Any, factor: Any, total_b: Vector
+) -> None:
+    step = _step(scales[b], factor)
+    half = len(elements) // 2
+    for j in range(half):
+        code = i16(codes[b, j])
+        total_b[j] += f32(i16((code & i16(15)) - i16(8))) * step
+        total_b[half + j] += f32(i16((code >> i16(4)) - i16(8))) * step
+
+
+def _encode_int4(
+    elements: Lanes, scales: Bits, codes: Any, first: Any, count: Any, values_Kxb: Vector
+) -> None:
+    half = len(elements) // 2
+    for k in range(count):
+        scales[first + k] = _scale_bits(elements, values_Kxb[k], _INT4)
+    for k in range(count):
+        b = first + k
+        scale = _wide(scales[b])
+        if scales[b] == _NAN_SCALE:
+            codes[b] = 0
+            values_Kxb[k] = scale
+            continue
+        inverse = f32(1) / scale
+        for j in range(len(elements)):
+            values_Kxb[k, j] = _rounded(values_Kxb[k, j], inverse, f32(7))
+        for j in range(half):
+            low, high = _nibble(values_Kxb[k, j]), _nibble(values_Kxb[k, half + j])
+            codes[b, j] = u8(low | u32(high << u32(4)))
+        for j in range(len(elements)):
+            values_Kxb[k, j] = values_Kxb[k, j] * scale
+
+
+# --- int8
+
+
+def _square_int8(elements: Lanes, scales: Bits, codes: Any, b: Any, squares_b: Any) -> None:
+    whole = i32(0)
+    for j in range(len(elements)):
+        code = i16(codes[b, j])
+        whole = i32(whole + i32(i16(code * code)))
+    squares_b[0] += _scaled(whole, scales[b])
+
+
+def _add_int8(
+    elements: Lanes, scales: Bits, codes: Any, b: Any, factor: Any, total_b: Vector
+) -> None:
+    step = _step(scales[b], factor)
+    for j in range(len(elements)):
+        total_b[j] += f32(codes[b, j]) * step
+
+
+def _encode_int8(
+    elements: Lanes, scales: Bits, codes: Any, first: Any, count: Any, values_Kxb: Vector
+) -> None:
+    for k in range(count):
+        scales[first + k] = _scale_bits(elements, values_Kxb[k], _INT8)
+    for k in range(count):
+        b = first + k
+        scale = _wide(scales[b])
+        if scales[b] == _NAN_SCALE:
+            codes[b] = 0
+            values_Kxb[k] = scale
+            continue
+        inverse = f32(1) / scale
+        for j in range(len(elements)):
+            code = _rounded(values_Kxb[k, j], inverse, f32(127))
+            codes[b, j] = i8(i32(code))
+            values_Kxb[k, j] = code * scale
+
+
+# --- bfloat16
+
+
+def _square_bfloat16(elements: Lanes, scales: Bits, codes: Any, b: Any, squares_b: Any) -> None:
+    for j in range(len(elements)):
+        value = np.float64(_wide(codes[b, j]))
+        squares_b[j] += value * value
+
+
+def _add_bfloat16(
+    elements: Lanes, scales: Bits, codes: Any, b: Any, factor: Any, total_b: Vector
+) -> None:
+    for j in range(len(elements)):
+        total_b[j] += _product(_wide(codes[b, j]), factor)
+
+
+def _encode_bfloat16(
+    elements: Lanes, scales: Bits, codes: Any, first: Any, count: Any, values_Kxb: Vector
+) -> None:
+    for k in range(count):
+        for j in range(len(elements)):
+            rounded = _bfloat16_bits(_bounded(values_Kxb[k, j]))
+            rounded = _NAN_SCALE if np.isnan(values_Kxb[k, j]) else rounded
+            codes[first + k, j] = u16(rounded)
+            values_Kxb[k, j] = _wide(rounded)
+
+
+# --- float32
+
+
+def _square_float32(elements: Lanes, scales: Bits, codes: Any, b: Any, squares_b: Any) -> None:
+    for j in range(len(elements)):
+        value = np.float64(codes[b, j])
+        squares_b[j] += value * value
+
+
+def _add_float32(
+    elements: Lanes, scales: Bits, codes: Any, b: Any, factor: Any, total_b: Vector
+) -> None:
+    for j in range(len(elements)):
+        total_b[j] += _product(codes[b, j], factor)
+
+
+def _encode_float32(
+    elements: Lanes, scales: Bits, codes: Any, first: Any, count: Any, values_Kxb: Vector
+) -> None:
+    for k in range(count):
+        for j in range(len(elements)):
+            values_Kxb[k, j] = _bounded(values_Kxb[k, j])
+            codes[first + k, j] = values_Kxb[k, j]
+
+
+# --- Numbers, bit for bit those of `diloco.common.quantize`
+
+_GREATEST_VALUE: Final = f32(GREATEST_VALUE)
+_LEAST_SCALE: Final = f32(LEAST_SCALE)
+_GREATEST_SCALE: Final = f32(GREATEST_SCALE)
+_INT4: Final = f32(1 / 7)
+_INT8: Final = f32(1 / 127)
+_MAGNITUDE: Final = u32(0x7FFFFFFF)
+_INFINITY: Final = u32(0x7F800000)
+_NAN_SCALE: Final = u32(0x7FC0)
+# Adding 1.5 x 2^23 to a small float32 rounds it, half to even, into the low bits of the sum.
+_ROUND: Final = f32(1.5 * 2.0**23)
+_BIASED: Final = f32(1.5 * 2.0**23 + 8)
+
+
+@compiled
+def _product(value: Any, factor: Any) -> Any:
+    """The product, rounded, or zero for what is too small; a NaN stays."""
+    product = value * factor
+    return f32(0) if abs(product) < LEAST_PRODUCT else product
+
+
+@compiled
+def _bfloat16_bits(value: Any) -> Any:
+    """Of the nearest bfloat16, half to even."""
+    bits = f32(value).view(np.uint32)
+    return u32((bits + u32(0x7FFF) + ((bits >> u32(16)) & u32(1))) >> u32(16))
+
+
+@compiled
+def _scale_bits(elements: Lanes, values_b: Vector, inverse_of_greatest: Any) -> Any:
+    """Of the block's greatest magnitude; a bfloat16's bits, those of a NaN if it is not finite."""
+    greatest = u32(0)
+    for j in range(len(elements)):
+        greatest = max(greatest, u32(f32(values_b[j]).view(np.uint32) & _MAGNITUDE))
+    if greatest >= _INFINITY:
+        return _NAN_SCALE
+    wanted = u32(greatest).view(np.float32) * inverse_of_greatest
+    return _bfloat16_bits(min(max(wanted, _LEAST_SCALE), _GREATEST_SCALE))
+
+
+@compiled
+def _rounded(value: Any, inverse: Any, most: Any) -> Any:
+    """The nearest code, as a whole float32; of a NaN no matter what."""
+    return (min(max(value * inverse, -most), most) + _ROUND) - _ROUND
+
+
+@compiled
+def _nibble(code: Any) -> Any:
+    """A whole number -7..7 plus 8: the low bits of what is as large as 1.5 x 2^23."""
+    return u32(f32(code + _BIASED).view(np.uint32) & u32(15))
+
+
+@compiled
+def _bounded(value: Any) -> Any:
+    """Zero for what is too small, the greatest value for what is too large; NaN and inf stay."""
+    if abs(value) < _LEAST_SCALE:
+        return f32(0)
+    if np.isinf(value):
+        return value
+    return min(max(value, -_GREATEST_VALUE), _GREATEST_VALUE)
+
+
+# --- The table
+
+
+class Operations(NamedTuple):
+    """What a codec does with a block.
+
+    Attributes:
+        square: add the squares of its values to float64 [b], in whatever places.
+        add: add its values, times a factor, to float32 [b].
+        encode: put K blocks of values into a delta, and what it says of them in their place.
+    """
+
+    square: Callable[..., None]
+    add: Callable[..., None]
+    encode: Callable[..., None]
+
+
+# By the type of codes as kernels take them.
+OPERATIONS: Final = {
+    "uint8": Operations(_square_int4, _add_int4, _encode_int4),
+    "int8": Operations(_square_int8, _add_int8, _encode_int8),
+    "uint16": Operations(_square_bfloat16, _add_bfloat16, _encode_bfloat16),
+    "float32": Operations(_square_float32, _add_float32, _encode_float32),
+}
+
+
+def _chosen(name: str) -> Any:
+    """An operation as kernels call it: Numba takes the row of the codes that it compiles for."""
+    like = getattr(OPERATIONS["float32"], name)
+
+    @wraps(like)
+    def stand_in(*_: Any) -> None:
+        raise NotImplementedError
+
+    @overload(stand_in)
+    @wraps(like)
+    def choose(*types: Any) -> Any:
+        return getattr(OPERATIONS[str(types[2].dtype)], name)
+
+    return stand_in
+
+
+_square, _add, _encode = map(_chosen, Operations._fields)

@@ -1,0 +1,152 @@
+"""What an aggregator looks at now and then beside its fragments: the run's checkpoints and scores.
+
+Without a checkpoint a run whose NATS servers are lost with their disks is lost with them. One is
+made as it comes due, by whichever aggregator looks first: each looks at times of its own, and that
+two make one at once is rare and harms nothing. Scores of held-out loss are what `diloco evaluate`
+and others keep in the store: an aggregator has no task, and evaluates nothing.
+"""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+from diloco.aggregator.checkpoint import mark
+from diloco.aggregator.context import Context
+from diloco.common import metrics, names, shards, wire
+from diloco.common.checkpoint_files import checkpoints, load_file
+from diloco.common.errors import DilocoError, ObjectMissingError, WireError
+from diloco.common.tape import has_ended, last_record, load_specification
+
+LOOK_S = 60.0
+# A checkpoint that took long is not made again before so many times that long.
+REST = 20.0
+
+
+@dataclass
+class Lookout:
+    """Looks again and again; a fault that stays is told once."""
+
+    context: Context
+    _told: str = field(default="", init=False)
+
+    async def watch(self, look_s: float = LOOK_S) -> None:
+        """Look about every `look_s` seconds; never returns."""
+        while True:
+            await self.look()
+            await asyncio.sleep(look_s * self.context.runtime.rng.uniform(0.75, 1.25))
+
+    async def look(self) -> None:
+        """Look once."""
+        try:
+            await self._look()
+        except DilocoError as error:
+            if error.message != self._told:
+                self._failed(error.message)
+            self._told = error.message
+        else:
+            self._told = ""
+
+    async def _look(self) -> None:
+        raise NotImplementedError
+
+    def _failed(self, why: str) -> None:
+        raise NotImplementedError
+
+
+@dataclass
+class CheckpointWatch(Lookout):
+    """Tells the age of the newest checkpoint; makes another after `interval_s`, 0: none."""
+
+    interval_s: float
+    _known: str | None = None
+    _made_at_s: float = 0.0
+    _versions: tuple[int, ...] = ()
+    _took_s: float = 0.0
+
+    async def _look(self) -> None:
+        await self._read()
+        if await self._due():
+            await self._make()
+
+    async def _read(self) -> None:
+        context = self.context
+        known = await context.runtime.call(checkpoints, context.store, context.run)
+        newest = known[-1] if known else ""
+        if newest == self._known:
+            return
+        if newest:
+            file = await context.runtime.call(load_file, context.store, context.run, newest)
+            self._made_at_s = file.created_at_s
+            self._versions = tuple(record.version for record in file.records)
+        else:
+            specification = await load_specification(context.bus, context.run)
+            self._made_at_s = specification.created_at_s
+        context.metrics.set(metrics.RUN_CHECKPOINTED_AT, self._made_at_s)
+        self._known = newest
+
+    def _failed(self, why: str) -> None:
+        self.context.logger.warning("checkpoint_failed", why=why)
+
+    async def _due(self) -> bool:
+        context = self.context
+        age_s = context.runtime.clock() - self._made_at_s
+        if not self.interval_s or age_s < max(self.interval_s, REST * self._took_s):
+            return False
+        fragments = range(len(context.layout.fragments))
+        now = tuple([(await last_record(context, fragment))[0].version for fragment in fragments])
+        return now != self._versions and not await has_ended(context.bus, context.run)
+
+    async def _make(self) -> None:
+        began_s = time.monotonic()
+        made = await mark(self.context)
+        self._took_s = time.monotonic() - began_s
+        self.context.logger.info("checkpoint_made", name=made.name, took_s=round(self._took_s, 3))
+        await self._read()
+
+
+@dataclass
+class ScoreWatch(Lookout):
+    """Tells the run's held-out loss: the first, the best and the newest score; reads each once."""
+
+    _seen: set[str] = field(default_factory=set)
+    _first: wire.Score | None = None
+    _best: wire.Score | None = None
+    _newest: wire.Score | None = None
+
+    async def _look(self) -> None:
+        context = self.context
+        listed = await context.runtime.call(context.store.list, names.scores_prefix(context.run))
+        for info in listed:
+            if info.name not in self._seen:
+                await self._take(info.name)
+                self._seen.add(info.name)
+        self._show()
+
+    async def _take(self, name: str) -> None:
+        context = self.context
+        try:
+            data = await context.runtime.call(context.store.get, name)
+            score = wire.decode(wire.Score, data)
+        except (ObjectMissingError, WireError):
+            return  # Collected meanwhile, or of another release.
+        if not name.endswith(f"-{shards.digest(data)}"):
+            return  # Edited or damaged.
+        if (score.run, score.epoch) != (context.run, context.epoch):
+            return
+        if self._first is None or score.at_s < self._first.at_s:
+            self._first = score
+        if self._newest is None or score.at_s >= self._newest.at_s:
+            self._newest = score
+        if self._best is None or score.loss < self._best.loss:
+            self._best = score
+
+    def _failed(self, why: str) -> None:
+        self.context.logger.warning("scores_unread", why=why)
+
+    def _show(self) -> None:
+        found = {"first": self._first, "best": self._best, "newest": self._newest}
+        for which, score in found.items():
+            if score is not None:
+                self.context.metrics.set(metrics.HELD_OUT, score.loss, which)
+        if self._newest is not None:
+            self.context.metrics.set(metrics.HELD_OUT_STEP, self._newest.global_step)

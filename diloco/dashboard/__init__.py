@@ -1,1 +1,0 @@
-"""`diloco dashboard`: a run on one page, as it goes."""

@@ -1,1 +1,0 @@
-"""Figures: how all of them look."""

@@ -1,0 +1,200 @@
+"""Virtual time for the two cores alone: a queue of calls, and fragments whose machines live by it.
+
+Who uses it says what an update and a version are, and what reading and making them takes:
+`diloco/plan/rounds.py` counts them, `bench/emulate.py` merges tensors. Pure. A timeline can be
+pickled with all that is to come, as long as calls are bound methods of what can be.
+"""
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from diloco.aggregator.core import events, machine, memory, rounds
+from diloco.aggregator.core.events import Commit, Effect
+from diloco.aggregator.core.policy import FragmentRules
+from diloco.aggregator.core.state import State
+from diloco.common import names, wire
+from diloco.common.shards import shard_bytes, shard_ranges
+from diloco.common.slices import of_range
+from diloco.learner import sync
+
+NEVER_S = math.inf
+
+# When, in which order at the same time, and what happens.
+_Call = tuple[float, int, Callable[[], None]]
+
+
+class Timeline:
+    """What is still to come, and the tape's sequence numbers.
+
+    Attributes:
+        now_s: the time of what happens now.
+    """
+
+    def __init__(self, now_s: float = 0.0) -> None:
+        self.now_s = now_s
+        self._seq = self._order = 0
+        self._calls: list[_Call] = []
+
+    @property
+    def next_s(self) -> float:
+        """When something happens next."""
+        return self._calls[0][0] if self._calls else NEVER_S
+
+    def at(self, at_s: float, call: Callable[..., None], *args: Any) -> None:
+        """Let something happen, in the order of times and then of calls."""
+        self._order += 1
+        planned: _Call = (max(at_s, self.now_s), self._order, partial(call, *args))
+        heapq.heappush(self._calls, planned)
+
+    def after(self, wait_s: float, call: Callable[..., None], *args: Any) -> None:
+        """Let something happen in a while."""
+        self.at(self.now_s + wait_s, call, *args)
+
+    def advance(self) -> None:
+        """Let the next thing happen."""
+        self.now_s, _, call = heapq.heappop(self._calls)
+        call()
+
+    def next_seq(self) -> int:
+        """The sequence number of a message that is published now."""
+        self._seq += 1
+        return self._seq
+
+
+class Fragment:
+    """The aggregator of one fragment: its machine, told what happens when it happens.
+
+    Attributes:
+        state: the machine's.
+        newest_seq: of its newest update on the tape.
+    """
+
+    def __init__(self, rules: FragmentRules, timeline: Timeline, digest: str) -> None:
+        self.rules = rules
+        self.timeline = timeline
+        self.state = State(
+            version=0, record_seq=timeline.next_seq(), view_digest=digest, seen_seq=0
+        )
+        self.newest_seq = 0
+        self._held: deque[events.Event] = deque()
+        self._timer_s = NEVER_S
+        self._shards = _shards(rules)
+
+    def perform(self, effect: Effect) -> None:
+        """Do what the machine asks for; answers come by `decide`."""
+        raise NotImplementedError
+
+    def decide(self, event: events.Event) -> None:
+        """Tell the machine, and do what it asks for."""
+        if self.state.phase == "closing" and not isinstance(event, events.Made):
+            # As a fragment's owner does: its machine is told nothing before the version is made.
+            self._held.append(event)
+            return
+        self.state, effects = machine.step_at(self.rules, self.state, event, self.timeline.now_s)
+        for effect in effects:
+            self.perform(effect)
+        due_s = rounds.deadline(self.rules, self.state)
+        if due_s is not None and due_s != self._timer_s:
+            self._timer_s = due_s
+            self.timeline.at(due_s, self._ring, due_s)
+
+    def join(self, learner: str, incarnation: int) -> sync.Start:
+        """Begin a learner's life; the version that it begins with."""
+        self.decide(events.Joined(self.timeline.now_s, incarnation, learner))
+        state = self.state
+        return sync.Start(state.version, state.view_digest, state.record_seq, state.global_step)
+
+    def announce(self, manifest: wire.Manifest) -> None:
+        """Put an update on the tape."""
+        self.newest_seq = self.timeline.next_seq()
+        self.decide(events.Announced(self.timeline.now_s, self.newest_seq, manifest))
+
+    def made(self, digest: str) -> None:
+        """The version is made; what came meanwhile is told now."""
+        self.decide(events.Made(self.timeline.now_s, digest))
+        while self._held and self.state.phase != "closing":
+            self.decide(self._held.popleft())
+
+    def manifest(
+        self, learner: str, incarnation: int, send: sync.Send, position: int, step_time_s: float
+    ) -> wire.Manifest:
+        """What announces an update."""
+        rules = self.rules
+        prefix = names.shards_prefix(
+            rules.run, learner, rules.fragment, rules.epoch, incarnation, send.seq
+        )
+        # What the cores say of themselves needs no check, which takes longer than all else here.
+        return wire.Manifest.model_construct(
+            run=rules.run,
+            learner=learner,
+            epoch=rules.epoch,
+            incarnation=incarnation,
+            seq=send.seq,
+            fragment=rules.fragment,
+            base_version=send.base_version,
+            base_digest=send.base_digest,
+            layout=rules.layout,
+            codec=rules.codec,
+            shards=tuple(
+                shard.model_copy(update={"name": f"{prefix}{index}"})
+                for index, shard in enumerate(self._shards)
+            ),
+            tokens=max(1, send.tokens),
+            steps=send.steps,
+            position=position,
+            local_step=position,
+            loss=0.0,
+            step_time_s=step_time_s,
+            encode_s=0.0,
+            upload_s=0.0,
+            attempt=0,
+            final=send.final,
+        )
+
+    def read_by(
+        self, commit: Commit, record_seq: int, digest: str
+    ) -> Callable[[str, int], sync.Ready]:
+        """What each life of a learner, by name and incarnation, reads in a commit's record."""
+        # What the record says, not what was decided since.
+        state, made = commit.state, commit.what == "version"
+        marks = memory.after_record(state).marks
+        taken = [admitted.manifest for admitted in state.admitted] if made else []
+        merged = {(one.learner, one.incarnation): one.seq for one in taken}
+        clock = rounds.global_step_after(self.rules, state) if made else state.global_step
+
+        def ready(learner: str, incarnation: int) -> sync.Ready:
+            mark = marks.get((learner, incarnation))
+            return sync.Ready(
+                fragment=self.rules.fragment,
+                record_seq=record_seq,
+                version=state.version + made,
+                view_digest=digest,
+                global_step=clock,
+                resolved_seq=mark.seq if mark else 0,
+                merged_seq=merged.get((learner, incarnation), 0),
+            )
+
+        return ready
+
+    def _ring(self, due_s: float) -> None:
+        if due_s == self._timer_s:
+            self._timer_s = NEVER_S
+            if self.state.phase != "closing":
+                self.decide(events.Timer(self.timeline.now_s))
+
+
+def _shards(rules: FragmentRules) -> tuple[wire.Shard, ...]:
+    """The shards of an update, without their names."""
+    return tuple(
+        wire.Shard(
+            name="update",
+            size_bytes=shard_bytes(rules.codec, stop - start, rules.block),
+            crc32c=0,
+            slices=of_range(start, stop, rules.block),
+        )
+        for start, stop in shard_ranges(rules.size, rules.block, rules.shard_elements)
+    )

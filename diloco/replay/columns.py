@@ -1,0 +1,65 @@
+"""Very many rows of numbers, in little memory."""
+
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar, get_type_hints, overload
+
+import numpy as np
+import numpy.typing as npt
+
+Row = TypeVar("Row", bound=tuple[Any, ...])
+Column = npt.NDArray[np.float64]
+
+
+class Columns(Sequence[Row]):
+    """Rows of a class of named tuples whose fields are numbers and text: eight bytes a field.
+
+    Args:
+        kind: the class.
+        rows: the first ones.
+
+    Attributes:
+        texts: every text of the rows, in the order that they came; a column has places in it.
+    """
+
+    def __init__(self, kind: type[Row], rows: Iterable[Row] = ()) -> None:
+        self.texts: list[str] = []
+        self._places: dict[str, int] = {}
+        self._kind = kind
+        self._types = get_type_hints(kind)
+        self._values = array("d")
+        for row in rows:
+            self.append(row)
+
+    def append(self, row: Row) -> None:
+        """The next one."""
+        self._values.extend(self._place(one) if isinstance(one, str) else one for one in row)
+
+    def _place(self, text: str) -> int:
+        if text not in self._places:
+            self._places[text] = len(self.texts)
+            self.texts.append(text)
+        return self._places[text]
+
+    def column(self, name: str) -> Column:
+        """A field of all rows, float64 [rows]."""
+        rows = np.frombuffer(self._values, np.float64).reshape(-1, len(self._types))
+        return rows[:, [*self._types].index(name)].copy()
+
+    def __len__(self) -> int:
+        """How many."""
+        return len(self._values) // len(self._types)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        """One of them, or some."""
+        if isinstance(index, slice):
+            return [self[at] for at in range(*index.indices(len(self)))]
+        width = len(self._types)
+        at = range(len(self))[index] * width
+        row = zip(self._types.values(), self._values[at : at + width], strict=True)
+        values = (self.texts[int(one)] if of is str else of(one) for of, one in row)
+        return self._kind(*values)

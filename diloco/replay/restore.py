@@ -1,0 +1,112 @@
+"""`diloco restore`: a bundle's tape, and its objects, back on a server; or its logs in a folder."""
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+from rich.console import Console
+
+from diloco.cli.opening import placed
+from diloco.common import names
+from diloco.common.bundle import Bundle, BundleStore, open_bundle
+from diloco.common.bus import jetstream
+from diloco.common.bus.protocol import stream_exists
+from diloco.common.config import Config, load_config
+from diloco.common.errors import ConfigError, IntegrityError, StreamMissingError
+from diloco.common.store import ObjectStore, open_store
+from diloco.operate.streams import make_streams, tape_limits
+
+# Messages that a tape may lack in all, trimmed by garbage collection: an hour of filling gaps.
+MOST_MISSING = 100_000_000
+
+
+def run_restore(path: Path, config: Path | None, *, objects: bool) -> None:
+    """Put a bundle's tape on a server that does not have the run, and with `objects` these too.
+
+    Raises:
+        DilocoError: the file is not a whole bundle, or the server has the run already.
+    """
+    console = Console()
+    with contextlib.closing(open_bundle(path)) as bundle:
+        if lost := bundle.header.get("lost", ""):
+            raise ConfigError(f"{str(path)!r} is a part of a run only: {lost}")
+        _check_gaps(bundle)
+        if objects and not bundle.has_objects:
+            raise ConfigError(f"{str(path)!r} was made with --no-objects: it has none to restore")
+        place = load_config(config) if config else placed(bundle.run, stored=objects)
+        with console.status("writing ..."):
+            count = asyncio.run(_restore(bundle, place, objects=objects))
+        told = f"run [bold]{bundle.run}[/]: {count} messages are on {place.bus.url}"
+        more = f", {len(bundle.objects)} objects in {place.store.url}" if objects else ""
+        console.print(told + more, soft_wrap=True)
+
+
+def _check_gaps(bundle: Bundle) -> None:
+    """Refuse a tape most of which is not there, since a server fills every gap, and empties it.
+
+    Raises:
+        IntegrityError: it is such a tape.
+    """
+    seqs = bundle.tape.seqs
+    missing = seqs[-1] - seqs[0] + 1 - len(seqs) if seqs else 0
+    if missing > MOST_MISSING:
+        raise IntegrityError(
+            f"the tape in {str(bundle.path)!r} has gaps of {missing:,} messages: no run's has more "
+            f"than {MOST_MISSING:,}",
+            hint="the file's maker wrote false sequences; commands that only read still take it",
+        )
+
+
+async def _restore(bundle: Bundle, place: Config, *, objects: bool) -> int:
+    run, section = bundle.run, place.bus
+    bus = await jetstream.connect(
+        section.url, name="restore", credentials=section.credentials, tls_ca=section.tls_ca
+    )
+    try:
+        stream, subjects = names.tape_stream(run), names.tape_subjects(run)
+        # Before objects are put beside those of a run that is there.
+        with contextlib.suppress(StreamMissingError):
+            await bus.last_sequence(stream)
+            raise stream_exists(stream)
+        if objects:
+            url, emulator = place.store.url, place.store.emulator
+            put_objects(bundle, open_store(url, emulator=emulator, create=True))
+        messages = map(bundle.message, bundle.tape.ats)
+        count = await bus.restore(stream, subjects, tape_limits(section), messages)
+        await make_streams(bus, run, section)
+    finally:
+        await bus.close()
+    return count
+
+
+def put_objects(bundle: Bundle, store: ObjectStore) -> None:
+    """Store what a bundle has; an object that is there already stays.
+
+    Raises:
+        ObjectExistsError: the store has other bytes under the name of one.
+    """
+    held = BundleStore(bundle)
+    for info in held.walk(""):
+        store.put(info.name, held.get(info.name))
+
+
+def run_unpack(path: Path, folder: Path) -> None:
+    """Write the logs and notes of a bundle into a new folder.
+
+    Raises:
+        ConfigError: the folder is there.
+        IntegrityError: the bundle is damaged.
+    """
+    if folder.exists():
+        raise ConfigError(f"{str(folder)!r} exists already", hint="give another name")
+    with contextlib.closing(open_bundle(path)) as bundle:
+        # A file whose names lead elsewhere is not opened (`common/bundle/check.py`).
+        for name in bundle.files:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            with (folder / name).open("xb") as file:
+                file.writelines(bundle.parts(name))
+        Console().print(
+            f"{len(bundle.files)} files are in {folder}, as the bundle's maker has them: nothing "
+            "has checked what they say",
+            soft_wrap=True,
+        )  # fmt: skip

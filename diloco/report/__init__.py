@@ -1,1 +1,0 @@
-"""`diloco report`: a run in figures and one page."""

@@ -1,0 +1,329 @@
+"""What is amiss with a run, in sentences, and what is well: status, alerts and doctor say the same.
+
+From one `Run`, which is a moment; `diloco/check` looks deeper, into the whole tape and the store. A
+learner is called well only where nothing else can be said of it: whoever is quarantined, ended by
+an error, superseded, silent, or of no use is told of as that, also once it has left.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from statistics import median
+
+from diloco.aggregator.tape_watch import NEARLY_FULL
+from diloco.cli.units import human_bytes
+from diloco.common.config import RunSettings
+from diloco.common.errors import DilocoError
+from diloco.common.reasons import find
+from diloco.common.wire import note
+from diloco.run.state import RECENT, Finding, Learner, Run, Severity
+
+DISK_FULL = "runbooks/disk-full.md"
+FRAGMENT_STOPPED = "runbooks/fragment-stopped.md"
+LAGGING_LEARNER = "runbooks/lagging-learner.md"
+LOSS_SPIKE = "runbooks/loss-spike.md"
+NATS_AWAY = "runbooks/nats-away.md"
+NO_LEARNERS = "runbooks/no-learners.md"
+QUARANTINED_LEARNER = "runbooks/quarantined-learner.md"
+REJECTED_UPDATES = "runbooks/rejected-updates.md"
+TAPE_FULL = "runbooks/tape-full.md"
+
+# A fragment stands still when what is in flight has waited for so many hard deadlines.
+PATIENCE = 3.0
+# Mean staleness, in versions, from which a learner's work hardly counts.
+STALE = 4.0
+REJECTED_SHARE = 0.1
+# So many lives of a learner that ended without a word, in an hour, are a loop and no accident.
+SUDDEN_ENDS = 3
+# Fewer than this may be an accident of clocks.
+CUT_LEAST = 4
+# Times the median of the others, over a learner's last updates; of fewer it says nothing. What
+# learners say is a moving average: while losses fall fast, one that began later is honestly above
+# the others.
+FAR_LOSS = 4.0
+FAR_NORM = 4.0
+# What is said of updates that count for less than they claim.
+LESS = {
+    "steps": "claim more steps than there was time for",
+    "weight": "claim far more tokens than the others' weigh",
+    "norm": "were shortened: far longer for their steps than the others'",
+}
+_AS_FAST = "declare it in bounds.learners if it is as fast as it says; if not, it is misconfigured "
+CURE = {
+    "steps": f"{_AS_FAST}or lies",
+    "weight": f"{_AS_FAST}or lies",
+    "norm": "compare its learning rate and its data with the others'; `diloco replay RUN --blame` "
+    "says what its updates did",
+}
+
+
+def judged(run: Run, settings: RunSettings, *, copied: bool = False) -> Iterator[Finding]:
+    """Everything that is said of a run at a moment.
+
+    Args:
+        run: the run.
+        settings: in force.
+        copied: it is a copy in a file, of a run that may go on without it; nor has it the leases.
+    """
+    stopped = run.state in ("stopping", "ended")
+    yield from room(run.tape_bytes, run.tape_limit_bytes)
+    for name, life in run.strangers.items():
+        yield _of_no_life(name, life)
+    for one in run.learners:
+        yield from _of_learner(one, whole=run.whole, stopped=stopped)
+    if not run.learners and not stopped:
+        yield Finding(severity="note", about="learners", sentence="no learner has joined yet")
+    if run.state in ("under way", "waiting for learners") and not copied:
+        yield from _nobody(run.learners)
+    yield from _fragments(run, settings)
+    yield from _quiet(run, settings)
+    if run.state != "ended" and not copied:
+        yield from _owners(run)
+
+
+def failed(about: str, error: DilocoError, runbook: str) -> Finding:
+    """What a look met with an error."""
+    return Finding(
+        severity="error",
+        about=about,
+        sentence=error.message,
+        advice=(error.hint or "").removesuffix(runbook).rstrip(": "),
+        runbook=runbook,
+    )
+
+
+def room(size_bytes: int, limit_bytes: int) -> Iterator[Finding]:
+    """How near the tape is to its limit; nothing where it has none."""
+    if not limit_bytes:
+        return
+    sizes = f"{human_bytes(size_bytes)} of {human_bytes(limit_bytes)}"
+    if size_bytes < NEARLY_FULL * limit_bytes:
+        yield Finding(severity="ok", about="tape", sentence=f"it holds {sizes}")
+        return
+    yield Finding(
+        severity="warning",
+        about="tape",
+        sentence=f"nearly full: {sizes}; a full tape accepts no message",
+        advice="find out who fills it, and let garbage collection or a larger limit make room",
+        runbook=TAPE_FULL,
+    )
+
+
+# Learners
+
+
+def _of_learner(one: Learner, *, whole: bool, stopped: bool) -> Iterator[Finding]:
+    """What is amiss with a learner; if nothing is, how it fares."""
+    found = [*_amiss(one, stopped=stopped)]
+    if not found and stopped and not one.left and not one.live:
+        known = one.live is not None
+        why = "was silent when the run stopped" if known else "no record knows of its last life"
+        found = [_of(one, "note", why)]
+    if found:
+        yield from found
+    elif one.left or stopped:
+        how = "took part to the end" if one.finished else "has left"
+        if one.merged or not whole:
+            yield _of(one, "ok", how)
+        else:
+            yield _of(one, "note", f"{how}, and nothing of it was merged")
+    elif one.state == "training":
+        yield _of(one, "ok", f"trains, {one.tokens_per_s:,.0f} tokens/s, step {one.local_step:,}")
+    else:
+        yield _of(one, "note", f"does not train: {one.state}")
+
+
+def _of(
+    one: Learner, severity: Severity, sentence: str, advice: str = "", runbook: str | None = None
+) -> Finding:
+    return Finding(
+        severity=severity,
+        about=f"learner {one.name}",
+        sentence=sentence,
+        advice=advice,
+        runbook=runbook,
+    )
+
+
+def _amiss(one: Learner, *, stopped: bool) -> Iterator[Finding]:
+    if one.state == "quarantined":
+        # Whatever else it does: nothing of it is merged.
+        why = f"is quarantined{f': {one.why}' if one.why else ''}"
+        advice = f"find out why; `diloco run release RUN {one.name}` lets it in again"
+        yield _of(one, "warning", why, advice, QUARANTINED_LEARNER)
+    if one.sudden_ends >= SUDDEN_ENDS and not stopped:
+        why = (
+            f"started again {one.sudden_ends} times within the hour, each time without having left "
+            "the run"
+        )
+        advice = f"see what ends it: systemctl status diloco-learner@{one.name}, and the journal"
+        yield _of(one, "error", why, advice, LAGGING_LEARNER)
+    if one.failed:
+        why = f"an error has ended it: {note(one.trouble)}"
+        advice = "its log says more; repair that, and start it again"
+        yield _of(one, "warning", why, advice, LAGGING_LEARNER)
+    if one.superseded and not stopped:
+        why = (
+            f"its last heartbeat is of incarnation {one.superseded}, "
+            f"but {one.incarnation} has joined since: the earlier process is superseded"
+        )
+        advice = "if it still runs, end it, or give it a name of its own"
+        yield _of(one, "warning", why, advice, LAGGING_LEARNER)
+    if one.silent and not (one.left or stopped or one.failed):
+        since = f"for {one.heard_s:,.0f} s" if one.heard_s is not None else "since it joined"
+        why = f"silent {since}, and has not left the run"
+        advice = "check whether its process runs and reaches NATS; start it again if not"
+        yield _of(one, "warning", why, advice, LAGGING_LEARNER)
+    yield from _of_little_use(one)
+    yield from _far_off(one)
+    if one.trouble and not one.failed and not one.left:
+        advice = "its log says more; a crash would cost it what its newest checkpoint lacks"
+        yield _of(one, "warning", f"says: {note(one.trouble)}", advice, DISK_FULL)
+
+
+def _of_little_use(one: Learner) -> Iterator[Finding]:
+    """Of what a learner sent last: how stale it was, and how much was cut or rejected."""
+    count = len(one.recent)
+    reasons = Counter(answer.reason for answer in one.recent if answer.reason)
+    less = Counter(what for answer in one.recent for what in answer.less)
+    if less.total() >= max(CUT_LEAST, REJECTED_SHARE * count):
+        listed = ", ".join(f"{times} {LESS[what]}" for what, times in less.most_common())
+        why = f"of its last {count} updates {listed}"
+        yield _of(one, "warning", why, CURE[less.most_common(1)[0][0]], REJECTED_UPDATES)
+    if one.staleness is not None and one.staleness >= STALE:
+        why = f"its last updates were {one.staleness:.1f} versions old: they count for little"
+        advice = "give it faster steps, or a larger H for all"
+        yield _of(one, "warning", why, advice, LAGGING_LEARNER)
+    if reasons.total() > REJECTED_SHARE * count:
+        listed = ", ".join(f"{reason} {times}" for reason, times in reasons.most_common())
+        most = find(reasons.most_common(1)[0][0])
+        why = f"{reasons.total()} of its last {count} updates were rejected: {listed}"
+        advice = f"{most}: {most.text}" if most else "it is a reason of another release"
+        yield _of(one, "warning", why, advice, most.runbook if most else REJECTED_UPDATES)
+
+
+def _far_off(one: Learner) -> Iterator[Finding]:
+    """A learner whose loss or norms are far from those of the others in the same rounds.
+
+    So neither the fragment nor the time of the run matters.
+    """
+    if len(one.beside) < RECENT:
+        return
+    loss = median(answer.loss for answer in one.beside)
+    others = median(answer.others_loss or 0.0 for answer in one.beside)
+    ratio = median(answer.norm for answer in one.beside)
+    advice = (
+        "look at its data, its learning rate and its machine; `diloco replay RUN --blame` "
+        "says what its updates did"
+    )
+    if others > 0 and loss > FAR_LOSS * others:
+        why = f"its loss is {loss:.4g}, the others' in the same rounds {others:.4g}"
+        yield _of(one, "warning", why, advice, LOSS_SPIKE)
+    if not 1 / FAR_NORM <= ratio <= FAR_NORM:
+        why = f"its updates are {ratio:.2g} times as long as the others'"
+        yield _of(one, "warning", why, advice, LOSS_SPIKE)
+
+
+def _of_no_life(name: str, life: int) -> Finding:
+    return Finding(
+        severity="warning",
+        about=f"learner {name}",
+        sentence=f"sends heartbeats of incarnation {life}, which never joined: they count "
+        "for nothing",
+        advice="end that process; if you did not start it, revoke the learner's credential",
+        runbook=LAGGING_LEARNER,
+    )
+
+
+def _nobody(learners: Sequence[Learner]) -> Iterator[Finding]:
+    """A run that goes on, of whose learners all have left, are silent or were ended by an error."""
+    left = [one for one in learners if one.left]
+    silent = [one for one in learners if not one.left and (one.silent or one.failed)]
+    if not learners or len(silent) + len(left) < len(learners):
+        return
+    gone = [f"{len(silent)} silent or ended by an error"] if silent else []
+    gone += [f"{len(left)} left in order"] if left else []
+    yield Finding(
+        severity="error" if silent else "warning",
+        about="learners",
+        sentence=f"no learner is there, and nothing is trained: {', '.join(gone)}",
+        advice="start them again; if they all stop at once, look at what they share",
+        runbook=NO_LEARNERS,
+    )
+
+
+# Fragments
+
+
+def patience_s(settings: RunSettings) -> float:
+    """How long updates may wait for a record before their fragment stands still."""
+    return PATIENCE * settings.quorum.deadline_s + settings.sync.reannounce_timeout_s
+
+
+def _fragments(run: Run, settings: RunSettings) -> Iterator[Finding]:
+    """Fragments whose updates wait, and nobody merges them; and a stop that does not come."""
+    longest_s, stalled = patience_s(settings), False
+    for one in run.fragments if run.state != "ended" else ():
+        waited_s = min(one.waiting_s, one.version_s)
+        if one.waiting and waited_s > longest_s:
+            stalled = True
+            yield Finding(
+                severity="error",
+                about=f"fragment {one.fragment}",
+                sentence=f"stalled: {one.waiting} updates wait, and there has been no record "
+                f"for {waited_s:,.0f} s",
+                advice="check whether an aggregator runs, and in its log for this fragment",
+                runbook=FRAGMENT_STOPPED,
+            )
+    if stalled:
+        return
+    if run.state == "stopping" and run.stopping_s > longest_s:
+        yield Finding(
+            severity="error",
+            about="fragments",
+            sentence=f"stopping for {run.stopping_s:,.0f} s without a record, and no end is on the "
+            "tape",
+            advice="check whether an aggregator runs, and in its log for what it waits",
+            runbook=FRAGMENT_STOPPED,
+        )
+        return
+    versions = [one.version for one in run.fragments]
+    low, high = min(versions, default=0), max(versions, default=0)
+    at = f"version {low}" if low == high else f"versions {low} to {high}"
+    yield Finding(
+        severity="ok", about="fragments", sentence=f"{run.state}: {len(versions)} fragments at {at}"
+    )
+
+
+def _quiet(run: Run, settings: RunSettings) -> Iterator[Finding]:
+    """Learners train, and nothing comes to the tape: it stores nothing, or they cannot send."""
+    training = [one for one in run.learners if one.state == "training"]
+    if not training or run.state in ("stopping", "ended"):
+        return
+    each_s = settings.sync.interval_steps * min(one.step_time_s for one in training)
+    if run.quiet_s > patience_s(settings) + PATIENCE * each_s:
+        yield Finding(
+            severity="error",
+            about="tape",
+            sentence=f"learners train, and for {run.quiet_s:,.0f} s nothing has come to the tape",
+            advice="look in their logs for what they wait for; a stream that met a full disk takes "
+            "nothing until its nats-server is restarted",
+            runbook=DISK_FULL,
+        )
+
+
+def _owners(run: Run) -> Iterator[Finding]:
+    """Fragments that no aggregator has a lease of, while the run goes on."""
+    free = [one.fragment for one in run.fragments if one.free]
+    if free and run.learners:
+        listed = ", ".join(str(fragment) for fragment in free[:12])
+        yield Finding(
+            severity="warning",
+            about="owners",
+            sentence=f"no aggregator owns fragment {listed}{' ...' if len(free) > 12 else ''}",
+            advice="start an aggregator; one that was just killed is replaced within its lease",
+            runbook=FRAGMENT_STOPPED,
+        )
+    shares = Counter(one.owner for one in run.fragments if one.owner is not None)
+    if shares and not free:
+        listed = ", ".join(f"{name} {count}" for name, count in sorted(shares.items()))
+        yield Finding(severity="ok", about="owners", sentence=f"fragments are owned by {listed}")

@@ -1,0 +1,425 @@
+"""A run's whole tape: what was sent, what became of it, and what operators did.
+
+For whoever compares everything with everything, as `diloco doctor` and `diloco replay` do. What
+goes over the tape once is a fold of its own that holds less (`timeseries.py`, `state.py`). Messages
+are in a file and decoded when they are asked for (`spool.py`): go over them, and keep little.
+
+Garbage collection trims the tape, so a history begins where the tape does: from sequence
+`whole_from` on nothing is missing; what stands before it are the last messages of their subjects
+and the tails of the chains of records.
+"""
+
+import heapq
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import NamedTuple, TypeVar
+
+from diloco.common import names, wire
+from diloco.common.config import RunSettings, parse_settings
+from diloco.common.errors import WireError
+from diloco.common.layout import Layout
+from diloco.common.store import ObjectStore
+from diloco.common.tape import (
+    Entry,
+    Extent,
+    Garbage,
+    Item,
+    RunContext,
+    Unreadable,
+    changed_settings,
+    load_specification,
+    read_tape,
+    same_tape,
+)
+from diloco.run.spool import Part, Spool, Spooled, Times
+
+Body = TypeVar("Body", bound=wire.Body)
+
+
+class Sent(NamedTuple):
+    """An update by its identity, whatever how often it was announced."""
+
+    learner: str
+    incarnation: int
+    fragment: int
+    seq: int
+
+
+# A fragment's records, in order, with their sequences.
+Chain = Sequence[tuple[int, wire.Record]]
+
+
+def _spooled(spool: Spool, kind: type[Body]) -> Spooled[tuple[int, Body]]:
+    """(sequence, body) of messages of one kind."""
+
+    def unpack(index: int, raw: bytes) -> tuple[int, Body]:
+        return found.seqs[index], wire.decode(kind, raw)
+
+    found: Spooled[tuple[int, Body]] = Spooled(spool, unpack)
+    return found
+
+
+def _manifests(spool: Spool) -> Spooled[tuple[int, wire.Manifest]]:
+    return _spooled(spool, wire.Manifest)
+
+
+class Chains(dict[int, Chain]):
+    """The records of each fragment; of one that has none, an empty chain."""
+
+    def __missing__(self, fragment: int) -> Chain:
+        return ()
+
+
+class Entries(Spooled[Entry]):
+    """All decoded messages but records."""
+
+    def __init__(self, spool: Spool, times_s: Times) -> None:
+        super().__init__(spool, self._entry)
+        self._times_s = times_s
+        self._subjects: dict[str, type[wire.Body]] = {}
+        self._names: list[str] = []
+        self._ids: dict[str, int] = {}
+        self._whose = array("i")
+        self._sizes = array("i")
+
+    def take(self, entry: Entry, place: int) -> None:
+        """The next one, whose bytes begin at a place."""
+        if entry.subject not in self._ids:
+            self._ids[entry.subject] = len(self._names)
+            self._names.append(entry.subject)
+            self._subjects[entry.subject] = type(entry.body)
+        self._whose.append(self._ids[entry.subject])
+        self._sizes.append(entry.size_bytes)
+        self.add(entry.seq, place, None if entry.raw else entry)
+
+    def _entry(self, index: int, raw: bytes) -> Entry:
+        subject, seq = self._names[self._whose[index]], self.seqs[index]
+        body = wire.decode(self._subjects[subject], raw)
+        return Entry(seq, self._times_s[seq], subject, body, self._sizes[index], raw=raw)
+
+    def concerning(self, fragment: int, first_seq: int = 0) -> Sequence[Entry]:
+        """Those that are about a fragment, or about none, from a sequence on."""
+        of = [names.parse_subject(subject) for subject in self._names]
+        about = [None if one is None else one.fragment for one in of]
+        chosen = {index for index, one in enumerate(about) if one in (None, fragment)}
+        first = bisect_left(self.seqs, first_seq)
+        rows = (row for row in range(first, len(self._whose)) if self._whose[row] in chosen)
+        return Part(self, array("q", rows))
+
+
+@dataclass
+class History:
+    """A run's tape up to `last_seq`, decoded; every list in order of the tape.
+
+    Attributes:
+        extent: how far it goes, and from where on nothing is missing.
+        times_s: when each message was stored.
+        entries: all decoded messages but records.
+        garbage: what is no message of the protocol, or of another run, learner or epoch;
+            `undecoded` is what of it is not among `entries`.
+        unreadable: records that are damaged, or whose body is damaged or gone.
+        bodies: names of the objects that hold records.
+        settings: of the specification; `changes` are later ones by their sequence.
+    """
+
+    specification: wire.Specification
+    settings: RunSettings
+    layout: Layout
+    store: ObjectStore
+    extent: Extent = field(default_factory=Extent)
+    spool: Spool = field(default_factory=Spool)
+    times_s: Times = field(default_factory=Times)
+    # Made of the spool, unless they come from another history.
+    entries: Entries = None  # type: ignore[assignment]
+    garbage: list[Garbage] = field(default_factory=list)
+    undecoded: list[Garbage] = field(default_factory=list)
+    unreadable: list[Unreadable] = field(default_factory=list)
+    bodies: set[str] = field(default_factory=set)
+    joins: list[tuple[int, wire.Join]] = field(default_factory=list)
+    leaves: list[tuple[int, wire.Leave]] = field(default_factory=list)
+    manifests: Spooled[tuple[int, wire.Manifest]] = None  # type: ignore[assignment]
+    manifests_of: "dict[int, array[int]]" = field(default_factory=dict)
+    records: Chains = field(default_factory=Chains)
+    changes: dict[int, RunSettings] = field(default_factory=dict)
+    checkpoints: list[tuple[int, wire.Checkpoint]] = field(default_factory=list)
+    stop: tuple[int, wire.Stop] | None = None
+    end: tuple[int, wire.End] | None = None
+
+    def __post_init__(self) -> None:
+        """Lists that lie in the spool, unless they come from another history."""
+        if self.entries is None:
+            self.entries = Entries(self.spool, self.times_s)
+            self.manifests = _manifests(self.spool)
+
+    @property
+    def whole_from(self) -> int:
+        """No message from here on is missing."""
+        return self.extent.whole_from
+
+    @property
+    def last_seq(self) -> int:
+        """Sequence of the newest message."""
+        return self.extent.last_seq
+
+    @property
+    def run(self) -> str:
+        """The run's name."""
+        return self.settings.run.name
+
+    @property
+    def in_force(self) -> RunSettings:
+        """The newest settings."""
+        return self.changes[max(self.changes)] if self.changes else self.settings
+
+    @property
+    def trimmed(self) -> bool:
+        """Whether garbage collection has taken something from the tape."""
+        return self.whole_from > 1
+
+    def take(self, item: Item) -> None:
+        """Add the tape's next message."""
+        self.extent.take(item)
+        self.times_s.add(item.seq, item.time_s)
+        if isinstance(item, Garbage):
+            self.garbage.append(item)
+            self.undecoded.append(item)
+            return
+        if item.stored is not None:
+            self.bodies.add(item.stored.name)
+        if isinstance(item, Unreadable):
+            self.unreadable.append(item)
+            return
+        place = self.spool.put(item.raw)
+        if isinstance(item.body, wire.Record):
+            self._take_record(item, item.body, place)
+        else:
+            self.entries.take(item, place)
+            self._take_entry(item, place)
+
+    def _take_record(self, entry: Entry, record: wire.Record, place: int) -> None:
+        chain = self.records.setdefault(record.fragment, _spooled(self.spool, wire.Record))
+        assert isinstance(chain, Spooled)
+        chain.add(entry.seq, place, None if entry.raw else (entry.seq, record))
+
+    def _take_entry(self, entry: Entry, place: int) -> None:
+        seq = entry.seq
+        match entry.body:
+            case wire.Join() as join:
+                self.joins.append((seq, join))
+            case wire.Leave() as leave:
+                self._take_leave(entry, leave)
+            case wire.Manifest() as manifest:
+                self._take_manifest(entry, manifest, place)
+            case wire.Settings() as settings:
+                self._take_settings(entry, settings)
+            case wire.Checkpoint() as checkpoint:
+                self.checkpoints.append((seq, checkpoint))
+            case wire.Stop() as stop:
+                self.stop = self.stop or (seq, stop)
+            case wire.End() as end:
+                self.end = self.end or (seq, end)
+
+    def _take_leave(self, entry: Entry, leave: wire.Leave) -> None:
+        if not same_tape(leave.incarnation, entry.seq):
+            self._refuse(entry, f"a leave of life {leave.incarnation}, which another tape began")
+            return
+        self.leaves.append((entry.seq, leave))
+
+    def _take_manifest(self, entry: Entry, manifest: wire.Manifest, place: int) -> None:
+        epoch = self.specification.epoch
+        if manifest.epoch != epoch:
+            self._refuse(entry, f"an update of epoch {manifest.epoch}, the tape is of {epoch}")
+            return
+        own = self.manifests_of.setdefault(manifest.fragment, array("i"))
+        own.append(len(self.manifests))
+        self.manifests.add(entry.seq, place, None if entry.raw else (entry.seq, manifest))
+
+    def _take_settings(self, entry: Entry, settings: wire.Settings) -> None:
+        try:
+            self.changes[entry.seq] = changed_settings(self.settings, settings)
+        except WireError as error:
+            self._refuse(entry, error.message)
+
+    def _refuse(self, entry: Entry, why: str) -> None:
+        self.garbage.append(Garbage(entry.seq, entry.time_s, entry.subject, why))
+
+    def let_go_of_messages(self) -> None:
+        """Keep records and times alone, where what learners announced has been looked at.
+
+        Of a long tape their indexes are most of what is in memory.
+        """
+        self.entries, self.manifests = Entries(self.spool, self.times_s), _manifests(self.spool)
+        self.manifests_of = {}
+
+    def versions(self) -> list[int]:
+        """Newest version of each fragment."""
+        return [self.records[fragment][-1][1].version for fragment in sorted(self.records)]
+
+    def all_records(self) -> Iterator[wire.Record]:
+        """Every record, fragment by fragment."""
+        for chain in self.records.values():
+            for _, record in chain:
+                yield record
+
+    def announced(self, fragment: int) -> Sequence[tuple[int, wire.Manifest]]:
+        """The manifests of a fragment."""
+        return Part(self.manifests, self.manifests_of.get(fragment, ()))
+
+    def manifest_at(self, seq: int) -> wire.Manifest | None:
+        """The manifest at a sequence of the tape."""
+        found = self.manifests.at(seq)
+        return None if found is None else found[1]
+
+    def sent(self, fragment: int | None = None) -> dict[Sent, int]:
+        """Where each update, of a fragment or all, was announced first."""
+        found: dict[Sent, int] = {}
+        for seq, sent in self.manifests if fragment is None else self.announced(fragment):
+            found.setdefault(identity(sent), seq)
+        return found
+
+    def merged(self) -> dict[Sent, wire.Input]:
+        """Every update that a record merges; for tapes that are short."""
+        return {
+            answered(record, taken): taken
+            for record in self.all_records()
+            for taken in record.inputs
+        }
+
+    def rejected(self) -> dict[Sent, wire.Rejected]:
+        """Every update that a record rejects."""
+        return {
+            answered(record, taken): taken
+            for record in self.all_records()
+            for taken in record.rejected
+        }
+
+    def in_order(self) -> Iterator[tuple[int, wire.Record]]:
+        """Every record with its sequence, in order of the tape."""
+        return in_order(self.records.values())
+
+    def lives(self, learner: str) -> list[int]:
+        """Incarnations of a learner, in order."""
+        return [seq for seq, join in self.joins if join.learner == learner]
+
+    def settings_at(self, seq: int) -> RunSettings:
+        """Settings that a message of the tape put in force; 0: the specification's."""
+        return self.changes[seq] if seq else self.settings
+
+    def settings_of(self, record: wire.Record) -> RunSettings | None:
+        """The settings a record was made under; None if they are trimmed from the tape."""
+        seq = record.policy.settings_seq
+        return self.changes.get(seq) if seq else self.settings
+
+
+def up_to(chain: Chain, last_seq: int) -> Chain:
+    """A chain up to a sequence."""
+    return chain[: bisect_right(chain, last_seq, key=itemgetter(0))]
+
+
+def in_order(chains: Iterable[Chain]) -> Iterator[tuple[int, wire.Record]]:
+    """The records of several fragments in order of the tape."""
+    return heapq.merge(*chains, key=itemgetter(0))
+
+
+def identity(manifest: wire.Manifest) -> Sent:
+    """Which update a manifest announces."""
+    return Sent(manifest.learner, manifest.incarnation, manifest.fragment, manifest.seq)
+
+
+def resolves(record: wire.Record) -> tuple[wire.Input | wire.Rejected, ...]:
+    """All that a record says of updates."""
+    merged: tuple[wire.Input | wire.Rejected, ...] = record.inputs
+    return merged + record.rejected
+
+
+def answered(record: wire.Record, taken: wire.Input | wire.Rejected) -> Sent:
+    """Which update a record merges or rejects."""
+    return Sent(taken.learner, taken.incarnation, record.fragment, taken.seq)
+
+
+async def read_history(
+    context: RunContext, beside: Callable[[Item], None] | None = None
+) -> History:
+    """Everything on a run's tape up to now; `beside` is given each message, too.
+
+    Raises:
+        RunMismatchError: there is no such run.
+        BusError, StoreUnavailableError: bus or store are away.
+        BusUnavailableError: the bus does not give what it has in time.
+    """
+    specification = await load_specification(context.bus, context.run)
+    history = History(
+        specification=specification,
+        settings=parse_settings(specification.settings),
+        layout=context.layout,
+        store=context.store,
+    )
+    async for item in read_tape(context):
+        history.take(item)
+        if beside is not None:
+            beside(item)
+    return history
+
+
+_PAUSES = {"run.paused: False -> True": "paused", "run.paused: True -> False": "continued"}
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened to a run, in words; `by`: who did it, "" for a learner's own."""
+
+    at_s: float
+    what: str
+    by: str
+
+
+def act_of(body: wire.Body, at_s: float) -> Event | None:
+    """What was done to the run, if this message says something of the kind."""
+    match body:
+        case wire.Join() as join:
+            return Event(at_s, f"{join.learner} joined", "")
+        case wire.Leave(fragments=()) as leave:
+            return Event(at_s, f"{leave.learner} left", "")
+        case wire.End():
+            return Event(at_s, "end: every fragment's last version is committed", "aggregators")
+        case wire.Stop() as stop:
+            what = f"stop at global step {stop.global_step} ({stop.reason})"
+            return Event(at_s, what, stop.by)
+        case wire.Settings() as settings:
+            return Event(at_s, _change(settings.changed), settings.by)
+        case wire.Checkpoint() as checkpoint:
+            return Event(at_s, f"checkpoint {checkpoint.name}", checkpoint.by)
+        case wire.Quarantine() as word:
+            done = "quarantined" if word.active else "let in again"
+            return Event(at_s, f"{word.learner} {done}: {word.reason}", word.by)
+        case wire.Record(what="restore") as record:
+            what = f"fragment {record.fragment} rolled back to version {record.restored_version}"
+            return Event(at_s, what, record.aggregator)
+    return None
+
+
+def _change(changed: Sequence[str]) -> str:
+    """A change of settings in words; a pause by its own name."""
+    if len(changed) == 1 and changed[0] in _PAUSES:
+        return _PAUSES[changed[0]]
+    return f"settings changed: {'; '.join(changed) or 'carried over from the tape before'}"
+
+
+async def happened(context: RunContext, created_at_s: float, *, everything: bool) -> list[Event]:
+    """What operators and aggregators did to a run, oldest first.
+
+    Args:
+        context: the run's.
+        created_at_s: when it was created.
+        everything: with learners' joining and leaving.
+    """
+    what = f"resumed on this tape, epoch {context.epoch}" if context.epoch else "created"
+    found = [Event(created_at_s, what, "")]
+    async for item in read_tape(context):
+        if isinstance(item, Entry):
+            event = act_of(item.body, item.time_s)
+            found += [event] if event and (event.by or everything) else []
+    return found

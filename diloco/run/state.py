@@ -1,0 +1,701 @@
+"""A run as it is now: one fold of its tape and heartbeats, and the records that it comes to.
+
+`Observed` takes messages one by one and holds no more than there are learners and fragments. `run`
+returns what they say at a moment: a `Run` with its `Learner`s, `Fragment`s and `Finding`s, which
+status, page, alerts, trackers and doctor show. Pure.
+
+What records say is a fact. What heartbeats say is a learner's word of itself, and may be false.
+"""
+
+import contextlib
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median, median_low
+from typing import Literal, NamedTuple
+
+from diloco.common import names, wire
+from diloco.common.bus import Filled
+from diloco.common.config import RunSettings
+from diloco.common.errors import WireError
+from diloco.common.tape import Entry, Extent, Item, Recorded, changed_settings
+from diloco.common.wire import LEARNER_STATES
+
+# Of a learner's updates, so many are looked back on.
+RECENT = 16
+# Rounds that rates and averages look back on; and those that are kept whole, for who looks into
+# their shards.
+ROUNDS, WHOLE_ROUNDS = 64, 8
+# Points of a trend that are kept: beyond, every other one is let go.
+POINTS = 64
+HOUR_S = 3600.0
+
+Severity = Literal["ok", "note", "warning", "error"]
+# Learner, incarnation and number of an update of a fragment.
+Update = tuple[str, int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One sentence on a run's health.
+
+    Attributes:
+        about: what was looked at: "bus", "store", "clock", "learner island-a" ...
+        advice: what to do; "" when there is nothing to do.
+        runbook: path from the repository's root; None when there is nothing to do.
+    """
+
+    severity: Severity
+    about: str
+    sentence: str
+    advice: str = ""
+    runbook: str | None = None
+
+
+class Point(NamedTuple):
+    """A merged update: its training loss, and its norm relative to the median of its round."""
+
+    at_s: float
+    loss: float
+    norm: float
+
+
+class Answer(NamedTuple):
+    """What became of an update: it was rejected for a reason, or merged with staleness and loss.
+
+    Attributes:
+        less: in which ways a merged one counts for less than it claims.
+        norm: relative to the median of its round.
+        others_loss: median loss of the others in its round; None if it was alone.
+    """
+
+    reason: str = ""
+    less: tuple[str, ...] = ()
+    staleness: int = 0
+    loss: float = 0.0
+    norm: float = 1.0
+    others_loss: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learner:
+    """One learner, at a moment.
+
+    Attributes:
+        state: "quarantined" whatever it does, else "left", "failed" or "silent", else its own word.
+        why: what it is quarantined for, where the tape still says.
+        incarnation: its newest life; `lives`: how many were read.
+        sudden_ends: lives that another followed within the hour although they had not left.
+        left: its newest life has ended on purpose; `finished`: not before the run was stopped.
+        failed: an error has ended it, by its own word; `silent`: it was not heard of for
+            `quorum.liveness_timeout_s`.
+        live: an owner waits for it, or has its last update; None: no record knows its newest life.
+        superseded: an earlier life of it that goes on beside the newest; 0: none.
+        heard_s: age of its newest heartbeat; None: its newest life sent none.
+        trouble: its own word, as are `local_step` to `bytes_down`.
+        merged: updates that records merged, of those read; `rejected` likewise.
+        tokens: of what was merged, on the mean over the fragments.
+        reasons: how many were rejected, by reason; `less`: how many of those merged count for less
+            than they claim, by what: "steps" that there was no time for, "weight" far above the
+            others', "norm" far above the others'.
+        offences: the most that any fragment counts; see `bounds.quarantine_offences`.
+        staleness: mean of its last updates, in versions; None before any was merged.
+        merged_loss: median of them, `norm` likewise: what was merged, not what it says.
+        recent: what became of its last updates; `beside`: of the last that were merged together
+            with somebody else's.
+        trend: its merged updates, spread over all that was read.
+        cosine: of its newest updates to the others' in their rounds, where their shards were read.
+    """
+
+    name: str
+    state: str
+    why: str
+    host: str
+    incarnation: int
+    lives: int
+    sudden_ends: int
+    left: bool
+    finished: bool
+    failed: bool
+    silent: bool
+    live: bool | None
+    superseded: int
+    heard_s: float | None
+    trouble: str
+    local_step: int
+    loss: float | None
+    metrics: Mapping[str, float]
+    tokens_per_s: float
+    step_time_s: float
+    stall_fraction: float
+    data_fraction: float
+    updates_sent: int
+    bytes_up: int
+    bytes_down: int
+    merged: int
+    rejected: int
+    tokens: int
+    reasons: Mapping[str, int]
+    less: Mapping[str, int]
+    offences: int
+    staleness: float | None
+    merged_loss: float | None
+    norm: float | None
+    recent: tuple[Answer, ...]
+    beside: tuple[Answer, ...]
+    trend: tuple[Point, ...]
+    cosine: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fragment:
+    """One fragment, at a moment.
+
+    Attributes:
+        owner: who has its lease, if somebody; `free`: nobody has, and there is something to do.
+        waiting: updates that are not answered yet; the first of them came `waiting_s` ago.
+        version_s: age of its newest record.
+        round_updates: merged by its newest version, which took `round_s`, of the `live_learners`
+            that were there then.
+    """
+
+    fragment: int
+    version: int
+    global_step: int
+    owner: str | None
+    free: bool
+    waiting: int
+    waiting_s: float
+    version_s: float
+    round_updates: int
+    round_s: float
+    live_learners: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run at a moment; times are ages in seconds.
+
+    Attributes:
+        current: False where the bus is away: all is as it was at `as_of_s` (seconds since the
+            epoch), for nobody can say who has gone silent since.
+        whole: what is counted is of the whole tape, and not of its end.
+        quiet_s: age of the tape's newest message; `stopping_s`: of the word that it stops, or of
+            a newer record.
+        strangers: learners whose newest heartbeat is of a life that never joined, and that life.
+        staleness: mean of recently merged updates, in versions; `round_size`: their mean number.
+        stall_fraction: share of the learners' time that synchronization took from training.
+        findings: what is said of its health, good and bad.
+    """
+
+    run: str
+    state: str
+    current: bool
+    as_of_s: float
+    whole: bool
+    epoch: int
+    global_step: int
+    steps: int
+    versions: int
+    tokens_merged: int
+    updates_sent: int
+    updates_merged: int
+    updates_rejected: int
+    versions_per_s: float
+    tokens_per_s: float
+    bytes_up_per_s: float
+    bytes_up: int
+    bytes_down: int
+    staleness: float
+    round_size: float
+    stall_fraction: float
+    tape_bytes: int
+    tape_limit_bytes: int
+    quiet_s: float
+    stopping_s: float
+    strangers: Mapping[str, int]
+    learners: tuple[Learner, ...]
+    fragments: tuple[Fragment, ...]
+    findings: tuple[Finding, ...] = ()
+
+    def learner(self, name: str) -> Learner | None:
+        """The learner of a name."""
+        return next((one for one in self.learners if one.name == name), None)
+
+    @property
+    def alerts(self) -> tuple[Finding, ...]:
+        """The findings that ask for something."""
+        return tuple(one for one in self.findings if one.severity in ("warning", "error"))
+
+
+def share(part_s: float, whole_s: float) -> float:
+    """A share of a time, 0 to 1, of what a learner says: it may say that a part is the longer."""
+    return min(part_s / whole_s, 1.0) if whole_s else 0.0
+
+
+class Trend:
+    """Points spread over all that came, in few points whatever the length."""
+
+    def __init__(self) -> None:
+        self.points: list[Point] = []
+        self._stride = 1
+        self._came = 0
+
+    def add(self, point: Point) -> None:
+        """The next one."""
+        if self._came % self._stride == 0:
+            self.points.append(point)
+        self._came += 1
+        if len(self.points) > POINTS:
+            self.points = self.points[::2]
+            self._stride *= 2
+
+
+class Spent(NamedTuple):
+    """What lives of a learner say that they took: bytes read, seconds stalled and in all."""
+
+    bytes_down: int = 0
+    stall_s: float = 0.0
+    run_s: float = 0.0
+
+    def and_of(self, beat: wire.Heartbeat) -> "Spent":
+        """With what another life says."""
+        return Spent(
+            self.bytes_down + beat.bytes_down,
+            self.stall_s + beat.stall_s,
+            self.run_s + beat.run_s,
+        )
+
+
+@dataclass
+class LastHeartbeat:
+    """One learner's newest heartbeat, and when it came (seconds since the epoch)."""
+
+    heartbeat: wire.Heartbeat
+    heard_at_s: float
+
+
+@dataclass
+class Known:
+    """What was read of one learner, in the same memory however long it takes part.
+
+    Attributes:
+        joined: its newest life that joined; `left` the newest that ended on purpose.
+        sudden_s: when lives joined of which the one before had not left.
+        last: the heartbeat that came last, whichever life's.
+    """
+
+    host: str = ""
+    lives: int = 0
+    joined: int = 0
+    sudden_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    left: int = 0
+    left_seq: int = 0
+    left_at_s: float = 0.0
+    word: wire.Quarantine | None = None
+    last: LastHeartbeat | None = None
+    merged: int = 0
+    rejected: int = 0
+    tokens: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    less: Counter[str] = field(default_factory=Counter)
+    recent: deque[Answer] = field(default_factory=lambda: deque(maxlen=RECENT))
+    beside: deque[Answer] = field(default_factory=lambda: deque(maxlen=RECENT))
+    trend: Trend = field(default_factory=Trend)
+    _newest: wire.Heartbeat | None = None
+    _earlier: Spent = field(default_factory=Spent)
+
+    def hear(self, beat: wire.Heartbeat, at_s: float) -> None:
+        """The next heartbeat; of one that a newer life has superseded nothing is summed up."""
+        self.last = LastHeartbeat(beat, at_s)
+        newest = self._newest
+        if newest is not None and beat.incarnation > newest.incarnation:
+            self._earlier = self._earlier.and_of(newest)
+        if newest is None or beat.incarnation >= newest.incarnation:
+            self._newest = beat
+
+    @property
+    def spent(self) -> Spent:
+        """What all lives took."""
+        return self._earlier.and_of(self._newest) if self._newest is not None else self._earlier
+
+
+class _Round(NamedTuple):
+    """What rates and averages need of a round."""
+
+    closed_at_s: float
+    inputs: int
+    staleness: int
+    size_bytes: int
+
+
+class Observed:
+    """What was read of a run so far.
+
+    Args:
+        name: the run's.
+        epoch: of its tape.
+        settings: as it was created.
+        copied: it is a copy in a file, of a run that may have gone on without it.
+
+    Attributes:
+        settings: in force; `leases`, `filled` and `last_seq` of the tape: as the bus last said.
+        from_start: the tape was read from its beginning.
+        records: the newest of each fragment.
+        rounds: the newest of several learners, whole.
+    """
+
+    def __init__(
+        self, name: str, epoch: int, settings: RunSettings, *, copied: bool = False
+    ) -> None:
+        self._name = name
+        self._epoch = epoch
+        self._created = settings
+        self.copied = copied
+        self.settings = settings
+        self.leases: dict[int, wire.Lease] = {}
+        self.filled = Filled(0, 0)
+        self.last_seq = 0
+        self.from_start = False
+        self.extent = Extent()
+        self.ended = False
+        self.known: dict[str, Known] = defaultdict(Known)
+        self.records: dict[int, Recorded] = {}
+        self.rounds: deque[wire.Record] = deque(maxlen=WHOLE_ROUNDS)
+        self._recent: deque[_Round] = deque(maxlen=ROUNDS)
+        self._marks: dict[int, dict[tuple[str, int], int]] = {}
+        self._waiting: dict[int, dict[Update, float]] = defaultdict(dict)
+        self._stopped: tuple[int, float] | None = None
+        self._updates_sent = 0
+        self._bytes_up = 0
+
+    @property
+    def global_step(self) -> int:
+        """The run's clock, of the fragment that is furthest; a rollback sets it back."""
+        return max((one.record.global_step for one in self.records.values()), default=0)
+
+    @property
+    def beats(self) -> dict[str, LastHeartbeat]:
+        """Each learner's last heartbeat."""
+        return {name: one.last for name, one in self.known.items() if one.last is not None}
+
+    def names(self) -> set[str]:
+        """Every learner that a record, a join or a heartbeat names."""
+        members = (one.record.policy.members for one in self.records.values())
+        return {one.learner for each in members for one in each} | self.known.keys()
+
+    def take(self, item: Item) -> None:
+        """Note what comes next on the tape."""
+        self.extent.take(item)
+        # Who may say stop and end is believed whatever else is said: as the daemons do.
+        match names.parse_subject(item.subject):
+            case names.Subject(kind="end"):
+                self.ended = True
+            case names.Subject(kind="stop"):
+                self._stopped = self._stopped or (item.seq, item.time_s)
+        # The body of an unreadable record may have been collected: newer ones follow.
+        if isinstance(item, Entry):
+            self._take(item)
+
+    def _take(self, entry: Entry) -> None:
+        match entry.body:
+            case wire.Record() as record:
+                self.note_record(Recorded(record, entry.seq, entry.time_s))
+            case wire.Manifest() as manifest:
+                self._note_update(manifest, entry.time_s)
+            case wire.Join() as join:
+                one = self.known[join.learner]
+                if one.joined > one.left:
+                    one.sudden_s.append(entry.time_s)
+                one.lives, one.joined, one.host = one.lives + 1, entry.seq, join.host
+            case wire.Leave(fragments=()) as leave:
+                one = self.known[leave.learner]
+                if leave.incarnation >= one.left:
+                    one.left, one.left_at_s = leave.incarnation, entry.time_s
+                    one.left_seq = entry.seq
+            case wire.Quarantine() as word:
+                self.known[word.learner].word = word
+            case wire.Settings() as settings:
+                with contextlib.suppress(WireError):  # Nobody can follow it.
+                    self.settings = changed_settings(self._created, settings)
+
+    def hear(self, beat: wire.Heartbeat, at_s: float) -> None:
+        """Note a heartbeat."""
+        self.known[beat.learner].hear(beat, at_s)
+
+    def note_record(self, recorded: Recorded) -> None:
+        """Note a record of a fragment, the newest known."""
+        record, known = recorded.record, self.records.get(recorded.record.fragment)
+        if known is not None and known.record_seq >= recorded.record_seq:
+            return
+        self.records[record.fragment] = recorded
+        marks = {(mark.learner, mark.incarnation): mark.seq for mark in record.policy.marks}
+        self._marks[record.fragment] = marks
+        self._waiting[record.fragment] = {
+            update: at_s
+            for update, at_s in self._waiting[record.fragment].items()
+            if update[2] > marks.get(update[:2], 0)
+        }
+        for refused in record.rejected:
+            one = self.known[refused.learner]
+            one.rejected += 1
+            one.reasons[refused.reason] += 1
+            one.recent.append(Answer(refused.reason))
+        if record.inputs:
+            self._note_round(record)
+
+    def _note_round(self, record: wire.Record) -> None:
+        sizes = (shard.size_bytes for taken in record.inputs for shard in taken.shards)
+        stale = sum(taken.staleness for taken in record.inputs)
+        self._recent.append(_Round(record.closed_at_s, len(record.inputs), stale, sum(sizes)))
+        if len(record.inputs) > 2:
+            self.rounds.append(record)
+        for taken, answer in zip(record.inputs, answers(record.inputs), strict=True):
+            one = self.known[taken.learner]
+            one.merged += 1
+            one.tokens += taken.tokens
+            one.less.update(answer.less)
+            one.recent.append(answer)
+            if answer.others_loss is not None:
+                one.beside.append(answer)
+            one.trend.add(Point(record.closed_at_s, answer.loss, answer.norm))
+
+    def _note_update(self, manifest: wire.Manifest, at_s: float) -> None:
+        if manifest.attempt == 0:
+            self._updates_sent += 1
+            self._bytes_up += sum(shard.size_bytes for shard in manifest.shards)
+        marks = self._marks.get(manifest.fragment)
+        life = (manifest.learner, manifest.incarnation)
+        if marks is not None and manifest.seq > marks.get(life, 0):
+            self._waiting[manifest.fragment].setdefault((*life, manifest.seq), at_s)
+
+    def run(self, now_s: float, *, current: bool = True) -> Run:
+        """The run at a moment, without findings (`findings.judged`)."""
+        found = [one.record.totals for one in self.records.values()]
+        learners, unborn = self._learners(now_s)
+        spent = [one.spent for one in self.known.values()]
+        merged = sum(one.inputs for one in self._recent)
+        stored_s = [one.stored_at_s for one in self.records.values()]
+        stopped_s = max([self._stopped[1], *stored_s]) if self._stopped is not None else now_s
+        per_s = self._per_s(now_s)
+        return Run(
+            run=self._name,
+            state=self._state(learners),
+            current=current,
+            as_of_s=now_s,
+            whole=self.extent.whole_from == 1,
+            epoch=self._epoch,
+            global_step=self.global_step,
+            steps=self.settings.run.steps,
+            versions=sum(one.record.version for one in self.records.values()),
+            # Each token reaches every fragment, by another update.
+            tokens_merged=sum(one.tokens_merged for one in found) // max(1, len(found)),
+            updates_sent=self._updates_sent,
+            updates_merged=sum(one.updates_merged for one in found),
+            updates_rejected=sum(one.updates_rejected for one in found),
+            versions_per_s=per_s * len(self._recent),
+            tokens_per_s=sum(one.tokens_per_s for one in learners),
+            bytes_up_per_s=per_s * sum(one.size_bytes for one in self._recent),
+            bytes_up=self._bytes_up,
+            bytes_down=sum(one.bytes_down for one in spent),
+            staleness=sum(one.staleness for one in self._recent) / max(1, merged),
+            round_size=merged / max(1, len(self._recent)),
+            stall_fraction=share(
+                sum(one.stall_s for one in spent), sum(one.run_s for one in spent)
+            ),
+            tape_bytes=self.filled.size_bytes,
+            tape_limit_bytes=self.filled.max_bytes,
+            quiet_s=max(0.0, now_s - self.extent.last_s),
+            stopping_s=max(0.0, now_s - stopped_s),
+            strangers=unborn,
+            learners=learners,
+            fragments=tuple(self._fragment(index, now_s) for index in sorted(self.records)),
+        )
+
+    def _per_s(self, now_s: float) -> float:
+        """One by the time that the recent rounds took; 0 once a run has ended."""
+        if len(self._recent) < 2 or self.ended:
+            return 0.0
+        return 1 / max(1e-3, now_s - self._recent[0].closed_at_s)
+
+    def _state(self, learners: Sequence[Learner]) -> str:
+        """What the run does; one that everybody has left waits as one that nobody has joined."""
+        if self.ended:
+            return "ended"
+        if self._stopped is not None:
+            return "stopping"
+        if self.settings.run.paused:
+            return "paused"
+        there = any(not one.left for one in learners)
+        return "under way" if there else "waiting for learners"
+
+    def _fragment(self, index: int, now_s: float) -> Fragment:
+        record, _, stored_at_s, _ = self.records[index]
+        # Who left once it had sent its last update was there for the round.
+        there = {one.learner for one in record.policy.members if one.live and not one.left}
+        there |= {one.learner for one in record.inputs}
+        lease, waiting = self.leases.get(index), self._waiting[index]
+        return Fragment(
+            fragment=index,
+            version=record.version,
+            global_step=record.global_step,
+            owner=lease.aggregator if lease is not None and lease.state == "held" else None,
+            free=lease is None or lease.state == "released",
+            waiting=len(waiting),
+            waiting_s=max(0.0, now_s - min(waiting.values(), default=now_s)),
+            version_s=max(0.0, now_s - stored_at_s),
+            round_updates=len(record.inputs),
+            round_s=record.closed_at_s - record.opened_at_s if record.inputs else 0.0,
+            live_learners=len(there),
+        )
+
+    def _learners(self, now_s: float) -> tuple[tuple[Learner, ...], dict[str, int]]:
+        """Everybody who has joined or is heard of, by name; and `Run.strangers`."""
+        members: dict[str, list[wire.MemberState]] = defaultdict(list)
+        quarantined: set[str] = set()
+        for recorded in self.records.values():
+            quarantined.update(recorded.record.policy.quarantined)
+            for member in recorded.record.policy.members:
+                members[member.learner].append(member)
+        unborn: dict[str, int] = {}
+        found = []
+        for name in sorted(self.known.keys() | members.keys() | quarantined):
+            known = self.known.get(name, Known())
+            newest = max([known.joined, *(one.incarnation for one in members[name])])
+            last = known.last
+            if last is not None and self._is_unborn(last.heartbeat.incarnation, newest):
+                unborn[name], last = last.heartbeat.incarnation, None
+            if newest or name not in unborn:
+                out = known.word.active if known.word is not None else name in quarantined
+                read = _Reading(known, last, newest, members[name], out)
+                found.append(self._learner(name, read, now_s))
+        return tuple(found), unborn
+
+    def _is_unborn(self, life: int, newest: int) -> bool:
+        """Whether a heartbeat is of a life that never joined: it counts for nothing.
+
+        A life is the sequence of its join, and none is beyond the tape's last, which was asked for
+        behind the heartbeats. Who began to read in the tape's midst knows of no life before that.
+        """
+        # A copy may have been cut before the joins of those whose heartbeats it has.
+        if not self.copied and 0 < self.last_seq < life:
+            return True
+        return self.from_start and newest < life <= self.extent.last_seq
+
+    def _learner(self, name: str, read: "_Reading", now_s: float) -> Learner:
+        known, recent = read.known, [*read.known.recent]
+        beat, heard_s = read.beat(now_s)
+        merged = [one for one in recent if not one.reason]
+        left = read.left
+        stop_seq = self._stopped[0] if self._stopped is not None else 0
+        silent = heard_s is None or heard_s > self.settings.quorum.liveness_timeout_s
+        failed = beat is not None and beat.state == "failed"
+        own = beat.state if beat is not None and (failed or not silent) else "silent"
+        own = own if own in (*LEARNER_STATES, "silent") else "unknown"
+        current = [one for one in read.members if one.incarnation == read.newest]
+        return Learner(
+            name=name,
+            state="quarantined" if read.quarantined else "left" if left else own,
+            why=known.word.reason if known.word is not None and known.word.active else "",
+            host=known.host,
+            incarnation=read.newest,
+            lives=known.lives,
+            sudden_ends=sum(at_s >= now_s - HOUR_S for at_s in known.sudden_s),
+            left=left,
+            finished=bool(stop_seq) and (not left or known.left_seq > stop_seq),
+            failed=failed,
+            silent=silent,
+            live=any(one.live or one.final for one in current) if current else None,
+            superseded=read.superseded,
+            heard_s=heard_s,
+            trouble=beat.trouble if beat else "",
+            local_step=beat.local_step if beat else 0,
+            loss=beat.loss if beat and beat.loss else None,
+            metrics=beat.metrics if beat else {},
+            tokens_per_s=beat.tokens_per_s if beat and not (silent or left or failed) else 0.0,
+            step_time_s=beat.step_time_s if beat else 0.0,
+            stall_fraction=share(beat.stall_s, beat.run_s) if beat else 0.0,
+            data_fraction=share(beat.data_s, beat.run_s) if beat else 0.0,
+            updates_sent=beat.updates_sent if beat else 0,
+            bytes_up=beat.bytes_up if beat else 0,
+            bytes_down=beat.bytes_down if beat else 0,
+            merged=known.merged,
+            rejected=known.rejected,
+            tokens=known.tokens // max(1, len(self.records)),
+            reasons=dict(known.reasons),
+            less=dict(known.less),
+            offences=max((one.offences for one in read.members), default=0),
+            staleness=fmean(one.staleness for one in merged) if merged else None,
+            merged_loss=median(one.loss for one in merged) if merged else None,
+            norm=median(one.norm for one in merged) if merged else None,
+            recent=tuple(recent),
+            beside=tuple(known.beside),
+            trend=tuple(known.trend.points),
+        )
+
+
+class _Reading(NamedTuple):
+    """One learner: its last heartbeat if it counts, and what the fragments' machines remember."""
+
+    known: Known
+    last: LastHeartbeat | None
+    newest: int
+    members: Sequence[wire.MemberState]
+    quarantined: bool
+
+    def beat(self, now_s: float) -> tuple[wire.Heartbeat | None, float | None]:
+        """The newest life's heartbeat, and its age."""
+        if self.last is None or self.last.heartbeat.incarnation < self.newest:
+            return None, None
+        return self.last.heartbeat, max(0.0, now_s - self.last.heard_at_s)
+
+    @property
+    def left(self) -> bool:
+        """Whether the newest life that is known, or heard of, has ended on purpose."""
+        heard = self.last.heartbeat.incarnation if self.last is not None else 0
+        life = max(self.newest, heard)
+        gone = any(one.left and one.incarnation == life for one in self.members)
+        return self.known.left >= max(life, 1) or gone
+
+    @property
+    def superseded(self) -> int:
+        """An earlier life that was heard of last, also after the newest had left; 0: none."""
+        if self.last is None or self.last.heartbeat.incarnation >= self.newest:
+            return 0
+        if self.left and self.last.heard_at_s <= self.known.left_at_s:
+            return 0
+        return self.last.heartbeat.incarnation
+
+
+def answers(inputs: Sequence[wire.Input]) -> Iterator[Answer]:
+    """What became of each update of a round."""
+    # Of two the shorter: a long one must not make strangers of those beside it.
+    usual = median_low([one.norm for one in inputs] or [1.0])
+    others = others_losses(inputs)
+    for taken in inputs:
+        yield Answer(
+            "", taken.less_for, taken.staleness, taken.loss,
+            taken.norm / usual if usual > 0 else 1.0, others[taken.learner],
+        )  # fmt: skip
+
+
+def others_losses(inputs: Sequence[wire.Input]) -> dict[str, float | None]:
+    """Of each learner the median of the others' losses in a round, if there are others."""
+    order = sorted(range(len(inputs)), key=lambda index: inputs[index].loss)
+    ranks: dict[str, list[int]] = defaultdict(list)
+    for rank, index in enumerate(order):
+        ranks[inputs[index].learner].append(rank)
+
+    def beside(own: Sequence[int]) -> float | None:
+        count = len(order) - len(own)
+        if not count:
+            return None
+        found = 0.0
+        for place in ((count - 1) // 2, count // 2):
+            at = place
+            for rank in own:
+                at += rank <= at
+            found += inputs[order[at]].loss / 2
+        return found
+
+    return {learner: beside(own) for learner, own in ranks.items()}

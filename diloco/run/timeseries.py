@@ -1,0 +1,383 @@
+"""A run's tape as columns of numbers, for figures: read once, message by message.
+
+A row is 8 bytes a column, so a run of 100,000 versions is some hundred megabytes at most; the
+messages themselves are let go as they pass. What garbage collection has trimmed from the tape is
+not in it; the totals, which records carry, are whole.
+"""
+
+import contextlib
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from diloco.common import wire
+from diloco.common.config import RunSettings
+from diloco.common.errors import WireError
+from diloco.common.layout import Layout
+from diloco.common.tape import (
+    Entry,
+    Extent,
+    Garbage,
+    Item,
+    RunContext,
+    Unreadable,
+    changed_settings,
+    read_tape,
+)
+from diloco.run.agreement import mean_cosine
+from diloco.run.history import Event, act_of
+from diloco.run.state import LastHeartbeat
+from diloco.run.watch import read_heartbeats
+
+Column = npt.NDArray[np.float64]
+
+# Rejected updates and events that are kept word for word; all of them are counted.
+WORDS = 500
+# Cosines are taken of at most about so many rounds, evenly over the run.
+COSINES = 8000
+# Messages between two calls of `progress`.
+PROGRESS_EVERY = 2000
+
+
+class Table:
+    """Rows of numbers under named columns, appended one by one."""
+
+    def __init__(self, *columns: str) -> None:
+        self._index = {name: position for position, name in enumerate(columns)}
+        self._values = array("d")
+
+    def add(self, *row: float) -> None:
+        """Append a row; one value for each column."""
+        self._values.extend(row)
+
+    def __len__(self) -> int:
+        return len(self._values) // len(self._index)
+
+    def __getitem__(self, name: str) -> Column:
+        """A column, float64 [rows]."""
+        return self._rows()[:, self._index[name]].copy()
+
+    def newest(self, count: int) -> dict[str, Column]:
+        """The last rows, at most so many, by column."""
+        rows = self._rows()[-count:]
+        return {name: rows[:, place].copy() for name, place in self._index.items()}
+
+    def replace(self, columns: dict[str, Column]) -> None:
+        """Have these rows in place of all."""
+        rows = np.stack([columns[name] for name in self._index], axis=1)
+        self._values = array("d", np.ascontiguousarray(rows, np.float64).tobytes())
+
+    def _rows(self) -> Column:
+        return np.frombuffer(self._values, np.float64).reshape(-1, len(self._index))
+
+
+class Refused(NamedTuple):
+    """A rejected update, in words."""
+
+    at_s: float
+    learner: str
+    fragment: int
+    reason: str
+    detail: str
+
+
+@dataclass
+class Life:
+    """A life of a learner: one incarnation.
+
+    `left_s` is None unless it said that it leaves; `position` is where its data had come to then.
+    `merged_s` is when its first update was merged.
+    """
+
+    learner: str
+    incarnation: int
+    joined_s: float
+    host: str
+    left_s: float | None = None
+    position: int = 0
+    merged_s: float | None = None
+
+
+@dataclass
+class TimeSeries:
+    """A run's tape up to now; times are seconds since the epoch, as the server stored messages.
+
+    Attributes:
+        learners: names; tables have their indices.
+        updates: first announcements of updates. `position` in batches, after it; a row is of one
+            update, or of as many as `updates` says (`condense`).
+        rounds: records that made a version by merging. `live`: learners that were live then;
+            `tokens`: merged by all rounds of the fragment so far; `down_bytes`: what a learner
+            reads for it; `seq`: the record's in the stream.
+        inputs: merged updates. `round` is a row of `rounds`.
+        cosines: of sampled rounds, weighted mean over pairs of inputs and over tensors.
+        versions: every record that made a version, with rollbacks, as (seq, fragment, time).
+        totals: of each fragment, by its newest record.
+        extent: how far the tape goes, and from where on nothing is missing.
+    """
+
+    run: str
+    settings: RunSettings
+    layout: Layout
+    created_s: float
+    learners: list[str] = field(default_factory=list)
+    lives: list[Life] = field(default_factory=list)
+    updates: Table = field(
+        default_factory=lambda: Table(
+            "learner", "incarnation", "fragment", "time_s", "tokens", "steps", "position", "loss",
+            "step_time_s", "bytes", "updates",
+        )
+    )  # fmt: skip
+    rounds: Table = field(
+        default_factory=lambda: Table(
+            "seq", "fragment", "version", "inputs", "opened_s", "quorum_s", "closed_s",
+            "merged_s", "stored_s", "tokens", "down_bytes", "live",
+        )
+    )  # fmt: skip
+    inputs: Table = field(
+        default_factory=lambda: Table(
+            "round", "learner", "fragment", "time_s", "staleness", "weight", "discount", "clip",
+            "norm", "tokens", "steps", "loss", "updates",
+        )
+    )  # fmt: skip
+    cosines: Table = field(default_factory=lambda: Table("fragment", "time_s", "cosine"))
+    versions: Table = field(default_factory=lambda: Table("seq", "fragment", "time_s"))
+    refusals: Table = field(default_factory=lambda: Table("learner", "time_s"))
+    refused: deque[Refused] = field(default_factory=lambda: deque(maxlen=WORDS))
+    refusal_reasons: Counter[tuple[str, str]] = field(default_factory=Counter)
+    events: deque[Event] = field(default_factory=lambda: deque(maxlen=WORDS))
+    totals: dict[int, wire.Totals] = field(default_factory=dict)
+    global_step: int = 0
+    beats: dict[str, LastHeartbeat] = field(default_factory=dict)
+    unreadable: int = 0
+    garbage: int = 0
+    extent: Extent = field(default_factory=Extent)
+    ended_s: float | None = None
+
+    @property
+    def trimmed(self) -> bool:
+        """Whether garbage collection has taken something from the tape."""
+        return self.extent.whole_from > 1
+
+    @property
+    def fragments(self) -> int:
+        """P."""
+        return len(self.layout.fragments)
+
+    @property
+    def begins_s(self) -> float:
+        """When what is shown begins: the first join, or where a trimmed tape becomes whole."""
+        if self.trimmed:
+            return self.extent.whole_s
+        return min([life.joined_s for life in self.lives], default=self.extent.last_s)
+
+    @property
+    def ends_s(self) -> float:
+        """When it ends: the run's end, or the last sign of it."""
+        beats = [beat.heard_at_s for beat in self.beats.values()]
+        return self.ended_s or max([self.extent.last_s, *beats])
+
+    def rejected_for(self) -> Counter[str]:
+        """Rejected updates by reason."""
+        found: Counter[str] = Counter()
+        for (reason, _), count in self.refusal_reasons.items():
+            found[reason] += count
+        return found
+
+    def tokens_merged(self) -> float:
+        """Tokens whose work is in the model; each is in every fragment, so it is their mean."""
+        return sum(t.tokens_merged for t in self.totals.values()) / max(self.fragments, 1)
+
+
+async def read_time_series(
+    context: RunContext, created_s: float, progress: Callable[[int, int], None] | None = None
+) -> TimeSeries:
+    """Everything on a run's tape up to now.
+
+    Args:
+        context: the run's.
+        created_s: when the run was created.
+        progress: called now and then with messages read, and how many there are about.
+
+    Raises:
+        BusError, StoreUnavailableError: bus or store are away.
+    """
+    series = TimeSeries(context.run, context.settings, context.layout, created_s)
+    last = await context.bus.last_sequence(context.tape)
+    builder = Builder(series, context.epoch)
+    builder.look_at(last)
+    async for item in read_tape(context):
+        builder.take(item)
+        if progress is not None and item.seq % PROGRESS_EVERY == 0:
+            progress(item.seq, last)
+    series.beats = await read_heartbeats(context, series.learners)
+    return series
+
+
+class Builder:
+    """Adds a tape's messages to a time series, in their order.
+
+    Args:
+        series: to be filled.
+        epoch: of the tape.
+    """
+
+    def __init__(self, series: TimeSeries, epoch: int) -> None:
+        self._series = series
+        self._created = series.settings
+        self._epoch = epoch
+        self._every = 1
+        self._indices: dict[str, int] = {}
+        self._lives: dict[tuple[str, int], Life] = {}
+        self._announced: dict[tuple[str, int, int], int] = {}
+        radial = series.settings.outer.merge == "rda"
+        self._radial = [
+            np.asarray([radial and rule == "rda" for rule in fragment.segment_rules()])
+            for fragment in series.layout.fragments
+        ]
+
+    def look_at(self, messages: int) -> None:
+        """Look at about `COSINES` rounds of a tape of so many messages for their cosines."""
+        self._every = 1 + messages // (5 * COSINES)
+
+    def take(self, item: Item) -> None:
+        """Add the tape's next message."""
+        self._series.extent.take(item)
+        match item:
+            case Garbage():
+                self._series.garbage += 1
+            case Unreadable():
+                self._series.unreadable += 1
+            case Entry():
+                self._take_entry(item)
+
+    def _take_entry(self, entry: Entry) -> None:
+        match entry.body:
+            case wire.Manifest() as manifest:
+                self._announce(manifest, entry.time_s)
+            case wire.Record() as record:
+                self._record(record, entry)
+            case wire.Join() as join:
+                self._join(join, entry)
+            case wire.Leave() as leave:
+                self._leave(leave, entry.time_s)
+            case wire.End():
+                self._series.ended_s = entry.time_s
+            case wire.Settings() as settings:
+                self._change(settings)
+        if (act := act_of(entry.body, entry.time_s)) is not None:
+            self._series.events.append(act)
+
+    def _change(self, message: wire.Settings) -> None:
+        with contextlib.suppress(WireError):  # Nobody can follow it.
+            self._series.settings = changed_settings(self._created, message)
+
+    def _index(self, learner: str) -> int:
+        if learner not in self._indices:
+            self._indices[learner] = len(self._indices)
+            self._series.learners.append(learner)
+        return self._indices[learner]
+
+    def _join(self, join: wire.Join, entry: Entry) -> None:
+        self._index(join.learner)
+        life = Life(join.learner, entry.seq, entry.time_s, join.host)
+        self._lives[join.learner, entry.seq] = life
+        self._series.lives.append(life)
+
+    def _leave(self, leave: wire.Leave, at_s: float) -> None:
+        life = self._lives.get((leave.learner, leave.incarnation))
+        if leave.fragments or life is None:
+            return
+        life.left_s, life.position = at_s, leave.position
+
+    def _announce(self, manifest: wire.Manifest, at_s: float) -> None:
+        if manifest.epoch != self._epoch:
+            self._series.garbage += 1
+            return
+        sender = (manifest.learner, manifest.incarnation, manifest.fragment)
+        if manifest.seq <= self._announced.get(sender, 0):
+            return  # It was announced before.
+        self._announced[sender] = manifest.seq
+        self._series.updates.add(
+            self._index(manifest.learner),
+            manifest.incarnation,
+            manifest.fragment,
+            at_s,
+            manifest.tokens,
+            manifest.steps,
+            manifest.position,
+            manifest.loss,
+            manifest.step_time_s,
+            sum(shard.size_bytes for shard in manifest.shards),
+            1,
+        )
+
+    def _record(self, record: wire.Record, entry: Entry) -> None:
+        series, at_s = self._series, entry.time_s
+        series.totals[record.fragment] = record.totals
+        series.global_step = max(series.global_step, record.global_step)
+        for refused in record.rejected:
+            self._refuse(record.fragment, refused, at_s)
+        if record.what == "verdict":
+            return
+        series.versions.add(entry.seq, record.fragment, at_s)
+        if record.what == "restore":
+            series.global_step = record.global_step
+        if record.inputs:
+            self._merged(record, entry)
+
+    def _refuse(self, fragment: int, refused: wire.Rejected, at_s: float) -> None:
+        series = self._series
+        series.refusals.add(self._index(refused.learner), at_s)
+        series.refusal_reasons[refused.reason, refused.learner] += 1
+        series.refused.append(
+            Refused(at_s, refused.learner, fragment, refused.reason, refused.detail)
+        )
+
+    def _merged(self, record: wire.Record, entry: Entry) -> None:
+        series, at_s, row = self._series, entry.time_s, len(self._series.rounds)
+        series.rounds.add(
+            entry.seq,
+            record.fragment,
+            record.version,
+            len(record.inputs),
+            record.opened_at_s,
+            record.quorum_at_s,
+            record.closed_at_s,
+            record.merged_at_s,
+            at_s,
+            record.totals.tokens_merged,
+            entry.size_bytes + (record.delta.size_bytes if record.delta else 0),
+            sum(member.live for member in record.policy.members),
+        )
+        for taken in record.inputs:
+            self._take(record.fragment, taken, row, at_s)
+        if record.version % self._every == 0:
+            cosine = mean_cosine(record, self._radial[record.fragment])
+            if cosine is not None:
+                series.cosines.add(record.fragment, at_s, cosine)
+
+    def _take(self, fragment: int, taken: wire.Input, row: int, at_s: float) -> None:
+        life = self._lives.get((taken.learner, taken.incarnation))
+        if life is not None and life.merged_s is None:
+            life.merged_s = at_s
+        self._series.inputs.add(
+            row,
+            self._index(taken.learner),
+            fragment,
+            at_s,
+            taken.staleness,
+            taken.weight,
+            taken.discount,
+            taken.clip,
+            taken.norm,
+            taken.tokens,
+            taken.steps,
+            taken.loss,
+            1,
+        )

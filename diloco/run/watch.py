@@ -1,0 +1,241 @@
+"""A run as it is now, read from the end of its tape, heartbeats and leases, and followed."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from diloco.cli.opening import CONNECT_S, find_config
+from diloco.common import names, wire
+from diloco.common.bundle import BundleBus
+from diloco.common.bus import Bus, Message, jetstream
+from diloco.common.config import BusSection, load_config, parse_settings
+from diloco.common.errors import BusUnavailableError, RunMissingError, StreamMissingError, WireError
+from diloco.common.service import cancel
+from diloco.common.tape import (
+    Entry,
+    Item,
+    Recorded,
+    RunContext,
+    check_record,
+    decode,
+    decode_as,
+    effective_settings,
+    last_record,
+    load_specification,
+    read_item,
+    read_tape,
+)
+from diloco.run.findings import NATS_AWAY, failed, judged
+from diloco.run.state import LastHeartbeat, Observed, Run
+
+# Messages at the end of the tape that are read where a part of it will do.
+WINDOW = 2000
+
+
+class Watch:
+    """Knows how a run fares, from some point of its tape on.
+
+    Args:
+        context: the run's.
+        beside: is given each message of the tape that is read, too.
+        heard: is given each heartbeat that is followed, too.
+
+    Attributes:
+        observed: what was read.
+        changed: set with whatever is read.
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        beside: Callable[[Item], None] | None = None,
+        heard: Callable[[wire.Heartbeat, float], None] | None = None,
+    ) -> None:
+        self._context = context
+        self._beside = beside
+        self._heard = heard
+        self._next_seq = 1
+        self._as_of_s = 0.0
+        copied = isinstance(context.bus, BundleBus)
+        self.observed = Observed(context.run, context.epoch, context.settings, copied=copied)
+
+    async def first_seq(self) -> int:
+        """Where the end of the tape begins that tells how the run fares now."""
+        context = self._context
+        return max(1, await context.bus.last_sequence(context.tape) - WINDOW)
+
+    async def begin(self, start_seq: int | None = None) -> Run:
+        """Read what there is, from `first_seq` on, or from another sequence: 1 for all."""
+        self._next_seq = start_seq or await self.first_seq()
+        self.observed.from_start = self._next_seq == 1
+        async for item in read_tape(self._context, self._next_seq):
+            self.take(item)
+        for fragment in range(len(self._context.layout.fragments)):
+            if fragment not in self.observed.records:
+                record, seq = await last_record(self._context, fragment)
+                self.observed.note_record(Recorded(record, seq, record.closed_at_s))
+        return await self.caught_up()
+
+    async def caught_up(self) -> Run:
+        """The run, once what its tape has was taken: with its heartbeats and leases."""
+        context, observed = self._context, self.observed
+        if not observed.from_start:
+            observed.settings, _ = await effective_settings(context)
+        beats = await read_heartbeats(context, observed.names())
+        for one in beats.values():
+            observed.hear(one.heartbeat, one.heard_at_s)
+        self._as_of_s = context.runtime.clock()
+        return await self.now()
+
+    async def follow(self, start_seq: int | None = None) -> None:
+        """Go on from there, or from a sequence; returns once the run has ended."""
+        if self.observed.ended:
+            return
+        context = self._context
+        beats = asyncio.ensure_future(self._follow_heartbeats())
+        subjects = names.tape_subjects(context.run)
+        try:
+            reading = context.bus.read(context.tape, subjects, start_seq or self._next_seq)
+            async for message in reading:
+                self.take(await read_item(context, message))
+                if self.observed.ended:
+                    return
+        finally:
+            await cancel(beats)
+
+    def take(self, item: Item) -> None:
+        """Note what comes next on the tape.
+
+        Raises:
+            IntegrityError, RunMismatchError: as `check_record`.
+        """
+        if self._beside is not None:
+            self._beside(item)
+        if isinstance(item, Entry) and isinstance(item.body, wire.Record):
+            check_record(self._context, item.body)
+        self.observed.take(item)
+        self._next_seq = item.seq + 1
+
+    async def _follow_heartbeats(self) -> None:
+        context = self._context
+        subjects = [names.heartbeat(context.run, "*")]
+        async for message in context.bus.read(names.ops_stream(context.run), subjects, 1):
+            if (beat := heartbeat(message)) is not None:
+                self.observed.hear(beat, message.time_s)
+                if self._heard is not None:
+                    self._heard(beat, message.time_s)
+
+    async def now(self) -> Run:
+        """The run as it is now; where the bus is away, as it was."""
+        context, observed = self._context, self.observed
+        try:
+            observed.leases = await read_leases(context)
+            observed.filled = await context.bus.filled(context.tape)
+            observed.last_seq = await context.bus.last_sequence(context.tape)
+        except BusUnavailableError as error:
+            was = self.as_it_was()
+            return replace(was, findings=(failed("bus", error, NATS_AWAY), *was.findings))
+        self._as_of_s = context.runtime.clock()
+        return self._run(current=True)
+
+    def as_it_was(self) -> Run:
+        """The run as the bus last told of it."""
+        return self._run(current=False)
+
+    def _run(self, *, current: bool) -> Run:
+        observed = self.observed
+        run = observed.run(self._as_of_s, current=current)
+        found = judged(run, observed.settings, copied=observed.copied)
+        return replace(run, findings=tuple(found))
+
+
+def heartbeat(message: Message) -> wire.Heartbeat | None:
+    """The heartbeat that a message is, if it is its learner's."""
+    with contextlib.suppress(WireError):
+        return decode_as(wire.Heartbeat, message.subject, message.payload)
+    return None
+
+
+async def read_heartbeats(context: RunContext, learners: Iterable[str]) -> dict[str, LastHeartbeat]:
+    """The newest heartbeat of each of these learners that is still kept."""
+    found: dict[str, LastHeartbeat] = {}
+    for learner in learners:
+        subject = names.heartbeat(context.run, learner)
+        message = await context.bus.last(names.ops_stream(context.run), subject)
+        if message is not None and (beat := heartbeat(message)) is not None:
+            found[learner] = LastHeartbeat(beat, message.time_s)
+    return found
+
+
+async def read_leases(context: RunContext) -> dict[int, wire.Lease]:
+    """Who has a lease of which fragment."""
+    found: dict[int, wire.Lease] = {}
+    stream = names.leases_stream(context.run)
+    for fragment in range(len(context.layout.fragments)):
+        subject = names.fragment_lease(context.run, fragment)
+        with contextlib.suppress(StreamMissingError, WireError):
+            message = await context.bus.last(stream, subject)
+            if message is not None:
+                found[fragment] = decode_as(wire.Lease, subject, message.payload)
+    return found
+
+
+def is_bus(target: str) -> bool:
+    """Whether this is the URL of a bus, and no run."""
+    return "://" in target and not Path(target).exists()
+
+
+def bus_section(target: str | None) -> BusSection:
+    """The bus of a URL, of a run's file, or the default."""
+    if target is None:
+        return BusSection()
+    return BusSection(url=target) if is_bus(target) else load_config(find_config(target)).bus
+
+
+async def read_runs(section: BusSection) -> list[Run]:
+    """Every run of a bus, the one with the newest record first; of learners only who is merged.
+
+    Raises:
+        BusUnavailableError: it is away.
+        BusError: it does not permit this.
+    """
+    bus = await jetstream.connect(
+        section.url,
+        name="operator",
+        credentials=section.credentials,
+        tls_ca=section.tls_ca,
+        connect_timeout_s=CONNECT_S,
+    )
+    try:
+        runs = []
+        for stream in await bus.streams():
+            run = stream.removeprefix("diloco-")
+            if run != stream and names.valid_name(run):
+                # What has no specification is none of ours, or is being created.
+                with contextlib.suppress(RunMissingError, WireError):
+                    runs.append(await _read(bus, run))
+    finally:
+        await bus.close()
+    return sorted(runs, key=lambda one: one.quiet_s)
+
+
+async def _read(bus: Bus, run: str) -> Run:
+    """A run by the last messages of its subjects."""
+    specification = await load_specification(bus, run)
+    settings, stream = parse_settings(specification.settings), names.tape_stream(run)
+    records = [names.record(run, index) for index in range(settings.sync.fragments)]
+    subjects = [*records, names.settings(run), names.stop(run), names.end(run)]
+    last = [await bus.last(stream, subject) for subject in subjects]
+    observed = Observed(run, specification.epoch, settings)
+    for message in sorted((one for one in last if one is not None), key=lambda one: one.seq):
+        # The body of a large record is in the store, which is not asked here.
+        body = decode(message.subject, message.payload)
+        size_bytes = len(message.payload)
+        observed.take(Entry(message.seq, message.time_s, message.subject, body, size_bytes))
+    observed.filled = await bus.filled(stream)
+    found = observed.run(time.time())
+    whole = None not in last[: len(records)]
+    return found if whole else replace(found, state="not wholly created")

@@ -1,1 +1,0 @@
-"""A task, tried before anything depends on it."""

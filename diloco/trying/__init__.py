@@ -1,0 +1,1 @@
+"""A file, tried before anything depends on it: `diloco check`."""
