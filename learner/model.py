@@ -34,7 +34,7 @@ ROTARY_BASE = 10_000
 NORM_EPS = 1e-6
 EMBED_STD = 0.02
 DTYPES = ("float32", "bfloat16")
-# The best peak rate of Muon over AdamW's, in the sweep of docs/benchmarks-quality.md.
+# The best peak rate of Muon over AdamW's, in the sweep of docs/benchmarks.md.
 MUON_RATE = 2.0
 
 

@@ -1,7 +1,7 @@
 """Settings that are known to train worse, each with what it costs and how that is known.
 
 A rule is a sentence on settings that break it, and its evidence: this project's own sweep
-(docs/benchmarks-quality.md), or a paper. They warn, and refuse nothing: who measured otherwise
+(docs/benchmarks.md), or a paper. They warn, and refuse nothing: who measured otherwise
 for a model of their own knows better.
 """
 

@@ -1,6 +1,6 @@
 """Which H a fleet's links carry, and what each costs in loss: pure, by simulated rounds.
 
-The loss is a line fitted to this project's own sweep (docs/benchmarks-quality.md, "One thing
+The loss is a line fitted to this project's own sweep (docs/benchmarks.md, "One thing
 changed at a time": H of 6, 12, 24 and 48, two small tasks, AdamW inside, budgets of 360 steps):
 percent over H = 24, per e-fold of H. It says which way and about how much, for models far larger
 than those that were measured.

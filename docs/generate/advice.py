@@ -1,4 +1,4 @@
-"""docs/benchmarks-quality.md: what is known to train worse, from `diloco.common.config.advice`."""
+"""docs/benchmarks.md: what is known to train worse, from `diloco.common.config.advice`."""
 
 from diloco.common.config.advice import RULES
 from docs.generate.markdown import table
