@@ -17,13 +17,13 @@ from diloco.aggregator.core.updates import Admitted, Credit, Refused, UpdateId, 
 from diloco.common import wire
 from diloco.common.reasons import is_offence
 
-# How many earlier lives of a learner keep their mark. An update of a life older than that, which
-# is announced once more, is ignored instead of answered.
+# How many earlier lives of a learner keep their mark. An update of a life older than that is
+# answered while the credits name it; announced once more after that, it is ignored.
 LIVES = 4
 # Says in each record, and in each life's first observation, by which rules it decides: 0 were
-# those of a round that opened with pace, 1 believed what learners claim. A record of other rules
-# cannot be decided again by these.
-RULES = 2.0
+# those of a round that opened with pace, 1 believed what learners claim, 2 had the median's pace. A
+# record of other rules cannot be decided again by these.
+RULES = 3.0
 
 
 def beginning(
@@ -138,9 +138,7 @@ def _credits(state: State) -> tuple[wire.Credit, ...]:
     unresolved = dict(state.credits) if not has_met_all(state) else {}
     unresolved |= {update: pending.credit for update, pending in state.pending.items()}
     return tuple(
-        wire.Credit(**update._asdict(), **credit._asdict())
-        for update, credit in unresolved.items()
-        if not is_answered(state, update)
+        wire.Credit(**update._asdict(), **credit._asdict()) for update, credit in unresolved.items()
     )
 
 
@@ -164,10 +162,11 @@ def is_known(state: State, update: UpdateId) -> bool:
         update in those for those in (state.pending, state.admitted.named, state.rejected.named)
     ):
         return True
-    if (update.learner, update.incarnation) in state.marks:
+    # What the memory says was met and is in no record is owed an answer, however old its life.
+    if (update.learner, update.incarnation) in state.marks or update in state.credits:
         return False
     # Memory has a bound: without one, a learner that restarts for a year would fill every record.
-    # A life so old that its mark is gone was answered long ago.
+    # All else of a life so old that its mark is gone was answered long ago.
     joined = newest_incarnation(state, update.learner)
     lives = [
         life
@@ -193,6 +192,13 @@ def after_record(state: State) -> State:
         # One update of a life is in flight at a time, so its highest resolved seq stands for all
         # before it: the memory does not grow with updates.
         marks[update[:2]] = wire.Mark(**update._asdict(), stream_seq=taken.stream_seq)
+    # Before marks go: what is answered is owed nothing more, and announced again it is known by
+    # neither.
+    owed = {
+        update: credit
+        for update, credit in state.credits.items()
+        if update[:2] not in marks or update.seq > marks[update[:2]].seq
+    }
     # Forgotten by life and not by age: a learner that was away for a month must still be known when
     # it announces again.
     lives_of: dict[str, list[int]] = {}
@@ -205,7 +211,7 @@ def after_record(state: State) -> State:
             for life in sorted(some)[:-LIVES]:
                 del marks[learner, life]
     members = state.members.but(members=_judged(state, resolved), norms={})
-    return state._replace(marks=Marks(marks), members=members)
+    return state._replace(marks=Marks(marks), members=members, credits=owed)
 
 
 def _judged(state: State, resolved: tuple[Admitted | Refused, ...]) -> Mapping[str, Member]:

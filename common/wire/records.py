@@ -286,7 +286,7 @@ class PolicyState(Part):
     credits: Several[Credit] = Field(
         description="what the updates that are met again from `position` on count for"
     )
-    rules: float = Field(description="number of the rules by which the machine decides; now 2")
+    rules: float = Field(description="number of the rules by which the machine decides; now 3")
 
 
 class Totals(Part):

@@ -16,7 +16,7 @@ from diloco.oracle.rounds import recorded, time_up_s
 from diloco.oracle.watching import watch
 
 # By these rules an owner decides that says so as its life begins.
-RULES = 2.0
+RULES = 3.0
 # So many observations get a record of their own.
 OBSERVATIONS = 1 << 13
 

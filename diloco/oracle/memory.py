@@ -141,6 +141,9 @@ class Memory:
         """Whether a record has resolved an update, or its life is too old to be remembered."""
         if update[:2] in self.marks:
             return self.resolved(update)
+        if update in self.credits:
+            # Met before and in no record yet: its answer is still to come.
+            return False
         joined = self._joined(update.learner)
         lives = [
             life
@@ -161,6 +164,10 @@ class Memory:
     def resolve(self, update: UpdateId, stream_seq: int, reason: str | None) -> None:
         """A record answers an update: merged (no reason), or rejected."""
         self.marks[update[:2]] = (update.seq, stream_seq)
+        # With it every earlier one of that life, even if the life is soon forgotten.
+        for owed in [one for one in self.credits if one[:2] == update[:2]]:
+            if owed.seq <= update.seq:
+                del self.credits[owed]
         member = self.members.get(update.learner)
         if member is None or (reason is not None and not is_offence(reason)):
             return

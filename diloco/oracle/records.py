@@ -165,11 +165,7 @@ def remembered(life: Life, record: wire.Record) -> Iterator[Breach]:
     """The memory after the record; `life` has gone on from it."""
     expected = life.memory.copy()
     expected.seen_seq = max(life.read_seq, life.known_seq)
-    expected.credits = {
-        update: credit
-        for update, credit in life.credits(without_sum=record.what == "verdict").items()
-        if not expected.resolved(update)
-    }
+    expected.credits = life.credits(without_sum=record.what == "verdict")
     for name, wanted, found in expected.differences(Memory.of(record.policy)):
         yield Breach("memory", name, wanted, found)
 

@@ -10,6 +10,8 @@ import random
 from collections import Counter
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from machinelab import Lab, digest_of, lab_rules, make_manifest
 
 from diloco.aggregator.core import events, rounds
@@ -18,7 +20,7 @@ from diloco.aggregator.core.updates import UpdateId
 from diloco.common import wire
 
 LEARNERS = ("a", "b", "c")
-LIVES = 4
+LIVES = 5
 EVENTS = 150
 HISTORIES = 400
 
@@ -299,3 +301,92 @@ def test_any_history(part: int) -> None:
         except BaseException as error:
             error.add_note(f"seed {seed}: History({seed}).play() repeats it")
             raise
+
+
+class OneLearner(History):
+    """One learner that begins life after life, with updates that are slow to read.
+
+    Updates are announced by the newest life alone, as honest learners do.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self.lab = Lab(lab_rules(**{"quorum.read_timeout_s": 5.0}))
+
+    def announce_one(self) -> None:
+        """By the newest life, which has none in flight."""
+        if not self.lives["a"]:
+            return
+        life = self.lives["a"][-1]
+        if not self.in_flight("a", life):
+            seq = self.sent[life] = self.sent.get(life, 0) + 1
+            newest = self.lab.records[-1].version
+            self.put_update(make_manifest(self.lab.rules, "a", life, seq, newest))
+
+    def begin_life(self) -> None:
+        """It crashes, joins, and announces an update."""
+        joined = self.lab.put(events.Joined, self.now_s, "a")
+        self.lives["a"].append(joined.stream_seq)
+        self.read(joined)
+        self.announce_one()
+
+    def read_newest(self) -> None:
+        """The shards of the update announced last are here."""
+        if self.fetching:
+            self.step(events.Fetched(self.now_s, self.fetching.pop(), 1.0))
+
+    def read_oldest(self) -> None:
+        """Those of the one that has waited longest."""
+        if self.fetching:
+            self.step(events.Fetched(self.now_s, self.fetching.pop(0), 1.0))
+
+    def end_round(self) -> None:
+        """Whatever the round still waits for; its record is stored and heard of."""
+        for _ in range(4):
+            self.answer_cut()
+            self.commit()
+            if self.lab.deadline() is not None:
+                self.timer()
+
+    def recover(self) -> None:
+        """Another owner reads all there is."""
+        self.crash()
+        self.read_again(len(self.unread))
+
+    def whole_life(self) -> None:
+        """A life whose update is merged, past all that waits."""
+        self.begin_life()
+        self.read_newest()
+        self.end_round()
+
+    def announce_oldest_again(self) -> None:
+        """What nobody but a life long gone says."""
+        for event in self.lab.tape:
+            if isinstance(event, events.Announced):
+                self.put_update(event.manifest)
+                return
+
+    def crash_loop(self) -> None:
+        """More lives than have a mark."""
+        for _ in range(LIVES):
+            self.whole_life()
+
+
+ACTIONS = st.sampled_from([
+    OneLearner.begin_life, OneLearner.announce_one, OneLearner.read_newest, OneLearner.read_oldest,
+    OneLearner.end_round, OneLearner.recover, OneLearner.whole_life, OneLearner.crash_loop,
+    OneLearner.announce_oldest_again, OneLearner.announce_again, History.crash, History.read_again,
+])  # fmt: skip
+
+
+@given(st.lists(ACTIONS, max_size=24))
+@example([
+    OneLearner.begin_life, OneLearner.crash_loop, OneLearner.recover, OneLearner.read_oldest,
+    OneLearner.end_round, OneLearner.announce_oldest_again, OneLearner.recover,
+])  # fmt: skip
+def test_a_stored_update_is_answered_once_through_any_lives_and_recoveries(actions) -> None:
+    one = OneLearner()
+    for action in actions:
+        action(one)
+        one.check_state()
+    one.come_to_an_end()

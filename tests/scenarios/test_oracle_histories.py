@@ -7,8 +7,10 @@ The machine's records are completed as the driver would complete them, and given
 from collections import Counter
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from machinelab import LAYOUT, Lab, lab_rules, lab_settings, make_manifest
-from test_machine_properties import History, name_of
+from test_machine_properties import ACTIONS, History, OneLearner, name_of
 
 from diloco.aggregator.core import events
 from diloco.common import names, wire
@@ -265,3 +267,27 @@ def test_the_oracle_decides_every_history_alike(part: int) -> None:
                  "alone"):  # fmt: skip
         assert seen[what], f"no history has {what}: {dict(seen)}"
     assert seen["followed"] > 10 * HISTORIES / 2
+
+
+class JudgedLives(Judged, OneLearner):
+    """One learner that begins life after life, whose records are judged."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        chosen = {"quorum.read_timeout_s": 5.0, "sync.snapshot_interval_versions": 1}
+        self.lab, self.settings = Lab(lab_rules(**chosen)), lab_settings(**chosen)
+
+
+@given(st.lists(ACTIONS, max_size=24))
+@example([
+    OneLearner.begin_life, OneLearner.crash_loop, OneLearner.recover, OneLearner.read_oldest,
+    OneLearner.end_round, OneLearner.announce_oldest_again, OneLearner.recover,
+])  # fmt: skip
+def test_the_oracle_decides_alike_through_any_lives_and_recoveries(actions) -> None:
+    one = JudgedLives()
+    for action in actions:
+        action(one)
+    one.come_to_an_end()
+    findings, chain = one.judge()
+    assert [finding.sentence for finding in findings] == []
+    assert not chain.unknown
