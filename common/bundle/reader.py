@@ -5,6 +5,7 @@ A message takes some 20 bytes here, whatever its length.
 
 import os
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,6 @@ from diloco.common.bundle.frames import (
 )
 from diloco.common.bus import Message
 from diloco.common.errors import IntegrityError
-from diloco.common.increasing import Increasing
 
 
 def read_header(path: Path) -> dict[str, Any]:
@@ -50,7 +50,7 @@ class Log:
     """The messages of a stream: sequence, place in the file, subject."""
 
     def __init__(self) -> None:
-        self.seqs = Increasing()
+        self.seqs = array("q")
         self.ats = array("q")
         self.whose = array("i")
         self.subjects: list[str] = []
@@ -74,9 +74,7 @@ class Log:
         limits = {self._ids[subject]: seq for subject, seq in below.items() if subject in self._ids}
         rows = zip(self.seqs, self.whose, strict=True)
         left = array("q", (i for i, (seq, of) in enumerate(rows) if seq >= limits.get(of, 0)))
-        seqs, self.seqs = self.seqs, Increasing()
-        for index in left:
-            self.seqs.append(seqs[index])
+        self.seqs = array("q", (self.seqs[index] for index in left))
         self.ats = array("q", (self.ats[index] for index in left))
         self.whose = array("i", (self.whose[index] for index in left))
 
@@ -90,7 +88,7 @@ class Log:
 
     def rows(self, wanted: set[int], start_seq: int) -> Iterator[int]:
         """Places in the file of the messages of these subjects from a sequence on."""
-        for index in range(self.seqs.first_from(start_seq), len(self.seqs)):
+        for index in range(bisect_left(self.seqs, start_seq), len(self.seqs)):
             if self.whose[index] in wanted:
                 yield self.ats[index]
 

@@ -1,17 +1,19 @@
 """Very many rows of numbers, in little memory."""
 
 from array import array
-from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar, get_type_hints, overload
+from collections.abc import Iterable
+from typing import Any, TypeVar, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
+
+from diloco.run.spool import Lazy
 
 Row = TypeVar("Row", bound=tuple[Any, ...])
 Column = npt.NDArray[np.float64]
 
 
-class Columns(Sequence[Row]):
+class Columns(Lazy[Row]):
     """Rows of a class of named tuples whose fields are numbers and text: eight bytes a field.
 
     Args:
@@ -50,16 +52,10 @@ class Columns(Sequence[Row]):
         """How many."""
         return len(self._values) // len(self._types)
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        """One of them, or some."""
-        if isinstance(index, slice):
-            return [self[at] for at in range(*index.indices(len(self)))]
+    def item(self, index: int) -> Row:
+        """One of them."""
         width = len(self._types)
-        at = range(len(self))[index] * width
+        at = index * width
         row = zip(self._types.values(), self._values[at : at + width], strict=True)
         values = (self.texts[int(one)] if of is str else of(one) for of, one in row)
         return self._kind(*values)

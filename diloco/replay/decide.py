@@ -3,7 +3,6 @@
 from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import overload
 
 from diloco.aggregator.arrays.fragment import make_input, step_size
 from diloco.aggregator.core import events, rounds
@@ -17,6 +16,7 @@ from diloco.common.averaged import settings_of
 from diloco.common.config import RunSettings
 from diloco.common.tape import Entry, Garbage
 from diloco.run.history import Chain, History
+from diloco.run.spool import Lazy
 
 # Of so many records before the newest one the oldest is the basis on which it is decided again.
 NEAR = 32
@@ -65,7 +65,7 @@ def rules_of(history: History, settings: RunSettings, fragment: int) -> Fragment
     return fragment_rules(settings, history.layout, fragment, history.specification.epoch)
 
 
-class _Told(Sequence[Heard]):
+class _Told(Lazy[Heard]):
     """Events of a fragment, made of the tape's messages when they are asked for.
 
     `order` has the index of each in `entries`, or, less than 0, from the end of `undecoded`.
@@ -88,14 +88,8 @@ class _Told(Sequence[Heard]):
     def __len__(self) -> int:
         return len(self._order)
 
-    @overload
-    def __getitem__(self, index: int) -> Heard: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Heard]: ...
-    def __getitem__(self, index: int | slice) -> Heard | Sequence[Heard]:
-        if isinstance(index, slice):
-            order = self._order[index]
-            return _Told(self._history, self._fragment, self._entries, self._undecoded, order)
+    def item(self, index: int) -> Heard:
+        """The event at an index."""
         at = self._order[index]
         if at < 0:
             return _undecoded(self._undecoded[at])

@@ -11,9 +11,7 @@ import weakref
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, overload
-
-from diloco.common.increasing import Increasing
+from typing import TypeVar, overload
 
 T = TypeVar("T")
 _SIZE = struct.Struct("<I")
@@ -52,10 +50,11 @@ class Spool:
         return data[_SIZE.size : end]
 
 
-class _Lazy(Sequence[T]):
+class Lazy(Sequence[T]):
     """A list of which items are made when they are asked for; parts of it are no copies."""
 
-    def _item(self, index: int) -> T:
+    def item(self, index: int) -> T:
+        """Make the item at an index from 0 on."""
         raise NotImplementedError
 
     @overload
@@ -64,13 +63,13 @@ class _Lazy(Sequence[T]):
     def __getitem__(self, index: slice) -> Sequence[T]: ...
     def __getitem__(self, index: int | slice) -> T | Sequence[T]:
         chosen = range(len(self))[index]
-        return Part(self, chosen) if isinstance(chosen, range) else self._item(chosen)
+        return Part(self, chosen) if isinstance(chosen, range) else self.item(chosen)
 
     def __iter__(self) -> Iterator[T]:
-        return (self._item(index) for index in range(len(self)))
+        return (self.item(index) for index in range(len(self)))
 
 
-class Spooled(_Lazy[T]):
+class Spooled(Lazy[T]):
     """A list of which the items are in a spool.
 
     Args:
@@ -106,7 +105,8 @@ class Spooled(_Lazy[T]):
     def __len__(self) -> int:
         return len(self.seqs)
 
-    def _item(self, index: int) -> T:
+    def item(self, index: int) -> T:
+        """Decode it, unless it is held or was asked for lately."""
         if index in self._held:
             return self._held[index]
         if (known := self._recent.get(index)) is not None:
@@ -125,7 +125,7 @@ class Spooled(_Lazy[T]):
         self._recent.pop(index, None)
 
 
-class Part(_Lazy[T]):
+class Part(Lazy[T]):
     """Some items of a list, in order, of which no copy is made."""
 
     def __init__(self, whole: Sequence[T], indices: Sequence[int]) -> None:
@@ -135,7 +135,8 @@ class Part(_Lazy[T]):
     def __len__(self) -> int:
         return len(self._indices)
 
-    def _item(self, index: int) -> T:
+    def item(self, index: int) -> T:
+        """The whole list's."""
         return self._whole[self._indices[index]]
 
 
@@ -143,7 +144,7 @@ class Times(Mapping[int, float]):
     """When each message was stored, by its sequence."""
 
     def __init__(self) -> None:
-        self._seqs = Increasing()
+        self._seqs = array("q")
         self._times_s = array("d")
 
     def add(self, seq: int, time_s: float) -> None:
@@ -152,13 +153,10 @@ class Times(Mapping[int, float]):
         self._times_s.append(time_s)
 
     def __getitem__(self, seq: int) -> float:
-        index = self._seqs.find(seq)
-        if index is None:
+        index = bisect_left(self._seqs, seq)
+        if index == len(self._seqs) or self._seqs[index] != seq:
             raise KeyError(seq)
         return self._times_s[index]
-
-    def __contains__(self, seq: Any) -> bool:
-        return self._seqs.find(seq) is not None
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._seqs)

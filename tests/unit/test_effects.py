@@ -22,7 +22,7 @@ def test_an_effect_comes_back_as_it_was_added():
         effects.append(one)
     assert [*effects] == added
     assert effects[-1] == added[-1]
-    assert effects[1:] == added[1:]
+    assert [*effects[1:]] == added[1:]
     assert type(effects[0].record_seq) is int
     assert effects.texts == ["a", "b"]
     assert effects.column("alone").tolist() == [-1.0, 2.0, 0.5]
