@@ -27,7 +27,14 @@ from diloco.common.errors import (
     WireError,
 )
 from diloco.common.store import ObjectInfo
-from diloco.common.tape import RunContext, decode_as, last_record, records_of
+from diloco.common.tape import (
+    RunContext,
+    decode_as,
+    first_message,
+    last_record,
+    messages_up_to,
+    records_of,
+)
 
 # Deleted by one call off the event loop.
 BATCH = 64
@@ -188,17 +195,13 @@ async def _marked(context: RunContext, logger: log.Logger) -> dict[str, tuple[in
     found: dict[str, tuple[int, ...]] = {}
     if last is None:
         return found
-    messages = context.bus.read(context.tape, [subject], 1)
-    async with contextlib.aclosing(messages):  # type: ignore[type-var]
-        async for message in messages:
-            try:
-                checkpoint = decode_as(wire.Checkpoint, subject, message.payload)
-            except WireError as error:
-                logger.warning("unreadable", subject=subject, reason=error.reason)
-            else:
-                found[checkpoint.name] = checkpoint.versions
-            if message.seq >= last.seq:
-                break
+    async for message in messages_up_to(context, [subject], last.seq):
+        try:
+            checkpoint = decode_as(wire.Checkpoint, subject, message.payload)
+        except WireError as error:
+            logger.warning("unreadable", subject=subject, reason=error.reason)
+        else:
+            found[checkpoint.name] = checkpoint.versions
     return found
 
 
@@ -249,9 +252,7 @@ async def answered_seq(context: RunContext, fragment: int) -> int:
         DilocoError: as `last_record`.
     """
     newest, _ = await last_record(context, fragment)
-    messages = context.bus.read(context.tape, [names.record(context.run, fragment)], 1)
-    async with contextlib.aclosing(messages):  # type: ignore[type-var]
-        oldest = await anext(messages)
+    oldest = await first_message(context, names.record(context.run, fragment))
     return min(newest.position, oldest.seq)
 
 

@@ -25,7 +25,7 @@ from diloco.common import metrics, names, wire
 from diloco.common.errors import SwapLostError, WireError
 from diloco.common.holdings import EXPIRY, Holdings, declared_sizes, lost_batches
 from diloco.common.service import first_of
-from diloco.common.tape import check_length, decode, decode_as, same_tape
+from diloco.common.tape import check_length, decode, decode_as, messages_up_to, same_tape
 
 
 class LivenessWatch:
@@ -186,9 +186,7 @@ async def reached_before(context: Context, learner: str, joined: int) -> dict[in
         names.leave(run, learner),
         names.join(run, learner),
     ]
-    async for message in context.bus.read(context.tape, subjects, 1):
-        if message.seq >= joined:
-            break
+    async for message in messages_up_to(context, subjects, joined):
         with contextlib.suppress(WireError):
             check_length(context.layout, message.subject, len(message.payload))
             match decode(message.subject, message.payload):

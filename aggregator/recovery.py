@@ -23,6 +23,7 @@ from diloco.common.tape import (
     get_object,
     last_record,
     lost_for_good,
+    messages_up_to,
     read_record,
     settings_at,
 )
@@ -92,13 +93,11 @@ async def rebuild(context: Context, record: wire.Record, record_seq: int) -> Rec
     merged_again = 0
     if outer_seq < record_seq:
         subjects = [names.record(context.run, record.fragment)]
-        async for message in context.bus.read(context.tape, subjects, outer_seq + 1):
+        async for message in messages_up_to(context, subjects, record_seq, outer_seq + 1):
             again = await read_record(context, message)
             if again.what == "version":
                 await _merge_again(context, arrays, again)
                 merged_again += 1
-            if message.seq >= record_seq:
-                break
     settings = await settings_at(context, record.policy.settings_seq)
     arrays.settings = settings
     return Recovered(cited(record, record_seq), record_seq, settings, arrays, merged_again)

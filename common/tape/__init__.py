@@ -48,8 +48,10 @@ from diloco.common.tape.run import (
     data_position,
     data_reached,
     effective_settings,
+    first_message,
     has_ended,
     load_specification,
+    messages_up_to,
     parse_changed,
     settings_at,
 )

@@ -1,6 +1,5 @@
 """The records of a fragment, and the objects that they name."""
 
-import contextlib
 from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ from diloco.common.reasons import Reason
 from diloco.common.store import ObjectStore
 from diloco.common.tape.messages import check_fits, decode
 from diloco.common.tape.objects import get_object, lost_for_good
-from diloco.common.tape.run import RunContext
+from diloco.common.tape.run import RunContext, first_message, messages_up_to
 
 
 async def last_record(context: RunContext, fragment: int) -> tuple[wire.Record, int]:
@@ -137,7 +136,7 @@ async def records_of(
     if start_seq > newest_seq:
         return
     subject = names.record(context.run, fragment)
-    async for message in context.bus.read(context.tape, [subject], start_seq):
+    async for message in messages_up_to(context, [subject], newest_seq, start_seq):
         try:
             record = await read_record(context, message)
         except (WireError, IntegrityError, ObjectMissingError) as error:
@@ -150,15 +149,11 @@ async def records_of(
             found = decode(message.subject, message.payload)
             body = found.body if isinstance(found, wire.RecordPointer) else None
             yield Recorded(record, message.seq, message.time_s, body)
-        if message.seq >= newest_seq:
-            return
 
 
 async def _stands(context: RunContext, subject: str, seq: int) -> bool:
     """Whether the tape still has a message of a subject, which had later ones."""
-    messages = context.bus.read(context.tape, [subject], seq)
-    async with contextlib.aclosing(messages):  # type: ignore[type-var]
-        return (await anext(messages)).seq == seq
+    return (await first_message(context, subject, seq)).seq == seq
 
 
 def record_digest(record: wire.Record) -> str:

@@ -1,7 +1,7 @@
 """A run as one daemon or command has it: its context, its specification, its settings."""
 
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -66,6 +66,31 @@ async def load_specification(bus: Bus, run: str) -> wire.Specification:
     return decode_as(wire.Specification, message.subject, message.payload)
 
 
+async def first_message(context: RunContext, subject: str, start_seq: int = 1) -> Message:
+    """The first message of a subject from a sequence on, which has one.
+
+    It is read in order: no replica takes it for missing.
+    """
+    messages = context.bus.read(context.tape, [subject], start_seq)
+    async with contextlib.aclosing(messages):  # type: ignore[type-var]
+        return await anext(messages)
+
+
+async def messages_up_to(
+    context: RunContext, subjects: Sequence[str], last_seq: int, start_seq: int = 1
+) -> AsyncIterator[Message]:
+    """Messages of some subjects, in order, up to a sequence at which one of them or later stands.
+
+    No replica that is behind leaves any out.
+    """
+    messages = context.bus.read(context.tape, [*subjects], start_seq)
+    async with contextlib.aclosing(messages):  # type: ignore[type-var]
+        async for message in messages:
+            yield message
+            if message.seq >= last_seq:
+                return
+
+
 async def has_ended(bus: Bus, run: str) -> bool:
     """Whether the run's end is on the tape: then nothing is merged any more."""
     return await bus.last(names.tape_stream(run), names.end(run)) is not None
@@ -118,13 +143,9 @@ async def settings_at(context: RunContext, settings_seq: int) -> RunSettings:
     """
     if not settings_seq:
         return context.settings
-    subject = names.settings(context.run)
-    messages = context.bus.read(context.tape, [subject], settings_seq)
-    async with contextlib.aclosing(messages):  # type: ignore[type-var]
-        async for message in messages:
-            if message.seq == settings_seq:
-                return parse_changed(context.settings, message)
-            break
+    message = await first_message(context, names.settings(context.run), settings_seq)
+    if message.seq == settings_seq:
+        return parse_changed(context.settings, message)
     raise IntegrityError(
         f"the tape has no settings at sequence {settings_seq}, which a record names",
         hint="was the stream purged by hand? restore it, or resume from a checkpoint",
@@ -161,7 +182,8 @@ async def data_reached(
     run = context.run
     last = last or partial(_last, context)
     if earlier is None:
-        specification = await _first(context, names.spec(run), wire.Specification)
+        first = await first_message(context, names.spec(run))
+        specification = decode_as(wire.Specification, first.subject, first.payload)
         earlier = await _earlier(context, specification)
     fragments = range(len(context.layout.fragments))
     kinds: dict[str, type[wire.Manifest | wire.Leave]] = {
@@ -192,17 +214,6 @@ async def _earlier(context: RunContext, specification: wire.Specification) -> Ma
     return await context.runtime.retry("reading data positions", attempt, logger=context.logger)
 
 
-async def _first(context: RunContext, subject: str, kind: type[wire.T]) -> wire.T:
-    """The first message of a subject that has one, read in order: no replica takes it for missing.
-
-    Raises:
-        WireError: it cannot be decoded.
-    """
-    messages = context.bus.read(context.tape, [subject], 1)
-    async with contextlib.aclosing(messages):  # type: ignore[type-var]
-        return decode_as(kind, subject, (await anext(messages)).payload)
-
-
 async def _last(context: RunContext, subject: str) -> Message | None:
     return await context.runtime.retry(
         "reading the tape", lambda: context.bus.last(context.tape, subject), logger=context.logger
@@ -211,16 +222,9 @@ async def _last(context: RunContext, subject: str) -> Message | None:
 
 async def _sequences(context: RunContext, newest: Message | None) -> list[int]:
     """Sequences of all messages of a subject up to this one."""
-    found: list[int] = []
     if newest is None:
-        return found
-    messages = context.bus.read(context.tape, [newest.subject], 1)
-    async with contextlib.aclosing(messages):  # type: ignore[type-var]
-        async for message in messages:
-            found.append(message.seq)
-            if message.seq >= newest.seq:
-                break
-    return found
+        return []
+    return [one.seq async for one in messages_up_to(context, [newest.subject], newest.seq)]
 
 
 async def _position_on(
@@ -244,13 +248,11 @@ async def _position_on(
         if _is_of_this_tape(context, said, newest.seq) and not superseded:
             return said.position
     position = 0
-    async for message in context.bus.read(context.tape, [subject], 1):
+    async for message in messages_up_to(context, [subject], newest.seq):
         with contextlib.suppress(WireError):
             said = decode_as(kind, subject, message.payload)
             if _is_of_this_tape(context, said, message.seq):
                 position = max(position, said.position)
-        if message.seq >= newest.seq:
-            break
     return position
 
 

@@ -20,7 +20,7 @@ from diloco.alerts.webhook import Outbox, Webhook
 from diloco.check import symptoms
 from diloco.check.doctor import examine
 from diloco.cli.opening import open_run, run_config
-from diloco.cli.screen import say_plainly
+from diloco.cli.screen import say_json, say_plainly
 from diloco.common.config import webhook as webhook_of_environment
 from diloco.common.errors import (
     BusUnavailableError,
@@ -135,7 +135,7 @@ async def _until_asked(watcher: "Watcher") -> bool:
 
 def _print(run: str, notice: Notice, *, json: bool) -> None:
     if json:
-        print(json_module.dumps(notice.body(run)), flush=True)  # noqa: T201 - the result itself
+        say_json(notice.body(run))
         return
     say_plainly(f"{time.strftime('%H:%M:%S')} {notice.line(run)}")
     if notice.ended_s is None and notice.alert.advice:

@@ -5,7 +5,6 @@ leaves nothing behind but one line among the rejected copies. `symptoms.py` has 
 """
 
 import asyncio
-import json as json_module
 import secrets
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -24,7 +23,7 @@ from diloco.check.evidence import wholeness
 from diloco.check.objects import check_objects, list_now, read_listing
 from diloco.cli.beside import beside
 from diloco.cli.opening import OpenRun, open_run, run_config
-from diloco.cli.screen import SEVERITY_STYLES
+from diloco.cli.screen import SEVERITY_STYLES, say_json
 from diloco.common import names, wire
 from diloco.common.bundle import is_bundle
 from diloco.common.config import Config, differences
@@ -44,7 +43,7 @@ from diloco.common.errors import (
 )
 from diloco.common.store import ObjectStore, open_store
 from diloco.common.tape import RunContext
-from diloco.model.scores import all_kept, scores_of
+from diloco.model.scores import kept, scores_of
 from diloco.run import agreement
 from diloco.run.findings import NATS_AWAY, failed
 from diloco.run.history import History, read_history
@@ -116,7 +115,7 @@ def run_doctor(target: str, *, deep: bool, json: bool) -> int:
             )
         )
     if json:
-        print(json_module.dumps(report.document()), flush=True)  # noqa: T201 - the result itself
+        say_json(report.document())
     else:
         show(report, console)
     amiss = report.exists and not report.healthy
@@ -376,12 +375,12 @@ async def _scores(context: RunContext, *, deep: bool) -> list[wire.Score]:
         StoreError: the store is away.
     """
     if not deep:
-        return await all_kept(context)
+        return await kept(context)
     series = await read_time_series(context, 0.0)
     try:
         return await scores_of(context, series, SCORES)
     except (TaskError, ConfigError, ImportError):
-        return await all_kept(context)  # The task cannot be built here; that is told elsewhere.
+        return await kept(context)  # The task cannot be built here; that is told elsewhere.
 
 
 class _Look(NamedTuple):

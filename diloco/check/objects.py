@@ -183,9 +183,7 @@ def all_named(history: History) -> Iterator[wire.ObjectRef | wire.Shard]:
             before = {*own}
 
 
-def check_objects(
-    history: History, *, everything: bool = False, before: Listing | None = None
-) -> Objects:
+def check_objects(history: History, before: Listing | None = None) -> Objects:
     """Compare a listing of the store with the tape.
 
     Args:
@@ -193,7 +191,6 @@ def check_objects(
         before: objects that were there before the tape was read, where it goes on: those that it
             does not know of are newer, and what was stored since is nobody's orphan. None: those of
             now.
-        everything: want all that the tape names, as where nothing is ever collected.
 
     Raises:
         StoreError: the store cannot be listed.
@@ -205,7 +202,7 @@ def check_objects(
     known = Listing((ref.name, ref.size_bytes) for ref in all_named(history))
     there = list_now(history.store, run, _unknown(history, known))
     if amiss := known.beside(there):
-        _check_named(found, history, amiss, there, wanted, everything=everything)
+        _check_named(found, history, amiss, there, wanted)
     newer = {*newer_objects(history, (there if before is None else before).picked)}
     sizes = {name: there.size(name) for name in sorted(newer)}
     found.newer = {name: size for name, size in sizes.items() if size is not None}
@@ -240,8 +237,6 @@ def _check_named(
     amiss: Listing,
     there: Listing,
     wanted: Mapping[str, tuple[int, wire.ObjectRef | wire.Shard]],
-    *,
-    everything: bool,
 ) -> None:
     """Objects that are gone though they are needed, or have another size."""
     standing = missing_objects(history, there)
@@ -254,7 +249,7 @@ def _check_named(
             found.breaches.append(Breach("objects", where, what))
             continue
         found.collected += 1
-        if seq or everything:
+        if seq:
             found.breaches.append(Breach("objects", where, f"no object {name!r}"))
         elif name in standing:
             where = f"record {standing[name]}"

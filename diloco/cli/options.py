@@ -46,4 +46,12 @@ Settings = Annotated[
         "--set", help="any setting, as section.key=value; repeatable", metavar="KEY=VALUE"
     ),
 ]
+Version = Annotated[
+    str | None,
+    typer.Option(
+        help="a version, one version per fragment, a checkpoint, a time or an age "
+        "[default: the newest]",
+        metavar="VERSIONS|TIME",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]

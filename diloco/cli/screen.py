@@ -1,8 +1,10 @@
 """What commands print: sentences, tables, and colours for what they say."""
 
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -33,6 +35,11 @@ def say(text: str) -> None:
 def say_plainly(text: str) -> None:
     """Print a sentence as it is, brackets and all."""
     Console().print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+def say_json(document: Any) -> None:
+    """Print a result for scripts, on a line of its own."""
+    print(json.dumps(document), flush=True)  # noqa: T201 - the result itself
 
 
 def confirm(question: str) -> None:

@@ -7,7 +7,6 @@ It only calls what an operator would call: a NATS server, `diloco run create`, `
 import asyncio
 import io
 import itertools
-import json as json_module
 import os
 import shlex
 import signal
@@ -25,6 +24,7 @@ from rich.markup import escape
 
 from diloco.cli.folders import make_folder
 from diloco.cli.opening import OpenRun, open_run
+from diloco.cli.screen import say_json
 from diloco.common.accelerators import find_accelerators, unused
 from diloco.common.config import (
     Config,
@@ -277,7 +277,7 @@ class LocalRun:
                 return
             with self.console.status("evaluating the model on held-out data ..."):
                 scorer = await Scorer.of_run(context)
-                earlier = await kept(context)
+                earlier = await kept(context, thinned=True)
                 first = earlier[0] if earlier else await scorer.newest()
                 await keep(context, first)
             self.past_seq = await context.bus.last_sequence(context.tape)
@@ -430,7 +430,7 @@ class LocalRun:
         self.console.print(f"everything of this run is in {folder}", soft_wrap=True)
         self.console.print(f"for figures of it: diloco report {self._folder}", soft_wrap=True)
         if self.options.json:
-            print(json_module.dumps(summary), flush=True)  # noqa: T201 - the result itself
+            say_json(summary)
 
     def _save_picture(self, frame: screen.Frame, summary: dict[str, Any]) -> None:
         """Keep how the run ended as a picture, screen.svg in its folder."""

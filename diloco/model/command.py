@@ -16,14 +16,7 @@ app = group()
 @command(app)
 def evaluate(
     run: shared.RunOrTape,
-    version: Annotated[
-        str | None,
-        typer.Option(
-            help="a version, one version per fragment, a checkpoint, a time or an age "
-            "[default: the newest]",
-            metavar="VERSIONS|TIME",
-        ),
-    ] = None,
+    version: shared.Version = None,
     follow: Annotated[
         bool, typer.Option("--follow", help="score every new version until the run ends")
     ] = False,

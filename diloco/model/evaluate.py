@@ -1,11 +1,9 @@
 """`diloco evaluate`: how well the global view does on held-out data, now or as it moves."""
 
-import json as json_module
-
 from rich.console import Console
 
 from diloco.cli.opening import open_run
-from diloco.cli.screen import working
+from diloco.cli.screen import say_json, working
 from diloco.cli.units import human_count
 from diloco.cli.versions import find_targets
 from diloco.common import wire
@@ -31,7 +29,7 @@ async def run_evaluate(
             if keep and not run.alone:
                 await keep_score(run.context, score)
             if json:
-                print(json_module.dumps(score.model_dump()), flush=True)  # noqa: T201 - the result
+                say_json(score.model_dump())
             else:
                 console.print(sentence(score))
 

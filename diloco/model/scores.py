@@ -16,7 +16,7 @@ import numpy as np
 from diloco.common import names, shards, wire
 from diloco.common.errors import IntegrityError, ObjectMissingError, WireError
 from diloco.common.service import cancel
-from diloco.common.tape import RunContext, last_record, read_record
+from diloco.common.tape import RunContext, first_message, last_record, read_record
 from diloco.common.views import load_version, load_view, next_view
 from diloco.run.timeseries import TimeSeries
 
@@ -196,23 +196,15 @@ async def keep(context: RunContext, score: wire.Score) -> None:
     await context.runtime.call(context.store.put, name, data)
 
 
-async def kept(context: RunContext, known: dict[str, wire.Score] | None = None) -> list[wire.Score]:
-    """Scores that were kept, of this epoch, in order of time; thinned to about `KEPT`.
+async def kept(
+    context: RunContext, known: dict[str, wire.Score] | None = None, *, thinned: bool = False
+) -> list[wire.Score]:
+    """Scores that were kept, of this epoch, in order of time.
 
     Args:
         context: the run's.
         known: those that were read before, by object; new ones are added.
-
-    Raises:
-        StoreError: the store is away.
-    """
-    return await all_kept(context, thinned=True, known=known)
-
-
-async def all_kept(
-    context: RunContext, *, thinned: bool = False, known: dict[str, wire.Score] | None = None
-) -> list[wire.Score]:
-    """Scores that were kept, of this epoch, in order of time; arguments as `kept`.
+        thinned: to about `KEPT`, evenly over the run.
 
     Raises:
         StoreError: the store is away.
@@ -260,7 +252,7 @@ async def scores_of(context: RunContext, series: TimeSeries, points: int) -> lis
     Raises:
         DilocoError: as `Scorer.of_run`; the store is away.
     """
-    scores = await kept(context)
+    scores = await kept(context, thinned=True)
     made = await score_at(context, unscored(series, scores, points))
     return sorted([*scores, *made], key=lambda score: score.at_s)
 
@@ -350,9 +342,7 @@ async def record_at(context: RunContext, fragment: int, seq: int) -> wire.Record
         ObjectMissingError: it, or its body, was collected.
         RunMismatchError, IntegrityError: as `diloco.common.tape.read_record`.
     """
-    reading = context.bus.read(context.tape, [names.record(context.run, fragment)], seq)
-    async with contextlib.aclosing(reading):  # type: ignore[type-var]
-        message = await anext(reading)
+    message = await first_message(context, names.record(context.run, fragment), seq)
     if message.seq != seq:
         raise ObjectMissingError(f"record {seq} of fragment {fragment} is no longer on the tape")
     return await read_record(context, message)

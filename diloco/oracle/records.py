@@ -18,6 +18,11 @@ GREATEST = (1 << 63) - 1
 # What a rollback repeats of a version.
 Contents = tuple[str, str, int]
 CONTENTS = ("view_digest", "outer_digest", "global_step")
+# What a verdict repeats of the record before it, beside `outer_seq`.
+STANDS = (
+    "snapshot", "snapshot_version", "deltas", "outer", "outer_version", "view_digest",
+    "outer_digest",
+)  # fmt: skip
 
 
 def contents(record: wire.Record) -> Contents:
@@ -224,16 +229,9 @@ def objects(
     """
     outer_seq = base.outer_seq or base_seq
     if record.what == "verdict":
-        expected = (
-            base.snapshot, base.snapshot_version, base.deltas, base.outer, base.outer_version,
-            outer_seq, None, base.view_digest, base.outer_digest,
-        )  # fmt: skip
-        found = (
-            record.snapshot, record.snapshot_version, record.deltas, record.outer,
-            record.outer_version, record.outer_seq, record.delta, record.view_digest,
-            record.outer_digest,
-        )  # fmt: skip
-        yield from _equal("objects", ("contents of the version before", expected, found))
+        stands, found = ([getattr(each, name) for name in STANDS] for each in (base, record))
+        expected, said = (*stands, outer_seq, None), (*found, record.outer_seq, record.delta)
+        yield from _equal("objects", ("contents of the version before", expected, said))
         return
     if record.delta is None:
         yield Breach("objects", "delta", "of every version", None)

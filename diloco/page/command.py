@@ -59,15 +59,8 @@ def dashboard(
         typer.Argument(
             metavar="RUN",
             help="TOML file, folder of a local run, file of diloco bundle, or "
-            "name of a run on a bus [default: the only run on --bus]",
+            "name of a run on a bus [default: the only run on `diloco --bus URL`]",
         ),
-    ] = None,
-    bus: Annotated[
-        str | None,
-        typer.Option(help="NATS server of a run given by name, or not at all", metavar="URL"),
-    ] = None,
-    store: Annotated[
-        str | None, typer.Option(help="object store of such a run", metavar="URL")
     ] = None,
     port: Annotated[
         int | None,
@@ -87,4 +80,4 @@ def dashboard(
     log.configure("error")
     from diloco.page.live import run_dashboard
 
-    run_dashboard(run, bus, store, port)
+    run_dashboard(run, port)

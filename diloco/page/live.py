@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from diloco.cli.opening import Place, open_run, placed, use_place
+from diloco.cli.opening import open_run, placed
 from diloco.common import wire
 from diloco.common.errors import (
     BusUnavailableError,
@@ -163,7 +163,7 @@ class LiveRun:
     async def _follow_scores(self) -> None:
         while True:
             with contextlib.suppress(StoreError):  # Until it is back, those that were read.
-                self._scores = await kept(self.context, self._known)
+                self._scores = await kept(self.context, self._known, thinned=True)
             await asyncio.sleep(SCORES_S)
 
 
@@ -260,14 +260,12 @@ class LivePage:
         self._board.say(said | {"again": self._again})
 
 
-def run_dashboard(target: str | None, bus: str | None, store: str | None, port: int | None) -> None:
+def run_dashboard(target: str | None, port: int | None) -> None:
     """Serve RUN's page until Ctrl-C or SIGTERM; arguments as the command's options.
 
     Raises:
         DilocoError: no such run; bus or store are away; the port is not to be had.
     """
-    if bus is not None or store is not None:
-        use_place(Place(bus, store))
     asyncio.run(_serve(target, port))
 
 
@@ -303,7 +301,7 @@ async def _only_run() -> str:
         f"this bus has {len(found)} runs: {', '.join(found[:20])}"
         if found
         else "there are no runs on this bus",
-        hint="name one: diloco dashboard RUN --bus URL --store URL",
+        hint="name one: diloco --bus URL --store URL dashboard RUN",
     )
 
 

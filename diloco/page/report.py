@@ -132,7 +132,7 @@ async def _read(target: str, stage: Stage, *, pairs: bool) -> tuple[Shown, Run]:
         shown = Shown(series, make_lanes(series), copied=run.bundle is not None)
         if pairs:
             shown.pairs = await sample_pairs(context, series, stage)
-        shown.scores = await kept(context)
+        shown.scores = await kept(context, thinned=True)
         return shown, await Watch(context).begin()
 
 

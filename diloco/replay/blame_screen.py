@@ -33,18 +33,18 @@ _COLOURS = {"harmful": "bold red", "useless": "yellow", "unclear": "dim", "helpf
 def tell(found: Blame, console: Console) -> None:
     """Who did harm, which updates, in which tensors."""
     sentences = judge(found.effects)
-    console.print(_learners(sentences))
+    console.print(_learners(sentences), soft_wrap=False)
     worst = nlargest(WORST, found.effects, key=attrgetter("did"))
-    console.print(_updates([one for one in worst if one.did > 0] or worst[:1]))
+    console.print(_updates([one for one in worst if one.did > 0] or worst[:1]), soft_wrap=False)
     if found.tensors:
-        console.print(_tensors(found))
+        console.print(_tensors(found), soft_wrap=False)
     for one in sentences:
         if one.word in AGAINST:
-            console.print(f"[{_COLOURS[one.word]}]{escape(in_words(one))}[/]", soft_wrap=True)
+            console.print(f"[{_COLOURS[one.word]}]{escape(in_words(one))}[/]")
     if not any(one.word in AGAINST for one in sentences):
-        console.print(_nobody(found.effects, sentences), soft_wrap=True)
+        console.print(_nobody(found.effects, sentences))
     for line in _coverage(found.rounds):
-        console.print(line, soft_wrap=True, highlight=False, markup=False)
+        console.print(line, markup=False)
 
 
 def _coverage(rounds: Rounds) -> list[str]:

@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console
-
 from diloco.check.evidence import Newest, newer_than
 from diloco.check.objects import named
 from diloco.cli.opening import OpenRun, open_run
+from diloco.cli.screen import say, working
 from diloco.cli.versions import find_targets
 from diloco.common import names, wire
 from diloco.common.bundle import BundleWriter, is_file_name
@@ -27,7 +26,15 @@ from diloco.common.bus import Message
 from diloco.common.errors import ConfigError, ObjectMissingError, StreamMissingError
 from diloco.common.release import packages, release
 from diloco.common.store import ObjectStore
-from diloco.common.tape import Entry, Item, RunContext, messages_of, read_item, records_of
+from diloco.common.tape import (
+    Entry,
+    Item,
+    RunContext,
+    first_message,
+    messages_of,
+    read_item,
+    records_of,
+)
 from diloco.replay.options import BundleOptions
 from diloco.replay.redact import Redactor, names_in
 
@@ -46,18 +53,16 @@ def run_bundle(target: str, path: Path, wanted: BundleOptions) -> None:
     """
     if wanted.redact and not wanted.objects:
         raise ConfigError("--redact gives objects other names: it needs them in the file")
-    console = Console()
-    with console.status("copying ..."):
+    with working("copying"):
         done = asyncio.run(_bundle(target, path, wanted))
-    console.print(
+    say(
         f"{done.messages:,} messages, {done.objects:,} objects and {len(done.files)} files are in "
-        f"{path} ({path.stat().st_size:,} bytes)",
-        soft_wrap=True, highlight=False,
-    )  # fmt: skip
+        f"{path} ({path.stat().st_size:,} bytes)"
+    )
     if done.lost:
-        console.print(f"[yellow]a part only:[/] {done.lost}", soft_wrap=True)
+        say(f"[yellow]a part only:[/] {done.lost}")
     if wanted.objects:
-        console.print(f"[yellow]mind:[/] {WARNING}", soft_wrap=True)
+        say(f"[yellow]mind:[/] {WARNING}")
 
 
 class Done(NamedTuple):
@@ -296,10 +301,10 @@ class _Copy:
     async def collected(self) -> None:
         """Note what garbage collection has trimmed while the objects were copied."""
         for fragment, oldest_seq in self._oldest.items():
-            async for recorded in records_of(self._context, fragment):
-                if recorded.record_seq > oldest_seq:
-                    self._writer.oldest(fragment, recorded.record_seq)
-                break
+            subject = names.record(self._context.run, fragment)
+            oldest = await first_message(self._context, subject)
+            if oldest.seq > oldest_seq:
+                self._writer.oldest(fragment, oldest.seq)
 
     def hidden(self, name: str, data: bytes) -> tuple[str, bytes]:
         """A file without names."""

@@ -8,7 +8,6 @@ import typer
 from diloco.cli import options as shared
 from diloco.cli.command import command, group
 from diloco.cli.loading import interrupts_wait
-from diloco.cli.screen import working
 from diloco.common import log
 from diloco.common.errors import ConfigError
 from diloco.replay.options import BundleOptions, Options
@@ -52,14 +51,7 @@ def export(
     merge: Annotated[
         bool, typer.Option("--merge", help="hf: adapters are added to their base, one model")
     ] = False,
-    version: Annotated[
-        str | None,
-        typer.Option(
-            help="a version, one version per fragment, a checkpoint, a time or an age "
-            "[default: the newest]",
-            metavar="VERSIONS|TIME",
-        ),
-    ] = None,
+    version: shared.Version = None,
 ) -> None:
     """Write the global model with its layout and settings to a folder.
 
@@ -69,8 +61,7 @@ def export(
     log.configure("error")
     from diloco.replay.export import run_export
 
-    with working("loading and writing the model"):
-        run_export(run, to, form, version, dtype, merge=merge)
+    run_export(run, to, form, version, dtype, merge=merge)
 
 
 @command(app)

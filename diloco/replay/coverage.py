@@ -6,7 +6,7 @@ collection has taken makes it "incomplete", and what is gone without that, or is
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from math import inf
 from typing import Any, Literal
 
@@ -85,7 +85,6 @@ class Versions:
     wrong: int = 0
     unreached: int = 0
     earlier: int = 0
-    wanting: list[str] = field(default_factory=list)
 
 
 def check_readable(history: History) -> None:

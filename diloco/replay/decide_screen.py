@@ -1,6 +1,5 @@
 """What `diloco replay --decide` says: how many decisions came out the same, and which did not."""
 
-import json as json_module
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from diloco.aggregator.core.decisions import Decision
+from diloco.cli.screen import say_json
 from diloco.common import wire
 from diloco.replay import verify_screen
 from diloco.replay.coverage import STATUSES, Verdict
@@ -58,7 +58,7 @@ def _tell(history: History, found: Decided, console: Console) -> None:
     for decision in found.different:
         show_decision(decision, console)
     for why, count in found.reasons.items():
-        console.print(f"[yellow]{count} not decided again[/]: {why}", soft_wrap=True)
+        console.print(f"[yellow]{count} not decided again[/]: {why}")
     if (more := found.outcomes["different"] - SHOWN) > 0:
         console.print(f"... and {more} more that differ")
     verify_screen.show_unreadable(history.unreadable, console)
@@ -66,7 +66,6 @@ def _tell(history: History, found: Decided, console: Console) -> None:
         f"run [bold]{history.run}[/]: {found.outcomes['same']} decisions are as recorded, "
         f"{found.outcomes['different']} differ, {found.outcomes['unknown']} could not be decided "
         "again",
-        soft_wrap=True,
     )
 
 
@@ -94,7 +93,7 @@ def _tell_json(history: History, found: Decided, said: Verdict) -> None:
             for one in found.different
         ],
     }
-    print(json_module.dumps(document), flush=True)  # noqa: T201 - the result itself
+    say_json(document)
 
 
 def show_decision(decision: Decision, console: Console) -> None:
@@ -103,13 +102,12 @@ def show_decision(decision: Decision, console: Console) -> None:
     console.print(
         f"[bold red]fragment {record.fragment}, {record.what} {record.version}[/] (record "
         f"{decision.record_seq}, made by {record.aggregator}, closed for {record.reason})",
-        soft_wrap=True,
     )
     table = Table("field", "recorded", "decided again", show_edge=False)
     for name, said, found in decision.fields:
         for part, one, other in _parts(name, said, found):
             table.add_row(part, escape(one), escape(other))
-    console.print(table)
+    console.print(table, soft_wrap=False)
 
 
 def _parts(name: str, said: Any, found: Any) -> Iterator[tuple[str, str, str]]:

@@ -3,10 +3,9 @@
 import asyncio
 from pathlib import Path
 
-from rich.console import Console
-
 from diloco.aggregator.arrays.merge import Vector
 from diloco.cli.opening import open_run
+from diloco.cli.screen import say, working
 from diloco.cli.versions import find_targets
 from diloco.common import wire
 from diloco.common.errors import ConfigError, ObjectMissingError
@@ -30,11 +29,10 @@ def run_export(
         DilocoError: it cannot be written, or is no longer stored.
     """
     model_file.check_target(folder, form, dtype, merge=merge)
-    console = Console()
-    with console.status("reading the model ..."):
+    with working("reading and writing the model"):
         records = asyncio.run(_export(target, folder, form, version, dtype, merge))
     versions = ",".join(str(records[fragment].version) for fragment in sorted(records))
-    console.print(f"versions {versions} are in {folder}", soft_wrap=True, highlight=False)
+    say(f"versions {versions} are in {folder}")
 
 
 async def _export(

@@ -4,9 +4,8 @@ import asyncio
 import contextlib
 from pathlib import Path
 
-from rich.console import Console
-
 from diloco.cli.opening import placed
+from diloco.cli.screen import say, working
 from diloco.common import names
 from diloco.common.bundle import Bundle, BundleStore, open_bundle
 from diloco.common.bus import jetstream
@@ -26,7 +25,6 @@ def run_restore(path: Path, config: Path | None, *, objects: bool) -> None:
     Raises:
         DilocoError: the file is not a whole bundle, or the server has the run already.
     """
-    console = Console()
     with contextlib.closing(open_bundle(path)) as bundle:
         if lost := bundle.header.get("lost", ""):
             raise ConfigError(f"{str(path)!r} is a part of a run only: {lost}")
@@ -34,11 +32,11 @@ def run_restore(path: Path, config: Path | None, *, objects: bool) -> None:
         if objects and not bundle.has_objects:
             raise ConfigError(f"{str(path)!r} was made with --no-objects: it has none to restore")
         place = load_config(config) if config else placed(bundle.run, stored=objects)
-        with console.status("writing ..."):
+        with working("writing"):
             count = asyncio.run(_restore(bundle, place, objects=objects))
         told = f"run [bold]{bundle.run}[/]: {count} messages are on {place.bus.url}"
         more = f", {len(bundle.objects)} objects in {place.store.url}" if objects else ""
-        console.print(told + more, soft_wrap=True)
+        say(told + more)
 
 
 def _check_gaps(bundle: Bundle) -> None:
@@ -105,8 +103,7 @@ def run_unpack(path: Path, folder: Path) -> None:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             with (folder / name).open("xb") as file:
                 file.writelines(bundle.parts(name))
-        Console().print(
+        say(
             f"{len(bundle.files)} files are in {folder}, as the bundle's maker has them: nothing "
-            "has checked what they say",
-            soft_wrap=True,
-        )  # fmt: skip
+            "has checked what they say"
+        )

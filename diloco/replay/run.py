@@ -1,7 +1,6 @@
 """`diloco replay`: a run's past, verified, decided again, or as it might have been."""
 
 import asyncio
-import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +16,7 @@ from diloco.cli.settings import parse_fragments
 from diloco.cli.versions import find_targets
 from diloco.common import names
 from diloco.common.errors import ConfigError
-from diloco.common.tape import RunContext, records_of
+from diloco.common.tape import RunContext, first_message
 from diloco.model import files as model_file
 from diloco.page.page import check_name
 from diloco.replay import blame, blame_screen, decide_screen, score, verify, verify_screen, whatif
@@ -45,7 +44,8 @@ def run_replay(target: str, options: Options, console: Console | None = None) ->
     """
     _check(options)
     check_name(options.plot)
-    return asyncio.run(_replay(target, options, console or Console()))
+    console = console or Console(soft_wrap=True, highlight=False)
+    return asyncio.run(_replay(target, options, console))
 
 
 def _check(options: Options) -> None:
@@ -138,12 +138,8 @@ async def _verify(
 
 async def _is_collected(context: RunContext, history: History, lost: Lost, window_s: float) -> bool:
     """Whether the tape, as it is by now, or the age of a copy of it, says so."""
-    oldest_seq = history.records[lost.fragment][0][0]
-    subject = names.record(context.run, lost.fragment)
-    reading = context.bus.read(context.tape, [subject], 1)
-    async with contextlib.aclosing(reading):  # type: ignore[type-var]
-        oldest_seq = max(oldest_seq, (await anext(reading)).seq)
-    if lost.record_seq <= oldest_seq:
+    oldest = await first_message(context, names.record(context.run, lost.fragment))
+    if lost.record_seq <= max(history.records[lost.fragment][0][0], oldest.seq):
         return True
     return context.runtime.clock() - history.times_s[lost.record_seq] > window_s
 
@@ -156,9 +152,7 @@ async def _still_missing(
         return ()
     oldest: dict[int | None, int] = {}
     for fragment in range(len(context.layout.fragments)):
-        async for recorded in records_of(context, fragment):
-            oldest[fragment] = recorded.record_seq
-            break
+        oldest[fragment] = (await first_message(context, names.record(context.run, fragment))).seq
     found = await context.runtime.call(list_now, context.store, context.run)
     return tuple(
         (name, seq)
@@ -231,7 +225,7 @@ async def _blame(
         blame_screen.tell(found, console)
         path = options.plot or Path(f"blame-{history.run}.html")
         await asyncio.to_thread(blame_screen.draw, history.run, found, path)
-        console.print(f"the figure is {path}", soft_wrap=True)
+        console.print(f"the figure is {path}")
     return STATUSES["incomplete" if found.rounds.left_out else "verified"]
 
 
@@ -248,17 +242,17 @@ async def _what_if(
     without = [whatif.parse_without(text) for text in options.without]
     plan = await asyncio.to_thread(whatif.make_plan, history, chosen, options.settings, without)
     for sentence in plan.sentences:
-        console.print(f"[yellow]note:[/] {sentence}", soft_wrap=True)
+        console.print(f"[yellow]note:[/] {sentence}")
     with progress_bar(console, "merging with other settings") as hear:
         result = await whatif.play(context, history, plan, options.points, hear)
-    console.print(whatif.table(plan, result))
+    console.print(whatif.table(plan, result), soft_wrap=False)
     path = options.plot or Path(f"what-if-{history.run}.html")
     await asyncio.to_thread(whatif.draw, plan, result, path)
-    console.print(f"the figure is {path}", soft_wrap=True)
+    console.print(f"the figure is {path}")
     if options.export is not None:
         records = {fragment: chain[-1][1] for fragment, chain in chosen.items()}
         await model_file.write_model(
             options.export, "safetensors", context, result.views, records, settings=plan.settings
         )
-        console.print(f"the model that would have been is in {options.export}", soft_wrap=True)
+        console.print(f"the model that would have been is in {options.export}")
     return 0

@@ -4,7 +4,6 @@ A moment is the model after one record: the newest version of every fragment by 
 kept beside the run, and none is computed twice.
 """
 
-import json as json_module
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
@@ -17,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from diloco.check.remake import is_stored
+from diloco.cli.screen import say_json
 from diloco.common import wire
 from diloco.common.bundle import BundleBus
 from diloco.common.errors import ConfigError, IntegrityError, ObjectMissingError, StoreError
@@ -202,14 +202,14 @@ async def run_score(
     if options.json:
         tell_json(history, found, scores.believed)
         return 0
-    console.print(table(found))
+    console.print(table(found), soft_wrap=False)
     for line in sentences(history, found, scores.gone, scores.damaged):
-        console.print(line, soft_wrap=True, highlight=False)
+        console.print(line)
     if scores.believed and isinstance(context.bus, BundleBus):
-        console.print(came_along(scores.believed), soft_wrap=True, highlight=False)
+        console.print(came_along(scores.believed))
     if options.plot is not None:
         draw(history.run, found, options.plot)
-        console.print(f"the figure is {options.plot}", soft_wrap=True)
+        console.print(f"the figure is {options.plot}")
     return 0
 
 
@@ -332,7 +332,7 @@ def tell_json(history: History, found: Scored, kept: int) -> None:
         for at in [found.moments[j]]
     ]  # fmt: skip
     document = {"run": history.run, "kept": kept, "scores": points, "rises": rises}
-    print(json_module.dumps(document), flush=True)  # noqa: T201 - the result itself
+    say_json(document)
 
 
 def draw(run: str, found: Scored, path: Path) -> None:

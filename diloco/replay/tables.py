@@ -25,7 +25,7 @@ from diloco.common.tape import RunContext
 from diloco.common.views import load_version
 from diloco.learner.background import running_loop
 from diloco.model.load import piece_values
-from diloco.model.scores import Scorer, all_kept
+from diloco.model.scores import Scorer, kept
 from diloco.replay import score, show, verify
 from diloco.run.history import History, Sent, answered, identity, read_history, resolves
 from diloco.run.state import Run
@@ -149,7 +149,7 @@ class Past:
         return _table(_scores(self.history, self._call(made)))
 
     async def _kept_scores(self) -> dict[int, float]:
-        return {max(one.record_seqs): one.loss for one in await all_kept(self._context)}
+        return {max(one.record_seqs): one.loss for one in await kept(self._context)}
 
     async def _make_scores(self) -> dict[int, float]:
         context, history = self._context, self.history

@@ -1,12 +1,12 @@
 """What came of verifying a run, on a terminal or as JSON."""
 
-import json as json_module
 from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
+from diloco.cli.screen import say_json
 from diloco.common.tape import Unreadable
 from diloco.replay import coverage
 from diloco.replay.coverage import Tape
@@ -24,21 +24,18 @@ def tell(tape: Tape, found: Verified, fragments: int, console: Console) -> None:
         show_difference(difference, console)
     for other in found.differences[SHOWN:]:
         record = f"fragment {other.fragment}, version {other.record.version}"
-        console.print(f"[bold red]{record}[/]: {escape(other.what)}", soft_wrap=True)
+        console.print(f"[bold red]{record}[/]: {escape(other.what)}")
     for lost in found.lost[:SHOWN]:
         console.print(
             f"fragment {lost.fragment}, version {lost.version} (record {lost.record_seq}) cannot "
             f"be made again: {escape(lost.why)}",
-            soft_wrap=True,
-            highlight=False,
         )
     for line in coverage.sentences(tape, found.versions):
-        console.print(escape(line), soft_wrap=True, highlight=False)
+        console.print(escape(line))
     said = coverage.verdict(tape, found.versions)
     console.print(
         f"run [bold]{tape.run}[/]: {found.versions.again} versions of {fragments} fragments merged "
         f"again from {found.records} records: [{_COLOURS[said]}]{_WORDS[said]}[/]",
-        soft_wrap=True,
     )
 
 
@@ -54,12 +51,7 @@ def tell_json(tape: Tape, found: Verified) -> None:
         for one in found.differences
     ]
     lost = [one._asdict() for one in found.lost]
-    print(  # noqa: T201 - the result itself
-        json_module.dumps(
-            coverage.document(tape, found.versions, differences=differences, lost=lost)
-        ),
-        flush=True,
-    )
+    say_json(coverage.document(tape, found.versions, differences=differences, lost=lost))
 
 
 def show_unreadable(records: Iterable[Unreadable], console: Console) -> None:
@@ -76,9 +68,8 @@ def show_difference(difference: Difference, console: Console) -> None:
     console.print(
         f"[bold red]fragment {difference.fragment}, version {record.version}[/] (record "
         f"{difference.record_seq}, made by {record.aggregator}, built on record {record.base_seq})",
-        soft_wrap=True,
     )
-    console.print(f"  {escape(difference.what)}", soft_wrap=True, highlight=False)
+    console.print(f"  {escape(difference.what)}")
     facts = {
         "view": record.view_digest,
         "outer state": record.outer_digest,
@@ -90,20 +81,16 @@ def show_difference(difference: Difference, console: Console) -> None:
         "outer": f"version {record.outer_version}: {record.outer.name}",
     }
     for name, value in facts.items():
-        console.print(f"  {name:<12} {escape(str(value))}", soft_wrap=True, highlight=False)
+        console.print(f"  {name:<12} {escape(str(value))}")
     for taken in record.inputs:
         console.print(
             f"  input        {taken.learner}, life {taken.incarnation}, update {taken.seq}, at "
             f"{taken.stream_seq} on the tape: weight {taken.weight:g}, staleness "
             f"{taken.staleness}, discount {taken.discount:g}, clip {taken.clip:g}",
-            soft_wrap=True,
-            highlight=False,
         )
         for shard in taken.shards:
             console.print(
                 f"               {escape(shard.name)} ({shard.size_bytes} bytes, crc32c "
                 f"{shard.crc32c:08x})",
-                soft_wrap=True,
-                highlight=False,
             )
     console.print("  hint: runbooks/digest-mismatch.md")

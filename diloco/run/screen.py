@@ -3,13 +3,11 @@
 import asyncio
 import contextlib
 import itertools
-import json as json_module
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import datetime
 from statistics import fmean
-from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -19,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.cli.opening import open_run
-from diloco.cli.screen import SEVERITY_STYLES, STATE_STYLES, say
+from diloco.cli.screen import SEVERITY_STYLES, STATE_STYLES, say, say_json
 from diloco.cli.units import age, human_bytes
 from diloco.common.errors import StoreError
 from diloco.common.service import cancel
@@ -55,15 +53,11 @@ async def _show(target: str, *, once: bool, json: bool) -> None:
         watch = Watch(opened.context)
         run = await watch.begin()
         if json:
-            _print_json(asdict(run))
+            say_json(asdict(run))
         elif once or opened.bundle or not console.is_terminal or run.state == "ended":
             console.print(picture(run))
         else:
             await _follow(watch, run, console)
-
-
-def _print_json(document: Any) -> None:
-    print(json_module.dumps(document), flush=True)  # noqa: T201 - the result itself
 
 
 async def _follow(watch: Watch, run: Run, console: Console) -> None:
@@ -216,7 +210,7 @@ def show_learners(target: str, *, json: bool) -> None:
     """Print what the whole tape says of each learner."""
     found = asyncio.run(look_at_learners(target))
     if json:
-        _print_json([asdict(one) for one in found])
+        say_json([asdict(one) for one in found])
         return
     if not found:
         say("no learner has joined yet")
@@ -312,7 +306,7 @@ def show_history(target: str, *, everything: bool, json: bool) -> None:
     """Print what was done to a run; with `everything` also learners that join and leave."""
     events = asyncio.run(look_back(target, everything=everything))
     if json:
-        _print_json([asdict(event) for event in events])
+        say_json([asdict(event) for event in events])
         return
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     for title in ("when", "who", "what"):
@@ -333,7 +327,7 @@ def show_runs(target: str | None, *, json: bool) -> None:
     """Print the runs of a bus: of a URL, of a run's file, or of the default."""
     runs = asyncio.run(read_runs(bus_section(target)))
     if json:
-        _print_json([asdict(one) for one in runs])
+        say_json([asdict(one) for one in runs])
         return
     console = Console()
     console.print(_runs(runs) if runs else "there are no runs on this bus")

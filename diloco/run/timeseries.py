@@ -40,6 +40,9 @@ Column = npt.NDArray[np.float64]
 WORDS = 500
 # Cosines are taken of at most about so many rounds, evenly over the run.
 COSINES = 8000
+# Of an update what its manifest says, and of a merged one what the record does.
+SENT = ("tokens", "steps", "position", "loss", "step_time_s")
+TAKEN = ("staleness", "weight", "discount", "clip", "norm", "tokens", "steps", "loss")
 # Messages between two calls of `progress`.
 PROGRESS_EVERY = 2000
 
@@ -129,10 +132,9 @@ class TimeSeries:
     lives: list[Life] = field(default_factory=list)
     updates: Table = field(
         default_factory=lambda: Table(
-            "learner", "incarnation", "fragment", "time_s", "tokens", "steps", "position", "loss",
-            "step_time_s", "bytes", "updates",
+            "learner", "incarnation", "fragment", "time_s", *SENT, "bytes", "updates"
         )
-    )  # fmt: skip
+    )
     rounds: Table = field(
         default_factory=lambda: Table(
             "seq", "fragment", "version", "inputs", "opened_s", "quorum_s", "closed_s",
@@ -140,11 +142,8 @@ class TimeSeries:
         )
     )  # fmt: skip
     inputs: Table = field(
-        default_factory=lambda: Table(
-            "round", "learner", "fragment", "time_s", "staleness", "weight", "discount", "clip",
-            "norm", "tokens", "steps", "loss", "updates",
-        )
-    )  # fmt: skip
+        default_factory=lambda: Table("round", "learner", "fragment", "time_s", *TAKEN, "updates")
+    )
     cosines: Table = field(default_factory=lambda: Table("fragment", "time_s", "cosine"))
     versions: Table = field(default_factory=lambda: Table("seq", "fragment", "time_s"))
     refusals: Table = field(default_factory=lambda: Table("learner", "time_s"))
@@ -308,11 +307,7 @@ class Builder:
             manifest.incarnation,
             manifest.fragment,
             at_s,
-            manifest.tokens,
-            manifest.steps,
-            manifest.position,
-            manifest.loss,
-            manifest.step_time_s,
+            *(getattr(manifest, name) for name in SENT),
             sum(shard.size_bytes for shard in manifest.shards),
             1,
         )
@@ -371,13 +366,6 @@ class Builder:
             self._index(taken.learner),
             fragment,
             at_s,
-            taken.staleness,
-            taken.weight,
-            taken.discount,
-            taken.clip,
-            taken.norm,
-            taken.tokens,
-            taken.steps,
-            taken.loss,
+            *(getattr(taken, name) for name in TAKEN),
             1,
         )

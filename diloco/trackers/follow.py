@@ -15,7 +15,7 @@ from diloco.common import names, wire
 from diloco.common.errors import ConfigError, StreamMissingError
 from diloco.common.service import cancel
 from diloco.common.tape import Entry, Item, RunContext, last_record, messages_of
-from diloco.model.scores import all_kept
+from diloco.model.scores import kept
 from diloco.run.state import share
 from diloco.run.watch import Watch, heartbeat
 
@@ -186,7 +186,7 @@ class Tracker:
             await asyncio.sleep(SCORES_S)
 
     async def _scores(self) -> None:
-        for score in await all_kept(self._context):
+        for score in await kept(self._context):
             if score.record_seqs not in self._scored:
                 self._scored.add(score.record_seqs)
                 self._write(self._points.of_score(score))

@@ -34,7 +34,8 @@ class Tape(History):
         assert self.stop is not None or not ended
         assert self.end is not None or not ended
         found = audit(self)
-        objects = check_objects(self, everything=not collected)
+        objects = check_objects(self)
+        assert collected or not objects.collected
         remake(self, objects)
         of_liars = tuple(f"learner {name} " for name in hostile)
         breaches = [

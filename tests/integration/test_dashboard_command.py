@@ -89,15 +89,15 @@ def test_a_page_lives_through_a_lost_server_and_ends_at_once(own_nats_server, ne
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["nothing"], "there is no file or folder 'nothing'"),
-        (["--bus", "nats://127.0.0.1:1"], "no connection to NATS at 127.0.0.1:1"),
+        (["dashboard", "nothing"], "there is no file or folder 'nothing'"),
+        (["--bus", "nats://127.0.0.1:1", "dashboard"], "no connection to NATS at 127.0.0.1:1"),
     ],
 )
 def test_a_run_that_is_not_there_is_a_sentence(
     tmp_path: Path, arguments: list[str], sentence: str
 ) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "diloco", "dashboard", *arguments], cwd=tmp_path, env=environment(),
+        [sys.executable, "-m", "diloco", *arguments], cwd=tmp_path, env=environment(),
         capture_output=True, text=True, timeout=PATIENCE_S, check=False,
     )  # fmt: skip
     assert done.returncode != 0

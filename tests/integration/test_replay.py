@@ -103,7 +103,7 @@ def finish_with_a_stranger(world: World, processes: list) -> None:
 
 
 def run_replay(target: Path, **options) -> tuple[int, str]:
-    console = Console(file=io.StringIO(), width=200)
+    console = Console(file=io.StringIO(), width=200, soft_wrap=True)
     status = replay.run_replay(str(target), Options(**options), console)
     return status, console.file.getvalue()
 

@@ -16,7 +16,7 @@ from diloco.common.config import RunSettings
 from diloco.common.health import Health
 from diloco.common.service import cancel
 from diloco.common.tape import read_tape
-from diloco.model.scores import all_kept, keep
+from diloco.model.scores import keep, kept
 from diloco.run.findings import DISK_FULL, NO_LEARNERS, PATIENCE, judged, patience_s
 from diloco.run.history import History, read_history
 from diloco.run.state import Finding, Observed, Run
@@ -367,11 +367,11 @@ def test_a_kept_score_that_was_edited_is_none() -> None:
             loss=9.5,
         )  # fmt: skip
         await keep(lab.context, score)
-        before = [one.loss for one in await all_kept(lab.context)]
+        before = [one.loss for one in await kept(lab.context)]
         (name,) = lab.objects(names.scores_prefix(RUN))
         lab.store.delete(name)
         lab.store.put(name, wire.encode(score.model_copy(update={"loss": 0.5})))
-        return before, [one.loss for one in await all_kept(lab.context)]
+        return before, [one.loss for one in await kept(lab.context)]
 
     assert ask(edits()) == ([9.5], [])
 
