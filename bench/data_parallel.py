@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from diloco.common.nats_server import free_port
+from diloco.learner.hosts.messages import wait_for_hosts
 from diloco.local.reaper import Reaper
 
 # What share of a step's time has passed when its backward pass, and so the exchange, begins.
@@ -141,6 +142,8 @@ class Worker:
             number = np.int32(step)
             if self.inner_step is None:
                 self.inner_step = self._compiled(*state, batch, number)
+                # One may have compiled for longer than gloo waits for it.
+                wait_for_hosts()
             *state, loss = self.inner_step(*state, batch, number)
             device.wait()
             loss.block_until_ready()
@@ -150,6 +153,8 @@ class Worker:
                 if self.job.checkpoint_steps and step % self.job.checkpoint_steps == 0:
                     self.saver.save(step, state)
         self.saver.close()
+        # Nobody leaves before rank 0 has noted the last step: it would look like a failure.
+        wait_for_hosts()
 
     def _compiled(self, *arguments: Any) -> Any:
         """The step as a program. JAX's own cache serves rank 0 alone, and traces first."""

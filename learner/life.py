@@ -19,7 +19,7 @@ from diloco.common import log, metrics, names
 from diloco.common.bus import Bus
 from diloco.common.config import Config, RunSettings
 from diloco.common.errors import ConfigError, DilocoError, Exit, HostLostError
-from diloco.common.health import View, report, step_limit_s, tell, tell_stopping
+from diloco.common.health import PHASE_S, View, report, step_limit_s, tell, tell_stopping
 from diloco.common.held import Held, Index
 from diloco.common.layout import Layout, parse_layout
 from diloco.common.metrics import Metrics
@@ -33,7 +33,9 @@ from diloco.learner.boundary import Outbox
 from diloco.learner.checkpoint import CheckpointFolder, copied
 from diloco.learner.claims import Shares
 from diloco.learner.context import Context
+from diloco.learner.hosts.messages import wait_for_hosts
 from diloco.learner.member import Member
+from diloco.learner.mesh import open_groups
 from diloco.learner.placement import placed
 from diloco.learner.recovery import (
     CheckpointId,
@@ -282,6 +284,9 @@ def _slice(held: Held, loaded: Mapping[str, Any], name: str, index: Index) -> np
 
 def compile_programs(host: Host, replica: Replica, held: Params) -> None:
     """Compile step and synchronization on copies, before anybody waits for this learner."""
+    if jax.process_count() > 1:
+        host.probes.health.begin_phase("waiting for the learner's other hosts")
+        open_groups(host.member.shardings.values(), partial(wait_for_hosts, PHASE_S))
     host.probes.health.begin_phase("compiling")
     replica.warm_up()
     if host.member.warm_up is not None:

@@ -12,12 +12,14 @@ would gather it; what was to be cut there is cut along another axis where one di
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import combinations
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from diloco.common.config import MeshSection
 from diloco.common.errors import ConfigError, TaskError
@@ -334,3 +336,48 @@ def within(mesh: Mesh, precision: str | None = None) -> Iterator[None]:
     """What is traced inside sees the mesh, and multiplies matrices with this precision."""
     with jax.set_mesh(mesh), jax.default_matmul_precision(precision or "default"):
         yield
+
+
+# --- Hosts
+
+
+def open_groups(shardings: Iterable[Sharding | None], meet: Callable[[], None]) -> None:
+    """Let the devices of several hosts find each other, in every group over which a mesh may sum.
+
+    Between CPUs the first collective of a group finds its peers within 30 s or fails, and a busy
+    machine compiles a program for longer than another does. Later ones wait for half an hour.
+
+    Args:
+        shardings: how a learner's tensors lie.
+        meet: waits until all hosts have called it.
+    """
+    lying = [one.mesh for one in shardings if isinstance(one, NamedSharding)]
+    sums = [
+        _sums(mesh)
+        for mesh in dict.fromkeys(lying)
+        if isinstance(mesh, Mesh)
+        and {device.platform for device in mesh.devices.flat} == {"cpu"}
+        and len({device.process_index for device in mesh.devices.flat}) > 1
+    ]
+    meet()
+    for add in sums:
+        jax.block_until_ready(add())
+
+
+def _sums(mesh: Mesh) -> Callable[[], Any]:
+    """A compiled program that sums one number of each device over every group of axes."""
+    axes = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
+    groups = [group for count in range(len(axes)) for group in combinations(axes, count + 1)]
+    cut = PartitionSpec(tuple(axes))
+
+    def summed(number: jax.Array) -> list[jax.Array]:
+        return [jax.lax.psum(number, group) for group in groups]
+
+    numbers = np.arange(mesh.size, dtype=np.float32)
+    lying = NamedSharding(mesh, cut)
+    with jax.set_mesh(mesh):
+        given = jax.make_array_from_callback(numbers.shape, lying, numbers.__getitem__)
+        program = jax.jit(
+            jax.shard_map(summed, mesh=mesh, in_specs=cut, out_specs=cut, check_vma=False)
+        )
+        return partial(program.lower(given).compile(), given)

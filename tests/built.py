@@ -17,7 +17,7 @@ def run(*command: str | Path, cwd: Path) -> str:
     clean = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     done = subprocess.run(
         [str(word) for word in command],
-        cwd=cwd, env=clean, capture_output=True, text=True, timeout=200, check=False,
+        cwd=cwd, env=clean, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, f"{command}: {done.stdout}\n{done.stderr}"
     return done.stdout

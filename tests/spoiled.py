@@ -51,7 +51,7 @@ OUTER = {"learning_rate": 0.5, "momentum": 0.5}
 LONG = {"learning_rate": 6.0, "momentum": 0.9}
 VERSIONS = 10
 RATE = 0.3
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 
 
 def build(*, steps: int, seed: int) -> Task:

@@ -21,6 +21,7 @@ All hosts of a learner run one release; `version` is there to say so to whoever 
 """
 
 import asyncio
+import itertools
 import os
 import secrets
 import struct
@@ -252,6 +253,28 @@ _SECRET_BYTES: Final = 32
 HANGING_S: Final = 10.0
 # How long the hosts of a learner may take to find each other.
 MEET_S: Final = 300.0
+_MEETINGS: Final = itertools.count(1)
+
+
+def wait_for_hosts(within_s: float = MEET_S) -> None:
+    """Wait until all hosts of this learner have called this equally often.
+
+    A collective does not replace it: between CPUs the first one of a group of devices must find
+    its peers within 30 s (gloo's limit, which nothing sets), whatever they still load or compile.
+
+    Raises:
+        HostLostError: one of them is gone, or did not come in time.
+    """
+    import jax
+    from jax._src import distributed  # JAX gives its barrier no public name.
+
+    client = distributed.global_state.client
+    if client is None:  # Hosts of a TPU's own network meet without it.
+        return
+    try:
+        client.wait_at_barrier(f"diloco-{next(_MEETINGS)}", int(within_s * 1000))
+    except jax.errors.JaxRuntimeError as error:
+        raise host_gone("another host") from error
 
 
 def exchange_secret(address: str) -> tuple[str, str]:
@@ -268,6 +291,7 @@ def exchange_secret(address: str) -> tuple[str, str]:
 
     secret = secrets.token_hex(_SECRET_BYTES)
     text = f"{address} {secret}".encode().ljust(_ADDRESS_BYTES)
+    wait_for_hosts()
     try:
         told = multihost_utils.broadcast_one_to_all(np.frombuffer(text, np.uint8))
     except jax.errors.JaxRuntimeError as error:

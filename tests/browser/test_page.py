@@ -111,7 +111,7 @@ class Looker:
         return found
 
     def end(self) -> None:
-        self._process.communicate(timeout=60)
+        self._process.communicate(timeout=300)
 
     def _line(self) -> str:
         assert self._process.stdout is not None

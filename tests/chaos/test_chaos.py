@@ -61,4 +61,4 @@ def test_no_process_is_left_behind_when_it_is_killed(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.wait()
-    eventually(lambda: all_gone(children), f"all gone: {children}", within_s=30)
+    eventually(lambda: all_gone(children), f"all gone: {children}")

@@ -77,7 +77,7 @@ class Node:
     def asked(self, path: str) -> Any:
         """What the server says of itself, or None if it does not say it (yet)."""
         url = f"http://{HOST}:{self.ports.monitor}/{path}"
-        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as answer:
+        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=300) as answer:
             return json.load(answer)
         return None
 

@@ -26,6 +26,7 @@ from diloco.common import log, names, wire
 from diloco.common.bus import jetstream
 from diloco.common.bus.jetstream import NatsBus
 from diloco.common.config import Config, load_config
+from diloco.common.errors import Exit
 from diloco.common.service import Runtime
 from diloco.common.store import open_store
 from diloco.common.tape import RunContext
@@ -39,7 +40,12 @@ ROOT = HERE.parent.parent
 # A run of which its test says when it stops.
 ENDLESS = {"steps": 1_000_000}
 # Beside other work on a shared machine anything may take long; no test measures by this.
-PATIENCE_S = 150.0
+PATIENCE_S = 300.0
+# Of each process's log, in characters, where a test fails.
+LOG_SHOWN = 6000
+# How a host ends whose peer was killed: amid a collective of CPUs gloo may abort it, where messages of
+# two collectives meet.
+PEER_LOST = {int(Exit.PASSING), -signal.SIGABRT}
 T = TypeVar("T")
 
 
@@ -139,7 +145,8 @@ class Process:
     def check_not_failed(self) -> None:
         """It runs, ended as it should, or was killed by the test."""
         status = self._process.poll()
-        assert status is None or status <= 0, f"{self.arguments}: {status}\n{self.log()}"
+        fine = status is None or status == 0 or (status < 0 and status != -signal.SIGABRT)
+        assert fine, f"{self.arguments}: {status}"
 
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
@@ -260,7 +267,19 @@ class World:
                 process.check_not_failed()
             return condition()
 
-        return eventually(asked, what, every_s=every_s)
+        with self.explained():
+            return eventually(asked, what, every_s=every_s)
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """What fails within shows how every process's log ends: one often dies of another's fault."""
+        try:
+            yield
+        except AssertionError as error:
+            for process in self.processes:
+                log, state = process.log(), "runs" if process.running else "has ended"
+                error.add_note(f"--- {process.log_path.name}, which {state}:\n{log[-LOG_SHOWN:]}")
+            raise
 
     def stop(self) -> None:
         """Say that the stop rule is met, so that a test need not guess a run's length."""

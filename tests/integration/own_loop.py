@@ -1,10 +1,12 @@
 """A training loop of a user's own on one host of several: what `test_library_hosts.py` starts.
 
-python -m own_loop CONFIG LEARNER COORDINATOR HOSTS HOST [fail|end]: trains until `done`, or raises
-or ends by itself after some steps. Prints the step at which it saw `done`.
+python -m own_loop CONFIG LEARNER COORDINATOR HOSTS HOST [fail|end|lag]: trains until `done`, or
+raises or ends by itself after some steps, or compiles long as host 1. Prints the step at which it
+saw `done`.
 """
 
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -15,16 +17,26 @@ import diloco
 from diloco.common import log
 
 STEPS = 5
+# Longer than the 30 s that gloo gives devices to find each other.
+LAG_S = 40.0
 
 
 def main() -> None:
     config, learner, coordinator, hosts, host, *rest = sys.argv[1:]
     log.configure("info")
-    jax.config.update("jax_num_cpu_devices", 1)
+    jax.config.update("jax_num_cpu_devices", 2)
     jax.distributed.initialize(coordinator, int(hosts), int(host))
-    mesh = jax.make_mesh((int(hosts),), ("hosts",), axis_types=(AxisType.Auto,))
-    cut, whole = (NamedSharding(mesh, spec) for spec in (PartitionSpec("hosts"), PartitionSpec()))
-    shape = jax.ShapeDtypeStruct((64, 16), jnp.float32, sharding=cut)
+    # Tensors that are whole everywhere need no collective before the training step's own.
+    mesh = jax.make_mesh((int(hosts), 2), ("hosts", "own"), axis_types=(AxisType.Auto,) * 2)
+    cut, rows, whole = (
+        NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("hosts",), (("hosts", "own"),), ())
+    )
+    lying = whole if rest == ["lag"] else cut
+    shape = jax.ShapeDtypeStruct((64, 16), jnp.float32, sharding=lying)
+
+    def batch_at(position):
+        whole_batch = np.full((mesh.size, 16), float(position), np.float32)
+        return jax.make_array_from_callback(whole_batch.shape, rows, whole_batch.__getitem__)
 
     def moved(params, batch):
         gradient = jax.grad(lambda part: jnp.square(part["w"].sum(0) - batch).mean())(params)
@@ -32,15 +44,22 @@ def main() -> None:
 
     train_step = jax.jit(moved, donate_argnums=0)
     loss_of = jax.jit(lambda params: jnp.square(params["w"]).sum(), out_shardings=whole)
+
+    def warm_up(params):
+        if rest == ["lag"] and host == "1":
+            time.sleep(LAG_S)
+        loss_of(train_step(params, batch_at(0))).block_until_ready()
+
     taken = 0
-    with diloco.join(config, learner=learner, like={"w": shape}) as island:
+    like = {"w": shape}
+    with diloco.join(config, learner=learner, like=like, warm_up=warm_up) as island:
         params = island.params
         while not island.done:
             if taken == STEPS and rest == ["fail"]:
                 raise RuntimeError("of a user's own program")
             if taken == STEPS and rest == ["end"]:
                 break
-            params = train_step(params, np.full(16, float(island.position), np.float32))
+            params = train_step(params, batch_at(island.position))
             params = island.step(params, loss=loss_of(params))
             taken += 1
     print(f"done after {taken} steps", flush=True)

@@ -185,7 +185,7 @@ def is_ready(process: "subprocess.Popen[bytes]", port: int, log: Path) -> bool:
     """Whether a server answers; one that has ended says why."""
     assert process.poll() is None, log.read_text()
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/-/ready", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/-/ready", timeout=300) as answer:
             return bool(answer.status == 200)
     except OSError:
         return False

@@ -273,7 +273,6 @@ def frozen(world: World, cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("suffer", [each_in_turn, without_its_disk, two_then_all, frozen])
 def test_nothing_acknowledged_is_lost(
     world: World, cluster: Cluster, suffer: Callable[[World, Cluster], None]

@@ -38,7 +38,7 @@ def server(tmp_path: Path) -> Iterator[GcsServer]:
 
 
 def ask(server: GcsServer, method: str, target: str, body: bytes = b"", **headers: str) -> Answer:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=300)
     try:
         named = {key.replace("_", "-"): value for key, value in headers.items()}
         connection.request(method, target, body, named)

@@ -22,7 +22,7 @@ def two_hosts(new_world):
         world.variant("run", {})
         diloco.create(world.config_path, {"w": jnp.ones((64, 16))})
         coordinator = f"{LOOPBACK}:{free_port()}"
-        own = [[], list(does)]
+        own = [["lag"] if does == ("lag",) else [], list(does)]
         hosts = [
             world.start(
                 f"a.{host}", str(world.config_path), "a", coordinator, "2", str(host), *own[host],
@@ -36,8 +36,9 @@ def two_hosts(new_world):
 
 
 @pytest.mark.long
-def test_done_is_true_at_the_same_step_on_all_hosts(two_hosts):
-    _, zero, one = two_hosts()
+@pytest.mark.parametrize("does", [[], ["lag"]], ids=["at once", "one compiles long"])
+def test_done_is_true_at_the_same_step_on_all_hosts(two_hosts, does):
+    _, zero, one = two_hosts(*does)
     for host in (zero, one):
         while not host.events("started"):
             assert host.running, host.log()

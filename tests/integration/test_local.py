@@ -157,7 +157,7 @@ def test_no_process_is_left_however_it_ends(tmp_path, tidy):
         assert sum("nats-server" in name for name in names) == 1, names
         process.send_signal(number)
         out, err = process.communicate(timeout=PATIENCE_S)
-        eventually(lambda c=children: all_gone(c), f"all gone: {children}", within_s=30)
+        eventually(lambda c=children: all_gone(c), f"all gone: {children}")
         assert process.returncode == (130 if number == signal.SIGINT else -number), err
         assert "Traceback" not in out + err
     logs = ways[signal.SIGINT] / "logs"
@@ -180,7 +180,7 @@ def check_resumes(crashed: Path, moved: Path, tidy: list["subprocess.Popen[str]"
     children = family(process)
     process.send_signal(signal.SIGHUP)
     out, err = process.communicate(timeout=PATIENCE_S)
-    eventually(lambda: all_gone(children), f"all gone: {children}", within_s=30)
+    eventually(lambda: all_gone(children), f"all gone: {children}")
     assert process.returncode == 130, err
     assert "Traceback" not in out + err
     assert not crashed.exists()

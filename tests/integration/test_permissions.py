@@ -46,7 +46,7 @@ class Guarded:
     def ways_back(self) -> int:
         """To how many askers the server still keeps a way, in the run's account."""
         url = f"http://127.0.0.1:{self.monitor_port}/accountz?acc=diloco-{RUN}"
-        with urllib.request.urlopen(url, timeout=10) as answer:
+        with urllib.request.urlopen(url, timeout=300) as answer:
             return len(json.load(answer)["account_detail"].get("responses") or {})
 
     @property
@@ -351,7 +351,7 @@ def test_no_answer_is_stored_where_a_learner_asks_for_it(guarded: Guarded, run_a
             config["deliver_subject"] = deliver
         request = {"stream_name": TAPE, "config": config}
         subject = f"{api}.CREATE.{TAPE}.{name}.{own}"
-        await client.request(subject, json.dumps(request).encode(), timeout=5)
+        await client.request(subject, json.dumps(request).encode(), timeout=300)
 
     async def scenario() -> None:
         await make_run(guarded)
@@ -414,7 +414,7 @@ def test_revoking_cuts_off_one_identity_and_no_other_connection(
             auth.revoke(guarded.folder, "b")
             guarded.reload()
             with pytest.raises(BusError, match=r"refused 'b'|no credentials file") as caught:
-                await asyncio.wait_for(reading, 30)
+                await asyncio.wait_for(reading, PATIENCE_S)
             assert not caught.value.retry
             with pytest.raises(BusError):
                 await gone.publish(names.update(RUN, "b", 0), b"unwelcome")

@@ -13,7 +13,7 @@ from diloco.common.nats_server import free_port
 def page(port: int, path: str) -> str:
     """A page of a daemon; '' while it does not listen."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=300) as answer:
             return str(answer.read().decode())
     except urllib.error.HTTPError as error:
         with error:

@@ -155,7 +155,7 @@ def ask(port: int, path: str, **parameters: str) -> Any:
     """The `data` of Prometheus's answer; None while it is not up."""
     url = f"http://127.0.0.1:{port}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
     try:
-        with urllib.request.urlopen(url, timeout=30) as answer:
+        with urllib.request.urlopen(url, timeout=300) as answer:
             document = json.load(answer)
     except urllib.error.HTTPError as error:
         with error:

@@ -25,7 +25,7 @@ from diloco.run.timeseries import TimeSeries
 def diloco(*arguments: str, cwd: Path = ROOT) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [sys.executable, "-m", "diloco", *arguments], cwd=cwd, env=environment(),
-        check=False, capture_output=True, text=True, timeout=150,
+        check=False, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
 
 

@@ -115,7 +115,6 @@ def test_what_a_killed_learner_held_goes_to_others_and_nothing_is_merged_twice(n
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
 def test_hosts_of_a_learner_read_their_rows_of_its_shares_and_keep_what_is_not_trained(new_world):
     """Frozen leaves are never sent, and averaged state has versions; also of two hosts."""
     world = new_world(

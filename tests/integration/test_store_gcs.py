@@ -445,7 +445,7 @@ def test_memory_is_bounded(server: GcsServer) -> None:
             check=True,
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=600,
         )
         return float(done.stdout)
 
@@ -470,7 +470,7 @@ def test_an_encoded_object_is_refused_before_anything_is_decoded(
         f"{server.url}/upload/storage/v1/b/bucket/o?uploadType=multipart",
         data=body,
         headers={"Content-Type": "multipart/related; boundary=part"},
-        timeout=10,
+        timeout=300,
     )
     assert sent.ok
     if accepted == "gzip":

@@ -47,7 +47,6 @@ def test_the_first_of_two_processes_ends_and_rounds_of_all_wait_for_nobody(new_w
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_all_hosts_of_a_superseded_learner_end_alike(new_world):
     world = new_world(run=ENDLESS, gc=WHOLE)
     aggregator = world.aggregator()

@@ -19,7 +19,6 @@ def tutorial_commands() -> list[list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_the_commands_lead_to_a_report(tmp_path: Path) -> None:
     [code] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     (tmp_path / "spirals.py").write_text(code)

@@ -28,7 +28,7 @@ ROWS = 8
 BLOCK = 16
 SNAPSHOT_EVERY = 3
 # As long as a test waits for what should come at once.
-PATIENCE_S = 30.0
+PATIENCE_S = 300.0
 
 
 class Lab:

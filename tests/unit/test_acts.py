@@ -26,7 +26,7 @@ def play(story, **sections) -> Lab:
         await story(lab)
         return lab
 
-    return asyncio.run(asyncio.wait_for(run(), 60.0))
+    return asyncio.run(asyncio.wait_for(run(), 300))
 
 
 async def changed(lab: Lab, **run: object) -> list[str]:

@@ -14,7 +14,7 @@ def test_who_waits_for_room_hears_of_each_part_that_a_thread_gives_back(run_asyn
         giving = threading.Thread(target=lambda: [room.give_back(1) for _ in range(10)])
         giving.start()
         while not room.fits(10):
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(300):
                 await room.freed()
         giving.join()
         return room.taken_bytes
@@ -37,7 +37,7 @@ def test_all_who_wait_for_room_look_again(run_async):
         waiting = [asyncio.ensure_future(wait(name)) for name in "ab"]
         await asyncio.sleep(0)
         threading.Thread(target=room.give_back, args=(10,)).start()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(300):
             await asyncio.gather(*waiting)
         return sorted(got)
 

@@ -205,10 +205,10 @@ def test_the_answer_to_health_checks() -> None:
     thread = threading.Thread(target=server.serve_forever, args=[0.01])
     thread.start()
     url = f"http://127.0.0.1:{server.server_port}"
-    with urllib.request.urlopen(f"{url}/livez", timeout=10) as answer:
+    with urllib.request.urlopen(f"{url}/livez", timeout=300) as answer:
         assert answer.status == 200
     with pytest.raises(urllib.error.HTTPError, match="404") as caught:
-        urllib.request.urlopen(f"{url}/metrics", timeout=10)
+        urllib.request.urlopen(f"{url}/metrics", timeout=300)
     caught.value.close()
     server.shutdown()
     thread.join()

@@ -36,7 +36,7 @@ from diloco.run.state import Finding, Run
 from diloco.run.timeseries import read_time_series
 
 HOSTILE = "</td><script>alert(1)</script>"
-PATIENCE_S = 30.0
+PATIENCE_S = 300.0
 
 
 async def made(versions: int, learners: int = 3, fragments: int = 2) -> Lab:

@@ -30,7 +30,7 @@ def play(story, *, fragments: int = 1, **gc) -> tuple[Lab, History]:
         await story(lab)
         return lab, await read_history(lab.context)
 
-    return asyncio.run(asyncio.wait_for(run(), 60.0))
+    return asyncio.run(asyncio.wait_for(run(), 300))
 
 
 async def eventful(lab: Lab) -> None:

@@ -27,7 +27,7 @@ UPHILL = "the inner optimizer's first step goes uphill"
 
 
 def ask(work: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(work, 60.0))
+    return asyncio.run(asyncio.wait_for(work, 300))
 
 
 def beat(learner: str, incarnation: int, **fields: Any) -> wire.Heartbeat:

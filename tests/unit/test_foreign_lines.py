@@ -19,7 +19,7 @@ def daemon(body: str) -> tuple[int, list[str]]:
     """The exit status of a process that has given its standard error away, and its log's lines."""
     code = f"from diloco.common import log\nlog.take_stderr()\nlog.configure()\n{textwrap.dedent(body)}"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
     )
     return done.returncode, done.stderr.splitlines()
 

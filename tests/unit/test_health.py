@@ -151,8 +151,10 @@ def test_the_watchdog_hears_from_a_loop_that_turns_and_not_from_one_that_hangs(
 
     async def look() -> tuple[list[str], list[str]]:
         task = asyncio.ensure_future(report(health, systemd))
-        await asyncio.sleep(0.1)
-        alive = heard()
+        alive: list[str] = []
+        while alive.count("WATCHDOG=1") < 2:
+            await asyncio.sleep(0.01)
+            alive += heard()
         clock.now_s += 31
         await asyncio.sleep(0.05)
         heard()
@@ -161,7 +163,6 @@ def test_the_watchdog_hears_from_a_loop_that_turns_and_not_from_one_that_hangs(
         return alive, heard()
 
     alive, hung = run_async(look())
-    assert alive.count("WATCHDOG=1") >= 2
     assert alive.count("STATUS=trains") == 1
     assert "WATCHDOG=1" not in hung
 
@@ -189,7 +190,7 @@ def test_who_watches_is_read_from_the_environment(monkeypatch, variables, expect
 
 def get(port: int, path: str) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=300) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         with error:

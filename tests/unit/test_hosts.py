@@ -141,7 +141,7 @@ class Pair:
         return [held.tensors for held in self.worker._held.values()]
 
     async def until(self, condition) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(300):
             while not condition():  # noqa: ASYNC110 - no event tells of it
                 await asyncio.sleep(0.001)
 

@@ -25,7 +25,7 @@ def play(script, prepare=lambda lab: None) -> Lab:
         prepare(lab)
         await script(lab)
 
-    asyncio.run(asyncio.wait_for(run(), 60))
+    asyncio.run(asyncio.wait_for(run(), 300))
     return lab
 
 

@@ -10,7 +10,7 @@ import pytest
 from diloco.common.errors import DilocoError
 from diloco.local.fleet import ALIKE, Fleet, last_words, way_of
 
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 DIVERGED = """{"action": "started"}
 error: the training loss is nan: this learner's parameters have diverged at step 17
 hint: restart it

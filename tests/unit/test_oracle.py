@@ -49,7 +49,7 @@ def play(story, sections=None, fragments=1) -> tuple[Lab, list]:
         await story(lab)
         return lab, [item async for item in read_tape(lab.context)]
 
-    return asyncio.run(asyncio.wait_for(run(), 60.0))
+    return asyncio.run(asyncio.wait_for(run(), 300))
 
 
 async def eventful(lab: Lab) -> None:

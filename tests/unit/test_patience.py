@@ -40,7 +40,7 @@ def play(lab, script) -> list:
             await script()
         return [item.record for item in await lab.records()]
 
-    return asyncio.run(asyncio.wait_for(run(), 120))
+    return asyncio.run(asyncio.wait_for(run(), 300))
 
 
 def test_what_alone_is_slow_is_its_senders_verdict(lab):

@@ -65,7 +65,7 @@ def test_a_run_is_followed_from_its_beginning(once):
                 await asyncio.gather(following, return_exceptions=True)
             tracker.close()
 
-    asyncio.run(asyncio.wait_for(run(), 60.0))
+    asyncio.run(asyncio.wait_for(run(), 300))
     names = [set(point.values) for point in kept.points]
     assert {"learners/a/loss", "learners/a/step_seconds"} in names
     rounds = [point for point in kept.points if "train/loss" in point.values]

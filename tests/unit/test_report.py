@@ -307,7 +307,7 @@ def chromium(path: Path, *options: str) -> "subprocess.CompletedProcess[str]":
         "--enable-logging=stderr", f"--user-data-dir={path.parent / 'profile'}", *options,
         path.as_uri(),
     ]  # fmt: skip
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
 
 
 # Counts what a person would see; in a copy of the page that allows it.

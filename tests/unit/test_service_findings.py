@@ -30,7 +30,7 @@ def observed(lab: Lab) -> Observed:
 
 
 def ask(work: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(work, 60.0))
+    return asyncio.run(asyncio.wait_for(work, 300))
 
 
 async def joined(lab: Lab, lives: int, *, leaving: bool) -> History:

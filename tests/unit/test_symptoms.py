@@ -20,7 +20,7 @@ from diloco.run.state import Finding, Observed
 
 
 def ask(work: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(work, 60.0))
+    return asyncio.run(asyncio.wait_for(work, 300))
 
 
 def beat(learner: str, incarnation: int) -> wire.Heartbeat:

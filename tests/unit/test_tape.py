@@ -117,7 +117,7 @@ def test_what_somebody_expects_must_come():
 
 
 def run(make: Callable[[], Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(make(), 60))
+    return asyncio.run(asyncio.wait_for(make(), 300))
 
 
 @pytest.fixture

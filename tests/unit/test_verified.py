@@ -76,7 +76,7 @@ def test_inputs_are_read_ahead_as_far_as_a_view_takes_memory(run_async):
             seen.append(len(at_once))
             # The first waits until another is under way: it would wait for ever for none.
             if len(seen) == 1:
-                assert others.acquire(timeout=60)
+                assert others.acquire(timeout=300)
             else:
                 others.release()
             try:
@@ -163,7 +163,7 @@ def test_an_acknowledgement_after_a_doubt_is_not_believed(run_async):
         bus = LyingBus(lab.bus, rival)
         context = replace(lab.context, bus=bus)
         with pytest.raises(SwapLostError):
-            await asyncio.wait_for(swap(context, subject, stop, "ours", 0), 30.0)
+            await asyncio.wait_for(swap(context, subject, stop, "ours", 0), 300)
         assert bus.calls == 2
 
     run_async(scenario())

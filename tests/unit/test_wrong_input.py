@@ -137,7 +137,7 @@ def test_an_output_that_takes_nothing(option: str) -> None:
     with Path("/dev/full").open("wb") as full:
         ended = subprocess.run(
             [sys.executable, "-m", "diloco", option],
-            stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=120,
+            stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=300,
         )  # fmt: skip
     assert ended.returncode == Exit.FAILED
     assert ended.stderr.startswith("error: a disk is full: No space left on device\n")
