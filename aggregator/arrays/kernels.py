@@ -13,6 +13,8 @@ A kernel works on a run of pieces, which threads share; what is summed over a pi
 it. It holds no interpreter lock. What was compiled is kept on disk, and made again when a file of
 this folder changes (`kernel_cache.py`).
 
+What is read some blocks later is asked for ahead (`fetch.py`); all else are plain loops.
+
 Why the loops look as they do, which makes the difference between vectors and single elements, or
 spares what Numba does at each look into a tuple:
   - arrays are taken out of their tuples at a kernel's begin;
@@ -34,6 +36,7 @@ import numpy as np
 import numpy.typing as npt
 from numba.extending import overload
 
+from diloco.aggregator.arrays.fetch import fetch
 from diloco.aggregator.arrays.grid import Run
 from diloco.aggregator.kernel_cache import KeptKernel
 from diloco.common.codec import GREATEST_SCALE, GREATEST_VALUE, LEAST_SCALE, Encoded
@@ -56,6 +59,11 @@ MOST_UPDATES: Final = 8
 # Blocks that are encoded in turn: a block's scale takes the processor many steps that wait for each
 # other, and meanwhile it goes on with the next.
 _TILE: Final = u64(8)
+# Blocks ahead that is fetched what little is done with, and what more is (`fetch.py`).
+_FAR: Final = u64(64)
+_NEAR: Final = u64(16)
+# Bytes that a processor fetches at a time.
+_LINE: Final = u64(64)
 
 Constants = tuple[np.float32, np.float32, np.float32, np.float32]
 SGD, MOMENTUM, NESTEROV, DELAYED_NESTEROV, DELAYED_NESTEROV_NTH = range(5)
@@ -114,6 +122,13 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return kernel
 
 
+@compiled
+def _fetch_row(rows: Any, row: Any) -> None:
+    """Fetch all lines of a row."""
+    for j in range(u64(0), u64(rows.shape[1]), _LINE // u64(rows.itemsize)):
+        fetch(rows, row, j)
+
+
 # --- The kernels
 
 
@@ -125,7 +140,9 @@ def measure(run: Run, elements: Lanes, update: Encoded, squares_P: npt.NDArray[A
     for piece in range(len(run.segment_P)):
         squares_b[:] = 0
         for b in range(u64(run.edges_P1[piece]), u64(run.edges_P1[piece + 1])):
-            _square(elements, scales, codes, b - u64(run.at), squares_b)
+            own = b - u64(run.at)
+            fetch(codes, own + _FAR, u64(0))
+            _square(elements, scales, codes, own, squares_b)
         squares_P[piece] = squares_b.sum()
 
 
@@ -161,6 +178,7 @@ def add(
             if not keep:
                 total_b[:] = 0
             own, count = b - u64(run.at), len(factors_U)
+            _fetch_row(total_Bxb, b + _NEAR)
             # A place in a tuple is looked up when compiled; one that is counted, each time.
             _add(elements, scales[0], codes[0], own, factors_U[0], total_b)
             if count > 1:
@@ -202,6 +220,10 @@ def advance(  # noqa: C901 - in parts it would be slower
             count = min(_TILE, end - start)
             for k in range(count):
                 b = start + k
+                _fetch_row(total_Bxb, b + _NEAR)
+                _fetch_row(theta_Bxb, b + _NEAR)
+                _fetch_row(momentum_Bxb, b + _NEAR)
+                _fetch_row(view_Bxb, b + _NEAR)
                 for j in range(len(elements)):
                     g_b[j] = total_Bxb[b, j] * factor
                 if kept_S.size:
@@ -307,12 +329,13 @@ def _square_int4(elements: Lanes, scales: Bits, codes: Any, b: Any, squares_b: A
 def _add_int4(
     elements: Lanes, scales: Bits, codes: Any, b: Any, factor: Any, total_b: Vector
 ) -> None:
+    fetch(codes, b + _NEAR, u64(0))
     step = _step(scales[b], factor)
     half = len(elements) // 2
     for j in range(half):
-        code = i16(codes[b, j])
-        total_b[j] += f32(i16((code & i16(15)) - i16(8))) * step
-        total_b[half + j] += f32(i16((code >> i16(4)) - i16(8))) * step
+        low, high = codes[b, j] & u8(15), codes[b, j] >> u8(4)
+        total_b[j] += f32(i8(low - u8(8))) * step
+        total_b[half + j] += f32(i8(high - u8(8))) * step
 
 
 def _encode_int4(
@@ -353,6 +376,7 @@ def _add_int8(
     elements: Lanes, scales: Bits, codes: Any, b: Any, factor: Any, total_b: Vector
 ) -> None:
     step = _step(scales[b], factor)
+    fetch(codes, b + _NEAR, u64(0))
     for j in range(len(elements)):
         total_b[j] += f32(codes[b, j]) * step
 

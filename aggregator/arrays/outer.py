@@ -12,7 +12,6 @@ Delayed Nesterov; Decoupled DiLoCo (2604.21428).
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Final, Literal, NamedTuple
 
 import ml_dtypes
@@ -22,7 +21,7 @@ import numpy.typing as npt
 from diloco.aggregator.arrays import kernels
 from diloco.aggregator.arrays.grid import Grid, Run, share_out
 from diloco.aggregator.arrays.kernels import Merged, Moved, Step
-from diloco.aggregator.arrays.merge import CHUNK, Accumulator, Vector, as_bits
+from diloco.aggregator.arrays.merge import Accumulator, Vector, as_bits
 from diloco.common.codec import (
     Codec,
     Encoded,
@@ -30,7 +29,6 @@ from diloco.common.codec import (
     aligned_zeros,
     code_count,
     code_dtype,
-    decode_numpy,
     scale_count,
 )
 
@@ -174,21 +172,3 @@ def close_round(
 
     share_out(advance, grid.runs(threads), threads)
     return delta
-
-
-def apply_delta(codec: Codec, view_N: Vector, delta: Encoded, block: int, threads: int = 1) -> None:
-    """Add a version delta to a view in place, bit for bit as learners do (`learner/delta.py`)."""
-    work = partial(_apply_chunk, view_N, delta, codec, block)
-    share_out(work, range(0, view_N.size, CHUNK), threads)
-
-
-def _apply_chunk(view_N: Vector, delta: Encoded, codec: Codec, block: int, start: int) -> None:
-    here = slice(start, min(start + CHUNK, view_N.size))
-    view_N[here] += decode_numpy(codec, _part(codec, delta, here, block), block)
-
-
-def _part(codec: Codec, delta: Encoded, here: slice, block: int) -> Encoded:
-    """Views of what a delta holds of some blocks."""
-    scales = slice(scale_count(codec, here.start, block), scale_count(codec, here.stop, block))
-    codes = slice(code_count(codec, here.start), code_count(codec, here.stop))
-    return Encoded(np.asarray(delta.scales)[scales], np.asarray(delta.codes)[codes])

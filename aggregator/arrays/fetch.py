@@ -1,0 +1,39 @@
+"""The one operation of the kernels that no plain loop can say: a fetch ahead of its use.
+
+A processor that waits for memory does nothing else. Many look ahead by themselves; on some machines
+they do not, or too little for a loop that does much with each byte. There the norms of `kernels.py`
+took four times as long. A fetch asks for what stands some blocks ahead, and does not wait. It
+changes no value, so it can change no bit; beyond an array's end it does nothing.
+
+Numba has no name for it, so it is built here from LLVM's own, `llvm.prefetch`, whose last three
+arguments say: to be read, to be kept in every cache, and data.
+Why it came back: docs/adr/0073-kernels-that-are-read.md.
+"""
+
+from typing import Any, Final
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+_BYTE: Final = ir.IntType(8).as_pointer()
+_NUMBER: Final = ir.IntType(32)
+_PREFETCH: Final = ir.FunctionType(ir.VoidType(), [_BYTE, _NUMBER, _NUMBER, _NUMBER])
+
+
+def _fetch(_typing: Any, rows: Any, row: Any, column: Any) -> Any:
+    """Have the processor read the line of memory in which an element of an array stands."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = signature.args[0]
+        array = context.make_array(kind)(context, builder, arguments[0])
+        place = cgutils.get_item_pointer(context, builder, kind, array, list(arguments[1:]))  # type: ignore[no-untyped-call]
+        prefetch = builder.module.declare_intrinsic("llvm.prefetch", (_BYTE,), _PREFETCH)
+        read, keep, data = (ir.Constant(_NUMBER, value) for value in (0, 3, 1))
+        builder.call(prefetch, [builder.bitcast(place, _BYTE), read, keep, data])
+        return context.get_dummy_value()
+
+    return types.void(rows, row, column), generate
+
+
+fetch: Any = intrinsic(_fetch)
