@@ -52,7 +52,8 @@ class Fleet:
     """Everything that is planned for.
 
     Attributes:
-        rigid: a learner too stands still as a whole while one of its slices is out.
+        elastic: a learner goes on with the slices that are left, as the paper's do. The learners of
+            this release do not (ADR 21): a learner stands still while one of its slices is out.
         outages: None: nothing ever fails.
         learner_restart_s: as `outages.restart_s`, of a learner; None: the same.
         aggregator_gbit: of its link to the store, and whether that is encrypted (`tls`).
@@ -63,7 +64,7 @@ class Fleet:
 
     islands: tuple[Island, ...]
     outages: Outages | None = None
-    rigid: bool = False
+    elastic: bool = False
     learner_restart_s: float | None = None
     aggregator_gbit: float = 10.0
     tls: bool = True
@@ -75,6 +76,13 @@ class Fleet:
     def chips(self) -> int:
         """Of all islands."""
         return sum(island.chips for island in self.islands)
+
+    @property
+    def stops_whole(self) -> bool:
+        """Whether a failed slice stops others: those of its learner."""
+        if self.outages is None or self.elastic:
+            return False
+        return any(island.chips > self.outages.slice_chips for island in self.islands)
 
     @property
     def step_tokens(self) -> int:
@@ -322,7 +330,7 @@ def _learners(fleet: Fleet, horizon_s: float, rng: np.random.Generator) -> list[
             island.chips,
             horizon_s,
             rng,
-            elastic=not fleet.rigid,
+            elastic=fleet.elastic,
             step_s=island.step_s,
         )
         for island in fleet.islands
@@ -377,7 +385,9 @@ def _decoupled(fleet: Fleet, traces: list[Trace], rounds: Rounds, settings: RunS
         speeds
     )
     goodput = done * rounds.kept
-    name = "this system, in lockstep" if settings.sync.mode == "lockstep" else "this system"
+    name = "this system"
+    name += ", in lockstep" if settings.sync.mode == "lockstep" else ""
+    name += ", elastic learners" if fleet.elastic else ""
     uptime = plan_outages.anyone_up(traces)
     tokens_per_s = sum(speeds) * goodput * rounds.utilization
     return System(name, goodput, uptime, rounds.utilization, tokens_per_s, None)

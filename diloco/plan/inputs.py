@@ -92,7 +92,7 @@ def read_fleet(options: PlanOptions, step_tokens: int) -> Fleet:
     return Fleet(
         islands=islands,
         outages=_outages(options),
-        rigid=options.rigid,
+        elastic=options.elastic,
         learner_restart_s=options.learner_restart_s,
         aggregator_gbit=options.aggregator_gbit,
         gradient_bits=options.gradient_bits,

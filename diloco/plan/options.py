@@ -81,8 +81,13 @@ class PlanOptions:
     spares: Annotated[
         bool, _failures(help="whether non-elastic data-parallel training has spare slices")
     ] = True
-    rigid: Annotated[
-        bool, _failures("--rigid", help="a learner stops when one of its slices fails")
+    elastic: Annotated[
+        bool,
+        _failures(
+            "--elastic",
+            help="plan for learners that go on without a failed slice, as the paper's; those of "
+            "this release stop",
+        ),
     ] = False
     gradient_bits: Annotated[
         int,

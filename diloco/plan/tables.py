@@ -52,14 +52,15 @@ def tables(
 ) -> list[Table]:
     """The plan for people."""
     return [
-        _systems(made, tokens, named=fleet.step_tokens > made.learners),
+        _systems(fleet, made, tokens),
         _bandwidth(made, parameters),
         _needs(settings, made),
         _intervals(possible, settings.sync.interval_steps),
     ]
 
 
-def _systems(made: Plan, tokens: int, *, named: bool) -> Table:
+def _systems(fleet: Fleet, made: Plan, tokens: int) -> Table:
+    named = fleet.step_tokens > made.learners
     chips = f"{made.chips:,} chips" if made.chips > 1 else "1 chip"
     learners = "1 learner" if made.learners == 1 else f"{made.learners} learners"
     columns = ["", "goodput %", "uptime %", "links %"]
@@ -73,6 +74,12 @@ def _systems(made: Plan, tokens: int, *, named: bool) -> Table:
         cells += [_short(system.tokens_per_s)] if named else []
         cells += [_time(system.days, unit)] if tokens else []
         table.add_row(system.name, *cells)
+    if fleet.stops_whole:
+        table.caption = (
+            "a learner of several slices stops while one is out, and starts again; --elastic plans"
+            " for learners that go on without it, which this release has not"
+        )
+        table.caption_justify = "left"
     return table
 
 

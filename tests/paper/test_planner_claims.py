@@ -1,6 +1,7 @@
 """What Decoupled DiLoCo (arXiv 2604.21428) publishes of goodput and bandwidth, planned.
 
 The planner's defaults are the constants that docs/plan.md fits; nothing here sets any of them.
+Its learners are the paper's, which go on with the slices that are left.
 """
 
 import numpy as np
@@ -29,7 +30,9 @@ def planned(learners: int, chips: int, **options):
     settings = parse_settings(RUN)
     sized = plan_traffic.sizes(settings, plan_traffic.equal_fragments(settings, PARAMETERS))
     fleet = Fleet(
-        islands=(Island(chips=chips // learners),) * learners, outages=Outages(mtbi_s=YEAR_S)
+        islands=(Island(chips=chips // learners),) * learners,
+        outages=Outages(mtbi_s=YEAR_S),
+        elastic=True,
     )
     return make_plan(settings, fleet, PARAMETERS, sized, **options)
 

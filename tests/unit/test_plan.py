@@ -502,21 +502,17 @@ def test_what_a_dead_learner_had_not_sent_is_no_goodput():
     assert ours.goodput == pytest.approx(240 / 290 * (1 - 12 / 240), abs=0.02)
 
 
-def test_rigid_learners_stop_whole():
+def test_learners_stop_whole_unless_they_are_planned_elastic():
     run = run_settings()
     sized = plan_traffic.sizes(run, plan_traffic.equal_fragments(run, 10**9))
     outages = Outages(mtbi_s=YEAR_S, spread="fixed", return_s=600.0)
     fleet = plan.Fleet(islands=(plan.Island(chips=4096),) * 4, outages=outages)
-    elastic, rigid, quick = (
+    elastic, whole, quick = (
         plan.make_plan(run, one, 10**9, sized, updates=100).systems[2].goodput
-        for one in (
-            fleet,
-            replace(fleet, rigid=True),
-            replace(fleet, rigid=True, learner_restart_s=0.0),
-        )
+        for one in (replace(fleet, elastic=True), fleet, replace(fleet, learner_restart_s=0.0))
     )
     # One failure of a learner in 7700 s, and 675 s for each, or 600.
-    assert rigid == pytest.approx(1 - 675 / (7704 + 675), abs=0.01)
+    assert whole == pytest.approx(1 - 675 / (7704 + 675), abs=0.01)
     assert quick == pytest.approx(1 - 600 / (7704 + 600), abs=0.01)
     assert elastic > 0.98
 
