@@ -14,7 +14,7 @@ from diloco.cli.units import human_time
 from diloco.run.state import Finding
 
 SEVERITIES = ("warning", "error")
-# Of what a webhook is sent: docs/alerts.md describes it; keys are added, and neither renamed nor
+# Of what a webhook is sent: docs/watch.md describes it; keys are added, and neither renamed nor
 # taken away.
 VERSION = 1
 

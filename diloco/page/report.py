@@ -88,7 +88,7 @@ def report(shown: Shown, status: Run) -> str:
 
 def _footer() -> Markup:
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    said = f"Written by diloco report, {now}. What each figure means: docs/report.md."
+    said = f"Written by diloco report, {now}. What each figure means: docs/watch.md."
     return element("footer", {}, said)
 
 

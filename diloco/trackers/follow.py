@@ -95,7 +95,7 @@ class Wandb:
 
 def _missing(extra: str, error: ModuleNotFoundError) -> ConfigError:
     return ConfigError(
-        f"{error.name} is not installed here", hint=f"install diloco[{extra}]: docs/trackers.md"
+        f"{error.name} is not installed here", hint=f"install diloco[{extra}]: docs/watch.md"
     )
 
 
