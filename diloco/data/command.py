@@ -84,7 +84,7 @@ def prepare(arguments: PrepareArguments) -> None:
     """Make token files of documents, for `diloco.learner.causal_lm:build`.
 
     The files depend on sources and options alone. What was ended midway, by a SIGKILL too,
-    continues by the same command. See docs/tokens.md.
+    continues by the same command. See docs/data.md.
     """
     log.configure("error")
     from diloco.common import cores

@@ -20,7 +20,9 @@ from diloco.learner.task import named_leaves
 from tests.models.cases import LLAMA
 
 ROOT = Path(__file__).parents[2]
-PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("continue", "adapters")}
+WHOLE, _, ADAPTERS = (ROOT / "docs" / "continue.md").read_text().partition("## Adapters (LoRA)")
+TOKENS = WHOLE[WHOLE.index("## Make tokens") : WHOLE.index("## Try the task")]
+PAGES = {"continue": WHOLE, "adapters": TOKENS + ADAPTERS}
 ORACLE = os.environ.get("DILOCO_TEST_ORACLE")
 # What is smaller here than on the page.
 OPTIONS = {"length": 64, "batch": 4, "learning_rate": 3e-3, "eval_batches": 4, "dtype": "float32"}
@@ -35,7 +37,7 @@ def page_blocks(page: str, language: str) -> list[str]:
 
 
 def make_folder(tmp_path: Path, page: str, file: str) -> None:
-    """What a page wants: a checkpoint, documents and the file of the run."""
+    """What a walk-through wants: a checkpoint, documents and the file of the run."""
     make_texts(tmp_path / "documents", 60)
     config = parse_config(LLAMA | {"vocab_size": VOCABULARY}, source="")
     params = model.init_params(config, jax.random.key(3))
@@ -61,7 +63,7 @@ def run_command(words: list[str], folder: Path, given: str = "") -> str:
 
 
 def follow(page: str, folder: Path) -> dict[str, str]:
-    """Run a page's commands; what each said, the last of its name."""
+    """Run a walk-through's commands; what each said, the last of its name."""
     said = {}
     for line in "".join(page_blocks(page, "sh")).splitlines():
         program, *words = shlex.split(line)
@@ -100,7 +102,7 @@ def test_the_page_leads_from_files_to_a_chat(tmp_path):
 def test_the_page_of_adapters_leads_from_files_to_a_chat(tmp_path):
     make_folder(tmp_path, "adapters", "adapt.toml")
     said = follow("adapters", tmp_path)
-    assert list(said) == ["prepare", "task", "local", "export"]
+    assert list(said) == ["prepare", "check", "task", "local", "export"]
     assert "never sent" in said["task"]
     [(before, after)] = re.findall(r"held-out loss ([\d.]+) → ([\d.]+)", said["local"])
     assert float(after) < float(before) - 0.05

@@ -25,7 +25,8 @@ def test_the_commands_lead_to_a_report(tmp_path: Path) -> None:
     make, *ours = tutorial_commands()
     assert make == ["make", "install"]
     assert [words[:2] for words in ours] == [
-        [".venv/bin/diloco", name] for name in ("local", "report", "export", "replay", "doctor")
+        [".venv/bin/diloco", name]
+        for name in ("check", "local", "report", "export", "replay", "doctor")
     ]
     said = []
     for words in ours:
@@ -33,8 +34,9 @@ def test_the_commands_lead_to_a_report(tmp_path: Path) -> None:
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         said.append(done.stdout + done.stderr)
-    [(before, after)] = re.findall(r"held-out loss ([\d.]+) → ([\d.]+)", said[0])
+    [(before, after)] = re.findall(r"held-out loss ([\d.]+) → ([\d.]+)", said[1])
+    assert "a learner would take it" in said[0]
     assert float(after) < 0.1 < float(before)
     assert (tmp_path / "runs/spirals/report.html").is_file()
     assert (tmp_path / "spirals-model/model.safetensors").is_file()
-    assert "bit for bit" in said[3]
+    assert "bit for bit" in said[4]

@@ -17,7 +17,6 @@ NAMED_BY_DATA = {"aggregator/conductor.py": (wire.Stop, wire.End)}
 class Event(NamedTuple):
     action: str
     level: str
-    file: str
     fields: frozenset[str]
 
 
@@ -40,20 +39,20 @@ def events_of(call: ast.Call, level: str, file: str) -> Iterator[Event]:
     action = call.args[0]
     if isinstance(action, ast.Constant):
         fields = frozenset(keyword.arg or "**" for keyword in call.keywords)
-        yield Event(str(action.value), level, file, fields)
+        yield Event(str(action.value), level, fields)
         return
     assert file in NAMED_BY_DATA, f"{file}: an action that cannot be found by searching for it"
     for message in NAMED_BY_DATA[file]:
-        yield Event(message.kind, level, file, frozenset(message.model_fields) - {"run"})
+        yield Event(message.kind, level, frozenset(message.model_fields) - {"run"})
 
 
 def listed() -> Iterator[Event]:
     page = (ROOT / "docs" / "logs.md").read_text()
     for line in page.splitlines():
         if line.startswith("| `"):
-            action, level, file, fields, _ = (cell.strip() for cell in line[1:-1].split("|"))
+            action, level, fields, _ = (cell.strip() for cell in line[1:-1].split("|"))
             names = [] if fields == "-" else [name.strip(" `") for name in fields.split(",")]
-            yield Event(action.strip("`"), level, file.strip("`"), frozenset(names))
+            yield Event(action.strip("`"), level, frozenset(names))
 
 
 def test_every_event_is_in_the_page_and_no_other() -> None:
