@@ -85,7 +85,7 @@ class PlanOptions:
         bool,
         _failures(
             "--elastic",
-            help="plan for learners that go on without a failed slice, as the paper's; those of "
+            help="plan for learners that continue without a failed slice, as the paper's; those of "
             "this release stop",
         ),
     ] = False
