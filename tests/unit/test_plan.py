@@ -458,7 +458,9 @@ def small_plan(learners=4, mtbi_s=YEAR_S, seed=0, chips=100_000, **island):
     run = run_settings()
     sized = plan_traffic.sizes(run, plan_traffic.equal_fragments(run, 10**9))
     fleet = plan.Fleet(
-        islands=(plan.Island(chips=chips, **island),) * learners, outages=Outages(mtbi_s=mtbi_s)
+        islands=(plan.Island(chips=chips, **island),) * learners,
+        outages=Outages(mtbi_s=mtbi_s),
+        elastic=True,
     )
     return plan.make_plan(run, fleet, 10**9, sized, tokens=10**6, seed=seed, updates=100)
 
@@ -705,13 +707,13 @@ def invoke(*arguments):
 def test_the_plan_as_json():
     found = json.loads(
         invoke(
-            "--json", "--chips", "64k", "--learners", "4", "--parameters", "1B",
+            "--json", "--chips", "64k", "--learners", "4", "--parameters", "1B", "--elastic",
             "--step-tokens", "1M", "--tokens", "1T", "--set", "sync.codec=int8",
         )
     )  # fmt: skip
     assert (found["learners"], found["chips"], found["parameters"]) == (4, 64_000, 10**9)
     names = [system["name"] for system in found["systems"]]
-    assert names == ["data-parallel", "elastic data-parallel", "this system"]
+    assert names == ["data-parallel", "elastic data-parallel", "this system, elastic learners"]
     assert found["systems"][2]["days"] == pytest.approx(1e12 / 4e6 / 86400, rel=0.02)
     assert found["sizes"]["update_bytes"] == pytest.approx(1e9 * (1 + 2 / 64), rel=1e-3)
     assert {row["utilization"] for row in found["bandwidth"]} == {0.5, 0.75, 0.9, 0.95, 0.99}
