@@ -28,6 +28,8 @@ from diloco.learner import tree
 from diloco.learner.task import Params, Task, is_floating, own_name
 
 AXES = ("data", "fsdp", "tensor")
+# Along which of them an axis of a decoder's tensor is cut, by what it is.
+OF_DECODERS = {"width": "fsdp", "heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
 # Mesh axes of one axis of a tensor, for each of its axes.
 Cuts = tuple[tuple[str, ...], ...]
 # A smaller tensor is not worth gathering: each device has it whole.
@@ -72,6 +74,11 @@ def constrain(values: jax.Array, *axes: Any) -> jax.Array:
         return values
     lying: jax.Array = jax.lax.with_sharding_constraint(values, PartitionSpec(*axes))
     return lying
+
+
+def by_kind_of_axis(kinds: Iterable[str]) -> PartitionSpec:
+    """How a decoder's tensor is cut whose axes are of these kinds."""
+    return PartitionSpec(*(OF_DECODERS.get(kind) for kind in kinds))
 
 
 def parts_along(axis: str) -> int:

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator
-from typing import Any, Literal, get_args
+from typing import Annotated, Literal
 
 import flax.linen as nn
 import jax
@@ -20,20 +20,28 @@ import jax.numpy as jnp
 import optax
 from jax.nn.initializers import Initializer
 from jax.sharding import PartitionSpec
+from pydantic import AfterValidator, Field
 
-from diloco.common.errors import TaskError
-from diloco.common.layout import TensorHint
 from diloco.learner import data
-from diloco.learner.mesh import constrain
-from diloco.learner.optimizer import Matrices, adamw, muon, warmup_cosine
+from diloco.learner.mesh import by_kind_of_axis, constrain
+from diloco.learner.optimizer import Matrices, Optimizer, direction_by, warmup_cosine
 from diloco.learner.sample import BYTES, make_sampler
-from diloco.learner.task import Batch, Params, Task
+from diloco.learner.task import (
+    AtLeastOne,
+    Batch,
+    Dtype,
+    Natural,
+    NotNegative,
+    Params,
+    Task,
+    checked_options,
+    hint_of_decoder,
+)
 from diloco.learner.utilization import flops_per_token
 
 ROTARY_BASE = 10_000
 NORM_EPS = 1e-6
 EMBED_STD = 0.02
-DTYPES = ("float32", "bfloat16")
 # The best peak rate of Muon over AdamW's, in the sweep of docs/benchmarks.md.
 MUON_RATE = 2.0
 
@@ -81,10 +89,8 @@ LOGICAL_AXES = {
     "head": ("width", "vocab"),
 }
 # The axis of a learner's mesh that cuts each of them; the others stay whole.
-MESH_AXES = {"width": "fsdp", "heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
 
 Mlp = Literal["swiglu", "gelu"]
-Optimizer = Literal["adamw", "muon"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,7 +114,7 @@ class ModelConfig:
     vocab: int = BYTES
     tied: bool = True
     mlp: Mlp = "swiglu"
-    dtype: str = DTYPES[0]
+    dtype: Dtype = "float32"
     remat: bool = True
 
     @property
@@ -280,13 +286,6 @@ def next_token_loss(model: Decoder, params: Params, windows_BxL1: Batch) -> jax.
     return jnp.mean(losses_BxL)
 
 
-def hint(name: str, shape: tuple[int, ...]) -> TensorHint:  # noqa: ARG001 - the Task's contract
-    """The embedding is averaged and a fragment of its own; layers are normed one by one."""
-    if name == "embed":
-        return TensorHint(merge="average", alone=True)
-    return TensorHint(norm_axes=1 if name.startswith("layers/") else 0)
-
-
 def matrices(name: str, shape: tuple[int, ...], *, heads: int) -> Matrices | None:
     """What Muon orthogonalizes: each layer's matrices, with q, k and v apart."""
     if name == "layers/attn/qkv":
@@ -299,27 +298,68 @@ def matrices(name: str, shape: tuple[int, ...], *, heads: int) -> Matrices | Non
 
 def partition(name: str, shape: tuple[int, ...]) -> PartitionSpec:  # noqa: ARG001 - the contract
     """How a tensor is cut over a learner's mesh: by what its axes are."""
-    return PartitionSpec(*(MESH_AXES.get(axis) for axis in LOGICAL_AXES.get(name, ())))
+    return by_kind_of_axis(LOGICAL_AXES.get(name, ()))
 
 
+@dataclasses.dataclass(frozen=True)
+class _Windows:
+    """Windows of a corpus, which is read once somebody trains or evaluates."""
+
+    corpus: str
+    held_out: str | None
+    seed: int
+    batch: int
+    length: int
+
+    @functools.cached_property
+    def text(self) -> data.Corpus:
+        found = data.load_corpus(self.corpus, self.held_out)
+        data.require_length(found, self.length)
+        return found
+
+    def rows(self, learner: str, position: int, start: int, stop: int) -> Iterator[Batch]:
+        return data.batches(
+            self.text,
+            seed=self.seed,
+            learner=learner,
+            position=position,
+            batch=self.batch,
+            length=self.length,
+            rows=slice(start, stop),
+        )
+
+    def batches(self, learner: str, position: int) -> Iterator[Batch]:
+        return self.rows(learner, position, 0, self.batch)
+
+    def unseen(self, count: int) -> list[Batch]:
+        return data.eval_windows(self.text, count=count, batch=self.batch, length=self.length)
+
+
+def _known_preset(name: str) -> str:
+    if name not in PRESETS:
+        raise ValueError(f"presets are {', '.join(PRESETS)}")
+    return name
+
+
+@checked_options("the built-in task", "see the task's options in the run's configuration")
 def build(
     *,
-    steps: int,
-    seed: int,
-    preset: str = "1m",
+    steps: AtLeastOne,
+    seed: Natural,
+    preset: Annotated[str, AfterValidator(_known_preset)] = "1m",
     corpus: str = data.STDLIB,
     held_out: str | None = None,
-    batch: int = 8,
-    length: int = 128,
+    batch: AtLeastOne = 8,
+    length: AtLeastOne = 128,
     optimizer: Optimizer = "adamw",
-    learning_rate: float | None = None,
-    warmup_steps: int | None = None,
-    final_fraction: float = 0.1,
-    weight_decay: float = 0.1,
-    clip: float = 1.0,
-    eval_batches: int = 16,
-    dtype: str = "float32",
-    vocab: int = BYTES,
+    learning_rate: Annotated[float, Field(gt=0)] | None = None,
+    warmup_steps: Natural | None = None,
+    final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1,
+    weight_decay: NotNegative = 0.1,
+    clip: Annotated[float, Field(gt=0)] = 1.0,
+    eval_batches: AtLeastOne = 16,
+    dtype: Dtype = "float32",
+    vocab: Annotated[int, Field(ge=BYTES)] = BYTES,
     tied: bool | None = None,
     mlp: Mlp = "swiglu",
     remat: bool = True,
@@ -350,7 +390,6 @@ def build(
     Raises:
         TaskError: an option has a wrong type or value, or the corpus is missing or too small.
     """
-    _check_options({name: value for name, value in locals().items() if value is not None})
     size = PRESETS[preset]
     model = Decoder(
         ModelConfig(
@@ -365,97 +404,35 @@ def build(
         )
     )
 
-    @functools.cache
-    def text() -> data.Corpus:  # read by those who train or evaluate
-        found = data.load_corpus(corpus, held_out)
-        data.require_length(found, length)
-        return found
-
+    windows = _Windows(corpus, held_out, seed, batch, length)
     eval_loss = jax.jit(functools.partial(next_token_loss, model))
 
-    def init(key: jax.Array) -> Params:
-        return model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
-
-    def rows(learner: str, position: int, start: int, stop: int) -> Iterator[Batch]:
-        return data.batches(
-            text(),
-            seed=seed,
-            learner=learner,
-            position=position,
-            batch=batch,
-            length=length,
-            rows=slice(start, stop),
-        )
-
-    def batches(learner: str, position: int) -> Iterator[Batch]:
-        return rows(learner, position, 0, batch)
-
     def evaluate(params: Params) -> float:
-        windows = data.eval_windows(text(), count=eval_batches, batch=batch, length=length)
-        return sum(float(eval_loss(params, window)) for window in windows) / len(windows)
+        unseen = windows.unseen(eval_batches)
+        return sum(float(eval_loss(params, window)) for window in unseen) / len(unseen)
 
     return Task(
-        init=init,
+        init=lambda key: model.init(key, jnp.zeros((1, 1), jnp.int32))["params"],
         loss=functools.partial(task_loss, model),
-        batches=batches,
+        batches=windows.batches,
         evaluate=evaluate,
         tokens_per_batch=batch * length,
         flops_per_token=model.config.flops_per_token(length),
-        optimizer=_direction(optimizer, size.heads, weight_decay, clip),
+        optimizer=direction_by(
+            optimizer,
+            weight_decay=weight_decay,
+            clip=clip,
+            hint=hint_of_decoder,
+            matrices=functools.partial(matrices, heads=size.heads),
+        ),
         schedule=warmup_cosine(
             steps=steps,
             peak=learning_rate or size.learning_rate * (MUON_RATE if optimizer == "muon" else 1),
-            warmup_steps=min(100, steps // 10) if warmup_steps is None else warmup_steps,
+            warmup_steps=warmup_steps,
             final_fraction=final_fraction,
         ),
-        hint=hint,
-        rows=rows,
+        hint=hint_of_decoder,
+        rows=windows.rows,
         partition=partition,
         sample=make_sampler(model, length),
     )
-
-
-def _direction(
-    optimizer: Optimizer, heads: int, weight_decay: float, clip: float
-) -> optax.GradientTransformation:
-    if optimizer == "adamw":
-        return adamw(weight_decay=weight_decay, clip=clip, hint=hint)
-    apart = functools.partial(matrices, heads=heads)
-    return muon(weight_decay=weight_decay, clip=clip, hint=hint, matrices=apart)
-
-
-def _check_options(options: dict[str, Any]) -> None:
-    choices = {"preset": tuple(PRESETS), "mlp": get_args(Mlp), "dtype": DTYPES}
-    choices["optimizer"] = get_args(Optimizer)
-    least = {"batch": 1, "length": 1, "eval_batches": 1, "vocab": BYTES, "seed": 0}
-    least |= {"steps": 1, "warmup_steps": 0}
-    for name, value in options.items():
-        if name in choices:
-            _require(name, value, value in choices[name], f"one of {', '.join(choices[name])}")
-        elif name in least:
-            ok = type(value) is int and value >= least[name]
-            _require(name, value, ok, f"an int of at least {least[name]}")
-        elif name in ("tied", "remat"):
-            _require(name, value, isinstance(value, bool), "true or false")
-        elif name in ("corpus", "held_out"):
-            _require(name, value, isinstance(value, str), "a string")
-        else:
-            _check_number(name, value)
-
-
-def _check_number(name: str, value: Any) -> None:
-    number = type(value) in (int, float) and math.isfinite(value)
-    if name in ("learning_rate", "clip"):
-        _require(name, value, number and value > 0, "a finite number above 0")
-    elif name == "final_fraction":
-        _require(name, value, number and 0 <= value <= 1, "a number from 0 to 1")
-    else:
-        _require(name, value, number and value >= 0, "a finite number of at least 0")
-
-
-def _require(name: str, value: Any, ok: bool, expected: str) -> None:
-    if not ok:
-        raise TaskError(
-            f"the built-in task: the option {name} must be {expected}, but it is {value!r}",
-            hint="see the task's options in the run's configuration",
-        )

@@ -8,7 +8,7 @@ Shapes: G matrices of a tensor, I inputs, O outputs of one.
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -118,6 +118,18 @@ def muon(
     )
 
 
+Optimizer = Literal["adamw", "muon"]
+
+
+def direction_by(
+    optimizer: Optimizer, *, weight_decay: float, clip: float, hint: Hint, matrices: MatrixHint
+) -> optax.GradientTransformation:
+    """One of the two, as a task's options name it."""
+    if optimizer == "adamw":
+        return adamw(weight_decay=weight_decay, clip=clip, hint=hint)
+    return muon(weight_decay=weight_decay, clip=clip, hint=hint, matrices=matrices)
+
+
 def matrices_by_hint(hint: Hint) -> MatrixHint:
     """What follows from a task's `TensorHint`: two axes beside the stacked ones are a matrix.
 
@@ -212,7 +224,7 @@ def _put_together(pieces_GxIxO: jax.Array, leaf: jax.Array, matrices: Matrices) 
 
 
 def warmup_cosine(
-    *, steps: int, peak: float, warmup_steps: int, final_fraction: float = 0.1
+    *, steps: int, peak: float, warmup_steps: int | None = None, final_fraction: float = 0.1
 ) -> Callable[[jax.Array | int], jax.Array]:
     """Linear warm-up, then half a cosine down to `final_fraction` * `peak`; constant after `steps`.
 
@@ -220,7 +232,7 @@ def warmup_cosine(
         steps: length of the run in global steps.
         peak: the learning rate at the end of the warm-up.
         warmup_steps: the rate at step s of the warm-up is peak * (s + 1) / (warmup_steps + 1), so
-            that the first step already learns.
+            that the first step already learns; a tenth of the run, at most 100, if None.
         final_fraction: the last rate as a share of `peak`.
 
     Returns:
@@ -229,6 +241,8 @@ def warmup_cosine(
     Raises:
         TaskError: the warm-up does not end before the run does.
     """
+    if warmup_steps is None:
+        warmup_steps = min(100, steps // 10)
     if not 0 <= warmup_steps < steps:
         raise TaskError(
             f"the warm-up must end before the run does, but warmup_steps={warmup_steps} "

@@ -21,16 +21,19 @@ Rules, checked by `contract.load_task` before anything is allocated:
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Annotated, Any, Literal, NamedTuple, ParamSpec, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
+from pydantic import ConfigDict, Field, ValidationError, validate_call
 
+from diloco.common.config import explain
 from diloco.common.errors import TaskError
 from diloco.common.holdings import Holding, Sizes
 from diloco.common.layout import FLOATING, Hint, Kind, TensorHint, default_hint
@@ -335,6 +338,13 @@ def hint_of(task: Task, shapes: Params) -> Hint:
     return hint
 
 
+def hint_of_decoder(name: str, shape: tuple[int, ...]) -> TensorHint:  # noqa: ARG001 - a `Hint`
+    """The embedding is averaged and a fragment of its own; layers are normed one by one."""
+    if name == "embed":
+        return TensorHint(merge="average", alone=True)
+    return TensorHint(norm_axes=1 if name.startswith("layers/") else 0)
+
+
 def own_name(name: str) -> str:
     """The name by which a task is asked of a leaf: trained ones are named as by the optimizer."""
     return name.removeprefix(TRAINED)
@@ -407,6 +417,37 @@ def _names_of(found: list[Any]) -> tuple[str, ...]:
 def _readable(path: str) -> str:
     parts = re.sub(r"[^A-Za-z0-9._/-]", "_", path).split("/")
     return "/".join("_" * max(1, len(part)) if part.strip(".") == "" else part for part in parts)
+
+
+P = ParamSpec("P")
+# What options of a task's `build` are annotated with, for `checked_options`.
+AtLeastOne = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Dtype = Literal["float32", "bfloat16"]
+
+
+def checked_options(task: str, hint: str) -> Callable[[Callable[P, "Task"]], Callable[P, "Task"]]:
+    """Decorate a `build` so that its options are what its annotations say; no value is converted.
+
+    Args:
+        task: what errors call the task.
+        hint: what they advise.
+    """
+
+    def decorated(build: Callable[P, Task]) -> Callable[P, Task]:
+        checked = validate_call(config=ConfigDict(strict=True, allow_inf_nan=False))(build)
+
+        @functools.wraps(build)
+        def call(*args: P.args, **options: P.kwargs) -> Task:
+            try:
+                return checked(*args, **options)
+            except ValidationError as error:
+                raise TaskError(f"options of {task}: {explain(error)}", hint=hint) from error
+
+        return call
+
+    return decorated
 
 
 def kind(value: Any) -> str:

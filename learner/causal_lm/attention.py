@@ -9,7 +9,7 @@ Shapes: as in `model`.
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from diloco.learner.causal_lm.config import DecoderConfig
 from diloco.learner.mesh import parts_along
 
 ROWS = ("data", "fsdp")
-KINDS = ("auto", "plain", "splash")
+Kind = Literal["auto", "plain", "splash"]
 # What the kernel divides a head's width and a row by, and the largest block that it works on.
 LANES, BLOCK = 128, 512
 # (whether the layer slides, q [B, L, H, K], k and v [B, L, G, K]) -> [B, L, H, K].
@@ -35,7 +35,7 @@ def make_attention(config: DecoderConfig, segments_BxL: jax.Array, kind: str) ->
     Args:
         config: the decoder.
         segments_BxL: the document that each token is of, int [B, L].
-        kind: of `KINDS`; "auto" is splash attention on TPUs, where it fits.
+        kind: "auto" is splash attention on TPUs, where it fits.
 
     Raises:
         TaskError: splash attention was asked for, and does not fit.

@@ -21,8 +21,6 @@ from diloco.learner.causal_lm.config import (
     CONFIG,
     DecoderConfig,
     config_document,
-    parse_config,
-    read_document,
 )
 from diloco.learner.causal_lm.sizes import Entry, table
 
@@ -321,13 +319,3 @@ def _groups(
         group[name] = values
         held += values.nbytes
     yield group
-
-
-def open_folder(folder: Path) -> tuple[DecoderConfig, dict[str, Rows]]:
-    """The decoder of a folder, and its tensors.
-
-    Raises:
-        ConfigError: as `read_config` and `read_checkpoint`.
-    """
-    config = parse_config(read_document(folder), source=str(folder / CONFIG))
-    return config, read_checkpoint(folder, config)

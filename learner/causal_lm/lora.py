@@ -9,23 +9,23 @@ Shapes: as in `model`; R rank, I and O inputs and outputs of a matrix.
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
+from pydantic import BaseModel, ConfigDict, Field
 
 from diloco.common.errors import TaskError
 from diloco.learner.causal_lm.config import DecoderConfig
 from diloco.learner.causal_lm.model import Product, plain_product
 from diloco.learner.causal_lm.sizes import LAYERS, Entry, table
-from diloco.learner.task import Params, Variables
+from diloco.learner.task import AtLeastOne, Params, Variables
 
 DOWN, UP = "a", "b"  # the two halves, as leaves are named; lora_A and lora_B elsewhere
 TRAINED, FROZEN = "trained/", "frozen/"
-_KEYS = ("rank", "alpha", "targets", "dropout")
 _BESIDE, _DRAWN = "adapters", "dropout_keys"
 
 
@@ -72,47 +72,37 @@ def matrices_of(config: DecoderConfig) -> dict[str, Entry]:
     return {module_name(entry): entry for entry in table(config).values() if entry.transposed}
 
 
-def read_lora(given: Mapping[str, Any] | None, config: DecoderConfig) -> Lora | None:
-    """The option `lora` of the task.
+class LoraOptions(BaseModel):
+    """The option `lora` of the task."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    rank: AtLeastOne
+    alpha: Annotated[float, Field(gt=0)] | None = None
+    targets: Annotated[Sequence[str], Field(min_length=1)] | None = None
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+
+
+def read_lora(given: LoraOptions | None, config: DecoderConfig) -> Lora | None:
+    """The option `lora`, with its matrices as this decoder has them.
 
     Raises:
-        TaskError: it has an unknown key, or one of another kind.
+        TaskError: a target is none of them.
     """
     if given is None:
         return None
-    if not isinstance(given, Mapping) or set(given) - set(_KEYS):
-        raise _refused("lora", given, f"a table of {', '.join(_KEYS)}")
-    rank, dropout = given.get("rank"), given.get("dropout", 0.0)
-    if type(rank) is not int or rank < 1:
-        raise _refused("lora.rank", rank, "an int of at least 1")
-    alpha = given.get("alpha", 2 * rank)
-    if not (_is_number(alpha) and alpha > 0):
-        raise _refused("lora.alpha", alpha, "a number above 0")
-    if not (_is_number(dropout) and 0 <= dropout < 1):
-        raise _refused("lora.dropout", dropout, "a number of at least 0 and below 1")
     known = matrices_of(config)
-    targets = given.get("targets", list(known))
-    if (
-        not isinstance(targets, list | tuple)
-        or not targets
-        or not all(isinstance(one, str) and one in known for one in targets)
-    ):
-        raise _refused("lora.targets", targets, f"a list of some of {', '.join(known)}")
+    targets = known if given.targets is None else given.targets
+    if unknown := [one for one in targets if one not in known]:
+        raise TaskError(
+            f"causal_lm: the option 'lora.targets' has {unknown}, but there are {', '.join(known)}",
+            hint='for example lora = {rank = 16, alpha = 32, targets = ["q_proj", "v_proj"]}',
+        )
     names = tuple(
         entry.name.removeprefix(LAYERS) for module, entry in known.items() if module in targets
     )
-    return Lora(rank=rank, alpha=float(alpha), targets=names, dropout=float(dropout))
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
-
-
-def _refused(name: str, value: Any, expected: str) -> TaskError:
-    return TaskError(
-        f"causal_lm: the option {name} must be {expected}, but it is {value!r}",
-        hint='for example lora = {rank = 16, alpha = 32, targets = ["q_proj", "v_proj"]}',
-    )
+    alpha = 2 * given.rank if given.alpha is None else given.alpha
+    return Lora(rank=given.rank, alpha=float(alpha), targets=names, dropout=float(given.dropout))
 
 
 def init_adapters(config: DecoderConfig, lora: Lora, key: jax.Array) -> Params:

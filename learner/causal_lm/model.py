@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from diloco.learner.causal_lm.attention import ROWS, by_kind, make_attention
+from diloco.learner.causal_lm.attention import ROWS, Kind, by_kind, make_attention
 from diloco.learner.causal_lm.config import DecoderConfig
 from diloco.learner.causal_lm.rope import Rope
 from diloco.learner.causal_lm.sizes import table
@@ -39,12 +38,12 @@ class Compute(NamedTuple):
     Attributes:
         dtype: of activations and matrix products; norms, softmax, logits and loss are float32.
         remat: recompute each block in the backward pass.
-        attention: of `attention.KINDS`.
+        attention: how (`attention.make_attention`).
     """
 
     dtype: str = "float32"
     remat: bool = True
-    attention: str = "auto"
+    attention: Kind = "auto"
 
 
 DEFAULT = Compute()
@@ -81,39 +80,6 @@ def _initial(config: DecoderConfig, name: str, shape: tuple[int, ...], key: jax.
 def plain_product(name: str, x_BxLxI: jax.Array, layer: Mapping[str, jax.Array]) -> jax.Array:
     """The layer's matrix alone."""
     return x_BxLxI @ layer[name].astype(x_BxLxI.dtype)
-
-
-def logits_of(
-    config: DecoderConfig,
-    params: Params,
-    tokens_BxL: jax.Array,
-    segments_BxL: jax.Array | None = None,
-    *,
-    compute: Compute = DEFAULT,
-    product: Product = plain_product,
-    beside: Params = None,
-) -> jax.Array:
-    """Logits float32 [B, L, V] of what follows each token; those at a position see none after it.
-
-    Args:
-        config: the decoder.
-        params: of `init_params`' tree.
-        tokens_BxL: int [B, L].
-        segments_BxL: the document that each token is of, int [B, L], from 1 on; None: one a row.
-        compute: how.
-        product: multiplies by a matrix of a layer; of adapters, it adds theirs.
-        beside: what else `product` needs of each layer, stacked as layers are; by name.
-    """
-    hidden_BxLxD = hidden_of(
-        config, params, tokens_BxL, segments_BxL, compute=compute, product=product, beside=beside
-    )
-    logits_BxLxV = jnp.einsum(
-        "bld,vd->blv",
-        hidden_BxLxD,
-        head_of(config, params).astype(compute.dtype),
-        preferred_element_type=jnp.float32,
-    )
-    return capped(config, logits_BxLxV)
 
 
 def head_of(config: DecoderConfig, params: Params) -> jax.Array:
@@ -248,36 +214,6 @@ def _norm(config: DecoderConfig, x: jax.Array, weight: jax.Array) -> jax.Array:
     scale = 1 + weight.astype(jnp.float32) if config.gemma else weight.astype(jnp.float32)
     root = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + config.norm_eps)
     return (x32 * root * scale).astype(x.dtype)
-
-
-def parameter_count(config: DecoderConfig) -> int:
-    """Of all tensors."""
-    return sum(math.prod(entry.shape) for entry in table(config).values())
-
-
-def training_flops(config: DecoderConfig, length: int) -> float:
-    """Floating-point operations that training on one token takes, for model FLOPs utilization.
-
-    Six for each element of a matrix that multiplies it, and for attention 12 N H K times the
-    positions that a token sees, of rows of `length` (arXiv 2204.02311, appendix B, but for the
-    half that the causal mask spares). What is computed anew is not counted.
-    """
-    matrices = sum(
-        math.prod(entry.shape) for name, entry in table(config).items() if _multiplies(name, config)
-    )
-    mean_seen = [_mean_seen(length, config.window if slides else None) for slides in config.sliding]
-    return 6.0 * matrices + 12.0 * config.heads * config.head_width * float(np.sum(mean_seen))
-
-
-def _multiplies(name: str, config: DecoderConfig) -> bool:
-    return not name.endswith("norm") and (name != "embed" or config.tied)
-
-
-def _mean_seen(length: int, window: int | None) -> float:
-    """Positions that one of a row sees, itself included, in the mean."""
-    if window is None or window >= length:
-        return (length + 1) / 2
-    return (window * (window + 1) / 2 + (length - window) * window) / length
 
 
 # A smaller vocabulary is one part. Published ones have a divisor that leaves a little less.

@@ -5,23 +5,19 @@ Shapes: as in `model`.
 
 import dataclasses
 import functools
-import math
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import PartitionSpec
+from pydantic import Field
 
-from diloco.common.errors import TaskError
 from diloco.common.holdings import Sizes
-from diloco.common.layout import TensorHint
 from diloco.learner import tree
-from diloco.learner.causal_lm.attention import KINDS
+from diloco.learner.causal_lm.attention import Kind
 from diloco.learner.causal_lm.config import DecoderConfig, read_config
 from diloco.learner.causal_lm.files import Adapters, HuggingFace, read_base
 from diloco.learner.causal_lm.lora import (
@@ -29,6 +25,7 @@ from diloco.learner.causal_lm.lora import (
     FROZEN,
     Beside,
     Lora,
+    LoraOptions,
     adapter_count,
     base_dtypes,
     half_partition,
@@ -38,57 +35,98 @@ from diloco.learner.causal_lm.lora import (
 )
 from diloco.learner.causal_lm.model import Compute, head_of, hidden_of, init_params, token_losses
 from diloco.learner.causal_lm.sizes import LAYERS, SIZES, size_named, table
-from diloco.learner.causal_lm.tokens import Data, TokenFolders, check_data
-from diloco.learner.optimizer import Matrices, adamw, muon, warmup_cosine
+from diloco.learner.causal_lm.tokens import Data, TokenFolders
+from diloco.learner.mesh import by_kind_of_axis
+from diloco.learner.optimizer import Matrices, Optimizer, direction_by, warmup_cosine
 from diloco.learner.reading import GrainData, require_grain
-from diloco.learner.task import Batch, Holder, Params, Task, Variables, named_leaves
-
-Optimizer = Literal["adamw", "muon"]
-DTYPES = ("float32", "bfloat16")
-MESH_AXES = {"width": "fsdp", "heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
+from diloco.learner.task import (
+    AtLeastOne,
+    Batch,
+    Dtype,
+    Holder,
+    Natural,
+    NotNegative,
+    Params,
+    Task,
+    Variables,
+    checked_options,
+    hint_of_decoder,
+    named_leaves,
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Shared:
-    """Shares of data that is not looked at before somebody reads."""
+class _Rows:
+    """Rows of the data's folders, which nobody looks at who creates a run, or exports from one."""
 
-    data: Callable[[], GrainData]
+    look: Callable[[], TokenFolders]
+    seed: int
+    batch: int
+    shares: int
+    workers: int
+    held_out: int
+
+    @functools.cached_property
+    def folders(self) -> TokenFolders:
+        require_grain()
+        return self.look()
+
+    @functools.cached_property
+    def train(self) -> GrainData:
+        return GrainData(
+            self.folders.train(self.seed),
+            batch=self.batch,
+            seed=self.seed,
+            shares=self.shares,
+            workers=self.workers,
+        )
+
+    @functools.cached_property
+    def unseen(self) -> list[np.ndarray]:
+        return self.folders.held_out(self.held_out)
+
+    def batches(self, learner: str, position: int) -> Iterator[Batch]:
+        return self.train.batches(learner, position)
+
+    def rows(self, learner: str, position: int, start: int, stop: int) -> Iterator[Batch]:
+        return self.train.rows(learner, position, start, stop)
 
     @property
     def sizes(self) -> Sizes:
-        return self.data().sizes
+        return self.train.sizes
 
     def claimed(
         self, holder: Holder, position: int, start: int = 0, stop: int | None = None
     ) -> Iterator[Batch]:
-        return self.data().claimed(holder, position, start, stop)
+        return self.train.claimed(holder, position, start, stop)
 
 
+@checked_options("causal_lm", f"docs/models.md has all options; sizes are {', '.join(SIZES)}")
 def build(
     *,
-    steps: int,
-    seed: int,
-    model: str,
+    steps: AtLeastOne,
+    seed: Natural,
+    model: Annotated[str, Field(min_length=1)],
     data: Data,
-    end: int | None = None,
-    batch: int = 8,
-    length: int = 1024,
+    end: Annotated[int, Field(ge=-1)] | None = None,
+    batch: AtLeastOne = 8,
+    length: AtLeastOne = 1024,
     optimizer: Optimizer = "adamw",
-    learning_rate: float = 5e-5,
-    warmup_steps: int | None = None,
-    final_fraction: float = 0.1,
-    weight_decay: float = 0.1,
-    clip: float = 1.0,
-    eval_batches: int = 16,
-    dtype: str = "float32",
+    learning_rate: NotNegative = 5e-5,
+    warmup_steps: Natural | None = None,
+    final_fraction: NotNegative = 0.1,
+    weight_decay: NotNegative = 0.1,
+    clip: NotNegative = 1.0,
+    eval_batches: AtLeastOne = 16,
+    dtype: Dtype = "float32",
     remat: bool = True,
-    attention: str = "auto",
-    accumulate: int = 1,
-    shares: int = 0,
-    digests: Sequence[str] = (),
-    workers: int = 0,
+    attention: Kind = "auto",
+    accumulate: AtLeastOne = 1,
+    shares: Natural = 0,
+    digests: Sequence[Annotated[str, Field(pattern="^[0-9a-f]{64}$")]] = (),
+    workers: Natural = 0,
     fresh: bool = False,
-    lora: Mapping[str, Any] | None = None,
+    lora: LoraOptions | None = None,
 ) -> Task:
     """Train Llama 3, Qwen 3 or Gemma 3 on tokens; losses are nats per token.
 
@@ -125,31 +163,19 @@ def build(
         ConfigError: the folder's configuration is missing, or is not honoured.
         TaskError: an option has a wrong type or value.
     """
-    given = {name: value for name, value in locals().items() if value is not None}
-    _check_options({name: value for name, value in given.items() if name != "lora"})
     source = None if model in SIZES else Path(model)
     config = size_named(model) if source is None else read_config(source)
     compute = Compute(dtype, remat, attention)
     adapters = read_lora(lora, config)
     stored = source is None or fresh
 
-    # Who creates a run, or exports from one, has no data.
-    @functools.cache
-    def folders() -> TokenFolders:
-        require_grain()
-        return TokenFolders(data, length=length, vocab=config.vocab, model=source, digests=digests)
-
-    @functools.cache
-    def train() -> GrainData:
-        dataset = folders().train(seed)
-        return GrainData(dataset, batch=batch, seed=seed, shares=shares, workers=workers)
-
-    @functools.cache
-    def held_out() -> list[np.ndarray]:
-        return folders().held_out(eval_batches * batch)
+    look = functools.partial(
+        TokenFolders, data, length=length, vocab=config.vocab, model=source, digests=digests
+    )
+    rows = _Rows(look, seed, batch, shares, workers, held_out=eval_batches * batch)
 
     def loss_of(params: Params, windows_BxL1: Any, key: jax.Array | None = None) -> jax.Array:
-        last = folders().end if end is None else end
+        last = rows.folders.end if end is None else end
         base, beside = with_adapters(adapters, params, key)
         return next_token_loss(
             config,
@@ -163,28 +189,33 @@ def build(
     eval_loss = jax.jit(loss_of)
 
     def evaluate(params: Params) -> float:
-        rows = held_out()
-        return sum(float(eval_loss(params, row)) for row in rows) / len(rows)
+        return sum(float(eval_loss(params, row)) for row in rows.unseen) / len(rows.unseen)
 
     return Task(
         init=functools.partial(_init, config, adapters, dtype),
         loss=lambda params, windows, key: (loss_of(params, windows, key), {}),
-        batches=lambda learner, position: train().batches(learner, position),
-        rows=lambda *given: train().rows(*given),
+        batches=rows.batches,
+        rows=rows.rows,
         evaluate=evaluate,
         tokens_per_batch=batch * length,
         flops_per_token=_flops_per_token(config, adapters, length),
-        optimizer=_direction(optimizer, weight_decay, clip),
+        optimizer=direction_by(
+            optimizer,
+            weight_decay=weight_decay,
+            clip=clip,
+            hint=hint_of_decoder,
+            matrices=matrices,
+        ),
         schedule=warmup_cosine(
             steps=steps,
             peak=learning_rate,
-            warmup_steps=min(100, steps // 10) if warmup_steps is None else warmup_steps,
+            warmup_steps=warmup_steps,
             final_fraction=final_fraction,
         ),
-        hint=hint,
+        hint=hint_of_decoder,
         partition=functools.partial(_partition, config, adapters),
         accumulate=accumulate,
-        shared=_Shared(train) if shares else None,
+        shared=rows if shares else None,
         load_frozen=functools.partial(read_base, Path(model), config, dtype)
         if adapters is not None and not stored
         else None,
@@ -237,13 +268,6 @@ def next_token_loss(
     return jnp.sum(losses_BxL) / jnp.maximum(1, jnp.sum(~ended_BxL))
 
 
-def hint(name: str, shape: tuple[int, ...]) -> TensorHint:  # noqa: ARG001 - the Task's contract
-    """The embedding is averaged and a fragment of its own; layers are normed one by one."""
-    if name == "embed":
-        return TensorHint(merge="average", alone=True)
-    return TensorHint(norm_axes=1 if name.startswith(LAYERS) else 0)
-
-
 def matrices(name: str, shape: tuple[int, ...]) -> Matrices | None:
     """What Muon orthogonalizes: each layer's matrices."""
     if not name.startswith(LAYERS) or len(shape) != 3:
@@ -262,61 +286,4 @@ def _partition(
     entry = entries[name]
     if len(shape) - entry.stacked < 2:
         return PartitionSpec()
-    return PartitionSpec(*(MESH_AXES.get(axis) for axis in entry.axes))
-
-
-def _direction(
-    optimizer: Optimizer, weight_decay: float, clip: float
-) -> optax.GradientTransformation:
-    if optimizer == "adamw":
-        return adamw(weight_decay=weight_decay, clip=clip, hint=hint)
-    return muon(weight_decay=weight_decay, clip=clip, hint=hint, matrices=matrices)
-
-
-_LEAST = {
-    "batch": 1,
-    "length": 1,
-    "eval_batches": 1,
-    "accumulate": 1,
-    "steps": 1,
-    "warmup_steps": 0,
-    "shares": 0,
-    "workers": 0,
-    "end": -1,
-    "seed": 0,
-}
-_CHOICES = {"attention": KINDS, "dtype": DTYPES, "optimizer": get_args(Optimizer)}
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    for name, value in options.items():
-        if name in _CHOICES:
-            _require(name, value, value in _CHOICES[name], f"one of {', '.join(_CHOICES[name])}")
-        elif name in _LEAST:
-            ok = type(value) is int and value >= _LEAST[name]
-            _require(name, value, ok, f"an int of at least {_LEAST[name]}")
-        elif name in ("remat", "fresh"):
-            _require(name, value, isinstance(value, bool), "true or false")
-        elif name == "model":
-            _require(name, value, isinstance(value, str) and value, "a folder's path")
-        elif name == "digests":
-            ok = isinstance(value, list | tuple) and all(map(_is_digest, value))
-            _require(name, value, ok, "a list of SHA-256 digests of 64 hexadecimal digits")
-        elif name == "data":
-            expected = 'a folder\'s path, or paths with weights above 0: {"/a" = 0.7, "/b" = 0.3}'
-            _require(name, value, check_data(value), expected)
-        else:
-            ok = type(value) in (int, float) and math.isfinite(value) and value >= 0
-            _require(name, value, ok, "a finite number of at least 0")
-
-
-def _is_digest(value: object) -> bool:
-    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
-
-
-def _require(name: str, value: Any, ok: Any, expected: str) -> None:
-    if not ok:
-        raise TaskError(
-            f"causal_lm: the option {name} must be {expected}, but it is {value!r}",
-            hint=f"docs/models.md has all options; sizes are {', '.join(SIZES)}",
-        )
+    return by_kind_of_axis(entry.axes)

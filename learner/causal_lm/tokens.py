@@ -5,13 +5,13 @@ A folder that has no manifest is taken as it is (`windows.files_of`).
 
 import hashlib
 import json
-import math
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
+from pydantic import Discriminator, Field, Tag
 
 from diloco.common.errors import DataError
 from diloco.common.token_manifest import (
@@ -29,7 +29,12 @@ if TYPE_CHECKING:
     import grain
 
 # A folder, or folders with their weights.
-Data = str | Mapping[str, float]
+Folder = Annotated[str, Field(min_length=1)]
+Weights = Mapping[Folder, Annotated[float, Field(gt=0)]]
+Data = Annotated[
+    Annotated[Folder, Tag("path")] | Annotated[Weights, Field(min_length=1), Tag("weights")],
+    Discriminator(lambda data: "weights" if isinstance(data, Mapping) else "path"),
+]
 # grain's shuffle counts in 32 bits.
 MOST_ROWS = (1 << 32) - 1
 
@@ -155,21 +160,6 @@ class TokenFolders:
                 f"{str(folder)!r} was prepared {what} than {str(first_folder)!r}",
                 hint="prepare all folders of a mixture with the same --tokenizer and --end",
             )
-
-
-def check_data(data: object) -> bool:
-    """Whether an option names a folder, or folders with weights."""
-    if isinstance(data, Mapping):
-        weights = data.values()
-        return bool(data) and all(
-            isinstance(name, str) and name and _is_weight(weight)
-            for name, weight in zip(data, weights, strict=True)
-        )
-    return isinstance(data, str) and bool(data)
-
-
-def _is_weight(weight: object) -> bool:
-    return type(weight) in (int, float) and math.isfinite(weight) and weight > 0  # type: ignore[arg-type,operator]
 
 
 def _manifest_of(folder: Path) -> TokenManifest | None:

@@ -17,6 +17,7 @@ from token_lab import VOCABULARY, make_texts, make_tokenizer
 from diloco.learner.causal_lm import checkpoint, model
 from diloco.learner.causal_lm.config import parse_config
 from diloco.learner.task import named_leaves
+from tests.models import tiny
 from tests.models.cases import LLAMA
 
 ROOT = Path(__file__).parents[2]
@@ -109,8 +110,8 @@ def test_the_page_of_adapters_leads_from_files_to_a_chat(tmp_path):
     names = {path.name for path in (tmp_path / "adapter").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= names
     assert not (tmp_path / "adapter" / "config.json").exists()
-    config, rows = checkpoint.open_folder(tmp_path / "merged")
-    first = checkpoint.open_folder(tmp_path / "checkpoint")[1]
+    config, rows = tiny.open_folder(tmp_path / "merged")
+    first = tiny.open_folder(tmp_path / "checkpoint")[1]
     assert np.abs(np.asarray(rows["layers/q"]) - np.asarray(first["layers/q"])).max() > 1e-3
     np.testing.assert_allclose(np.asarray(rows["embed"]), np.asarray(first["embed"]), rtol=2**-8)
     assert config.vocab == VOCABULARY

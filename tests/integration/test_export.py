@@ -9,9 +9,9 @@ from audit import read_tape
 from harness import ENDLESS, PATIENCE_S, World
 
 from diloco.common import shards
-from diloco.learner.causal_lm import checkpoint
 from diloco.learner.delta import vector_of
 from diloco.operate import change as operate
+from tests.models import tiny
 from tests.models.tiny import write_tiny
 
 
@@ -31,7 +31,7 @@ def export(world: World, name: str, *words: str) -> dict:
 
 def digests(world: World, name: str) -> list[str]:
     """Of the fragments' views, of the tensors that stand in an exported folder."""
-    _, rows = checkpoint.open_folder(world.folder / name)
+    _, rows = tiny.open_folder(world.folder / name)
     leaves = {name: np.asarray(rows[name]) for name in rows}
     layout = read_tape(world).layout
     return [
@@ -79,6 +79,6 @@ def test_a_run_that_goes_on_is_exported_as_it_is_and_as_it_was(new_world, option
         wanted = [made[each] for each in enumerate(about["versions"])]
         assert about["view_digests"] == wanted
         assert digests(world, name) == wanted
-    exact, rounded = (checkpoint.open_folder(world.folder / name)[1] for name in ("kept", "half"))
+    exact, rounded = (tiny.open_folder(world.folder / name)[1] for name in ("kept", "half"))
     np.testing.assert_allclose(rounded["layers/q"], exact["layers/q"], rtol=2**-8)
     assert np.any(np.asarray(rounded["layers/q"]) != np.asarray(exact["layers/q"]))

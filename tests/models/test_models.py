@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 from diloco.learner import tree
-from diloco.learner.causal_lm import checkpoint, model
+from diloco.learner.causal_lm import model
 from diloco.learner.causal_lm.config import parse_config
-from diloco.learner.causal_lm.lora import read_lora, with_adapters
+from diloco.learner.causal_lm.lora import LoraOptions, read_lora, with_adapters
 from diloco.learner.causal_lm.sizes import table
 from diloco.learner.task import Variables
 from diloco.model.load import load
+from tests.models import tiny
 from tests.models.cases import CASES
 from tests.models.weights import tokens
 
@@ -43,7 +44,7 @@ def made(tmp_path_factory):
 
 
 def loaded(folder):
-    config, rows = checkpoint.open_folder(folder)
+    config, rows = tiny.open_folder(folder)
     like = jax.eval_shape(lambda: model.init_params(config, jax.random.key(0)))
     leaves = {name: jnp.asarray(np.asarray(values)) for name, values in rows.items()}
     return config, tree.from_names(like, leaves)
@@ -71,7 +72,7 @@ def test_logits_loss_and_gradient_are_those_of_transformers(made, case):
 
     @jax.jit
     def measured(params):
-        logits = model.logits_of(config, params, seen, compute=model.Compute(dtype="float64"))
+        logits = tiny.logits_of(config, params, seen, compute=model.Compute(dtype="float64"))
         told = jax.nn.log_softmax(logits[0, :-1])
         return -jnp.take_along_axis(told, seen[0, 1:, None], 1).mean(), logits
 
@@ -111,7 +112,7 @@ def test_what_a_run_exports_is_its_model_in_transformers(made, case, tmp_path):
     diloco("export", tmp_path / "run", tmp_path / "out", "--format", "hf")
     asked("logits", tmp_path / "out", tmp_path / "logits.npz")
     config, params = loaded(tmp_path / "out")
-    found = model.logits_of(config, params, tokens("any", config.vocab))
+    found = tiny.logits_of(config, params, tokens("any", config.vocab))
     wanted = np.load(tmp_path / "logits.npz")["logits"]
     assert apart(found, wanted) <= TOLERANCE
     _, first = loaded(made / case)
@@ -136,9 +137,9 @@ def test_an_exported_adapter_is_the_runs_model_in_peft(made, case, tmp_path):
     like = {"layers": {name: {"a": 0, "b": 0} for name in ("q", "o", "up", "down")}}
     halves = {name.removeprefix("trained/"): leaf for name, leaf in views.items()}
     variables = Variables(trained=tree.from_names(like, halves), frozen=frozen)
-    params, beside = with_adapters(read_lora(lora, config), variables, None)
+    params, beside = with_adapters(read_lora(LoraOptions(**lora), config), variables, None)
     seen = tokens("any", config.vocab)
-    found = model.logits_of(config, params, seen, **beside._asdict())
+    found = tiny.logits_of(config, params, seen, **beside._asdict())
     for name in ("adapter", "merged"):
         assert apart(found, np.load(tmp_path / f"{name}.npz")["logits"]) <= TOLERANCE
-    assert apart(found, model.logits_of(config, frozen, seen)) > 1e-3  # it was trained
+    assert apart(found, tiny.logits_of(config, frozen, seen)) > 1e-3  # it was trained

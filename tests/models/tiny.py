@@ -1,14 +1,18 @@
 """A decoder of some thousand parameters, and tokens for it, as folders on disk."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from diloco.learner.causal_lm import checkpoint, model
-from diloco.learner.causal_lm.config import parse_config
-from diloco.learner.task import named_leaves
+from diloco.learner.causal_lm.config import DecoderConfig, parse_config, read_config
+from diloco.learner.causal_lm.sizes import table
+from diloco.learner.task import Params, named_leaves
 from tests.models.cases import LLAMA
 
 
@@ -29,3 +33,28 @@ def write_tiny(folder: Path, files: Sequence[str], tokens: int) -> dict[str, str
     for name in files:
         np.save(folder / "data" / f"{name}.npy", rng.integers(96, size=tokens).astype(np.uint16))
     return {"model": str(folder / "model"), "data": str(folder / "data")}
+
+
+def parameter_count(config: DecoderConfig) -> int:
+    return sum(math.prod(entry.shape) for entry in table(config).values())
+
+
+def open_folder(folder: Path) -> tuple[DecoderConfig, dict[str, checkpoint.Rows]]:
+    config = read_config(folder)
+    return config, checkpoint.read_checkpoint(folder, config)
+
+
+def logits_of(
+    config: DecoderConfig,
+    params: Params,
+    *given: Any,
+    compute: model.Compute = model.DEFAULT,
+    **adapted: Any,
+) -> jax.Array:
+    """Logits float32 [B, L, V] of what follows each token; `given` and `adapted` as `hidden_of`."""
+    hidden_BxLxD = model.hidden_of(config, params, *given, compute=compute, **adapted)
+    head_VxD = model.head_of(config, params).astype(compute.dtype)
+    logits_BxLxV = jnp.einsum(
+        "bld,vd->blv", hidden_BxLxD, head_VxD, preferred_element_type=jnp.float32
+    )
+    return model.capped(config, logits_BxLxV)

@@ -16,6 +16,7 @@ from diloco.learner.contract import load_task
 from diloco.learner.delta import vector_of
 from diloco.learner.task import named_leaves, params_shapes
 from diloco.operate.create import _flatten, _folder
+from tests.models import tiny
 from tests.models.cases import CASES, LLAMA
 from tests.models.tiny import write_tiny
 
@@ -85,7 +86,7 @@ def test_a_document_does_not_predict_the_next_and_does_not_see_it():
 
 @pytest.mark.parametrize("size", COUNTS)
 def test_published_sizes_have_their_parameters(size):
-    assert model.parameter_count(size_named(size)) == COUNTS[size]
+    assert tiny.parameter_count(size_named(size)) == COUNTS[size]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -93,7 +94,7 @@ def test_published_sizes_are_shaped_without_memory(size, tmp_path):
     config = size_named(size)
     shapes = jax.eval_shape(lambda key: model.init_params(config, key), jax.random.key(0))
     count = sum(leaf.size for leaf in jax.tree.leaves(shapes))
-    assert count == model.parameter_count(config)
+    assert count == tiny.parameter_count(config)
 
 
 def test_version_0_is_read_slice_by_slice(folders):

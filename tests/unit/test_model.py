@@ -19,12 +19,11 @@ from diloco.learner.model import (
     Decoder,
     ModelConfig,
     build,
-    hint,
     matrices,
     rotary,
     rotate,
 )
-from diloco.learner.task import named_leaves, params_shapes
+from diloco.learner.task import hint_of_decoder, named_leaves, params_shapes
 
 SMALL = ModelConfig(layers=2, width=32, heads=2)
 TOKENS_BxL = np.random.default_rng(0).integers(256, size=(2, 12)).astype(np.int32)
@@ -137,7 +136,7 @@ def test_an_untied_head_and_a_gelu_mlp_are_other_parameters():
 
 def test_layers_are_stacked_and_hinted_so():
     shapes = params_shapes(build(steps=10, seed=0))
-    hints = {name: hint(name, leaf.shape) for name, leaf in named_leaves(shapes)}
+    hints = {name: hint_of_decoder(name, leaf.shape) for name, leaf in named_leaves(shapes)}
     assert {name for name, h in hints.items() if h.norm_axes} == {
         "layers/attn/norm", "layers/attn/qkv", "layers/attn/out",
         "layers/mlp/norm", "layers/mlp/up", "layers/mlp/gate", "layers/mlp/down",
@@ -211,27 +210,27 @@ def test_the_task_learns(folder, optimizer):
 @pytest.mark.parametrize(
     ("option", "expected"),
     [
-        ({"preset": "2m"}, "one of 1m, 4m"),
-        ({"batch": 0}, "an int of at least 1"),
-        ({"batch": "8"}, "an int of at least 1"),
-        ({"length": True}, "an int of at least 1"),
-        ({"eval_batches": 0}, "an int of at least 1"),
-        ({"vocab": 255}, "at least 256"),
-        ({"learning_rate": 0}, "above 0"),
-        ({"learning_rate": math.nan}, "above 0"),
-        ({"clip": -1.0}, "above 0"),
-        ({"weight_decay": -0.1}, "at least 0"),
-        ({"final_fraction": 1.5}, "from 0 to 1"),
-        ({"warmup_steps": -1}, "at least 0"),
+        ({"preset": "2m"}, "'preset'.*1m, 4m"),
+        ({"batch": 0}, "'batch'.*greater than or equal to 1"),
+        ({"batch": "8"}, "'batch'.*valid integer"),
+        ({"length": True}, "'length'.*valid integer"),
+        ({"eval_batches": 0}, "'eval_batches'.*or equal to 1"),
+        ({"vocab": 255}, "'vocab'.*equal to 256"),
+        ({"learning_rate": 0}, "'learning_rate'.*greater than 0"),
+        ({"learning_rate": math.nan}, "'learning_rate'.*finite"),
+        ({"clip": -1.0}, "'clip'.*greater than 0"),
+        ({"weight_decay": -0.1}, "'weight_decay'.*or equal to 0"),
+        ({"final_fraction": 1.5}, "'final_fraction'.*less than or equal to 1"),
+        ({"warmup_steps": -1}, "'warmup_steps'.*or equal to 0"),
         ({"warmup_steps": 10}, "warm-up must end"),
-        ({"dtype": "float16"}, "one of float32, bfloat16"),
-        ({"mlp": "relu"}, "one of swiglu, gelu"),
-        ({"optimizer": "sgd"}, "one of adamw, muon"),
-        ({"tied": 1}, "true or false"),
-        ({"remat": "yes"}, "true or false"),
-        ({"corpus": 3}, "a string"),
-        ({"seed": -1}, "at least 0"),
-        ({"steps": 0}, "at least 1"),
+        ({"dtype": "float16"}, "'dtype'.*'float32' or 'bfloat16'"),
+        ({"mlp": "relu"}, "'mlp'.*'swiglu' or 'gelu'"),
+        ({"optimizer": "sgd"}, "'optimizer'.*'adamw' or 'muon'"),
+        ({"tied": 1}, "'tied'.*valid boolean"),
+        ({"remat": "yes"}, "'remat'.*valid boolean"),
+        ({"corpus": 3}, "'corpus'.*valid string"),
+        ({"seed": -1}, "'seed'.*or equal to 0"),
+        ({"steps": 0}, "'steps'.*or equal to 1"),
     ],
 )
 def test_a_wrong_option_is_named(option, expected):
