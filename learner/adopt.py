@@ -22,7 +22,7 @@ from diloco.common.errors import (
     StaleReadError,
     WireError,
 )
-from diloco.common.service import cancel
+from diloco.common.service import all_of
 from diloco.common.tape import decode_as, parse_changed, read_record
 from diloco.common.views import Loaded, load_view
 from diloco.learner import sync
@@ -30,7 +30,7 @@ from diloco.learner.boundary import NOTHING, Decoded, Post
 from diloco.learner.catchup import Adopted, Move, Waiting, next_move
 from diloco.learner.context import Context
 from diloco.learner.fetch import Change, Fetcher, whole
-from diloco.learner.peers import Peers
+from diloco.learner.peers import Alone
 
 # Decoded versions may wait for as many bytes as views of the largest fragment: two, so that one is
 # fetched while another waits for its boundary.
@@ -105,7 +105,7 @@ class Adopter:
         context: Context,
         post: Post,
         fetcher: Fetcher,
-        peers: Peers,
+        peers: Alone,
         starts: Sequence[sync.Start],
         incarnation: int,
     ) -> None:
@@ -121,18 +121,13 @@ class Adopter:
 
     async def follow(self) -> None:
         """Hand over records, settings and the run's stop as they come; never returns."""
-        tasks = [
-            asyncio.ensure_future(part)
-            for part in (
+        try:
+            await all_of(
                 *(self._follow_fragment(fragment) for fragment in range(len(self._adopted))),
                 self._read_records(),
                 follow_run(self._context, self._post),
             )
-        ]
-        try:
-            await asyncio.gather(*tasks)
         finally:
-            await cancel(*tasks)
             self._context.logger.debug("stopped_following")
 
     # A fragment's records
@@ -330,14 +325,8 @@ async def follow_run(context: Context, post: Post) -> None:
     # One subject to a reader: so the server can fence what a learner reads. Their order among each
     # other does not matter here.
     subjects = (names.settings(run), names.stop(run), names.end(run))
-    tasks = [
-        *(asyncio.ensure_future(_follow_subject(context, post, subject)) for subject in subjects),
-        asyncio.ensure_future(_listen(context, post)),
-    ]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        await cancel(*tasks)
+    following = (_follow_subject(context, post, subject) for subject in subjects)
+    await all_of(*following, _listen(context, post))
 
 
 async def _follow_subject(context: Context, post: Post, subject: str) -> None:

@@ -2,12 +2,8 @@
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Protocol
-
-import numpy as np
 
 from diloco.common import log
-from diloco.common.codec import Encoded
 from diloco.common.config import RunSettings
 from diloco.common.health import Health
 from diloco.common.metrics import Metrics
@@ -100,22 +96,3 @@ class Context(RunContext):
     answers: Answers = dataclasses.field(default_factory=Answers)
     metrics: Metrics = dataclasses.field(default_factory=Metrics)
     health: Health = dataclasses.field(default_factory=Health)
-
-
-class Tensors(Protocol):
-    """What the background needs of a host's tensors: `replica.Replica`."""
-
-    def owned(self, fragment: int) -> np.ndarray:
-        """Numbers of the blocks that this host uploads, ascending, int64 [n]."""
-
-    def held(self, fragment: int) -> np.ndarray:
-        """Numbers of the blocks that this host's devices hold, ascending, int64 [n]."""
-
-    def collect(self, fragment: int, codes: Any) -> Encoded:
-        """The rows owned of an update, once the devices have computed them."""
-
-    def place(self, fragment: int, rows: Encoded) -> Any:
-        """The rows held of a version delta, on the devices."""
-
-    def place_view(self, fragment: int, view: np.ndarray) -> Any:
-        """A whole view, float32 [N], on the devices."""

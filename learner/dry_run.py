@@ -490,11 +490,3 @@ def _analysis(program: jax.stages.Compiled) -> Any:
     analysis = program.memory_analysis()
     assert analysis is not None
     return analysis
-
-
-def _lying(shapes: Any, shardings: Any) -> Any:
-    return jax.tree.map(
-        lambda leaf, lies: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=lies),
-        shapes,
-        shardings,
-    )

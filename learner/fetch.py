@@ -7,7 +7,8 @@ from diloco.common.averaged import sync_of
 from diloco.common.tape import get_object
 from diloco.common.views import Loaded, assemble_view
 from diloco.learner import sync
-from diloco.learner.context import Context, Tensors
+from diloco.learner.context import Context
+from diloco.learner.replica import Replica
 
 
 class Change(NamedTuple):
@@ -56,7 +57,7 @@ def whole(loaded: Loaded) -> Change:
 class Fetcher:
     """Fetches and decodes what one host holds of versions, and puts it on its devices."""
 
-    def __init__(self, context: Context, tensors: Tensors) -> None:
+    def __init__(self, context: Context, tensors: Replica) -> None:
         self._context = context
         self._tensors = tensors
 

@@ -25,15 +25,13 @@ from diloco.learner.life import (
     log_restored,
     make_replica,
     make_saver,
-    make_synchronizer,
     never,
     own_folder,
-    own_parts,
     read_held,
 )
 from diloco.learner.publish import Uploader
-from diloco.learner.recovery import Restored
-from diloco.learner.synchronizer import Meter
+from diloco.learner.recovery import Restored, readable_parts
+from diloco.learner.synchronizer import Meter, Synchronizer
 
 
 @contextlib.contextmanager
@@ -71,7 +69,7 @@ def _following_life(host: Host, context: Context, link: Link, constants_object: 
     background.spawn(worker.serve())
 
     def find(like: Any, shardings: Any) -> Restored | None:
-        parts = own_parts(host, context, folder, like, shardings)
+        parts = readable_parts(context, host.config.learner, folder, like, shardings)
         link.tell(messages.Have(checkpoints=tuple(parts)))
         chosen = link.receive(messages.Resume).checkpoint
         if chosen is None:
@@ -83,13 +81,13 @@ def _following_life(host: Host, context: Context, link: Link, constants_object: 
     return Life(
         host=host,
         context=context,
-        synchronizer=make_synchronizer(
-            host,
-            replica,
-            Meter(context.learner, context.traffic),
+        synchronizer=Synchronizer(
+            replica=replica,
             position=go.position,
+            tokens_per_step=host.member.tokens_per_step,
             boundaries=worker,
             outbox=worker.say,
+            meter=Meter(context.learner, context.traffic),
             saver=make_saver(host, context, folder, go.incarnation),
         ),
         params=tree.join(replica.trained, held),

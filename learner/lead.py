@@ -35,10 +35,8 @@ from diloco.learner.life import (
     log_restored,
     make_replica,
     make_saver,
-    make_synchronizer,
     never,
     own_folder,
-    own_parts,
     prove_store,
     read_held,
     show_series,
@@ -50,6 +48,7 @@ from diloco.learner.recovery import (
     CheckpointId,
     Checkpoints,
     Restored,
+    readable_parts,
     restore,
 )
 from diloco.learner.replica import Replica
@@ -165,13 +164,12 @@ def _leading_life(
     context: Context,
     specification: wire.Specification,
     held: Params,
-    peers: Alone | Coordinator,
+    peers: Alone,
 ) -> Life:
     """Everything before the first step: versions, programs, the join, the place in the data."""
     background = host.background
-    if isinstance(peers, Coordinator):
-        layout, constants_object = context.layout.digest, specification.constants
-        peers.say(messages.Begin(epoch=context.epoch, layout=layout, constants=constants_object))
+    layout, constants_object = context.layout.digest, specification.constants
+    peers.say(messages.Begin(epoch=context.epoch, layout=layout, constants=constants_object))
     prove_store(host, context)
     replica, starts = _load_views(host, context, peers)
     compile_programs(host, replica, held)
@@ -190,16 +188,15 @@ def _leading_life(
     shares = _shares(host, context, peers, life, place)
     saver = make_saver(host, context, folder, life.incarnation)
     planner = _planner(host, context, starts, peers, saver)
-    if isinstance(peers, Coordinator):
-        first = planner.first_step()
-        peers.say(messages.Go(incarnation=life.incarnation, position=position, global_step=first))
-    synchronizer = make_synchronizer(
-        host,
-        replica,
-        meter,
+    first = planner.first_step()
+    peers.say(messages.Go(incarnation=life.incarnation, position=position, global_step=first))
+    synchronizer = Synchronizer(
+        replica=replica,
         position=position,
+        tokens_per_step=host.member.tokens_per_step,
         boundaries=planner,
         outbox=lambda word: background.spawn(publisher.say(word)),
+        meter=meter,
         saver=saver,
     )
     context.metrics.on_scrape(lambda: show_series(context.metrics, synchronizer, planner.state))
@@ -209,7 +206,7 @@ def _leading_life(
         synchronizer=synchronizer,
         params=tree.join(replica.trained, held),
         leave_run=lambda: _leave(host, context, publisher, planner, synchronizer, shares),
-        give_up=planner.give_up if isinstance(peers, Alone) else ended_early,
+        give_up=planner.give_up if peers.hosts == 1 else ended_early,
         last_word=lambda: background.call(
             publisher.last_word(meter.heartbeat(life.incarnation, context.health.line())),
             LAST_WORD_S,
@@ -219,17 +216,14 @@ def _leading_life(
     )
 
 
-def _shares(
-    host: Host, context: Context, peers: Alone | Coordinator, life: Joined, place: Place
-) -> Claims:
+def _shares(host: Host, context: Context, peers: Alone, life: Joined, place: Place) -> Claims:
     """This learner's shares of the data, which all its hosts are told of."""
 
     def told(holding: Holding, end: int) -> None:
-        if isinstance(peers, Coordinator):
-            peers.write(messages.Granted(holding=holding, end=end))
+        peers.write(messages.Granted(holding=holding, end=end))
 
     # Hosts end together, at a boundary.
-    ends = host.asked_to_leave if isinstance(peers, Alone) else never
+    ends = host.asked_to_leave if peers.hosts == 1 else never
     return Claims(context, ends, life, place, background=host.background, told=told)
 
 
@@ -237,14 +231,14 @@ def _find(
     host: Host,
     context: Context,
     folder: CheckpointFolder | None,
-    peers: Alone | Coordinator,
+    peers: Alone,
     like: Any,
     shardings: Any,
 ) -> Restored | None:
     """The checkpoint to go on from; of several hosts, one of which each has its part."""
-    if isinstance(peers, Alone):
+    if not isinstance(peers, Coordinator):
         return _restore(host, context, folder, like)
-    parts = own_parts(host, context, folder, like, shardings)
+    parts = readable_parts(context, host.config.learner, folder, like, shardings)
     chosen = _common_checkpoint(parts, host.background.call(peers.checkpoints()))
     peers.say(messages.Resume(checkpoint=chosen))
     if chosen is None:
@@ -260,7 +254,7 @@ def _publish_and_adopt(
     tensors: Replica,
     meter: Meter,
     starts: tuple[sync.Start, ...],
-    peers: Alone | Coordinator,
+    peers: Alone,
     life: Joined,
 ) -> Publisher:
     """Begin to follow the records and to send heartbeats; what sends updates."""
@@ -280,7 +274,7 @@ def _publish_and_adopt(
 
 
 def _load_views(
-    host: Host, context: Context, peers: Alone | Coordinator
+    host: Host, context: Context, peers: Alone
 ) -> tuple[Replica, tuple[sync.Start, ...]]:
     """The learner's tensors with the newest view of every fragment, and which those are."""
     starts: list[sync.Start] = []
@@ -291,8 +285,7 @@ def _load_views(
             host.probes.health.begin_phase(f"loading fragment {fragment + 1} of {count}")
             loaded = host.starting(load(context, fragment))
             starts.append(start_at(loaded))
-            if isinstance(peers, Coordinator):
-                peers.say(messages.Load(change=whole(loaded)))
+            peers.say(messages.Load(change=whole(loaded)))
             yield loaded.view
 
     return make_replica(host, context, views()), tuple(starts)
@@ -323,7 +316,7 @@ def _planner(
     host: Host,
     context: Context,
     starts: tuple[sync.Start, ...],
-    peers: Alone | Coordinator,
+    peers: Alone,
     saver: Checkpoints,
 ) -> Planner:
     settings = context.settings

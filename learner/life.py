@@ -29,7 +29,6 @@ from diloco.common.store import ObjectStore, open_store
 from diloco.common.wire import LEARNER_STATES
 from diloco.learner import sync, tree
 from diloco.learner.background import Background
-from diloco.learner.boundary import Outbox
 from diloco.learner.checkpoint import CheckpointFolder, copied
 from diloco.learner.claims import Shares
 from diloco.learner.context import Context
@@ -38,16 +37,14 @@ from diloco.learner.member import Member
 from diloco.learner.mesh import open_groups
 from diloco.learner.placement import placed
 from diloco.learner.recovery import (
-    CheckpointId,
     Checkpoints,
     NoCheckpoints,
     Restored,
     Saver,
     open_folder,
-    readable_parts,
 )
 from diloco.learner.replica import Replica
-from diloco.learner.synchronizer import Boundaries, Meter, Synchronizer
+from diloco.learner.synchronizer import Meter, Synchronizer
 from diloco.learner.task import Params
 
 T = TypeVar("T")
@@ -308,13 +305,6 @@ def own_folder(host: Host, context: Context) -> CheckpointFolder | None:
     return open_folder(context, section, jax.process_index(), hosts)
 
 
-def own_parts(
-    host: Host, context: Context, folder: CheckpointFolder | None, like: Any, shardings: Any
-) -> dict[CheckpointId, Callable[[], Restored]]:
-    """This host's parts of checkpoints, by what they are a part of."""
-    return readable_parts(context, host.config.learner, folder, like, shardings)
-
-
 def log_restored(context: Context, found: Restored) -> None:
     """Tell of the part of a checkpoint that a host of several goes on from."""
     context.logger.info(
@@ -345,28 +335,6 @@ def make_replica(host: Host, context: Context, views: Any) -> Replica:
         views,
         shardings=member.shardings_of(context.layout),
         anchor=member.anchor,
-    )
-
-
-def make_synchronizer(
-    host: Host,
-    replica: Replica,
-    meter: Meter,
-    *,
-    position: int,
-    boundaries: Boundaries,
-    outbox: Outbox,
-    saver: Checkpoints,
-) -> Synchronizer:
-    """What carries out the boundaries of a life whose data goes on at `position`."""
-    return Synchronizer(
-        replica=replica,
-        position=position,
-        tokens_per_step=host.member.tokens_per_step,
-        boundaries=boundaries,
-        outbox=outbox,
-        meter=meter,
-        saver=saver,
     )
 
 

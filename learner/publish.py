@@ -19,9 +19,10 @@ from diloco.common.errors import DilocoError, DivergedError
 from diloco.common.layout import Fragment
 from diloco.learner import sync
 from diloco.learner.boundary import Done, Outgoing, Post
-from diloco.learner.context import Context, Tensors, longest_round_s
+from diloco.learner.context import Context, longest_round_s
 from diloco.learner.incarnation import Joined
-from diloco.learner.peers import Peers
+from diloco.learner.peers import Alone
+from diloco.learner.replica import Replica
 
 T = TypeVar("T")
 
@@ -54,7 +55,7 @@ class Uploader:
         host: its number; `hosts` how many there are.
     """
 
-    def __init__(self, context: Context, tensors: Tensors, host: int = 0, hosts: int = 1) -> None:
+    def __init__(self, context: Context, tensors: Replica, host: int = 0, hosts: int = 1) -> None:
         self._context = context
         self._tensors = tensors
         self._host = host
@@ -186,7 +187,7 @@ class Publisher:
     """
 
     def __init__(
-        self, context: Context, post: Post, uploader: Uploader, peers: Peers, life: Joined
+        self, context: Context, post: Post, uploader: Uploader, peers: Alone, life: Joined
     ) -> None:
         self._context = context
         self._post = post

@@ -1,4 +1,4 @@
-"""Host 0's side: the workers as the parts of host 0 see them (`peers.Peers`).
+"""Host 0's side: the workers as the parts of host 0 see them (`peers.Alone`).
 
 Coroutines run on the event loop of the background. Each `prepare` is an attempt with a number of
 its own: an answer belongs to its attempt alone, so that what failed once says nothing of the next
@@ -34,12 +34,13 @@ from diloco.learner.hosts.messages import (
     Prepare,
     Prepared,
     Stored,
+    Turn,
     ending_of,
     frame,
     host_gone,
     read_message,
-    turn_of,
 )
+from diloco.learner.peers import Alone, Preparation
 from diloco.learner.recovery import CheckpointId
 
 # Boundaries that plans are ahead, so that a worker has each before its time comes.
@@ -129,8 +130,8 @@ class _Answers:
             self.all.set_result(self._found)
 
 
-class _Attempt:
-    """A `peers.Preparation`."""
+class _Attempt(Preparation):
+    """The workers'."""
 
     def __init__(self, coordinator: "Coordinator", number: int, answers: _Answers) -> None:
         self._coordinator = coordinator
@@ -156,7 +157,7 @@ class _Attempt:
         self._coordinator.write(Drop(attempt=self._number))
 
 
-class Coordinator:
+class Coordinator(Alone):
     """The workers, as host 0 sees them.
 
     Args:
@@ -200,7 +201,7 @@ class Coordinator:
         """Send them a boundary; after the last one, they may go."""
         if boundary.then == "end":
             self._loop.call_soon_threadsafe(self._let_go)
-        self.say(turn_of(boundary))
+        self.say(Turn(boundary=boundary))
 
     def give_up(self, error: DilocoError) -> None:
         """Tell them what ends this life; may be called from any thread."""

@@ -38,12 +38,11 @@ from diloco.common.errors import DilocoError, HostLostError, WireError, find
 from diloco.common.holdings import Holding
 from diloco.common.reasons import Reason
 from diloco.common.wire import Part
-from diloco.learner import sync
-from diloco.learner.boundary import Boundary, Then
+from diloco.learner.boundary import Boundary
 from diloco.learner.fetch import Change
 from diloco.learner.recovery import CheckpointId
 
-VERSION: Final = 5
+VERSION: Final = 6
 LENGTH: Final = struct.Struct(">I")
 FRAME_BYTES: Final = 64 << 20
 
@@ -80,21 +79,10 @@ class Resume(HostMessage):
     checkpoint: CheckpointId | None
 
 
-class Effect(Part):
-    """One effect that all hosts carry out; one of the two."""
-
-    adopt: sync.Adopt | None = None
-    send: sync.Send | None = None
-
-
 class Turn(HostMessage):
-    """A boundary, without what only host 0 does at it."""
+    """A boundary; of what is done at it, some is for host 0 alone."""
 
-    effects: tuple[Effect, ...]
-    then: Then
-    global_step: int
-    state: str
-    checkpoint: bool
+    boundary: Boundary
 
 
 class Prepare(HostMessage):
@@ -183,24 +171,6 @@ def error_of(ending: Ending) -> DilocoError:
     error = DilocoError(ending.message, hint=ending.hint)
     error.status = find(ending.status)
     return error
-
-
-def turn_of(boundary: Boundary) -> Turn:
-    """A boundary as a message."""
-    effects = tuple(
-        Effect(adopt=effect) if isinstance(effect, sync.Adopt) else Effect(send=effect)
-        for effect in boundary.effects
-        if isinstance(effect, sync.Adopt | sync.Send)
-    )
-    rest = {name: value for name, value in boundary._asdict().items() if name != "effects"}
-    return Turn(effects=effects, **rest)
-
-
-def boundary_of(turn: Turn) -> Boundary:
-    """The boundary of a message, without what only host 0 does."""
-    found = [effect.adopt or effect.send for effect in turn.effects]
-    effects = tuple(effect for effect in found if effect is not None)
-    return Boundary(effects, turn.then, turn.global_step, turn.state, turn.checkpoint)
 
 
 def frame(message: HostMessage) -> bytes:

@@ -27,7 +27,6 @@ from diloco.learner.hosts.messages import (
     Prepared,
     Stored,
     Turn,
-    boundary_of,
     error_of,
     frame,
     host_gone,
@@ -82,7 +81,7 @@ class Link:
         if not isinstance(message, kind):
             came = type(message).__name__
             raise WireError(Reason.KIND, f"host 0 sends {came} where {kind.__name__} is due")
-        self._ended = self._ended or (isinstance(message, Turn) and message.then == "end")
+        self._ended = self._ended or (isinstance(message, Turn) and message.boundary.then == "end")
         return message
 
     def fail(self, error: BaseException) -> None:
@@ -198,7 +197,7 @@ class Worker:
         if self._asked() and not self._told:
             self._told = True
             self._link.tell(LeaveAsked())
-        return boundary_of(self._link.receive(Turn))
+        return self._link.receive(Turn).boundary
 
     def payload(self, fragment: int, record_seq: int) -> Any:
         """What a record brought, once; host 0 plans it only when it is here."""

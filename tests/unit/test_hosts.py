@@ -68,18 +68,19 @@ def test_a_message_is_read_as_it_was_said(message):
 
 
 def test_the_other_hosts_read_what_host_0_plans():
-    effects = (sync.Adopt(READY, True, blended=True), SEND, sync.Republish(0, 1, 1))
+    again, finished = sync.Republish(0, 1, 1), sync.Finished((0, 2))
+    effects = (sync.Adopt(READY, True, blended=True), SEND, again, finished)
     boundary = Boundary(effects, "hold", 9, "flushing", True)
-    read = messages.boundary_of(sent(messages.turn_of(boundary)))
-    assert read == boundary._replace(effects=effects[:2])
+    assert sent(messages.Turn(boundary=boundary)).boundary == boundary
 
 
 def test_fields_go_by_name_so_that_a_new_one_shifts_no_other():
-    turn = messages.turn_of(Boundary((sync.Adopt(READY, True), SEND), "step", 9))
+    boundary = Boundary((sync.Adopt(READY, True), SEND), "step", 9)
+    turn = messages.Turn(boundary=boundary)
     fields = msgpack.unpackb(messages.frame(turn)[messages.LENGTH.size :])
-    adopt, send = fields["effects"]
-    assert adopt["adopt"]["ready"] == READY._asdict()
-    assert send["send"] == SEND._asdict()
+    adopt, send = fields["boundary"]["effects"]
+    assert adopt["ready"] == READY._asdict()
+    assert send == SEND._asdict()
 
 
 @pytest.mark.parametrize(
