@@ -30,7 +30,6 @@ from diloco.common.codec import (
     LEAST_SCALE,
     Codec,
     Encoded,
-    code_count,
     code_dtype,
 )
 
@@ -53,12 +52,8 @@ def encode(codec: Codec, values_N: Array, block: int) -> Encoded:
         values_N: float32 [N], N a multiple of a block.
         block: elements that share one scale, a power of two of at least 16.
     """
-    return _flat(_encode(codec, (values_N,), (None,), block)[0])
-
-
-def encode_difference(codec: Codec, new_N: Array, old_N: Array, block: int) -> Encoded:
-    """Same as `encode(codec, new_N - old_N, block)`; the difference is never stored."""
-    return _flat(_encode(codec, (new_N,), (old_N,), block)[0])
+    (found,) = encode_blocks(codec, (values_N.reshape(-1, block),))
+    return Encoded(found.scales.reshape(-1), found.codes.reshape(-1))
 
 
 def encode_blocks(
@@ -73,14 +68,14 @@ def encode_blocks(
         new: float32 [*G, block] each, G and even the block any of its own.
         old: what is subtracted, of the same shapes, or the same numbers in others.
     """
-    return _encode(codec, new, old or (None,) * len(new), None)
-
-
-def decode(codec: Codec, encoded: Encoded, block: int) -> jax.Array:
-    """Values of `encoded`: the exact products of code and scale, float32 [N]."""
-    codes = jnp.asarray(encoded.codes).reshape(-1, code_count(codec, block))
-    values: jax.Array = decode_blocks(codec, Encoded(encoded.scales, codes), block)
-    return values.reshape(-1)
+    before = old or (None,) * len(new)
+    if codec not in GREATEST_CODE:
+        found: tuple[Encoded, ...] = _float_codes(new, before, codec=codec)
+        return found
+    rows = _magnitudes(new, before)
+    scales, inverse = _scales(rows, greatest=GREATEST_CODE[codec])
+    codes = _codes(new, before, inverse, codec=codec)
+    return tuple(map(Encoded, scales, codes))
 
 
 @partial(jax.jit, static_argnames=("codec", "block"))
@@ -125,24 +120,7 @@ def _reduce_to_lanes(values: jax.Array, combine: Combine, lanes: int) -> jax.Arr
 
 
 # What the kernels below take and give is one item for each array, so that a tuple of arrays costs
-# as many dispatches as one. Arrays are [*G, block], or vectors if the size of a block is given.
-
-
-def _encode(
-    codec: Codec, new: tuple[Array, ...], old: tuple[Array | None, ...], block: int | None
-) -> tuple[Encoded, ...]:
-    if codec not in GREATEST_CODE:
-        found: tuple[Encoded, ...] = _float_codes(new, old, codec=codec)
-        return found
-    rows = _magnitudes(new, old, block=block)
-    scales, inverse = _scales(rows, greatest=GREATEST_CODE[codec])
-    codes = _codes(new, old, inverse, codec=codec, block=block)
-    return tuple(map(Encoded, scales, codes))
-
-
-def _flat(encoded: Encoded) -> Encoded:
-    """With flat codes; as part of the kernel that gives them, this would slow that down twofold."""
-    return encoded._replace(codes=encoded.codes.reshape(-1))
+# as many dispatches as one. Arrays are [*G, block].
 
 
 def _pad(values: jax.Array, before: int, after: int) -> jax.Array:
@@ -160,12 +138,9 @@ def _float_of(bits: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _differences(
-    new: tuple[jax.Array, ...], old: tuple[jax.Array | None, ...], block: int | None
-) -> list[jax.Array]:
-    """New less old: [*G, block], or vectors cut into blocks if their size is given."""
-    found = [a if b is None else a - b.reshape(a.shape) for a, b in zip(new, old, strict=True)]
-    return found if block is None else [values_N.reshape(-1, block) for values_N in found]
+def _differences(new: tuple[jax.Array, ...], old: tuple[jax.Array | None, ...]) -> list[jax.Array]:
+    """New less old, [*G, block]."""
+    return [a if b is None else a - b.reshape(a.shape) for a, b in zip(new, old, strict=True)]
 
 
 @partial(jax.jit, static_argnames="codec")
@@ -175,7 +150,7 @@ def _float_codes(
     """Zero for what is too small, the greatest value for what is too large; NaN and inf stay."""
     limit = np.float32(GREATEST_VALUE)
     encoded = []
-    for values in _differences(new, old, None):
+    for values in _differences(new, old):
         clipped = jnp.where(jnp.isinf(values), values, jnp.clip(values, -limit, limit))
         small = jnp.abs(values) < np.float32(LEAST_SCALE)
         codes = jnp.where(small, np.float32(0), clipped).astype(code_dtype(codec))
@@ -183,9 +158,9 @@ def _float_codes(
     return tuple(encoded)
 
 
-@partial(jax.jit, static_argnames="block")
+@jax.jit
 def _magnitudes(
-    new: tuple[jax.Array, ...], old: tuple[jax.Array | None, ...], *, block: int | None
+    new: tuple[jax.Array, ...], old: tuple[jax.Array | None, ...]
 ) -> tuple[jax.Array, ...]:
     """Bits of the greatest absolute values in each block, int32 [*G, lanes].
 
@@ -194,7 +169,7 @@ def _magnitudes(
     """
     return tuple(
         _reduce_to_lanes(_absolute_bits(values), jax.lax.max, _lanes_of(values.shape[-1]))
-        for values in _differences(new, old, block)
+        for values in _differences(new, old)
     )
 
 
@@ -233,20 +208,19 @@ def _scales_of_bits(bits: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
 
 
-@partial(jax.jit, static_argnames=("codec", "block"))
+@partial(jax.jit, static_argnames="codec")
 def _codes(
     new: tuple[jax.Array, ...],
     old: tuple[jax.Array | None, ...],
     inverse: tuple[jax.Array, ...],
     *,
     codec: Codec,
-    block: int | None,
 ) -> tuple[jax.Array, ...]:
     """Codes of the integer codecs, [*G, items]."""
     pack = _codes_int4 if codec == "int4" else _round_int8
     return tuple(
         pack(values * each[..., None])
-        for values, each in zip(_differences(new, old, block), inverse, strict=True)
+        for values, each in zip(_differences(new, old), inverse, strict=True)
     )
 
 

@@ -8,6 +8,7 @@ from diloco.common.bundle.reader import Bundle
 from diloco.common.errors import StoreError
 from diloco.common.store import (
     ObjectInfo,
+    ObjectStore,
     check_object_name,
     check_range,
     check_size,
@@ -15,7 +16,7 @@ from diloco.common.store import (
 )
 
 
-class BundleStore:
+class BundleStore(ObjectStore):
     """Objects in a file; from any thread.
 
     Args:
@@ -60,10 +61,6 @@ class BundleStore:
         whole = self._whole(name)
         check_range(name, start, stop, whole.size_bytes)
         return self._bundle.read(whole, start, stop)
-
-    def list(self, prefix: str) -> list[ObjectInfo]:
-        """All objects whose names begin with `prefix`, in order of name."""
-        return sorted(self.walk(prefix))
 
     def walk(self, prefix: str) -> Iterator[ObjectInfo]:
         """As `list`, one after the other, in any order."""

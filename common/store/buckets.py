@@ -29,6 +29,7 @@ from diloco.common.parts import Data, Parts
 from diloco.common.store.protocol import (
     Deadline,
     ObjectInfo,
+    ObjectStore,
     check_object_name,
     check_range,
     check_size,
@@ -210,7 +211,7 @@ def open_bucket(url: str, *, check: bool = False) -> "BucketStore":
     return store
 
 
-class BucketStore:
+class BucketStore(ObjectStore):
     """Objects in a bucket, below a prefix.
 
     Args:
@@ -307,15 +308,6 @@ class BucketStore:
                 raise
             check_range(name, start, stop, first.meta["size"])
             return self._span(name, first, (start, stop), Deadline(name, None))
-
-    def list(self, prefix: str) -> list[ObjectInfo]:
-        """All objects whose names begin with `prefix`, in order of name.
-
-        Raises:
-            StoreUnavailableError: a transient fault.
-            StoreError: not permitted, or no such bucket.
-        """
-        return sorted(self.walk(prefix))
 
     def walk(self, prefix: str) -> Iterator[ObjectInfo]:
         """As `list`, one after the other, page by page.

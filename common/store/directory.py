@@ -25,6 +25,7 @@ from diloco.common.store.protocol import (
     TEMP,
     Deadline,
     ObjectInfo,
+    ObjectStore,
     check_object_name,
     check_range,
     check_size,
@@ -52,7 +53,7 @@ _PIECE_BYTES = 8 << 20
 _NO_FILE = {errno.ELOOP, errno.ENXIO}
 
 
-class DirectoryStore:
+class DirectoryStore(ObjectStore):
     """Objects as read-only files below a folder, which several processes may share.
 
     An object is written to `.tmp`, synced, and given its name by a hard link, which fails when
@@ -142,15 +143,6 @@ class DirectoryStore:
         """
         check_range(name, start, stop)
         return self._read(name, lambda file, size: _read_range(name, file, size, start, stop))
-
-    def list(self, prefix: str) -> list[ObjectInfo]:
-        """All objects whose names begin with `prefix`, in order of name.
-
-        Raises:
-            StoreUnavailableError: the disk failed.
-            StoreError: not permitted, or no name can begin so.
-        """
-        return sorted(self.walk(prefix))
 
     def walk(self, prefix: str) -> Iterator[ObjectInfo]:
         """As `list`, one after the other, folder by folder.

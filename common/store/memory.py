@@ -7,6 +7,7 @@ from diloco.common.parts import Data
 from diloco.common.store.protocol import (
     Deadline,
     ObjectInfo,
+    ObjectStore,
     check_object_name,
     check_range,
     check_size,
@@ -15,7 +16,7 @@ from diloco.common.store.protocol import (
 )
 
 
-class MemoryStore:
+class MemoryStore(ObjectStore):
     """Objects in this process's memory; for tests, the simulator and single-process runs."""
 
     def __init__(self) -> None:
@@ -68,17 +69,11 @@ class MemoryStore:
         check_range(name, start, stop, len(data))
         return data[start:stop]
 
-    def list(self, prefix: str) -> list[ObjectInfo]:
-        """All objects whose names begin with `prefix`, in order of name."""
-        with self._lock:
-            found = [
-                ObjectInfo(n, len(d)) for n, d in self._objects.items() if n.startswith(prefix)
-            ]
-        return sorted(found)
-
     def walk(self, prefix: str) -> Iterator[ObjectInfo]:
         """As `list`, one after the other."""
-        return iter(self.list(prefix))
+        with self._lock:
+            sizes = {name: len(data) for name, data in self._objects.items()}
+        return (ObjectInfo(*found) for found in sizes.items() if found[0].startswith(prefix))
 
     def delete(self, name: str) -> None:
         """Remove `name`; one that is not there is no error.

@@ -87,7 +87,13 @@ class ObjectStore(Protocol):
         """
 
     def list(self, prefix: str) -> list[ObjectInfo]:
-        """All objects whose names begin with `prefix`, in order of name."""
+        """All objects whose names begin with `prefix`, in order of name.
+
+        Raises:
+            StoreUnavailableError: a transient fault.
+            StoreError: not permitted, no such bucket, or no name can begin so.
+        """
+        return sorted(self.walk(prefix))
 
     def walk(self, prefix: str) -> Iterator[ObjectInfo]:
         """As `list`, in any order, one after the other: for who may meet very many."""

@@ -21,6 +21,7 @@ from diloco.common.store.gcs.uploads import upload
 from diloco.common.store.protocol import (
     Deadline,
     ObjectInfo,
+    ObjectStore,
     check_object_name,
     check_range,
     object_exists,
@@ -48,7 +49,7 @@ def open_gcs(url: str, emulator: str | None = None) -> "GcsStore":
     return GcsStore(bucket, prefix, credentials, endpoint=emulator or ENDPOINT)
 
 
-class GcsStore:
+class GcsStore(ObjectStore):
     """Objects in a bucket, below a prefix.
 
     Args:
@@ -134,15 +135,6 @@ class GcsStore:
         check_range(name, start, stop)
         with self._bucket.errors("read", name, "storage.objects.get"):
             return self._downloads.range(name, start, stop)
-
-    def list(self, prefix: str) -> list[ObjectInfo]:
-        """All objects whose names begin with `prefix`, in order of name.
-
-        Raises:
-            StoreUnavailableError: a transient fault.
-            StoreError: not permitted, or no such bucket.
-        """
-        return sorted(self.walk(prefix))
 
     def walk(self, prefix: str) -> Iterator[ObjectInfo]:
         """As `list`, one after the other, page by page.
