@@ -12,17 +12,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from diloco.aggregator.committer import commit_record, swap
 from diloco.aggregator.context import Context, identity
 from diloco.aggregator.core import memory
 from diloco.aggregator.core.decisions import Decided, decided_of
-from diloco.aggregator.quarantine import quarantined_learners
-from diloco.aggregator.records import compose, contents_of
-from diloco.aggregator.recovery import rebuild
+from diloco.aggregator.owner.committer import commit_record, swap
+from diloco.aggregator.owner.quarantine import quarantined_learners
+from diloco.aggregator.owner.records import compose, contents_of
+from diloco.aggregator.owner.recovery import rebuild
 from diloco.aggregator.rollback import whole
-from diloco.common import names, wire
-from diloco.common.bus import Bus
-from diloco.common.errors import (
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import (
     IntegrityError,
     ObjectExistsError,
     ObjectMissingError,
@@ -30,8 +29,9 @@ from diloco.common.errors import (
     RunMissingError,
     SwapLostError,
 )
-from diloco.common.store import ObjectStore
-from diloco.common.tape import (
+from diloco.common.storage.bus import Bus
+from diloco.common.storage.store import ObjectStore
+from diloco.common.storage.tape import (
     Recorded,
     data_position,
     effective_settings,

@@ -6,14 +6,14 @@ subject, and whoever comes second is content.
 
 from dataclasses import dataclass, field
 
-from diloco.aggregator.committer import swap
 from diloco.aggregator.context import Context, identity
-from diloco.common import names, wire
-from diloco.common.bus import Message
-from diloco.common.config import RunSettings
-from diloco.common.errors import ObjectMissingError, SwapLostError, WireError
-from diloco.common.layout import next_step
-from diloco.common.tape import last_record, parse_changed, read_record
+from diloco.aggregator.owner.committer import swap
+from diloco.common.process.config import RunSettings
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import ObjectMissingError, SwapLostError, WireError
+from diloco.common.protocol.layout import next_step
+from diloco.common.storage.bus import Message
+from diloco.common.storage.tape import last_record, parse_changed, read_record
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,14 +6,15 @@ Objects go to names that hold their content; messages that commit go by compare-
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from diloco.aggregator.shard_listing import ShardListing
-from diloco.common import log, metrics, names, shards, wire
-from diloco.common.config import AggregatorSection, GcSection
-from diloco.common.errors import RunMismatchError
-from diloco.common.health import Health
-from diloco.common.metrics import Metrics
-from diloco.common.parts import Parts
-from diloco.common.tape import RunContext
+from diloco.aggregator.owner.shard_listing import ShardListing
+from diloco.common.process import log, metrics
+from diloco.common.process.config import AggregatorSection, GcSection
+from diloco.common.process.health import Health
+from diloco.common.process.metrics import Metrics
+from diloco.common.protocol import names, shards, wire
+from diloco.common.protocol.buffers import Parts
+from diloco.common.protocol.errors import RunMismatchError
+from diloco.common.storage.tape import RunContext
 
 if TYPE_CHECKING:
     from diloco.aggregator.arrays.arithmetic import Arithmetic

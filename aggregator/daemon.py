@@ -8,26 +8,23 @@ from diloco.aggregator import instruments
 from diloco.aggregator.conductor import Conductor
 from diloco.aggregator.context import Context
 from diloco.aggregator.leases import Everything, Leases
-from diloco.aggregator.liveness import Expiry, LivenessWatch
-from diloco.aggregator.owner import FragmentOwner
+from diloco.aggregator.owner.liveness import Expiry, LivenessWatch
+from diloco.aggregator.owner.owner import FragmentOwner
+from diloco.aggregator.owner.tenure import Tenure
 from diloco.aggregator.prepare import prepare
 from diloco.aggregator.tape_watch import watch_tape
-from diloco.aggregator.tenure import Tenure
 from diloco.aggregator.watches import LOOK_S, CheckpointWatch, ScoreWatch
-from diloco.common import log, names
-from diloco.common.averaged import sync_of
-from diloco.common.bus import Bus, jetstream
-from diloco.common.config import (
+from diloco.common.process import log
+from diloco.common.process.averaged import sync_of
+from diloco.common.process.config import (
     Config,
     check_same_run,
     parse_settings,
     warnings,
 )
-from diloco.common.errors import ConfigError, IntegrityError
-from diloco.common.health import report, tell, tell_stopping
-from diloco.common.layout import Layout, parse_layout
-from diloco.common.probes import Probes, make_probes, serving
-from diloco.common.service import (
+from diloco.common.process.health import report, tell, tell_stopping
+from diloco.common.process.probes import Probes, make_probes, serving
+from diloco.common.process.service import (
     AskedToStopError,
     Runtime,
     all_of,
@@ -36,8 +33,12 @@ from diloco.common.service import (
     on_signals,
     unless_asked,
 )
-from diloco.common.store import ObjectStore, open_store
-from diloco.common.tape import load_specification
+from diloco.common.protocol import names
+from diloco.common.protocol.errors import ConfigError, IntegrityError
+from diloco.common.protocol.layout import Layout, parse_layout
+from diloco.common.storage.bus import Bus, jetstream
+from diloco.common.storage.store import ObjectStore, open_store
+from diloco.common.storage.tape import load_specification
 
 # The longest farewell; systemd ends the unit after 30 s.
 LEAVE_S = 25.0

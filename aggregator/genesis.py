@@ -10,14 +10,14 @@ from collections.abc import Callable
 import numpy as np
 
 from diloco.aggregator.arrays.fragment import FragmentArrays
-from diloco.aggregator.committer import commit_record
 from diloco.aggregator.context import Context, store_version_object
 from diloco.aggregator.core import memory
 from diloco.aggregator.core.decisions import Decided
-from diloco.aggregator.records import NOTHING, Contents, compose
-from diloco.common import names, shards, wire
-from diloco.common.errors import RunMismatchError, SwapLostError
-from diloco.common.tape import decode
+from diloco.aggregator.owner.committer import commit_record
+from diloco.aggregator.owner.records import NOTHING, Contents, compose
+from diloco.common.protocol import names, shards, wire
+from diloco.common.protocol.errors import RunMismatchError, SwapLostError
+from diloco.common.storage.tape import decode
 
 # Fragments that are stored side by side; each takes some copies of its vector meanwhile.
 AT_ONCE = 4

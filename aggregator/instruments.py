@@ -1,16 +1,17 @@
-"""What an aggregator counts, as `common/metrics.py` defines it."""
+"""What an aggregator counts, as `common/process/metrics.py` defines it."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from diloco.aggregator.core.state import State
-from diloco.common import metrics, wire
-from diloco.common.health import View
-from diloco.common.metrics import Metrics
+from diloco.common.process import metrics
+from diloco.common.process.health import View
+from diloco.common.process.metrics import Metrics
+from diloco.common.protocol import wire
 
 if TYPE_CHECKING:
-    from diloco.aggregator.tenure import Tenure
+    from diloco.aggregator.owner.tenure import Tenure
 
 # Of the fragments that are ours; others have those of the rest.
 BY_FRAGMENT = (

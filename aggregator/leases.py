@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 from diloco.aggregator.context import Context, identity
 from diloco.aggregator.core.division import Pinned, divide
-from diloco.common import names, wire
-from diloco.common.errors import BusUnavailableError, DilocoError, SwapLostError, WireError
-from diloco.common.service import first_of
-from diloco.common.tape import decode_as
+from diloco.common.process.service import first_of
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import BusUnavailableError, DilocoError, SwapLostError, WireError
+from diloco.common.storage.tape import decode_as
 
 # How often one looks for fragments to take, at most.
 LOOK_S = 0.5

@@ -14,7 +14,8 @@ import numpy as np
 from diloco.aggregator.arrays.grid import Grid
 from diloco.aggregator.arrays.merge import Accumulator, segment_norms
 from diloco.aggregator.arrays.outer import close_round, make_outer
-from diloco.common.codec import (
+from diloco.common.process.config import SyncSection
+from diloco.common.protocol.codec import (
     CODECS,
     Codec,
     Encoded,
@@ -23,7 +24,6 @@ from diloco.common.codec import (
     code_dtype,
     scale_count,
 )
-from diloco.common.config import SyncSection
 
 _BLOCKS = 4
 

@@ -8,21 +8,21 @@ back, as long as garbage collection has left what is needed.
 import asyncio
 from collections.abc import Mapping
 
-from diloco.aggregator.committer import commit_record
 from diloco.aggregator.context import Context
 from diloco.aggregator.core.decisions import Decided
-from diloco.aggregator.records import Contents, compose, contents_of, with_snapshot
-from diloco.aggregator.recovery import Recovered, missing_object, rebuild
+from diloco.aggregator.owner.committer import commit_record
+from diloco.aggregator.owner.records import Contents, compose, contents_of, with_snapshot
+from diloco.aggregator.owner.recovery import Recovered, missing_object, rebuild
 from diloco.aggregator.settings import check_goes_on
-from diloco.common import wire
-from diloco.common.errors import (
+from diloco.common.protocol import wire
+from diloco.common.protocol.errors import (
     ConfigError,
     IntegrityError,
     ObjectMissingError,
     RunMismatchError,
     SwapLostError,
 )
-from diloco.common.tape import Recorded, RunContext, last_record, records_of
+from diloco.common.storage.tape import Recorded, RunContext, last_record, records_of
 
 
 async def find_versions(context: RunContext, wanted: Mapping[int, int]) -> dict[int, Recorded]:

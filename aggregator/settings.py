@@ -4,13 +4,13 @@ Every fragment takes them from its next version on, every learner at its next st
 comes later finds the last such message, or the one that a record names.
 """
 
-from diloco.aggregator.committer import swap
 from diloco.aggregator.context import Context, identity
-from diloco.common import names, wire
-from diloco.common.config import RunSettings, changes, check_changeable
-from diloco.common.errors import ConfigError, RunMismatchError, SwapLostError
-from diloco.common.layout import next_step
-from diloco.common.tape import RunContext, effective_settings, last_record
+from diloco.aggregator.owner.committer import swap
+from diloco.common.process.config import RunSettings, changes, check_changeable
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import ConfigError, RunMismatchError, SwapLostError
+from diloco.common.protocol.layout import next_step
+from diloco.common.storage.tape import RunContext, effective_settings, last_record
 
 
 async def change_settings(

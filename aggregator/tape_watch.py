@@ -3,9 +3,9 @@
 import asyncio
 
 from diloco.aggregator.context import Context
-from diloco.common import metrics
-from diloco.common.bus import Filled
-from diloco.common.errors import BusUnavailableError
+from diloco.common.process import metrics
+from diloco.common.protocol.errors import BusUnavailableError
+from diloco.common.storage.bus import Filled
 
 LOOK_S = 30.0
 # The tape is nearly full from this share of its limit on.

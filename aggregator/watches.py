@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 
 from diloco.aggregator.checkpoint import mark
 from diloco.aggregator.context import Context
-from diloco.common import metrics, names, shards, wire
-from diloco.common.checkpoint_files import checkpoints, load_file
-from diloco.common.errors import DilocoError, ObjectMissingError, WireError
-from diloco.common.tape import has_ended, last_record, load_specification
+from diloco.common.process import metrics
+from diloco.common.protocol import names, shards, wire
+from diloco.common.protocol.errors import DilocoError, ObjectMissingError, WireError
+from diloco.common.storage.checkpoint_files import checkpoints, load_file
+from diloco.common.storage.tape import has_ended, last_record, load_specification
 
 LOOK_S = 60.0
 # A checkpoint that took long is not made again before so many times that long.

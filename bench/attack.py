@@ -29,14 +29,14 @@ import numpy as np
 from bench.emulate import Life, Outcome, Start, Weather, World, begin
 from bench.failover import filling
 from bench.tasks import student
-from diloco.cli.opening import open_run
-from diloco.common import names, shards, slices, wire
-from diloco.common.bus import Bus, jetstream
-from diloco.common.codec import Encoded
-from diloco.common.config import RunSettings, load_config, make_config
-from diloco.common.errors import DilocoError
-from diloco.common.store import DirectoryStore
-from diloco.common.tape import Entry, RunContext, read_item
+from diloco.common.process.config import RunSettings, load_config, make_config
+from diloco.common.protocol import names, shards, slices, wire
+from diloco.common.protocol.codec import Encoded
+from diloco.common.protocol.errors import DilocoError
+from diloco.common.storage.bus import Bus, jetstream
+from diloco.common.storage.store import DirectoryStore
+from diloco.common.storage.tape import Entry, RunContext, read_item
+from diloco.run.cli.opening import open_run
 
 Parts = tuple[Encoded, ...]
 # What liars claim at most.

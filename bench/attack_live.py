@@ -38,15 +38,16 @@ import tomli_w
 from bench.attack import ACTS, CODEC, FIRST, GAP_S, HONEST, RUN, STEP_S, Span, liar_name, lie
 from bench.failover import cpu_s
 from diloco import Task
-from diloco.auth import files as auth
-from diloco.cli.opening import OpenRun, open_run
-from diloco.common import log, names, wire
-from diloco.common.config import load_config
-from diloco.common.nats_server import NatsServer
-from diloco.common.tape import Entry, read_item
+from diloco.common.process import log
+from diloco.common.process.config import load_config
+from diloco.common.process.nats_server import NatsServer
+from diloco.common.protocol import names, wire
+from diloco.common.storage.tape import Entry, read_item
 from diloco.learner.contract import build_task
-from diloco.model.load import global_arrays
+from diloco.operate.auth import files as auth
 from diloco.operate.create import create_from
+from diloco.run.cli.opening import OpenRun, open_run
+from diloco.run.model.load import global_arrays
 
 DIGITS = "examples.digits:build"
 # Beyond what spans and gaps take: for daemons to begin, and for runs to end.

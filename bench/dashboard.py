@@ -26,12 +26,12 @@ import tomli_w
 
 from bench.harness import run_part
 from bench.tapes import Forger, publish
-from diloco.cli.opening import open_run
-from diloco.common.config import load_config
-from diloco.common.nats_server import NatsServer
-from diloco.common.tape import last_record
+from diloco.common.process.config import load_config
+from diloco.common.process.nats_server import NatsServer
+from diloco.common.storage.tape import last_record
 from diloco.operate.create import create_from
-from diloco.page.server import FILES
+from diloco.run.cli.opening import open_run
+from diloco.show.page.server import FILES
 
 # --- The report
 

@@ -36,9 +36,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from diloco.common.nats_server import free_port
+from diloco.common.process.nats_server import free_port
 from diloco.learner.hosts.messages import wait_for_hosts
-from diloco.local.reaper import Reaper
+from diloco.operate.local.reaper import Reaper
 
 # What share of a step's time has passed when its backward pass, and so the exchange, begins.
 FORWARD = 1 / 3

@@ -1,6 +1,6 @@
 """A run in virtual time, in one process: the system's cores, kernels and merge, without its IO.
 
-Learners run `diloco.learner.sync` over a `Replica`, fragments `diloco.aggregator.core` over
+Learners run `diloco.learner.core.sync` over a `Replica`, fragments `diloco.aggregator.core` over
 `FragmentArrays`, as the daemons do; only bus, store and clock are replaced, by a queue of calls
 ordered by virtual time. A full-speed step takes a second. So the outer settings can be swept in
 a fraction of the time that processes would need, with speeds and latencies as chosen.
@@ -28,16 +28,18 @@ from diloco.aggregator.conductor import Newest, stop_reason
 from diloco.aggregator.core import events, policy, rounds
 from diloco.aggregator.core.events import AskCut, Commit, Effect, Fetch, Ignored, Merge, OpenRound
 from diloco.aggregator.core.updates import UpdateId, update_id
-from diloco.common import cores, shards, wire
-from diloco.common.codec import Encoded
-from diloco.common.config import RunSettings
-from diloco.common.layout import Layout
-from diloco.learner import sync, tree
-from diloco.learner.checkpoint import copied
-from diloco.learner.delta import vector_of
-from diloco.learner.inner_step import InnerStep, make_inner_step
-from diloco.learner.replica import Replica
+from diloco.common.process import cores
+from diloco.common.process.config import RunSettings
+from diloco.common.protocol import shards, wire
+from diloco.common.protocol.codec import Encoded
+from diloco.common.protocol.layout import Layout
+from diloco.learner.core import sync
 from diloco.learner.task import Batch, Params, Task, held_out_loss
+from diloco.learner.tensors import tree
+from diloco.learner.tensors.checkpoint import copied
+from diloco.learner.tensors.delta import vector_of
+from diloco.learner.tensors.inner_step import InnerStep, make_inner_step
+from diloco.learner.tensors.replica import Replica
 from diloco.plan.virtual import Fragment, Timeline
 
 

@@ -40,14 +40,15 @@ import numpy as np
 import tomli_w
 
 from bench.harness import run_part
-from diloco.common import log, names, shards, slices, wire
-from diloco.common.bus import Bus, jetstream
-from diloco.common.config import Config, load_config
-from diloco.common.layout import Layout, Tensor, make_layout
-from diloco.common.nats_server import NatsServer
-from diloco.common.quantize import encode
-from diloco.common.service import Runtime, cancel
-from diloco.common.store import DirectoryStore
+from diloco.common.process import log
+from diloco.common.process.config import Config, load_config
+from diloco.common.process.nats_server import NatsServer
+from diloco.common.process.service import Runtime, cancel
+from diloco.common.protocol import names, shards, slices, wire
+from diloco.common.protocol.layout import Layout, Tensor, make_layout
+from diloco.common.storage.bus import Bus, jetstream
+from diloco.common.storage.store import DirectoryStore
+from diloco.learner.tensors.quantize import encode
 from diloco.operate.create import create_run
 
 # --- Killed

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from diloco.local.fleet import Fleet
+from diloco.operate.local.fleet import Fleet
 
 
 @partial(jax.jit, donate_argnums=0)

@@ -38,10 +38,10 @@ from matplotlib.axes import Axes
 from bench.curves import BLUE, VERMILLION, look, panels
 from bench.data_parallel import POLL_S, Job, Progress, Scheduler, best_interval_steps
 from bench.harness import create, run_part, table
-from diloco.cli.opening import open_run
-from diloco.common.nats_server import NatsServer
-from diloco.common.tape import records_of
-from diloco.local.fleet import Fleet
+from diloco.common.process.nats_server import NatsServer
+from diloco.common.storage.tape import records_of
+from diloco.operate.local.fleet import Fleet
+from diloco.run.cli.opening import open_run
 
 STEPS = 100_000  # of either system: more than a span holds
 # Both have trained so long before a span begins.

@@ -29,10 +29,10 @@ import tomli_w
 
 from bench.data_parallel import POLL_S, Job, Scheduler
 from bench.harness import table
-from diloco.cli.opening import open_run
-from diloco.common.nats_server import find_binary
-from diloco.common.service import cancel
-from diloco.local.reaper import Reaper
+from diloco.common.process.nats_server import find_binary
+from diloco.common.process.service import cancel
+from diloco.operate.local.reaper import Reaper
+from diloco.run.cli.opening import open_run
 from diloco.run.state import Observed
 from diloco.run.watch import Watch
 

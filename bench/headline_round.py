@@ -31,9 +31,9 @@ import tomli_w
 import diloco
 from bench.harness import create, run_part, table
 from bench.tasks import plain
-from diloco.common.nats_server import NatsServer
+from diloco.common.process.nats_server import NatsServer
 from diloco.learner.task import Params, params_shapes
-from diloco.local.fleet import Fleet
+from diloco.operate.local.fleet import Fleet
 
 PARAMETERS = 1 << 24
 WARM_ROUNDS = 3

@@ -30,9 +30,9 @@ from bench import emulate, quality, sweep, tasks
 from bench.sweep import Case, Settings, known, settings_of
 from diloco.aggregator.arrays.fragment import FragmentArrays
 from diloco.aggregator.arrays.outer import OuterOptimizer
-from diloco.common.shards import digest
-from diloco.learner import tree
+from diloco.common.protocol.shards import digest
 from diloco.learner.task import Task, named_leaves, params_shapes
+from diloco.learner.tensors import tree
 
 # --- A half-done object in a file, between two pieces
 #

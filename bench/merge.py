@@ -52,12 +52,13 @@ from diloco.aggregator.arrays.merge import (
     segment_norms,
 )
 from diloco.aggregator.arrays.outer import close_round, make_outer
-from diloco.common import cores, shards
-from diloco.common.codec import Encoded, aligned_zeros
-from diloco.common.config import make_config
-from diloco.common.layout import Tensor, TensorHint, make_layout
-from diloco.common.shards import pack, unpack
-from diloco.common.store.directory import DirectoryStore
+from diloco.common.process import cores
+from diloco.common.process.config import make_config
+from diloco.common.protocol import shards
+from diloco.common.protocol.codec import Encoded, aligned_zeros
+from diloco.common.protocol.layout import Tensor, TensorHint, make_layout
+from diloco.common.protocol.shards import pack, unpack
+from diloco.common.storage.store.directory import DirectoryStore
 
 BLOCK = 64
 SEGMENTS = 16

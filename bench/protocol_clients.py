@@ -3,9 +3,9 @@
     .venv/bin/python -m bench.protocol_clients [--learners 64] [--fragment 41666667] [--step-s 0.5]
 
 A real aggregator, a nats-server, the tests' server of Google Cloud Storage with a link of `--gbit`,
-and learners of the production core (`learner/sync.py`), each with a connection to the bus, whose
-steps pass without computing. Updates are of the true size and are read, verified and merged; they
-are sent by linking one stored update, after the time that their bytes would take. After the
+and learners of the production core (`learner/core/sync.py`), each with a connection to the bus,
+whose steps pass without computing. Updates are of the true size and are read, verified and merged;
+they are sent by linking one stored update, after the time that their bytes would take. After the
 first versions it counts updates in a version, staleness, seconds between versions, the
 aggregator's processor time and the store's bytes, and shows what `diloco plan` forecasts of each.
 With `--fragments` and `--aggregators` several processes share the fragments of one model; it then
@@ -33,16 +33,17 @@ import jax.numpy as jnp
 import numpy as np
 import tomli_w
 
-from diloco.common import log, names, shards, slices, wire
-from diloco.common.bus import Bus, jetstream
-from diloco.common.config import Config, load_config
-from diloco.common.layout import Layout, Tensor, make_layout
-from diloco.common.nats_server import NatsServer
-from diloco.common.quantize import encode
-from diloco.common.service import Runtime, cancel
-from diloco.common.store import open_store
-from diloco.common.tape.records import record_in
-from diloco.learner import sync
+from diloco.common.process import log
+from diloco.common.process.config import Config, load_config
+from diloco.common.process.nats_server import NatsServer
+from diloco.common.process.service import Runtime, cancel
+from diloco.common.protocol import names, shards, slices, wire
+from diloco.common.protocol.layout import Layout, Tensor, make_layout
+from diloco.common.storage.bus import Bus, jetstream
+from diloco.common.storage.store import open_store
+from diloco.common.storage.tape.records import record_in
+from diloco.learner.core import sync
+from diloco.learner.tensors.quantize import encode
 from diloco.operate.create import create_run
 from diloco.plan import traffic as plan_traffic
 from diloco.plan.forecast import DAY_S, Fleet, Island, make_plan

@@ -38,15 +38,15 @@ import numpy as np
 from bench import emulate, tasks
 from bench.emulate import Begun, Pause, first, never
 from bench.harness import run_local, run_part
-from diloco.common import names, wire
-from diloco.common.bus import Bus, jetstream
-from diloco.common.config import Config, RunSettings, load_config, make_config
-from diloco.common.layout import Layout, parse_layout
-from diloco.common.nats_server import NatsServer
-from diloco.common.store import open_store
-from diloco.common.tape import load_specification
-from diloco.learner.inner_step import InnerStep
+from diloco.common.process.config import Config, RunSettings, load_config, make_config
+from diloco.common.process.nats_server import NatsServer
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.layout import Layout, parse_layout
+from diloco.common.storage.bus import Bus, jetstream
+from diloco.common.storage.store import open_store
+from diloco.common.storage.tape import load_specification
 from diloco.learner.task import Batch, Params, Task, held_out_loss
+from diloco.learner.tensors.inner_step import InnerStep
 
 # --- Baselines
 

@@ -34,9 +34,9 @@ from diloco.aggregator.core import events, machine, memory, policy
 from diloco.aggregator.core.events import Fetch
 from diloco.aggregator.core.state import State
 from diloco.aggregator.core.updates import UpdateId
-from diloco.common import names, shards, slices, wire
-from diloco.common.config import RunSettings, make_config, parse_settings
-from diloco.common.layout import Tensor, make_layout
+from diloco.common.process.config import RunSettings, make_config, parse_settings
+from diloco.common.protocol import names, shards, slices, wire
+from diloco.common.protocol.layout import Tensor, make_layout
 from diloco.plan import rounds as plan_rounds
 from diloco.plan.outages import Trace, always
 from diloco.plan.rounds import Aggregator, Rounds, Worker

@@ -50,20 +50,20 @@ import numpy as np
 import tomli_w
 
 from bench.harness import Stream, median, run_part, seconds, table
-from diloco.common import log
-from diloco.common.codec import CODECS, Encoded
-from diloco.common.config import Config, LearnerSection, RunSettings, load_config
-from diloco.common.nats_server import NatsServer
-from diloco.common.probes import make_probes
-from diloco.common.quantize import encode, encode_blocks
-from diloco.common.service import Runtime
-from diloco.learner.checkpoint import Folder
+from diloco.common.process import log
+from diloco.common.process.config import Config, LearnerSection, RunSettings, load_config
+from diloco.common.process.nats_server import NatsServer
+from diloco.common.process.probes import make_probes
+from diloco.common.process.service import Runtime
+from diloco.common.protocol.codec import CODECS, Encoded
 from diloco.learner.context import Context
 from diloco.learner.island import Island
 from diloco.learner.library import Learner, alive
 from diloco.learner.life import Life
 from diloco.learner.member import Member
-from diloco.learner.recovery import Saver
+from diloco.learner.tensors.checkpoint import Folder
+from diloco.learner.tensors.quantize import encode, encode_blocks
+from diloco.learner.wire.recovery import Saver
 
 # --- Steps per second
 

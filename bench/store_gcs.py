@@ -21,7 +21,7 @@ from google.auth.credentials import AnonymousCredentials
 from google.cloud import storage
 
 from bench.harness import median, seconds, table
-from diloco.common.store.gcs import open_gcs
+from diloco.common.storage.store.gcs import open_gcs
 
 SERVER = Path(__file__).parents[1] / "tests" / "gcs_server.py"
 FLOOR = 0.85

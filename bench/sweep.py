@@ -24,10 +24,10 @@ import numpy as np
 from bench import emulate, tasks
 from bench.emulate import Life, Weather
 from bench.quality import data_parallel
-from diloco.common.config import RunSettings, make_config
-from diloco.learner import tree
-from diloco.learner.inner_step import InnerStep
+from diloco.common.process.config import RunSettings, make_config
 from diloco.learner.task import Batch, Params, Task
+from diloco.learner.tensors import tree
+from diloco.learner.tensors.inner_step import InnerStep
 
 # --- The matrix
 

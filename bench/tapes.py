@@ -38,15 +38,16 @@ import optax
 
 from diloco.aggregator.context import Context
 from diloco.aggregator.daemon import aggregate
-from diloco.common import log, names, shards, slices, wire
-from diloco.common.bus import Bus, MemoryBroker, MemoryBus, Message
-from diloco.common.config import BusSection, GcSection, RunSettings
-from diloco.common.quantize import encode
-from diloco.common.service import Runtime, cancel
-from diloco.common.store import MemoryStore, ObjectStore
-from diloco.common.tape import RunContext, last_record, messages_of, read_record
-from diloco.learner import tree
+from diloco.common.process import log
+from diloco.common.process.config import BusSection, GcSection, RunSettings
+from diloco.common.process.service import Runtime, cancel
+from diloco.common.protocol import names, shards, slices, wire
+from diloco.common.storage.bus import Bus, MemoryBroker, MemoryBus, Message
+from diloco.common.storage.store import MemoryStore, ObjectStore
+from diloco.common.storage.tape import RunContext, last_record, messages_of, read_record
 from diloco.learner.task import Task
+from diloco.learner.tensors import tree
+from diloco.learner.tensors.quantize import encode
 from diloco.operate.create import create_run
 
 # --- Made up
@@ -413,7 +414,7 @@ class Maker:
 
 async def make(folder: Path, versions: int, learners: int) -> None:
     """A run's bundle, in one process and without a server."""
-    from diloco.common.bundle import BundleWriter
+    from diloco.common.storage.bundle import BundleWriter
 
     store, began_s = MemoryStore(), time.monotonic()
     maker = Maker(store, learners, time.time() - ROUND_S * versions / FRAGMENTS)
@@ -450,7 +451,7 @@ def measure(folder: Path, commands: list[str], more: list[str]) -> None:
 
 def index(versions: int) -> None:
     """What a history and a bundle index of such a run's messages, without the messages."""
-    from diloco.common.bundle.reader import Log
+    from diloco.common.storage.bundle.reader import Log
     from diloco.run.spool import Spool, Spooled, Times
 
     learners = 3

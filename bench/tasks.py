@@ -24,9 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from diloco.learner import model
-from diloco.learner.optimizer import adamw, muon, warmup_cosine
 from diloco.learner.task import Batch, Metrics, Params, Task
+from diloco.learner.tensors.optimizer import adamw, muon, warmup_cosine
+from diloco.models.bytes_lm import model
 
 # --- The built-in task
 

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from diloco.common.codec import CODECS
-from diloco.common.config import make_config
-from diloco.learner.delta import Kernels
+from diloco.common.process.config import make_config
+from diloco.common.protocol.codec import CODECS
 from diloco.learner.dry_run import (
     Program,
     compile_step,
@@ -27,6 +26,7 @@ from diloco.learner.dry_run import (
     programs,
 )
 from diloco.learner.island import Island
+from diloco.learner.tensors.delta import Kernels
 from diloco.learner.topology import tpu_devices
 
 

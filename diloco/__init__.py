@@ -8,8 +8,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from diloco.common.config import Config, load_config
-    from diloco.common.errors import (
+    from diloco.common.process.config import Config, load_config
+    from diloco.common.protocol.errors import (
         BusError,
         ConfigError,
         DilocoError,
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
         StoreError,
         TaskError,
     )
-    from diloco.common.layout import TensorHint
-    from diloco.foreign.loop import create_tensors, join_tensors, load_tensors
-    from diloco.foreign.tensors import Leaf
+    from diloco.common.protocol.layout import TensorHint
     from diloco.learner.contract import check_task, load_task
     from diloco.learner.library import Learner, join
-    from diloco.learner.mesh import constrain
-    from diloco.learner.optimizer import (
+    from diloco.learner.reading import GrainData
+    from diloco.learner.task import Batch, Params, Task, Variables
+    from diloco.learner.tensors.mesh import constrain
+    from diloco.learner.tensors.optimizer import (
         Matrices,
         adamw,
         matrices_by_hint,
         muon,
         warmup_cosine,
     )
-    from diloco.learner.reading import GrainData
-    from diloco.learner.task import Batch, Params, Task, Variables
-    from diloco.model.load import load
+    from diloco.models.frameworks.loop import create_tensors, join_tensors, load_tensors
+    from diloco.models.frameworks.tensors import Leaf
     from diloco.operate.create import create
     from diloco.replay.tables import open  # noqa: A004 - as `tarfile.open`
+    from diloco.run.model.load import load
 
     __version__: str
 
@@ -77,8 +77,8 @@ __all__ = [
 
 # By the module that has them.
 _NAMES = {
-    "diloco.common.config": ("Config", "load_config"),
-    "diloco.common.errors": (
+    "diloco.common.process.config": ("Config", "load_config"),
+    "diloco.common.protocol.errors": (
         "BusError",
         "ConfigError",
         "DilocoError",
@@ -87,16 +87,22 @@ _NAMES = {
         "StoreError",
         "TaskError",
     ),
-    "diloco.common.layout": ("TensorHint",),
-    "diloco.foreign.loop": ("create_tensors", "join_tensors", "load_tensors"),
-    "diloco.foreign.tensors": ("Leaf",),
+    "diloco.common.protocol.layout": ("TensorHint",),
+    "diloco.models.frameworks.loop": ("create_tensors", "join_tensors", "load_tensors"),
+    "diloco.models.frameworks.tensors": ("Leaf",),
     "diloco.learner.contract": ("check_task", "load_task"),
     "diloco.learner.library": ("Learner", "join"),
-    "diloco.learner.mesh": ("constrain",),
-    "diloco.learner.optimizer": ("Matrices", "adamw", "matrices_by_hint", "muon", "warmup_cosine"),
+    "diloco.learner.tensors.mesh": ("constrain",),
+    "diloco.learner.tensors.optimizer": (
+        "Matrices",
+        "adamw",
+        "matrices_by_hint",
+        "muon",
+        "warmup_cosine",
+    ),
     "diloco.learner.reading": ("GrainData",),
     "diloco.learner.task": ("Batch", "Params", "Task", "Variables"),
-    "diloco.model.load": ("load",),
+    "diloco.run.model.load": ("load",),
     "diloco.operate.create": ("create",),
     "diloco.replay.tables": ("open",),
 }

@@ -12,23 +12,23 @@ import typer
 from rich.console import Console
 
 import diloco
-from diloco.alerts.command import app as alerts
-from diloco.auth.command import app as auth
-from diloco.check.command import app as check
-from diloco.cli.parts import Parted, host
-from diloco.common.errors import DilocoError, Exit
-from diloco.daemons.command import app as daemons
-from diloco.data.command import app as data
-from diloco.local.command import app as local
-from diloco.model.command import app as model
+from diloco.check_file import app as trying
+from diloco.common.protocol.errors import DilocoError, Exit
+from diloco.infra.provision.command import app as provision
+from diloco.judge.command import app as check
+from diloco.models.data.command import app as data
+from diloco.operate.auth.command import app as auth
 from diloco.operate.command import app as operate
-from diloco.page.command import app as page
+from diloco.operate.daemons.command import app as daemons
+from diloco.operate.local.command import app as local
 from diloco.plan.command import app as plan
-from diloco.provision.command import app as provision
 from diloco.replay.command import app as replay
-from diloco.run.command import app as run
-from diloco.trackers.command import app as trackers
-from diloco.trying.command import app as trying
+from diloco.run.cli.help import Parted, host
+from diloco.run.model.command import app as model
+from diloco.show.alerts.command import app as alerts
+from diloco.show.page.command import app as page
+from diloco.show.status.command import app as run
+from diloco.show.trackers.command import app as trackers
 
 app = typer.Typer(
     name="diloco",
@@ -79,11 +79,11 @@ def options(
 ) -> None:
     """Train one model on islands of accelerators, far apart, unequal and unreliable."""
     if context.invoked_subcommand != "learner":
-        from diloco.common.config import keep_off_accelerators
+        from diloco.common.process.config import keep_off_accelerators
 
         keep_off_accelerators()
     if bus is not None or store is not None:
-        from diloco.cli.opening import Place, use_place
+        from diloco.run.cli.opening import Place, use_place
 
         use_place(Place(bus, store))
 
@@ -99,7 +99,7 @@ def main() -> None:
         _silence()
         sys.exit(Exit.FAILED)
     except Exception as error:  # noqa: BLE001 - a bug: told with its trace
-        from diloco.cli.failing import full_output, tell_bug
+        from diloco.run.cli.failing import full_output, tell_bug
 
         if (failure := full_output(error)) is not None:
             _silence()
@@ -109,7 +109,7 @@ def main() -> None:
 
 
 def _fail(error: DilocoError) -> NoReturn:
-    from diloco.cli.failing import tell_failure
+    from diloco.run.cli.failing import tell_failure
 
     tell_failure(error)
     sys.exit(error.status)

@@ -23,8 +23,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from diloco.infra.beside import ACCELERATORS, KEEPER, LIVEZ, LOGS, UNITS
 from diloco.infra.cloud import Google
+from diloco.infra.cloud_units import ACCELERATORS, KEEPER, LIVEZ, LOGS, UNITS
 from diloco.infra.ended import DROP_IN
 from diloco.infra.release import Refused, Releases, Run, run_command, say, write
 

@@ -3,11 +3,11 @@
 import dataclasses
 from dataclasses import dataclass, field
 
-from diloco.common import log
-from diloco.common.config import RunSettings
-from diloco.common.health import Health
-from diloco.common.metrics import Metrics
-from diloco.common.tape import RunContext
+from diloco.common.process import log
+from diloco.common.process.config import RunSettings
+from diloco.common.process.health import Health
+from diloco.common.process.metrics import Metrics
+from diloco.common.storage.tape import RunContext
 
 TROUBLE = "unanswered"
 ADVICE = (

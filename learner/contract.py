@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diloco.common.config import RunSettings
-from diloco.common.errors import TaskError
-from diloco.common.layout import TensorHint
+from diloco.common.process.config import RunSettings
+from diloco.common.protocol.errors import TaskError
+from diloco.common.protocol.layout import TensorHint
 from diloco.learner.task import (
     PROBE,
     Batch,
@@ -137,7 +137,7 @@ def _find(build: str) -> Callable[..., Any]:
     if not (module_name and colon and function_name):
         raise TaskError(
             f'a task is named "package.module:function", but {build!r} came',
-            hint='for example "diloco.learner.model:build" or "examples.digits:build"',
+            hint='for example "diloco.models.bytes_lm:build" or "examples.digits:build"',
         )
     function = getattr(_import(module_name), function_name, None)
     if not callable(function):

@@ -9,18 +9,18 @@ from typing import Any
 
 import jax
 
-from diloco.common import log
-from diloco.common.config import Config
-from diloco.common.errors import HostLostError, status_of
-from diloco.common.health import tell
-from diloco.common.probes import Probes, make_probes, serving
-from diloco.common.service import AskedToStopError, Runtime, on_signals
+from diloco.common.process import log
+from diloco.common.process.config import Config
+from diloco.common.process.health import tell
+from diloco.common.process.probes import Probes, make_probes, serving
+from diloco.common.process.service import AskedToStopError, Runtime, on_signals
+from diloco.common.protocol.errors import HostLostError, status_of
 from diloco.learner.hosts.messages import MEET_S, end_if_hanging
 from diloco.learner.island import Island
 from diloco.learner.library import check_name, joined, member_of
 from diloco.learner.life import RunEndedError
+from diloco.learner.tensors.tree import loaded_frozen
 from diloco.learner.train import Program
-from diloco.learner.tree import loaded_frozen
 
 
 def serve(config: Config, learner: str) -> None:

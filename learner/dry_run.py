@@ -19,18 +19,18 @@ import jax
 import numpy as np
 from jax.extend.core import Literal, jaxpr_as_fun
 
-from diloco.common import shards, slices
-from diloco.common.averaged import sync_of
-from diloco.common.codec import Codec, Encoded, code_count, code_dtype, scale_count
-from diloco.common.config import Config, LearnerSection, SyncSection
-from diloco.common.errors import ConfigError
-from diloco.common.layout import Fragment
-from diloco.learner import tree
-from diloco.learner.delta import Blocks, Codes, Kernels, Leaves, make_kernels
+from diloco.common.process.averaged import sync_of
+from diloco.common.process.config import Config, LearnerSection, SyncSection
+from diloco.common.protocol import shards, slices
+from diloco.common.protocol.codec import Codec, Encoded, code_count, code_dtype, scale_count
+from diloco.common.protocol.errors import ConfigError
+from diloco.common.protocol.layout import Fragment
 from diloco.learner.island import Island
-from diloco.learner.mesh import single
-from diloco.learner.ownership import make_ownership
-from diloco.learner.replica import anchor_memory
+from diloco.learner.tensors import tree
+from diloco.learner.tensors.delta import Blocks, Codes, Kernels, Leaves, make_kernels
+from diloco.learner.tensors.mesh import single
+from diloco.learner.tensors.ownership import make_ownership
+from diloco.learner.tensors.replica import anchor_memory
 
 # What the compiler puts between devices, with the shapes of its results before it.
 _COLLECTIVE = re.compile(

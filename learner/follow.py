@@ -8,12 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from diloco.common.bus import MemoryBus
-from diloco.common.views import assemble_view
-from diloco.learner import tree
-from diloco.learner.claims import Shares
+from diloco.common.storage.bus import MemoryBus
+from diloco.common.storage.views import assemble_view
 from diloco.learner.context import Context
-from diloco.learner.fetch import Fetcher
 from diloco.learner.hosts import messages
 from diloco.learner.hosts.messages import exchange_secret
 from diloco.learner.hosts.worker import Link, Worker, check_same, connect
@@ -29,9 +26,12 @@ from diloco.learner.life import (
     own_folder,
     read_held,
 )
-from diloco.learner.publish import Uploader
-from diloco.learner.recovery import Restored, readable_parts
 from diloco.learner.synchronizer import Meter, Synchronizer
+from diloco.learner.tensors import tree
+from diloco.learner.wire.claims import Shares
+from diloco.learner.wire.fetch import Fetcher
+from diloco.learner.wire.publish import Uploader
+from diloco.learner.wire.recovery import Restored, readable_parts
 
 
 @contextlib.contextmanager

@@ -10,14 +10,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from diloco.common.config import Config
-from diloco.common.layout import Layout
-from diloco.learner import tree
+from diloco.common.process.config import Config
+from diloco.common.protocol.layout import Layout
 from diloco.learner.contract import run_task
-from diloco.learner.inner_step import InnerStep, key_of, make_inner_step
-from diloco.learner.mesh import BatchPlacer, make_mesh, param_shardings, state_shardings, within
-from diloco.learner.replica import Replica
 from diloco.learner.task import Batch, Holder, Params, Task, hint_of, params_shapes
+from diloco.learner.tensors import tree
+from diloco.learner.tensors.inner_step import InnerStep, key_of, make_inner_step
+from diloco.learner.tensors.mesh import (
+    BatchPlacer,
+    make_mesh,
+    param_shardings,
+    state_shardings,
+    within,
+)
+from diloco.learner.tensors.replica import Replica
 
 
 class Island:

@@ -10,22 +10,19 @@ from typing import Any
 import jax
 import numpy as np
 
-from diloco.common import log, wire
-from diloco.common.bus import Bus, jetstream
-from diloco.common.config import check_same_run, parse_settings
-from diloco.common.errors import DilocoError, SupersededError
-from diloco.common.holdings import Holding
-from diloco.common.tape import has_ended, load_specification
-from diloco.learner import sync, tree
-from diloco.learner.adopt import Adopter, load
-from diloco.learner.checkpoint import CheckpointFolder
-from diloco.learner.claims import Claims
+from diloco.common.process import log
+from diloco.common.process.config import check_same_run, parse_settings
+from diloco.common.protocol import wire
+from diloco.common.protocol.errors import DilocoError, SupersededError
+from diloco.common.storage.bus import Bus, jetstream
+from diloco.common.storage.holdings import Holding
+from diloco.common.storage.tape import has_ended, load_specification
 from diloco.learner.context import Context
-from diloco.learner.fetch import Fetcher, start_at, whole
+from diloco.learner.core import sync
+from diloco.learner.core.planner import Planner
 from diloco.learner.hosts import messages
 from diloco.learner.hosts.coordinator import Coordinator, Listener, listen
 from diloco.learner.hosts.messages import exchange_secret
-from diloco.learner.incarnation import Joined, Place, end_when_superseded, join, place_after_join
 from diloco.learner.life import (
     Host,
     Life,
@@ -42,18 +39,29 @@ from diloco.learner.life import (
     show_series,
 )
 from diloco.learner.peers import Alone
-from diloco.learner.planner import Planner
-from diloco.learner.publish import Publisher, Uploader
-from diloco.learner.recovery import (
+from diloco.learner.synchronizer import Meter, Synchronizer
+from diloco.learner.task import Params
+from diloco.learner.tensors import tree
+from diloco.learner.tensors.checkpoint import CheckpointFolder
+from diloco.learner.tensors.replica import Replica
+from diloco.learner.wire.adopt import Adopter, load
+from diloco.learner.wire.claims import Claims
+from diloco.learner.wire.fetch import Fetcher, start_at, whole
+from diloco.learner.wire.incarnation import (
+    Joined,
+    Place,
+    end_when_superseded,
+    join,
+    place_after_join,
+)
+from diloco.learner.wire.publish import Publisher, Uploader
+from diloco.learner.wire.recovery import (
     CheckpointId,
     Checkpoints,
     Restored,
     readable_parts,
     restore,
 )
-from diloco.learner.replica import Replica
-from diloco.learner.synchronizer import Meter, Synchronizer
-from diloco.learner.task import Params
 
 # So long an error that ends a life waits for the run to hear of it.
 LAST_WORD_S = 3.0

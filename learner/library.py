@@ -24,10 +24,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from diloco.common import log, names
-from diloco.common.accelerators import find_accelerators, unused
-from diloco.common.config import Config, allows_accelerators, load_config
-from diloco.common.errors import (
+from diloco.common.process import log
+from diloco.common.process.accelerators import find_accelerators, unused
+from diloco.common.process.config import Config, allows_accelerators, load_config
+from diloco.common.process.probes import Probes, make_probes, serving
+from diloco.common.process.service import AskedToStopError, Runtime, asked_by_signals
+from diloco.common.protocol import names
+from diloco.common.protocol.errors import (
     ConfigError,
     DilocoError,
     DivergedError,
@@ -35,20 +38,18 @@ from diloco.common.errors import (
     ParametersError,
     status_of,
 )
-from diloco.common.layout import Hint
-from diloco.common.probes import Probes, make_probes, serving
-from diloco.common.service import AskedToStopError, Runtime, asked_by_signals
-from diloco.learner import tree
-from diloco.learner.background import Background, running_loop
-from diloco.learner.boundary import Boundary
+from diloco.common.protocol.layout import Hint
+from diloco.learner.core.boundary import Boundary
 from diloco.learner.follow import follow
 from diloco.learner.hosts.messages import HANGING_S, end_if_hanging
 from diloco.learner.lead import lead
 from diloco.learner.life import Host, Life, never
 from diloco.learner.member import NAMED, Member
-from diloco.learner.placement import put_like
 from diloco.learner.synchronizer import figures_of, scalar_of
 from diloco.learner.task import Batch, Holder, Params, Shared, named_leaves
+from diloco.learner.tensors import tree
+from diloco.learner.tensors.placement import put_like
+from diloco.learner.wire.background import Background, running_loop
 
 # How figures of held-out data are named among a learner's metrics.
 HELD_OUT = "held_out_"

@@ -15,37 +15,39 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from diloco.common import log, metrics, names
-from diloco.common.bus import Bus
-from diloco.common.config import Config, RunSettings
-from diloco.common.errors import ConfigError, DilocoError, Exit, HostLostError
-from diloco.common.health import PHASE_S, View, report, step_limit_s, tell, tell_stopping
-from diloco.common.held import Held, Index
-from diloco.common.layout import Layout, parse_layout
-from diloco.common.metrics import Metrics
-from diloco.common.probes import Probes
-from diloco.common.service import Runtime, unless_asked
-from diloco.common.store import ObjectStore, open_store
-from diloco.common.wire import LEARNER_STATES
-from diloco.learner import sync, tree
-from diloco.learner.background import Background
-from diloco.learner.checkpoint import CheckpointFolder, copied
-from diloco.learner.claims import Shares
+from diloco.common.process import log, metrics
+from diloco.common.process.config import Config, RunSettings
+from diloco.common.process.health import PHASE_S, View, report, step_limit_s, tell, tell_stopping
+from diloco.common.process.metrics import Metrics
+from diloco.common.process.probes import Probes
+from diloco.common.process.service import Runtime, unless_asked
+from diloco.common.protocol import names
+from diloco.common.protocol.errors import ConfigError, DilocoError, Exit, HostLostError
+from diloco.common.protocol.frozen import Held, Index
+from diloco.common.protocol.layout import Layout, parse_layout
+from diloco.common.protocol.wire import LEARNER_STATES
+from diloco.common.storage.bus import Bus
+from diloco.common.storage.store import ObjectStore, open_store
 from diloco.learner.context import Context
+from diloco.learner.core import sync
 from diloco.learner.hosts.messages import wait_for_hosts
 from diloco.learner.member import Member
-from diloco.learner.mesh import open_groups
-from diloco.learner.placement import placed
-from diloco.learner.recovery import (
+from diloco.learner.synchronizer import Meter, Synchronizer
+from diloco.learner.task import Params
+from diloco.learner.tensors import tree
+from diloco.learner.tensors.checkpoint import CheckpointFolder, copied
+from diloco.learner.tensors.mesh import open_groups
+from diloco.learner.tensors.placement import placed
+from diloco.learner.tensors.replica import Replica
+from diloco.learner.wire.background import Background
+from diloco.learner.wire.claims import Shares
+from diloco.learner.wire.recovery import (
     Checkpoints,
     NoCheckpoints,
     Restored,
     Saver,
     open_folder,
 )
-from diloco.learner.replica import Replica
-from diloco.learner.synchronizer import Meter, Synchronizer
-from diloco.learner.task import Params
 
 T = TypeVar("T")
 # Between two lines on a terminal.
@@ -338,7 +340,7 @@ def make_replica(host: Host, context: Context, views: Any) -> Replica:
     )
 
 
-# --- What a learner counts, as `common/metrics.py` defines it
+# --- What a learner counts, as `common/process/metrics.py` defines it
 
 
 # States that are no training, as whoever asks for health reads them.

@@ -7,12 +7,12 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from diloco.common.errors import RunMismatchError
-from diloco.common.layout import Hint, Layout, Tensor, make_layout
-from diloco.learner import tree
-from diloco.learner.placement import Shardings, shardings_of
+from diloco.common.protocol.errors import RunMismatchError
+from diloco.common.protocol.layout import Hint, Layout, Tensor, make_layout
 from diloco.learner.task import Params
-from diloco.learner.utilization import full_tokens_per_s
+from diloco.learner.tensors import tree
+from diloco.learner.tensors.placement import Shardings, shardings_of
+from diloco.learner.tensors.utilization import full_tokens_per_s
 
 # Of so many tensors an error speaks.
 NAMED = 6

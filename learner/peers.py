@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from diloco.common import wire
-from diloco.common.errors import DilocoError
-from diloco.learner.boundary import Boundary
-from diloco.learner.fetch import Change
+from diloco.common.protocol import wire
+from diloco.common.protocol.errors import DilocoError
+from diloco.learner.core.boundary import Boundary
+from diloco.learner.core.catchup import Change
 
 
 class Preparation:

@@ -13,16 +13,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from diloco.common import wire
-from diloco.common.errors import DilocoError
-from diloco.common.service import Clock
-from diloco.common.wire import METRIC_NAME, MOST_METRICS
-from diloco.learner import sync
-from diloco.learner.boundary import Boundary, Done, Outbox, Outgoing
+from diloco.common.process.service import Clock
+from diloco.common.protocol import wire
+from diloco.common.protocol.errors import DilocoError
+from diloco.common.protocol.wire import METRIC_NAME, MOST_METRICS
 from diloco.learner.context import Traffic
-from diloco.learner.recovery import Checkpoints, Progress
-from diloco.learner.replica import Delta, Replica, View
+from diloco.learner.core import sync
+from diloco.learner.core.boundary import Boundary, Done, Outbox, Outgoing
 from diloco.learner.task import Params
+from diloco.learner.tensors.replica import Delta, Replica, View
+from diloco.learner.wire.recovery import Checkpoints, Progress
 
 # Weight of the newest step in the averages of loss, metrics and step time.
 EMA = 0.1

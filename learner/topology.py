@@ -10,8 +10,8 @@ from typing import Any, Final, NamedTuple
 
 from jax.experimental import topologies
 
-from diloco.common.config import environment
-from diloco.common.errors import ConfigError
+from diloco.common.process.config import environment
+from diloco.common.protocol.errors import ConfigError
 
 
 class Gpu(NamedTuple):

@@ -9,12 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from diloco.common import log
-from diloco.common.errors import TaskError
-from diloco.learner import tree
+from diloco.common.process import log
+from diloco.common.protocol.errors import TaskError
 from diloco.learner.island import Island
 from diloco.learner.library import Learner
 from diloco.learner.task import Params
+from diloco.learner.tensors import tree
 
 # After so many steps without a gradient a leaf is warned of.
 STILL_STEPS = 50

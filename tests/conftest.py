@@ -17,7 +17,7 @@ import structlog
 from hypothesis import settings
 from jax._src.lru_cache import LRUCache
 
-from diloco.common.nats_server import NatsServer
+from diloco.common.process.nats_server import NatsServer
 
 T = TypeVar("T")
 _numbers = itertools.count()

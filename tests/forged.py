@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from diloco.common import names, wire
-from diloco.common.bundle import BundleWriter, open_bundle
-from diloco.common.bundle.frames import MAGIC, read_frames, write_frame
-from diloco.common.bus import Message
-from diloco.common.shards import digest
-from diloco.common.tape import decode, record_digest
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.shards import digest
+from diloco.common.storage.bundle import BundleWriter, open_bundle
+from diloco.common.storage.bundle.frames import MAGIC, read_frames, write_frame
+from diloco.common.storage.bus import Message
+from diloco.common.storage.tape import decode, record_digest
 
 Frames = list[Any]
 

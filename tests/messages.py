@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from diloco.common import wire
+from diloco.common.protocol import wire
 
 BODIES = sorted(wire.Body.__subclasses__(), key=lambda body: body.kind)
 

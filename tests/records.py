@@ -3,8 +3,8 @@
 from typing import Any
 
 from diloco.aggregator.core import memory
-from diloco.aggregator.records import NOTHING
-from diloco.common import wire
+from diloco.aggregator.owner.records import NOTHING
+from diloco.common.protocol import wire
 
 DIGEST = "0" * 32
 

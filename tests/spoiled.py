@@ -24,22 +24,23 @@ from forged import write_tape
 
 from diloco.aggregator.context import Context
 from diloco.aggregator.daemon import aggregate
-from diloco.cli.opening import Place, use_place
-from diloco.common import log, names, shards, slices, wire
-from diloco.common.bus import MemoryBus
-from diloco.common.config import BusSection, RunSettings
-from diloco.common.quantize import encode
-from diloco.common.service import Runtime, cancel
-from diloco.common.store import open_store
-from diloco.common.tape import last_record, messages_of
-from diloco.common.views import load_view
-from diloco.learner import tree
-from diloco.learner.delta import vector_of
+from diloco.common.process import log
+from diloco.common.process.config import BusSection, RunSettings
+from diloco.common.process.service import Runtime, cancel
+from diloco.common.protocol import names, shards, slices, wire
+from diloco.common.storage.bus import MemoryBus
+from diloco.common.storage.store import open_store
+from diloco.common.storage.tape import last_record, messages_of
+from diloco.common.storage.views import load_view
 from diloco.learner.task import Task
-from diloco.model.view import GlobalModel
+from diloco.learner.tensors import tree
+from diloco.learner.tensors.delta import vector_of
+from diloco.learner.tensors.quantize import encode
 from diloco.operate.create import create_run
 from diloco.replay.bundle import run_bundle
 from diloco.replay.options import BundleOptions
+from diloco.run.cli.opening import Place, use_place
+from diloco.run.model.view import GlobalModel
 
 FEATURES, HIDDEN, BATCH, STEPS = 12, 48, 16, 8
 FRAGMENTS = 2

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from diloco.aggregator.arrays import centering, merge, outer
 from diloco.aggregator.arrays.grid import Grid
 from diloco.aggregator.arrays.merge import Accumulator, Norms, Vector
-from diloco.common.codec import Encoded
+from diloco.common.protocol.codec import Encoded
 
 
 class Arithmetic(NamedTuple):

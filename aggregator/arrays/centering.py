@@ -26,7 +26,7 @@ import numpy as np
 
 from diloco.aggregator.arrays.grid import Grid
 from diloco.aggregator.arrays.merge import CHUNK, Contribution, Norms, Vector, share_of
-from diloco.common.codec import (
+from diloco.common.protocol.codec import (
     Codec,
     Encoded,
     code_count,

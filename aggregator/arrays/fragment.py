@@ -15,13 +15,13 @@ from diloco.aggregator.arrays.grid import Grid, share_out
 from diloco.aggregator.arrays.merge import Contribution, Norms, Vector
 from diloco.aggregator.arrays.outer import OuterOptimizer, State
 from diloco.aggregator.core.updates import Admitted
-from diloco.common import shards, wire
-from diloco.common.averaged import averaged, settings_of
-from diloco.common.codec import Codec, Encoded, aligned_empty, aligned_zeros
-from diloco.common.config import RunSettings
-from diloco.common.errors import IntegrityError, ObjectMissingError, WireError
-from diloco.common.layout import Layout
-from diloco.common.parts import Parts
+from diloco.common.process.averaged import averaged, settings_of
+from diloco.common.process.config import RunSettings
+from diloco.common.protocol import shards, wire
+from diloco.common.protocol.buffers import Parts
+from diloco.common.protocol.codec import Codec, Encoded, aligned_empty, aligned_zeros
+from diloco.common.protocol.errors import IntegrityError, ObjectMissingError, WireError
+from diloco.common.protocol.layout import Layout
 
 
 class Payload(NamedTuple):

@@ -8,8 +8,8 @@ from typing import Any, Final, Literal, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from diloco.common.layout import Fragment
-from diloco.common.shards import shard_ranges
+from diloco.common.protocol.layout import Fragment
+from diloco.common.protocol.shards import shard_ranges
 
 Merge = Literal["rda", "average", "centered_clipping"]
 

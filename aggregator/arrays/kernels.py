@@ -39,7 +39,7 @@ from numba.extending import overload
 from diloco.aggregator.arrays.fetch import fetch
 from diloco.aggregator.arrays.grid import Run
 from diloco.aggregator.kernel_cache import KeptKernel
-from diloco.common.codec import GREATEST_SCALE, GREATEST_VALUE, LEAST_SCALE, Encoded
+from diloco.common.protocol.codec import GREATEST_SCALE, GREATEST_VALUE, LEAST_SCALE, Encoded
 
 f32, i8, i16, i32 = np.float32, np.int8, np.int16, np.int32
 u8, u16, u32, u64 = np.uint8, np.uint16, np.uint32, np.uint64
@@ -452,7 +452,7 @@ def _encode_float32(
             codes[first + k, j] = values_Kxb[k, j]
 
 
-# --- Numbers, bit for bit those of `diloco.common.quantize`
+# --- Numbers, bit for bit those of `diloco.learner.tensors.quantize`
 
 _GREATEST_VALUE: Final = f32(GREATEST_VALUE)
 _LEAST_SCALE: Final = f32(LEAST_SCALE)

@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from diloco.aggregator.arrays import kernels
 from diloco.aggregator.arrays.grid import Grid, Run, share_out
-from diloco.common.codec import Codec, Encoded, aligned_zeros, code_count, scale_count
+from diloco.common.protocol.codec import Codec, Encoded, aligned_zeros, code_count, scale_count
 
 Vector = kernels.Vector
 Norms = npt.NDArray[np.float64]

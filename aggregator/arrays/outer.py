@@ -22,7 +22,7 @@ from diloco.aggregator.arrays import kernels
 from diloco.aggregator.arrays.grid import Grid, Run, share_out
 from diloco.aggregator.arrays.kernels import Merged, Moved, Step
 from diloco.aggregator.arrays.merge import Accumulator, Vector, as_bits
-from diloco.common.codec import (
+from diloco.common.protocol.codec import (
     Codec,
     Encoded,
     aligned_empty,

@@ -6,8 +6,8 @@ from diloco.aggregator.core import events, policy
 from diloco.aggregator.core.policy import FragmentRules
 from diloco.aggregator.core.state import Allowance, Quarantine, State
 from diloco.aggregator.core.updates import Refused, Resolved, UpdateId
-from diloco.common import wire
-from diloco.common.reasons import Reason
+from diloco.common.protocol import wire
+from diloco.common.protocol.reasons import Reason
 
 
 def judge(rules: FragmentRules, state: State, event: events.Announced) -> tuple[Reason, str] | None:

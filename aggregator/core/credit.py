@@ -11,8 +11,8 @@ from diloco.aggregator.core import policy
 from diloco.aggregator.core.members import GREATEST, Member
 from diloco.aggregator.core.state import State
 from diloco.aggregator.core.updates import Credit
-from diloco.common import wire
-from diloco.common.config import BoundsSection
+from diloco.common.process.config import BoundsSection
+from diloco.common.protocol import wire
 
 # A learner's steps a second may be so many times those that it was seen to take, and so many times
 # those of the median of the others.

@@ -19,7 +19,7 @@ from diloco.aggregator.core.events import Commit
 from diloco.aggregator.core.policy import FragmentRules
 from diloco.aggregator.core.state import State, Storing
 from diloco.aggregator.core.updates import Refused, UpdateId
-from diloco.common import wire
+from diloco.common.protocol import wire
 
 
 class Decided(NamedTuple):

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
-from diloco.common import shards
+from diloco.common.protocol import shards
 
 Pinned = frozenset[int] | None
 

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from diloco.aggregator.core.state import Quarantine, State
 from diloco.aggregator.core.updates import Admitted, UpdateId
-from diloco.common import wire
+from diloco.common.protocol import wire
 
 
 class Joined(NamedTuple):

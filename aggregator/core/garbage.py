@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from diloco.aggregator.core.updates import UpdateId
-from diloco.common import names, wire
+from diloco.common.protocol import names, wire
 
 
 class LedgerEntry(NamedTuple):

@@ -13,7 +13,7 @@ Rules of the core:
 - Rounds follow the owner's clock alone: a message of the tape happens at `state.now_s`, the last
   time that the owner told. When the server stored it, by a clock that may differ by hours, counts
   only against other such times of one sender.
-- The machine trusts that messages were decoded (`common/wire`), and nothing else in them.
+- The machine trusts that messages were decoded (`common/protocol/wire`), and nothing else in them.
 - An update leaves the machine exactly once: in the `Commit` of a record, merged or rejected. Until
   that record is committed its stream sequence stays at or above the position in the record, so
   that whoever recovers from the record meets it again.
@@ -52,8 +52,8 @@ from diloco.aggregator.core.updates import (
     UpdateId,
     refuse,
 )
-from diloco.common import wire
-from diloco.common.reasons import Reason
+from diloco.common.protocol import wire
+from diloco.common.protocol.reasons import Reason
 
 # So many observations get a record of their own, lest one of a long wait be too long to be read.
 OBSERVATIONS = 1 << 13

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from diloco.aggregator.core.kept import Kept, Ranked, Tally
+from diloco.aggregator.core.persistent import Kept, Ranked, Tally
 
 # A round waits for a learner that had work in one of the last so many in which anybody's work came.
 PATIENCE = 3

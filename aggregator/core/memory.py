@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from diloco.aggregator.core.kept import Kept
 from diloco.aggregator.core.members import PATIENCE, Member, Members
+from diloco.aggregator.core.persistent import Kept
 from diloco.aggregator.core.state import (
     NOBODY,
     Allowance,
@@ -14,8 +14,8 @@ from diloco.aggregator.core.state import (
     with_observation,
 )
 from diloco.aggregator.core.updates import Admitted, Credit, Refused, UpdateId, Waiting, update_id
-from diloco.common import wire
-from diloco.common.reasons import is_offence
+from diloco.common.protocol import wire
+from diloco.common.protocol.reasons import is_offence
 
 # How many earlier lives of a learner keep their mark. An update of a life older than that is
 # answered while the credits name it; announced once more after that, it is ignored.

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from diloco.common import names, slices, wire
-from diloco.common.averaged import settings_of
-from diloco.common.codec import Codec
-from diloco.common.config import BoundsSection, QuorumSection, RunSettings, StalenessSection
-from diloco.common.errors import WireError
-from diloco.common.layout import Layout, Rhythm
-from diloco.common.reasons import Reason
-from diloco.common.shards import shard_bytes, shard_ranges
+from diloco.common.process.averaged import settings_of
+from diloco.common.process.config import BoundsSection, QuorumSection, RunSettings, StalenessSection
+from diloco.common.protocol import names, slices, wire
+from diloco.common.protocol.codec import Codec
+from diloco.common.protocol.errors import WireError
+from diloco.common.protocol.layout import Layout, Rhythm
+from diloco.common.protocol.reasons import Reason
+from diloco.common.protocol.shards import shard_bytes, shard_ranges
 
 # Weight of the newest observation in the moving averages of times. The paper names EMAs without
 # constants (P §3); a half follows a learner that changed its speed within a few rounds.

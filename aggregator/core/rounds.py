@@ -18,8 +18,8 @@ from diloco.aggregator.core.state import (
     with_round_of,
 )
 from diloco.aggregator.core.updates import Refused, Resolved, Waiting, refuse
-from diloco.common.layout import next_step
-from diloco.common.reasons import Reason
+from diloco.common.protocol.layout import next_step
+from diloco.common.protocol.reasons import Reason
 
 
 def deadline(rules: FragmentRules, state: State) -> float | None:

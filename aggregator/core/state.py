@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from diloco.aggregator.core.kept import Kept, Tally
 from diloco.aggregator.core.members import Member, Members
+from diloco.aggregator.core.persistent import Kept, Tally
 from diloco.aggregator.core.updates import (
     Admitted,
     Credit,
@@ -17,7 +17,7 @@ from diloco.aggregator.core.updates import (
     Waiting,
     update_id,
 )
-from diloco.common import wire
+from diloco.common.protocol import wire
 
 # Whom an observation is about that is about nobody: a timer, a commit.
 NOBODY = UpdateId("", 0, 0)

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Generic, NamedTuple, Self, TypeVar, overload
 
-from diloco.aggregator.core.kept import Kept, Ranked, Tally
-from diloco.common import wire
+from diloco.aggregator.core.persistent import Kept, Ranked, Tally
+from diloco.common.protocol import wire
 
 
 class UpdateId(NamedTuple):

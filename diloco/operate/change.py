@@ -6,13 +6,9 @@ from collections.abc import Sequence
 from diloco.aggregator import checkpoint, rollback
 from diloco.aggregator import settings as run_settings
 from diloco.aggregator.context import Context
-from diloco.aggregator.quarantine import quarantine as tell_quarantine
-from diloco.cli.opening import find_config, open_run, operator_context, who
-from diloco.cli.settings import assign, parse_assigned
-from diloco.cli.versions import find_targets
-from diloco.common import checkpoint_files, log, names, wire
-from diloco.common.bus import jetstream
-from diloco.common.config import (
+from diloco.aggregator.owner.quarantine import quarantine as tell_quarantine
+from diloco.common.process import log
+from diloco.common.process.config import (
     RunSettings,
     changes,
     check_same_run,
@@ -20,12 +16,18 @@ from diloco.common.config import (
     parse_settings,
     warnings,
 )
-from diloco.common.errors import RunMismatchError
-from diloco.common.layout import parse_layout
-from diloco.common.service import Runtime
-from diloco.common.store import open_store
-from diloco.common.tape import Recorded, effective_settings, last_record
+from diloco.common.process.service import Runtime
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import RunMismatchError
+from diloco.common.protocol.layout import parse_layout
+from diloco.common.storage import checkpoint_files
+from diloco.common.storage.bus import jetstream
+from diloco.common.storage.store import open_store
+from diloco.common.storage.tape import Recorded, effective_settings, last_record
 from diloco.operate.streams import make_streams
+from diloco.run.cli.opening import find_config, open_run, operator_context, who
+from diloco.run.cli.settings import assign, parse_assigned
+from diloco.run.cli.versions import find_targets
 from diloco.run.watch import Watch
 
 

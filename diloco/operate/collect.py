@@ -12,7 +12,10 @@ from typing import Annotated, NamedTuple, TypeVar
 import typer
 from rich.table import Table
 
-from diloco.aggregator.collector import (
+from diloco.aggregator.core import garbage
+from diloco.aggregator.core.garbage import Fleet, Garbage, Ledger, Trim
+from diloco.aggregator.core.updates import UpdateId
+from diloco.aggregator.owner.collector import (
     check_epoch,
     check_tape_is_newest,
     delete,
@@ -20,17 +23,15 @@ from diloco.aggregator.collector import (
     read_retained,
     trim_tape,
 )
-from diloco.aggregator.core import garbage
-from diloco.aggregator.core.garbage import Fleet, Garbage, Ledger, Trim
-from diloco.aggregator.core.updates import UpdateId
-from diloco.cli.opening import open_run
-from diloco.common import log, names, wire
-from diloco.common.config import GcSection, service_manager
-from diloco.common.errors import Exit
-from diloco.common.health import Health, Starting, View, tell
-from diloco.common.service import Runtime
-from diloco.common.store import ObjectInfo
-from diloco.common.tape import Entry, Extent, RunContext, has_ended, read_tape
+from diloco.common.process import log
+from diloco.common.process.config import GcSection, service_manager
+from diloco.common.process.health import Health, Starting, View, tell
+from diloco.common.process.service import Runtime
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import Exit
+from diloco.common.storage.store import ObjectInfo
+from diloco.common.storage.tape import Entry, Extent, RunContext, has_ended, read_tape
+from diloco.run.cli.opening import open_run
 
 KINDS = ("shard", "delta", "view", "outer", "record", "checkpoint")
 
@@ -84,7 +85,7 @@ async def collect(target: str, *, dry_run: bool) -> Found:
 
 
 async def find(context: RunContext, section: GcSection) -> Found:
-    """A run's garbage; read in the order that `aggregator/collector.py` gives.
+    """A run's garbage; read in the order that `aggregator/owner/collector.py` gives.
 
     Raises:
         DilocoError: as `collect`.

@@ -9,13 +9,13 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from diloco.cli import options as shared
-from diloco.cli.command import command, group
-from diloco.cli.parts import host
-from diloco.cli.screen import confirm, say, working
-from diloco.common import log
+from diloco.common.process import log
 from diloco.operate.collect import TimerOptions, status, timed
 from diloco.operate.units import UnitOptions
+from diloco.run.cli import options as shared
+from diloco.run.cli.command import command, group
+from diloco.run.cli.help import host
+from diloco.run.cli.screen import confirm, say, working
 
 app = group()
 run_app = group("Create, change, pause, checkpoint, roll back, end, delete runs.")
@@ -43,10 +43,10 @@ def run_create(
 ) -> None:
     """Create a run: streams, specification, and version 0 of every fragment."""
     log.configure(log_level)
-    from diloco.common.config import load_config
+    from diloco.common.process.config import load_config
 
     loaded = load_config(config)
-    from diloco.common.config import warnings
+    from diloco.common.process.config import warnings
     from diloco.operate.create import create_from
 
     for sentence in warnings(loaded.settings()):

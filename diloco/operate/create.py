@@ -10,10 +10,8 @@ import numpy as np
 from diloco.aggregator.arrays.fragment import MOST_ELEMENTS
 from diloco.aggregator.context import Context
 from diloco.aggregator.genesis import commit_version_zero
-from diloco.common import log, names, wire
-from diloco.common.bus import Bus, jetstream
-from diloco.common.codec import canonical
-from diloco.common.config import (
+from diloco.common.process import log
+from diloco.common.process.config import (
     BusSection,
     Config,
     RunSettings,
@@ -22,16 +20,19 @@ from diloco.common.config import (
     load_config,
     parse_settings,
 )
-from diloco.common.errors import ConfigError, RunMismatchError, SwapLostError, TaskError
-from diloco.common.held import store_held
-from diloco.common.layout import Hint, Layout, default_hint, layout_bytes, make_layout
-from diloco.common.service import Runtime, run_to_end
-from diloco.common.store import ObjectStore, open_store
-from diloco.common.tape import load_specification
-from diloco.learner import tree
+from diloco.common.process.service import Runtime, run_to_end
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.codec import canonical
+from diloco.common.protocol.errors import ConfigError, RunMismatchError, SwapLostError, TaskError
+from diloco.common.protocol.frozen import store_held
+from diloco.common.protocol.layout import Hint, Layout, default_hint, layout_bytes, make_layout
+from diloco.common.storage.bus import Bus, jetstream
+from diloco.common.storage.store import ObjectStore, open_store
+from diloco.common.storage.tape import load_specification
 from diloco.learner.contract import run_task
 from diloco.learner.task import Params, Task, params_shapes
-from diloco.learner.tree import loaded_frozen
+from diloco.learner.tensors import tree
+from diloco.learner.tensors.tree import loaded_frozen
 from diloco.operate.streams import make_streams
 
 
@@ -112,7 +113,7 @@ def _folder(task: Task, source: Path | None) -> Path | None:
     if task.files is None:
         raise ConfigError(
             f"{str(source)!r} is a folder, but the run's task reads none",
-            hint="give a safetensors file of its tensors; diloco.learner.causal_lm:build reads"
+            hint="give a safetensors file of its tensors; diloco.models.decoders:build reads"
             " Hugging Face folders",
         )
     return source

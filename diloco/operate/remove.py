@@ -8,13 +8,13 @@ import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco.cli.opening import OpenRun, open_run
-from diloco.cli.units import human_bytes
-from diloco.common import names
-from diloco.common.bundle import open_bundle
-from diloco.common.errors import IntegrityError, RunMismatchError, StreamMissingError
-from diloco.common.store import ObjectInfo
-from diloco.common.tape import has_ended, messages_of
+from diloco.common.protocol import names
+from diloco.common.protocol.errors import IntegrityError, RunMismatchError, StreamMissingError
+from diloco.common.storage.bundle import open_bundle
+from diloco.common.storage.store import ObjectInfo
+from diloco.common.storage.tape import has_ended, messages_of
+from diloco.run.cli.opening import OpenRun, open_run
+from diloco.run.cli.units import human_bytes
 
 # As many objects are removed in one thread's turn.
 AT_ONCE = 256

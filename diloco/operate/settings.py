@@ -5,8 +5,8 @@ import sys
 
 import tomli_w
 
-from diloco.cli.opening import open_run
-from diloco.common.tape import effective_settings
+from diloco.common.storage.tape import effective_settings
+from diloco.run.cli.opening import open_run
 
 
 async def show(target: str, *, created: bool, json: bool) -> None:

@@ -1,9 +1,9 @@
 """The streams of a run: what each keeps, and for how long."""
 
-from diloco.common import names
-from diloco.common.bus import Bus, StreamLimits
-from diloco.common.config import BusSection
-from diloco.common.tape import first_sequence
+from diloco.common.process.config import BusSection
+from diloco.common.protocol import names
+from diloco.common.storage.bus import Bus, StreamLimits
+from diloco.common.storage.tape import first_sequence
 
 
 def tape_limits(streams: BusSection) -> StreamLimits:

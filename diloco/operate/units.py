@@ -15,9 +15,9 @@ from typing import Annotated
 
 import typer
 
-from diloco.cli.folders import make_folder
-from diloco.common import errors
-from diloco.common.errors import ConfigError
+from diloco.common.protocol import errors
+from diloco.common.protocol.errors import ConfigError
+from diloco.run.cli.folders import make_folder
 
 SYSTEMD = Path("/etc/systemd/system")
 # Where files go that are not units, by how their names end.

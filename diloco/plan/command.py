@@ -1,8 +1,8 @@
 """`diloco plan`."""
 
-from diloco.cli.command import command, group
-from diloco.common import log
+from diloco.common.process import log
 from diloco.plan.options import PlanOptions
+from diloco.run.cli.command import command, group
 
 app = group()
 

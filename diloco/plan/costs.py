@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from pydantic import field_validator
 
-from diloco.common.config.run import Section
+from diloco.common.process.config.run import Section
 from diloco.plan.forecast import Plan
 
 GIB = 1 << 30

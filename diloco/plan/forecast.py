@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diloco.common.config import GcSection, RunSettings
+from diloco.common.process.config import GcSection, RunSettings
 from diloco.plan import outages as plan_outages
 from diloco.plan import rounds as plan_rounds
 from diloco.plan import traffic as plan_traffic

@@ -11,15 +11,15 @@ from typing import Any, TypeVar, get_args
 
 from pydantic import ValidationError
 
-from diloco.cli.settings import assign, parse_assigned
-from diloco.common.config import RunSettings, explain, load_config
-from diloco.common.errors import ConfigError
+from diloco.common.process.config import RunSettings, explain, load_config
+from diloco.common.protocol.errors import ConfigError
 from diloco.plan import traffic as plan_traffic
 from diloco.plan.costs import Prices
 from diloco.plan.forecast import Fleet, Island
 from diloco.plan.options import PlanOptions
 from diloco.plan.outages import Outages, Spread
 from diloco.plan.traffic import Sizes
+from diloco.run.cli.settings import assign, parse_assigned
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ def read_model(options: PlanOptions, settings: RunSettings) -> Model:
     """Of the options, else of the file's task, else the paper's of five billion."""
     if options.parameters is None and options.config is not None:
         from diloco.learner.contract import model_of
-        from diloco.learner.tree import task_layout
+        from diloco.learner.tensors.tree import task_layout
 
         task = model_of(settings)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from diloco.common.config import RunSettings
+from diloco.common.process.config import RunSettings
 from diloco.plan.forecast import Fleet, Plan, make_plan
 from diloco.plan.traffic import Sizes
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from diloco.cli.options import Json, Settings
+from diloco.run.cli.options import Json, Settings
 
 # Parts of --help.
 _fleet = partial(typer.Option, rich_help_panel="Fleet")

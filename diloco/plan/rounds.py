@@ -1,8 +1,8 @@
 """The rounds of one fragment in virtual time, decided by the programs that run in production.
 
-The aggregator's side is `aggregator/core/`, the learner's `learner/sync.py`; what is simulated is
-everything between them: steps, links, the merge, and learners that come and go. All fragments of a
-run have the same rounds at other offsets, so one stands for all.
+The aggregator's side is `aggregator/core/`, the learner's `learner/core/sync.py`; what is simulated
+is everything between them: steps, links, the merge, and learners that come and go. All fragments of
+a run have the same rounds at other offsets, so one stands for all.
 Pure: randomness comes in as a generator, times are seconds since the beginning.
 """
 
@@ -15,10 +15,10 @@ import numpy as np
 from diloco.aggregator.core import events
 from diloco.aggregator.core.events import AskCut, Commit, Effect, Fetch, OpenRound
 from diloco.aggregator.core.policy import FragmentRules, fragment_rules
-from diloco.common import wire
-from diloco.common.config import RunSettings
-from diloco.common.layout import Tensor, make_layout
-from diloco.learner import sync
+from diloco.common.process.config import RunSettings
+from diloco.common.protocol import wire
+from diloco.common.protocol.layout import Tensor, make_layout
+from diloco.learner.core import sync
 from diloco.plan.outages import Trace
 from diloco.plan.virtual import NEVER_S, Fragment, Timeline
 

@@ -10,8 +10,8 @@ from typing import Final
 import rich.markup
 from rich.console import Console
 
-from diloco.common.config import RunSettings, warnings
-from diloco.common.errors import ConfigError
+from diloco.common.process.config import RunSettings, warnings
+from diloco.common.protocol.errors import ConfigError
 from diloco.plan import inputs
 from diloco.plan.costs import compare
 from diloco.plan.forecast import make_plan, over_learners

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from diloco.cli import units
-from diloco.cli.screen import titled_table
-from diloco.common.config import RunSettings
-from diloco.page.page import write_figure
-from diloco.page.svg import DASHES, Axis, Column, Mark, Panel, line, points, rules
+from diloco.common.process.config import RunSettings
 from diloco.plan.costs import AGGREGATORS, BUS_NODES, Cost, Prices
 from diloco.plan.forecast import DAY_S, Bandwidth, Fleet, Plan
 from diloco.plan.intervals import MEASURED_AT, Interval, advice
+from diloco.run.cli import units
+from diloco.run.cli.screen import titled_table
+from diloco.show.page.page import write_figure
+from diloco.show.page.svg import DASHES, Axis, Column, Mark, Panel, line, points, rules
 
 
 def as_json(made: Plan, possible: list[Interval], parameters: int, tokens: int) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from diloco.aggregator.arrays.outer import make_outer
-from diloco.common.codec import encoded_bytes
-from diloco.common.config import RunSettings
-from diloco.common.shards import shard_bytes, shard_ranges
+from diloco.common.process.config import RunSettings
+from diloco.common.protocol.codec import encoded_bytes
+from diloco.common.protocol.shards import shard_bytes, shard_ranges
 
 # Core-seconds for each element of each update: its norm and its addition, 2 cores x 133.9 ms for 8
 # updates of 67,108,864 elements.

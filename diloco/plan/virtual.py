@@ -16,10 +16,10 @@ from diloco.aggregator.core import events, machine, memory, rounds
 from diloco.aggregator.core.events import Commit, Effect
 from diloco.aggregator.core.policy import FragmentRules
 from diloco.aggregator.core.state import State
-from diloco.common import names, wire
-from diloco.common.shards import shard_bytes, shard_ranges
-from diloco.common.slices import of_range
-from diloco.learner import sync
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.shards import shard_bytes, shard_ranges
+from diloco.common.protocol.slices import of_range
+from diloco.learner.core import sync
 
 NEVER_S = math.inf
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from diloco.check import remake
+from diloco.judge import remake
 
 
 @contextlib.contextmanager

@@ -18,7 +18,13 @@ from typing import Literal, NamedTuple
 
 from diloco.aggregator.arrays.fragment import FragmentArrays
 from diloco.aggregator.arrays.merge import Vector
-from diloco.check.remake import (
+from diloco.common.process.averaged import settings_of
+from diloco.common.protocol import wire
+from diloco.common.protocol.errors import ConfigError, IntegrityError, ObjectMissingError, WireError
+from diloco.common.protocol.layout import Fragment
+from diloco.common.storage.tape import RunContext
+from diloco.common.storage.views import next_view
+from diloco.judge.remake import (
     Progress,
     Remaker,
     admitted_again,
@@ -27,12 +33,6 @@ from diloco.check.remake import (
     load_arrays,
     merge_round,
 )
-from diloco.common import wire
-from diloco.common.averaged import settings_of
-from diloco.common.errors import ConfigError, IntegrityError, ObjectMissingError, WireError
-from diloco.common.layout import Fragment
-from diloco.common.tape import RunContext
-from diloco.common.views import next_view
 from diloco.replay.judge import Effect, Effects
 from diloco.run.history import Chain, History, in_order
 

@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from diloco.page.page import write_figure
-from diloco.page.svg import CYCLE, Axis, Panel, held
 from diloco.replay.blame import Blame, Fate, Rounds
 from diloco.replay.judge import AGAINST, Effect, Effects, Sentence, judge
+from diloco.show.page.page import write_figure
+from diloco.show.page.svg import CYCLE, Axis, Panel, held
 
 WORST = 10
 _FATES: dict[Fate, str] = {

@@ -15,18 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from diloco.check.evidence import Newest, newer_than
-from diloco.check.objects import named
-from diloco.cli.opening import OpenRun, open_run
-from diloco.cli.screen import say, working
-from diloco.cli.versions import find_targets
-from diloco.common import names, wire
-from diloco.common.bundle import BundleWriter, is_file_name
-from diloco.common.bus import Message
-from diloco.common.errors import ConfigError, ObjectMissingError, StreamMissingError
-from diloco.common.release import packages, release
-from diloco.common.store import ObjectStore
-from diloco.common.tape import (
+from diloco.common.process.release import packages, release
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import ConfigError, ObjectMissingError, StreamMissingError
+from diloco.common.storage.bundle import BundleWriter, is_file_name
+from diloco.common.storage.bus import Message
+from diloco.common.storage.store import ObjectStore
+from diloco.common.storage.tape import (
     Entry,
     Item,
     RunContext,
@@ -35,8 +30,13 @@ from diloco.common.tape import (
     read_item,
     records_of,
 )
+from diloco.judge.evidence import Newest, newer_than
+from diloco.judge.objects import named
 from diloco.replay.options import BundleOptions
 from diloco.replay.redact import Redactor, names_in
+from diloco.run.cli.opening import OpenRun, open_run
+from diloco.run.cli.screen import say, working
+from diloco.run.cli.versions import find_targets
 
 WARNING = (
     "its shards are outer gradients, and its views the model: who has them can learn of the data "

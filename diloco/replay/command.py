@@ -5,12 +5,12 @@ from typing import Annotated
 
 import typer
 
-from diloco.cli import options as shared
-from diloco.cli.command import command, group
-from diloco.cli.loading import interrupts_wait
-from diloco.common import log
-from diloco.common.errors import ConfigError
+from diloco.common.process import log
+from diloco.common.protocol.errors import ConfigError
 from diloco.replay.options import BundleOptions, Options
+from diloco.run.cli import options as shared
+from diloco.run.cli.command import command, group
+from diloco.run.cli.loading import interrupts_wait
 
 app = group()
 

@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass
 from math import inf
 from typing import Any, Literal
 
-from diloco.check import evidence
-from diloco.check.audit import Breach, audit
-from diloco.check.evidence import Hole
-from diloco.check.objects import Listing
-from diloco.common.errors import IntegrityError
-from diloco.common.release import release
+from diloco.common.process.release import release
+from diloco.common.protocol.errors import IntegrityError
+from diloco.judge import evidence
+from diloco.judge.audit import Breach, audit
+from diloco.judge.evidence import Hole
+from diloco.judge.objects import Listing
 from diloco.replay.decide import decide_newest
 from diloco.run.history import Chain, History
 

@@ -10,11 +10,11 @@ from diloco.aggregator.core.decisions import Decision, Heard, decide_again
 from diloco.aggregator.core.events import Commit
 from diloco.aggregator.core.policy import FragmentRules, fragment_rules
 from diloco.aggregator.core.updates import Admitted
-from diloco.aggregator.tape_events import event_of
-from diloco.common import names, wire
-from diloco.common.averaged import settings_of
-from diloco.common.config import RunSettings
-from diloco.common.tape import Entry, Garbage
+from diloco.aggregator.owner.tape_events import event_of
+from diloco.common.process.averaged import settings_of
+from diloco.common.process.config import RunSettings
+from diloco.common.protocol import names, wire
+from diloco.common.storage.tape import Entry, Garbage
 from diloco.run.history import Chain, History
 from diloco.run.spool import Lazy
 

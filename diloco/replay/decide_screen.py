@@ -10,11 +10,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from diloco.aggregator.core.decisions import Decision
-from diloco.cli.screen import say_json
-from diloco.common import wire
+from diloco.common.protocol import wire
 from diloco.replay import verify_screen
 from diloco.replay.coverage import STATUSES, Verdict
 from diloco.replay.decide import decide
+from diloco.run.cli.screen import say_json
 from diloco.run.history import Chain, History
 
 # Decisions that differ are shown in full up to so many.

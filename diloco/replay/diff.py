@@ -3,10 +3,10 @@
 import asyncio
 from collections.abc import Iterator
 
-from diloco.cli.opening import open_run
-from diloco.cli.screen import say_plainly
-from diloco.common import wire
-from diloco.common.config import changes
+from diloco.common.process.config import changes
+from diloco.common.protocol import wire
+from diloco.run.cli.opening import open_run
+from diloco.run.cli.screen import say_plainly
 from diloco.run.history import History, read_history
 
 

@@ -4,14 +4,14 @@ import asyncio
 from pathlib import Path
 
 from diloco.aggregator.arrays.merge import Vector
-from diloco.cli.opening import open_run
-from diloco.cli.screen import say, working
-from diloco.cli.versions import find_targets
-from diloco.common import wire
-from diloco.common.errors import ConfigError, ObjectMissingError
-from diloco.common.tape import Recorded, RunContext
-from diloco.common.views import load_version, load_view
-from diloco.model import files as model_file
+from diloco.common.protocol import wire
+from diloco.common.protocol.errors import ConfigError, ObjectMissingError
+from diloco.common.storage.tape import Recorded, RunContext
+from diloco.common.storage.views import load_version, load_view
+from diloco.run.cli.opening import open_run
+from diloco.run.cli.screen import say, working
+from diloco.run.cli.versions import find_targets
+from diloco.run.model import files as model_file
 
 
 def run_export(

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from diloco.cli import options as shared
+from diloco.run.cli import options as shared
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,10 +12,10 @@ from typing import Any
 
 import msgpack
 
-from diloco.common import names, shards, wire
-from diloco.common.bus import Message
-from diloco.common.errors import DilocoError
-from diloco.common.tape import record_digest
+from diloco.common.protocol import names, shards, wire
+from diloco.common.protocol.errors import DilocoError
+from diloco.common.storage.bus import Message
+from diloco.common.storage.tape import record_digest
 
 # Fields that hold nothing but a name, and a table or a list of them.
 NAMES = frozenset({"run", "learner", "aggregator", "host", "by"})

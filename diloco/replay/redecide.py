@@ -18,7 +18,7 @@ from diloco.aggregator.core.events import AskCut, Commit, Effect, Fetch
 from diloco.aggregator.core.policy import FragmentRules
 from diloco.aggregator.core.state import State, awaiting
 from diloco.aggregator.core.updates import Resolved, UpdateId
-from diloco.common import wire
+from diloco.common.protocol import wire
 
 
 class Seen(NamedTuple):

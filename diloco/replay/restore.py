@@ -4,16 +4,16 @@ import asyncio
 import contextlib
 from pathlib import Path
 
-from diloco.cli.opening import placed
-from diloco.cli.screen import say, working
-from diloco.common import names
-from diloco.common.bundle import Bundle, BundleStore, open_bundle
-from diloco.common.bus import jetstream
-from diloco.common.bus.protocol import stream_exists
-from diloco.common.config import Config, load_config
-from diloco.common.errors import ConfigError, IntegrityError, StreamMissingError
-from diloco.common.store import ObjectStore, open_store
+from diloco.common.process.config import Config, load_config
+from diloco.common.protocol import names
+from diloco.common.protocol.errors import ConfigError, IntegrityError, StreamMissingError
+from diloco.common.storage.bundle import Bundle, BundleStore, open_bundle
+from diloco.common.storage.bus import jetstream
+from diloco.common.storage.bus.protocol import stream_exists
+from diloco.common.storage.store import ObjectStore, open_store
 from diloco.operate.streams import make_streams, tape_limits
+from diloco.run.cli.opening import placed
+from diloco.run.cli.screen import say, working
 
 # Messages that a tape may lack in all, trimmed by garbage collection: an hour of filling gaps.
 MOST_MISSING = 100_000_000
@@ -98,7 +98,7 @@ def run_unpack(path: Path, folder: Path) -> None:
     if folder.exists():
         raise ConfigError(f"{str(folder)!r} exists already", hint="give another name")
     with contextlib.closing(open_bundle(path)) as bundle:
-        # A file whose names lead elsewhere is not opened (`common/bundle/check.py`).
+        # A file whose names lead elsewhere is not opened (`common/storage/bundle/check.py`).
         for name in bundle.files:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             with (folder / name).open("xb") as file:

@@ -10,15 +10,10 @@ from pathlib import Path
 from rich.console import Console
 
 from diloco.aggregator.arrays.merge import Vector
-from diloco.check.objects import fragment_of, list_now, read_listing
-from diloco.cli.opening import open_run
-from diloco.cli.settings import parse_fragments
-from diloco.cli.versions import find_targets
-from diloco.common import names
-from diloco.common.errors import ConfigError
-from diloco.common.tape import RunContext, first_message
-from diloco.model import files as model_file
-from diloco.page.page import check_name
+from diloco.common.protocol import names
+from diloco.common.protocol.errors import ConfigError
+from diloco.common.storage.tape import RunContext, first_message
+from diloco.judge.objects import fragment_of, list_now, read_listing
 from diloco.replay import blame, blame_screen, decide_screen, score, verify, verify_screen, whatif
 from diloco.replay.bar import progress_bar
 from diloco.replay.coverage import (
@@ -31,7 +26,12 @@ from diloco.replay.coverage import (
 )
 from diloco.replay.options import Options
 from diloco.replay.verify import Lost
+from diloco.run.cli.opening import open_run
+from diloco.run.cli.settings import parse_fragments
+from diloco.run.cli.versions import find_targets
 from diloco.run.history import Chain, History, read_history
+from diloco.run.model import files as model_file
+from diloco.show.page.page import check_name
 
 
 def run_replay(target: str, options: Options, console: Console | None = None) -> int:
@@ -206,7 +206,7 @@ async def _blame(
     # Who scores nothing loads no task, nor what tasks are made with.
     from diloco.learner.contract import model_of
     from diloco.learner.task import held_out_loss
-    from diloco.model.view import GlobalModel
+    from diloco.run.model.view import GlobalModel
 
     task = await asyncio.to_thread(model_of, context.settings)
     model = await GlobalModel.of_run(context, task)

@@ -15,20 +15,25 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
-from diloco.check.remake import is_stored
-from diloco.cli.screen import say_json
-from diloco.common import wire
-from diloco.common.bundle import BundleBus
-from diloco.common.errors import ConfigError, IntegrityError, ObjectMissingError, StoreError
-from diloco.common.tape import RunContext
-from diloco.model.scores import Scorer, kept_losses
-from diloco.model.scores import keep as keep_score
-from diloco.page.page import write_figure
-from diloco.page.svg import Axis, Panel, held, points
+from diloco.common.protocol import wire
+from diloco.common.protocol.errors import (
+    ConfigError,
+    IntegrityError,
+    ObjectMissingError,
+    StoreError,
+)
+from diloco.common.storage.bundle import BundleBus
+from diloco.common.storage.tape import RunContext
+from diloco.judge.remake import is_stored
 from diloco.replay.bar import progress_bar
 from diloco.replay.columns import Columns
 from diloco.replay.options import Options
+from diloco.run.cli.screen import say_json
 from diloco.run.history import Chain, History, in_order, up_to
+from diloco.run.model.scores import Scorer, kept_losses
+from diloco.run.model.scores import keep as keep_score
+from diloco.show.page.page import write_figure
+from diloco.show.page.svg import Axis, Panel, held, points
 
 RISES = 5
 

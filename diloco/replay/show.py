@@ -13,15 +13,15 @@ from datetime import UTC, datetime
 import numpy as np
 
 from diloco.aggregator.arrays.fragment import make_grid
-from diloco.aggregator.shard_reader import read_parts
-from diloco.cli.opening import open_run
-from diloco.cli.screen import say_plainly
-from diloco.common import names, wire
-from diloco.common.averaged import sync_of
-from diloco.common.codec import decode_numpy
-from diloco.common.errors import ConfigError, ObjectMissingError, WireError
-from diloco.common.tape import Garbage, Unreadable
+from diloco.aggregator.owner.shard_reader import read_parts
+from diloco.common.process.averaged import sync_of
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.codec import decode_numpy
+from diloco.common.protocol.errors import ConfigError, ObjectMissingError, WireError
+from diloco.common.storage.tape import Garbage, Unreadable
 from diloco.replay.blame import tensor_ranges
+from diloco.run.cli.opening import open_run
+from diloco.run.cli.screen import say_plainly
 from diloco.run.history import History, Sent, answered, identity, read_history, resolves
 
 # Updates of a round whose tensors are compared: in so much memory.

@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 import numpy as np
 
 from diloco.aggregator.arrays.fragment import make_grid
-from diloco.aggregator.shard_reader import read_parts
-from diloco.check.remake import Remaker, is_stored
-from diloco.cli.opening import open_run
-from diloco.common import wire
-from diloco.common.codec import decode_numpy
-from diloco.common.errors import ConfigError
-from diloco.common.layout import Piece
-from diloco.common.tape import RunContext
-from diloco.common.views import load_version
-from diloco.learner.background import running_loop
-from diloco.model.load import piece_values
-from diloco.model.scores import Scorer, kept
+from diloco.aggregator.owner.shard_reader import read_parts
+from diloco.common.protocol import wire
+from diloco.common.protocol.codec import decode_numpy
+from diloco.common.protocol.errors import ConfigError
+from diloco.common.protocol.layout import Piece
+from diloco.common.storage.tape import RunContext
+from diloco.common.storage.views import load_version
+from diloco.judge.remake import Remaker, is_stored
+from diloco.learner.wire.background import running_loop
 from diloco.replay import score, show, verify
+from diloco.run.cli.opening import open_run
 from diloco.run.history import History, Sent, answered, identity, read_history, resolves
+from diloco.run.model.load import piece_values
+from diloco.run.model.scores import Scorer, kept
 from diloco.run.state import Run
 from diloco.run.watch import Watch
 

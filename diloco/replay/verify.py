@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from diloco.aggregator.arrays.merge import Vector
-from diloco.check.remake import Progress, Remaker, is_stored
-from diloco.common import wire
-from diloco.common.errors import ConfigError, IntegrityError, ObjectMissingError
-from diloco.common.store import ObjectStore, check_size
+from diloco.common.protocol import wire
+from diloco.common.protocol.errors import ConfigError, IntegrityError, ObjectMissingError
+from diloco.common.storage.store import ObjectStore, check_size
+from diloco.judge.remake import Progress, Remaker, is_stored
 from diloco.replay.coverage import Versions
 from diloco.run.history import Chain, History, up_to
 

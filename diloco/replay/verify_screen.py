@@ -6,11 +6,11 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from diloco.cli.screen import say_json
-from diloco.common.tape import Unreadable
+from diloco.common.storage.tape import Unreadable
 from diloco.replay import coverage
 from diloco.replay.coverage import Tape
 from diloco.replay.verify import Difference, Verified
+from diloco.run.cli.screen import say_json
 
 # Differences that are shown in full up to so many.
 SHOWN = 3

@@ -25,8 +25,13 @@ from diloco.aggregator.core import policy, rounds
 from diloco.aggregator.core.decisions import decide_again
 from diloco.aggregator.core.events import Commit
 from diloco.aggregator.core.updates import Admitted
-from diloco.check.objects import list_now
-from diloco.check.remake import (
+from diloco.common.process.averaged import settings_of
+from diloco.common.process.config import RunSettings, changes
+from diloco.common.protocol import wire
+from diloco.common.protocol.errors import ConfigError
+from diloco.common.storage.tape import RunContext
+from diloco.judge.objects import list_now
+from diloco.judge.remake import (
     Progress,
     Remaker,
     admitted_again,
@@ -35,17 +40,12 @@ from diloco.check.remake import (
     load_arrays,
     merge_round,
 )
-from diloco.cli.settings import assign, parse_assigned
-from diloco.common import wire
-from diloco.common.averaged import settings_of
-from diloco.common.config import RunSettings, changes
-from diloco.common.errors import ConfigError
-from diloco.common.tape import RunContext
-from diloco.page.page import write_figure
-from diloco.page.svg import DASHES, Axis, Panel, line
 from diloco.replay.decide import heard, inputs_again, rules_of, whole_from
 from diloco.replay.redecide import redecide
+from diloco.run.cli.settings import assign, parse_assigned
 from diloco.run.history import Chain, History
+from diloco.show.page.page import write_figure
+from diloco.show.page.svg import DASHES, Axis, Panel, line
 
 SECTIONS = ("outer", "staleness", "quorum", "bounds")
 # Settings that change which updates a round takes.
@@ -411,7 +411,7 @@ async def play(
     """
     from diloco.learner.contract import model_of
     from diloco.learner.task import held_out_loss
-    from diloco.model.view import GlobalModel
+    from diloco.run.model.view import GlobalModel
 
     task = await asyncio.to_thread(model_of, history.settings)
     model = await GlobalModel.of_run(context, task)

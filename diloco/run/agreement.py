@@ -15,15 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco.aggregator.arrays.grid import make_grid
-from diloco.aggregator.shard_reader import cut_alike, read_parts
-from diloco.common import wire
-from diloco.common.averaged import sync_of
-from diloco.common.codec import decode_numpy, encoded_bytes
-from diloco.common.config import SyncSection
-from diloco.common.errors import ObjectMissingError, WireError
-from diloco.common.layout import Layout
-from diloco.common.store import ObjectStore
-from diloco.common.tape import RunContext
+from diloco.aggregator.owner.shard_reader import cut_alike, read_parts
+from diloco.common.process.averaged import sync_of
+from diloco.common.process.config import SyncSection
+from diloco.common.protocol import wire
+from diloco.common.protocol.codec import decode_numpy, encoded_bytes
+from diloco.common.protocol.errors import ObjectMissingError, WireError
+from diloco.common.protocol.layout import Layout
+from diloco.common.storage.store import ObjectStore
+from diloco.common.storage.tape import RunContext
 from diloco.run.findings import LOSS_SPIKE
 from diloco.run.state import Finding
 

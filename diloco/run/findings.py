@@ -1,6 +1,6 @@
 """What is amiss with a run, in sentences, and what is well: status, alerts and doctor say the same.
 
-From one `Run`, which is a moment; `diloco/check` looks deeper, into the whole tape and the store. A
+From one `Run`, which is a moment; `diloco/judge` looks deeper, into the whole tape and the store. A
 learner is called well only where nothing else can be said of it: whoever is quarantined, ended by
 an error, superseded, silent, or of no use is told of as that, also once it has left.
 """
@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 from diloco.aggregator.tape_watch import NEARLY_FULL
-from diloco.cli.units import human_bytes
-from diloco.common.config import RunSettings
-from diloco.common.errors import DilocoError
-from diloco.common.reasons import find
-from diloco.common.wire import note
+from diloco.common.process.config import RunSettings
+from diloco.common.protocol.errors import DilocoError
+from diloco.common.protocol.reasons import find
+from diloco.common.protocol.wire import note
+from diloco.run.cli.units import human_bytes
 from diloco.run.state import RECENT, Finding, Learner, Run, Severity
 
 DISK_FULL = "runbooks/disk-full.md"

@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
-from diloco.common import names, wire
-from diloco.common.config import RunSettings, parse_settings
-from diloco.common.errors import WireError
-from diloco.common.layout import Layout
-from diloco.common.store import ObjectStore
-from diloco.common.tape import (
+from diloco.common.process.config import RunSettings, parse_settings
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import WireError
+from diloco.common.protocol.layout import Layout
+from diloco.common.storage.store import ObjectStore
+from diloco.common.storage.tape import (
     Entry,
     Extent,
     Garbage,

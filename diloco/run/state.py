@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from statistics import fmean, median, median_low
 from typing import Literal, NamedTuple
 
-from diloco.common import names, wire
-from diloco.common.bus import Filled
-from diloco.common.config import RunSettings
-from diloco.common.errors import WireError
-from diloco.common.tape import Entry, Extent, Item, Recorded, changed_settings
-from diloco.common.wire import LEARNER_STATES
+from diloco.common.process.config import RunSettings
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import WireError
+from diloco.common.protocol.wire import LEARNER_STATES
+from diloco.common.storage.bus import Filled
+from diloco.common.storage.tape import Entry, Extent, Item, Recorded, changed_settings
 
 # Of a learner's updates, so many are looked back on.
 RECENT = 16

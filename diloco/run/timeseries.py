@@ -15,11 +15,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from diloco.common import wire
-from diloco.common.config import RunSettings
-from diloco.common.errors import WireError
-from diloco.common.layout import Layout
-from diloco.common.tape import (
+from diloco.common.process.config import RunSettings
+from diloco.common.protocol import wire
+from diloco.common.protocol.errors import WireError
+from diloco.common.protocol.layout import Layout
+from diloco.common.storage.tape import (
     Entry,
     Extent,
     Garbage,

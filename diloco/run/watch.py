@@ -7,14 +7,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from diloco.cli.opening import CONNECT_S, find_config
-from diloco.common import names, wire
-from diloco.common.bundle import BundleBus
-from diloco.common.bus import Bus, Message, jetstream
-from diloco.common.config import BusSection, load_config, parse_settings
-from diloco.common.errors import BusUnavailableError, RunMissingError, StreamMissingError, WireError
-from diloco.common.service import cancel
-from diloco.common.tape import (
+from diloco.common.process.config import BusSection, load_config, parse_settings
+from diloco.common.process.service import cancel
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import (
+    BusUnavailableError,
+    RunMissingError,
+    StreamMissingError,
+    WireError,
+)
+from diloco.common.storage.bundle import BundleBus
+from diloco.common.storage.bus import Bus, Message, jetstream
+from diloco.common.storage.tape import (
     Entry,
     Item,
     Recorded,
@@ -28,6 +32,7 @@ from diloco.common.tape import (
     read_item,
     read_tape,
 )
+from diloco.run.cli.opening import CONNECT_S, find_config
 from diloco.run.findings import NATS_AWAY, failed, judged
 from diloco.run.state import LastHeartbeat, Observed, Run
 

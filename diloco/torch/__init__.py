@@ -14,20 +14,20 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from diloco.common.config import keep_off_accelerators
+from diloco.common.process.config import keep_off_accelerators
 
 keep_off_accelerators()  # before anything below starts JAX
 
 import torch  # noqa: E402
 
-from diloco.common.layout import Hint, default_hint  # noqa: E402
-from diloco.foreign.loop import (  # noqa: E402
+from diloco.common.protocol.layout import Hint, default_hint  # noqa: E402
+from diloco.models.frameworks.loop import (  # noqa: E402
     TensorLearner,
     create_tensors,
     join_tensors,
     load_tensors,
 )
-from diloco.foreign.tensors import Leaf, Table  # noqa: E402
+from diloco.models.frameworks.tensors import Leaf, Table  # noqa: E402
 from diloco.torch.module import ModuleTensors  # noqa: E402
 from diloco.torch.optimizer import begun, state_of  # noqa: E402
 
@@ -51,7 +51,7 @@ class TorchLearner(TensorLearner):
         metrics: Mapping[str, Any] | None = None,
         save: torch.optim.Optimizer | None = None,
     ) -> None:
-        """Take a step boundary; as of `diloco.foreign.loop.TensorLearner`.
+        """Take a step boundary; as of `diloco.models.frameworks.loop.TensorLearner`.
 
         Args:
             loss: of the step, a tensor that may still be computing: it is read a step later.

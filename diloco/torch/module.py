@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from diloco.common.errors import ConfigError
+from diloco.common.protocol.errors import ConfigError
 
 _DTYPES = {
     torch.float64: np.dtype(np.float64),

@@ -1,6 +1,6 @@
-"""docs/benchmarks.md: what is known to train worse, from `diloco.common.config.advice`."""
+"""docs/benchmarks.md: what is known to train worse, from `diloco.common.process.config.advice`."""
 
-from diloco.common.config.advice import RULES
+from diloco.common.process.config.advice import RULES
 from docs.generate.markdown import table
 
 

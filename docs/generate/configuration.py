@@ -9,7 +9,7 @@ import tomli_w
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from diloco.common.config import (
+from diloco.common.process.config import (
     CHANGEABLE,
     Config,
     IslandSection,

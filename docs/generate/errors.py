@@ -1,7 +1,7 @@
 """docs/errors.md: every error and every exit status, from `errors` and `exits` of `common`."""
 
-from diloco.common import errors
-from diloco.common.errors import Exit
+from diloco.common.protocol import errors
+from diloco.common.protocol.errors import Exit
 from docs.generate.markdown import table
 
 

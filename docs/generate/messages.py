@@ -1,9 +1,9 @@
-"""docs/protocol.md: each message with its fields, from the classes of `diloco.common.wire`."""
+"""docs/protocol.md: each message, from the classes of `diloco.common.protocol.wire`."""
 
 import inspect
 import typing
 
-from diloco.common import wire
+from diloco.common.protocol import wire
 from docs.generate.markdown import table
 
 WORDS: list[tuple[object, str]] = [

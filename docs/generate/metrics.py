@@ -1,6 +1,6 @@
-"""docs/metrics.md: the tables of metrics, from `diloco.common.metrics`."""
+"""docs/metrics.md: the tables of metrics, from `diloco.common.process.metrics`."""
 
-from diloco.common import metrics
+from diloco.common.process import metrics
 from docs.generate.markdown import table
 
 

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from diloco.common.reasons import Reason, Stage
+from diloco.common.protocol.reasons import Reason, Stage
 from docs.generate.markdown import table
 
 TITLES: dict[Stage, str] = {

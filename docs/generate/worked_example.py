@@ -6,13 +6,13 @@ import numpy as np
 
 from diloco.aggregator.arrays.fragment import FragmentArrays
 from diloco.aggregator.core.updates import Admitted, Credit
-from diloco.aggregator.shard_reader import read_payload
-from diloco.common import names, shards, slices, wire
-from diloco.common.codec import Codec, decode_numpy
-from diloco.common.config import RunSettings
-from diloco.common.layout import Tensor, layout_bytes, make_layout
-from diloco.common.quantize import encode
-from diloco.common.store import MemoryStore
+from diloco.aggregator.owner.shard_reader import read_payload
+from diloco.common.process.config import RunSettings
+from diloco.common.protocol import names, shards, slices, wire
+from diloco.common.protocol.codec import Codec, decode_numpy
+from diloco.common.protocol.layout import Tensor, layout_bytes, make_layout
+from diloco.common.storage.store import MemoryStore
+from diloco.learner.tensors.quantize import encode
 from docs.generate.markdown import fence
 
 CODEC: Codec = "int4"

@@ -12,17 +12,17 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from diloco.common import wire
-from diloco.common.errors import (
+from diloco.common.process.service import cancel
+from diloco.common.protocol import wire
+from diloco.common.protocol.errors import (
     DilocoError,
     HostLostError,
     IntegrityError,
     ObjectMissingError,
     WireError,
 )
-from diloco.common.service import cancel
-from diloco.learner.boundary import Boundary
-from diloco.learner.fetch import Change
+from diloco.learner.core.boundary import Boundary
+from diloco.learner.core.catchup import Change
 from diloco.learner.hosts.messages import (
     MEET_S,
     Drop,
@@ -41,7 +41,7 @@ from diloco.learner.hosts.messages import (
     read_message,
 )
 from diloco.learner.peers import Alone, Preparation
-from diloco.learner.recovery import CheckpointId
+from diloco.learner.wire.recovery import CheckpointId
 
 # Boundaries that plans are ahead, so that a worker has each before its time comes.
 LOOKAHEAD = 2

@@ -33,14 +33,15 @@ import msgpack
 import numpy as np
 from pydantic import BaseModel, ValidationError
 
-from diloco.common import log, wire
-from diloco.common.errors import DilocoError, HostLostError, WireError, find
-from diloco.common.holdings import Holding
-from diloco.common.reasons import Reason
-from diloco.common.wire import Part
-from diloco.learner.boundary import Boundary
-from diloco.learner.fetch import Change
-from diloco.learner.recovery import CheckpointId
+from diloco.common.process import log
+from diloco.common.protocol import wire
+from diloco.common.protocol.errors import DilocoError, HostLostError, WireError, find
+from diloco.common.protocol.reasons import Reason
+from diloco.common.protocol.wire import Part
+from diloco.common.storage.holdings import Holding
+from diloco.learner.core.boundary import Boundary
+from diloco.learner.core.catchup import Change
+from diloco.learner.wire.recovery import CheckpointId
 
 VERSION: Final = 6
 LENGTH: Final = struct.Struct(">I")

@@ -5,14 +5,13 @@ import queue
 from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple, TypeVar
 
-from diloco.common.errors import ConfigError, IntegrityError, ObjectMissingError, WireError
-from diloco.common.reasons import Reason
-from diloco.common.service import cancel
-from diloco.learner import sync
-from diloco.learner.boundary import Boundary, Done, Outgoing
-from diloco.learner.claims import Shares
+from diloco.common.process.service import cancel
+from diloco.common.protocol.errors import ConfigError, IntegrityError, ObjectMissingError, WireError
+from diloco.common.protocol.reasons import Reason
 from diloco.learner.context import Context
-from diloco.learner.fetch import Change, Fetcher
+from diloco.learner.core import sync
+from diloco.learner.core.boundary import Boundary, Done, Outgoing
+from diloco.learner.core.catchup import Change
 from diloco.learner.hosts.messages import (
     MEET_S,
     Drop,
@@ -32,7 +31,9 @@ from diloco.learner.hosts.messages import (
     host_gone,
     read_message,
 )
-from diloco.learner.publish import Uploader
+from diloco.learner.wire.claims import Shares
+from diloco.learner.wire.fetch import Fetcher
+from diloco.learner.wire.publish import Uploader
 
 M = TypeVar("M", bound=HostMessage)
 

@@ -44,17 +44,17 @@ from rich.table import Table  # noqa: E402
 from schedule import make_schedule  # noqa: E402
 from stage import BrokenError, Stage, mount_disk, unmount_disk  # noqa: E402
 
-from diloco.check.audit import audit  # noqa: E402
-from diloco.check.doctor import examine, show  # noqa: E402
-from diloco.check.objects import check_objects  # noqa: E402
-from diloco.cli.opening import open_run  # noqa: E402
-from diloco.common import names, wire  # noqa: E402
-from diloco.common.bus import Message, jetstream  # noqa: E402
-from diloco.common.config import make_config  # noqa: E402
-from diloco.common.nats_server import NatsServer  # noqa: E402
-from diloco.common.tape import read_message  # noqa: E402
-from diloco.local.fleet import Fleet  # noqa: E402
+from diloco.common.process.config import make_config  # noqa: E402
+from diloco.common.process.nats_server import NatsServer  # noqa: E402
+from diloco.common.protocol import names, wire  # noqa: E402
+from diloco.common.storage.bus import Message, jetstream  # noqa: E402
+from diloco.common.storage.tape import read_message  # noqa: E402
+from diloco.judge.audit import audit  # noqa: E402
+from diloco.judge.doctor import examine, show  # noqa: E402
+from diloco.judge.objects import check_objects  # noqa: E402
 from diloco.operate.create import create_from  # noqa: E402
+from diloco.operate.local.fleet import Fleet  # noqa: E402
+from diloco.run.cli.opening import open_run  # noqa: E402
 from diloco.run.history import History, read_history  # noqa: E402
 
 LEARNERS = [f"learner-{index}" for index in range(3)]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from schedule import ALL
 
-from diloco.common import wire
+from diloco.common.protocol import wire
 from diloco.run.history import History
 
 

@@ -14,8 +14,8 @@ from figures import Suffered
 from proxy import Network, Proxy
 from schedule import ALL, Fault
 
-from diloco.common.nats_server import NatsServer
-from diloco.local.fleet import Fleet
+from diloco.common.process.nats_server import NatsServer
+from diloco.operate.local.fleet import Fleet
 
 
 class BrokenError(Exception):

@@ -10,7 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.common.bus import (
+from diloco.common.protocol.errors import (
+    BusError,
+    BusUnavailableError,
+    StreamMissingError,
+    SwapLostError,
+)
+from diloco.common.storage.bus import (
     LISTEN_BACKLOG,
     Bus,
     MemoryBroker,
@@ -22,9 +28,8 @@ from diloco.common.bus import (
     subject_matches,
     subjects_overlap,
 )
-from diloco.common.bus.jetstream import connect
-from diloco.common.errors import BusError, BusUnavailableError, StreamMissingError, SwapLostError
-from diloco.learner.incarnation import last_at_leader
+from diloco.common.storage.bus.jetstream import connect
+from diloco.learner.wire.incarnation import last_at_leader
 
 Connect: TypeAlias = Callable[[], Awaitable[Bus]]
 Scenario: TypeAlias = Callable[[Connect, str], Coroutine[Any, Any, None]]

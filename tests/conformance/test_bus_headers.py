@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 import nats
 import pytest
 
-from diloco.common.bundle.check import as_message
-from diloco.common.bus import Bus, Message, StreamLimits
-from diloco.common.bus.jetstream import connect
+from diloco.common.storage.bundle.check import as_message
+from diloco.common.storage.bus import Bus, Message, StreamLimits
+from diloco.common.storage.bus.jetstream import connect
 
 HEADERS: dict[str, dict[str, str]] = {
     "no such message": {"Status": "404"},

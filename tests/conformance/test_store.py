@@ -18,8 +18,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import diloco.common.store.directory
-from diloco.common.errors import (
+import diloco.common.storage.store.directory
+from diloco.common.protocol.buffers import Parts
+from diloco.common.protocol.errors import (
     ConfigError,
     ObjectExistsError,
     ObjectMissingError,
@@ -30,9 +31,14 @@ from diloco.common.errors import (
     StoreSlowError,
     StoreUnavailableError,
 )
-from diloco.common.parts import Parts
-from diloco.common.store import DirectoryStore, MemoryStore, ObjectInfo, ObjectStore, open_store
-from diloco.common.store.gcs import open_gcs
+from diloco.common.storage.store import (
+    DirectoryStore,
+    MemoryStore,
+    ObjectInfo,
+    ObjectStore,
+    open_store,
+)
+from diloco.common.storage.store.gcs import open_gcs
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import bucket_servers
@@ -196,7 +202,7 @@ def test_what_is_kept_stays_whatever_its_writer_does(
         link = os.link
 
         def refused(source: Path, target: Path, **options: bool) -> None:
-            if diloco.common.store.directory.TEMP not in source.parts:
+            if diloco.common.storage.store.directory.TEMP not in source.parts:
                 raise PermissionError(errno.EPERM, "not its owner")
             link(source, target, **options)
 
@@ -221,7 +227,7 @@ def test_what_is_no_object_of_its_size_is_not_kept_or_told_as_before(
     store.put("a/long", b"bytes")
     (store.root / "a/link").symlink_to("/dev/zero")
     if not linked:
-        monkeypatch.setattr(diloco.common.store.directory, "_link", not_permitted)
+        monkeypatch.setattr(diloco.common.storage.store.directory, "_link", not_permitted)
     for name in ("a/long", "a/link", "a/missing"):
         store.keep(name, 4)
     with pytest.raises(ObjectTooLargeError):
@@ -399,7 +405,7 @@ def test_what_is_deleted_while_a_directory_is_listed_is_left_out(
     store = DirectoryStore(tmp_path)
     for name in ("a/x", "b", "c"):
         store.put(name, b"1")
-    real = diloco.common.store.directory._entries
+    real = diloco.common.storage.store.directory._entries
 
     def entries_then_deletion(folder: Path) -> list[os.DirEntry[str]]:
         found = real(folder)
@@ -407,7 +413,7 @@ def test_what_is_deleted_while_a_directory_is_listed_is_left_out(
         store.delete("b")
         return found
 
-    monkeypatch.setattr(diloco.common.store.directory, "_entries", entries_then_deletion)
+    monkeypatch.setattr(diloco.common.storage.store.directory, "_entries", entries_then_deletion)
     assert names(store, "") == ["c"]
 
 
@@ -416,7 +422,7 @@ def test_a_put_that_meets_an_object_just_being_deleted_stores_its_own(
 ) -> None:
     store = DirectoryStore(tmp_path)
     store.put("o", b"old")
-    real = diloco.common.store.directory._link
+    real = diloco.common.storage.store.directory._link
 
     def link_then_deletion(source: Path, target: Path) -> bool:
         made = real(source, target)
@@ -424,7 +430,7 @@ def test_a_put_that_meets_an_object_just_being_deleted_stores_its_own(
             store.delete("o")
         return made
 
-    monkeypatch.setattr(diloco.common.store.directory, "_link", link_then_deletion)
+    monkeypatch.setattr(diloco.common.storage.store.directory, "_link", link_then_deletion)
     store.put("o", b"new")
     assert store.get("o") == b"new"
 

@@ -24,20 +24,22 @@ from messages import BODIES, EXAMPLES, fields_of, json_like, messages
 
 from diloco.aggregator.arrays.fragment import FragmentArrays
 from diloco.aggregator.core import policy
-from diloco.aggregator.tape_events import decode_event
-from diloco.common import names, shards, wire
-from diloco.common.bundle import open_bundle, read_header
-from diloco.common.bundle.frames import MAGIC
-from diloco.common.bus import Message
-from diloco.common.codec import CODECS, Encoded, code_dtype
-from diloco.common.config import RunSettings, load_config, parse_settings, warnings
-from diloco.common.credentials import Credentials, load_credentials, render_credentials
-from diloco.common.errors import IntegrityError, WireError
-from diloco.common.layout import Tensor, layout_bytes, make_layout, parse_layout
-from diloco.common.quantize import encode
-from diloco.common.store import MemoryStore
-from diloco.common.tape import parse_changed
-from diloco.common.token_manifest import (
+from diloco.aggregator.owner.tape_events import decode_event
+from diloco.common.process.config import RunSettings, load_config, parse_settings, warnings
+from diloco.common.process.credentials import Credentials, load_credentials, render_credentials
+from diloco.common.protocol import names, shards, wire
+from diloco.common.protocol.codec import CODECS, Encoded, code_dtype
+from diloco.common.protocol.errors import IntegrityError, WireError
+from diloco.common.protocol.layout import Tensor, layout_bytes, make_layout, parse_layout
+from diloco.common.storage.bundle import open_bundle, read_header
+from diloco.common.storage.bundle.frames import MAGIC
+from diloco.common.storage.bus import Message
+from diloco.common.storage.store import MemoryStore
+from diloco.common.storage.tape import parse_changed
+from diloco.learner.tensors import checkpoint
+from diloco.learner.tensors.quantize import encode
+from diloco.models.data.documents import read_documents
+from diloco.models.data.manifest import (
     Counted,
     PrepareOptions,
     TokenizerFacts,
@@ -47,9 +49,7 @@ from diloco.common.token_manifest import (
     json_bytes,
     parse_manifest,
 )
-from diloco.data.documents import read_documents
-from diloco.data.sources import find_files
-from diloco.learner import checkpoint
+from diloco.models.data.sources import find_files
 
 BLOCK = 16
 COUNT = 8 * BLOCK

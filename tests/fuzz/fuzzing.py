@@ -11,7 +11,7 @@ from decoders import Decoder
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from diloco.common.errors import DilocoError
+from diloco.common.protocol.errors import DilocoError
 
 # Inputs for each one that hypothesis draws.
 BATCH = 25

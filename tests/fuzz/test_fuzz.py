@@ -10,8 +10,8 @@ from decoders import Decoder, decoders
 from fuzzing import BATCH, CaseError, check, damage, fuzz
 from hypothesis import strategies as st
 
-from diloco.common.errors import WireError
-from diloco.common.reasons import Reason
+from diloco.common.protocol.errors import WireError
+from diloco.common.protocol.reasons import Reason
 
 CASES = 8 * BATCH
 

@@ -1,6 +1,6 @@
 """A run's tape as tests read it, with every invariant held against tape and objects.
 
-`Tape.check` is `diloco.check.audit` and `diloco.check.remake`, as the operator's command has them: it wants
+`Tape.check` is `diloco.judge.audit` and `diloco.judge.remake`, as the operator's command has them: it wants
 nothing but read access.
 """
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 from harness import PATIENCE_S, World
 
-from diloco.check.audit import audit
-from diloco.check.objects import check_objects
-from diloco.check.remake import remake
-from diloco.cli.opening import open_run
-from diloco.common import tape
-from diloco.common.tape import Item
-from diloco.oracle import Oracle
+from diloco.common.storage import tape
+from diloco.common.storage.tape import Item
+from diloco.judge.audit import audit
+from diloco.judge.objects import check_objects
+from diloco.judge.oracle import Oracle
+from diloco.judge.remake import remake
+from diloco.run.cli.opening import open_run
 from diloco.run.history import History, read_history
 
 

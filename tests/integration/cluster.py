@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 from harness import eventually
 
-from diloco.auth import files as auth
-from diloco.common.bus.jetstream import NatsBus, connect
-from diloco.common.nats_server import _DIE_WITH_PARENT, find_binary, free_port
+from diloco.common.process.nats_server import _DIE_WITH_PARENT, find_binary, free_port
+from diloco.common.storage.bus.jetstream import NatsBus, connect
+from diloco.operate.auth import files as auth
 
 HOST = "127.0.0.1"
 NODES = 3

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from harness import COMPILED, World, open_world
 
-from diloco.common.nats_server import NatsServer
+from diloco.common.process.nats_server import NatsServer
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -22,18 +22,19 @@ import psutil
 import tomli_w
 
 from diloco.aggregator.daemon import load_run
-from diloco.common import log, names, wire
-from diloco.common.bus import jetstream
-from diloco.common.bus.jetstream import NatsBus
-from diloco.common.config import Config, load_config
-from diloco.common.errors import Exit
-from diloco.common.service import Runtime
-from diloco.common.store import open_store
-from diloco.common.tape import RunContext
-from diloco.learner import tree
+from diloco.common.process import log
+from diloco.common.process.config import Config, load_config
+from diloco.common.process.service import Runtime
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import Exit
+from diloco.common.storage.bus import jetstream
+from diloco.common.storage.bus.jetstream import NatsBus
+from diloco.common.storage.store import open_store
+from diloco.common.storage.tape import RunContext
 from diloco.learner.contract import load_task
-from diloco.model.view import load_params
+from diloco.learner.tensors import tree
 from diloco.operate.create import create_from
+from diloco.run.model.view import load_params
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent

@@ -8,11 +8,11 @@ import numpy as np
 from audit import Tape
 from harness import World
 
-from diloco.common import names, shards, slices, wire
-from diloco.common.bus import Bus
-from diloco.common.quantize import encode
-from diloco.common.shards import shard_ranges
-from diloco.common.store import open_store
+from diloco.common.protocol import names, shards, slices, wire
+from diloco.common.protocol.shards import shard_ranges
+from diloco.common.storage.bus import Bus
+from diloco.common.storage.store import open_store
+from diloco.learner.tensors.quantize import encode
 from diloco.run.history import Sent
 
 TOKENS_PER_STEP = 1000

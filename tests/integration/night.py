@@ -14,8 +14,8 @@ from harness import Process, World
 from runbook_pages import ROOT, commands
 from typer.testing import CliRunner
 
-from diloco.common.errors import DilocoError
-from diloco.common.nats_server import NatsServer
+from diloco.common.process.nats_server import NatsServer
+from diloco.common.protocol.errors import DilocoError
 from diloco.program import app
 
 

@@ -5,7 +5,7 @@ Run as: python -m other_release WRITES READS COMMAND ..., READS being a list suc
 
 import sys
 
-from diloco.common.wire import fields
+from diloco.common.protocol.wire import fields
 from diloco.program import main
 
 if __name__ == "__main__":

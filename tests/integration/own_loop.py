@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import diloco
-from diloco.common import log
+from diloco.common.process import log
 
 STEPS = 5
 # Longer than the 30 s that gloo gives devices to find each other.

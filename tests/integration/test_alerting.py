@@ -23,9 +23,9 @@ from receiver import Receiver, receiving
 from test_probes import start_aggregator, start_learner, total
 from test_prometheus import ALERTMANAGER, ALERTS, CONFIG, ask
 
-from diloco.common import names, shards, wire
-from diloco.common.nats_server import free_port
-from diloco.common.store import open_store
+from diloco.common.process.nats_server import free_port
+from diloco.common.protocol import names, shards, wire
+from diloco.common.storage.store import open_store
 
 NEEDED = ("prometheus", "promtool", "prometheus-alertmanager", "amtool")
 MISSING = [name for name in NEEDED if shutil.which(name) is None]

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 from proxy import Network, Proxy
 
-from diloco.common.bus import Message, StreamLimits
-from diloco.common.bus.jetstream import NatsBus, connect
-from diloco.common.errors import BusError, BusUnavailableError, ConfigError, SwapLostError
-from diloco.common.nats_server import NatsServer, find_binary, free_port
+from diloco.common.process.nats_server import NatsServer, find_binary, free_port
+from diloco.common.protocol.errors import BusError, BusUnavailableError, ConfigError, SwapLostError
+from diloco.common.storage.bus import Message, StreamLimits
+from diloco.common.storage.bus.jetstream import NatsBus, connect
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
 
@@ -570,7 +570,7 @@ def test_a_restart_keeps_port_and_starting_twice_is_one_server(own_nats_server: 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 def test_the_server_dies_with_its_parent_and_holds_the_lock_until_then(tmp_path: Path) -> None:
     code = (
-        "import sys, time, pathlib; from diloco.common.nats_server import NatsServer\n"
+        "import sys, time, pathlib; from diloco.common.process.nats_server import NatsServer\n"
         "s = NatsServer(pathlib.Path(sys.argv[1])); s.start(); print(s.pid, flush=True)\n"
         "time.sleep(3600)"
     )

@@ -15,10 +15,10 @@ from audit import Tape, read_tape
 from cluster import Cluster, Node, open_cluster
 from harness import ENDLESS, Process, World, open_world
 
-from diloco.common import names
-from diloco.common.bus import StreamLimits
-from diloco.common.bus.jetstream import NatsBus, connection
-from diloco.common.errors import BusUnavailableError, SwapLostError
+from diloco.common.protocol import names
+from diloco.common.protocol.errors import BusUnavailableError, SwapLostError
+from diloco.common.storage.bus import StreamLimits
+from diloco.common.storage.bus.jetstream import NatsBus, connection
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
 RUN = "triple"

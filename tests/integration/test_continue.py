@@ -14,9 +14,9 @@ import pytest
 import tomli_w
 from token_lab import VOCABULARY, make_texts, make_tokenizer
 
-from diloco.learner.causal_lm import checkpoint, model
-from diloco.learner.causal_lm.config import parse_config
 from diloco.learner.task import named_leaves
+from diloco.models.decoders import checkpoint, model
+from diloco.models.decoders.config import parse_config
 from tests.models import tiny
 from tests.models.cases import LLAMA
 

@@ -7,7 +7,7 @@ from audit import read_tape
 from harness import ENDLESS, World, eventually
 from night import Night
 
-from diloco.common import log
+from diloco.common.process import log
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from harness import ENDLESS, PATIENCE_S, World, environment
 
-from diloco.common.errors import Exit
+from diloco.common.protocol.errors import Exit
 
 
 @contextmanager

@@ -11,8 +11,8 @@ from gcs_server import GcsServer
 from small_disk import fill, small_disk
 from token_lab import checked, command, contents, make_tokenizer, prepared
 
-from diloco.common.errors import ConfigError, DataError, StoreUnavailableError
-from diloco.learner.causal_lm.tokens import TokenFolders
+from diloco.common.protocol.errors import ConfigError, DataError, StoreUnavailableError
+from diloco.models.decoders.tokens import TokenFolders
 
 PIECES = 60
 

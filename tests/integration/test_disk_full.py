@@ -9,20 +9,20 @@ import pytest
 import structlog
 from small_disk import fill, small_disk
 
-from diloco.check import doctor
-from diloco.common import names
-from diloco.common.bus import StreamLimits, jetstream
-from diloco.common.config import RunSettings
-from diloco.common.errors import BusUnavailableError
-from diloco.common.layout import Tensor, make_layout
-from diloco.common.nats_server import NatsServer
-from diloco.common.service import Runtime
-from diloco.common.store import MemoryStore
+from diloco.common.process.config import RunSettings
+from diloco.common.process.nats_server import NatsServer
+from diloco.common.process.service import Runtime
+from diloco.common.protocol import names
+from diloco.common.protocol.errors import BusUnavailableError
+from diloco.common.protocol.layout import Tensor, make_layout
+from diloco.common.storage.bus import StreamLimits, jetstream
+from diloco.common.storage.store import MemoryStore
+from diloco.judge import doctor
 from diloco.learner.context import Context
-from diloco.learner.incarnation import Joined
 from diloco.learner.peers import Alone
-from diloco.learner.publish import Publisher, Uploader
 from diloco.learner.synchronizer import Meter
+from diloco.learner.wire.incarnation import Joined
+from diloco.learner.wire.publish import Publisher, Uploader
 
 RUN = "full"
 LAYOUT = make_layout([Tensor(name="w", shape=(32,), dtype="float32")], fragments=1, block=16)

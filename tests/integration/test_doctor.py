@@ -16,14 +16,14 @@ import tomli_w
 from audit import Tape, read_items, read_tape
 from harness import World, environment, make_world
 
-from diloco.check.audit import audit
-from diloco.check.doctor import Report, examine
-from diloco.check.objects import check_objects, list_now
-from diloco.check.remake import remake
-from diloco.common import names, wire
-from diloco.common.errors import Exit
-from diloco.common.nats_server import NatsServer
-from diloco.common.store import open_store
+from diloco.common.process.nats_server import NatsServer
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import Exit
+from diloco.common.storage.store import open_store
+from diloco.judge.audit import audit
+from diloco.judge.doctor import Report, examine
+from diloco.judge.objects import check_objects, list_now
+from diloco.judge.remake import remake
 from diloco.run.state import Finding
 
 STEPS = 64

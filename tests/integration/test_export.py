@@ -8,8 +8,8 @@ import pytest
 from audit import read_tape
 from harness import ENDLESS, PATIENCE_S, World
 
-from diloco.common import shards
-from diloco.learner.delta import vector_of
+from diloco.common.protocol import shards
+from diloco.learner.tensors.delta import vector_of
 from diloco.operate import change as operate
 from tests.models import tiny
 from tests.models.tiny import write_tiny
@@ -41,7 +41,7 @@ def digests(world: World, name: str) -> list[str]:
 
 @pytest.mark.long
 def test_a_run_that_goes_on_is_exported_as_it_is_and_as_it_was(new_world, options):
-    task = {"build": "diloco.learner.causal_lm:build", "options": options}
+    task = {"build": "diloco.models.decoders:build", "options": options}
     # Slow, so that what matters here, the exports, have the machine's cores.
     learner = {"speed": {"learner-0": 0.2, "learner-1": 0.2}}
     world = new_world(run=ENDLESS, task=task, learner=learner)

@@ -17,11 +17,11 @@ from audit import read_tape
 from harness import ENDLESS, World
 from mallory import TOKENS_PER_STEP, Mallory
 
-from diloco.common import names, shards, slices, wire
-from diloco.common.bus import Bus, Message
-from diloco.common.errors import WireError
-from diloco.common.shards import HEADER
-from diloco.common.tape import decode, messages_of
+from diloco.common.protocol import names, shards, slices, wire
+from diloco.common.protocol.errors import WireError
+from diloco.common.protocol.shards import HEADER
+from diloco.common.storage.bus import Bus, Message
+from diloco.common.storage.tape import decode, messages_of
 from diloco.run.history import Sent
 
 

@@ -10,7 +10,7 @@ import pytest
 from audit import Tape, read_tape
 from harness import ENDLESS, Process, World, eventually
 
-from diloco.common.nats_server import NatsServer
+from diloco.common.process.nats_server import NatsServer
 
 SLOWER = {"options": {"notes": "notes", "sleep_s": 0.02}}
 # The tape keeps every life's messages, to be looked at afterwards.

@@ -11,13 +11,13 @@ from audit import read_tape
 from harness import ENDLESS, Process, World
 
 from diloco.aggregator.daemon import load_run
-from diloco.common import log
-from diloco.common.bus import Message
-from diloco.common.bus.jetstream import NatsBus
-from diloco.common.service import Runtime
-from diloco.common.store import DirectoryStore, open_store
-from diloco.learner.adopt import load as load_newest
+from diloco.common.process import log
+from diloco.common.process.service import Runtime
+from diloco.common.storage.bus import Message
+from diloco.common.storage.bus.jetstream import NatsBus
+from diloco.common.storage.store import DirectoryStore, open_store
 from diloco.learner.context import Context
+from diloco.learner.wire.adopt import load as load_newest
 
 SLOWER = {"options": {"notes": "notes", "sleep_s": 0.02}}
 # The tape keeps every life's messages, to be looked at afterwards.

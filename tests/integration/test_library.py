@@ -18,9 +18,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
 import diloco
-from diloco.cli.opening import open_run
-from diloco.common import names, wire
-from diloco.common.errors import (
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import (
     ConfigError,
     DilocoError,
     DivergedError,
@@ -28,6 +27,7 @@ from diloco.common.errors import (
     RunMismatchError,
     TaskError,
 )
+from diloco.run.cli.opening import open_run
 from diloco.run.state import Run
 from diloco.run.watch import Watch
 

@@ -9,7 +9,7 @@ import pytest
 from harness import ENDLESS
 
 import diloco
-from diloco.common.nats_server import LOOPBACK, free_port
+from diloco.common.process.nats_server import LOOPBACK, free_port
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ import pytest
 from audit import read_tape
 from harness import PATIENCE_S, ROOT, World, all_gone, environment, eventually
 
-from diloco.cli.opening import open_run
-from diloco.common.errors import Exit
-from diloco.common.tape import last_record
+from diloco.common.protocol.errors import Exit
+from diloco.common.storage.tape import last_record
+from diloco.run.cli.opening import open_run
 
 SMALL = ["--set", "sync.interval_steps=8", "--set", "sync.fragments=3", "--set", "sync.block=16"]
 FIELDS = {

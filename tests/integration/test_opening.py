@@ -10,8 +10,8 @@ import pytest
 from forged import Frames, frames_of, write
 from harness import World, make_world
 
-from diloco.cli.opening import Place, open_run, use_place
-from diloco.common.errors import (
+from diloco.common.process.nats_server import NatsServer
+from diloco.common.protocol.errors import (
     BusError,
     BusUnavailableError,
     ConfigError,
@@ -20,11 +20,11 @@ from diloco.common.errors import (
     RunMissingError,
     StoreMissingError,
 )
-from diloco.common.nats_server import NatsServer
 from diloco.operate.remove import belongings, check_bundled, remove
 from diloco.replay.bundle import run_bundle
 from diloco.replay.options import BundleOptions
 from diloco.replay.restore import run_restore
+from diloco.run.cli.opening import Place, open_run, use_place
 
 FRAGMENTS = 3
 

@@ -9,9 +9,9 @@ import pytest
 from audit import Tape, judged, read_tape
 from harness import ENDLESS, PATIENCE_S, World, open_world
 
-from diloco.common import wire
-from diloco.common.errors import ConfigError, RunMismatchError
-from diloco.common.nats_server import NatsServer
+from diloco.common.process.nats_server import NatsServer
+from diloco.common.protocol import wire
+from diloco.common.protocol.errors import ConfigError, RunMismatchError
 from diloco.operate import change as operate
 
 SLOWER = {"options": {"notes": "notes", "sleep_s": 0.02}}

@@ -8,12 +8,12 @@ import pytest
 from audit import judged, read_tape
 from harness import ENDLESS, PATIENCE_S, World, eventually
 
-from diloco.common.config import load_config
-from diloco.common.errors import RunMismatchError
+from diloco.common.process.config import load_config
+from diloco.common.protocol.errors import RunMismatchError
 from diloco.operate import change as operate
 from diloco.operate.create import create_from
 from diloco.replay.export import run_export
-from diloco.run.screen import look_back
+from diloco.show.status.screen import look_back
 
 SHORT, LONG = 32, 64
 SLOWER = {"options": {"notes": "notes", "sleep_s": 0.02}}

@@ -20,14 +20,14 @@ import structlog
 from harness import ENDLESS, PATIENCE_S, World, open_world
 
 import diloco
-from diloco.auth import files as auth
-from diloco.common import names, wire
-from diloco.common.bus import StreamLimits
-from diloco.common.bus.jetstream import NatsBus, connect, cursor
-from diloco.common.config import BusSection
-from diloco.common.credentials import SHARED_API, load_credentials
-from diloco.common.errors import BusError, BusUnavailableError, ConfigError, Exit
-from diloco.common.nats_server import NatsServer, free_port
+from diloco.common.process.config import BusSection
+from diloco.common.process.credentials import SHARED_API, load_credentials
+from diloco.common.process.nats_server import NatsServer, free_port
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import BusError, BusUnavailableError, ConfigError, Exit
+from diloco.common.storage.bus import StreamLimits
+from diloco.common.storage.bus.jetstream import NatsBus, connect, cursor
+from diloco.operate.auth import files as auth
 from diloco.operate.streams import make_streams
 
 Run = Callable[[Coroutine[Any, Any, None]], None]

@@ -7,7 +7,7 @@ import urllib.request
 from harness import ENDLESS, World
 from prometheus_client.parser import text_string_to_metric_families
 
-from diloco.common.nats_server import free_port
+from diloco.common.process.nats_server import free_port
 
 
 def page(port: int, path: str) -> str:

@@ -20,8 +20,8 @@ import yaml
 from harness import ENDLESS, ROOT
 from test_probes import start_aggregator, start_learner
 
-from diloco.common import metrics
-from diloco.common.nats_server import free_port
+from diloco.common.process import metrics
+from diloco.common.process.nats_server import free_port
 
 ALERTS = ROOT / "infra" / "prometheus" / "alerts.yml"
 CONFIG = ROOT / "infra" / "prometheus" / "prometheus.yml"

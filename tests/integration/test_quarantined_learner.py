@@ -10,9 +10,9 @@ from audit import read_tape
 from harness import ENDLESS, World
 from mallory import Mallory
 
-from diloco.common import names, wire
-from diloco.common.bus import Bus
-from diloco.common.errors import Exit
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import Exit
+from diloco.common.storage.bus import Bus
 from diloco.run.history import Sent
 
 RATE = 5.0

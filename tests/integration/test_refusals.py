@@ -8,8 +8,8 @@ from audit import read_tape
 from harness import ENDLESS, Process, eventually, make_world
 from safetensors.numpy import save_file
 
-from diloco.common.errors import Exit
-from diloco.common.nats_server import NatsServer, free_port
+from diloco.common.process.nats_server import NatsServer, free_port
+from diloco.common.protocol.errors import Exit
 
 
 def refused(process: Process, status: Exit, *expected: str) -> None:

@@ -14,17 +14,17 @@ from rich.console import Console
 from safetensors.numpy import load_file
 from test_operations import LEARNERS, SLOWER, ask, until_versions
 
-from diloco.cli.opening import Place, use_place
-from diloco.common import names, wire
-from diloco.common.errors import BusError, ConfigError
-from diloco.common.nats_server import NatsServer
-from diloco.common.store import open_store
+from diloco.common.process.nats_server import NatsServer
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import BusError, ConfigError
+from diloco.common.storage.store import open_store
 from diloco.operate import change as operate
 from diloco.replay import run as replay
 from diloco.replay.bundle import run_bundle
 from diloco.replay.export import run_export
 from diloco.replay.options import BundleOptions, Options
 from diloco.replay.restore import run_restore
+from diloco.run.cli.opening import Place, use_place
 
 
 @pytest.fixture(autouse=True)

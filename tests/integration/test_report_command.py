@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 from harness import ENDLESS, ROOT, World, environment, make_world
 
-from diloco.cli.opening import open_run
-from diloco.common import names, wire
-from diloco.common.errors import Exit
-from diloco.common.nats_server import NatsServer
-from diloco.model.scores import Scorer
-from diloco.page.lanes import make_lanes
-from diloco.page.report import gather
+from diloco.common.process.nats_server import NatsServer
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import Exit
+from diloco.run.cli.opening import open_run
+from diloco.run.model.scores import Scorer
 from diloco.run.timeseries import TimeSeries
+from diloco.show.page.lanes import make_lanes
+from diloco.show.page.report import gather
 
 
 def diloco(*arguments: str, cwd: Path = ROOT) -> "subprocess.CompletedProcess[str]":

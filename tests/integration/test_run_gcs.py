@@ -7,7 +7,7 @@ from pathlib import Path
 from audit import read_tape
 from harness import eventually
 
-from diloco.common.store import open_store
+from diloco.common.storage.store import open_store
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from gcs_server import GcsServer

@@ -10,7 +10,7 @@ from harness import ENDLESS, World
 from runbook_pages import RUNBOOKS, commands
 from typer.testing import CliRunner
 
-from diloco.common import log
+from diloco.common.process import log
 from diloco.program import app
 
 # Those that last as long as a run, that want a bus without it, or a task that writes text; and

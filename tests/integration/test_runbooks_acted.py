@@ -17,10 +17,10 @@ from night import Night
 from small_disk import fill, small_disk
 from test_unequal_slices import OFTEN, until_merged
 
-from diloco.common import log
-from diloco.common.errors import Exit
-from diloco.common.nats_server import LOOPBACK, NatsServer, free_port
-from diloco.common.release import release
+from diloco.common.process import log
+from diloco.common.process.nats_server import LOOPBACK, NatsServer, free_port
+from diloco.common.process.release import release
+from diloco.common.protocol.errors import Exit
 
 SLOWER = {"options": {"notes": "notes", "sleep_s": 0.02}}
 

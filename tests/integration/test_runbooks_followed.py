@@ -12,11 +12,11 @@ import spoiled
 from runbook_pages import ROOT, commands
 from typer.testing import CliRunner
 
-from diloco.cli.opening import Place, use_place
-from diloco.common import log
+from diloco.common.process import log
 from diloco.program import app
 from diloco.replay.bundle import run_bundle
 from diloco.replay.options import BundleOptions
+from diloco.run.cli.opening import Place, use_place
 
 pytestmark = pytest.mark.slow
 

@@ -17,9 +17,9 @@ pytest.importorskip("grain")
 import shares_task
 
 import diloco
-from diloco.common import names, wire
-from diloco.common.errors import Exit
-from diloco.common.tape import Entry
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import Exit
+from diloco.common.storage.tape import Entry
 
 EPOCH = shares_task.SHARES * (shares_task.EXAMPLES // shares_task.SHARES // shares_task.BATCH)
 

@@ -11,11 +11,11 @@ from harness import ENDLESS, World, environment
 from rich.console import Console
 from tiny_task import BATCH
 
-from diloco.cli.opening import open_run
-from diloco.common.config import BusSection
-from diloco.run.screen import picture
+from diloco.common.process.config import BusSection
+from diloco.run.cli.opening import open_run
 from diloco.run.state import Run
 from diloco.run.watch import Watch, read_runs
+from diloco.show.status.screen import picture
 
 
 def diloco(world: World, *arguments: str) -> str:

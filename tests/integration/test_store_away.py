@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco.common.errors import ObjectMissingError, StoreUnavailableError
-from diloco.common.store import DirectoryStore
+from diloco.common.protocol.errors import ObjectMissingError, StoreUnavailableError
+from diloco.common.storage.store import DirectoryStore
 
 
 @pytest.mark.parametrize("mount_point_stays", [False, True])

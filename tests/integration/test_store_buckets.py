@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 from audit import read_tape
 
-from diloco.common.errors import (
+from diloco.common.protocol.errors import (
     ConfigError,
     ObjectUnreadableError,
     StoreError,
     StoreSlowError,
     StoreUnavailableError,
 )
-from diloco.common.store import open_store
+from diloco.common.storage.store import open_store
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import bucket_servers
@@ -129,7 +129,9 @@ def test_without_an_account_it_is_said_what_to_set(monkeypatch: pytest.MonkeyPat
 
 
 def test_without_the_client_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in [name for name in sys.modules if name.startswith("diloco.common.store.buckets")]:
+    for module in [
+        name for name in sys.modules if name.startswith("diloco.common.storage.store.buckets")
+    ]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(ConfigError, match="not installed") as caught:

@@ -15,7 +15,7 @@ import pytest
 import requests
 from google.auth.credentials import AnonymousCredentials
 
-from diloco.common.errors import (
+from diloco.common.protocol.errors import (
     ObjectExistsError,
     ObjectMissingError,
     ObjectUnreadableError,
@@ -23,8 +23,8 @@ from diloco.common.errors import (
     StoreSlowError,
     StoreUnavailableError,
 )
-from diloco.common.store import ObjectInfo, open_store
-from diloco.common.store.gcs import PART_BYTES, GcsStore
+from diloco.common.storage.store import ObjectInfo, open_store
+from diloco.common.storage.store.gcs import PART_BYTES, GcsStore
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from gcs_server import GcsServer
@@ -411,7 +411,7 @@ def test_many_threads_keep_their_connections(server: GcsServer, store: GcsStore)
 
 MEMORY = """
 import resource, sys, threading
-from diloco.common.store.gcs import PART_BYTES, open_gcs
+from diloco.common.storage.store.gcs import PART_BYTES, open_gcs
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10

@@ -8,9 +8,9 @@ import nats
 import pytest
 from harness import World
 
-from diloco.common import names
-from diloco.common.errors import Exit
-from diloco.common.nats_server import NatsServer
+from diloco.common.process.nats_server import NatsServer
+from diloco.common.protocol import names
+from diloco.common.protocol.errors import Exit
 
 BUS = {
     "duplicate_window_s": 60.0,

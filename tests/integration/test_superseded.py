@@ -5,7 +5,7 @@ from audit import read_tape
 from harness import ENDLESS, Process, World
 from test_unequal_slices import start, until_merged
 
-from diloco.common.errors import Exit
+from diloco.common.protocol.errors import Exit
 
 # The tape keeps every life's messages, to be looked at afterwards.
 WHOLE = {"enabled": False}

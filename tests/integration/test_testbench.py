@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from google.auth.credentials import AnonymousCredentials
 
-from diloco.common.errors import StoreError, StoreUnavailableError
-from diloco.common.store import ObjectInfo
-from diloco.common.store.gcs import PART_BYTES, GcsStore
+from diloco.common.protocol.errors import StoreError, StoreUnavailableError
+from diloco.common.storage.store import ObjectInfo
+from diloco.common.storage.store.gcs import PART_BYTES, GcsStore
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import testbench

@@ -4,7 +4,7 @@ import pytest
 from audit import Tape, read_tape
 from harness import ENDLESS, PEER_LOST, Process, World
 
-from diloco.common.nats_server import LOOPBACK, free_port
+from diloco.common.process.nats_server import LOOPBACK, free_port
 
 # The tape keeps every life's messages, to be looked at afterwards.
 WHOLE = {"enabled": False}

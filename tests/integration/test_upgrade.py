@@ -8,10 +8,10 @@ import pytest
 from audit import Tape, read_tape
 from harness import ENDLESS, World
 
-from diloco.common import names
-from diloco.common.bus.jetstream import NatsBus
-from diloco.common.errors import Exit
-from diloco.common.wire import fields
+from diloco.common.protocol import names
+from diloco.common.protocol.errors import Exit
+from diloco.common.protocol.wire import fields
+from diloco.common.storage.bus.jetstream import NatsBus
 
 # Two releases in a row: the later one writes a schema that the earlier one can read already.
 EARLIER = ("other_release", "1", "1,2")

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco.learner import tree
-from diloco.learner.causal_lm import model
-from diloco.learner.causal_lm.config import parse_config
-from diloco.learner.causal_lm.lora import LoraOptions, read_lora, with_adapters
-from diloco.learner.causal_lm.sizes import table
 from diloco.learner.task import Variables
-from diloco.model.load import load
+from diloco.learner.tensors import tree
+from diloco.models.decoders import model
+from diloco.models.decoders.config import parse_config
+from diloco.models.decoders.lora import LoraOptions, read_lora, with_adapters
+from diloco.models.decoders.sizes import table
+from diloco.run.model.load import load
 from tests.models import tiny
 from tests.models.cases import CASES
 from tests.models.weights import tokens
@@ -100,7 +100,7 @@ def train(checkpoint, folder, *more):
     given += ["task.options.length=64", "task.options.batch=2", "task.options.learning_rate=1e-2"]
     given += ["sync.fragments=2", "sync.interval_steps=10", "sync.overlap_steps=2", *more]
     settings = [word for each in given for word in ("--set", each)]
-    task = ["--task", "diloco.learner.causal_lm:build", "--run-dir", folder / "run"]
+    task = ["--task", "diloco.models.decoders:build", "--run-dir", folder / "run"]
     options = ["--cpu", "--learners", 2, "--steps", 40, "--kill", "none", *settings]
     diloco("local", *task, *options)
 

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diloco.learner.causal_lm import checkpoint, model
-from diloco.learner.causal_lm.config import DecoderConfig, parse_config, read_config
-from diloco.learner.causal_lm.sizes import table
 from diloco.learner.task import Params, named_leaves
+from diloco.models.decoders import checkpoint, model
+from diloco.models.decoders.config import DecoderConfig, parse_config, read_config
+from diloco.models.decoders.sizes import table
 from tests.models.cases import LLAMA
 
 

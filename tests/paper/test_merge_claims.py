@@ -16,8 +16,8 @@ from diloco.aggregator.arrays.merge import (
     segment_norms,
 )
 from diloco.aggregator.arrays.outer import make_outer
-from diloco.common.layout import Tensor, TensorHint, make_layout
-from diloco.common.quantize import encode
+from diloco.common.protocol.layout import Tensor, TensorHint, make_layout
+from diloco.learner.tensors.quantize import encode
 
 SIZE = 1 << 14
 BLOCK = 64

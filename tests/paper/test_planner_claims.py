@@ -7,7 +7,7 @@ Its learners are the paper's, which go on with the slices that are left.
 import numpy as np
 import pytest
 
-from diloco.common.config import parse_settings
+from diloco.common.process.config import parse_settings
 from diloco.plan import traffic as plan_traffic
 from diloco.plan.forecast import Fleet, Island, make_plan
 from diloco.plan.outages import Outages

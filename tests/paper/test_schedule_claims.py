@@ -7,9 +7,9 @@ import pytest
 
 from diloco.aggregator.core import policy
 from diloco.aggregator.core.policy import fragment_rules
-from diloco.common.config import RunSettings
-from diloco.common.layout import Tensor, make_layout, offset_steps
-from diloco.learner import sync
+from diloco.common.process.config import RunSettings
+from diloco.common.protocol.layout import Tensor, make_layout, offset_steps
+from diloco.learner.core import sync
 
 
 def settings(**sections):

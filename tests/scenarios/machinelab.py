@@ -13,9 +13,9 @@ from diloco.aggregator.core import events, machine, memory, policy, rounds
 from diloco.aggregator.core.decisions import decide
 from diloco.aggregator.core.events import AskCut, Commit, Effect
 from diloco.aggregator.core.state import State
-from diloco.common import names, shards, slices, wire
-from diloco.common.config import RunSettings, make_config
-from diloco.common.layout import Tensor, make_layout
+from diloco.common.process.config import RunSettings, make_config
+from diloco.common.protocol import names, shards, slices, wire
+from diloco.common.protocol.layout import Tensor, make_layout
 
 BLOCK = 16
 LAYOUT = make_layout([Tensor(name="w", shape=(32, 64), dtype="float32")], fragments=1, block=BLOCK)

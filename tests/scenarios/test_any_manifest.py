@@ -11,8 +11,8 @@ from machinelab import Lab, lab_rules, make_manifest
 
 from diloco.aggregator.core import events
 from diloco.aggregator.core.events import Fetch
-from diloco.common import wire
-from diloco.common.errors import WireError
+from diloco.common.protocol import wire
+from diloco.common.protocol.errors import WireError
 
 NAMES = st.one_of(
     st.text(min_size=1, max_size=512),

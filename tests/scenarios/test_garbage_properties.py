@@ -2,7 +2,7 @@
 
 A history plays one fragment: lives of learners, their updates, versions, verdicts, rollbacks,
 checkpoints, candidates that lost their race, drawn from a seed. It collects now and then, as
-`aggregator/collector.py` does, and goes on with what is left. What must be there is said here a
+`aggregator/owner/collector.py` does, and goes on with what is left. What must be there is said here a
 second time, in terms of what the history knows, without the planner.
 """
 
@@ -15,7 +15,7 @@ from records import make_input, make_record, make_ref
 from diloco.aggregator.core import garbage, memory
 from diloco.aggregator.core.garbage import Fleet, Ledger
 from diloco.aggregator.core.updates import UpdateId
-from diloco.common import names, slices, wire
+from diloco.common.protocol import names, slices, wire
 
 RUN, FRAGMENT, EPOCH = "lab", 3, 1
 LEARNERS = ("a", "b", "c")

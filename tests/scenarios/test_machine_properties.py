@@ -17,7 +17,7 @@ from machinelab import Lab, digest_of, lab_rules, make_manifest
 from diloco.aggregator.core import events, rounds
 from diloco.aggregator.core.events import Fetch, Ignored
 from diloco.aggregator.core.updates import UpdateId
-from diloco.common import wire
+from diloco.common.protocol import wire
 
 LEARNERS = ("a", "b", "c")
 LIVES = 5

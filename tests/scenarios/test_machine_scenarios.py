@@ -39,7 +39,7 @@ from diloco.aggregator.core.events import (
     Quarantine,
 )
 from diloco.aggregator.core.updates import UpdateId
-from diloco.common import slices
+from diloco.common.protocol import slices
 
 FIELDS = {"step": "step_time_s"}
 

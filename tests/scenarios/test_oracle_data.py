@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 from machinelab import lab_rules, make_manifest
 
-from diloco.common import wire
-from diloco.oracle.data import Data
+from diloco.common.protocol import wire
+from diloco.judge.oracle.data import Data
 
 SPECIFICATION = wire.Specification.model_construct(epoch=0)
 

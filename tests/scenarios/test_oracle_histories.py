@@ -13,10 +13,10 @@ from machinelab import LAYOUT, Lab, lab_rules, lab_settings, make_manifest
 from test_machine_properties import ACTIONS, History, OneLearner, name_of
 
 from diloco.aggregator.core import events
-from diloco.common import names, wire
-from diloco.common.tape import Entry, Garbage, record_digest
-from diloco.oracle.chain import Chain
-from diloco.oracle.finding import Finding
+from diloco.common.protocol import names, wire
+from diloco.common.storage.tape import Entry, Garbage, record_digest
+from diloco.judge.oracle.chain import Chain
+from diloco.judge.oracle.finding import Finding
 
 HISTORIES = 60
 EVENTS = 600

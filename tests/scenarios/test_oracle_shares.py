@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 from machinelab import lab_rules, make_manifest
 
-from diloco.common import wire
-from diloco.common.config import RunSection
-from diloco.oracle.shares import Shares
+from diloco.common.process.config import RunSection
+from diloco.common.protocol import wire
+from diloco.judge.oracle.shares import Shares
 
 HUGE = 1 << 62
 

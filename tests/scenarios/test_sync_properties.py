@@ -6,8 +6,8 @@ from typing import NamedTuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.common.config import SyncSection
-from diloco.learner import sync
+from diloco.common.process.config import SyncSection
+from diloco.learner.core import sync
 
 FRAGMENTS = 3
 fragment = st.integers(0, FRAGMENTS - 1)

@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 from scripts import check, files, split
 
-from diloco.common.config import SyncSection
-from diloco.common.layout import Rhythm, next_step
-from diloco.learner import sync
+from diloco.common.process.config import SyncSection
+from diloco.common.protocol.layout import Rhythm, next_step
+from diloco.learner.core import sync
 
 TOKENS = 10
 EVENTS = {"stop": sync.Stop, "leave": sync.Leave, "end": sync.End}

@@ -17,7 +17,8 @@ from simbus import ActorBus
 from simloop import ACTOR
 from simstore import ActorStore
 
-from diloco.common.errors import (
+from diloco.common.process.service import Clock, Runtime
+from diloco.common.protocol.errors import (
     AccessDeniedError,
     DilocoError,
     IntegrityError,
@@ -25,7 +26,6 @@ from diloco.common.errors import (
     RunMismatchError,
     WireError,
 )
-from diloco.common.service import Clock, Runtime
 
 if TYPE_CHECKING:
     from simworld import World

@@ -5,7 +5,7 @@ from collections.abc import Container, Iterable, Mapping
 
 from simchain import UpdateId, Violation, hold, update_id
 
-from diloco.common import wire
+from diloco.common.protocol import wire
 
 # The learner that lies.
 LIAR_INDEX = 15

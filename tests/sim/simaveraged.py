@@ -15,8 +15,8 @@ from simadmission import LIAR
 from simchain import UpdateId, hold
 from simtensors import Covers
 
-from diloco.common import wire
-from diloco.learner.sync import Ready
+from diloco.common.protocol import wire
+from diloco.learner.core.sync import Ready
 
 # What an update on an older version may still count for.
 NEARLY_NOTHING = 1e-5

@@ -12,8 +12,8 @@ from simaveraged import Life
 from simchain import UpdateId, hold
 from simtensors import Covers, faded
 
-from diloco.common import wire
-from diloco.learner.sync import Ready
+from diloco.common.protocol import wire
+from diloco.learner.core.sync import Ready
 
 
 @dataclass

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from simrelease import as_earlier
 
-from diloco.common.bus import (
+from diloco.common.protocol.errors import AccessDeniedError, BusUnavailableError, SwapLostError
+from diloco.common.storage.bus import (
     Filled,
     MemoryBroker,
     MemoryBus,
@@ -22,7 +23,6 @@ from diloco.common.bus import (
     stream_went_back,
     subject_matches,
 )
-from diloco.common.errors import AccessDeniedError, BusUnavailableError, SwapLostError
 
 if TYPE_CHECKING:
     from simactor import Actor

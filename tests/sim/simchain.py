@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from simtensors import TOKENS, Covers
 
-from diloco.common import wire
-from diloco.common.tape import by_learner
+from diloco.common.protocol import wire
+from diloco.common.storage.tape import by_learner
 
 
 class Violation(Exception):  # noqa: N818 - no error of ours, but of what is tested

@@ -19,12 +19,12 @@ from simoracle import Beside
 from simstore import AsStored
 from simtensors import Covers, Light
 
-from diloco.common import names, shards, wire
-from diloco.common.bus import Message
-from diloco.common.errors import DilocoError, WireError
-from diloco.common.tape import decode, decode_as
-from diloco.common.tape.positions import first_sequence
-from diloco.learner.sync import Ready
+from diloco.common.protocol import names, shards, wire
+from diloco.common.protocol.errors import DilocoError, WireError
+from diloco.common.storage.bus import Message
+from diloco.common.storage.tape import decode, decode_as
+from diloco.common.storage.tape.positions import first_sequence
+from diloco.learner.core.sync import Ready
 
 if TYPE_CHECKING:
     from simworld import World

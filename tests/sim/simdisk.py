@@ -13,12 +13,12 @@ import numpy as np
 from simactor import Actor
 from simchain import Violation
 
-from diloco.common.config import LearnerSection
-from diloco.learner import checkpoint as checkpoints
-from diloco.learner.checkpoint import Checkpoint, Facts, PartFolder
+from diloco.common.process.config import LearnerSection
 from diloco.learner.context import Context
-from diloco.learner.recovery import Progress, Restored, restore
 from diloco.learner.synchronizer import Synchronizer
+from diloco.learner.tensors import checkpoint as checkpoints
+from diloco.learner.tensors.checkpoint import Checkpoint, Facts, PartFolder
+from diloco.learner.wire.recovery import Progress, Restored, restore
 
 KEEP = 12
 EVERY_STEPS = 3

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from diloco.common import names, wire
+from diloco.common.protocol import names, wire
 
 
 class Made(NamedTuple):

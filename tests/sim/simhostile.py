@@ -15,12 +15,12 @@ from simchain import UpdateId
 from simtensors import TOKENS
 from simworld import World
 
-from diloco.common import names, wire
-from diloco.common.errors import DilocoError
-from diloco.learner import sync
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import DilocoError
 from diloco.learner.context import Context as LearnerContext
-from diloco.learner.incarnation import join
-from diloco.learner.publish import Uploader
+from diloco.learner.core import sync
+from diloco.learner.wire.incarnation import join
+from diloco.learner.wire.publish import Uploader
 
 # Seconds between two lies, and how many of them are no manifests.
 EVERY_S = 3.0

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from diloco.common.codec import Encoded
-from diloco.learner import sync
+from diloco.common.protocol.codec import Encoded
 from diloco.learner.context import Context, Tensors
-from diloco.learner.publish import Stored, Uploader
+from diloco.learner.core import sync
+from diloco.learner.wire.publish import Stored, Uploader
 
 # Runs of blocks of one host, of any length.
 RUNS = 6

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from diloco.common import wire
-from diloco.common.bus import Message
-from diloco.common.codec import Codec, Encoded
-from diloco.common.layout import Layout
-from diloco.common.store import ObjectStore
-from diloco.common.tape import read_message, read_positions
-from diloco.oracle import Finding, Oracle, Remaker
-from diloco.oracle.arrays import Arrays, Grid, Numbers
+from diloco.common.protocol import wire
+from diloco.common.protocol.codec import Codec, Encoded
+from diloco.common.protocol.layout import Layout
+from diloco.common.storage.bus import Message
+from diloco.common.storage.store import ObjectStore
+from diloco.common.storage.tape import read_message, read_positions
+from diloco.judge.oracle import Finding, Oracle, Remaker
+from diloco.judge.oracle.arrays import Arrays, Grid, Numbers
 
 
 def _norms(grid: Grid, _codec: Codec, update: Encoded) -> np.ndarray:

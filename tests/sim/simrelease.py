@@ -8,7 +8,7 @@ from typing import Any
 
 import msgpack
 
-from diloco.common import wire
+from diloco.common.protocol import wire
 
 # What a message's kind, or the field that a part of it is in, may lack, and what its absence says.
 LATER = {

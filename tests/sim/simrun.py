@@ -25,9 +25,10 @@ from simtrial import Outcome, Trial, faults, settings
 from simworld import SimLearner, World, ended
 
 from diloco.aggregator.context import Context
-from diloco.common import checkpoint_files, wire
-from diloco.common.config import BusSection, GcSection
-from diloco.common.errors import ObjectMissingError
+from diloco.common.process.config import BusSection, GcSection
+from diloco.common.protocol import wire
+from diloco.common.protocol.errors import ObjectMissingError
+from diloco.common.storage import checkpoint_files
 
 # Share of the time with faults, and how much longer than planned the rest may take.
 FAULTY = 0.75

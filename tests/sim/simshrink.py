@@ -10,9 +10,9 @@ from simrun import simulate
 from simtrial import Outcome, Trial
 from simworld import World
 
-from diloco.common import names, wire
-from diloco.common.bus import Message
-from diloco.common.tape import decode
+from diloco.common.protocol import names, wire
+from diloco.common.storage.bus import Message
+from diloco.common.storage.tape import decode
 
 # Processor time that shrinking may take, and events that a trace shows.
 SHRINK_S = 120.0

@@ -4,9 +4,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from diloco.common.errors import ObjectExistsError, ObjectMissingError, StoreUnavailableError
-from diloco.common.parts import Data
-from diloco.common.store import MemoryStore, ObjectInfo
+from diloco.common.protocol.buffers import Data
+from diloco.common.protocol.errors import (
+    ObjectExistsError,
+    ObjectMissingError,
+    StoreUnavailableError,
+)
+from diloco.common.storage.store import MemoryStore, ObjectInfo
 
 if TYPE_CHECKING:
     from simactor import Actor

@@ -26,13 +26,13 @@ import xxhash
 from diloco.aggregator.arrays.arithmetic import PRODUCTION, Arithmetic
 from diloco.aggregator.arrays.grid import Grid
 from diloco.aggregator.arrays.merge import Contribution
-from diloco.common import shards, slices, wire
-from diloco.common.averaged import sync_of
-from diloco.common.codec import Encoded, decode_numpy
-from diloco.common.config import SyncSection
-from diloco.common.layout import Layout
-from diloco.common.store import ObjectStore
-from diloco.learner.replica import Delta, Replica, View
+from diloco.common.process.averaged import sync_of
+from diloco.common.process.config import SyncSection
+from diloco.common.protocol import shards, slices, wire
+from diloco.common.protocol.codec import Encoded, decode_numpy
+from diloco.common.protocol.layout import Layout
+from diloco.common.storage.store import ObjectStore
+from diloco.learner.tensors.replica import Delta, Replica, View
 
 TOKENS = 100
 # What every block of a light update begins with: learner, start, stop.
@@ -69,7 +69,7 @@ def _read_parts(store: ObjectStore, entries: Sequence[wire.Shard], block: int) -
 
 
 class LightReplica:
-    """`diloco.learner.replica.Replica` as far as it matters which steps are unsent, in flight or sent.
+    """`diloco.learner.tensors.replica.Replica` as far as it matters which steps are unsent, in flight or sent.
 
     Of each fragment: V - q - theta covers the steps [start, position), q those in flight. Where a
     version overwrites theta, nothing is left that the next update could cover; where it is blended,

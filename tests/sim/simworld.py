@@ -31,9 +31,7 @@ from diloco.aggregator import checkpoint
 from diloco.aggregator.context import Context as AggregatorContext
 from diloco.aggregator.daemon import aggregate, load_run
 from diloco.aggregator.leases import Leases
-from diloco.common import checkpoint_files, names, wire
-from diloco.common.bus import Message, subject_matches
-from diloco.common.config import (
+from diloco.common.process.config import (
     BusSection,
     Config,
     GcSection,
@@ -41,21 +39,24 @@ from diloco.common.config import (
     check_same_run,
     parse_settings,
 )
-from diloco.common.errors import SupersededError
-from diloco.common.layout import Layout, Tensor, TensorHint, make_layout
-from diloco.common.service import cancel
-from diloco.common.tape import load_specification, place_on_tape
-from diloco.learner import sync
-from diloco.learner.adopt import Adopter, load
-from diloco.learner.boundary import NOTHING, Arrived, Decoded
+from diloco.common.process.service import cancel
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import SupersededError
+from diloco.common.protocol.layout import Layout, Tensor, TensorHint, make_layout
+from diloco.common.storage import checkpoint_files
+from diloco.common.storage.bus import Message, subject_matches
+from diloco.common.storage.tape import load_specification, place_on_tape
 from diloco.learner.context import Context as LearnerContext
-from diloco.learner.fetch import Fetcher, start_at
-from diloco.learner.incarnation import Joined, end_when_superseded, join, place_after_join
+from diloco.learner.core import sync
+from diloco.learner.core.boundary import NOTHING, Arrived, Decoded
+from diloco.learner.core.planner import HOLD_S, Planner
 from diloco.learner.peers import Alone
-from diloco.learner.planner import HOLD_S, Planner
-from diloco.learner.publish import Publisher, Uploader
-from diloco.learner.recovery import NoCheckpoints
 from diloco.learner.synchronizer import Meter, Synchronizer
+from diloco.learner.wire.adopt import Adopter, load
+from diloco.learner.wire.fetch import Fetcher, start_at
+from diloco.learner.wire.incarnation import Joined, end_when_superseded, join, place_after_join
+from diloco.learner.wire.publish import Publisher, Uploader
+from diloco.learner.wire.recovery import NoCheckpoints
 from diloco.operate.create import create_run
 from diloco.operate.streams import make_streams
 
@@ -372,7 +373,7 @@ async def ended(actor: Actor) -> None:
 
 
 class SimBackground:
-    """`diloco.learner.background.Background` within the virtual loop."""
+    """`diloco.learner.wire.background.Background` within the virtual loop."""
 
     def __init__(self, actor: Actor) -> None:
         self.actor = actor

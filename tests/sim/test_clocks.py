@@ -8,7 +8,7 @@ from simtensors import Light
 from simworld import SimLearner
 from test_run_in_virtual_time import finished, make_world, run_fleet
 
-from diloco.common import names
+from diloco.common.protocol import names
 
 STEPS_S = (-7200.0, -300.0, 300.0, 7200.0)
 # Of everybody who has a clock.

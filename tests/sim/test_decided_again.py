@@ -6,9 +6,9 @@ import pytest
 from simrun import simulate
 from simtrial import Trial
 
-from diloco.common import names, wire
-from diloco.common.config import parse_settings
-from diloco.common.tape import read_message
+from diloco.common.process.config import parse_settings
+from diloco.common.protocol import names, wire
+from diloco.common.storage.tape import read_message
 from diloco.replay.decide import decide
 from diloco.run.history import History
 

@@ -8,7 +8,7 @@ from simworld import SimLearner
 from test_decided_again import history_of
 from test_run_in_virtual_time import finished, make_world, run_fleet
 
-from diloco.check.audit import audit
+from diloco.judge.audit import audit
 from diloco.replay.decide import decide
 
 

@@ -10,22 +10,22 @@ from simshrink import commit, explain, shrink
 from simtrial import KINDS, WORLDS, Trial
 
 from diloco.aggregator.arrays.fragment import FragmentArrays
-from diloco.aggregator.committer import commit_record
 from diloco.aggregator.conductor import Conductor
 from diloco.aggregator.context import Context, store_version_object
 from diloco.aggregator.core import events, garbage, machine
 from diloco.aggregator.core.state import State
 from diloco.aggregator.core.updates import UpdateId
 from diloco.aggregator.daemon import load_run
-from diloco.common import names, shards, slices, wire
-from diloco.common.errors import AccessDeniedError, StoreUnavailableError, WireError
-from diloco.common.service import Runtime
-from diloco.common.tape import data_position, last_record, read_record
-from diloco.learner import sync
-from diloco.learner.adopt import Adopter
-from diloco.learner.checkpoint import PartFolder
-from diloco.learner.incarnation import Place
-from diloco.learner.sync import SyncRules
+from diloco.aggregator.owner.committer import commit_record
+from diloco.common.process.service import Runtime
+from diloco.common.protocol import names, shards, slices, wire
+from diloco.common.protocol.errors import AccessDeniedError, StoreUnavailableError, WireError
+from diloco.common.storage.tape import data_position, last_record, read_record
+from diloco.learner.core import sync
+from diloco.learner.core.sync import SyncRules
+from diloco.learner.tensors.checkpoint import PartFolder
+from diloco.learner.wire.adopt import Adopter
+from diloco.learner.wire.incarnation import Place
 
 SEEDS = 500
 
@@ -47,7 +47,7 @@ def no_fence():
             logger=context.logger,
         )
 
-    return mock.patch("diloco.aggregator.committer.swap", publish)
+    return mock.patch("diloco.aggregator.owner.committer.swap", publish)
 
 
 def merged_again_out_of_order():
@@ -66,7 +66,7 @@ def merged_again_out_of_order():
                 super().add_again(taken, parts)
             return super().end_again(record)
 
-    return mock.patch("diloco.aggregator.recovery.FragmentArrays", Reversed)
+    return mock.patch("diloco.aggregator.owner.recovery.FragmentArrays", Reversed)
 
 
 def redelivery_merged_again():
@@ -96,7 +96,7 @@ def blocks_where_they_come():
     def in_a_row(rows_BxW, parts, rows_nxW):
         scatter(rows_BxW, slices.of_range(0, len(rows_nxW), 1), rows_nxW)
 
-    return mock.patch("diloco.common.slices.scatter", in_a_row)
+    return mock.patch("diloco.common.protocol.slices.scatter", in_a_row)
 
 
 def position_from_any_replica():
@@ -131,7 +131,7 @@ def acknowledgement_believed():
             logger=context.logger,
         )
 
-    return mock.patch("diloco.aggregator.committer.swap", swap)
+    return mock.patch("diloco.aggregator.owner.committer.swap", swap)
 
 
 def full_disk_forgotten():
@@ -147,7 +147,7 @@ def full_disk_forgotten():
             if "is full" not in error.message or "/global/" not in str(name):
                 raise
 
-    return mock.patch("diloco.common.service.Runtime.call", once)
+    return mock.patch("diloco.common.process.service.Runtime.call", once)
 
 
 def checksum_unchecked():
@@ -157,7 +157,7 @@ def checksum_unchecked():
         data = store.get(entry.name, entry.size_bytes)
         return shards.unpack(data, codec=codec, count=count, block=block)
 
-    return mock.patch("diloco.aggregator.shard_reader._read_shard", read)
+    return mock.patch("diloco.aggregator.owner.shard_reader._read_shard", read)
 
 
 def shut_out_and_merged():
@@ -206,12 +206,12 @@ def pointer_before_its_body():
             return wire.ObjectRef(name=name, size_bytes=len(data), crc32c=shards.crc32c(data))
         return await store_version_object(context, fragment, version, what, data, logger)
 
-    return mock.patch("diloco.aggregator.committer.store_version_object", store)
+    return mock.patch("diloco.aggregator.owner.committer.store_version_object", store)
 
 
 def epoch_of_records_unchecked():
     """An aggregator goes on with the tape that has come in place of its own."""
-    return mock.patch("diloco.common.tape.records.check_record", return_value=None)
+    return mock.patch("diloco.common.storage.tape.records.check_record", return_value=None)
 
 
 def epoch_of_manifests_unchecked():
@@ -242,7 +242,7 @@ def deltas_in_the_codec_of_updates():
     def wrong(data, *, codec, count, block):
         return unpack(data, codec="int4" if codec == "int8" else codec, count=count, block=block)
 
-    return mock.patch("diloco.common.shards.unpack_delta", wrong)
+    return mock.patch("diloco.common.protocol.shards.unpack_delta", wrong)
 
 
 def checkpoints_in_string_order():
@@ -264,12 +264,14 @@ def no_answer_taken_for_one():
             if "answer is lost" not in error.message:
                 raise
 
-    return mock.patch("diloco.common.service.Runtime.call", once)
+    return mock.patch("diloco.common.process.service.Runtime.call", once)
 
 
 def deltas_taken_as_they_come():
     """A learner does not compare a version's delta with the checksum in its record."""
-    return mock.patch("diloco.learner.fetch.get_object", lambda store, ref: store.get(ref.name))
+    return mock.patch(
+        "diloco.learner.wire.fetch.get_object", lambda store, ref: store.get(ref.name)
+    )
 
 
 def never_announced_again():
@@ -278,7 +280,7 @@ def never_announced_again():
     async def silent(_publisher, _again):
         return
 
-    return mock.patch("diloco.learner.publish.Publisher.republish", silent)
+    return mock.patch("diloco.learner.wire.publish.Publisher.republish", silent)
 
 
 def unreadable_record_passed_over():
@@ -301,9 +303,11 @@ def unreadable_record_passed_over():
         return commit_record(context, record)
 
     planted = contextlib.ExitStack()
-    planted.enter_context(mock.patch("diloco.aggregator.recovery.last_record", readable))
+    planted.enter_context(mock.patch("diloco.aggregator.owner.recovery.last_record", readable))
     # Compared with its base, nothing that it makes would stand.
-    planted.enter_context(mock.patch("diloco.aggregator.committer.commit_record", on_anything))
+    planted.enter_context(
+        mock.patch("diloco.aggregator.owner.committer.commit_record", on_anything)
+    )
     return planted
 
 
@@ -329,14 +333,16 @@ def views_not_compared():
         following = (one.record for one in waiting if one.record is not None)
         return sum(one.delta.size_bytes for one in following if one.version > adopted.version)
 
-    return mock.patch.multiple("diloco.learner.catchup", _stays=stays, _chain_bytes=chain_bytes)
+    return mock.patch.multiple(
+        "diloco.learner.core.catchup", _stays=stays, _chain_bytes=chain_bytes
+    )
 
 
 @contextlib.contextmanager
 def state_rebased():
     """A learner adopts averaged state as it does parameters: what it has not sent, it keeps."""
     with (
-        mock.patch.dict("diloco.common.averaged._SYNC", adopt="rebase"),
+        mock.patch.dict("diloco.common.process.averaged._SYNC", adopt="rebase"),
         mock.patch.object(SyncRules, "overwrites", lambda rules, _fragment: rules.overwrite),
     ):
         yield

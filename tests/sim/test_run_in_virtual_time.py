@@ -7,7 +7,7 @@ from simactor import CALM, Actor, Faults
 from simtensors import Ledger, Light
 from simworld import SimLearner, World, ended
 
-from diloco.common import names, wire
+from diloco.common.protocol import names, wire
 from diloco.learner.context import Traffic
 from diloco.learner.synchronizer import Meter
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from test_container import LIMIT_S, boot, make_rootfs, make_sources, why_not
 
-from diloco.auth import files as auth
 from diloco.infra import release
+from diloco.operate.auth import files as auth
 
 RUN = """
 [run]
@@ -19,7 +19,7 @@ name = "demo"
 steps = 1000000
 seed = 7
 [task]
-build = "diloco.learner.model:build"
+build = "diloco.models.bytes_lm:build"
 options = { preset = "1m", corpus = "stdlib" }
 [sync]
 interval_steps = 8

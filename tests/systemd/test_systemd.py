@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco.common.config import Config
-from diloco.common.errors import ConfigError, Exit
+from diloco.common.process.config import Config
+from diloco.common.protocol.errors import ConfigError, Exit
 from diloco.operate.units import (
     PAUSES,
     UnitOptions,

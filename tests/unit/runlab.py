@@ -13,14 +13,15 @@ import numpy as np
 
 from diloco.aggregator.context import Context
 from diloco.aggregator.daemon import aggregate
-from diloco.common import log, names, shards, slices, wire
-from diloco.common.bus import Bus, MemoryBus
-from diloco.common.config import BusSection, GcSection, RunSettings
-from diloco.common.layout import Tensor, make_layout
-from diloco.common.quantize import encode
-from diloco.common.service import Runtime, cancel
-from diloco.common.store import MemoryStore, ObjectStore
-from diloco.common.tape import Recorded, last_record, records_of
+from diloco.common.process import log
+from diloco.common.process.config import BusSection, GcSection, RunSettings
+from diloco.common.process.service import Runtime, cancel
+from diloco.common.protocol import names, shards, slices, wire
+from diloco.common.protocol.layout import Tensor, make_layout
+from diloco.common.storage.bus import Bus, MemoryBus
+from diloco.common.storage.store import MemoryStore, ObjectStore
+from diloco.common.storage.tape import Recorded, last_record, records_of
+from diloco.learner.tensors.quantize import encode
 from diloco.operate.create import create_run
 
 RUN = "lab"

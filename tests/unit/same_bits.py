@@ -14,12 +14,12 @@ import numpy as np
 from diloco.aggregator.arrays.grid import make_grid
 from diloco.aggregator.arrays.merge import Accumulator, Contribution, coefficients
 from diloco.aggregator.arrays.outer import close_round, make_outer
-from diloco.common.codec import CODECS
-from diloco.common.layout import Tensor, TensorHint, make_layout
-from diloco.common.quantize import encode
-from diloco.common.shards import digest
-from diloco.learner.delta import make_kernels
-from diloco.learner.ownership import make_ownership
+from diloco.common.protocol.codec import CODECS
+from diloco.common.protocol.layout import Tensor, TensorHint, make_layout
+from diloco.common.protocol.shards import digest
+from diloco.learner.tensors.delta import make_kernels
+from diloco.learner.tensors.ownership import make_ownership
+from diloco.learner.tensors.quantize import encode
 
 OPTIMIZERS = ("sgd", "momentum", "nesterov", "delayed_nesterov")
 SIZE = 200_000

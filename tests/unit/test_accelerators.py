@@ -10,12 +10,12 @@ import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.common.accelerators import Accelerators, find_accelerators, unused
-from diloco.common.config import environment, environment_with
-from diloco.common.errors import ConfigError
+from diloco.common.process.accelerators import Accelerators, find_accelerators, unused
+from diloco.common.process.config import environment, environment_with
+from diloco.common.protocol.errors import ConfigError
 from diloco.learner import library
 from diloco.learner.member import Member
-from diloco.local.hardware import (
+from diloco.operate.local.hardware import (
     CONTEXT_BYTES,
     LEAST_BYTES,
     Hardware,

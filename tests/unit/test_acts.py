@@ -7,11 +7,11 @@ from runlab import RUN, Lab
 
 from diloco.aggregator.rollback import find_versions
 from diloco.aggregator.settings import change_settings, check_change, end_run
-from diloco.common import names
-from diloco.common.config import RunSettings
-from diloco.common.errors import ConfigError, RunMismatchError
-from diloco.common.tape import Entry, effective_settings, load_specification, read_tape
-from diloco.oracle import Oracle
+from diloco.common.process.config import RunSettings
+from diloco.common.protocol import names
+from diloco.common.protocol.errors import ConfigError, RunMismatchError
+from diloco.common.storage.tape import Entry, effective_settings, load_specification, read_tape
+from diloco.judge.oracle import Oracle
 from diloco.run.history import act_of
 
 SHORT = {"run": {"name": RUN, "steps": 16}}

@@ -8,16 +8,16 @@ import pytest
 import structlog
 from receiver import Receiver, receiving
 
-from diloco.alerts.ledger import Ledger, Notice
-from diloco.alerts.watching import is_blind
-from diloco.alerts.webhook import Outbox, Webhook, WebhookAwayError, WebhookError
-from diloco.check import symptoms
-from diloco.check.doctor import Report
-from diloco.common.config import RunSettings
-from diloco.common.errors import ConfigError
-from diloco.common.service import Runtime
+from diloco.common.process.config import RunSettings
+from diloco.common.process.service import Runtime
+from diloco.common.protocol.errors import ConfigError
+from diloco.judge import symptoms
+from diloco.judge.doctor import Report
 from diloco.run import findings
 from diloco.run.state import Finding, Observed
+from diloco.show.alerts.ledger import Ledger, Notice
+from diloco.show.alerts.watching import is_blind
+from diloco.show.alerts.webhook import Outbox, Webhook, WebhookAwayError, WebhookError
 
 SECRETS = ("s3cr3t-path", "pa55word", "t0ken")
 

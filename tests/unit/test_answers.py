@@ -3,8 +3,8 @@
 import pytest
 import structlog
 
-from diloco.common import log
-from diloco.common.config import RunSettings
+from diloco.common.process import log
+from diloco.common.process.config import RunSettings
 from diloco.learner.context import Answers
 
 SETTINGS = RunSettings(run={"name": "quick", "steps": 60}, sync={"interval_steps": 8})

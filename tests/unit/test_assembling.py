@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from diloco.aggregator.arrays import merge
 from diloco.aggregator.arrays.grid import make_grid
 from diloco.aggregator.arrays.merge import Contribution
-from diloco.aggregator.shard_reader import read_parts, read_payload
-from diloco.common import shards, slices, wire
-from diloco.common.codec import CODECS, Encoded
-from diloco.common.errors import WireError
-from diloco.common.layout import Tensor, make_layout
-from diloco.common.quantize import encode
-from diloco.common.store import MemoryStore
+from diloco.aggregator.owner.shard_reader import read_parts, read_payload
+from diloco.common.protocol import shards, slices, wire
+from diloco.common.protocol.codec import CODECS, Encoded
+from diloco.common.protocol.errors import WireError
+from diloco.common.protocol.layout import Tensor, make_layout
+from diloco.common.storage.store import MemoryStore
+from diloco.learner.tensors.quantize import encode
 
 BLOCK = 16
 LAYOUT = make_layout(

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco.common.config import MeshSection
-from diloco.common.errors import TaskError
-from diloco.learner.causal_lm import attention
-from diloco.learner.causal_lm.attention import make_attention
-from diloco.learner.causal_lm.config import parse_config
-from diloco.learner.mesh import make_mesh, within
+from diloco.common.process.config import MeshSection
+from diloco.common.protocol.errors import TaskError
+from diloco.learner.tensors.mesh import make_mesh, within
+from diloco.models.decoders import attention
+from diloco.models.decoders.attention import make_attention
+from diloco.models.decoders.config import parse_config
 from tests.models.cases import GEMMA3
 
 ROWS, LENGTH, HEADS, GROUPS, WIDTH = 2, 256, 4, 2, 128

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from diloco.auth import files as auth
-from diloco.auth.permissions import Identity, grants
-from diloco.common import log
-from diloco.common.credentials import Credentials, load_credentials, render_credentials
-from diloco.common.errors import ConfigError
-from diloco.common.nats_server import find_binary
+from diloco.common.process import log
+from diloco.common.process.credentials import Credentials, load_credentials, render_credentials
+from diloco.common.process.nats_server import find_binary
+from diloco.common.protocol.errors import ConfigError
+from diloco.operate.auth import files as auth
+from diloco.operate.auth.permissions import Identity, grants
 from diloco.program import app
 
 

@@ -6,12 +6,12 @@ import pytest
 from diloco.aggregator.arrays.fragment import FragmentArrays, payload_of
 from diloco.aggregator.core import policy
 from diloco.aggregator.core.updates import Admitted, Credit
-from diloco.common import slices, wire
-from diloco.common.averaged import settings_of
-from diloco.common.config import make_config
-from diloco.common.layout import Tensor, TensorHint, make_layout
-from diloco.common.quantize import encode
-from diloco.oracle import numbers
+from diloco.common.process.averaged import settings_of
+from diloco.common.process.config import make_config
+from diloco.common.protocol import slices, wire
+from diloco.common.protocol.layout import Tensor, TensorHint, make_layout
+from diloco.judge.oracle import numbers
+from diloco.learner.tensors.quantize import encode
 
 BLOCK = 16
 LAYOUT = make_layout(

@@ -5,12 +5,12 @@ import sys
 
 import pytest
 
-from diloco.cli.beside import beside, beside_heard
+from diloco.run.cli.subprocess import beside, beside_heard
 
 SCRIPT = """
 import os, sys
-from diloco.cli.beside import apart, beside, beside_heard
-from diloco.common.errors import TaskError
+from diloco.run.cli.subprocess import apart, beside, beside_heard
+from diloco.common.protocol.errors import TaskError
 
 def work(what):
     import jax

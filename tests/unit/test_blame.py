@@ -9,15 +9,15 @@ import pytest
 import spoiled
 from rich.console import Console
 
-from diloco.check.doctor import examine, show
-from diloco.cli.opening import Place, use_place
-from diloco.common import names
-from diloco.common.errors import ConfigError
-from diloco.common.store.protocol import KEPT
+from diloco.common.protocol import names
+from diloco.common.protocol.errors import ConfigError
+from diloco.common.storage.store.protocol import KEPT
+from diloco.judge.doctor import examine, show
 from diloco.replay.diff import run_diff
 from diloco.replay.options import Options
 from diloco.replay.run import run_replay
 from diloco.replay.show import run_show
+from diloco.run.cli.opening import Place, use_place
 
 KINDS = ("labels", "rate", "noise")
 

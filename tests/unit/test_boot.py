@@ -21,7 +21,8 @@ from typing import Any
 import pytest
 from small_release import archive_of
 
-from diloco.infra import beside, boot, release
+from diloco.infra import boot, release
+from diloco.infra import cloud_units as beside
 from diloco.infra.cloud import Google
 
 ROOT = Path(__file__).parents[2]
@@ -436,7 +437,7 @@ LATER = {"UTC", "tomllib", "StrEnum", "Self", "file_digest", "TaskGroup", "Excep
 
 
 @pytest.mark.parametrize(
-    "name", ["beside", "boot", "cloud", "ended", "join", "keeper", "logs", "release"]
+    "name", ["boot", "cloud", "cloud_units", "ended", "join", "keeper", "logs", "release"]
 )
 def test_what_runs_before_a_release_is_there_needs_no_later_python_and_no_package(
     name: str,

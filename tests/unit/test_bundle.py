@@ -11,16 +11,16 @@ import spoiled
 from rich.console import Console
 
 import diloco
-from diloco.check.doctor import Report, examine
-from diloco.cli.opening import Place, open_run, use_place
-from diloco.common.bundle import BundleBus, BundleStore, open_bundle
-from diloco.common.errors import BusError, ConfigError, IntegrityError, StoreError
+from diloco.common.protocol.errors import BusError, ConfigError, IntegrityError, StoreError
+from diloco.common.storage.bundle import BundleBus, BundleStore, open_bundle
+from diloco.judge.doctor import Report, examine
 from diloco.replay import bundle
 from diloco.replay.bundle import run_bundle
 from diloco.replay.options import BundleOptions, Options
 from diloco.replay.restore import run_unpack
 from diloco.replay.run import run_replay
 from diloco.replay.show import run_show
+from diloco.run.cli.opening import Place, open_run, use_place
 from diloco.run.state import Run
 from diloco.run.watch import Watch
 
@@ -160,7 +160,7 @@ def test_names_are_hashed_and_all_of_it_still_verified(run, tmp_path, capsys):
 def test_a_broken_chain_stays_broken_under_other_names(run, tmp_path):
     from test_verdicts import rewritten
 
-    from diloco.common import names, wire
+    from diloco.common.protocol import names, wire
 
     def changed(message):
         if message.subject != names.record(run.name, 0):
@@ -240,7 +240,7 @@ def test_a_file_takes_nothing(whole):
 def test_decisions_are_told_to_scripts_too(run, whole, tmp_path, capsys):
     from test_verdicts import rewritten
 
-    from diloco.common import names, wire
+    from diloco.common.protocol import names, wire
 
     capsys.readouterr()
     assert replay(whole, decide=True, json=True)[0] == 0

@@ -7,10 +7,10 @@ from forged import messages_in, write_tape
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.common.bundle import BundleWriter, is_bundle, open_bundle, read_header
-from diloco.common.bundle.frames import EXPORTED, MAGIC
-from diloco.common.bus import Message
-from diloco.common.errors import ConfigError, IntegrityError
+from diloco.common.protocol.errors import ConfigError, IntegrityError
+from diloco.common.storage.bundle import BundleWriter, is_bundle, open_bundle, read_header
+from diloco.common.storage.bundle.frames import EXPORTED, MAGIC
+from diloco.common.storage.bus import Message
 from diloco.replay.restore import run_restore
 
 MESSAGES = [

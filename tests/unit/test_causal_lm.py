@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from diloco.common.errors import ConfigError
-from diloco.learner import tree
-from diloco.learner.causal_lm import checkpoint, model
-from diloco.learner.causal_lm.config import parse_config, read_config
-from diloco.learner.causal_lm.sizes import table
+from diloco.common.protocol.errors import ConfigError
+from diloco.learner.tensors import tree
+from diloco.models.decoders import checkpoint, model
+from diloco.models.decoders.config import parse_config, read_config
+from diloco.models.decoders.sizes import table
 from tests.models import tiny
 from tests.models.cases import CASES, GEMMA3, LLAMA, LLAMA3, QWEN3
 from tests.models.weights import ROWS, STRIDE, tokens, weight

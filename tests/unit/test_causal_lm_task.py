@@ -5,22 +5,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco.common.errors import ConfigError, TaskError
-from diloco.common.layout import make_layout
-from diloco.learner import tree
-from diloco.learner.causal_lm import model
-from diloco.learner.causal_lm.config import parse_config
-from diloco.learner.causal_lm.sizes import SIZES, size_named
-from diloco.learner.causal_lm.task import matrices, next_token_loss
+from diloco.common.protocol.errors import ConfigError, TaskError
+from diloco.common.protocol.layout import make_layout
 from diloco.learner.contract import load_task
-from diloco.learner.delta import vector_of
 from diloco.learner.task import named_leaves, params_shapes
+from diloco.learner.tensors import tree
+from diloco.learner.tensors.delta import vector_of
+from diloco.models.decoders import model
+from diloco.models.decoders.config import parse_config
+from diloco.models.decoders.sizes import SIZES, size_named
+from diloco.models.decoders.task import matrices, next_token_loss
 from diloco.operate.create import _flatten, _folder
 from tests.models import tiny
 from tests.models.cases import CASES, LLAMA
 from tests.models.tiny import write_tiny
 
-BUILD = "diloco.learner.causal_lm:build"
+BUILD = "diloco.models.decoders:build"
 END = 3
 # As the model cards count them.
 COUNTS = {
@@ -127,7 +127,7 @@ def test_a_folder_without_tensors_is_no_beginning(folders):
 
 
 def test_a_task_that_reads_no_folder_refuses_one(tmp_path):
-    task = load_task("diloco.learner.model:build", steps=20, seed=0, options={})
+    task = load_task("diloco.models.bytes_lm:build", steps=20, seed=0, options={})
     with pytest.raises(ConfigError, match="is a folder"):
         _folder(task, tmp_path)
 

@@ -12,16 +12,23 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from diloco.common.config import LearnerSection, MeshSection, RunSettings
-from diloco.common.errors import CheckpointError
-from diloco.common.layout import Tensor, make_layout
-from diloco.common.service import Runtime
-from diloco.common.store import MemoryStore
-from diloco.learner import checkpoint
+from diloco.common.process.config import LearnerSection, MeshSection, RunSettings
+from diloco.common.process.service import Runtime
+from diloco.common.protocol.errors import CheckpointError
+from diloco.common.protocol.layout import Tensor, make_layout
+from diloco.common.storage.store import MemoryStore
 from diloco.learner.context import Context
-from diloco.learner.mesh import make_mesh
-from diloco.learner.optimizer import Matrices, adamw, muon
-from diloco.learner.recovery import Progress, Restored, Saver, open_folder, readable_parts, restore
+from diloco.learner.tensors import checkpoint
+from diloco.learner.tensors.mesh import make_mesh
+from diloco.learner.tensors.optimizer import Matrices, adamw, muon
+from diloco.learner.wire.recovery import (
+    Progress,
+    Restored,
+    Saver,
+    open_folder,
+    readable_parts,
+    restore,
+)
 
 PROGRESS = Progress(local_step=12, tokens=96, position=14, global_step=11)
 PARAMS = {
@@ -398,7 +405,7 @@ def uploaded(store):
 def replace(store, name, data):
     """Other bytes, under a name that fits them."""
     store.delete(name)
-    from diloco.common import shards
+    from diloco.common.protocol import shards
 
     store.put(f"{name.rsplit('-', 1)[0]}-{shards.digest(data)}", data)
 

@@ -8,18 +8,18 @@ from runlab import RUN, SNAPSHOT_EVERY, Lab
 from structlog.testing import capture_logs
 
 from diloco.aggregator.checkpoint import mark
-from diloco.aggregator.collector import Collector, fleet_of, read_retained
 from diloco.aggregator.core import memory
 from diloco.aggregator.core.garbage import Fleet
 from diloco.aggregator.core.members import Member, Members
 from diloco.aggregator.core.state import State
 from diloco.aggregator.core.updates import Merged, Resolved, UpdateId, Waiting
-from diloco.aggregator.recovery import recover
-from diloco.common import names, wire
-from diloco.common.errors import BusUnavailableError, StoreUnavailableError
-from diloco.common.store import MemoryStore
-from diloco.common.tape import data_position
-from diloco.common.views import load_view
+from diloco.aggregator.owner.collector import Collector, fleet_of, read_retained
+from diloco.aggregator.owner.recovery import recover
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import BusUnavailableError, StoreUnavailableError
+from diloco.common.storage.store import MemoryStore
+from diloco.common.storage.tape import data_position
+from diloco.common.storage.views import load_view
 
 
 async def collected_to(lab: Lab, floor: int, fragment: int = 0) -> None:

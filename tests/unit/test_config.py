@@ -3,7 +3,7 @@
 import msgpack
 import pytest
 
-from diloco.common.config import (
+from diloco.common.process.config import (
     DAEMON_SECTIONS,
     Config,
     RunSettings,
@@ -15,7 +15,7 @@ from diloco.common.config import (
     storage_emulator,
     warnings,
 )
-from diloco.common.errors import ConfigError, RunMismatchError
+from diloco.common.protocol.errors import ConfigError, RunMismatchError
 
 LEAST = {"run": {"name": "r", "steps": 100}, "store": {"url": "file:///tmp/x"}}
 

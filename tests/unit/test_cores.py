@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from diloco.common import cores
+from diloco.common.process import cores
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from diloco.aggregator.core import credit, events
 from diloco.aggregator.core.events import AskCut, Fetch, Merge
 from diloco.aggregator.core.members import Member, Members
 from diloco.aggregator.core.updates import Admitted
-from diloco.common.config import BoundsSection
+from diloco.common.process.config import BoundsSection
 
 H, TOKENS = 24, 10
 BEGAN_S = 1000.0

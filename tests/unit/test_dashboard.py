@@ -17,23 +17,23 @@ import pytest
 from runlab import Lab
 
 from bench.tapes import Forger
-from diloco.check import symptoms
-from diloco.common import names, wire
-from diloco.common.errors import BusUnavailableError, ConfigError
-from diloco.common.service import Clock, cancel
-from diloco.model.scores import keep
-from diloco.page import live, sections
-from diloco.page.lanes import make_lanes
-from diloco.page.live import LiveRun, served
-from diloco.page.numbers import Shown, goodput, spent
-from diloco.page.runbook import render, runbook_names
-from diloco.page.server import FILES, MOST_PAGES, Board, serving
-from diloco.page.summary import TEXT, facts
-from diloco.page.svg import Markup, short
+from diloco.common.process.service import Clock, cancel
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import BusUnavailableError, ConfigError
+from diloco.judge import symptoms
 from diloco.run import findings
 from diloco.run.condense import condense
+from diloco.run.model.scores import keep
 from diloco.run.state import Finding, Run
 from diloco.run.timeseries import read_time_series
+from diloco.show.page import live, sections
+from diloco.show.page.lanes import make_lanes
+from diloco.show.page.live import LiveRun, served
+from diloco.show.page.numbers import Shown, goodput, spent
+from diloco.show.page.runbook import render, runbook_names
+from diloco.show.page.server import FILES, MOST_PAGES, Board, serving
+from diloco.show.page.summary import TEXT, facts
+from diloco.show.page.svg import Markup, short
 
 HOSTILE = "</td><script>alert(1)</script>"
 PATIENCE_S = 300.0

@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from diloco.common.errors import TaskError
-from diloco.learner.data import (
+from diloco.common.protocol.errors import TaskError
+from diloco.models.bytes_lm.corpus import (
     STDLIB_MAX_BYTES,
     Corpus,
     batches,

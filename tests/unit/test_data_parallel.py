@@ -6,8 +6,8 @@ import pytest
 
 from bench import tasks
 from bench.data_parallel import first_state, make_step
-from diloco.learner.inner_step import make_inner_step
 from diloco.learner.task import Params, Task
+from diloco.learner.tensors.inner_step import make_inner_step
 
 
 def task_of() -> Task:

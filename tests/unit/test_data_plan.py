@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from diloco.common.errors import DataError
-from diloco.common.token_manifest import dtype_for, parse_manifest, rules_digest, shard_name
-from diloco.data.prepare import is_held_out
-from diloco.data.shards import header
+from diloco.common.protocol.errors import DataError
+from diloco.models.data.manifest import dtype_for, parse_manifest, rules_digest, shard_name
+from diloco.models.data.prepare import is_held_out
+from diloco.models.data.shards import header
 
 
 def test_a_document_is_held_out_by_its_text_alone():

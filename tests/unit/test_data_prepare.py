@@ -26,11 +26,11 @@ from token_lab import (
 )
 from tokenizers import Tokenizer
 
-from diloco.common.errors import ConfigError, DataError
-from diloco.common.token_manifest import TokenManifest, parse_manifest
-from diloco.data import documents
-from diloco.data import tokenizer as tokenizer_module
-from diloco.data.prepare import is_held_out
+from diloco.common.protocol.errors import ConfigError, DataError
+from diloco.models.data import documents
+from diloco.models.data import tokenizer as tokenizer_module
+from diloco.models.data.manifest import TokenManifest, parse_manifest
+from diloco.models.data.prepare import is_held_out
 
 LINES = ["def one():\n    pass", "", "  two: ü 漢字 🙂\t", "three", f"it says {END} and ends"]
 
@@ -300,7 +300,7 @@ def test_what_was_ended_midway_goes_on_with_what_is_missing(tmp_path, tokenizer,
                 read.append(document)
                 yield document
 
-        monkeypatch.setattr("diloco.data.prepare.read_documents", counted)
+        monkeypatch.setattr("diloco.models.data.prepare.read_documents", counted)
 
     # Amid the compressed file, the rows, and a text behind them.
     for most in (2, 500, 3_000, 5_908):

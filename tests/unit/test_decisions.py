@@ -8,11 +8,11 @@ from runlab import RUN, Lab
 
 from diloco.aggregator.rollback import find_versions, roll_back
 from diloco.aggregator.settings import change_settings
-from diloco.check.audit import Objects
-from diloco.check.remake import remake
-from diloco.common import names, shards
-from diloco.common.errors import ConfigError
-from diloco.common.tape import effective_settings
+from diloco.common.protocol import names, shards
+from diloco.common.protocol.errors import ConfigError
+from diloco.common.storage.tape import effective_settings
+from diloco.judge.audit import Objects
+from diloco.judge.remake import remake
 from diloco.replay import whatif
 from diloco.replay.decide import decide
 from diloco.replay.verify import Memory, chains, verify

@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from steps import advance_view
 
-from diloco.common.codec import CODECS, Encoded, decode_numpy
-from diloco.common.layout import Layout, Tensor, TensorHint, make_layout
-from diloco.common.quantize import encode
-from diloco.common.shards import pack, unpack
-from diloco.learner.delta import Kernels, Leaves, make_kernels
-from diloco.learner.ownership import make_ownership
+from diloco.common.protocol.codec import CODECS, Encoded, decode_numpy
+from diloco.common.protocol.layout import Layout, Tensor, TensorHint, make_layout
+from diloco.common.protocol.shards import pack, unpack
+from diloco.learner.tensors.delta import Kernels, Leaves, make_kernels
+from diloco.learner.tensors.ownership import make_ownership
+from diloco.learner.tensors.quantize import encode
 
 codecs = st.sampled_from(CODECS)
 DTYPES = ("float32", "bfloat16", "float16")

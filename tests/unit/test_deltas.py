@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.common.codec import CODECS, GREATEST_CODE, Codec, Encoded, decode_numpy
-from diloco.common.errors import IntegrityError, ObjectMissingError, WireError
-from diloco.common.quantize import encode
-from diloco.common.shards import (
+from diloco.common.protocol.codec import CODECS, GREATEST_CODE, Codec, Encoded, decode_numpy
+from diloco.common.protocol.errors import IntegrityError, ObjectMissingError, WireError
+from diloco.common.protocol.shards import (
     CHUNK_BLOCKS,
     GAP_BYTES,
     HEADER,
@@ -22,7 +21,8 @@ from diloco.common.shards import (
     read_blocks,
     unpack_delta,
 )
-from diloco.common.store import MemoryStore
+from diloco.common.storage.store import MemoryStore
+from diloco.learner.tensors.quantize import encode
 
 BLOCK = 16
 BLOCKS = 9 * CHUNK_BLOCKS + 6  # The last chunk is short.

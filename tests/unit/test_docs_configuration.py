@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic_core import PydanticUndefined
 
-from diloco.common.config import make_config
+from diloco.common.process.config import make_config
 from docs.generate.configuration import sections
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"

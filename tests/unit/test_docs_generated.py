@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco.common import errors, metrics
+from diloco.common.process import metrics
+from diloco.common.protocol import errors
 from docs.generate import BLOCK, blocks, filled, pages
 from docs.generate.configuration import WITHIN, sections
 from docs.generate.messages import messages

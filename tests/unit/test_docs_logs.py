@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from diloco.common import wire
+from diloco.common.protocol import wire
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("common", "aggregator", "learner", "diloco")

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from diloco.common import names
+from diloco.common.protocol import names
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "protocol.md"

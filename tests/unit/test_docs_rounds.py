@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 from diloco.aggregator.core.state import Phase
-from diloco.common import wire
+from diloco.common.protocol import wire
 
 ROOT = Path(__file__).parents[2]
 CORE = [ast.parse(path.read_text()) for path in sorted((ROOT / "aggregator/core").glob("*.py"))]

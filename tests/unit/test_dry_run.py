@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from diloco.common import shards
-from diloco.common.codec import Encoded
-from diloco.common.config import make_config
-from diloco.common.errors import ConfigError
-from diloco.common.quantize import encode
-from diloco.daemons.command import LearnerOptions
-from diloco.daemons.dry_run import as_json, run_dry, show
+from diloco.common.process.config import make_config
+from diloco.common.protocol import shards
+from diloco.common.protocol.codec import Encoded
+from diloco.common.protocol.errors import ConfigError
 from diloco.learner.dry_run import dry_run, exchanges, fragment_figures, stand_in
 from diloco.learner.island import Island
+from diloco.learner.tensors.quantize import encode
+from diloco.operate.daemons.command import LearnerOptions
+from diloco.operate.daemons.dry_run import as_json, run_dry, show
 
 
 def config_of(mesh="fsdp=4,tensor=2", **sync):

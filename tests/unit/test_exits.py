@@ -1,7 +1,7 @@
 """Exit statuses: one for each error, in one table, which shells and systemd can tell apart."""
 
-import diloco.common.bus.jetstream.faults
-from diloco.common.errors import (
+import diloco.common.storage.bus.jetstream.faults
+from diloco.common.protocol.errors import (
     AccessDeniedError,
     ConfigError,
     DilocoError,
@@ -18,7 +18,7 @@ from diloco.common.errors import (
 
 def every_error(base: type[DilocoError] = DilocoError) -> set[type[DilocoError]]:
     """All errors that this process has loaded."""
-    assert diloco.common.bus.jetstream.faults.NoStreamError
+    assert diloco.common.storage.bus.jetstream.faults.NoStreamError
     below = (every_error(one) for one in base.__subclasses__())
     return {base}.union(*below)
 

@@ -5,10 +5,10 @@ import asyncio
 from runlab import RUN, Lab
 
 from diloco.aggregator.core.hearing import Hearing
-from diloco.aggregator.liveness import Expiry
-from diloco.common import names, wire
-from diloco.common.reasons import Reason
-from diloco.common.service import cancel
+from diloco.aggregator.owner.liveness import Expiry
+from diloco.common.process.service import cancel
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.reasons import Reason
 
 
 async def claim(lab: Lab, learner: str, what: str, share: int = 0) -> None:

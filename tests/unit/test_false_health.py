@@ -9,16 +9,16 @@ import pytest
 from runlab import RUN, Lab
 
 from diloco.aggregator.settings import change_settings
-from diloco.check import doctor, symptoms
-from diloco.check.audit import Audit, Breach, audit
-from diloco.common import names, wire
-from diloco.common.config import RunSettings
-from diloco.common.health import Health
-from diloco.common.service import cancel
-from diloco.common.tape import read_tape
-from diloco.model.scores import keep, kept
+from diloco.common.process.config import RunSettings
+from diloco.common.process.health import Health
+from diloco.common.process.service import cancel
+from diloco.common.protocol import names, wire
+from diloco.common.storage.tape import read_tape
+from diloco.judge import doctor, symptoms
+from diloco.judge.audit import Audit, Breach, audit
 from diloco.run.findings import DISK_FULL, NO_LEARNERS, PATIENCE, judged, patience_s
 from diloco.run.history import History, read_history
+from diloco.run.model.scores import keep, kept
 from diloco.run.state import Finding, Observed, Run
 from diloco.run.watch import Watch
 

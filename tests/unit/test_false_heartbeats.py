@@ -15,20 +15,20 @@ from rich.console import Console
 from runlab import RUN, Lab
 from test_false_health import ask, beat, said, say
 
-from diloco.common import names, wire
-from diloco.common.errors import WireError
-from diloco.common.service import cancel
-from diloco.common.tape import decode_as
-from diloco.page import sections
-from diloco.page.lanes import make_lanes
-from diloco.page.live import LiveRun
-from diloco.page.numbers import Shown
-from diloco.page.summary import facts, metrics
-from diloco.run.screen import picture
+from diloco.common.process.service import cancel
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import WireError
+from diloco.common.storage.tape import decode_as
 from diloco.run.state import Known, Run
 from diloco.run.timeseries import read_time_series
 from diloco.run.watch import Watch
-from diloco.trackers.follow import Points, Tracker
+from diloco.show.page import sections
+from diloco.show.page.lanes import make_lanes
+from diloco.show.page.live import LiveRun
+from diloco.show.page.numbers import Shown
+from diloco.show.page.summary import facts, metrics
+from diloco.show.status.screen import picture
+from diloco.show.trackers.follow import Points, Tracker
 
 LIAR, HONEST = "liar", "well"
 GREATEST = (1 << 63) - 1

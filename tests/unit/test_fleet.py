@@ -11,14 +11,15 @@ from records import make_input, make_record
 from rich.console import Console
 from runlab import Lab
 
-from diloco.check import symptoms
-from diloco.cli.opening import Place, open_run, use_place
-from diloco.common import wire
-from diloco.common.tape import Recorded
-from diloco.run import agreement, screen
+from diloco.common.protocol import wire
+from diloco.common.storage.tape import Recorded
+from diloco.judge import symptoms
+from diloco.run import agreement
+from diloco.run.cli.opening import Place, open_run, use_place
 from diloco.run.findings import LOSS_SPIKE, judged
 from diloco.run.state import POINTS, Observed, Point, Trend, others_losses
 from diloco.run.watch import Watch
+from diloco.show.status import screen
 
 
 def rounds(**of_c):

@@ -4,10 +4,10 @@ import jax
 import numpy as np
 import pytest
 
-from diloco.common.errors import ConfigError
-from diloco.foreign import loop
-from diloco.foreign.loop import check_on_cpu
-from diloco.foreign.tensors import HostTensors, Leaf, leaves_of
+from diloco.common.protocol.errors import ConfigError
+from diloco.models.frameworks import loop
+from diloco.models.frameworks.loop import check_on_cpu
+from diloco.models.frameworks.tensors import HostTensors, Leaf, leaves_of
 
 TABLE = {"hidden.weight": Leaf("hidden/kernel", (1, 0))}
 

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.common.foreign_lines import LINE_BYTES, as_event, level_of, split
+from diloco.common.process.stderr_lines import LINE_BYTES, as_event, level_of, split
 
 NOON = datetime(2026, 1, 2, 12, 0, 0, tzinfo=UTC)
 
 
 def daemon(body: str) -> tuple[int, list[str]]:
     """The exit status of a process that has given its standard error away, and its log's lines."""
-    code = f"from diloco.common import log\nlog.take_stderr()\nlog.configure()\n{textwrap.dedent(body)}"
+    code = f"from diloco.common.process import log\nlog.take_stderr()\nlog.configure()\n{textwrap.dedent(body)}"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
     )

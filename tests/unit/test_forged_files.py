@@ -12,18 +12,18 @@ import spoiled
 from forged import object_at, retold, score_of, with_file, write
 from rich.console import Console
 
-from diloco.check.doctor import examine
-from diloco.common import names, shards, wire
-from diloco.common.bundle import open_bundle
-from diloco.common.errors import ConfigError, IntegrityError, TaskError
-from diloco.common.tape import decode
+from diloco.common.protocol import names, shards, wire
+from diloco.common.protocol.errors import ConfigError, IntegrityError, TaskError
+from diloco.common.storage.bundle import open_bundle
+from diloco.common.storage.tape import decode
+from diloco.judge.doctor import examine
 from diloco.learner.contract import load_task
-from diloco.page.report import gather
-from diloco.page.summary import warnings
 from diloco.replay.bundle import run_bundle
 from diloco.replay.options import BundleOptions, Options
 from diloco.replay.restore import run_unpack
 from diloco.replay.run import run_replay
+from diloco.show.page.report import gather
+from diloco.show.page.summary import warnings
 
 
 @pytest.fixture(scope="module")

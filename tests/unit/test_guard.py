@@ -2,8 +2,8 @@
 
 import pytest
 
-from diloco.auth.guard import SPAN_S, Rates, reload_command
-from diloco.common.errors import ConfigError
+from diloco.common.protocol.errors import ConfigError
+from diloco.operate.auth.guard import SPAN_S, Rates, reload_command
 
 
 def test_a_rate_is_taken_over_ten_seconds():

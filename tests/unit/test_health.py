@@ -8,9 +8,8 @@ import urllib.request
 
 import pytest
 
-from diloco.common.config import MetricsSection, ServiceManager, service_manager
-from diloco.common.errors import BusUnavailableError, ConfigError, StoreUnavailableError
-from diloco.common.health import (
+from diloco.common.process.config import MetricsSection, ServiceManager, service_manager
+from diloco.common.process.health import (
     PHASE_S,
     Health,
     Starting,
@@ -21,9 +20,10 @@ from diloco.common.health import (
     tell_error,
     tell_stopping,
 )
-from diloco.common.nats_server import free_port
-from diloco.common.probes import make_probes, serving
-from diloco.common.service import Retries, Runtime
+from diloco.common.process.nats_server import free_port
+from diloco.common.process.probes import make_probes, serving
+from diloco.common.process.service import Retries, Runtime
+from diloco.common.protocol.errors import BusUnavailableError, ConfigError, StoreUnavailableError
 
 
 class Clock:
@@ -258,14 +258,14 @@ def test_waits_name_what_passing_faults_keep_waiting(run_async, monkeypatch) -> 
     async def no_sleep(_seconds: float) -> None:
         seen.append(runtime.retries.now())
 
-    monkeypatch.setattr("diloco.common.service.asyncio.sleep", no_sleep)
+    monkeypatch.setattr("diloco.common.process.service.asyncio.sleep", no_sleep)
     left = [BusUnavailableError("away"), StoreUnavailableError("away"), None]
 
     async def attempt() -> None:
         if (error := left.pop(0)) is not None:
             raise error
 
-    from diloco.common import log
+    from diloco.common.process import log
 
     run_async(runtime.retry("publishing", attempt, logger=log.get()))
     assert seen == [("publishing",), ("publishing",)]

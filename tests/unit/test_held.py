@@ -5,10 +5,11 @@ import io
 import numpy as np
 import pytest
 
-from diloco.common import held, names, shards
-from diloco.common.errors import IntegrityError
-from diloco.common.held import Held, store_held, tile_of
-from diloco.common.store import MemoryStore
+from diloco.common.protocol import frozen as held
+from diloco.common.protocol import names, shards
+from diloco.common.protocol.errors import IntegrityError
+from diloco.common.protocol.frozen import Held, store_held, tile_of
+from diloco.common.storage.store import MemoryStore
 
 RUN = "demo"
 ARRAYS = {

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.common import wire
-from diloco.common.config import parse_settings
-from diloco.common.errors import ConfigError
-from diloco.common.holdings import Holding, Holdings, Sizes, declared_sizes, end_of
+from diloco.common.process.config import parse_settings
+from diloco.common.protocol import wire
+from diloco.common.protocol.errors import ConfigError
+from diloco.common.storage.holdings import Holding, Holdings, Sizes, declared_sizes, end_of
 
 SIZES = Sizes(3, 4)
 # Where the tape is by then: behind all joins.

@@ -10,10 +10,10 @@ import msgpack
 import pytest
 import structlog
 
-from diloco.common import wire
-from diloco.common.bus import MemoryBus
-from diloco.common.config import RunSettings
-from diloco.common.errors import (
+from diloco.common.process.config import RunSettings
+from diloco.common.process.service import Runtime, cancel
+from diloco.common.protocol import wire
+from diloco.common.protocol.errors import (
     DilocoError,
     Exit,
     HostLostError,
@@ -23,21 +23,21 @@ from diloco.common.errors import (
     WireError,
     status_of,
 )
-from diloco.common.layout import Tensor, make_layout
-from diloco.common.service import Runtime, cancel
-from diloco.common.store import MemoryStore
-from diloco.learner import sync
-from diloco.learner.adopt import Adopter
-from diloco.learner.boundary import Boundary
-from diloco.learner.claims import Shares
+from diloco.common.protocol.layout import Tensor, make_layout
+from diloco.common.storage.bus import MemoryBus
+from diloco.common.storage.store import MemoryStore
 from diloco.learner.context import Context
-from diloco.learner.fetch import Change
+from diloco.learner.core import sync
+from diloco.learner.core.boundary import Boundary
+from diloco.learner.core.catchup import Change
 from diloco.learner.hosts import messages
 from diloco.learner.hosts.coordinator import Coordinator, listen
 from diloco.learner.hosts.messages import host_gone
 from diloco.learner.hosts.worker import Link, Worker, connect
 from diloco.learner.library import _Hanging
 from diloco.learner.life import never
+from diloco.learner.wire.adopt import Adopter
+from diloco.learner.wire.claims import Shares
 
 REF = wire.ObjectRef(name="r/global/0/x", size_bytes=7, crc32c=9)
 CHANGE = Change(0, 44, "4" * 32, None, (REF,))

@@ -5,17 +5,17 @@ import asyncio
 import pytest
 from test_publish import make_context
 
-from diloco.common import names, wire
-from diloco.common.bus import MemoryBus, StreamLimits
-from diloco.common.errors import (
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import (
     BusUnavailableError,
     Exit,
     ExpiredError,
     SupersededError,
     SwapLostError,
 )
-from diloco.common.holdings import EXPIRY
-from diloco.learner.incarnation import end_when_superseded, join, place_after_join
+from diloco.common.storage.bus import MemoryBus, StreamLimits
+from diloco.common.storage.holdings import EXPIRY
+from diloco.learner.wire.incarnation import end_when_superseded, join, place_after_join
 
 SUBJECT = names.join("r", "learner-0")
 

@@ -1,7 +1,7 @@
 """Indexes of what there may be very many of: objects of a file or a store."""
 
-from diloco.check.objects import Listing
-from diloco.common.bundle.contents import BLOCK, Contents, Piece
+from diloco.common.storage.bundle.contents import BLOCK, Contents, Piece
+from diloco.judge.objects import Listing
 
 MANY = 3 * BLOCK + 7
 

@@ -9,12 +9,12 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from diloco.common.config import MeshSection
-from diloco.common.errors import TaskError
+from diloco.common.process.config import MeshSection
+from diloco.common.protocol.errors import TaskError
 from diloco.learner.dry_run import exchanges
-from diloco.learner.inner_step import by_clock, make_inner_step
-from diloco.learner.mesh import make_mesh, within
 from diloco.learner.task import Task
+from diloco.learner.tensors.inner_step import by_clock, make_inner_step
+from diloco.learner.tensors.mesh import make_mesh, within
 from diloco.learner.train import Judge
 
 RATE = optax.linear_schedule(0.0, 1.0, 100)

@@ -5,10 +5,10 @@ import asyncio
 import pytest
 from runlab import Lab
 
-from diloco.aggregator import fetcher, tenure
 from diloco.aggregator.arrays.fragment import FragmentArrays
-from diloco.common.errors import ObjectUnreadableError
-from diloco.common.reasons import is_offence
+from diloco.aggregator.owner import fetcher, tenure
+from diloco.common.protocol.errors import ObjectUnreadableError
+from diloco.common.protocol.reasons import is_offence
 
 
 @pytest.fixture(autouse=True)

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from diloco.common.codec import decode_numpy
-from diloco.common.config import MeshSection, make_config
-from diloco.common.errors import ConfigError, TaskError
-from diloco.learner import mesh, tree
-from diloco.learner.delta import vector_of
+from diloco.common.process.config import MeshSection, make_config
+from diloco.common.protocol.codec import decode_numpy
+from diloco.common.protocol.errors import ConfigError, TaskError
 from diloco.learner.island import Island
+from diloco.learner.tensors import mesh, tree
+from diloco.learner.tensors.delta import vector_of
 
 STEPS = 3
 DOCUMENT = {

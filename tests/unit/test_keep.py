@@ -6,7 +6,7 @@ import pytest
 
 from bench import emulate, large, quality, sweep
 from bench.sweep import Case
-from diloco.learner import tree
+from diloco.learner.tensors import tree
 
 
 def world_of(fleet):

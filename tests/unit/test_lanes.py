@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from diloco.common.config import RunSettings
-from diloco.common.layout import Tensor, make_layout
-from diloco.common.tape import Extent
-from diloco.page.lanes import Lane, make_lanes
+from diloco.common.process.config import RunSettings
+from diloco.common.protocol.layout import Tensor, make_layout
+from diloco.common.storage.tape import Extent
 from diloco.run.timeseries import Life, TimeSeries
+from diloco.show.page.lanes import Lane, make_lanes
 
 STEP_S = 0.5
 EVERY = 4  # steps between two updates

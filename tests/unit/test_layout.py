@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.common.errors import ConfigError, IntegrityError
-from diloco.common.layout import (
+from diloco.common.protocol.errors import ConfigError, IntegrityError
+from diloco.common.protocol.layout import (
     OVERSIZE,
     Fragment,
     Layout,

@@ -11,10 +11,10 @@ from structlog.testing import capture_logs
 
 from diloco.aggregator import leases
 from diloco.aggregator.core.division import divide
-from diloco.common import names
-from diloco.common.bus import MemoryBus
-from diloco.common.errors import BusUnavailableError
-from diloco.common.service import cancel
+from diloco.common.process.service import cancel
+from diloco.common.protocol import names
+from diloco.common.protocol.errors import BusUnavailableError
+from diloco.common.storage.bus import MemoryBus
 
 lives = st.lists(st.from_regex(r"[0-9a-f]{4}", fullmatch=True), min_size=1, max_size=6, unique=True)
 

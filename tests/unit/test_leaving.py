@@ -5,7 +5,7 @@ import sys
 
 HANGS = """
 import asyncio, threading
-from diloco.common import log
+from diloco.common.process import log
 
 async def leave():
     asyncio.ensure_future(asyncio.to_thread(threading.Event().wait))

@@ -9,13 +9,13 @@ sys.path.append(str(Path(__file__).parents[1] / "scenarios"))
 
 from machinelab import LAYOUT, lab_rules, make_manifest
 
-from diloco.aggregator import tape_events
-from diloco.common import names, wire
-from diloco.common.bus import Message
-from diloco.common.errors import WireError
-from diloco.common.slices import MOST_SLICES
-from diloco.common.tape import check_length
-from diloco.common.tape.lengths import manifest_bytes
+from diloco.aggregator.owner import tape_events
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import WireError
+from diloco.common.protocol.slices import MOST_SLICES
+from diloco.common.storage.bus import Message
+from diloco.common.storage.tape import check_length
+from diloco.common.storage.tape.lengths import manifest_bytes
 
 GREAT = wire.GREATEST
 LONG = "x" * 40

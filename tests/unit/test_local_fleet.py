@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco.common.errors import DilocoError
-from diloco.local.fleet import ALIKE, Fleet, last_words, way_of
+from diloco.common.protocol.errors import DilocoError
+from diloco.operate.local.fleet import ALIKE, Fleet, last_words, way_of
 
 PATIENCE_S = 300.0
 DIVERGED = """{"action": "started"}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.common import log
+from diloco.common.process import log
 
 
 def logged(path: Path, monkeypatch: pytest.MonkeyPatch, *, journal: bool) -> list[str]:
@@ -40,7 +40,7 @@ def test_elsewhere_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 IN_A_PROGRAM = """
 import sys, structlog
-from diloco.common import log
+from diloco.common.process import log
 with log.within_anothers_program():
     log.get(run="demo").debug("for developers")
     log.get(run="demo").info("for the user")

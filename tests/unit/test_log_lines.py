@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.common.log import as_line
+from diloco.common.process.log import as_line
 
 SAYS = """
 import sys
-from diloco.common import log
+from diloco.common.process import log
 if "take" in sys.argv: log.take_stderr()
 log.configure()
 log.get(run="r", learner="a").info("training", local_step=1240, loss=3.21456, tokens_per_s=12345.6)

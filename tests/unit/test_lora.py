@@ -7,19 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco.common.errors import ConfigError, IntegrityError, TaskError
-from diloco.common.held import Held, store_held
-from diloco.learner import tree
-from diloco.learner.causal_lm import checkpoint, model
-from diloco.learner.causal_lm.config import parse_config
-from diloco.learner.causal_lm.lora import LoraOptions, init_adapters, read_lora, with_adapters
+from diloco.common.protocol.errors import ConfigError, IntegrityError, TaskError
+from diloco.common.protocol.frozen import Held, store_held
 from diloco.learner.contract import load_task
 from diloco.learner.task import Variables, named_leaves
-from diloco.learner.tree import loaded_frozen
+from diloco.learner.tensors import tree
+from diloco.learner.tensors.tree import loaded_frozen
+from diloco.models.decoders import checkpoint, model
+from diloco.models.decoders.config import parse_config
+from diloco.models.decoders.lora import LoraOptions, init_adapters, read_lora, with_adapters
 from tests.models import tiny
 from tests.models.cases import CASES, GEMMA3, LLAMA
 
-BUILD = "diloco.learner.causal_lm:build"
+BUILD = "diloco.models.decoders:build"
 LORA = {"rank": 4, "alpha": 6.0}
 
 

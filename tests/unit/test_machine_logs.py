@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from diloco.infra import beside, logs
+from diloco.infra import cloud_units as beside
+from diloco.infra import logs
 from diloco.infra.cloud import LOGGING, Google
 
 WHERE = logs.Where("p", "us-central1-a", "123", "diloco-demo-east-x1")

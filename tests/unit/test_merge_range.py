@@ -17,11 +17,11 @@ from diloco.aggregator.arrays.fragment import FragmentArrays, payload_of
 from diloco.aggregator.arrays.grid import make_grid
 from diloco.aggregator.core import policy
 from diloco.aggregator.core.updates import Admitted, Credit
-from diloco.common import slices, wire
-from diloco.common.codec import CODECS, Encoded, decode_numpy
-from diloco.common.config import make_config
-from diloco.common.layout import Tensor, TensorHint, make_layout
-from diloco.common.quantize import encode
+from diloco.common.process.config import make_config
+from diloco.common.protocol import slices, wire
+from diloco.common.protocol.codec import CODECS, Encoded, decode_numpy
+from diloco.common.protocol.layout import Tensor, TensorHint, make_layout
+from diloco.learner.tensors.quantize import encode
 
 BLOCK = 16
 LAYOUT = make_layout(

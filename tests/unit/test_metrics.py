@@ -5,8 +5,8 @@ import threading
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from diloco.common import metrics
-from diloco.common.metrics import Metrics
+from diloco.common.process import metrics
+from diloco.common.process.metrics import Metrics
 
 CATALOGUE = metrics.DAEMON + metrics.LEARNER + metrics.AGGREGATOR
 UNITS = ("_seconds", "_bytes", "_tokens", "_steps", "_updates", "_versions")

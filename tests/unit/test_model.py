@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco.common.errors import TaskError
-from diloco.common.layout import TensorHint
+from diloco.common.protocol.errors import TaskError
+from diloco.common.protocol.layout import TensorHint
 from diloco.learner.contract import check_task
-from diloco.learner.model import (
+from diloco.learner.task import hint_of_decoder, named_leaves, params_shapes
+from diloco.models.bytes_lm.model import (
     MUON_RATE,
     PRESETS,
     Decoder,
@@ -23,7 +24,6 @@ from diloco.learner.model import (
     rotary,
     rotate,
 )
-from diloco.learner.task import hint_of_decoder, named_leaves, params_shapes
 
 SMALL = ModelConfig(layers=2, width=32, heads=2)
 TOKENS_BxL = np.random.default_rng(0).integers(256, size=(2, 12)).astype(np.int32)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from diloco.common import names
+from diloco.common.protocol import names
 
 valid = st.from_regex(names.NAME, fullmatch=True)
 anything = st.text(max_size=50)

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from test_false_health import five_versions
 
-from diloco.check.audit import audit
-from diloco.check.remake import Remaker
-from diloco.common import wire
-from diloco.common.errors import IntegrityError
+from diloco.common.protocol import wire
+from diloco.common.protocol.errors import IntegrityError
+from diloco.judge.audit import audit
+from diloco.judge.remake import Remaker
 from diloco.replay.decide import decide_newest
 
 Path = tuple[str | int, ...]

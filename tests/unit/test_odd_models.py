@@ -12,13 +12,13 @@ from flax import nnx
 from flax.core import FrozenDict
 
 import diloco
-from diloco.common.config import SyncSection
-from diloco.common.errors import ConfigError, TaskError
-from diloco.common.layout import Tensor, default_hint, make_layout
-from diloco.learner import tree
-from diloco.learner.delta import vector_of
-from diloco.learner.placement import shardings_of
-from diloco.learner.replica import Replica
+from diloco.common.process.config import SyncSection
+from diloco.common.protocol.errors import ConfigError, TaskError
+from diloco.common.protocol.layout import Tensor, default_hint, make_layout
+from diloco.learner.tensors import tree
+from diloco.learner.tensors.delta import vector_of
+from diloco.learner.tensors.placement import shardings_of
+from diloco.learner.tensors.replica import Replica
 from diloco.operate.create import check_storable
 
 SHARED = np.full((4, 4), 0.5, np.float32)

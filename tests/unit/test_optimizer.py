@@ -6,9 +6,9 @@ import numpy as np
 import optax
 import pytest
 
-from diloco.common.errors import TaskError
-from diloco.common.layout import TensorHint
-from diloco.learner.optimizer import Matrices, adamw, muon, warmup_cosine
+from diloco.common.protocol.errors import TaskError
+from diloco.common.protocol.layout import TensorHint
+from diloco.learner.tensors.optimizer import Matrices, adamw, muon, warmup_cosine
 
 
 def first_update(params, gradients, **options):

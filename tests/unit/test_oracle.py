@@ -10,9 +10,9 @@ from runlab import Lab
 
 from diloco.aggregator.rollback import find_versions, roll_back
 from diloco.aggregator.settings import change_settings
-from diloco.common import wire
-from diloco.common.tape import Entry, effective_settings, load_specification, read_tape
-from diloco.oracle import RULES, Oracle, Remaker
+from diloco.common.protocol import wire
+from diloco.common.storage.tape import Entry, effective_settings, load_specification, read_tape
+from diloco.judge.oracle import RULES, Oracle, Remaker
 
 WHOLE = {"enabled": False}
 # Everything that arithmetic can be, each at least once.

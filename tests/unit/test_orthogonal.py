@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from diloco.common.config import MeshSection
+from diloco.common.process.config import MeshSection
 from diloco.learner.dry_run import exchanges
-from diloco.learner.mesh import make_mesh, within
-from diloco.learner.optimizer import orthogonalized
+from diloco.learner.tensors.mesh import make_mesh, within
+from diloco.learner.tensors.optimizer import orthogonalized
 
 COEFFICIENTS = jnp.asarray([3.4445, -4.7750, 2.0315])
 COUNT, INPUTS, OUTPUTS = 10, 16, 8

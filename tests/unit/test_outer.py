@@ -29,10 +29,10 @@ from diloco.aggregator.arrays.outer import (
     make_outer,
     participation,
 )
-from diloco.common.codec import CODECS, Encoded, decode_numpy, encoded_bytes
-from diloco.common.layout import Tensor, TensorHint, make_layout
-from diloco.common.quantize import encode
-from diloco.common.shards import shard_ranges
+from diloco.common.protocol.codec import CODECS, Encoded, decode_numpy, encoded_bytes
+from diloco.common.protocol.layout import Tensor, TensorHint, make_layout
+from diloco.common.protocol.shards import shard_ranges
+from diloco.learner.tensors.quantize import encode
 
 BLOCK = 16
 OPTIMIZERS = ("sgd", "momentum", "nesterov", "delayed_nesterov")

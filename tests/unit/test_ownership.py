@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
-from diloco.common.codec import Encoded
-from diloco.common.config import MeshSection, SyncSection
-from diloco.common.layout import Layout, Tensor, TensorHint, make_layout
-from diloco.common.quantize import encode
-from diloco.learner import tree
-from diloco.learner.delta import make_kernels
-from diloco.learner.mesh import AXES, make_mesh, param_shardings, within
-from diloco.learner.ownership import Ownership, make_ownership
-from diloco.learner.replica import Replica
+from diloco.common.process.config import MeshSection, SyncSection
+from diloco.common.protocol.codec import Encoded
+from diloco.common.protocol.layout import Layout, Tensor, TensorHint, make_layout
+from diloco.learner.tensors import tree
+from diloco.learner.tensors.delta import make_kernels
+from diloco.learner.tensors.mesh import AXES, make_mesh, param_shardings, within
+from diloco.learner.tensors.ownership import Ownership, make_ownership
+from diloco.learner.tensors.quantize import encode
+from diloco.learner.tensors.replica import Replica
 
 BLOCK = 16
 # Odd sizes, a scalar, stacks, rows of several fragments, and axes of whole and of broken blocks.

@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.aggregator.arrays.fragment import FragmentArrays
-from diloco.common import parts, shards
-from diloco.common.config import make_config
-from diloco.common.layout import Tensor, make_layout
-from diloco.common.parts import Parts
+from diloco.common.process.config import make_config
+from diloco.common.protocol import buffers as parts
+from diloco.common.protocol import shards
+from diloco.common.protocol.buffers import Parts
+from diloco.common.protocol.layout import Tensor, make_layout
 
 RUNS = st.lists(st.binary(max_size=40), max_size=6)
 

@@ -11,12 +11,12 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from gcs_server import GcsServer
 
-from diloco.aggregator import fetcher
-from diloco.aggregator.fetcher import Limited, Patience
-from diloco.common.errors import StoreSlowError, WireError
-from diloco.common.reasons import is_offence
-from diloco.common.store import MemoryStore
-from diloco.common.store.gcs import open_gcs
+from diloco.aggregator.owner import fetcher
+from diloco.aggregator.owner.fetcher import Limited, Patience
+from diloco.common.protocol.errors import StoreSlowError, WireError
+from diloco.common.protocol.reasons import is_offence
+from diloco.common.storage.store import MemoryStore
+from diloco.common.storage.store.gcs import open_gcs
 
 
 @pytest.fixture

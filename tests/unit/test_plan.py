@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from diloco.aggregator.core import events, machine
-from diloco.common.codec import encoded_bytes
-from diloco.common.config import load_config, parse_settings
-from diloco.common.errors import ConfigError
-from diloco.common.store.gcs.bucket import PART_BYTES
+from diloco.common.process.config import load_config, parse_settings
+from diloco.common.protocol.codec import encoded_bytes
+from diloco.common.protocol.errors import ConfigError
+from diloco.common.storage.store.gcs.bucket import PART_BYTES
 from diloco.plan import costs
 from diloco.plan import forecast as plan
 from diloco.plan import inputs as plan_inputs

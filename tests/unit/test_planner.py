@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from diloco.learner import sync
-from diloco.learner.boundary import Arrived, Boundary
-from diloco.learner.planner import Planner
+from diloco.learner.core import sync
+from diloco.learner.core.boundary import Arrived, Boundary
+from diloco.learner.core.planner import Planner
 
 RULES = sync.SyncRules(
     interval_steps=6, min_steps=2, reannounce_timeout_s=30.0, lockstep=False, overwrite=False,

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 from runlab import Lab
 
-from diloco.common import wire
-from diloco.trackers.follow import Points, Tracker
+from diloco.common.protocol import wire
+from diloco.show.trackers.follow import Points, Tracker
 
 
 class Kept:

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from diloco.aggregator.core import policy
 from diloco.aggregator.core.members import Member, Members
-from diloco.common import names, shards, slices, wire
-from diloco.common.config import QuorumSection, StalenessSection, make_config
-from diloco.common.layout import Rhythm, Tensor, make_layout
+from diloco.common.process.config import QuorumSection, StalenessSection, make_config
+from diloco.common.protocol import names, shards, slices, wire
+from diloco.common.protocol.layout import Rhythm, Tensor, make_layout
 
 LAYOUT = make_layout([Tensor(name="w", shape=(48, 64), dtype="float32")], fragments=1, block=32)
 

@@ -6,18 +6,18 @@ import pytest
 from runlab import RUN, Lab
 
 from diloco.aggregator import checkpoint
-from diloco.aggregator.collector import trim_tape
-from diloco.aggregator.committer import swap
 from diloco.aggregator.context import Context
 from diloco.aggregator.core.garbage import Trim
-from diloco.aggregator.liveness import reached_before
-from diloco.check.audit import audit
-from diloco.common import checkpoint_files, names, wire
-from diloco.common.bus import MemoryBus, Message
-from diloco.common.config import BusSection
-from diloco.common.errors import RunMismatchError, WireError
-from diloco.common.store import MemoryStore
-from diloco.common.tape import (
+from diloco.aggregator.owner.collector import trim_tape
+from diloco.aggregator.owner.committer import swap
+from diloco.aggregator.owner.liveness import reached_before
+from diloco.common.process.config import BusSection
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import RunMismatchError, WireError
+from diloco.common.storage import checkpoint_files
+from diloco.common.storage.bus import MemoryBus, Message
+from diloco.common.storage.store import MemoryStore
+from diloco.common.storage.tape import (
     data_position,
     entries,
     first_sequence,
@@ -26,6 +26,7 @@ from diloco.common.tape import (
     read_tape,
     store_positions,
 )
+from diloco.judge.audit import audit
 from diloco.operate.streams import make_streams
 from diloco.replay.redact import Redactor, names_in
 from diloco.run.history import read_history

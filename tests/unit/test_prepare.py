@@ -9,11 +9,11 @@ from diloco.aggregator.arrays.merge import segment_norms
 from diloco.aggregator.core import policy
 from diloco.aggregator.core.updates import Admitted, Credit
 from diloco.aggregator.prepare import main, prepare
-from diloco.common import shards, slices, wire
-from diloco.common.codec import CODECS, Encoded
-from diloco.common.config import make_config
-from diloco.common.layout import Tensor, make_layout
-from diloco.common.quantize import encode
+from diloco.common.process.config import make_config
+from diloco.common.protocol import shards, slices, wire
+from diloco.common.protocol.codec import CODECS, Encoded
+from diloco.common.protocol.layout import Tensor, make_layout
+from diloco.learner.tensors.quantize import encode
 
 KERNELS = (kernels.measure, kernels.add, kernels.advance)
 # No other test's, so that only `prepare` has compiled for it.

@@ -7,9 +7,9 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from diloco.cli.parts import FORMER, PARTS
-from diloco.common.errors import ConfigError, Exit
+from diloco.common.protocol.errors import ConfigError, Exit
 from diloco.program import app
+from diloco.run.cli.help import FORMER, PARTS
 
 SCREEN = (40, 80)
 

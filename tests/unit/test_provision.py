@@ -15,14 +15,14 @@ import tomli_w
 from small_release import archive_of, packed
 from typer.testing import CliRunner
 
-from diloco.auth import files as auth
-from diloco.common.errors import ConfigError
+from diloco.common.protocol.errors import ConfigError
+from diloco.infra.provision.files import read_run
+from diloco.infra.provision.known import known
+from diloco.infra.provision.plan import check
 from diloco.learner.contract import build_task
 from diloco.learner.task import params_shapes
+from diloco.operate.auth import files as auth
 from diloco.program import app
-from diloco.provision.files import read_run
-from diloco.provision.known import known
-from diloco.provision.plan import check
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "infra" / "terraform" / "examples"

@@ -54,8 +54,8 @@ def loaded_by(code: str) -> list[str]:
         "import diloco",
         "from diloco import Config, ConfigError, TensorHint, __version__, load_config",
         EVERY_HELP,
-        "import diloco.run.screen",
-        "import diloco.local.run, diloco.auth.guard, diloco.operate.collect, diloco.replay.restore",
+        "import diloco.show.status.screen",
+        "import diloco.operate.local.run, diloco.operate.auth.guard, diloco.operate.collect, diloco.replay.restore",
     ],
     ids=["package", "names", "help", "look", "others"],
 )
@@ -100,8 +100,8 @@ class Missing:
             raise ModuleNotFoundError(f"no {name} here", name=name)
 
 sys.meta_path.insert(0, Missing())
-import diloco.run.screen
-import diloco.replay.restore, diloco.page.report
+import diloco.show.status.screen
+import diloco.replay.restore, diloco.show.page.report
 """
 
 

@@ -8,20 +8,20 @@ import numpy as np
 import pytest
 import structlog
 
-from diloco.common import names, wire
-from diloco.common.bus import MemoryBus, StreamLimits
-from diloco.common.config import RunSettings, SyncSection
-from diloco.common.errors import StoreUnavailableError
-from diloco.common.layout import Tensor, make_layout
-from diloco.common.service import Runtime
-from diloco.common.store import MemoryStore
-from diloco.learner import sync
-from diloco.learner.boundary import Outgoing
+from diloco.common.process.config import RunSettings, SyncSection
+from diloco.common.process.service import Runtime
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import StoreUnavailableError
+from diloco.common.protocol.layout import Tensor, make_layout
+from diloco.common.storage.bus import MemoryBus, StreamLimits
+from diloco.common.storage.store import MemoryStore
 from diloco.learner.context import Context
-from diloco.learner.incarnation import join
+from diloco.learner.core import sync
+from diloco.learner.core.boundary import Outgoing
 from diloco.learner.peers import Alone
-from diloco.learner.publish import Publisher, Uploader
-from diloco.learner.replica import Replica
+from diloco.learner.tensors.replica import Replica
+from diloco.learner.wire.incarnation import join
+from diloco.learner.wire.publish import Publisher, Uploader
 
 LAYOUT = make_layout([Tensor(name="w", shape=(32,), dtype="float32")], fragments=1, block=16)
 LIKE = {"w": np.zeros(32, np.float32)}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.common.codec import (
+from diloco.common.protocol.codec import (
     CODECS,
     GREATEST_CODE,
     GREATEST_SCALE,
@@ -22,7 +22,7 @@ from diloco.common.codec import (
     encoded_bytes,
     scale_count,
 )
-from diloco.common.quantize import decode_blocks, encode, encode_blocks
+from diloco.learner.tensors.quantize import decode_blocks, encode, encode_blocks
 
 BLOCKS = (16, 64, 512)
 INTEGER = tuple(GREATEST_CODE)

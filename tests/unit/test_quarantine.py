@@ -6,8 +6,8 @@ import pytest
 from runlab import RUN, Lab
 
 from diloco.aggregator import checkpoint
-from diloco.aggregator.quarantine import quarantine, quarantined_learners
-from diloco.common import checkpoint_files
+from diloco.aggregator.owner.quarantine import quarantine, quarantined_learners
+from diloco.common.storage import checkpoint_files
 
 
 def kept(lab: Lab, name: str) -> list[tuple[str, ...]]:

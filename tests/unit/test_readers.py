@@ -10,24 +10,24 @@ from runlab import RUN, SNAPSHOT_EVERY, Lab
 from structlog.testing import capture_logs
 
 from diloco.aggregator import checkpoint
-from diloco.aggregator.recovery import rebuild, recover
+from diloco.aggregator.owner.recovery import rebuild, recover
 from diloco.aggregator.rollback import find_versions, roll_back
-from diloco.common import names, shards, wire
-from diloco.common.bus import MemoryBus, Message
-from diloco.common.config import BusSection
-from diloco.common.errors import IntegrityError, ObjectMissingError, RunMismatchError
-from diloco.common.service import cancel
-from diloco.common.tape import records_of
-from diloco.common.views import load_view
-from diloco.learner import sync
-from diloco.learner.adopt import WAITING_VIEWS, Adopter
-from diloco.learner.adopt import load as load_newest
-from diloco.learner.boundary import NOTHING, Decoded
-from diloco.learner.catchup import Adopted, Waiting, next_move
+from diloco.common.process.config import BusSection
+from diloco.common.process.service import cancel
+from diloco.common.protocol import names, shards, wire
+from diloco.common.protocol.errors import IntegrityError, ObjectMissingError, RunMismatchError
+from diloco.common.storage.bus import MemoryBus, Message
+from diloco.common.storage.tape import records_of
+from diloco.common.storage.views import load_view
 from diloco.learner.context import Context as LearnerContext
-from diloco.learner.fetch import Fetcher, start_at
+from diloco.learner.core import sync
+from diloco.learner.core.boundary import NOTHING, Decoded
+from diloco.learner.core.catchup import Adopted, Waiting, next_move
 from diloco.learner.peers import Alone
-from diloco.learner.replica import Delta, Replica, View
+from diloco.learner.tensors.replica import Delta, Replica, View
+from diloco.learner.wire.adopt import WAITING_VIEWS, Adopter
+from diloco.learner.wire.adopt import load as load_newest
+from diloco.learner.wire.fetch import Fetcher, start_at
 from diloco.operate.streams import make_streams
 
 ODD = 3 * SNAPSHOT_EVERY + 1  # one version after its third snapshot

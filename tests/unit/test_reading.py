@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 grain = pytest.importorskip("grain")
 
 from diloco import load_task  # noqa: E402
-from diloco.common.errors import TaskError  # noqa: E402
-from diloco.common.holdings import Holding, Sizes  # noqa: E402
+from diloco.common.protocol.errors import TaskError  # noqa: E402
+from diloco.common.storage.holdings import Holding, Sizes  # noqa: E402
 from diloco.learner.reading import DRAWN_HERE, GrainData  # noqa: E402
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.common.config import make_config
+from diloco.common.process.config import make_config
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("runbooks/*.md")])

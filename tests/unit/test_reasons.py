@@ -6,8 +6,8 @@ import msgpack
 import pytest
 from messages import EXAMPLES
 
-from diloco.common import wire
-from diloco.common.reasons import Reason, find, is_offence
+from diloco.common.protocol import wire
+from diloco.common.protocol.reasons import Reason, find, is_offence
 
 ROOT = Path(__file__).parents[2]
 

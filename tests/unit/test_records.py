@@ -3,8 +3,8 @@
 from records import make_record
 
 from diloco.aggregator.core.decisions import Decided
-from diloco.aggregator.records import Contents, contents_of, sum_up, unchanged
-from diloco.common import wire
+from diloco.aggregator.owner.records import Contents, contents_of, sum_up, unchanged
+from diloco.common.protocol import wire
 
 # What `compose` adds: who makes the record, and what it follows.
 MAKER = {"run", "epoch", "fragment", "layout", "aggregator", "attempt_id", "release", "lock"}

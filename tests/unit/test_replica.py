@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from diloco.common.codec import decode_numpy
-from diloco.common.config import SyncSection
-from diloco.common.layout import Tensor, TensorHint, make_layout
-from diloco.learner.replica import Replica
+from diloco.common.process.config import SyncSection
+from diloco.common.protocol.codec import decode_numpy
+from diloco.common.protocol.layout import Tensor, TensorHint, make_layout
+from diloco.learner.tensors.replica import Replica
 
 SIZE = 32
 TENSORS = [Tensor(name=name, shape=(SIZE,), dtype="float32") for name in ("state", "w")]

@@ -18,22 +18,22 @@ from PIL import Image
 from runlab import Lab
 
 from bench.tapes import Forger
-from diloco.common import wire
-from diloco.common.config import RunSettings
-from diloco.common.errors import ConfigError
-from diloco.model.scores import _missing as missing
-from diloco.model.scores import keep, kept, scores_of
-from diloco.page import page, svg
-from diloco.page.figures import DRAWINGS, agreement
-from diloco.page.lanes import make_lanes
-from diloco.page.numbers import Shown
-from diloco.page.report import comparison, differing, in_short, named, report, sample_pairs
-from diloco.page.summary import Table, settings
-from diloco.page.svg import Axis, Mark, Panel, bars, data_block, element, line
+from diloco.common.process.config import RunSettings
+from diloco.common.protocol import wire
+from diloco.common.protocol.errors import ConfigError
 from diloco.run.agreement import Pairs
+from diloco.run.model.scores import _missing as missing
+from diloco.run.model.scores import keep, kept, scores_of
 from diloco.run.state import Run
 from diloco.run.timeseries import read_time_series
 from diloco.run.watch import Watch
+from diloco.show.page import page, svg
+from diloco.show.page.figures import DRAWINGS, agreement
+from diloco.show.page.lanes import make_lanes
+from diloco.show.page.numbers import Shown
+from diloco.show.page.report import comparison, differing, in_short, named, report, sample_pairs
+from diloco.show.page.summary import Table, settings
+from diloco.show.page.svg import Axis, Mark, Panel, bars, data_block, element, line
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 HOSTILE = "</p></script><script>alert(1)</script><img src=http://example.com/x>\u2028"

@@ -7,9 +7,10 @@ import structlog
 from runlab import RUN, Lab
 
 from diloco.aggregator.watches import ScoreWatch
-from diloco.common import log, names, wire
-from diloco.common.errors import StoreUnavailableError
-from diloco.model.scores import keep
+from diloco.common.process import log
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import StoreUnavailableError
+from diloco.run.model.scores import keep
 
 
 def score(lab: Lab, at_s: float, loss: float, epoch: int = 0) -> None:

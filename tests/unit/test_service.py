@@ -6,14 +6,8 @@ import random
 import pytest
 import structlog
 
-from diloco.common import service
-from diloco.common.errors import (
-    BusUnavailableError,
-    ConfigError,
-    ObjectLostError,
-    StoreUnavailableError,
-)
-from diloco.common.service import (
+from diloco.common.process import service
+from diloco.common.process.service import (
     FIRST_BACKOFF_S,
     LAST_BACKOFF_S,
     AskedToStopError,
@@ -21,6 +15,12 @@ from diloco.common.service import (
     cancel,
     first_of,
     unless_asked,
+)
+from diloco.common.protocol.errors import (
+    BusUnavailableError,
+    ConfigError,
+    ObjectLostError,
+    StoreUnavailableError,
 )
 
 

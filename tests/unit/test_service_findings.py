@@ -12,10 +12,11 @@ import structlog
 from runlab import RUN, Lab
 
 from diloco.aggregator.watches import CheckpointWatch
-from diloco.check import service
-from diloco.common import log, names, wire
-from diloco.common.store import DirectoryStore, MemoryStore
-from diloco.common.tape import load_specification
+from diloco.common.process import log
+from diloco.common.protocol import names, wire
+from diloco.common.storage.store import DirectoryStore, MemoryStore
+from diloco.common.storage.tape import load_specification
+from diloco.judge import service
 from diloco.run.findings import judged
 from diloco.run.history import History, read_history
 from diloco.run.state import HOUR_S, Observed

@@ -8,10 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.common.codec import CODECS, GREATEST_CODE, decode_numpy
-from diloco.common.errors import WireError
-from diloco.common.quantize import encode
-from diloco.common.shards import HEADER, crc32c, digest, pack, shard_bytes, shard_ranges, unpack
+from diloco.common.protocol.codec import CODECS, GREATEST_CODE, decode_numpy
+from diloco.common.protocol.errors import WireError
+from diloco.common.protocol.shards import (
+    HEADER,
+    crc32c,
+    digest,
+    pack,
+    shard_bytes,
+    shard_ranges,
+    unpack,
+)
+from diloco.learner.tensors.quantize import encode
 
 BLOCK = 16
 COUNT = 8 * BLOCK

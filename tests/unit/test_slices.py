@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.common import slices
-from diloco.common.errors import WireError
-from diloco.common.wire import MAX_SLICES, Shard, Slice
+from diloco.common.protocol import slices
+from diloco.common.protocol.errors import WireError
+from diloco.common.protocol.wire import MAX_SLICES, Shard, Slice
 
 BLOCKS = 200
 GREATEST = (1 << 63) - 1

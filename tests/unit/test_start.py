@@ -12,7 +12,7 @@ from importlib.abc import MetaPathFinder
 
 class Interrupted(MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name == "diloco.page.command":
+        if name == "diloco.show.page.command":
             raise KeyboardInterrupt
         return None
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from runlab import RUN, Lab
 
-from diloco.check import symptoms
-from diloco.check.audit import audit
-from diloco.check.doctor import said_once
-from diloco.common import names, wire
-from diloco.common.service import Runtime
+from diloco.common.process.service import Runtime
+from diloco.common.protocol import names, wire
+from diloco.judge import symptoms
+from diloco.judge.audit import audit
+from diloco.judge.doctor import said_once
 from diloco.run.findings import FRAGMENT_STOPPED, judged
 from diloco.run.history import History, read_history
 from diloco.run.state import Finding, Observed

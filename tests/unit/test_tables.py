@@ -11,7 +11,7 @@ import pytest
 import spoiled
 
 import diloco
-from diloco.common.errors import ConfigError
+from diloco.common.protocol.errors import ConfigError
 
 pytest.importorskip("pyarrow", reason="locks/arrow.lock is not installed")
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "look_into_a_run.ipynb"

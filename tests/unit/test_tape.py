@@ -11,14 +11,14 @@ from messages import EXAMPLES
 from runlab import RUN, Lab
 
 from bench.tapes import Forger
-from diloco.aggregator.liveness import LivenessWatch
-from diloco.common import names, wire
-from diloco.common.bus import MemoryBus, Message
-from diloco.common.errors import WireError
-from diloco.common.reasons import Reason
-from diloco.common.service import cancel
-from diloco.common.shards import crc32c
-from diloco.common.tape import (
+from diloco.aggregator.owner.liveness import LivenessWatch
+from diloco.common.process.service import cancel
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import WireError
+from diloco.common.protocol.reasons import Reason
+from diloco.common.protocol.shards import crc32c
+from diloco.common.storage.bus import MemoryBus, Message
+from diloco.common.storage.tape import (
     Entry,
     Extent,
     Garbage,

@@ -9,9 +9,9 @@ import structlog
 
 from diloco.aggregator import tape_watch
 from diloco.aggregator.tape_watch import watch_tape
-from diloco.check import symptoms
-from diloco.common.bus import Filled, MemoryBus, StreamLimits
-from diloco.common.metrics import Metrics
+from diloco.common.process.metrics import Metrics
+from diloco.common.storage.bus import Filled, MemoryBus, StreamLimits
+from diloco.judge import symptoms
 from diloco.run.findings import room
 
 LIMITS = StreamLimits(max_bytes=100_000, keep_old=True)

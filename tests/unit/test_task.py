@@ -10,11 +10,11 @@ import numpy as np
 import optax
 import pytest
 
-from diloco.common.errors import TaskError
-from diloco.common.layout import TensorHint
+from diloco.common.protocol.errors import TaskError
+from diloco.common.protocol.layout import TensorHint
 from diloco.learner.contract import check_task, load_task
-from diloco.learner.inner_step import make_inner_step
 from diloco.learner.task import Task, held_out_loss, is_floating, named_leaves, params_shapes
+from diloco.learner.tensors.inner_step import make_inner_step
 
 STEPS = 10
 

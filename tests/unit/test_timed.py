@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.common.errors import BusUnavailableError, StoreError
+from diloco.common.protocol.errors import BusUnavailableError, StoreError
 from diloco.operate.collect import TimerOptions, timed
 
 

@@ -7,7 +7,7 @@ import pytest
 from runlab import RUN, Lab
 
 from bench.tapes import Forger
-from diloco.common import names, wire
+from diloco.common.protocol import names, wire
 from diloco.run.history import History, read_history
 from diloco.run.timeseries import Table, TimeSeries, read_time_series
 

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from token_lab import checked, command, make_texts, make_tokenizer, prepared
 
-from diloco.common.errors import DataError, TaskError
-from diloco.learner.causal_lm.mixture import Mixture
-from diloco.learner.causal_lm.tokens import TokenFolders
-from diloco.learner.causal_lm.windows import TokenWindows
+from diloco.common.protocol.errors import DataError, TaskError
 from diloco.learner.contract import build_task, load_task
 from diloco.learner.reading import GrainData
+from diloco.models.decoders.mixture import Mixture
+from diloco.models.decoders.tokens import TokenFolders
+from diloco.models.decoders.windows import TokenWindows
 from tests.models.cases import LLAMA
 
 VOCAB = 1 << 16
@@ -162,7 +162,7 @@ TERABYTE = textwrap.dedent("""
     import sys
     from pathlib import Path
     import jax, numpy as np, psutil
-    from diloco.learner.causal_lm.tokens import TokenFolders
+    from diloco.models.decoders.tokens import TokenFolders
     from diloco.learner.reading import GrainData, require_grain
     require_grain()
     jax.config.update("jax_platforms", "cpu")
@@ -310,7 +310,7 @@ def test_the_task_takes_the_ends_of_documents_from_the_manifest(whole, place):
     for name, more in {"manifest": {}, "said": {"end": 1}, "not": {"end": -1}}.items():
         options = {"model": str(whole / "model"), "data": {str(place): 2}, "fresh": True}
         options |= {"length": 256, "batch": 2, "eval_batches": 8} | more
-        task = build_task("diloco.learner.causal_lm:build", steps=9, seed=0, options=options)
+        task = build_task("diloco.models.decoders:build", steps=9, seed=0, options=options)
         losses[name] = task.evaluate(task.init(jax.random.key(0)))
     assert losses["manifest"] == losses["said"] != losses["not"]
 
@@ -357,14 +357,14 @@ def test_data_without_a_held_out_side_says_so(whole, tmp_path):
 def test_other_things_than_folders_and_weights_are_refused(data):
     options = {"model": "qwen3-0.6b", "data": data}
     with pytest.raises(TaskError, match=r"'data\.(path|weights)"):
-        load_task("diloco.learner.causal_lm:build", steps=2, seed=0, options=options)
+        load_task("diloco.models.decoders:build", steps=2, seed=0, options=options)
 
 
 @pytest.mark.parametrize("digests", ["a" * 64, ["b"], [7]])
 def test_other_things_than_digests_are_refused(digests):
     options = {"model": "qwen3-0.6b", "data": "/a", "digests": digests}
     with pytest.raises(TaskError, match="'digests"):
-        load_task("diloco.learner.causal_lm:build", steps=2, seed=0, options=options)
+        load_task("diloco.models.decoders:build", steps=2, seed=0, options=options)
 
 
 # Copies and checks

@@ -9,10 +9,10 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from diloco.common.config import MeshSection
-from diloco.learner.causal_lm.config import parse_config
-from diloco.learner.causal_lm.model import DEFAULT, capped, token_losses
-from diloco.learner.mesh import make_mesh, within
+from diloco.common.process.config import MeshSection
+from diloco.learner.tensors.mesh import make_mesh, within
+from diloco.models.decoders.config import parse_config
+from diloco.models.decoders.model import DEFAULT, capped, token_losses
 from tests.models.cases import LLAMA
 
 CONFIG = parse_config(LLAMA, source="")

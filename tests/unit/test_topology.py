@@ -8,12 +8,12 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import SingleDeviceSharding
 
-from diloco.common.codec import Encoded
-from diloco.common.config import make_config
-from diloco.common.errors import ConfigError
-from diloco.common.quantize import decode_blocks
+from diloco.common.process.config import make_config
+from diloco.common.protocol.codec import Encoded
+from diloco.common.protocol.errors import ConfigError
 from diloco.learner.dry_run import compile_step, device_bytes, dry_run
 from diloco.learner.island import Island
+from diloco.learner.tensors.quantize import decode_blocks
 from diloco.learner.topology import GPUS, gpu_devices, tpu_devices
 
 compiler = pytest.mark.skipif(

@@ -7,7 +7,7 @@ import pytest
 import tomli_w
 from typer.testing import CliRunner
 
-from diloco.common.errors import ConfigError
+from diloco.common.protocol.errors import ConfigError
 from diloco.program import app
 
 TASKS = """

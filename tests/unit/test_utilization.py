@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from diloco.common.errors import TaskError
-from diloco.learner import model
-from diloco.learner.causal_lm.sizes import SIZES, size_named
+from diloco.common.protocol.errors import TaskError
 from diloco.learner.context import Traffic
 from diloco.learner.synchronizer import Meter
-from diloco.learner.utilization import full_tokens_per_s, peak_flops
+from diloco.learner.tensors.utilization import full_tokens_per_s, peak_flops
+from diloco.models.bytes_lm import model
+from diloco.models.decoders.sizes import SIZES, size_named
 
 ROWS, LENGTH = 2, 64
 

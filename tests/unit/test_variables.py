@@ -8,15 +8,15 @@ import numpy as np
 import optax
 import pytest
 
-from diloco.common.config import SyncSection
-from diloco.common.errors import ConfigError, DilocoError, TaskError
-from diloco.common.layout import TensorHint
+from diloco.common.process.config import SyncSection
+from diloco.common.protocol.errors import ConfigError, DilocoError, TaskError
+from diloco.common.protocol.layout import TensorHint
 from diloco.learner.context import Traffic
 from diloco.learner.contract import check_task, refusals
-from diloco.learner.inner_step import make_inner_step
 from diloco.learner.synchronizer import EMA, Meter
 from diloco.learner.task import Task, Variables, params_shapes, scores
-from diloco.learner.tree import Division, division_of, loaded_frozen, task_layout
+from diloco.learner.tensors.inner_step import make_inner_step
+from diloco.learner.tensors.tree import Division, division_of, loaded_frozen, task_layout
 
 ROWS, WIDTH = 8, 4
 

@@ -13,17 +13,17 @@ from forged import messages_in, write_tape
 from rich.console import Console
 from runlab import Lab
 
-from diloco.check.objects import read_listing
-from diloco.cli.opening import Place, use_place
-from diloco.common import names, wire
-from diloco.common.config import GcSection
-from diloco.common.errors import IntegrityError
-from diloco.common.store import open_store
-from diloco.common.tape import decode
+from diloco.common.process.config import GcSection
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import IntegrityError
+from diloco.common.storage.store import open_store
+from diloco.common.storage.tape import decode
+from diloco.judge.objects import read_listing
 from diloco.operate.collect import find
 from diloco.replay.coverage import Versions, sentences, tape_of
 from diloco.replay.options import Options
 from diloco.replay.run import run_replay
+from diloco.run.cli.opening import Place, use_place
 from diloco.run.history import read_history
 
 

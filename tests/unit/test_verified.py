@@ -11,15 +11,15 @@ import pytest
 from runlab import RUN, Lab
 
 from diloco.aggregator.arrays.fragment import FragmentArrays, make_grid
-from diloco.aggregator.collector import Collector
-from diloco.aggregator.committer import swap
 from diloco.aggregator.core import memory
 from diloco.aggregator.leases import Leases
-from diloco.aggregator.recovery import MOST_AHEAD, _merge_again
-from diloco.aggregator.shard_reader import read_input, read_payload
-from diloco.common import names, shards, wire
-from diloco.common.config import GcSection
-from diloco.common.errors import (
+from diloco.aggregator.owner.collector import Collector
+from diloco.aggregator.owner.committer import swap
+from diloco.aggregator.owner.recovery import MOST_AHEAD, _merge_again
+from diloco.aggregator.owner.shard_reader import read_input, read_payload
+from diloco.common.process.config import GcSection
+from diloco.common.protocol import names, shards, wire
+from diloco.common.protocol.errors import (
     BusError,
     BusUnavailableError,
     IntegrityError,
@@ -27,10 +27,10 @@ from diloco.common.errors import (
     SwapLostError,
     WireError,
 )
-from diloco.common.quantize import encode
-from diloco.common.tape import last_record
-from diloco.common.views import load_version
-from diloco.learner.checkpoint import PartFolder
+from diloco.common.storage.tape import last_record
+from diloco.common.storage.views import load_version
+from diloco.learner.tensors.checkpoint import PartFolder
+from diloco.learner.tensors.quantize import encode
 
 SNAPSHOT = 3
 

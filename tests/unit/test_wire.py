@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from messages import BODIES, EXAMPLES, fields_of, json_like, messages
 
-from diloco.common import wire
-from diloco.common.errors import WireError
+from diloco.common.protocol import wire
+from diloco.common.protocol.errors import WireError
 
 
 def kinds(function):

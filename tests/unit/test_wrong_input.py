@@ -11,12 +11,12 @@ import tomli_w
 import typer
 from typer.testing import CliRunner
 
-from diloco.cli.failing import as_failure
-from diloco.cli.screen import confirm
-from diloco.cli.settings import assign, parse_assigned
-from diloco.common.config import RunSettings
-from diloco.common.errors import ConfigError, Exit
+from diloco.common.process.config import RunSettings
+from diloco.common.protocol.errors import ConfigError, Exit
 from diloco.program import app
+from diloco.run.cli.failing import as_failure
+from diloco.run.cli.screen import confirm
+from diloco.run.cli.settings import assign, parse_assigned
 
 
 def refusal(*words: str) -> ConfigError:

@@ -2,7 +2,7 @@
 # names begin with the site's and a hyphen. What it may do follows from the prefix of their objects.
 
 locals {
-  # Object names are those of common/names.py.
+  # Object names are those of common/protocol/names.py.
   who      = "${var.site ? "site" : "learner"} ${var.name}"
   objects  = "projects/_/buckets/${var.bucket}/objects/"
   own      = "${var.run}/learner/${var.name}${var.site ? "-" : "/"}"

@@ -1,0 +1,282 @@
+"""Removes what `garbage.py` finds: beside a fragment's owner, or for an operator.
+
+Order matters, and each step is harmless if nothing follows it:
+1. list the store; what comes into it later is not looked at;
+2. learn who may still announce what, and which checkpoints there are;
+3. read the fragment's records up to the newest: whatever was resolved meanwhile is among them;
+4. see that no newer tape of the run was begun: its objects are not ours to judge;
+5. trim the tape; then delete objects. A record on the tape may name the object of its body.
+"""
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from diloco.aggregator.context import Context, resumed_since
+from diloco.aggregator.core import garbage, memory
+from diloco.aggregator.core.garbage import Fleet, Ledger, Trim
+from diloco.aggregator.core.state import State
+from diloco.aggregator.core.updates import UpdateId
+from diloco.common.process import log, metrics
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import (
+    DilocoError,
+    IntegrityError,
+    ObjectMissingError,
+    WireError,
+)
+from diloco.common.storage.store import ObjectInfo
+from diloco.common.storage.tape import (
+    RunContext,
+    decode_as,
+    first_message,
+    last_record,
+    messages_up_to,
+    records_of,
+)
+
+# Deleted by one call off the event loop.
+BATCH = 64
+
+
+class RetainedCheckpoints(NamedTuple):
+    """Which checkpoints keep their objects.
+
+    Attributes:
+        versions: of each pinned checkpoint, one for each fragment.
+        stale: objects of checkpoints that keep nothing any more.
+    """
+
+    versions: tuple[tuple[int, ...], ...]
+    stale: tuple[ObjectInfo, ...]
+
+    def of(self, fragment: int) -> frozenset[int]:
+        """The versions of a fragment that are pinned."""
+        return frozenset(versions[fragment] for versions in self.versions)
+
+
+class Collector:
+    """Collects the garbage of one fragment in the background.
+
+    The owner of fragment 0 does what is the whole run's as well: joins and leaves on the tape,
+    and checkpoints beyond those that are kept.
+
+    Args:
+        context: the aggregator's.
+        fragment: its index.
+        state: gives the owner's machine; None while it recovers.
+    """
+
+    def __init__(self, context: Context, fragment: int, state: Callable[[], State | None]) -> None:
+        self._context = context
+        self._fragment = fragment
+        self._state = state
+        self._logger = context.logger.bind(fragment=fragment)
+        self._ledger = Ledger(context.run, fragment, context.epoch)
+        self._woken = asyncio.Event()
+
+    def wake(self) -> None:
+        """A snapshot is committed: there may be garbage."""
+        self._woken.set()
+
+    async def work(self) -> None:
+        """Collect after each `wake`, for ever; what goes wrong is logged and tried again."""
+        try:
+            while True:
+                await self._woken.wait()
+                self._woken.clear()
+                if self._context.gc.enabled:
+                    await self._try()
+        finally:
+            self._context.shard_listing.forget(self._fragment)
+
+    async def _try(self) -> None:
+        try:
+            await self._context.runtime.retry(
+                "collecting garbage", self._collect, logger=self._logger
+            )
+        except DilocoError as error:
+            self._logger.warning("not_collected", error=error.message, hint=error.hint)
+        except Exception:
+            # A bug here may cost space, not the fragment.
+            self._logger.exception("collection_failed")
+
+    async def _collect(self) -> None:
+        context, began_s = self._context, self._context.runtime.clock()
+        state = self._state()
+        # While a record is under way its inputs are resolved here, and named by no record yet.
+        if state is None or state.storing is not None or not memory.has_met_all(state):
+            return  # It would know of a new life, and not yet what the one before has announced.
+        fleet = fleet_of(state)
+        found = await self._list()
+        last_seq = await context.bus.last_sequence(context.tape)
+        retained = await read_retained(context, context.gc.keep_checkpoints, self._logger)
+        await read_on(context, self._ledger)
+        await check_epoch(context)
+        check_tape_is_newest(self._ledger, found, last_seq)
+        plan = garbage.plan(
+            self._ledger,
+            found,
+            fleet=fleet,
+            pinned=retained.of(self._fragment),
+            replay_window_s=context.gc.replay_window_s,
+        )
+        if plan is None:
+            return
+        await trim_tape(context, plan.trims)
+        self._ledger.forget_below(plan.floor_seq)
+        await delete(context, [item.name for item in plan.objects])
+        if self._fragment == 0:
+            fragments = range(len(context.layout.fragments))
+            answered = [await answered_seq(context, fragment) for fragment in fragments]
+            await trim_tape(context, garbage.plan_run(context.run, answered, fleet.lives))
+            await delete(context, [info.name for info in retained.stale])
+        size_bytes = sum(item.size_bytes for item in plan.objects)
+        context.metrics.add(metrics.COLLECTED, size_bytes)
+        self._logger.info(
+            "collected",
+            floor=plan.floor_version,
+            objects=dict(Counter(item.kind for item in plan.objects)),
+            size_bytes=size_bytes,
+            took_s=round(context.runtime.clock() - began_s, 3),
+        )
+
+    async def _list(self) -> list[ObjectInfo]:
+        """The fragment's objects, and its shards."""
+        context, prefix = self._context, names.fragment_prefix(self._context.run, self._fragment)
+        stored = await context.runtime.call(context.store.list, prefix)
+        return stored + await context.shard_listing.of(
+            self._fragment, context.run, context.store, context.runtime
+        )
+
+
+def fleet_of(state: State) -> Fleet:
+    """Who may still announce what, as the machine knows it."""
+    manifests = [
+        *(waiting.manifest for waiting in state.pending.values()),
+        *(admitted.manifest for admitted in state.admitted),
+        *(refused.manifest for refused in state.rejected),
+    ]
+    pending = {UpdateId(sent.learner, sent.incarnation, sent.seq) for sent in manifests}
+    lives = {learner: member.incarnation for learner, member in state.members.items()}
+    return Fleet(lives, pending)
+
+
+async def read_retained(context: RunContext, keep: int, logger: log.Logger) -> RetainedCheckpoints:
+    """Which checkpoints keep their objects: those of this tape, and those of earlier ones.
+
+    Raises:
+        BusError, StoreError: bus or store are away.
+    """
+    marked = await _marked(context, logger)
+    files = await context.runtime.call(context.store.list, names.checkpoint_prefix(context.run))
+    whole = {info.name.removeprefix(names.checkpoint_prefix(context.run)): info for info in files}
+    pinned = garbage.pinned_checkpoints(marked, whole, keep)
+    versions = {name: marked[name] for name in pinned & marked.keys()}
+    for name in pinned - versions.keys():
+        with contextlib.suppress(ObjectMissingError):
+            data = await context.runtime.call(context.store.get, whole[name].name)
+            try:
+                file = wire.decode(wire.CheckpointFile, data)
+            except WireError as error:
+                logger.warning("unreadable", subject=whole[name].name, reason=error.reason)
+            else:
+                versions[name] = tuple(record.version for record in file.records)
+    stale = tuple(info for name, info in whole.items() if name not in pinned)
+    fragments = len(context.layout.fragments)
+    return RetainedCheckpoints(tuple(v for v in versions.values() if len(v) == fragments), stale)
+
+
+async def _marked(context: RunContext, logger: log.Logger) -> dict[str, tuple[int, ...]]:
+    """Versions of each checkpoint on the tape, by its name."""
+    subject = names.checkpoint(context.run)
+    last = await context.bus.last(context.tape, subject)
+    found: dict[str, tuple[int, ...]] = {}
+    if last is None:
+        return found
+    async for message in messages_up_to(context, [subject], last.seq):
+        try:
+            checkpoint = decode_as(wire.Checkpoint, subject, message.payload)
+        except WireError as error:
+            logger.warning("unreadable", subject=subject, reason=error.reason)
+        else:
+            found[checkpoint.name] = checkpoint.versions
+    return found
+
+
+async def read_on(context: RunContext, ledger: Ledger) -> None:
+    """Bring a ledger up to the fragment's newest record.
+
+    Raises:
+        DilocoError: as `records_of`.
+    """
+    async for item in records_of(context, ledger.fragment, ledger.newest_seq + 1):
+        body = item.body.name if item.body else None
+        ledger.take(item.record, item.record_seq, item.stored_at_s, body)
+
+
+async def check_epoch(context: RunContext) -> None:
+    """Refuse to judge objects once a newer tape of the run may have made some of them.
+
+    Raises:
+        RunMismatchError: the run was resumed on a newer tape.
+    """
+    prefix = names.epoch_prefix(context.run)
+    claimed = await context.runtime.call(context.store.list, prefix)
+    epochs = [info.name.removeprefix(prefix) for info in claimed]
+    newest = max((int(epoch) for epoch in epochs if epoch.isdecimal()), default=0)
+    if newest > context.epoch:
+        raise resumed_since(context, newest)
+
+
+def check_tape_is_newest(ledger: Ledger, found: Iterable[ObjectInfo], last_seq: int) -> None:
+    """Refuse to judge a store that has what the tape has not come to.
+
+    Raises:
+        IntegrityError: the tape ends before the fragment's objects.
+    """
+    newer = next(garbage.newer_than_tape(ledger, found, last_seq), None)
+    if newer is not None:
+        raise IntegrityError(
+            f"run {ledger.run!r}: the tape ends before its objects, it knows nothing of {newer!r}",
+            hint="was the stream cut, or an older copy restored? nothing is deleted: "
+            "runbooks/debug-with-replay.md",
+        )
+
+
+async def answered_seq(context: RunContext, fragment: int) -> int:
+    """Below this sequence nobody who recovers or replays a fragment needs the tape.
+
+    Raises:
+        DilocoError: as `last_record`.
+    """
+    newest, _ = await last_record(context, fragment)
+    oldest = await first_message(context, names.record(context.run, fragment))
+    return min(newest.position, oldest.seq)
+
+
+async def trim_tape(context: RunContext, trims: Iterable[Trim]) -> None:
+    """Remove old messages; the last one of each subject always stays.
+
+    Raises:
+        BusError: the bus is away, or does not permit it.
+    """
+    for trim in trims:
+        await context.bus.trim(context.tape, trim.subject, trim.below_seq)
+
+
+async def delete(context: RunContext, objects: Sequence[str]) -> None:
+    """Remove objects.
+
+    Raises:
+        StoreError: the store is away, or does not permit it.
+    """
+
+    def some(batch: Sequence[str]) -> None:
+        for name in batch:
+            context.store.delete(name)
+
+    for begin in range(0, len(objects), BATCH):
+        await context.runtime.call(some, objects[begin : begin + BATCH])

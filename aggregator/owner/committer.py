@@ -1,0 +1,276 @@
+"""Makes, stores and commits the records of a fragment, by compare-and-swap, beside its machine."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Awaitable, Callable
+
+from diloco.aggregator import instruments
+from diloco.aggregator.arrays.fragment import FragmentArrays
+from diloco.aggregator.context import Context, resumed_since, store_version_object
+from diloco.aggregator.core import events
+from diloco.aggregator.core.decisions import decide
+from diloco.aggregator.core.events import Commit
+from diloco.aggregator.core.policy import FragmentRules
+from diloco.aggregator.owner.records import (
+    Version,
+    cited,
+    compose,
+    make_version,
+    store_version,
+    sum_up,
+    unchanged,
+)
+from diloco.common.process import log, metrics
+from diloco.common.process.service import Tasks
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import (
+    BusUnavailableError,
+    DilocoError,
+    RunMissingError,
+    SwapLostError,
+)
+from diloco.common.storage.tape import load_specification
+
+
+async def commit_record(context: Context, record: wire.Record, base_id: str = "") -> int:
+    """Publish a record on top of the one it names as its base; its sequence.
+
+    The body of a large one goes into an object, named after a version that is not committed
+    yet: such an object cannot be taken for garbage before the record stands.
+
+    Args:
+        context: the aggregator's.
+        record: to be published.
+        base_id: attempt id of its base, for whoever has known the base for long.
+
+    Raises:
+        SwapLostError: another record stands where this one was to be.
+    """
+    payload = wire.encode(record)
+    if len(payload) > context.record_bytes:
+        version = record.version + (record.what == "verdict")
+        body = await store_version_object(
+            context, record.fragment, version, "record", payload, context.logger
+        )
+        pointer = wire.RecordPointer(
+            fragment=record.fragment, body=body, attempt_id=record.attempt_id
+        )
+        payload = wire.encode(pointer)
+    subject = names.record(context.run, record.fragment)
+    return await swap(context, subject, payload, record.attempt_id, record.base_seq, base_id)
+
+
+async def check_tape(context: Context) -> None:
+    """Refuse to begin a subject on another tape than one's own.
+
+    What follows a message is safe, since no two tapes share sequences; what follows none is not.
+
+    Raises:
+        RunMismatchError: the run was resumed on a newer tape.
+    """
+    with contextlib.suppress(RunMissingError):
+        epoch = (await load_specification(context.bus, context.run)).epoch
+        if epoch != context.epoch:
+            raise resumed_since(context, epoch)
+
+
+async def swap(
+    context: Context,
+    subject: str,
+    payload: bytes,
+    attempt_id: str,
+    expected: int,
+    base_id: str = "",
+) -> int:
+    """Publish by compare-and-swap and know whether it is ours that stands; its sequence.
+
+    A lost answer leaves it open whether the message was stored, and a cluster may acknowledge a
+    stale swap as a duplicate: after any doubt the subject's last message is read and compared.
+
+    Args:
+        context: the aggregator's.
+        subject: of the message.
+        payload: of the message.
+        attempt_id: its message id.
+        expected: sequence of the subject's last message; 0 for none.
+        base_id: message id of that message, to be compared first: servers that lost what they had
+            acknowledged give its sequence to another.
+
+    Raises:
+        RunMismatchError: a newer tape has come in the place of this process's.
+        SwapLostError: another message stands where ours was to be.
+    """
+    doubt = False
+
+    async def look() -> int | None:
+        """The sequence of ours if it stands; None if nothing new does."""
+        last = await context.bus.last(context.tape, subject)
+        if last is not None and last.msg_id == attempt_id:
+            return last.seq
+        if (last.seq if last else 0) != expected or (base_id and last and last.msg_id != base_id):
+            raise SwapLostError(subject, expected)
+        return None
+
+    async def attempt() -> int:
+        nonlocal doubt
+        if not expected and subject != names.spec(context.run):
+            await check_tape(context)
+        if (doubt or base_id) and (standing := await look()) is not None:
+            return standing
+        try:
+            seq = await context.bus.publish(
+                subject, payload, msg_id=attempt_id, expected_last=expected
+            )
+        except (SwapLostError, BusUnavailableError) as error:
+            doubt = True
+            if isinstance(error, SwapLostError) and (standing := await look()) is not None:
+                return standing
+            raise
+        if not doubt:
+            return seq
+        standing = await look()
+        if standing is None:
+            raise SwapLostError(subject, expected)
+        return standing
+
+    return await context.runtime.retry("publishing", attempt, logger=context.logger)
+
+
+# Seconds between two samples of messages that are no updates, for each reason.
+SAMPLE_S = 1.0
+
+
+class Samples:
+    """Counts what is no update of a fragment, and shows one of a kind now and then."""
+
+    def __init__(self, context: Context, fragment: int, logger: log.Logger) -> None:
+        self._context = context
+        self._fragment = fragment
+        self._logger = logger
+        self._sampled_at_s: dict[str, float] = {}
+        self._unseen: Counter[str] = Counter()
+
+    async def take(self, subject: str, reason: str, detail: str) -> None:
+        """Count a message; show it unless one of its kind was shown just now."""
+        self._context.metrics.add(metrics.IGNORED, 1, reason)
+        now_s = self._context.runtime.clock()
+        self._unseen[reason] += 1
+        if now_s - self._sampled_at_s.get(reason, 0.0) < SAMPLE_S:
+            return
+        self._sampled_at_s[reason] = now_s
+        count = self._unseen.pop(reason)
+        self._logger.warning("ignored", subject=subject, reason=reason, detail=detail, count=count)
+        learner = names.subject_learner(subject) or "operator"
+        await self.show(learner, 0, 0, reason, detail)
+
+    async def show(
+        self, learner: str, incarnation: int, seq: int, reason: str, detail: str
+    ) -> None:
+        """A copy for people; the record has the verdict, so a lost copy is only logged."""
+        rejection = wire.Rejection(
+            fragment=self._fragment,
+            learner=learner,
+            incarnation=incarnation,
+            seq=seq,
+            reason=reason,
+            detail=wire.note(detail),
+        )
+        subject = names.rejected(self._context.run, learner)
+        try:
+            await self._context.bus.publish(subject, wire.encode(rejection))
+        except DilocoError as error:
+            self._logger.warning("rejection_not_shown", error=error.message)
+
+
+class Committer:
+    """Commits what the machine decides, one record at a time.
+
+    Args:
+        context: the aggregator's.
+        newest: the record that the fragment stands at.
+        arrays: the fragment's.
+        samples: takes copies of verdicts for people.
+        answer: takes the machine's event once a record stands.
+        tasks: the tenure's; fail with `SwapLostError` if another record stands in its place.
+        on_snapshot: called when a stored state is committed.
+        logger: the fragment's.
+
+    Attributes:
+        newest: the record that the fragment stands at.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        newest: wire.Record,
+        arrays: FragmentArrays,
+        samples: Samples,
+        answer: Callable[[events.Committed], Awaitable[None]],
+        tasks: Tasks,
+        on_snapshot: Callable[[], None],
+        logger: log.Logger,
+    ) -> None:
+        self.newest = newest
+        self._context = context
+        self._arrays = arrays
+        self._samples = samples
+        self._answer = answer
+        self._tasks = tasks
+        self._on_snapshot = on_snapshot
+        self._logger = logger
+
+    async def begin(self, rules: FragmentRules, commit: Commit) -> events.Made | None:
+        """Make the version, if there is one; its record is stored and published by itself."""
+        version = None
+        if commit.what == "version":
+            version = await make_version(self._context, self._arrays, commit.state)
+        self._tasks.start(self._commit(rules, commit, version))
+        if version is None:
+            return None
+        return events.Made(version.merged_at_s, version.made.view_digest)
+
+    async def _commit(self, rules: FragmentRules, commit: Commit, version: Version | None) -> None:
+        """Store the objects, publish the record by compare-and-swap, tell the machine."""
+        context, clock = self._context, self._context.runtime.clock
+        record = await self._draft(rules, commit, version)
+        with instruments.timing(context.metrics, clock, "publish"):
+            record_seq = await commit_record(context, record, self.newest.attempt_id)
+        instruments.count_record(context.metrics, self.newest, record)
+        self.newest = cited(record, record_seq)
+        committed_at_s = clock()
+        self._logger.info(
+            "committed",
+            what=record.what,
+            version=record.version,
+            record_seq=record_seq,
+            learners=[taken.learner for taken in record.inputs],
+            updates=[f"{taken.incarnation}-{taken.seq}" for taken in record.inputs],
+            staleness=[taken.staleness for taken in record.inputs],
+            rejected=[f"{taken.learner}:{taken.reason}" for taken in record.rejected],
+            reason=record.reason,
+            took_s=round(committed_at_s - commit.at_s, 4),
+        )
+        await self._answer(events.Committed(committed_at_s, record_seq))
+        if record.what == "version" and record.snapshot_version == record.version:
+            self._on_snapshot()
+        for one in record.rejected:
+            await self._samples.show(one.learner, one.incarnation, one.seq, one.reason, one.detail)
+
+    async def _draft(
+        self, rules: FragmentRules, commit: Commit, version: Version | None
+    ) -> wire.Record:
+        """The record of `commit`, with its objects stored."""
+        previous, decided = self.newest, decide(rules, commit)
+        contents = unchanged(previous, commit.at_s)
+        if version is not None:
+            contents = await store_version(
+                self._context, self._arrays, decided.version, version, previous, self._logger
+            )
+        return compose(
+            self._context,
+            previous.fragment,
+            decided,
+            contents,
+            previous=previous,
+            totals=sum_up(previous.totals, contents.inputs, decided.rejected),
+        )

@@ -1,0 +1,210 @@
+"""Reads and verifies updates beside a fragment's machine, a few at a time.
+
+A store that is slow is slow for everybody, and rejects nobody: each attempt may take twice as long
+as the one before. What alone is slow, while whole updates of others are read beside it, is its
+sender's.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from diloco.aggregator.arrays.arithmetic import PRODUCTION
+from diloco.aggregator.arrays.fragment import Payload
+from diloco.aggregator.arrays.grid import Grid
+from diloco.aggregator.context import Context
+from diloco.aggregator.core import events
+from diloco.aggregator.core.events import Fetch
+from diloco.aggregator.owner.shard_reader import Reads, read_payload
+from diloco.common.process import cores, log, metrics
+from diloco.common.process.service import Tasks
+from diloco.common.protocol import wire
+from diloco.common.protocol.errors import ObjectMissingError, StoreSlowError, WireError
+from diloco.common.protocol.reasons import Reason
+from diloco.common.storage.store import Keeps
+
+# An attempt may take so long, and a second for each of so many bytes.
+FIRST_S: Final = 30.0
+LEAST_BYTES_PER_S: Final = 1 << 20
+# No attempt takes longer than so many doublings allow.
+DOUBLINGS: Final = 10
+
+
+class Limited:
+    """A store whose reads take no longer, all together, than a number of seconds."""
+
+    def __init__(self, store: Reads, left_s: float) -> None:
+        self._store = store
+        self._left_s = left_s
+
+    def get(
+        self, name: str, limit_bytes: int | None = None, within_s: float | None = None
+    ) -> bytes:
+        """As `ObjectStore.get`.
+
+        Raises:
+            StoreSlowError: the seconds are over.
+        """
+        left_s = self._left_s if within_s is None else min(within_s, self._left_s)
+        began_s = time.monotonic()
+        try:
+            return self._store.get(name, limit_bytes, left_s)
+        finally:
+            self._left_s -= time.monotonic() - began_s
+
+
+class Patience:
+    """Of one update's reading, over all attempts."""
+
+    def __init__(self, manifest: wire.Manifest) -> None:
+        size_bytes = sum(shard.size_bytes for shard in manifest.shards)
+        self._first_s = FIRST_S + size_bytes / LEAST_BYTES_PER_S
+        self._slow = 0  # attempts that took too long
+        self._alone = 0  # of these, while updates of others were read
+
+    @property
+    def within_s(self) -> float:
+        """How long the next attempt may take."""
+        return float(self._first_s * 2 ** min(self._slow, DOUBLINGS))
+
+    def lost(self, error: StoreSlowError, *, others_read: bool) -> None:
+        """An attempt took too long; `others_read`: updates of others were read from end to end.
+
+        Raises:
+            WireError: "slow": it is its sender's fault.
+        """
+        self._slow += 1
+        self._alone += others_read
+        # Once is nobody's: the attempt may have begun on a store that had recovered when the
+        # others' began.
+        if self._alone > 1:
+            what = f"slow {self._slow} times, while others were read: {error.message}"
+            raise WireError(Reason.SLOW, what) from error
+
+
+# Payloads of one fragment that may be in memory before they are merged.
+FETCHES = 2
+# Between two attempts at an update that cannot be read for a reason that nobody knows.
+FIRST_PAUSE_S = 1.0
+LAST_PAUSE_S = 30.0
+
+Answer = Callable[[events.Fetched | events.Failed, Payload | None], Awaitable[None]]
+
+
+class Fetcher:
+    """Reads the shards of one fragment's updates.
+
+    Args:
+        context: the aggregator's.
+        grid: the fragment's.
+        answer: takes what the machine is to hear, with the payload of an update that is verified;
+            who has done with a payload calls `release`.
+        tasks: the tenure's.
+        logger: the fragment's.
+    """
+
+    def __init__(
+        self, context: Context, grid: Grid, answer: Answer, tasks: Tasks, logger: log.Logger
+    ) -> None:
+        self._context = context
+        self._grid = grid
+        self._answer = answer
+        self._logger = logger
+        self._free = asyncio.Semaphore(FETCHES)
+        self._passed: Counter[str] = Counter()
+        # When the reading of each learner's last update began that passed.
+        self._began_s: dict[str, float] = {}
+        self._tasks = tasks
+        self._arithmetic = context.arithmetic or PRODUCTION
+
+    def start(self, fetch: Fetch) -> None:
+        """Read an update once there is room for it."""
+        self._tasks.start(self._fetch(fetch))
+
+    def release(self) -> None:
+        """A payload is used up."""
+        self._free.release()
+
+    async def _fetch(self, fetch: Fetch) -> None:
+        """Its payload waits with the answer until the machine's word."""
+        runtime = self._context.runtime
+        try:
+            payload = await self._read_at_last(fetch)
+        except ObjectMissingError as error:
+            failed = events.Failed(runtime.clock(), fetch.update, Reason.MISSING, error.message)
+        except WireError as error:
+            failed = events.Failed(runtime.clock(), fetch.update, error.reason, error.message)
+        else:
+            self._passed[fetch.update.learner] += 1
+            fetched = events.Fetched(runtime.clock(), fetch.update, payload.norm)
+            received = sum(shard.size_bytes for shard in fetch.manifest.shards)
+            self._context.metrics.add(metrics.RECEIVED, received)
+            await self._answer(fetched, payload)
+            return
+        await self._answer(failed, None)
+
+    async def _read_at_last(self, fetch: Fetch) -> Payload:
+        """The update, however long the store is away.
+
+        What is neither a transient fault nor explained by the sender's bytes may be a lack of
+        memory or of file handles, or a bug of ours: it is tried again, and is the sender's only
+        once it has failed twice while the updates of others passed.
+
+        Raises:
+            ObjectMissingError, WireError: as `read_payload`; reason "internal" for the last, "slow"
+                as `Patience.lost`.
+        """
+        failures, pause_s = 0, FIRST_PAUSE_S
+        patience = Patience(fetch.manifest)
+        passed = self._passed_of_others(fetch)
+        while True:
+            try:
+                return await self._context.runtime.retry(
+                    "reading shards", lambda: self._read(fetch, patience), logger=self._logger
+                )
+            except (ObjectMissingError, WireError):
+                raise
+            except Exception as error:
+                failures += 1
+                self._logger.exception(
+                    "reading_failed", update=list(fetch.update), failures=failures
+                )
+                if failures > 1 and self._passed_of_others(fetch) > passed:
+                    what = f"reading it failed {failures} times, while others were read: {error}"
+                    raise WireError(Reason.INTERNAL, what) from error
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LAST_PAUSE_S)
+
+    def _passed_of_others(self, fetch: Fetch) -> int:
+        return sum(self._passed.values()) - self._passed[fetch.update.learner]
+
+    async def _read(self, fetch: Fetch, patience: Patience) -> Payload:
+        """One attempt; who waits for the next one keeps nobody's place."""
+        await self._free.acquire()
+        context, learner = self._context, fetch.update.learner
+        began_s = context.runtime.clock()
+        store = Limited(context.store, patience.within_s)
+        try:
+            payload = await context.runtime.call(self._read_kept, store, fetch.manifest)
+        except StoreSlowError as error:
+            self._free.release()
+            patience.lost(error, others_read=self._others_read_since(began_s, learner))
+            raise
+        except BaseException:
+            self._free.release()
+            raise
+        self._began_s[learner] = began_s
+        return payload
+
+    def _read_kept(self, store: Limited, manifest: wire.Manifest) -> Payload:
+        """Verify what recovery will read again, though its sender may remove it by then."""
+        if isinstance(self._context.store, Keeps):
+            for shard in manifest.shards:
+                self._context.store.keep(shard.name, shard.size_bytes)
+        return read_payload(store, manifest, self._grid, self._arithmetic, cores.available())
+
+    def _others_read_since(self, since_s: float, learner: str) -> bool:
+        """Whether an update of somebody else was read whose reading began since then."""
+        return any(at_s >= since_s for name, at_s in self._began_s.items() if name != learner)

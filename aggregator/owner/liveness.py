@@ -1,0 +1,198 @@
+"""Which learners are heard of: the machines are told, and lives that are silent for long are ended.
+
+A learner that is silent and holds shares of the data has its life ended, so that others have them:
+1. A join under the learner's name, on top of its newest: of the silent life nothing is merged that
+   is stored behind it. (So does a second process under one name end the first.)
+2. All that was announced before the join is read, in order: nobody knows better how far it came.
+3. A leave with that position, and the end of what it held.
+
+Several aggregators may do it at once, since the join goes by compare-and-swap; and if one dies in
+between, the life that it began is silent too. The learner, should it come back, finds itself
+superseded, starts anew and claims what is free.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Collection
+
+from diloco.aggregator.context import Context, identity
+from diloco.aggregator.core import events
+from diloco.aggregator.core.hearing import Hearing
+from diloco.aggregator.owner.committer import swap
+from diloco.aggregator.owner.owner import FragmentOwner
+from diloco.aggregator.owner.tenure import Tenure
+from diloco.common.process import metrics
+from diloco.common.process.service import first_of
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import SwapLostError, WireError
+from diloco.common.storage.holdings import EXPIRY, Holdings, declared_sizes, lost_batches
+from diloco.common.storage.tape import check_length, decode, decode_as, messages_up_to, same_tape
+
+
+class LivenessWatch:
+    """Reads heartbeats, and tells the owners' machines what follows (`core/hearing.py`).
+
+    Attributes:
+        hearing: what was heard.
+    """
+
+    def __init__(self, context: Context, owners: Collection[FragmentOwner]) -> None:
+        self._context = context
+        self._owners = owners
+        self.hearing = Hearing(context.runtime.clock())
+
+    def _live_s(self) -> float:
+        """The longest silence of a live learner; owners follow changed settings one by one."""
+        own = self._context.settings.quorum.liveness_timeout_s
+        rules = [owner.tenure.rules for owner in self._owners if owner.tenure is not None]
+        return max((each.quorum.liveness_timeout_s for each in rules), default=own)
+
+    async def watch(self) -> None:
+        """Read heartbeats and compare, for ever."""
+        await first_of(self._listen(), self._compare())
+
+    async def _listen(self) -> None:
+        context = self._context
+        stream = names.ops_stream(context.run)
+        start = await context.runtime.retry(
+            "heartbeats", lambda: context.bus.last_sequence(stream), logger=context.logger
+        )
+        subjects = [names.heartbeat(context.run, "*")]
+        async for message in context.bus.read(stream, subjects, start + 1):
+            try:
+                beat = decode_as(wire.Heartbeat, message.subject, message.payload)
+            except WireError as error:
+                context.metrics.add(metrics.IGNORED, 1, error.reason)
+                continue
+            if beat.state == "failed":
+                continue  # The last word of a life that is over is no sign of life.
+            now_s = context.runtime.clock()
+            self.hearing.beat(beat.learner, beat.incarnation, now_s, self._live_s())
+
+    async def _compare(self) -> None:
+        while True:
+            self._context.health.turned()
+            self._context.metrics.set(metrics.HEARD_AT, self.hearing.newest_s)
+            await asyncio.sleep(min(1.0, self._live_s() / 4))
+            for owner in self._owners:
+                if owner.tenure is not None:
+                    self._tell(owner.tenure)
+
+    def _tell(self, tenure: Tenure) -> None:
+        now_s = self._context.runtime.clock()
+        timeout_s = tenure.rules.quorum.liveness_timeout_s
+        for name, member in tenure.state.members.items():
+            live = self.hearing.is_live(tenure.fragment, name, member, now_s, timeout_s)
+            if live != member.live and not member.left:
+                tenure.tell(events.Liveness(now_s, name, member.incarnation, live))
+
+
+class Expiry:
+    """Watches who holds shares, and who of them is heard of.
+
+    Args:
+        context: the aggregator's.
+        hearing: of heartbeats.
+    """
+
+    def __init__(self, context: Context, hearing: Hearing) -> None:
+        self._context = context
+        self._hearing = hearing
+        self._holdings = Holdings(declared_sizes(context.settings))
+        self._moved = asyncio.Event()
+
+    async def watch(self) -> None:
+        """End the lives of the silent, for ever."""
+        await first_of(self._follow(), self._look())
+
+    async def _follow(self) -> None:
+        context = self._context
+        async for message in context.bus.read(context.tape, [names.claim(context.run, "*")], 1):
+            try:
+                claim = decode_as(wire.Claim, message.subject, message.payload)
+                self._holdings.take(claim, message.seq)
+            except WireError as error:
+                context.logger.warning("unreadable", subject=message.subject, reason=error.reason)
+            self._moved.set()
+
+    async def _look(self) -> None:
+        context, expiry_s = self._context, self._context.share_expiry_s
+        while True:
+            await asyncio.sleep(max(0.1, min(1.0, expiry_s / 4)))
+            for learner in self._holdings.holders():
+                life = self._holdings.newest_life(learner)
+                if expiry_s and self._hearing.silent_s(learner, life) >= expiry_s:
+                    await context.runtime.retry(
+                        "ending a silent life",
+                        lambda learner=learner: self._expire(learner),  # type: ignore[misc]
+                        logger=context.logger,
+                    )
+
+    async def _expire(self, learner: str) -> None:
+        context, run, sizes = self._context, self._context.run, self._holdings.sizes
+        subject = names.join(run, learner)
+        newest = await context.bus.last(context.tape, subject)
+        if newest is None or sizes is None:
+            return
+        host = f"aggregator {context.name}"
+        word = wire.Join(run=run, learner=learner, layout=context.layout.digest, host=host)
+        try:
+            joined = await swap(
+                context, subject, wire.encode(word), f"{EXPIRY}{identity(context)}", newest.seq
+            )
+        except SwapLostError:
+            return  # It is back, or another aggregator was first.
+        reached = await reached_before(context, learner, joined)
+        position = max(reached.values(), default=0)
+        leave = wire.Leave(
+            run=run, learner=learner, incarnation=joined, position=position, fragments=()
+        )
+        lost = lost_batches(position, reached, len(context.layout.fragments))
+        end = wire.Claim(
+            run=run,
+            learner=learner,
+            incarnation=joined,
+            what="end",
+            shares=sizes.shares,
+            batches=sizes.batches,
+            share=0,
+            first=0,
+            position=position,
+            lost=lost,
+        )
+        await self._publish(names.leave(run, learner), leave)
+        await self._publish(names.claim(run, learner), end)
+        context.logger.warning("life_expired", learner=learner, position=position, lost=list(lost))
+        while self._holdings.newest_life(learner) < joined:
+            self._moved.clear()
+            await self._moved.wait()
+
+    async def _publish(self, subject: str, body: wire.Body) -> None:
+        context, msg_id = self._context, identity(self._context)
+        await context.runtime.retry(
+            f"publishing {body.kind}",
+            lambda: context.bus.publish(subject, wire.encode(body), msg_id=msg_id),
+            logger=context.logger,
+        )
+
+
+async def reached_before(context: Context, learner: str, joined: int) -> dict[int | None, int]:
+    """How far a learner's messages before a join say that it came: by fragment, or by its leaves.
+
+    Read in order up to that join, so that none is missing.
+    """
+    run, found = context.run, dict[int | None, int]()
+    subjects = [
+        names.update(run, learner, "*"),
+        names.leave(run, learner),
+        names.join(run, learner),
+    ]
+    async for message in messages_up_to(context, subjects, joined):
+        with contextlib.suppress(WireError):
+            check_length(context.layout, message.subject, len(message.payload))
+            match decode(message.subject, message.payload):
+                case wire.Leave(incarnation=life, position=position) if same_tape(life, joined):
+                    found[None] = max(position, found.get(None, 0))
+                case wire.Manifest(epoch=context.epoch, fragment=fragment, position=position):
+                    found[fragment] = max(position, found.get(fragment, 0))
+    return found

@@ -1,0 +1,378 @@
+"""One tenure of a fragment: from a record that was recovered to one that somebody else commits.
+
+While a version is being made the machine is told nothing: what the tape and the fetches bring
+waits in the queue, in order. Its record is stored and published beside what follows.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine
+
+from diloco.aggregator.arrays.fragment import Payload
+from diloco.aggregator.context import Context
+from diloco.aggregator.core import admission, events, machine, memory, policy, rounds
+from diloco.aggregator.core.events import (
+    AskCut,
+    Commit,
+    Discard,
+    Effect,
+    Fetch,
+    Ignored,
+    Merge,
+    OpenRound,
+)
+from diloco.aggregator.core.policy import FragmentRules
+from diloco.aggregator.core.state import Quarantine
+from diloco.aggregator.core.updates import UpdateId, update_id
+from diloco.aggregator.owner.committer import Committer, Samples
+from diloco.aggregator.owner.fetcher import Fetcher
+from diloco.aggregator.owner.quarantine import quarantine
+from diloco.aggregator.owner.recovery import Recovered
+from diloco.aggregator.owner.tape_events import (
+    EndStored,
+    RecordStored,
+    SettingsStored,
+    UpdateStored,
+    decode_event,
+    decode_message,
+    subjects,
+)
+from diloco.common.process import log
+from diloco.common.process.config import RunSettings
+from diloco.common.process.service import Tasks
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import SwapLostError, WireError
+
+# Events that may wait for a fragment's machine before its tape reader waits for it.
+QUEUE = 1024
+# ... or once they hold so many bytes that are not decoded.
+QUEUE_BYTES = 16 << 20
+
+# What the tape and the fetches have for the machine, with the payload that it is about.
+Item = tuple[
+    events.Event | UpdateStored | RecordStored | SettingsStored | EndStored, Payload | None
+]
+
+
+# After a sum that broke: lack of memory passes, and a bug must not fill the log.
+BROKEN_PAUSE_S = 1.0
+
+
+class _MergeError(Exception):
+    """An update could not be added to the sum."""
+
+    def __init__(self, update: UpdateId) -> None:
+        super().__init__(update)
+        self.update = update
+
+
+class Tenure:
+    """Makes versions of one fragment for as long as nobody else does.
+
+    Args:
+        context: the aggregator's.
+        recovered: the fragment as its newest record left it.
+        samples: takes what is no update.
+        on_snapshot: called when a stored state is committed.
+
+    Attributes:
+        fragment: its index.
+        state: the machine's.
+        rules: in force.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        recovered: Recovered,
+        samples: Samples,
+        on_snapshot: Callable[[], None],
+    ) -> None:
+        record = recovered.record
+        self.state = memory.resume(record, recovered.record_seq, context.runtime.clock())
+        self._context = context
+        self.fragment = record.fragment
+        self.rules = self._rules(recovered.settings)
+        self._arrays = recovered.arrays
+        self._samples = samples
+        self._logger = context.logger.bind(fragment=self.fragment)
+        self._queue: asyncio.Queue[Item] = asyncio.Queue(QUEUE)
+        self._undecoded_bytes = 0
+        self._room = asyncio.Event()
+        self._heard_seq = recovered.record_seq
+        self._tasks = Tasks()
+        self._fetcher = Fetcher(
+            context, recovered.arrays.grid, self._put, self._tasks, self._logger
+        )
+        self._last_update = LastUpdate(
+            context, record.fragment, record.position - 1, self._put_cut, self._tasks, self._logger
+        )
+        self._committer = Committer(
+            context,
+            record,
+            recovered.arrays,
+            samples,
+            self._put,
+            self._tasks,
+            on_snapshot,
+            self._logger,
+        )
+
+    @property
+    def newest(self) -> wire.Record:
+        """The record that the fragment stands at."""
+        return self._committer.newest
+
+    @property
+    def paused(self) -> bool:
+        """Whether the settings in force say that the run is paused."""
+        return self._arrays.settings.run.paused
+
+    @property
+    def queued(self) -> int:
+        """Events that wait for the machine."""
+        return self._queue.qsize()
+
+    def work(self) -> tuple[Coroutine[object, object, None], ...]:
+        """What is to be done at the same time, until one of them ends.
+
+        Raises:
+            SwapLostError: somebody else has committed a record of the fragment.
+        """
+        return self._read_tape(), self._serve(), self._tasks.failure()
+
+    async def end(self) -> None:
+        """Let go of what is being read and stored."""
+        await self._tasks.stop()
+
+    def tell(self, event: events.Liveness) -> None:
+        """Give the machine a liveness change; dropped while its queue is full, and told again."""
+        if not self._queue.full():
+            self._queue.put_nowait((event, None))
+
+    async def _put(self, event: events.Event, payload: Payload | None = None) -> None:
+        await self._queue.put((event, payload))
+
+    async def _put_cut(self, stream_seq: int) -> None:
+        await self._put(events.CutKnown(self._context.runtime.clock(), stream_seq))
+
+    def _rules(self, settings: RunSettings) -> FragmentRules:
+        context = self._context
+        return policy.fragment_rules(settings, context.layout, self.fragment, context.epoch)
+
+    async def _read_tape(self) -> None:
+        context = self._context
+        messages = context.bus.read(
+            context.tape, subjects(context.run, self.fragment), self.newest.position
+        )
+        async for message in messages:
+            try:
+                event = decode_message(context, self.fragment, message)
+            except WireError as error:
+                event = None
+                await self._samples.take(message.subject, error.reason, error.message)
+            if isinstance(event, UpdateStored):
+                await self._await_room(len(event.message.payload))
+            if event is not None:
+                await self._queue.put((event, None))
+            await self._last_update.passed(message.seq)
+
+    async def _await_room(self, size_bytes: int) -> None:
+        while self._undecoded_bytes > QUEUE_BYTES:
+            self._room.clear()
+            await self._room.wait()
+        self._undecoded_bytes += size_bytes
+
+    # The machine
+
+    async def _serve(self) -> None:
+        ended = False
+        while not ended or self.state.storing is not None:
+            event, payload = await self._next_item()
+            match event:
+                case EndStored():
+                    ended = True
+                case RecordStored():
+                    self._heard_seq = event.stream_seq
+                    self._check_ours()
+                case SettingsStored():
+                    await self._change(event)
+                case UpdateStored():
+                    await self._take(await self._decoded(event), None)
+                case _:
+                    await self._take(event, payload)
+            if payload is not None:
+                self._fetcher.release()
+        if not self.state.final:
+            # Another aggregator has committed what ended the run: see what it left to answer.
+            raise self._overtaken()
+
+    async def _next_item(self) -> Item:
+        """The next event; a deadline that has passed comes first, however many others wait."""
+        due_s = rounds.deadline(self.rules, self.state)
+        if due_s is None:
+            return await self._queue.get()
+        clock = self._context.runtime.clock
+        if clock() < due_s:
+            with contextlib.suppress(asyncio.QueueEmpty):
+                return self._queue.get_nowait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(due_s - clock()):
+                    return await self._queue.get()
+        return events.Timer(max(due_s, clock())), None
+
+    async def _decoded(self, stored: UpdateStored) -> events.Event:
+        """A message of an update's subject, decoded if its sender can pay for that."""
+        self._undecoded_bytes -= len(stored.message.payload)
+        self._room.set()
+        if not admission.may_announce(self.rules, self.state, stored.event):
+            return stored.event
+        try:
+            if stored.why is not None:
+                raise stored.why
+            return decode_event(stored.message, self.fragment) or stored.event
+        except WireError as error:
+            await self._samples.take(stored.message.subject, error.reason, error.message)
+            return stored.event
+
+    def _check_ours(self) -> None:
+        """Refuse to go on from a state that is not the newest record's.
+
+        While a record of ours is under way the newest may be that one: we hear when it stands.
+        """
+        if self._heard_seq > self.state.record_seq and self.state.storing is None:
+            raise self._overtaken()
+
+    def _overtaken(self) -> SwapLostError:
+        subject = names.record(self._context.run, self.fragment)
+        return SwapLostError(subject, self.state.record_seq)
+
+    async def _change(self, change: SettingsStored) -> None:
+        if change.event.stream_seq > self.state.settings_seq:
+            self.rules = self._rules(change.settings)
+            self._arrays.settings = change.settings
+            self._logger.info("settings", settings_seq=change.event.stream_seq)
+        await self._take(change.event, None)
+
+    async def _take(self, event: events.Event, payload: Payload | None) -> None:
+        before = self.state
+        now_s = self._context.runtime.clock()
+        self.state, effects = machine.step_at(self.rules, before, event, now_s)
+        try:
+            for effect in effects:
+                await self._perform(effect, payload)
+        except _MergeError as error:
+            # What was decided on a sum that is not there is forgotten; nothing of it was done.
+            self._logger.exception("merging_failed", update=list(error.update))
+            self.state = before
+            await asyncio.sleep(BROKEN_PAUSE_S)
+            await self._take(events.Broke(self._context.runtime.clock(), error.update), None)
+        if isinstance(event, events.Committed):
+            self._check_ours()
+
+    async def _perform(self, effect: Effect, payload: Payload | None) -> None:
+        match effect:
+            case Fetch():
+                self._fetcher.start(effect)
+            case OpenRound():
+                await self._open_round(effect.version)
+            case AskCut():
+                self._last_update.ask()
+            case Discard():
+                await self._context.runtime.call(self._arrays.discard)
+            case Merge():
+                assert payload is not None
+                await self._merge(payload, effect)
+            case Ignored():
+                subject = names.update(self._context.run, effect.learner, self.fragment)
+                await self._samples.take(subject, effect.reason, effect.detail)
+            case Commit():
+                made = await self._committer.begin(self.rules, effect)
+                if made is not None:
+                    await self._take(made, None)
+            case Quarantine():
+                await self._quarantine(effect)
+
+    async def _merge(self, payload: Payload, effect: Merge) -> None:
+        try:
+            await self._context.runtime.call(self._arrays.merge, payload, effect.admitted)
+        except Exception as error:
+            # Updates are added in place, piece by piece: after any failure the sum is nothing.
+            raise _MergeError(update_id(effect.admitted.manifest)) from error
+
+    async def _quarantine(self, effect: Quarantine) -> None:
+        """Tell everybody; each fragment's machine hears of it from the tape, this one too."""
+        context = self._context
+        self._logger.warning(
+            "quarantined",
+            learner=effect.learner,
+            reason=effect.reason,
+            runbook="runbooks/quarantined-learner.md",
+        )
+        await context.runtime.retry(
+            "quarantine",
+            lambda: quarantine(context, effect.learner, active=True, reason=effect.reason),
+            logger=self._logger,
+        )
+
+    async def _open_round(self, version: int) -> None:
+        message = wire.RoundOpen(fragment=self.fragment, version=version)
+        subject = names.round_open(self._context.run, self.fragment)
+        await self._context.bus.broadcast(subject, wire.encode(message))
+
+
+class LastUpdate:
+    """Asks the stream's leader where a round is cut.
+
+    A replica may be behind, and so may our own reading of the tape: the leader says what there is,
+    and the answer waits until the machine has been told of it.
+
+    Args:
+        context: the aggregator's.
+        fragment: its index.
+        read_seq: what is at or below it on the tape needs no reading any more.
+        answer: takes the sequence of the last update, 0 if there is none.
+        tasks: the tenure's.
+        logger: the fragment's.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        fragment: int,
+        read_seq: int,
+        answer: Callable[[int], Awaitable[None]],
+        tasks: Tasks,
+        logger: log.Logger,
+    ) -> None:
+        self._context = context
+        self._pattern = names.update(context.run, "*", fragment)
+        self._read_seq = read_seq
+        self._answer = answer
+        self._tasks = tasks
+        self._logger = logger
+        self._wanted: int | None = None
+
+    def ask(self) -> None:
+        """Ask the leader; the answer comes by itself."""
+        self._tasks.start(self._ask())
+
+    async def passed(self, stream_seq: int) -> None:
+        """The tape was read so far, and the machine has it in its queue."""
+        self._read_seq = max(self._read_seq, stream_seq)
+        await self._answer_if_read()
+
+    async def _ask(self) -> None:
+        context = self._context
+        last = await context.runtime.retry(
+            "asking for the last update",
+            lambda: context.bus.last(context.tape, self._pattern),
+            logger=self._logger,
+        )
+        self._wanted = last.seq if last else 0
+        await self._answer_if_read()
+
+    async def _answer_if_read(self) -> None:
+        if self._wanted is not None and self._wanted <= self._read_seq:
+            seq, self._wanted = self._wanted, None
+            await self._answer(seq)

@@ -1,0 +1,287 @@
+"""The sections that say how one daemon works; they may differ from machine to machine."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from diloco.common.process.config.run import NonNegative, RunSettings, Seconds, Section, Steps
+from diloco.common.protocol.names import NAME
+
+
+class BusSection(Section):
+    """Where NATS is, who connects, and how the run's streams are made."""
+
+    url: str = Field(
+        default="nats://127.0.0.1:4222",
+        description="NATS servers, `nats://host:4222` or `tls://host:4222`, several joined by `,`",
+    )
+    credentials: str | None = Field(
+        default=None,
+        description="path of a credentials file made by `diloco auth` (mode 0600), or of a"
+        " `.creds` file of NATS's own tools; each party has its own",
+    )
+    tls_ca: str | None = Field(
+        default=None,
+        description="path of the CA certificate (PEM) that signed the servers'; without it, the"
+        " system's CAs",
+    )
+    replicas: Annotated[int, Field(ge=1, le=5)] = Field(
+        default=1, description="replicas of the run's streams; read by `diloco run create`"
+    )
+    duplicate_window_s: Seconds = Field(
+        default=120.0,
+        description="how long the streams remember message ids; read by `diloco run create`",
+    )
+    tape_max_bytes: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="size at which the tape refuses all messages; warnings start at 80 %. 0: the"
+        " disk's limit. Read by `diloco run create`",
+    )
+    ops_max_age_s: Seconds = Field(
+        default=86400.0,
+        description="age limit of the bounded stream; read by `diloco run create`",
+    )
+    ops_max_bytes: Annotated[int, Field(ge=1 << 16)] = Field(
+        default=64 << 20,
+        description="size limit of the bounded stream; read by `diloco run create`",
+    )
+
+
+class StoreSection(Section):
+    """Where objects are."""
+
+    url: str = Field(
+        description="`gs://bucket/prefix`, `s3://bucket/prefix`, `az://container/prefix`, or a"
+        " folder that all daemons share: a path, or `file:///absolute/path`"
+    )
+    emulator: bool = Field(
+        default=False,
+        description="for tests: `gs://` means the server at `STORAGE_EMULATOR_HOST`, without"
+        " credentials",
+    )
+
+
+class MeshSection(Section):
+    """A learner's devices, of all its hosts, as a mesh.
+
+    "fsdp=4,tensor=2" is read too, and "4", which is fsdp=4.
+    """
+
+    data: Annotated[int, Field(ge=0)] = Field(
+        default=1,
+        description="data parallelism: copies of the parameters; batches are sharded over this"
+        " axis and `fsdp`",
+    )
+    fsdp: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="shards of each large tensor and its optimizer state; 0: all devices that the"
+        " other axes leave",
+    )
+    tensor: Annotated[int, Field(ge=0)] = Field(
+        default=1,
+        description="tensor parallelism: shards of matrix products; needs a task with a"
+        " `partition`",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_words(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        if value.isdecimal():
+            return {"fsdp": value}
+        pairs = [word.partition("=") for word in value.replace(" ", "").split(",") if word]
+        return {axis: size for axis, _, size in pairs}
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "MeshSection":
+        if [self.data, self.fsdp, self.tensor].count(0) > 1:
+            raise ValueError("only one of data, fsdp and tensor may be 0, what the others leave")
+        return self
+
+
+class IslandSection(Section):
+    """What is special about one learner's hardware; None: as the section `learner` says."""
+
+    mesh: MeshSection | None = Field(default=None, description="instead of `learner.mesh`")
+    anchor: Literal["device", "host"] | None = Field(
+        default=None, description="instead of `sync.anchor`"
+    )
+    options: dict[str, Any] = Field(default={}, description="over `learner.options`")
+    compiler_options: dict[str, Any] = Field(
+        default={}, description="over `learner.compiler_options`"
+    )
+    matmul_precision: str | None = Field(
+        default=None, description="instead of `learner.matmul_precision`"
+    )
+
+
+class LearnerSection(Section):
+    """How a learner works."""
+
+    mesh: MeshSection = Field(
+        default=MeshSection(), description="mesh over the devices of all its hosts"
+    )
+    hosts: Annotated[int, Field(ge=1, le=4096)] = Field(
+        default=1, description="processes of the learner, each with a part of its devices"
+    )
+    host: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="index of this process, from 0; host 0 talks to NATS"
+    )
+    coordinator: str | None = Field(
+        default=None,
+        description='address of host 0, `"host:port"`, required with several hosts; `"auto"` where'
+        " the platform provides it, `hosts` and `host` (Cloud TPU, Slurm)",
+    )
+    cpu_devices: Annotated[int, Field(ge=0, le=1024)] = Field(
+        default=0,
+        description="emulate this many devices on each host's CPU; 0: the devices that JAX finds",
+    )
+    options: dict[str, Any] = Field(
+        default={},
+        description="options of the task, over `task.options`, such as `batch` and `dtype`;"
+        " nothing that changes the parameters",
+    )
+    compiler_options: dict[str, Any] = Field(
+        default={}, description="XLA compiler options of the inner step"
+    )
+    matmul_precision: str | None = Field(
+        default=None, description='JAX\'s default matmul precision, such as `"high"`'
+    )
+    islands: dict[str, IslandSection] = Field(
+        default={}, description="overrides for single learners, by name"
+    )
+    speed: dict[str, Annotated[float, Field(gt=0, le=1)]] = Field(
+        default={},
+        description="emulate slow learners: share of full speed by name; the learner sleeps after"
+        " each step",
+    )
+    heartbeat_interval_s: Seconds = Field(default=1.0, description="seconds between heartbeats")
+    compilation_cache_dir: str | None = Field(
+        default=None, description="folder of JAX's persistent compilation cache"
+    )
+    drain_timeout_s: NonNegative = Field(
+        default=20.0,
+        description="longest time that a clean exit spends on sending what is unsent",
+    )
+    checkpoint_dir: str | None = Field(
+        default=None,
+        description="folder for checkpoints of the inner optimizer, in `{run}/{learner}` below"
+        " it; without it there are none",
+    )
+    checkpoint_interval_s: Seconds = Field(
+        default=300.0,
+        description="seconds between two checkpoints; a clean exit makes one too",
+    )
+    checkpoint_keep: Steps = Field(
+        default=2, description="number of newest checkpoints that are kept"
+    )
+    checkpoint_upload: bool = Field(
+        default=False,
+        description="upload checkpoints to the object store, for a restart on another machine;"
+        " needs `checkpoint_dir`",
+    )
+    warm_start: bool = Field(
+        default=False,
+        description="without a checkpoint of its own, a learner starts from an inner optimizer"
+        " that another one uploaded",
+    )
+    watchdog_timeout_s: Seconds = Field(
+        default=600.0,
+        description="a training loop that makes no step for this long, and for 20 times its usual"
+        " step time, is hung: `/livez` fails, and systemd restarts it",
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "LearnerSection":
+        if self.checkpoint_upload and self.checkpoint_dir is None:
+            raise ValueError(
+                "checkpoint_upload uploads what is in checkpoint_dir, which is not set"
+            )
+        if self.hosts > 1 and self.coordinator is None:
+            raise ValueError("a learner of several hosts needs the address of its coordinator")
+        if self.host >= self.hosts:
+            raise ValueError(f"host {self.host} of {self.hosts}: hosts are numbered from 0")
+        return self
+
+    def island(self, learner: str) -> IslandSection:
+        """What a learner's hardware is, with all that is said for all learners."""
+        own = self.islands.get(learner, IslandSection())
+        return IslandSection(
+            mesh=own.mesh or self.mesh,
+            anchor=own.anchor,
+            options=self.options | own.options,
+            compiler_options=self.compiler_options | own.compiler_options,
+            matmul_precision=own.matmul_precision or self.matmul_precision,
+        )
+
+
+class AggregatorSection(Section):
+    """How an aggregator works."""
+
+    name: Annotated[str, Field(pattern=f"^{NAME.pattern}$")] = Field(
+        default="aggregator",
+        description="shown in its records and in the server's monitoring; several may share it",
+    )
+    lease_ttl_s: Annotated[float, Field(ge=1)] = Field(
+        default=5.0,
+        description="lease on a fragment: another aggregator takes over an owner that is silent"
+        " for this long",
+    )
+    checkpoint_interval_s: NonNegative = Field(
+        default=600.0,
+        description="a checkpoint of the run is made once the newest is so old, as after `diloco"
+        " run checkpoint`; 0: only by that command. One that takes long is made more rarely",
+    )
+    share_expiry_s: NonNegative = Field(
+        default=600.0,
+        description="silence after which the life of a learner that holds shares of the data is"
+        " ended, and others get them: what it has not announced by then is lost; 0: never",
+    )
+
+
+class GcSection(Section):
+    """What garbage collection keeps beyond what recovery needs."""
+
+    enabled: bool = Field(
+        default=True,
+        description="aggregators collect after each snapshot; else only `diloco run gc` does",
+    )
+    replay_window_s: NonNegative = Field(
+        default=86400.0, description="age up to which versions can be replayed and rolled back to"
+    )
+    keep_checkpoints: Annotated[int, Field(ge=1)] = Field(
+        default=3, description="number of newest run checkpoints whose objects are kept"
+    )
+
+
+class MetricsSection(Section):
+    """Where a daemon serves /metrics, /livez and /readyz."""
+
+    listen: str = Field(
+        default="127.0.0.1",
+        description="address to bind; without a password, so keep it private",
+    )
+    port: Annotated[int, Field(ge=0, le=65535)] = Field(
+        default=0,
+        description="TCP port; 0: no server. `--metrics-port` sets it for one daemon; `diloco"
+        " local` counts up from it, one port for each daemon",
+    )
+
+
+class Config(RunSettings):
+    """The whole file."""
+
+    store: StoreSection
+    bus: BusSection = BusSection()
+    learner: LearnerSection = LearnerSection()
+    aggregator: AggregatorSection = AggregatorSection()
+    gc: GcSection = GcSection()
+    metrics: MetricsSection = MetricsSection()
+
+    def settings(self) -> RunSettings:
+        """The part that defines the run."""
+        return RunSettings(**{name: getattr(self, name) for name in RunSettings.model_fields})
+
+
+DAEMON_SECTIONS = ("bus", "store", "learner", "aggregator", "gc", "metrics")

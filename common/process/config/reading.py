@@ -1,0 +1,135 @@
+"""From a TOML file to a checked configuration."""
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from diloco.common.process.config.daemon import Config
+from diloco.common.process.config.environment import with_environment
+from diloco.common.process.config.run import RunSettings
+from diloco.common.protocol.errors import ConfigError
+
+# What pydantic calls it where a table was expected.
+_TABLES = {"dict_type", "model_type", "model_attributes_type"}
+
+
+def load_config(path: Path | str, *, connects: bool = True) -> Config:
+    """The configuration in the TOML file `path`.
+
+    Args:
+        path: of the file.
+        connects: False for who looks at shapes and figures alone: the file may leave out the
+            store, as one does that Terraform completes.
+
+    Raises:
+        ConfigError: no such file, not TOML, or a key that is missing, unknown or out of range.
+    """
+    document = with_environment(read_document(Path(path)))
+    if not connects:
+        document = {"store": {"url": "unused"}, **document}
+    return make_config(document, source=str(path))
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """What the TOML file `path` holds, not yet checked.
+
+    Raises:
+        ConfigError: no such file, or not TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"there is no configuration file {str(path)!r}",
+            hint="give the path of the run's TOML file; docs/configuration.md shows one",
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"cannot read {str(path)!r}: it is not text in UTF-8", hint="name the run's TOML file"
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+
+
+def placed_config(document: Mapping[str, Any]) -> Config:
+    """As `make_config`, with what the environment says of the daemon sections.
+
+    Raises:
+        ConfigError: a key is missing, unknown or out of range.
+    """
+    return make_config(with_environment(document), source="the command line")
+
+
+def make_config(document: Mapping[str, Any], *, source: str) -> Config:
+    """A checked configuration from the sections in `document`; `source` is named in errors.
+
+    Raises:
+        ConfigError: a key is missing, unknown or out of range.
+    """
+    try:
+        return Config.model_validate(document)
+    except ValidationError as error:
+        raise ConfigError(
+            f"{source}: {explain(error)}", hint="docs/configuration.md lists every key"
+        ) from error
+
+
+def with_mesh(config: Config, learner: str, mesh: str) -> Config:
+    """The configuration with another mesh for one learner: "fsdp=4,tensor=2".
+
+    Raises:
+        ConfigError: it is no mesh.
+    """
+    document = config.model_dump()
+    islands = document["learner"]["islands"]
+    islands[learner] = {**islands.get(learner, {}), "mesh": mesh}
+    return make_config(document, source=f"--mesh {mesh!r}")
+
+
+def parse_settings(fields: Mapping[str, Any]) -> RunSettings:
+    """The settings of a run's specification.
+
+    Raises:
+        ConfigError: this program does not know such settings: it is older or newer than the run.
+    """
+    try:
+        return RunSettings.model_validate(fields)
+    except ValidationError as error:
+        raise ConfigError(
+            f"the run's specification: {explain(error)}",
+            hint="was the run created by another version of this program?",
+        ) from error
+
+
+def explain(error: ValidationError) -> str:
+    """What is wrong with which keys, in one line."""
+    lines = []
+    for item in error.errors(include_url=False):
+        key = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            lines.append(_unknown(key))
+        elif item["type"] == "missing":
+            lines.append(f"{key!r} is missing")
+        elif item["type"] in _TABLES:
+            lines.append(f"{key!r} must be a table, got {item['input']!r}"[:300])
+        else:
+            lines.append(f"{key!r}: {item['msg']}, got {item['input']!r}"[:300])
+    return "; ".join(lines)
+
+
+def _unknown(key: str) -> str:
+    """Says of an unknown key which known one is meant, if one is like it."""
+    known = [
+        f"{section}.{name}"
+        for section, field in Config.model_fields.items()
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+        for name in field.annotation.model_fields
+    ]
+    alike = difflib.get_close_matches(key, [*known, *Config.model_fields], n=1, cutoff=0.7)
+    return f"unknown key {key!r}{f': did you mean {alike[0]!r}?' if alike else ''}"

@@ -1,0 +1,419 @@
+"""The sections that define a run; they go into its specification."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from diloco.common.protocol.errors import ConfigError, RunMismatchError
+from diloco.common.protocol.layout import Rhythm
+from diloco.common.protocol.names import NAME
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+NonNegative = Annotated[float, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+Steps = Annotated[int, Field(ge=1)]
+
+
+class Section(BaseModel):
+    """A section of the file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+# JAX counts steps in 32 bits.
+STEPS_MAX = 2**31 - 1
+BUILT_IN_TASK = "diloco.models.bytes_lm:build"
+
+CodecName = Literal["float32", "bfloat16", "int8", "int4"]
+
+
+class RunSection(Section):
+    """What is trained, and for how long."""
+
+    name: Annotated[str, Field(pattern=f"^{NAME.pattern}$")] = Field(
+        description="name of the run: `[a-z0-9][a-z0-9-]{0,39}`; part of streams, subjects and"
+        " object names"
+    )
+    steps: Annotated[int, Field(ge=1, le=STEPS_MAX)] = Field(
+        description="length of the run on its global clock, which each version moves by H,"
+        " however many steps went into it; that with which the run was created is also the"
+        " horizon of the task's schedule"
+    )
+    tokens: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="stops the run earlier, once every fragment has merged this many tokens;"
+        " 0: no limit",
+    )
+    seed: int = Field(default=0, description="seeds the first parameters; passed to the task")
+    tokens_per_step: Annotated[int, Field(ge=0)] | dict[str, Steps] = Field(
+        default=0,
+        description="tokens of one inner step of a learner whose training loop is its own, of all"
+        " its hosts together: for all learners, or by name; 0: as the task says",
+    )
+    paused: bool = Field(
+        default=False,
+        description="learners wait at their next step boundary: `diloco run pause`, `run continue`",
+    )
+
+    data_shares: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="shares of one epoch of the data, where learners claim them: one that divides"
+        " it otherwise than this and `share_batches` is refused. 0: as the first claim of any"
+        " learner says",
+    )
+    share_batches: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="batches of one such share; with `data_shares`"
+    )
+
+    @model_validator(mode="after")
+    def _both(self) -> Self:
+        if (self.data_shares > 0) != (self.share_batches > 0):
+            raise ValueError("data_shares and share_batches say together how an epoch is divided")
+        return self
+
+    def tokens_of(self, learner: str) -> int:
+        """Tokens of one inner step of a learner; 0: as its task says."""
+        said = self.tokens_per_step
+        return said.get(learner, 0) if isinstance(said, dict) else said
+
+
+def _with_lists(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_lists(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_lists(item) for item in value]
+    return value
+
+
+class TaskSection(Section):
+    """What a learner trains."""
+
+    build: Annotated[str, Field(pattern=r"^([\w.]+:\w+)?$")] = Field(
+        default=BUILT_IN_TASK,
+        description='function that builds the task: `"package.module:function"`; `""`: none, all'
+        " learners join from training loops of their own",
+    )
+    options: dict[str, Any] = Field(default={}, description="keyword arguments of that function")
+
+    @field_validator("options", mode="after")
+    @classmethod
+    def _as_in_a_file(cls, options: dict[str, Any]) -> dict[str, Any]:
+        # A message's arrays are tuples; a file's are lists, and the two are one setting.
+        return {key: _with_lists(value) for key, value in options.items()}
+
+
+class SyncSection(Section):
+    """How learners send and adopt."""
+
+    interval_steps: Steps = Field(
+        default=24, description="H: inner steps between two updates of a fragment"
+    )
+    warmup_steps: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="until this global step, H is `warmup_interval_steps`"
+    )
+    warmup_interval_steps: Steps = Field(
+        default=6, description="H during the warm-up; at least `min_steps`"
+    )
+    fragments: Annotated[int, Field(ge=1, le=4096)] = Field(
+        default=8, description="P: number of fragments; with more than H several are due at a step"
+    )
+    codec: CodecName = Field(default="int4", description="codec of updates")
+    delta_codec: CodecName = Field(default="int4", description="codec of version deltas")
+    block: Literal[16, 32, 64, 128, 256, 512] = Field(
+        default=64, description="quantization block: elements that share one scale"
+    )
+    shard_elements: Annotated[int, Field(ge=1 << 10)] = Field(
+        default=1 << 26, description="an update of more elements is cut into several shards"
+    )
+    overlap_steps: Annotated[int, Field(ge=0)] = Field(
+        default=2,
+        description="τ: inner steps that an update and its version may travel; the grace window"
+        " follows from it",
+    )
+    min_steps: Steps = Field(
+        default=6,
+        description="fewest inner steps worth sending when a round is open; at most H",
+    )
+    mode: Literal["async", "lockstep"] = Field(
+        default="async",
+        description='`"lockstep"`: learners wait for each version, rounds for'
+        " `quorum.min_learners`; for tests and baselines",
+    )
+    adopt: Literal["rebase", "blend", "overwrite"] = Field(
+        default="rebase",
+        description='`"rebase"` keeps the steps taken while an update travelled; `"blend"` keeps'
+        ' `blend` of them where the update was merged; `"overwrite"` mixes θ ← α θ + (1 - α) view',
+    )
+    blend: Annotated[float, Field(gt=0, lt=1)] = Field(
+        default=0.7,
+        description='a of `adopt = "blend"`: share that is kept of the steps taken while an update'
+        " travelled",
+    )
+    alpha: Fraction = Field(
+        default=0.0, description='α of `adopt = "overwrite"`; 0 is the paper\'s rule'
+    )
+    anchor: Literal["device", "host"] = Field(
+        default="device",
+        description="memory that holds the adopted views, which are as large as the parameters:"
+        " the device's, or the host's, from where devices fetch them to send and to adopt",
+    )
+    snapshot_interval_versions: Steps = Field(
+        default=8, description="versions of a fragment between two stored views and outer states"
+    )
+    reannounce_timeout_s: Seconds = Field(
+        default=30.0, description="an update without a verdict for this long is announced again"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "SyncSection":
+        if self.min_steps > self.interval_steps:
+            raise ValueError(
+                f"min_steps ({self.min_steps}) is more than interval_steps ({self.interval_steps})"
+            )
+        if self.warmup_steps and self.min_steps > self.warmup_interval_steps:
+            raise ValueError(
+                f"min_steps ({self.min_steps}) is more than warmup_interval_steps "
+                f"({self.warmup_interval_steps})"
+            )
+        if self.alpha and self.adopt != "overwrite":
+            raise ValueError("alpha mixes only with adopt = 'overwrite'")
+        return self
+
+    def rhythm(self, fragment: int) -> Rhythm:
+        """How often a fragment is due."""
+        return Rhythm(
+            fragment,
+            self.fragments,
+            self.interval_steps,
+            self.warmup_steps,
+            self.warmup_interval_steps,
+        )
+
+
+class OuterSection(Section):
+    """The merge and the outer optimizer."""
+
+    optimizer: Literal["sgd", "momentum", "nesterov", "delayed_nesterov"] = Field(
+        default="sgd", description="outer optimizer"
+    )
+    learning_rate: Annotated[float, Field(gt=0)] = Field(
+        default=0.9, description="outer learning rate"
+    )
+    momentum: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.9, description="outer momentum; unused by `sgd`"
+    )
+    delay_rounds: Steps = Field(
+        default=4, description="N of Delayed Nesterov: rounds between two updates of the momentum"
+    )
+    delay_fraction: Fraction = Field(
+        default=0.0,
+        description="c of Delayed Nesterov: share of the momentum applied in the other rounds",
+    )
+    merge: Literal["rda", "average", "centered_clipping"] = Field(
+        default="rda",
+        description='`"rda"`: radial-directional averaging where the layout says so, weighted'
+        ' averaging elsewhere; `"average"`: weighted averaging everywhere; `"centered_clipping"`:'
+        " weighted averaging of what lies within a radius of the merge before, for learners that"
+        " are half trusted (`docs/security.md`)",
+    )
+    clip_radius: Annotated[float, Field(gt=0)] = Field(
+        default=0.7,
+        description="of centered clipping: an update counts up to so many times the median"
+        " learner's distance from the merge before",
+    )
+    participation: bool = Field(
+        default=False,
+        description="a round that holds a share f of the live fleet's weight takes f of an outer"
+        " step: learning rate × f, momentum^f",
+    )
+
+
+class StalenessSection(Section):
+    """How much an old update still counts."""
+
+    rule: Literal["constant", "polynomial", "hinge", "exponential", "inverse"] = Field(
+        default="polynomial", description="discount S(s) of an update s versions old"
+    )
+    power: NonNegative = Field(default=0.5, description='p of `"polynomial"`')
+    rate: NonNegative = Field(
+        default=0.25, description='a of `"hinge"` and `"exponential"`, λ of `"inverse"`'
+    )
+    threshold: Annotated[int, Field(ge=0)] = Field(default=4, description='b of `"hinge"`')
+    max_versions: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="staler updates are rejected; 0: no limit"
+    )
+
+
+class QuorumSection(Section):
+    """When a round opens and closes."""
+
+    min_learners: Steps = Field(
+        default=1, description="K: the quorum of a round is min(K, live learners)"
+    )
+    grace_fraction: Fraction = Field(
+        default=0.9,
+        description="γ of the grace window γ × (τ × step time - time to quorum - sync time)",
+    )
+    grace_cap_s: NonNegative = Field(default=30.0, description="longest grace window")
+    deadline_s: Seconds = Field(
+        default=60.0,
+        description="hard deadline: a round ends this long after it opened, with what was announced"
+        " for it; so does the run's end after the stop",
+    )
+    read_timeout_s: Seconds = Field(
+        default=60.0,
+        description="longest time after a round's end that the aggregator reads what was announced"
+        " for it; the rest waits for the next round",
+    )
+    pace: NonNegative = Field(
+        default=0.9,
+        description="shortest time from one round's close to the next one's opening, in shares of"
+        " the time that the median live learner needs for H steps; 0: none",
+    )
+    liveness_timeout_s: Seconds = Field(
+        default=10.0, description="rounds stop waiting for a learner that is silent for this long"
+    )
+
+
+class LearnerBounds(Section):
+    """What an operator knows of one learner; 0: not declared."""
+
+    max_steps_per_s: NonNegative = Field(
+        default=0.0,
+        description="inner steps that it is credited with for each second, whatever others do",
+    )
+    max_tokens_per_step: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="most tokens of one inner step that it is credited with"
+    )
+
+
+UNDECLARED = LearnerBounds()
+
+
+class BoundsSection(Section):
+    """What the aggregator believes of a manifest."""
+
+    max_tokens_per_step: Annotated[int, Field(ge=1)] = Field(
+        default=1 << 32, description="most tokens of one inner step that a learner is credited with"
+    )
+    max_steps_per_s: Annotated[float, Field(gt=0)] = Field(
+        default=1000.0,
+        description="most inner steps that a learner is credited with for each second; below it,"
+        " twice those that it was seen to take, and ten times those of the median of the others",
+    )
+    learners: dict[Annotated[str, Field(pattern=f"^{NAME.pattern}$")], LearnerBounds] = Field(
+        default={},
+        description="by name, what is known of a learner: `max_steps_per_s`, `max_tokens_per_step`."
+        " With both, its weight is not capped by the others'",
+    )
+    norm_clip: Annotated[float, Field(gt=1)] = Field(
+        default=10.0,
+        description="an update whose norm per step exceeds this many medians of the other learners'"
+        " newest is shortened to them, where there are two others",
+    )
+    max_updates_per_s: Annotated[float, Field(gt=0)] = Field(
+        default=20.0,
+        description="rate limit: updates of one fragment that a learner may announce, averaged"
+        " over ten seconds; each counts once for every 4 KiB of its manifest, ten times if it is"
+        " rejected. The excess is dropped unread",
+    )
+    quarantine_offences: Annotated[int, Field(ge=0)] = Field(
+        default=16,
+        description="a learner is quarantined once its offences exceed its merged updates by this"
+        " many, in one fragment; 0: never",
+    )
+
+    def of(self, learner: str) -> LearnerBounds:
+        """What is declared of a learner."""
+        return self.learners.get(learner, UNDECLARED)
+
+
+class RunSettings(Section):
+    """The sections that all parties of a run share; they go into its specification."""
+
+    run: RunSection
+    task: TaskSection = TaskSection()
+    sync: SyncSection = SyncSection()
+    outer: OuterSection = OuterSection()
+    staleness: StalenessSection = StalenessSection()
+    quorum: QuorumSection = QuorumSection()
+    bounds: BoundsSection = BoundsSection()
+
+
+# What a run may change while it goes on: section -> keys, None for all of them.
+CHANGEABLE: dict[str, frozenset[str] | None] = {
+    "run": frozenset({"steps", "tokens", "paused"}),
+    "sync": frozenset({"interval_steps", "min_steps", "overlap_steps", "reannounce_timeout_s"}),
+    "outer": frozenset({"learning_rate", "momentum", "participation", "clip_radius"}),
+    "staleness": None,
+    "quorum": None,
+    "bounds": None,
+}
+
+
+def is_changeable(section: str, key: str) -> bool:
+    """Whether a run may change a setting while it goes on."""
+    keys = CHANGEABLE.get(section, frozenset())
+    return keys is None or key in keys
+
+
+def differences(ours: RunSettings, theirs: RunSettings) -> list[str]:
+    """Each setting in which two configurations of a run differ: 'sync.codec: int4 here, ...'."""
+    # A run without a task is its parameters, which the layout compares.
+    taskless = not (ours.task.build and theirs.task.build)
+    return [
+        f"{key}: {ours!r} here, {theirs!r} in the run"
+        for key, ours, theirs in _unequal(ours, theirs)
+        if not (taskless and key.startswith("task."))
+    ]
+
+
+def changes(before: RunSettings, after: RunSettings) -> list[str]:
+    """Each setting that is another after a change: 'outer.learning_rate: 0.9 -> 0.5'."""
+    return [f"{key}: {old!r} -> {new!r}" for key, old, new in _unequal(before, after)]
+
+
+def check_changeable(ours: RunSettings, theirs: RunSettings) -> None:
+    """Refuse settings that a run cannot have come to from those it was created with.
+
+    Raises:
+        ConfigError: names each setting that differs and may not.
+    """
+    fixed = [key for key, _, _ in _unequal(ours, theirs) if not is_changeable(*key.split(".", 1))]
+    if fixed:
+        allowed = ", ".join(
+            f"{section}.*" if keys is None else ", ".join(f"{section}.{k}" for k in sorted(keys))
+            for section, keys in CHANGEABLE.items()
+        )
+        raise ConfigError(
+            f"a run that exists cannot change {', '.join(fixed)}",
+            hint=f"it can change {allowed}; for the rest create another run",
+        )
+
+
+def check_same_run(
+    ours: RunSettings, theirs: RunSettings, our_layout: str, their_layout: str
+) -> None:
+    """Refuse a daemon whose file or model is not the run's.
+
+    Raises:
+        RunMismatchError: names each difference, with both sides.
+    """
+    found = differences(ours, theirs)
+    if our_layout != their_layout:
+        found.append(f"layout digest: {our_layout} here, {their_layout} in the run")
+    if found:
+        raise RunMismatchError(
+            f"this configuration is not that of run {theirs.run.name!r}: " + "; ".join(found),
+            hint="use the file the run was created with, or create another run",
+        )
+
+
+def _unequal(one: RunSettings, other: RunSettings) -> list[tuple[str, Any, Any]]:
+    first, second = one.model_dump(), other.model_dump()
+    return [
+        (f"{section}.{key}", first[section][key], second[section][key])
+        for section in RunSettings.model_fields
+        for key in first[section]
+        if first[section][key] != second[section][key]
+    ]

@@ -1,0 +1,114 @@
+"""Who a client of NATS is: a file with the seed of its key, written by `diloco auth`.
+
+    run = "demo"
+    identity = "berlin"
+    role = "learner"
+    seed = "SU..."
+
+What else a client must do follows from the role. A learner and an aggregator each live in an
+account of their own, where the JetStream API has another prefix; and each identity has its own
+inbox, so that nobody can listen to another's answers.
+"""
+
+import os
+import tomllib
+from pathlib import Path
+from typing import Literal
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict
+
+from diloco.common.protocol.errors import ConfigError
+
+Role = Literal["learner", "aggregator", "operator"]
+OWN_API = "$JS.API"
+# What the units hand over in place of a file that is not there; then its path.
+NO_FILE = "# no file: "
+# The server takes `$JS.API` in every account for that account's own streams.
+SHARED_API = "JS.diloco"
+
+
+class Credentials(BaseModel):
+    """One identity in one run; `seed` is secret."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    run: str
+    identity: str
+    role: Role
+    seed: str
+
+    @property
+    def inbox_prefix(self) -> str:
+        """First token of the subjects that answers come to."""
+        return inbox_prefix(self.role, self.identity)
+
+    @property
+    def api_prefix(self) -> str:
+        """Under which this identity finds the JetStream API."""
+        return OWN_API if self.role == "operator" else SHARED_API
+
+    @property
+    def direct_reads(self) -> bool:
+        """Whether the last message of a subject is asked for with the subject in the request.
+
+        Only so can the server fence what a learner reads.
+        """
+        return self.role == "learner"
+
+
+def inbox_prefix(role: Role, identity: str) -> str:
+    """First token of the subjects that answers to an identity come to."""
+    return f"_INBOX_{role}_{identity}"
+
+
+def render_credentials(credentials: Credentials) -> str:
+    """The file that `load_credentials` reads."""
+    head = "# Whoever can read this file can act as this identity. diloco auth revoke ends that.\n"
+    return head + tomli_w.dumps(credentials.model_dump())
+
+
+def _forbidden(status: os.stat_result) -> int:
+    """The bits of a mode that a secret may not have: root may let a group of operators read it."""
+    return 0o037 if status.st_uid == 0 and status.st_gid != 0 else 0o077
+
+
+def load_credentials(path: Path) -> Credentials | None:
+    """What the file holds; None for a `.creds` file of NATS's own tools.
+
+    Raises:
+        ConfigError: no such file, others can read it, or it is not a credentials file.
+    """
+    try:
+        status = path.stat()
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"no credentials file {str(path)!r}: {error}",
+            hint="name a readable one, made by: diloco auth add-learner (or add-aggregator)",
+        ) from error
+    if text.startswith(NO_FILE):
+        # systemd does not expand %i there; the folder is named after the unit.
+        instance = path.parent.name.partition("@")[2].removesuffix(".service")
+        missing = text.removeprefix(NO_FILE).strip().replace("%i", instance)
+        raise ConfigError(
+            f"there is no credentials file {missing}, which the unit hands over",
+            hint="make it with diloco auth, bring it there with mode 0600, and start the unit "
+            "again: runbooks/credentials.md",
+        )
+    if status.st_mode & _forbidden(status):
+        raise ConfigError(
+            f"the credentials file {str(path)!r} has mode {status.st_mode & 0o777:04o}: "
+            "others can read it",
+            hint=f"chmod 600 {path}; if others may have read it, revoke it and create another",
+        )
+    if "-----BEGIN NATS USER JWT-----" in text:
+        return None
+    try:
+        return Credentials.model_validate(tomllib.loads(text))
+    except (ValueError, RecursionError) as error:
+        # Without the error's own words, which may show the seed.
+        raise ConfigError(
+            f"{str(path)!r} is not a credentials file",
+            hint="make one with: diloco auth add-learner (or add-aggregator)",
+        ) from error

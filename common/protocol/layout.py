@@ -1,0 +1,447 @@
+"""Which tensor belongs to which fragment, and where in the fragment's vector it lies.
+
+A layout is a pure function of the tensors' names, shapes and dtypes, the number of fragments P,
+the block size and the task's hints; two programs that compute it agree bit for bit, and its
+digest travels with every message, so that programs that do not agree notice.
+
+A fragment is one float32 vector. It is the concatenation of *segments*; a segment is the unit
+over which a norm is taken (a tensor, or one layer of a layer-stacked tensor), is padded with
+zeros to a whole number of quantization blocks, and so never shares a block with another.
+
+Balanced tensor fragmentation: Decoupled DiLoCo (arXiv 2604.21428), App. C.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import msgpack
+import numpy as np
+import xxhash
+
+from diloco.common.protocol.errors import ConfigError, IntegrityError
+
+# A tensor larger than this many mean fragments is split along its first axis. The greedy
+# assignment is within 4/3 of the optimum for what remains (Graham's bound, P App. C).
+OVERSIZE = 1.25
+
+# Rows from which on a part of a split tensor begins at a multiple of a power of two, and of how
+# many such multiples it consists at least.
+LONG_PART = 4096
+PARTS_OF_A_PART = 64
+
+FLOATING = ("float64", "float32", "float16", "bfloat16")
+
+Kind = Literal["trained", "frozen", "local", "averaged"]
+# Merge rule of a piece whose tensor is averaged state; such pieces have fragments of their own.
+STATE = "state"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorHint:
+    """What a task knows of a tensor that its shape does not tell.
+
+    Attributes:
+        merge: "rda" (radial-directional averaging) or "average"; embeddings want "average"
+            (paper, Table 8).
+        norm_axes: number of leading axes that stack independent matrices (layers, experts): one
+            norm, and one direction, for each index of them.
+        alone: the tensor shares its fragments with no other.
+        kind: "trained" and "averaged" tensors are synchronized; "frozen" ones stay as they began;
+            "local" ones each learner changes as it will. "averaged" is state that no optimizer
+            moves, such as batch statistics: learners adopt its mean over the fleet, by tokens. Only
+            floating tensors are trained or averaged.
+    """
+
+    merge: Literal["rda", "average"] = "rda"
+    norm_axes: int = 0
+    alone: bool = False
+    kind: Kind = "trained"
+
+
+Hint = Callable[[str, tuple[int, ...]], TensorHint]
+
+
+def default_hint(name: str, shape: tuple[int, ...]) -> TensorHint:
+    """Every tensor by RDA with one norm, none alone."""
+    del name, shape
+    return TensorHint()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tensor:
+    """Name, shape and dtype (NumPy's name) of one leaf of the parameters."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """Rows `start:stop` of a tensor's first axis, at `offset` of a fragment's vector.
+
+    It is `groups` segments of `group_size` elements, each padded to `group_stride`. A scalar
+    tensor counts as one row.
+    """
+
+    tensor: str
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    merge: str
+    groups: int
+    group_size: int
+    group_stride: int
+    offset: int
+
+    @property
+    def stride(self) -> int:
+        """Elements the piece takes in the vector, padding included."""
+        return self.groups * self.group_stride
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fragment:
+    """One fragment: its pieces in order, and the length of its vector in elements.
+
+    Attributes:
+        size: length of the vector, the sum of its pieces' strides; a multiple of a block.
+        elements: parameters it holds; `size` less the padding.
+    """
+
+    index: int
+    pieces: tuple[Piece, ...]
+    size: int
+    elements: int
+
+    @property
+    def averaged(self) -> bool:
+        """Whether it holds averaged state (`common/process/averaged.py`), and nothing else."""
+        return any(piece.merge == STATE for piece in self.pieces)
+
+    def segment_blocks(self, block: int) -> np.ndarray:
+        """First block of each segment, ascending; int64 [segments]."""
+        starts = [
+            (piece.offset + group * piece.group_stride) // block
+            for piece in self.pieces
+            for group in range(piece.groups)
+        ]
+        return np.asarray(starts, np.int64)
+
+    def segment_of_block(self, block: int) -> np.ndarray:
+        """Segment of each block; the padding at the end belongs to the last. int64 [blocks]."""
+        starts = self.segment_blocks(block)
+        lengths = np.diff(np.append(starts, self.size // block))
+        return np.repeat(np.arange(len(starts)), lengths)
+
+    def segment_rules(self) -> tuple[str, ...]:
+        """Merge rule of each segment."""
+        return tuple(piece.merge for piece in self.pieces for _ in range(piece.groups))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """The fragments of a model.
+
+    Attributes:
+        tensors: those that are synchronized, in the task's order.
+        constants: all other leaves: every learner begins with the run's.
+        block: elements that share one quantization scale.
+        digest: xxh3-128 of all of the above and the fragments, as hex.
+    """
+
+    tensors: tuple[Tensor, ...]
+    constants: tuple[Tensor, ...]
+    fragments: tuple[Fragment, ...]
+    block: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Rows of a tensor that must stay together, before they have a place."""
+
+    tensor: Tensor
+    hint: TensorHint
+    start: int
+    stop: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.stop - self.start, *self.tensor.shape[1:]) if self.tensor.shape else ()
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+def make_layout(
+    tensors: Iterable[Tensor], *, fragments: int, block: int, hint: Hint = default_hint
+) -> Layout:
+    """Divide `tensors` into `fragments` fragments of about equal size.
+
+    Args:
+        tensors: every leaf of the parameters, in any order that all parties share.
+        fragments: P, at least 1.
+        block: elements that share one quantization scale.
+        hint: the task's predicate.
+
+    Raises:
+        ConfigError: no floating tensor, two of one name, an empty tensor, or P too large.
+    """
+    leaves = tuple(tensors)
+    _check(leaves)
+    kinds = {t.name: kind_of(t, hint) for t in leaves}
+    trained = tuple(t for t in leaves if kinds[t.name] == "trained")
+    state = tuple(t for t in leaves if kinds[t.name] == "averaged")
+    if not trained:
+        raise ConfigError(
+            "the model has no floating-point parameter to train",
+            hint="let the task's init, or what is given to `create`, have at least one float array",
+        )
+    # One for all state: it is small, and its fragment has other rules than those of parameters.
+    bins = _assign_checked(trained, fragments, hint, beside=1 if state else 0)
+    if state:
+        bins.append(
+            [_Cut(t, hint(t.name, t.shape), 0, t.shape[0] if t.shape else 1) for t in state]
+        )
+    placed = tuple(_place(index, cuts, block) for index, cuts in enumerate(bins))
+    layout = Layout(
+        tensors=tuple(t for t in leaves if kinds[t.name] in ("trained", "averaged")),
+        constants=tuple(t for t in leaves if kinds[t.name] in ("frozen", "local")),
+        fragments=placed,
+        block=block,
+        digest="",
+    )
+    return replace(layout, digest=xxhash.xxh3_128_hexdigest(layout_bytes(layout)))
+
+
+def kind_of(tensor: Tensor, hint: Hint) -> Kind:
+    """What becomes of a leaf; one that is no float is frozen, unless the hint says "local"."""
+    kind = hint(tensor.name, tensor.shape).kind
+    if tensor.dtype in FLOATING:
+        return kind
+    return "local" if kind == "local" else "frozen"
+
+
+def _assign_checked(
+    tensors: tuple[Tensor, ...], fragments: int, hint: Hint, *, beside: int
+) -> list[list[_Cut]]:
+    """The tensors in their fragments, when `beside` of the fragments are for others.
+
+    Raises:
+        ConfigError: there are too many fragments for the tensors, or too few.
+    """
+    for_them = fragments - beside
+    if not for_them:
+        raise ConfigError(
+            f"sync.fragments is {fragments}, but averaged state needs a fragment of its own",
+            hint=f"set sync.fragments to at least {fragments + 1}",
+        )
+    cuts = _cuts(tensors, for_them, hint)
+    if _fillable(cuts, for_them) < for_them:
+        most = beside + next(
+            count
+            for count in range(for_them - 1, 0, -1)
+            if _fillable(_cuts(tensors, count, hint), count) == count
+        )
+        raise ConfigError(
+            f"sync.fragments is {fragments}, but the model has tensors for only {most}",
+            hint=f"set sync.fragments to {most}",
+        )
+    return _assign(cuts, for_them)
+
+
+def layout_bytes(layout: Layout) -> bytes:
+    """The layout's canonical form, of which the digest is taken: msgpack, without the digest."""
+    fields = asdict(layout)
+    del fields["digest"]
+    packed: bytes = msgpack.packb(fields)
+    return packed
+
+
+def parse_layout(data: bytes, digest: str) -> Layout:
+    """The layout in `data`, as `layout_bytes` wrote it.
+
+    Raises:
+        IntegrityError: the bytes are not those of `digest`, or no layout.
+    """
+    found = xxhash.xxh3_128_hexdigest(data)
+    if found != digest:
+        raise IntegrityError(f"layout object: digest {found}, the run's is {digest}")
+    try:
+        return _parse(msgpack.unpackb(data, use_list=False), digest)
+    except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
+        raise IntegrityError(f"layout object: {type(error).__name__}: {error}"[:300]) from error
+
+
+def _parse(fields: Any, digest: str) -> Layout:
+    return Layout(
+        tensors=tuple(Tensor(**t) for t in fields["tensors"]),
+        constants=tuple(Tensor(**t) for t in fields["constants"]),
+        fragments=tuple(
+            Fragment(
+                index=f["index"],
+                pieces=tuple(Piece(**p) for p in f["pieces"]),
+                size=f["size"],
+                elements=f["elements"],
+            )
+            for f in fields["fragments"]
+        ),
+        block=fields["block"],
+        digest=digest,
+    )
+
+
+def _check(leaves: tuple[Tensor, ...]) -> None:
+    names = [t.name for t in leaves]
+    if len(set(names)) != len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ConfigError(f"parameter names must differ; these occur twice: {', '.join(twice)}")
+    empty = [t.name for t in leaves if t.size == 0]
+    if empty:
+        raise ConfigError(
+            f"parameters without elements cannot be synchronized: {', '.join(empty)}",
+            hint="remove them from the parameters",
+        )
+
+
+def _cuts(tensors: tuple[Tensor, ...], fragments: int, hint: Hint) -> list[_Cut]:
+    """Whole tensors, and the parts of those much larger than the mean fragment."""
+    mean = sum(t.size for t in tensors) / fragments
+    cuts = []
+    for tensor in tensors:
+        rows = tensor.shape[0] if tensor.shape else 1
+        parts = 1
+        if tensor.size > OVERSIZE * mean:
+            parts = min(rows, math.ceil(tensor.size / mean))
+        edges = _edges(rows, parts)
+        tensor_hint = hint(tensor.name, tensor.shape)
+        cuts += [
+            _Cut(tensor, tensor_hint, start, stop) for start, stop in itertools.pairwise(edges)
+        ]
+    return cuts
+
+
+def _edges(rows: int, parts: int) -> list[int]:
+    """Where parts of about equal size begin and end.
+
+    Long ones begin at multiples of a power of two, so that a mesh whose size is one divides each if
+    it divides the tensor; they differ by a PARTS_OF_A_PART-th at most.
+    """
+    even = [rows * part // parts for part in range(parts + 1)]
+    if rows < LONG_PART * parts:
+        return even
+    grain = 1 << (rows // parts // PARTS_OF_A_PART).bit_length() - 1
+    return [0, *(round(edge / grain) * grain for edge in even[1:-1]), rows]
+
+
+def _fillable(cuts: list[_Cut], fragments: int) -> int:
+    """How many of `fragments` fragments there is something for."""
+    own = _own_fragments(cuts, fragments)
+    shared = len(cuts) if fragments == 1 else sum(not cut.hint.alone for cut in cuts)
+    return own + min(shared, fragments - own)
+
+
+def _own_fragments(cuts: list[_Cut], fragments: int) -> int:
+    """Fragments for lone tensors: one for each part, as long as one is left for the others."""
+    lone = sum(cut.hint.alone for cut in cuts)
+    return 0 if fragments == 1 else min(lone, fragments - (1 if lone < len(cuts) else 0))
+
+
+def _assign(cuts: list[_Cut], fragments: int) -> list[list[_Cut]]:
+    """Largest first, each into the smallest fragment; what is alone gets fragments of its own."""
+    own = _own_fragments(cuts, fragments)
+    alone = [cut for cut in cuts if cut.hint.alone and own]
+    shared = [cut for cut in cuts if not (cut.hint.alone and own)]
+    lone_bins: list[list[_Cut]] = [[] for _ in range(own)]
+    shared_bins: list[list[_Cut]] = [[] for _ in range(fragments - own)]
+    _fill(lone_bins, alone)
+    _fill(shared_bins, shared)
+    order = {id(cut): position for position, cut in enumerate(cuts)}
+    return [sorted(content, key=lambda cut: order[id(cut)]) for content in lone_bins + shared_bins]
+
+
+def _fill(bins: list[list[_Cut]], cuts: list[_Cut]) -> None:
+    sizes = [0] * len(bins)
+    for cut in sorted(cuts, key=lambda c: (-c.size, c.tensor.name, c.start)):
+        smallest = sizes.index(min(sizes))
+        bins[smallest].append(cut)
+        sizes[smallest] += cut.size
+
+
+def _place(index: int, cuts: list[_Cut], block: int) -> Fragment:
+    pieces = []
+    offset = 0
+    for cut in cuts:
+        axes = min(cut.hint.norm_axes, len(cut.shape))
+        groups = math.prod(cut.shape[:axes])
+        group_size = cut.size // groups
+        piece = Piece(
+            tensor=cut.tensor.name,
+            start=cut.start,
+            stop=cut.stop,
+            shape=cut.shape,
+            merge=STATE if cut.hint.kind == "averaged" else cut.hint.merge,
+            groups=groups,
+            group_size=group_size,
+            group_stride=_round_up(group_size, block),
+            offset=offset,
+        )
+        pieces.append(piece)
+        offset += piece.stride
+    return Fragment(
+        index=index,
+        pieces=tuple(pieces),
+        size=offset,
+        elements=sum(cut.size for cut in cuts),
+    )
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def offset_steps(fragment: int, fragments: int, interval_steps: int) -> int:
+    """Step at which a fragment is first due, in 1..H, spread evenly (paper §3: t_p).
+
+    With more fragments than steps each step has as many as any other, or one less.
+    """
+    place = (fragment + 1) * interval_steps
+    return place // fragments if fragments <= interval_steps else -(-place // fragments)
+
+
+class Rhythm(NamedTuple):
+    """How often a fragment is due: every `interval_steps`, H.
+
+    In a run's first `warmup_steps` it is due every `warmup_interval_steps`: early on parameters
+    move fast, and learners that go apart for long lose most.
+    """
+
+    fragment: int
+    fragments: int
+    interval_steps: int
+    warmup_steps: int = 0
+    warmup_interval_steps: int = 0
+
+
+def next_step(rhythm: Rhythm, step: int) -> int:
+    """The run's clock at the version after one at `step`, in inner steps; `step` 0 is version 0's.
+
+    It is H x (version - 1) + offset while H does not change. After the warm-up the fragments,
+    which were close together, are spread over an interval.
+    """
+    fragment, fragments, interval, warmup, short = rhythm
+    if step < warmup:
+        following = step + short if step else offset_steps(fragment, fragments, short)
+        spread = warmup + offset_steps(fragment, fragments, interval)
+        return following if following < warmup else spread
+    return step + interval if step else offset_steps(fragment, fragments, interval)

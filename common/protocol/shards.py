@@ -1,0 +1,383 @@
+"""The bytes of one object: part of a quantized vector, self-describing and checked when read.
+
+A shard holds whole blocks of a fragment's vector; which, its manifest says (`slices.py`). Blocks
+stand by themselves (`quantize.py`), so no reader needs another shard, and it is the same whether
+the vector is cut before it is encoded or its scales and codes after.
+
+    offset  size  field (little endian)
+    0       4     magic "DLS2"
+    4       1     codec: 1 float32, 2 bfloat16, 3 int8, 4 int4
+    5       1     zero
+    6       2     block: elements that share a scale
+    8       8     count: elements
+    16            scales: bfloat16 [count / block]; none for float32 and bfloat16
+                  codes: see `quantize.py`
+
+The delta of a version is one shard of the whole vector, with checksums at its end for readers of
+parts. Each chunk of 1024 blocks, the last may have fewer, has one:
+
+    codes end     crc32c of the scales' bytes, then the codes' bytes of chunk 0; of chunk 1; ...
+    4 before end  crc32c of the header, then the checksums of all chunks
+
+In CPython the payload of a large `bytes` object begins 48 bytes after a page, so what follows the
+header is aligned to 64 and reaches JAX without a copy.
+"""
+
+import math
+import struct
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import google_crc32c
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from diloco.common.protocol.buffers import Data, Parts, parts_of
+from diloco.common.protocol.codec import (
+    GREATEST_SCALE,
+    GREATEST_VALUE,
+    LEAST_SCALE,
+    Codec,
+    Encoded,
+    code_count,
+    code_dtype,
+    encoded_bytes,
+    scale_count,
+)
+from diloco.common.protocol.errors import IntegrityError, ObjectRangeError, WireError
+from diloco.common.protocol.reasons import Reason
+
+HEADER: Final = struct.Struct("<4sBBHQ")
+MAGIC: Final = b"DLS2"
+CHUNK_BLOCKS: Final = 1024
+# Between two chunks of a delta that are wanted: what is shorter is read rather than asked around.
+GAP_BYTES: Final = 256 << 10
+_CODEC_IDS: Final[dict[Codec, int]] = {"float32": 1, "bfloat16": 2, "int8": 3, "int4": 4}
+# Elements of a chunk that the checks look at, so that their temporaries stay in cache.
+_CHUNK: Final = 1 << 18
+# As the bits of the least value less one: those of zero wrap to the greatest integer.
+_LEAST_BITS: Final = np.float32(LEAST_SCALE).view(np.uint32) - np.uint32(1)
+_CHECKSUM: Final = np.dtype("<u4")
+
+Read = Callable[[int, int], bytes]
+Span = tuple[int, int]
+
+
+def shard_bytes(codec: Codec, count: int, block: int) -> int:
+    """Size of the object that holds `count` elements."""
+    return HEADER.size + encoded_bytes(codec, count, block)
+
+
+def shard_ranges(size: int, block: int, shard_elements: int) -> list[tuple[int, int]]:
+    """Cut a vector of `size` elements into [start, stop) ranges of at most `shard_elements`.
+
+    All but the last are equally long, so that one compiled kernel serves them; a range is at
+    least one block.
+    """
+    length = max(shard_elements // block, 1) * block
+    return [(start, min(start + length, size)) for start in range(0, size, length)]
+
+
+def delta_bytes(codec: Codec, count: int, block: int) -> int:
+    """Size of the object that holds the delta of a vector of `count` elements."""
+    return _DeltaForm(codec, count, block).size_bytes
+
+
+def range_bytes(codec: Codec, count: int, block: int, blocks: npt.NDArray[np.int64]) -> int:
+    """Bytes that `read_blocks` reads for some blocks of a vector of `count` elements."""
+    form = _DeltaForm(codec, count, block)
+    chunks = np.unique(blocks // CHUNK_BLOCKS).tolist()
+    return sum(stop - start for start, stop in form.ranges_of(chunks)) if chunks else 0
+
+
+def pack(codec: Codec, encoded: Encoded, block: int) -> bytes:
+    """Bytes of one shard, by one copy of its scales and codes."""
+    return b"".join(_pieces(codec, encoded, block))
+
+
+def pack_delta(codec: Codec, encoded: Encoded, block: int) -> bytes:
+    """Bytes of a version's delta, by one copy of its scales and codes."""
+    header, scales, codes = _pieces(codec, encoded, block)
+    form = _DeltaForm(codec, HEADER.unpack(header)[-1], block)
+    checksums = np.empty(form.chunks, _CHECKSUM)
+    for chunk in range(form.chunks):
+        (scales_start, scales_stop), (codes_start, codes_stop) = form.spans_of(chunk)
+        checksums[chunk] = _chunk_checksum(
+            bytes(scales[scales_start - form.scales_at : scales_stop - form.scales_at]),
+            bytes(codes[codes_start - form.codes_at : codes_stop - form.codes_at]),
+        )
+    trailer = checksums.tobytes()
+    own = crc32c(header + trailer).to_bytes(_CHECKSUM.itemsize, "little")
+    return b"".join([header, scales, codes, trailer, own])
+
+
+def unpack(data: bytes | memoryview, *, codec: Codec, count: int, block: int) -> Encoded:
+    """Views of a shard's scales and codes, checked; nothing is copied.
+
+    Args:
+        data: an object of a peer's.
+        codec: what its manifest says.
+        count: elements it covers.
+        block: the layout's.
+
+    Raises:
+        WireError: "truncated", "oversize", "bad_magic", "codec_mismatch" (codec, block or count),
+            "bad_scale" (not finite or out of range), "non_finite" (a value of a float codec), or
+            "bad_code" (a code that no encoder gives).
+    """
+    _check_size(data, shard_bytes(codec, count, block))
+    _check_header(data, codec, count, block)
+    scales = scale_count(codec, count, block)
+    encoded = Encoded(
+        np.frombuffer(data, ml_dtypes.bfloat16, scales, HEADER.size),
+        np.frombuffer(data, code_dtype(codec), code_count(codec, count), HEADER.size + 2 * scales),
+    )
+    _check_scales(encoded.scales)
+    _check_codes(codec, encoded.codes)
+    return encoded
+
+
+def unpack_delta(data: bytes | memoryview, *, codec: Codec, count: int, block: int) -> Encoded:
+    """Views of a delta's scales and codes, checked as by `unpack`; nothing is copied.
+
+    Its checksums are not looked at: that of the whole object, in its record, says as much.
+
+    Raises:
+        WireError: as `unpack`.
+    """
+    _check_size(data, delta_bytes(codec, count, block))
+    shard = memoryview(data)[: shard_bytes(codec, count, block)]
+    return unpack(shard, codec=codec, count=count, block=block)
+
+
+def read_blocks(
+    read: Read, *, codec: Codec, count: int, block: int, blocks: npt.NDArray[np.int64]
+) -> Encoded:
+    """Some blocks of a version's delta, checked, from a few ranges of its object.
+
+    Reads the chunks that hold the blocks, and what lies between two of them if it is short; the
+    whole object if more than 3/4 of its chunks are needed. Holds what it read and the result.
+
+    Args:
+        read: gives the bytes [start, stop) of the object, like `ObjectStore.get_range`.
+        codec: of deltas.
+        count: elements of the vector.
+        block: the layout's.
+        blocks: int64 [n], ascending, within [0, count / block).
+
+    Returns:
+        The n blocks one after another: scales bfloat16 [n], [0] for the float codecs; codes of
+        n x block elements, flat.
+
+    Raises:
+        IntegrityError: the object is too short, of another codec, block or count, or has bytes
+            that its checksums do not fit.
+        WireError: "bad_scale", "non_finite" or "bad_code", as `unpack`.
+        DilocoError: as `read`.
+    """
+    form = _DeltaForm(codec, count, block)
+    dtype, scaled = code_dtype(codec), form.scale_bytes > 0
+    scales_n = np.empty(blocks.size if scaled else 0, ml_dtypes.bfloat16)
+    codes_nxc = np.empty((blocks.size, code_count(codec, block)), dtype)
+    for chunk, scales, codes in _read_chunks(read, form, np.unique(blocks // CHUNK_BLOCKS)):
+        first, last = np.searchsorted(blocks, [chunk * CHUNK_BLOCKS, (chunk + 1) * CHUNK_BLOCKS])
+        rows = blocks[first:last] - chunk * CHUNK_BLOCKS
+        if scaled:
+            scales_n[first:last] = np.frombuffer(scales, ml_dtypes.bfloat16)[rows]
+        codes_nxc[first:last] = np.frombuffer(codes, dtype).reshape(-1, codes_nxc.shape[1])[rows]
+    encoded = Encoded(scales_n, codes_nxc.reshape(-1))
+    _check_scales(encoded.scales)
+    _check_codes(codec, encoded.codes)
+    return encoded
+
+
+def crc32c(data: Data) -> int:
+    """Castagnoli checksum, as object stores compute it."""
+    if isinstance(data, bytes):
+        return int(google_crc32c.value(data))
+    value = 0
+    for piece in parts_of(data):
+        value = google_crc32c.extend(value, bytes(piece))  # It takes nothing else.
+    return value
+
+
+def digest(data: npt.NDArray[Any] | bytes | Parts) -> str:
+    """xxh3-128 of the bytes, as 32 hex digits."""
+    # In one call it would hold the interpreter, and so every other thread, to its end.
+    hashed = xxhash.xxh3_128()
+    if isinstance(data, bytes):
+        hashed.update(data)
+    elif isinstance(data, Parts):
+        for piece in data:
+            hashed.update(piece)
+    else:
+        hashed.update(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
+    return str(hashed.hexdigest())
+
+
+class _DeltaForm:
+    """Where the parts of a delta's object lie, in bytes."""
+
+    def __init__(self, codec: Codec, count: int, block: int) -> None:
+        self.header = HEADER.pack(MAGIC, _CODEC_IDS[codec], 0, block, count)
+        self.blocks = count // block
+        self.chunks = -(-self.blocks // CHUNK_BLOCKS)
+        self.scale_bytes = 2 * scale_count(codec, block, block)  # Of a block, as the next.
+        self.code_bytes = code_count(codec, block) * code_dtype(codec).itemsize
+        self.scales_at = HEADER.size
+        self.codes_at = self.scales_at + self.blocks * self.scale_bytes
+        self.checksums_at = self.codes_at + self.blocks * self.code_bytes
+        self.size_bytes = self.checksums_at + (self.chunks + 1) * _CHECKSUM.itemsize
+
+    def spans_of(self, chunk: int) -> tuple[Span, Span]:
+        """The scales and the codes of a chunk."""
+        first = chunk * CHUNK_BLOCKS
+        last = min(first + CHUNK_BLOCKS, self.blocks)
+        return (
+            (self.scales_at + first * self.scale_bytes, self.scales_at + last * self.scale_bytes),
+            (self.codes_at + first * self.code_bytes, self.codes_at + last * self.code_bytes),
+        )
+
+    def ranges_of(self, chunks: list[int]) -> list[Span]:
+        """What to read for some chunks and all checksums, in order."""
+        if 4 * len(chunks) > 3 * self.chunks:
+            return [(0, self.size_bytes)]
+        scales, codes = zip(*map(self.spans_of, chunks), strict=True)
+        checksums = (self.checksums_at, self.size_bytes)
+        ranges: list[Span] = []
+        for start, stop in (*(scales if self.scale_bytes else ()), *codes, checksums):
+            if ranges and start - ranges[-1][1] < GAP_BYTES:
+                ranges[-1] = (ranges[-1][0], stop)
+            else:
+                ranges.append((start, stop))
+        return ranges
+
+
+class _Ranges:
+    """What was read of an object.
+
+    Raises:
+        IntegrityError: the object is shorter than that.
+    """
+
+    def __init__(self, read: Read, spans: list[Span]) -> None:
+        self._starts = [start for start, _ in spans]
+        self._data = [self._read(read, *span) for span in spans]
+
+    def bytes_of(self, span: Span) -> bytes:
+        """The bytes of a span within one of those that were read; a copy."""
+        index = bisect_right(self._starts, span[0]) - 1
+        start = self._starts[index]
+        return self._data[index][span[0] - start : span[1] - start]
+
+    @staticmethod
+    def _read(read: Read, start: int, stop: int) -> bytes:
+        try:
+            data = read(start, stop)
+        except ObjectRangeError as error:
+            raise _damaged(error.message) from error
+        if len(data) != stop - start:
+            raise _damaged(f"bytes [{start}, {stop}) are {len(data)} bytes")
+        return data
+
+
+def _pieces(codec: Codec, encoded: Encoded, block: int) -> tuple[bytes, memoryview, memoryview]:
+    """Header, scales and codes of a shard."""
+    scales = np.ascontiguousarray(encoded.scales)
+    codes = np.ascontiguousarray(encoded.codes)
+    count = codes.size * (2 if codec == "int4" else 1)
+    header = HEADER.pack(MAGIC, _CODEC_IDS[codec], 0, block, count)
+    return header, scales.view(np.uint8).data, codes.view(np.uint8).data
+
+
+def _chunk_checksum(scales: bytes, codes: bytes) -> int:
+    return int(google_crc32c.extend(google_crc32c.value(scales), codes))
+
+
+def _read_chunks(
+    read: Read, form: _DeltaForm, chunks: npt.NDArray[np.int64]
+) -> Iterator[tuple[int, bytes, bytes]]:
+    """Numbers, scales and codes of some chunks, each compared with its checksum.
+
+    Raises:
+        IntegrityError: as `read_blocks`.
+    """
+    if not chunks.size:
+        return
+    ranges = _Ranges(read, form.ranges_of(chunks.tolist()))
+    trailer = ranges.bytes_of((form.checksums_at, form.size_bytes))
+    *_, own = checksums = np.frombuffer(trailer, _CHECKSUM)
+    if crc32c(form.header + trailer[: -_CHECKSUM.itemsize]) != own:
+        raise _damaged("its checksums are not those of a delta of this codec, block and count")
+    for chunk in chunks.tolist():
+        scales, codes = (ranges.bytes_of(span) for span in form.spans_of(chunk))
+        if _chunk_checksum(scales, codes) != checksums[chunk]:
+            raise _damaged(f"the blocks from {chunk * CHUNK_BLOCKS} on do not fit their checksum")
+        yield chunk, scales, codes
+
+
+def _damaged(what: str) -> IntegrityError:
+    return IntegrityError(f"a version's delta: {what}", hint="runbooks/digest-mismatch.md")
+
+
+def _check_size(data: bytes | memoryview, expected: int) -> None:
+    if len(data) < expected:
+        raise WireError(Reason.TRUNCATED, f"a shard of {expected} bytes came with {len(data)}")
+    if len(data) > expected:
+        raise WireError(Reason.OVERSIZE, f"a shard of {expected} bytes came with {len(data)}")
+
+
+def _check_header(data: bytes | memoryview, codec: Codec, count: int, block: int) -> None:
+    magic, *fields = HEADER.unpack_from(data)
+    if magic != MAGIC:
+        raise WireError(Reason.BAD_MAGIC, f"a shard begins with {MAGIC!r}, this one with {magic!r}")
+    expected = [_CODEC_IDS[codec], 0, block, count]
+    if fields != expected:
+        raise WireError(
+            Reason.CODEC_MISMATCH,
+            f"codec, 0, block, count of the shard are {fields}, of its manifest {expected}",
+        )
+
+
+def _check_scales(scales_B: npt.NDArray[Any]) -> None:
+    if not scales_B.size:
+        return
+    # Bits of positive bfloat16s order as integers do; a sign, infinity and NaN are above them.
+    bits_B = scales_B.view(np.uint16)
+    least, greatest = (
+        int(np.asarray(bound, ml_dtypes.bfloat16).view(np.uint16))
+        for bound in (LEAST_SCALE, GREATEST_SCALE)
+    )
+    if bits_B.min() < least or bits_B.max() > greatest:
+        raise WireError(Reason.BAD_SCALE, "a block's scale is not within 2^-64 and 2^40")
+
+
+def _check_codes(codec: Codec, codes: npt.NDArray[Any]) -> None:
+    for start in range(0, codes.size, _CHUNK):
+        chunk = codes[start : start + _CHUNK]
+        if codec == "int4":
+            bad = chunk.min() < 16 or np.bitwise_and(chunk, 15).min() == 0
+        elif codec == "int8":
+            bad = chunk.min() == -128
+        else:
+            bad = _check_values(chunk.astype(np.float32))
+        if bad:
+            raise WireError(Reason.BAD_CODE, f"a code of the shard is not a valid {codec} code")
+
+
+def _check_values(values: npt.NDArray[np.float32]) -> bool:
+    """Whether a value is too large or too small but not zero.
+
+    Raises:
+        WireError: a value is infinite or NaN.
+    """
+    magnitudes = np.abs(values)
+    greatest = magnitudes.max()
+    if not math.isfinite(greatest):
+        raise WireError(Reason.NON_FINITE, "a value of the shard is infinite or not a number")
+    # Bits of zero less one wrap to the greatest integer.
+    least_bits = (magnitudes.view(np.uint32) - np.uint32(1)).min()
+    return bool(greatest > GREATEST_VALUE or least_bits < _LEAST_BITS)

@@ -1,0 +1,75 @@
+"""The messages of a run: typed, frozen, decoded once at the border and trusted inside.
+
+A message is one msgpack map with `schema`, `kind` and the fields of one of these classes;
+docs/protocol.md is generated from them. Decoding is strict: a missing, unknown or wrong-typed
+field, a non-finite float or anything beyond the limits raises `WireError` with a stable reason.
+Nothing here builds an object from a name in the data. What decoding takes of memory is in
+proportion to the message's length, whatever lengths are claimed in it.
+"""
+
+from diloco.common.protocol.wire.fields import (
+    GREATEST,
+    GREATEST_S,
+    MAX_AXES,
+    MAX_ITEMS,
+    MAX_KEYS,
+    MAX_SHARDS,
+    MAX_SLICES,
+    MESSAGE_BYTES,
+    METRIC_NAME,
+    MOST_METRICS,
+    RECORD_BYTES,
+    SCHEMA,
+    Body,
+    Count,
+    Digest,
+    Name,
+    ObjectName,
+    Part,
+    Positive,
+    PowerOfTwo,
+    Seconds,
+    T,
+    Text,
+    decode,
+    encode,
+    note,
+)
+from diloco.common.protocol.wire.records import (
+    Allowance,
+    Credit,
+    Input,
+    Manifest,
+    Mark,
+    MemberState,
+    ObjectRef,
+    Observation,
+    PolicyState,
+    Record,
+    RecordPointer,
+    Rejected,
+    Shard,
+    Slice,
+    Totals,
+    decode_record,
+)
+from diloco.common.protocol.wire.run import (
+    LEARNER_STATES,
+    Checkpoint,
+    CheckpointFile,
+    Claim,
+    DataPosition,
+    End,
+    Heartbeat,
+    Join,
+    Lease,
+    Leave,
+    Positions,
+    Quarantine,
+    Rejection,
+    RoundOpen,
+    Score,
+    Settings,
+    Specification,
+    Stop,
+)

@@ -1,0 +1,177 @@
+"""What messages are made of: types of fields and their limits; and to bytes and back."""
+
+from typing import Annotated, Any, ClassVar, TypeVar
+
+import msgpack
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from diloco.common.protocol.errors import WireError
+from diloco.common.protocol.names import NAME
+from diloco.common.protocol.reasons import Reason
+
+SCHEMA = 1
+# A reader accepts its own schema and the one before; schema 0 was never published. A new schema is
+# read by one release and written by the next, so that two releases in a row read each other.
+READABLE = frozenset({SCHEMA})
+MESSAGE_BYTES = 1 << 20
+# Of what a learner says beside its updates. Every fragment's owner reads it, whatever it costs: so
+# no longer than its fields need.
+WORD_BYTES = 16 << 10
+LONG_WORD_BYTES = 64 << 10
+# A record larger than this keeps its body in an object, so that streams stay small.
+RECORD_BYTES = 256 << 10
+MAX_ITEMS = 1 << 16
+MAX_KEYS = 1 << 12
+# Of an update; of a shard; and axes of a slice.
+MAX_SHARDS = 1 << 12
+MAX_SLICES = 1 << 12
+MAX_AXES = 4
+GREATEST = (1 << 63) - 1
+# Longer than any run, and so small that sums and products of times stay finite.
+GREATEST_S = 1e12
+
+# Of a sentence that is made for people; shorter than a reader takes.
+NOTE = 500
+
+
+def printable(text: str) -> str:
+    """A sender's text as a terminal may show it: what is not printable becomes a question mark."""
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else "?" for one in text)
+
+
+Name = Annotated[str, Field(pattern=f"^{NAME.pattern}$")]
+Digest = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+ObjectName = Annotated[str, Field(min_length=1, max_length=512)]
+Count = Annotated[int, Field(ge=0, le=GREATEST)]
+Positive = Annotated[int, Field(ge=1, le=GREATEST)]
+# Any that a float64 has.
+PowerOfTwo = Annotated[int, Field(ge=-1074, lt=1024)]
+CheckpointName = Annotated[str, Field(pattern="^[0-9]{4}-[0-9]{12}$")]
+Seconds = Annotated[float, Field(ge=0, le=GREATEST_S)]
+# More than all accelerators of the world.
+Rate = Annotated[float, Field(ge=0, le=1e15)]
+Measure = Annotated[float, Field(ge=0)]
+# A loss may be anything, also of a model that has diverged; no sum of them is to overflow.
+Loss = Annotated[float, AfterValidator(lambda loss: max(-GREATEST_S, min(GREATEST_S, loss)))]
+Text = Annotated[str, Field(max_length=2000), AfterValidator(printable)]
+# Of a model's own making: lines stay lines.
+Passage = Annotated[
+    str,
+    Field(max_length=2000),
+    AfterValidator(lambda text: "\n".join(map(printable, text.split("\n")))),
+]
+# What a loss says beside itself, by name.
+MOST_METRICS = 64
+METRIC_NAME = "[a-zA-Z][a-zA-Z0-9_]{0,49}"
+Figures = Annotated[
+    dict[Annotated[str, Field(pattern=f"^{METRIC_NAME}$")], Loss], Field(max_length=MOST_METRICS)
+]
+Item = TypeVar("Item")
+# The first wrong item ends it: an error for each of 65,536 takes 300 MB.
+Several = Annotated[tuple[Item, ...], Field(fail_fast=True)]
+
+
+def note(text: str) -> str:
+    """A sentence for people as a message holds it: printable, and of bounded length.
+
+    What it quotes may be a sender's, who chose its length and its characters.
+    """
+    cleaned = printable(text[: NOTE + 1])
+    return cleaned if len(cleaned) <= NOTE else f"{cleaned[: NOTE - 3]}..."
+
+
+class Part(BaseModel):
+    """A record within a message."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class Body(Part):
+    """A message; `kind` names it on the wire."""
+
+    kind: ClassVar[str]
+    limit_bytes: ClassVar[int] = MESSAGE_BYTES
+
+
+T = TypeVar("T", bound=Body)
+# Of any message, read or written: what readers refuse, no writer sends.
+LIMITS = {"max_array_len": MAX_ITEMS, "max_map_len": MAX_KEYS, "max_ext_len": 0}
+# An item takes a byte at least: what we have packed ourselves into so few is within all limits.
+FEW_BYTES = min(MAX_ITEMS, MAX_KEYS)
+
+
+def encode(body: Body) -> bytes:
+    """The message's bytes.
+
+    Raises:
+        WireError: readers would refuse it: it is too long, or has too many items.
+    """
+    fields = body.model_dump()
+    fields["schema"] = SCHEMA
+    fields["kind"] = body.kind
+    packed: bytes = msgpack.packb(fields, use_bin_type=True)
+    if len(packed) > FEW_BYTES:
+        # Skipping counts no items: only who decodes it finds what a reader would.
+        unpack(packed, body.limit_bytes)
+    return packed
+
+
+def decode(expected: type[T], payload: bytes) -> T:
+    """The message in `payload`, which must be of the kind `expected`.
+
+    Raises:
+        WireError: reason "oversize", "undecodable", "schema", "kind" or "malformed".
+    """
+    return parse(expected, unpack(payload, expected.limit_bytes))
+
+
+def parse(expected: type[T], fields: dict[str, Any]) -> T:
+    """A message from the fields that `unpack` gave; errors as of `decode`."""
+    if fields.pop("kind", None) != expected.kind:
+        raise WireError(Reason.KIND, f"expected a message of kind {expected.kind!r}")
+    try:
+        return expected.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])[:200]
+        raise WireError(
+            Reason.MALFORMED, f"{expected.kind} message: field {where!r}: {first['msg'][:200]}"
+        ) from error
+
+
+def _check_limits(payload: bytes, limit_bytes: int) -> None:
+    """An array takes its memory when its length is read: see first that its items are there."""
+    if len(payload) > limit_bytes:
+        raise WireError(Reason.OVERSIZE, f"message of {len(payload)} bytes, at most {limit_bytes}")
+    look = msgpack.Unpacker(max_buffer_size=max(1, len(payload)), **LIMITS)
+    look.feed(payload)
+    try:
+        look.skip()
+    except (ValueError, RecursionError, msgpack.UnpackException) as error:
+        raise _undecodable(error) from error
+
+
+def _undecodable(error: Exception) -> WireError:
+    why = str(error) or type(error).__name__
+    return WireError(Reason.UNDECODABLE, f"not a msgpack message: {why}"[:300])
+
+
+def unpack(payload: bytes, limit_bytes: int) -> dict[str, Any]:
+    """The fields of a message of a schema that this program reads; errors as of `decode`."""
+    _check_limits(payload, limit_bytes)
+    try:
+        fields = msgpack.unpackb(payload, use_list=False, strict_map_key=True, **LIMITS)
+    except (ValueError, RecursionError, msgpack.UnpackException) as error:
+        raise _undecodable(error) from error
+    if not isinstance(fields, dict):
+        raise WireError(Reason.UNDECODABLE, f"expected a map, got {type(fields).__name__}")
+    schema = fields.pop("schema", None)
+    if type(schema) is not int or schema not in READABLE:
+        raise WireError(
+            Reason.SCHEMA,
+            f"message of schema {str(schema)[:40]}; this program reads {sorted(READABLE)}",
+            hint="upgrade the older side: docs/operations.md, Upgrading",
+        )
+    return fields

@@ -1,0 +1,330 @@
+"""A run's beginning, its parties, its settings and its end."""
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from diloco.common.protocol.wire.fields import (
+    LONG_WORD_BYTES,
+    WORD_BYTES,
+    Body,
+    CheckpointName,
+    Count,
+    Digest,
+    Figures,
+    Loss,
+    Name,
+    ObjectName,
+    Part,
+    Passage,
+    Positive,
+    Rate,
+    Seconds,
+    Several,
+    Text,
+)
+from diloco.common.protocol.wire.records import ObjectRef, Record
+
+
+class DataPosition(Part):
+    """Where a learner's data goes on."""
+
+    learner: Name = Field(description="the learner")
+    position: Count = Field(description="in batches")
+
+
+class Positions(Body):
+    """The data positions of more learners than a specification holds.
+
+    The body of the object `{run}/positions/{epoch}-{digest}`, on no stream. At most 64 MiB.
+    """
+
+    kind: ClassVar[str] = "positions"
+    limit_bytes: ClassVar[int] = 64 << 20
+    run: Name = Field(description="the run")
+    data_positions: Several[DataPosition] = Field(description="one for each learner")
+
+
+class Specification(Body):
+    """What a run is: the tape's first message.
+
+    Sequence numbers are of their epoch: of the tape that holds this message.
+    """
+
+    kind: ClassVar[str] = "spec"
+    run: Name = Field(description="the run")
+    epoch: Count = Field(description="0; one more each time the run is resumed on a new tape")
+    positions: dict[Name, Count] = Field(
+        description="where data resumes, in batches, for learners of earlier epochs; empty if"
+        " there are more than 4096"
+    )
+    layout: Digest = Field(description="of the layout object")
+    settings: dict[str, Any] = Field(
+        description="sections `run`, `task`, `sync`, `outer`, `staleness`, `quorum`, `bounds` of"
+        " the configuration, every key"
+    )
+    constants: ObjectName | None = Field(
+        description="object with the index of the leaves that are not synchronized"
+    )
+    created_at_s: Seconds = Field(description="when")
+    positions_object: ObjectRef | None = Field(
+        description="object with the `Positions` of more than 4096 learners"
+    )
+
+
+class Join(Body):
+    """A learner begins a life; the message's sequence in the stream is its incarnation."""
+
+    kind: ClassVar[str] = "join"
+    limit_bytes: ClassVar[int] = WORD_BYTES
+    run: Name = Field(description="the run")
+    learner: Name = Field(description="the learner, as in the subject")
+    layout: Digest = Field(description="the layout that the learner computed from its task")
+    host: Text = Field(description="for people")
+
+
+class Leave(Body):
+    """A learner ends a life on purpose: nothing more comes from this incarnation.
+
+    With `fragments` the life goes on, but sends nothing more of these: it had nothing unsent of
+    them when the run stopped.
+    """
+
+    kind: ClassVar[str] = "leave"
+    limit_bytes: ClassVar[int] = LONG_WORD_BYTES
+    run: Name = Field(description="the run")
+    learner: Name = Field(description="the learner")
+    incarnation: Positive = Field(description="the life")
+    position: Count = Field(
+        description="data position, in batches, where its next incarnation resumes"
+    )
+    fragments: Several[Count] = Field(description="empty: the life ends")
+
+
+class Claim(Body):
+    """A learner's word on its shares of the data; of an earlier life than the newest it is void.
+
+    A share's number is epoch of the data × `shares` + its place in that epoch. A claim counts if
+    the share is free where the message stands on the tape.
+    """
+
+    kind: ClassVar[str] = "claim"
+    limit_bytes: ClassVar[int] = LONG_WORD_BYTES
+    run: Name = Field(description="the run")
+    learner: Name = Field(description="the learner, as in the subject")
+    incarnation: Positive = Field(description="its life")
+    what: Literal["begin", "claim", "end"] = Field(
+        description="`begin`: the life has what earlier ones held; `claim`: it takes a share;"
+        " `end`: what lies behind `position` of all that it holds is free; said by the learner or,"
+        " once it is silent, by an aggregator"
+    )
+    shares: Positive = Field(description="of an epoch; as the run says, or its first claim")
+    batches: Positive = Field(description="of a share; as the run says, or its first claim")
+    share: Count = Field(description="of `claim`: the share's number; else 0")
+    first: Count = Field(description="of `claim`: its first batch that is free; else 0")
+    position: Count = Field(
+        description="data position of this learner, in batches: where it reads `first`, or where it"
+        " ends"
+    )
+    lost: Several[Count] = Field(
+        description="of `begin` and `end`: for each fragment the batches before `position` that are"
+        " in no update of it, since a life ended in a crash; else empty"
+    )
+
+
+class Settings(Body):
+    """Changed settings of the run.
+
+    They hold from each fragment's next version on; a learner follows them at its next step
+    boundary. Only changeable keys may differ from the specification's.
+    """
+
+    kind: ClassVar[str] = "settings"
+    run: Name = Field(description="the run")
+    settings: dict[str, Any] = Field(description="all of them, as in the specification")
+    changed: Several[Text] = Field(description="what is new, for people")
+    by: Text = Field(description="who changed them: `operator USER@MACHINE`")
+
+
+class Quarantine(Body):
+    """Quarantines a learner in all fragments, or releases it.
+
+    The machine of a fragment asks for it after `bounds.quarantine_offences`; an operator lifts it,
+    or imposes it.
+    """
+
+    kind: ClassVar[str] = "quarantine"
+    run: Name = Field(description="the run")
+    learner: Name = Field(description="who")
+    active: bool = Field(description="true: quarantined; false: released, its offences forgotten")
+    reason: Text = Field(description="for people")
+    by: Text = Field(description="the aggregator's name, or `operator USER@MACHINE`")
+
+
+class Checkpoint(Body):
+    """A point from which the run can be resumed.
+
+    It is published before its objects are stored, and garbage collection keeps view and outer
+    state of its versions.
+    """
+
+    kind: ClassVar[str] = "checkpoint"
+    run: Name = Field(description="the run")
+    name: CheckpointName = Field(
+        description="epoch, and number of the tape's message, of the point: `0000-000000001234`"
+    )
+    versions: Several[Count] = Field(description="of each fragment")
+    record_seqs: Several[Positive] = Field(
+        description="stream sequences of the records that made them"
+    )
+    created_at_s: Seconds = Field(description="when")
+    by: Text = Field(description="who made it: an aggregator's name, or `operator USER@MACHINE`")
+
+
+class CheckpointFile(Body):
+    """All that a new epoch begins from.
+
+    The body of the object `{run}/checkpoint/{name}`, on no stream. At most 64 MiB.
+    """
+
+    kind: ClassVar[str] = "checkpoint_file"
+    limit_bytes: ClassVar[int] = 64 << 20
+    name: CheckpointName = Field(description="the checkpoint's")
+    specification: Specification = Field(
+        description="of the new epoch, with the learners' data positions"
+    )
+    settings: dict[str, Any] = Field(description="the settings in force")
+    records: Several[Record] = Field(
+        description="one for each fragment, of kind `restored`, with snapshot and outer state of"
+        " its version"
+    )
+    created_at_s: Seconds = Field(description="when")
+    data_positions: Several[DataPosition] = Field(
+        description="of more than 4096 learners; then the specification has none"
+    )
+
+
+class Stop(Body):
+    """The stop rule was met; learners send what is unsent and leave."""
+
+    kind: ClassVar[str] = "stop"
+    run: Name = Field(description="the run")
+    global_step: Count = Field(description="the run's clock")
+    reason: Text = Field(description="`steps` or `tokens`; another: somebody ended the run early")
+    by: Text = Field(description="who stopped it: an aggregator's name, or `operator USER@MACHINE`")
+
+
+class End(Body):
+    """Every fragment's last record is committed; the versions are the run's result."""
+
+    kind: ClassVar[str] = "end"
+    run: Name = Field(description="the run")
+    versions: Several[Count] = Field(description="of each fragment")
+    record_seqs: Several[Positive] = Field(
+        description="stream sequences of final records of these versions"
+    )
+
+
+class Lease(Body):
+    """Who owns a fragment; or, under a key of its own, that an aggregator is there."""
+
+    kind: ClassVar[str] = "lease"
+    aggregator: Name = Field(description="for people")
+    life: Digest = Field(description="128 random bits: tells one process from every other")
+    state: Literal["held", "released", "done"] = Field(
+        description="`released`: for whoever takes it; `done`: nothing of the fragment is left to"
+        " do"
+    )
+    ttl_s: Seconds = Field(
+        description="time to live, counted from when it was stored; 0 for `done`, which stays"
+    )
+    pinned: Several[Count] | None = Field(
+        description="the fragments that this aggregator keeps to; nil: it takes its share"
+    )
+
+
+class Score(Body):
+    """The loss of a global view on held-out data.
+
+    The body of an object `{run}/score/...`, on no stream, kept by `diloco evaluate` and `diloco
+    local` for `diloco report`. Nothing in the run depends on it.
+    """
+
+    kind: ClassVar[str] = "score"
+    run: Name = Field(description="the run")
+    epoch: Count = Field(description="of the tape")
+    versions: Several[Count] = Field(description="of all fragments")
+    record_seqs: Several[Positive] = Field(description="sequences of the records that made them")
+    global_step: Count = Field(description="the greatest of those records")
+    tokens: Count = Field(description="merged by then, on average over fragments")
+    at_s: Seconds = Field(description="when the newest of the rounds closed")
+    loss: float = Field(description="the task's, on held-out data")
+    metrics: Figures = Field(default={}, description="what else the task measures there, by name")
+    text: Passage = Field(default="", description="what that view wrote; empty: its task cannot")
+
+
+class RoundOpen(Body):
+    """A round is open: send this fragment now, with at least `sync.min_steps` steps.
+
+    It may be lost without harm.
+    """
+
+    kind: ClassVar[str] = "round"
+    fragment: Count = Field(description="the fragment")
+    version: Count = Field(description="the version that the round makes")
+
+
+LEARNER_STATES = ("starting", "training", "paused", "flushing", "leaving", "failed")
+
+
+class Heartbeat(Body):
+    """A learner is alive, and how it fares.
+
+    It counts as live until it has been silent for `quorum.liveness_timeout_s`.
+    """
+
+    kind: ClassVar[str] = "heartbeat"
+    limit_bytes: ClassVar[int] = LONG_WORD_BYTES
+    learner: Name = Field(description="who")
+    incarnation: Positive = Field(description="its life")
+    local_step: Count = Field(
+        description="inner steps of this learner: of this life, and of those before as far as its"
+        " checkpoint reached"
+    )
+    global_step: Count = Field(description="the run's clock, as far as it can tell")
+    tokens: Count = Field(description="of this life")
+    loss: Loss = Field(description="moving average")
+    metrics: Figures = Field(
+        default={},
+        description="further scalars of its loss by name, moving averages; and what its loop has"
+        " measured on held-out data, as `held_out_...`",
+    )
+    tokens_per_s: Rate = Field(description="tokens per second, at least 0")
+    step_time_s: Seconds = Field(description="moving average")
+    stall_s: Seconds = Field(description="time that synchronization took from training")
+    data_s: Seconds = Field(
+        default=0.0, description="time that training waited for its batches; no part of `stall_s`"
+    )
+    run_s: Seconds = Field(description="time since the life began to train")
+    bytes_up: Count = Field(description="stored shards")
+    bytes_down: Count = Field(description="read objects")
+    updates_sent: Count = Field(description="of this life")
+    state: Text = Field(
+        description="`starting`, `training`, `paused`, `flushing`, `leaving`, or `failed`: the last"
+        " word of a life that an error ends; `trouble` says which"
+    )
+    trouble: Text = Field(
+        default="", description="what somebody should look at although it trains; empty if nothing"
+    )
+
+
+class Rejection(Body):
+    """Copy for people of a verdict, or a sample of what could not be decoded."""
+
+    kind: ClassVar[str] = "rejected"
+    fragment: int = Field(description="the fragment")
+    learner: str = Field(description="from the subject")
+    incarnation: Count = Field(description="its life; 0 where unknown")
+    seq: Count = Field(description="of the update; 0 where unknown")
+    reason: Text = Field(description="one of the reasons")
+    detail: Text = Field(description="a sentence for people")

@@ -1,0 +1,1 @@
+"""What a run consists of outside any process: tape, objects, and both in one file."""

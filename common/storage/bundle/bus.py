@@ -1,0 +1,113 @@
+"""A bundle as a bus: it gives what it holds, and takes nothing."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from diloco.common.protocol import names
+from diloco.common.protocol.errors import BusError, StreamMissingError
+from diloco.common.storage.bundle.reader import Bundle, Log
+from diloco.common.storage.bus import Filled, Message, check_subject, subject_matches
+
+# Messages given between two turns of the event loop.
+TURN = 256
+
+
+class BundleBus:
+    """The streams of a bundle.
+
+    Args:
+        bundle: the file; who opened it closes it.
+    """
+
+    def __init__(self, bundle: Bundle) -> None:
+        self._bundle = bundle
+        run = bundle.run
+        self._logs = {names.tape_stream(run): bundle.tape, names.ops_stream(run): bundle.ops}
+
+    def _log(self, stream: str) -> Log:
+        if stream not in self._logs:
+            raise StreamMissingError(f"{str(self._bundle.path)!r} has no stream {stream!r}")
+        return self._logs[stream]
+
+    async def _refuse(self, *_args: Any, **_named: Any) -> Any:
+        """Refused.
+
+        Raises:
+            BusError: always.
+        """
+        raise BusError(
+            f"{str(self._bundle.path)!r} is a file: its streams take nothing and lose nothing",
+            hint="for a run that can be changed, put its tape on a server: diloco restore",
+        )
+
+    create_stream = remove_stream = publish = trim = restore = _refuse
+
+    async def streams(self) -> list[str]:
+        """The names of all streams, sorted."""
+        return sorted(self._logs)
+
+    async def last(self, stream: str, subject: str) -> Message | None:
+        """The last message of `subject`, or of all that match it as a pattern; None if none does.
+
+        Raises:
+            StreamMissingError: there is no such stream.
+        """
+        check_subject(subject, wildcards=True)
+        log = self._log(stream)
+        at = log.last(_matching(log, [subject]))
+        return None if at is None else self._bundle.message(at)
+
+    async def last_sequence(self, stream: str) -> int:
+        """Sequence of the stream's last message; 0 if it is empty.
+
+        Raises:
+            StreamMissingError: there is no such stream.
+        """
+        seqs = self._log(stream).seqs
+        return seqs[-1] if seqs else 0
+
+    async def filled(self, stream: str) -> Filled:
+        """A file is never full.
+
+        Raises:
+            StreamMissingError: there is no such stream.
+        """
+        self._log(stream)
+        return Filled(self._bundle.path.stat().st_size, 0)
+
+    async def read(
+        self, stream: str, subjects: list[str], start_seq: int
+    ) -> AsyncIterator[Message]:
+        """Messages of `subjects` from `start_seq` (1 is the first) on; then it waits for ever.
+
+        Raises:
+            StreamMissingError: there is no such stream.
+        """
+        log = self._log(stream)
+        for count, at in enumerate(log.rows(_matching(log, subjects), start_seq)):
+            if count % TURN == 0:
+                await asyncio.sleep(0)
+            yield self._bundle.message(at)
+        await asyncio.Event().wait()
+
+    async def broadcast(self, subject: str, payload: bytes) -> None:
+        """Nobody listens."""
+
+    async def listen(self, subject: str) -> AsyncIterator[tuple[str, bytes]]:
+        """Nobody speaks."""
+        await asyncio.Event().wait()
+        yield subject, b""
+
+    async def close(self) -> None:
+        """Who opened the file closes it."""
+
+
+def _matching(log: Log, patterns: list[str]) -> set[int]:
+    if not any("*" in pattern or ">" in pattern for pattern in patterns):
+        return {index for pattern in patterns for index in log.ids(pattern)}
+    return {
+        index
+        for index, subject in enumerate(log.subjects)
+        if any(subject_matches(pattern, subject) for pattern in patterns)
+    }

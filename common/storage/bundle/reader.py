@@ -1,0 +1,273 @@
+"""Where everything stands in a bundle; the file itself stays on disk.
+
+A message takes some 20 bytes here, whatever its length.
+"""
+
+import os
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from diloco.common.protocol import names
+from diloco.common.protocol.errors import IntegrityError
+from diloco.common.storage.bundle.check import (
+    as_message,
+    check_header,
+    check_nesting,
+    check_of_run,
+    check_oldest,
+    check_piece,
+)
+from diloco.common.storage.bundle.contents import Contents, Piece, Whole
+from diloco.common.storage.bundle.frames import (
+    HEAD,
+    Frame,
+    damaged,
+    frame_bytes,
+    read_frame,
+    read_frames,
+    whole_frames,
+)
+from diloco.common.storage.bus import Message
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """What a bundle says of itself: at least `run`, `made_s` and `objects`.
+
+    Raises:
+        IntegrityError: it is damaged.
+    """
+    with path.open("rb") as file:
+        frame = next(read_frames(path, file), None)
+    content: Any = frame.content if frame else None
+    check_header(path, content)
+    return dict(content)
+
+
+class Log:
+    """The messages of a stream: sequence, place in the file, subject."""
+
+    def __init__(self) -> None:
+        self.seqs = array("q")
+        self.ats = array("q")
+        self.whose = array("i")
+        self.subjects: list[str] = []
+        self._ids: dict[str, int] = {}
+
+    def ids(self, subject: str) -> list[int]:
+        """The subject's index, if it has a message."""
+        return [self._ids[subject]] if subject in self._ids else []
+
+    def add(self, at: int, message: Message) -> None:
+        """The next message."""
+        if message.subject not in self._ids:
+            self._ids[message.subject] = len(self.subjects)
+            self.subjects.append(message.subject)
+        self.seqs.append(message.seq)
+        self.ats.append(at)
+        self.whose.append(self._ids[message.subject])
+
+    def drop(self, below: dict[str, int]) -> None:
+        """Forget messages of these subjects below sequences."""
+        limits = {self._ids[subject]: seq for subject, seq in below.items() if subject in self._ids}
+        rows = zip(self.seqs, self.whose, strict=True)
+        left = array("q", (i for i, (seq, of) in enumerate(rows) if seq >= limits.get(of, 0)))
+        self.seqs = array("q", (self.seqs[index] for index in left))
+        self.ats = array("q", (self.ats[index] for index in left))
+        self.whose = array("i", (self.whose[index] for index in left))
+
+    def last(self, wanted: Iterable[int]) -> int | None:
+        """Place in the file of the last message of these subjects."""
+        chosen = {*wanted}
+        for index in range(len(self.seqs) - 1, -1, -1):
+            if self.whose[index] in chosen:
+                return self.ats[index]
+        return None
+
+    def rows(self, wanted: set[int], start_seq: int) -> Iterator[int]:
+        """Places in the file of the messages of these subjects from a sequence on."""
+        for index in range(bisect_left(self.seqs, start_seq), len(self.seqs)):
+            if self.whose[index] in wanted:
+                yield self.ats[index]
+
+
+class Bundle:
+    """A bundle, opened; `close` it.
+
+    Attributes:
+        header: what it says of itself.
+        tape, ops: its streams.
+        objects, files: what it holds beside them, by name.
+        lost: what is wrong with it, in a sentence, where it was opened all the same; or "".
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.header: dict[str, Any] = {}
+        self.tape, self.ops = Log(), Log()
+        self.objects, self.files = Contents(), Contents()
+        self.lost = ""
+        self._file = path.open("rb")
+
+    @property
+    def run(self) -> str:
+        """The run that it is of."""
+        return str(self.header["run"])
+
+    @property
+    def has_objects(self) -> bool:
+        """Whether it was made with its objects."""
+        return bool(self.header["objects"])
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file.close()
+
+    def content(self, at: int) -> Any:
+        """What the frame at a place holds; from any thread.
+
+        Raises:
+            IntegrityError: the file has changed since.
+        """
+        head = os.pread(self._file.fileno(), HEAD.size, at)
+        return read_frame(self.path, os.pread(self._file.fileno(), frame_bytes(head), at))
+
+    def message(self, at: int) -> Message:
+        """The message at a place."""
+        content = self.content(at)
+        return as_message(self.path, content["ops"] if isinstance(content, dict) else content)
+
+    def file(self, name: str) -> bytes:
+        """A file that it holds.
+
+        Raises:
+            KeyError: it holds none of that name.
+        """
+        return b"".join(self.parts(name))
+
+    def parts(self, name: str) -> Iterator[bytes]:
+        """A file that it holds, piece by piece.
+
+        Raises:
+            KeyError: it holds none of that name.
+        """
+        whole = self.files.get(name)
+        if whole is None:
+            raise KeyError(name)
+        for piece in whole.pieces:
+            yield self.content(piece.frame_at)["data"]
+
+    def read(self, whole: Whole, start: int, stop: int) -> bytes:
+        """Bytes of an object or a file."""
+        found = []
+        for piece in whole.pieces:
+            if piece.start < stop and piece.stop > start:
+                data = self.content(piece.frame_at)["data"]
+                found.append(data[max(0, start - piece.start) : stop - piece.start])
+        return b"".join(found)
+
+
+def open_bundle(path: Path, *, salvage: bool = False) -> Bundle:
+    """Open a bundle.
+
+    Args:
+        path: the file.
+        salvage: take what is whole of a damaged one; `Bundle.lost` says that it is.
+
+    Raises:
+        IntegrityError: it is damaged.
+    """
+    bundle = Bundle(path)
+    try:
+        _fill(bundle, salvage=salvage)
+    except BaseException:
+        bundle.close()
+        raise
+    return bundle
+
+
+def _fill(bundle: Bundle, *, salvage: bool) -> None:
+    try:
+        with bundle.path.open("rb") as file:
+            ended = _take_all(bundle, read_frames(bundle.path, file))
+        if not ended:
+            count = len(bundle.tape.seqs)
+            raise damaged(bundle.path, f"was cut short after {count} messages")
+    except IntegrityError as error:
+        if not salvage:
+            raise
+        bundle.header, bundle.tape, bundle.ops = {}, Log(), Log()
+        bundle.objects, bundle.files = Contents(), Contents()
+        bundle.lost = error.message
+        _take_all(bundle, whole_frames(bundle.path), strict=False)
+        bundle.objects.drop_damaged()
+        bundle.files.drop_damaged()
+        check_header(bundle.path, bundle.header)
+
+
+def _take_all(bundle: Bundle, frames: Iterator[Frame], *, strict: bool = True) -> bool:
+    """Note where everything stands; whether the file's end is there."""
+    for at, content in frames:
+        if not bundle.header:
+            check_header(bundle.path, content)
+            bundle.header = content
+        elif isinstance(content, dict) and "messages" in content:
+            _check_end(bundle, content, strict=strict)
+            if strict and next(frames, None) is not None:
+                raise damaged(bundle.path, "goes on behind its end")
+            return True
+        else:
+            try:
+                _take(bundle, at, content)
+            except IntegrityError:
+                if strict:
+                    raise
+    return False
+
+
+def _take(bundle: Bundle, at: int, content: Any) -> None:
+    if isinstance(content, list):
+        _take_message(bundle, bundle.tape, at, content)
+        return
+    if not isinstance(content, dict):
+        raise damaged(bundle.path, f"has a frame that is a {type(content).__name__}")
+    if "ops" in content:
+        _take_message(bundle, bundle.ops, at, content["ops"])
+        return
+    named = next((kind for kind in ("object", "file") if kind in content), None)
+    if named is None:
+        raise damaged(bundle.path, f"has a frame with {sorted(map(str, content))[:8]}")
+    check_piece(bundle.path, bundle.run, named, content)
+    of = bundle.objects if named == "object" else bundle.files
+    begin = content["at"]
+    of.add(content[named], content["of"], Piece(at, begin, begin + len(content["data"])))
+
+
+def _take_message(bundle: Bundle, log: Log, at: int, content: Any) -> None:
+    message = as_message(bundle.path, content)
+    if log.seqs and message.seq <= log.seqs[-1]:
+        raise damaged(bundle.path, f"sequence {message.seq} comes after {log.seqs[-1]}")
+    if not log.ids(message.subject):
+        subjects = names.tape_subjects if log is bundle.tape else names.ops_subjects
+        check_of_run(bundle.path, bundle.run, subjects(bundle.run), message)
+    log.add(at, message)
+
+
+def _check_end(bundle: Bundle, content: dict[str, Any], *, strict: bool) -> None:
+    counted = {"messages": len(bundle.tape.seqs), "objects": len(bundle.objects)}
+    said = {key: content.get(key) for key in counted}
+    if strict and (said != counted or bundle.objects.damaged() or bundle.files.damaged()):
+        raise damaged(
+            bundle.path,
+            f"ends with {said} and holds {counted}, {bundle.objects.damaged()} objects and "
+            f"{bundle.files.damaged()} files of them in part or twice",
+        )
+    if strict:
+        check_nesting(bundle.path, [*bundle.files])
+    # What was collected from the tape while the objects were copied is not of this copy.
+    oldest = check_oldest(bundle.path, content.get("oldest", {}))
+    below = {names.record(bundle.run, fragment): seq for fragment, seq in oldest.items()}
+    if below:
+        bundle.tape.drop(below)

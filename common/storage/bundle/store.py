@@ -1,0 +1,76 @@
+"""The objects of a bundle as a store that can be read."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from diloco.common.protocol.errors import StoreError
+from diloco.common.storage.bundle.contents import Whole
+from diloco.common.storage.bundle.reader import Bundle
+from diloco.common.storage.store import (
+    ObjectInfo,
+    ObjectStore,
+    check_object_name,
+    check_range,
+    check_size,
+    object_missing,
+)
+
+
+class BundleStore(ObjectStore):
+    """Objects in a file; from any thread.
+
+    Args:
+        bundle: the file; who opened it closes it.
+    """
+
+    def __init__(self, bundle: Bundle) -> None:
+        self._bundle = bundle
+
+    def _refuse(self, *_args: Any, **_named: Any) -> Any:
+        """Refused.
+
+        Raises:
+            StoreError: always.
+        """
+        raise StoreError(f"{str(self._bundle.path)!r} is a file: its objects stay as they are")
+
+    put = delete = _refuse
+
+    def get(
+        self, name: str, limit_bytes: int | None = None, within_s: float | None = None
+    ) -> bytes:
+        """The bytes of `name`, which lie in a file here: `within_s` is not looked at.
+
+        Raises:
+            ObjectMissingError: no such object.
+            ObjectTooLargeError: it has more than `limit_bytes`.
+        """
+        del within_s
+        whole = self._whole(name)
+        check_size(name, whole.size_bytes, limit_bytes)
+        return self._bundle.read(whole, 0, whole.size_bytes)
+
+    def get_range(self, name: str, start: int, stop: int) -> bytes:
+        """The bytes [start, stop) of `name`.
+
+        Raises:
+            ObjectMissingError: no such object.
+            ObjectRangeError: the range is empty, or ends beyond the object.
+        """
+        check_range(name, start, stop)
+        whole = self._whole(name)
+        check_range(name, start, stop, whole.size_bytes)
+        return self._bundle.read(whole, start, stop)
+
+    def walk(self, prefix: str) -> Iterator[ObjectInfo]:
+        """As `list`, one after the other, in any order."""
+        for name, size_bytes in self._bundle.objects.sizes():
+            if name.startswith(prefix):
+                yield ObjectInfo(name, size_bytes)
+
+    def _whole(self, name: str) -> Whole:
+        check_object_name(name)
+        whole = self._bundle.objects.get(name)
+        if whole is None:
+            raise object_missing(name)
+        return whole

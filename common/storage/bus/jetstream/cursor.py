@@ -1,0 +1,207 @@
+"""Reading a stream: a consumer of the server's for as long as nothing is wrong with it."""
+
+import asyncio
+import contextlib
+import json
+import re
+import secrets
+
+import nats.errors
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from nats.js import api
+
+from diloco.common.protocol.errors import BusError, BusUnavailableError
+from diloco.common.storage.bus.jetstream.connection import Connection
+from diloco.common.storage.bus.jetstream.faults import RefusedError, vendor_errors
+from diloco.common.storage.bus.jetstream.link import CALL_TIMEOUT_S, Link
+from diloco.common.storage.bus.jetstream.streams import (
+    imported_to,
+    message_of,
+    says_time,
+    stream_info,
+)
+from diloco.common.storage.bus.protocol import Message, stream_went_back
+
+_PULL_BATCH = 256
+_PULL_BYTES = 8 << 20  # what a reader holds at most; a pull ends early rather than exceed it
+_PULL_EXPIRES_S = 5.0
+_HEARTBEAT_S = 1.5
+_SILENCE_S = 4.0  # without a heartbeat for so long, the consumer or the server is gone
+_CONSUMER_IDLE_S = 30.0  # after so long without a pull the server drops a consumer
+_PULL_ENDED = {"Batch Completed", "Message Size Exceeds MaxBytes"}
+
+
+class Cursor:
+    """One pull consumer; every irregularity is a `BusUnavailableError`."""
+
+    def __init__(
+        self, connection: Connection, link: Link, stream: str, consumer: str, position: int
+    ) -> None:
+        self._connection = connection
+        self._stream = stream
+        self._imported_to: int | None = None
+        self._link = link
+        self._path = f"{stream}.{consumer}"
+        self._position = position
+        self._queue: asyncio.Queue[Msg | None] = asyncio.Queue()
+        self._granted = 0  # messages the server may still send for the pull in progress
+        self._delivered = 0
+        self._made_at = self._pulled_at = asyncio.get_running_loop().time()
+        self._inbox: Subscription | None = None
+        link.queues.add(self._queue)
+
+    def age_s(self) -> float:
+        """Seconds since it was made."""
+        return asyncio.get_running_loop().time() - self._made_at
+
+    async def next(self) -> Message:
+        """The next message, however long it takes."""
+        while True:
+            if self._granted == 0:
+                await self._pull()
+            raw = await self._take()
+            # What is delivered is to be acknowledged somewhere, what the server says itself is not:
+            # by headers alone a message could pass for the latter, and stop all who read it.
+            if raw.reply:
+                return await self._accept(raw)
+            headers = raw.headers or {}
+            self._note(headers.get(api.Header.STATUS.value, ""), headers)
+
+    async def close(self) -> None:
+        """Remove the consumer, if there is still a connection to say so."""
+        self._link.queues.discard(self._queue)
+        if not self._link.lost.is_set():
+            with contextlib.suppress(nats.errors.Error, OSError, TimeoutError):
+                async with asyncio.timeout(CALL_TIMEOUT_S):
+                    if self._inbox is not None:
+                        await self._inbox.unsubscribe()
+                    # Without asking for an answer: the server drops it when idle in any case.
+                    await self._link.client.publish(
+                        f"{self._link.api}.CONSUMER.DELETE.{self._path}"
+                    )
+
+    async def _pull(self) -> None:
+        request = {
+            "batch": _PULL_BATCH,
+            "max_bytes": max(_PULL_BYTES, 2 * self._link.client.max_payload),
+            "expires": int(_PULL_EXPIRES_S * 1e9),
+            "idle_heartbeat": int(_HEARTBEAT_S * 1e9),
+        }
+        subject = f"{self._link.api}.CONSUMER.MSG.NEXT.{self._path}"
+        client, answered = self._link.client, self._inbox
+        self._pulled_at = asyncio.get_running_loop().time()
+        with vendor_errors(subject):
+            # An inbox for each pull: across accounts the server keeps a way back to it for as long
+            # as somebody listens there.
+            inbox = client.new_inbox()
+            self._inbox = await client.subscribe(inbox, cb=self._queue.put)
+            await client.publish(subject, json.dumps(request).encode(), inbox)
+            if answered is not None:
+                await answered.unsubscribe()
+        self._granted = _PULL_BATCH
+
+    def _note(self, status: str, headers: dict[str, str]) -> None:
+        """Take notice of what the server says about a pull."""
+        description = headers.get(api.Header.DESCRIPTION.value, "")
+        ended = status in {"404", "408"} or description in _PULL_ENDED
+        if ended and headers.get("Nats-Pending-Messages") != "0":
+            self._granted = 0
+        # None pending: it is about the pull before, whose last message has been counted.
+        elif not ended and status != "100":
+            raise BusUnavailableError(f"consumer {self._path}: {status} {description}")
+
+    async def _take(self) -> Msg:
+        if self._link.lost.is_set() and self._queue.empty():
+            raise BusUnavailableError("the connection is lost")
+        try:
+            async with asyncio.timeout(_SILENCE_S):
+                raw = await self._queue.get()
+        except TimeoutError:
+            subject = f"{self._link.api}.CONSUMER.MSG.NEXT.{self._path}"
+            denial = self._link.denial(subject, self._pulled_at)
+            raise denial or BusUnavailableError(f"consumer {self._path} is silent") from None
+        if raw is None:
+            raise BusUnavailableError("the connection is lost")
+        return raw
+
+    async def _accept(self, raw: Msg) -> Message:
+        """Check that nothing is missing before `raw`, and take it."""
+        if self._imported_to is None and says_time(raw.headers):
+            self._imported_to = await imported_to(self._connection, self._stream)
+        seq, consumer_seq, time_ns = _place(raw.reply)
+        if consumer_seq != self._delivered + 1 or seq < self._position:
+            raise BusUnavailableError(
+                f"consumer {self._path} sent number {consumer_seq} after {self._delivered}"
+            )
+        self._granted -= 1
+        self._delivered, self._position = consumer_seq, seq + 1
+        # Whole microseconds, as `last` has them, so that both give one message the same time.
+        time_s = time_ns // 1000 / 1e6
+        return message_of(raw.subject, seq, time_s, raw.data, raw.headers, self._imported_to or 0)
+
+
+class Cursors:
+    """Makes the cursors of one bus."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._can_see_end = True
+
+    async def open(self, stream: str, subjects: list[str], position: int) -> Cursor:
+        """A cursor whose first message is the first of `subjects` from `position` on.
+
+        Raises:
+            BusError: no such stream, not permitted, or `position` is more than one beyond the end.
+            BusUnavailableError: no answer.
+        """
+        await self._check_end(stream, position)
+        connection = self._connection
+        link = connection.current()
+        consumer = f"{_token(connection.address.name)}-{secrets.token_hex(8)}"
+        config = _consumer_config(consumer, subjects, position)
+        asked = f"{connection.address.api}.CONSUMER.CREATE.{stream}.{consumer}"
+        if len(subjects) == 1:
+            asked = f"{asked}.{subjects[0]}"
+        await connection.call(asked, lambda js: js.add_consumer(stream, config))
+        return Cursor(connection, link, stream, consumer, position)
+
+    async def _check_end(self, stream: str, position: int) -> None:
+        """Refuse to wait beyond the end: a server would skip all messages up to the position."""
+        if position == 1 or not self._can_see_end:
+            return
+        try:
+            last = (await stream_info(self._connection, stream)).state.last_seq
+        except (BusUnavailableError, RefusedError):
+            raise
+        except BusError:
+            self._can_see_end = False  # not permitted: then the check is not to be had
+            return
+        if position > last + 1:
+            raise stream_went_back(stream, position, last)
+
+
+def _consumer_config(consumer: str, subjects: list[str], position: int) -> api.ConsumerConfig:
+    return api.ConsumerConfig(
+        name=consumer,
+        deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
+        opt_start_seq=position,
+        ack_policy=api.AckPolicy.NONE,
+        filter_subject=subjects[0] if len(subjects) == 1 else None,
+        filter_subjects=subjects if len(subjects) > 1 else None,
+        inactive_threshold=_CONSUMER_IDLE_S,
+        mem_storage=True,
+        num_replicas=1,
+    )
+
+
+def _place(reply: str) -> tuple[int, int, int]:
+    """(stream sequence, consumer sequence, time in ns) from a delivery's acknowledge subject."""
+    tokens = reply.split(".")
+    first = 5 if len(tokens) == 9 else 7  # newer servers put domain and account before
+    return int(tokens[first]), int(tokens[first + 1]), int(tokens[first + 2])
+
+
+def _token(name: str) -> str:
+    """`name` as part of a consumer's name."""
+    return re.sub(r"[^A-Za-z0-9_-]", "-", name)[:64]

@@ -1,0 +1,342 @@
+"""One connection to a server, from its making to its loss."""
+
+import asyncio
+import contextlib
+import math
+import random
+import ssl
+import urllib.parse
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.js import JetStreamContext
+
+from diloco.common.process.credentials import load_credentials
+from diloco.common.protocol.errors import (
+    AccessDeniedError,
+    BusError,
+    BusUnavailableError,
+    ConfigError,
+)
+from diloco.common.storage.bus.jetstream.faults import vendor_errors
+from diloco.common.storage.bus.protocol import LISTEN_BACKLOG
+
+_PAUSE_MIN_S, _PAUSE_MAX_S = 0.1, 5.0
+
+
+class Address(NamedTuple):
+    """How to reach the servers and who we are."""
+
+    url: str
+    name: str
+    credentials: Path | None
+    inbox_prefix: str
+    api: str
+    tls_ca: Path | None
+
+    def tls(self) -> ssl.SSLContext | None:
+        """What the server's certificate is checked with; None if the URL and file ask for none."""
+        if self.tls_ca is None and not self.url.startswith("tls://"):
+            return None
+        return ssl.create_default_context(cafile=self.tls_ca)
+
+    def identity(self) -> dict[str, Any]:
+        """Arguments of nats-py's `connect` that prove who we are, read anew."""
+        if self.credentials is None:
+            return {}
+        own = load_credentials(self.credentials)
+        if own is None:
+            return {"user_credentials": str(self.credentials)}
+        return {"nkeys_seed_str": own.seed}
+
+    def shown(self) -> str:
+        """The URL without user names and passwords."""
+        return shown(self.url)
+
+
+class Pause:
+    """Growing pauses between attempts, with jitter so that a fleet does not come back at once."""
+
+    def __init__(self) -> None:
+        self._next_s = _PAUSE_MIN_S
+        self._rng = random.Random()  # noqa: S311 - jitter, no secret
+
+    async def wait(self, at_most_s: float = math.inf) -> None:
+        """Sleep for the next pause."""
+        pause_s = self._next_s * self._rng.uniform(0.5, 1.5)
+        self._next_s = min(self._next_s * 2, _PAUSE_MAX_S)
+        await asyncio.sleep(min(pause_s, at_most_s))
+
+    def reset_after(self, good_s: float) -> None:
+        """Begin with short pauses again if all was well for longer than the longest pause."""
+        if good_s > _PAUSE_MAX_S:
+            self._next_s = _PAUSE_MIN_S
+
+
+def shown(url: str) -> str:
+    """A URL without user names and passwords."""
+    return ",".join(part.rpartition("@")[2].rpartition("/")[2] for part in url.split(","))
+
+
+def check_url(url: str) -> None:
+    """Refuse what is no URL of NATS servers.
+
+    Raises:
+        ConfigError: it is none, or has a port that there is not.
+    """
+    if not all(_is_server(part) for part in url.split(",")):
+        raise ConfigError(f"{shown(url)!r} is not a NATS URL", hint="write nats://host:4222")
+
+
+def _is_server(part: str) -> bool:
+    try:
+        parsed = urllib.parse.urlsplit(part)
+        return parsed.scheme in {"nats", "tls"} and bool(parsed.hostname) and parsed.port != 0
+    except ValueError:  # no port, or no address
+        return False
+
+
+def check_address(address: Address) -> None:
+    """Refuse what cannot be reached by its form alone.
+
+    Raises:
+        ConfigError: no NATS URL, or certificates that cannot be used.
+    """
+    check_url(address.url)
+    try:
+        address.tls()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot use the certificates in {str(address.tls_ca)!r}: {error}",
+            hint="bus.tls_ca is a PEM file with the certificate of the server's authority",
+        ) from error
+
+
+CALL_TIMEOUT_S = 5.0
+_CLOSE_S = 2.0
+
+
+class _Client(Client):
+    """nats-py's client, which hears a refusal: over TLS it would write on into a broken pipe.
+
+    And it outlives what a sender may write for headers and subjects: of headers that it cannot
+    read it has none, and of a subject's bytes that are no text it has the mark for those. nats-py
+    loses the connection, so that one stored message would end every connection on which it is read.
+    """
+
+    async def _process_headers(self, headers: Any) -> dict[str, str] | None:
+        """The headers of a message; None of what are none."""
+        try:
+            found: dict[str, str] | None = await super()._process_headers(headers)
+        except Exception:  # noqa: BLE001 - whatever a sender's bytes may raise
+            return None
+        return found
+
+    def _build_message(
+        self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: dict[str, str] | None
+    ) -> Msg:
+        """A message as the application has it."""
+        text = subject.decode(errors="replace").encode()
+        message: Msg = super()._build_message(sid, text, reply, data, headers)
+        return message
+
+    def _connect_command(self) -> bytes:
+        """CONNECT with the PING that nats-py sends after it, so that it reads before it writes."""
+        transport: Any = self._transport
+
+        def connect_and_ping(data: bytes) -> None:
+            transport.write = leave_out
+            type(transport).write(transport, data)
+
+        def leave_out(_ping: bytes) -> None:
+            del transport.write
+
+        transport.write = connect_and_ping
+        command: bytes = super()._connect_command()
+        return command + b"PING\r\n"
+
+
+class Link:
+    """One connection, from its making to its loss."""
+
+    def __init__(self, address: Address) -> None:
+        self.lost = asyncio.Event()
+        self.client = _Client()
+        self.js: JetStreamContext = self.client.jetstream(
+            prefix=address.api, timeout=CALL_TIMEOUT_S
+        )
+        self.api = address.api
+        self.queues: set[asyncio.Queue[Msg | None]] = set()  # None tells that the link is lost
+        self.waiting: set[Callable[[], None]] = set()  # called when it is
+        self._address = address
+        self._problem: Exception | None = None
+        self._denied: deque[tuple[float, str]] = deque(maxlen=64)
+
+    async def open(self, timeout_s: float) -> None:
+        """Connect, or fail within `timeout_s` seconds.
+
+        Raises:
+            BusUnavailableError: nobody answers there.
+            BusError: the server refuses us.
+        """
+        address = self._address
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.client.connect(
+                    servers=address.url.split(","),
+                    name=address.name,
+                    tls=address.tls(),
+                    inbox_prefix=address.inbox_prefix,
+                    error_cb=self._on_error,
+                    closed_cb=self._on_closed,
+                    allow_reconnect=False,
+                    max_reconnect_attempts=1,
+                    reconnect_time_wait=0,
+                    connect_timeout=5,
+                    ping_interval=5,
+                    max_outstanding_pings=2,
+                    **address.identity(),
+                )
+        except ConfigError:
+            await self.close()
+            raise
+        except Exception as error:
+            await self.close()
+            raise self._refusal(error) from error
+        except BaseException:
+            await self.close()
+            raise
+        _mark_tls(self.client)
+        for task in (self.client._flusher_task, self.client._reading_task):  # noqa: SLF001
+            if task is not None:
+                task.add_done_callback(_look_at)
+
+    async def close(self) -> None:
+        """Send what is queued and close; never takes long, never raises."""
+        self._mark_lost()
+        # AssertionError: nats-py has one when the client got nowhere near a connection.
+        # A task of its own: it may forget a cancellation, and then wait on for a peer that is gone.
+        closing = asyncio.ensure_future(self._close_client())
+        closing.add_done_callback(_look_at)
+        try:
+            await asyncio.wait({closing}, timeout=_CLOSE_S)
+        finally:
+            closing.cancel()
+        # nats-py fails to close a connection that broke with data unsent; these would wait on.
+        for subscription in self.client._subs.values():  # noqa: SLF001
+            if subscription._wait_for_msgs_task is not None:  # noqa: SLF001
+                subscription._wait_for_msgs_task.cancel()  # noqa: SLF001
+
+    async def _close_client(self) -> None:
+        with contextlib.suppress(nats.errors.Error, OSError, TimeoutError, AssertionError):
+            await self.client.close()
+
+    async def wait_lost(self) -> None:
+        """Return once the connection is gone."""
+        # Closing a half-open connection can hang in nats-py before it tells, hence the polling.
+        while not self.lost.is_set() and not self.client.is_closed:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await self.lost.wait()
+        self._mark_lost()
+
+    def denial(self, subject: str, since: float) -> BusError | None:
+        """The server's word that `subject` (or our inbox) is not permitted, if it gave it."""
+        inbox = f'subscription to "{self._address.inbox_prefix.lower()}.'
+        for time, text in self._denied:
+            if (time >= since and f'"{subject.lower()}"' in text) or inbox in text:
+                return AccessDeniedError(
+                    f"not permitted on {subject!r} as {self._address.name!r}: {text}",
+                    hint="grant it in the NATS server's permissions, or use other credentials: "
+                    "runbooks/permissions.md",
+                )
+        return None
+
+    def _refusal(self, error: Exception) -> BusError:
+        reason = self._problem or error
+        text = str(reason) or type(reason).__name__
+        if "authorization" in text.lower() or "authentication" in text.lower():
+            return AccessDeniedError(
+                f"NATS at {self._address.shown()} refused {self._address.name!r}: {text}",
+                hint="check the credentials, and that the server knows them: "
+                "runbooks/credentials.md",
+            )
+        if isinstance(error, ssl.SSLError) or "certificate" in text.lower():
+            return BusError(
+                f"no trust between {self._address.name!r} and NATS at "
+                f"{self._address.shown()}: {text}",
+                hint="bus.tls_ca must name the certificate of the authority that signed the "
+                "server's, and bus.url a name that stands in it",
+            )
+        return BusUnavailableError(
+            f"no connection to NATS at {self._address.shown()}: {text}",
+            hint="check the address and that nats-server runs: runbooks/nats-away.md",
+        )
+
+    async def _on_error(self, error: Exception) -> None:
+        self._problem = error
+        if "permissions violation" in str(error).lower():
+            self._denied.append((asyncio.get_running_loop().time(), str(error).lower()))
+
+    async def _on_closed(self) -> None:
+        self._mark_lost()
+
+    def _mark_lost(self) -> None:
+        self.lost.set()
+        for queue in self.queues:
+            queue.put_nowait(None)
+        for end in self.waiting:
+            end()
+
+
+def _look_at(task: "asyncio.Task[None]") -> None:
+    """Take note of how one of nats-py's tasks ended, or asyncio would write a trace of it.
+
+    The loss of its link is noticed elsewhere.
+    """
+    if not task.cancelled():
+        task.exception()
+
+
+def _mark_tls(client: Client) -> None:
+    """Tell asyncio that the stream has become TLS: nats-py does not, and asyncio would warn."""
+    transport: Any = client._transport  # noqa: SLF001
+    writer = transport._io_writer  # noqa: SLF001
+    if writer.get_extra_info("sslcontext") is not None:
+        writer.transport.get_protocol()._over_ssl = True  # noqa: SLF001
+
+
+async def listen_on(link: Link, subject: str) -> AsyncGenerator[tuple[str, bytes], None]:
+    """Broadcasts heard on `link`; BusUnavailableError once it is lost."""
+    queue: asyncio.Queue[Msg | None] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    since = loop.time()
+
+    async def keep(raw: Msg) -> None:
+        if queue.qsize() < LISTEN_BACKLOG:
+            queue.put_nowait(raw)
+
+    with vendor_errors(subject):
+        subscription = await link.client.subscribe(subject, cb=keep)
+    link.queues.add(queue)
+    try:
+        while not link.lost.is_set():
+            try:
+                async with asyncio.timeout(CALL_TIMEOUT_S):
+                    raw = await queue.get()
+            except TimeoutError:
+                if denial := link.denial(subject, since):
+                    raise denial from None
+                continue
+            if raw is not None:
+                yield raw.subject, raw.data
+        raise BusUnavailableError("the connection is lost")
+    finally:
+        link.queues.discard(queue)
+        with contextlib.suppress(nats.errors.Error):
+            await subscription.unsubscribe()

@@ -1,0 +1,463 @@
+"""The bus: what the protocol asks for, over one connection."""
+
+import asyncio
+import contextlib
+import itertools
+import re
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+
+from nats.js import api
+
+from diloco.common.process import log
+from diloco.common.process.config import BusSection
+from diloco.common.process.credentials import OWN_API, Role, load_credentials
+from diloco.common.process.service import Runtime
+from diloco.common.protocol.errors import (
+    BusError,
+    BusUnavailableError,
+    ConfigError,
+    StreamMissingError,
+    SwapLostError,
+)
+from diloco.common.storage.bus.jetstream.connection import Connection
+from diloco.common.storage.bus.jetstream.cursor import Cursor, Cursors
+from diloco.common.storage.bus.jetstream.faults import (
+    STREAM_EXISTS,
+    TOO_MANY_READERS,
+    WRONG_LAST_SEQUENCE,
+    RefusedError,
+)
+from diloco.common.storage.bus.jetstream.link import Address, Link, Pause, check_address, listen_on
+from diloco.common.storage.bus.jetstream.streams import (
+    MOST_READERS,
+    fill,
+    imported_to,
+    mark_imported,
+    message_of,
+    says_time,
+    settings_of,
+    store,
+    stream_config,
+    stream_info,
+    stream_names,
+)
+from diloco.common.storage.bus.protocol import (
+    Filled,
+    Message,
+    StreamLimits,
+    check_limits,
+    check_patterns,
+    check_settings,
+    check_subject,
+    check_ttl,
+    stream_exists,
+    stream_settings,
+)
+
+_BROADCAST_BACKLOG_BYTES = 1 << 20
+_LAST_SEQUENCE = re.compile(r"wrong last sequence: (\d+)")
+
+
+class NatsBus:
+    """A `Bus` over one NATS connection at a time; made by `connect`."""
+
+    def __init__(self, address: Address, link: Link, *, direct_reads: bool) -> None:
+        self.name = address.name
+        self._api = address.api
+        self._direct_reads = direct_reads
+        self._connection = Connection(address, link)
+        self._cursors = Cursors(self._connection)
+
+    async def create_stream(
+        self, stream: str, subjects: list[str], limits: StreamLimits, *, first_seq: int = 1
+    ) -> None:
+        """Create `stream`, whose first message gets `first_seq`; one that is there stays as it is.
+
+        A stream that keeps what is old, or has no limit on age or size, refuses new messages when
+        its limit is reached or the disk is full; others drop their oldest.
+
+        Raises:
+            BusError: it exists with other settings (each difference is named), its subjects
+                overlap with another stream's, or the server cannot do this.
+            BusUnavailableError: no answer.
+        """
+        check_patterns(subjects)
+        check_limits(limits)
+        try:
+            try:
+                await self._add_stream(
+                    stream_config(stream, subjects, limits, first_seq, MOST_READERS)
+                )
+            except RefusedError as error:
+                if error.err_code != TOO_MANY_READERS:
+                    raise
+                # The account allows fewer: it decides.
+                await self._add_stream(stream_config(stream, subjects, limits, first_seq, -1))
+        except RefusedError as error:
+            if error.err_code != STREAM_EXISTS:
+                raise
+            info = await stream_info(self._connection, stream)
+            check_settings(stream, settings_of(info.config), stream_settings(subjects, limits))
+
+    async def _add_stream(self, wanted: api.StreamConfig) -> None:
+        await self._connection.call(
+            f"{self._api}.STREAM.CREATE.{wanted.name}", lambda js: js.add_stream(wanted)
+        )
+
+    async def streams(self) -> list[str]:
+        """The names of all streams, sorted.
+
+        Raises:
+            BusUnavailableError: no answer.
+            BusError: not permitted.
+        """
+        return sorted(await stream_names(self._connection))
+
+    async def remove_stream(self, stream: str) -> None:
+        """Remove `stream` with all its messages; one that is not there is no error.
+
+        Raises:
+            BusError: not permitted.
+            BusUnavailableError: no answer.
+        """
+        subject = f"{self._api}.STREAM.DELETE.{stream}"
+        with contextlib.suppress(StreamMissingError):
+            await self._connection.call(subject, lambda js: js.delete_stream(stream))
+
+    async def publish(
+        self,
+        subject: str,
+        payload: bytes,
+        *,
+        msg_id: str | None = None,
+        expected_last: int | None = None,
+        ttl_s: float | None = None,
+    ) -> int:
+        """Append a message to the stream that owns `subject`; its sequence.
+
+        Never repeats by itself: after `BusUnavailableError` call again with the same `msg_id`.
+        After a repeat, `SwapLostError` may mean that the first attempt won: read `last`.
+
+        Raises:
+            SwapLostError: the subject's last message is not `expected_last`.
+            BusUnavailableError: no answer within `CALL_TIMEOUT_S`, or no stream takes the subject
+                now; the message may or may not have been stored.
+            BusError: refused for good (too large, not permitted, closed; a time to live below a
+                second, or in a stream that is not `last_only`).
+        """
+        check_subject(subject)
+        check_ttl(ttl_s, allowed=True)
+        try:
+            return await store(
+                self._connection, subject, bytes(payload), _headers(msg_id, expected_last, ttl_s)
+            )
+        except RefusedError as error:
+            if error.err_code in WRONG_LAST_SEQUENCE:
+                last = _LAST_SEQUENCE.search(error.message)
+                raise SwapLostError(
+                    subject, expected_last or 0, None if last is None else int(last[1])
+                ) from error
+            raise
+
+    async def last(self, stream: str, subject: str) -> Message | None:
+        """The last message of `subject`, or of all that match it as a pattern; None if none does.
+
+        It is asked of the stream's leader; with `direct_reads` (no patterns then),
+        of any replica. For how stale
+        that may be see `Bus.last`.
+
+        Raises:
+            BusUnavailableError: no answer (with `direct_reads` also: no such stream).
+            BusError: no such stream, or not permitted.
+        """
+        direct = self._direct_reads
+        check_subject(subject, wildcards=not direct)
+        asked = f"{self._api}.{'DIRECT' if direct else 'STREAM.MSG'}.GET.{stream}"
+        if direct:
+            asked = f"{asked}.{subject}"
+        try:
+            raw = await self._connection.call(
+                asked, lambda js: js.get_last_msg(stream, subject, direct)
+            )
+        except RefusedError as error:
+            if error.no_message:
+                return None
+            raise
+        assert raw.time is not None
+        known = await imported_to(self._connection, stream) if says_time(raw.headers) else 0
+        time_s = raw.time.timestamp()
+        return message_of(subject, raw.seq or 0, time_s, raw.data, raw.headers, known)
+
+    async def last_sequence(self, stream: str) -> int:
+        """Sequence of the stream's last message; 0 if it is empty.
+
+        Raises:
+            BusUnavailableError: no answer.
+            BusError: no such stream, or not permitted.
+        """
+        return (await stream_info(self._connection, stream)).state.last_seq
+
+    async def filled(self, stream: str) -> Filled:
+        """How full a stream is.
+
+        Raises:
+            BusUnavailableError: no answer.
+            BusError: no such stream, or not permitted.
+        """
+        info = await stream_info(self._connection, stream)
+        return Filled(
+            info.state.bytes,
+            max(info.config.max_bytes or 0, 0),
+            info.state.consumer_count,
+            max(info.config.max_consumers or 0, 0),
+        )
+
+    async def trim(self, stream: str, subject: str, below_seq: int) -> None:
+        """Remove messages of `subject` (no wildcards) below `below_seq`, but never its last one.
+
+        Raises:
+            BusUnavailableError: no answer; nothing, some or all was removed: call again.
+            BusError: no such stream, or not permitted.
+        """
+        check_subject(subject)
+        last = await self.last(stream, subject)
+        # Newer messages may come meanwhile, older ones cannot: the last one is safe.
+        end = min(below_seq, last.seq) if last is not None else 0
+        if end > 1:
+            await self._connection.call(
+                f"{self._api}.STREAM.PURGE.{stream}",
+                lambda js: js.purge_stream(stream, seq=end, subject=subject),
+            )
+
+    async def restore(
+        self,
+        stream: str,
+        subjects: list[str],
+        limits: StreamLimits,
+        messages: Iterable[Message],
+    ) -> int:
+        """Create `stream` with the messages of one that was exported; how many it has now.
+
+        A server gives a message the time of its arrival and the next number: the time it had
+        goes into a header, which reading prefers, and gaps are filled and emptied again. Message
+        ids too go into a header of our own, since the server would drop those it meets twice.
+
+        Raises:
+            BusError: there is such a stream already, or it does not take a message.
+            BusUnavailableError: no answer; the stream may be there in part.
+        """
+        with contextlib.suppress(StreamMissingError):
+            await stream_info(self._connection, stream)
+            raise stream_exists(stream)
+        known = iter(messages)
+        first = list(itertools.islice(known, 1))
+        first_seq = first[0].seq if first else 1
+        await self.create_stream(stream, subjects, limits, first_seq=first_seq)
+        try:
+            messages = itertools.chain(first, known)
+            count = await fill(self._connection, stream, subjects, messages, first_seq)
+            made = await stream_info(self._connection, stream)
+            await mark_imported(self._connection, made.config, made.state.last_seq)
+        except BaseException:
+            with contextlib.suppress(BusError):
+                asked = f"{self._api}.STREAM.DELETE.{stream}"
+                await self._connection.call(asked, lambda js: js.delete_stream(stream))
+            raise
+        return count
+
+    async def read(
+        self, stream: str, subjects: list[str], start_seq: int
+    ) -> AsyncIterator[Message]:
+        """Messages of `subjects` from `start_seq` (1: all of them) on; ends when the bus closes.
+
+        Outlives lost connections, servers and consumers.
+
+        Raises:
+            BusError: no such stream, bad or overlapping subjects, not permitted, or the position
+                is more than one beyond the stream's end (the server lost messages).
+        """
+        check_patterns(subjects)
+        position, pause = max(start_seq, 1), Pause()
+        cursor: Cursor | None = None
+        try:
+            while not self._connection.closed:
+                try:
+                    if cursor is None:
+                        cursor = await self._cursors.open(stream, subjects, position)
+                    message = await cursor.next()
+                except BusUnavailableError:
+                    if cursor is not None:
+                        await cursor.close()
+                        pause.reset_after(cursor.age_s())
+                    cursor = None
+                    await self._connection.wait_linked(pause)
+                    continue
+                position = message.seq + 1
+                yield message
+        except BusError:
+            if not self._connection.closed:
+                raise
+        finally:
+            if cursor is not None:
+                await cursor.close()
+
+    async def broadcast(self, subject: str, payload: bytes) -> None:
+        """Tell whoever listens; dropped when there is no connection or it is congested.
+
+        Raises:
+            BusError: `subject` is none.
+        """
+        check_subject(subject)
+        link = self._connection.link
+        if link is None or link.client.pending_data_size > _BROADCAST_BACKLOG_BYTES:
+            return
+        with contextlib.suppress(BusError):
+            await self._connection.call(
+                subject, lambda _: link.client.publish(subject, bytes(payload))
+            )
+
+    async def listen(self, subject: str) -> AsyncIterator[tuple[str, bytes]]:
+        """(subject, payload) of every broadcast that matches `subject`; ends when the bus closes.
+
+        It hears what reaches the server after the first `anext`, and misses what is sent while
+        the connection is down; beyond `LISTEN_BACKLOG` unread messages new ones are dropped.
+
+        Raises:
+            BusError: `subject` is no pattern, or not permitted.
+        """
+        check_subject(subject, wildcards=True)
+        pause, loop = Pause(), asyncio.get_running_loop()
+        while not self._connection.closed:
+            started = loop.time()
+            try:
+                async with contextlib.aclosing(
+                    listen_on(self._connection.current(), subject)
+                ) as heard:
+                    async for message in heard:
+                        yield message
+            except BusUnavailableError:
+                pause.reset_after(loop.time() - started)
+                await self._connection.wait_linked(pause)
+
+    async def close(self) -> None:
+        """Release the connection; reads and listeners end."""
+        await self._connection.close()
+
+
+def _headers(msg_id: str | None, expected_last: int | None, ttl_s: float | None) -> dict[str, str]:
+    """What a publication asks of the server."""
+    headers: dict[str, str] = {}
+    if msg_id is not None:
+        headers[api.Header.MSG_ID.value] = msg_id
+    if expected_last is not None:
+        headers[api.Header.EXPECTED_LAST_SUBJECT_SEQUENCE.value] = str(expected_last)
+    if ttl_s is not None:
+        headers[api.Header.MSG_TTL.value] = f"{round(ttl_s * 1000)}ms"
+    return headers
+
+
+async def connect(
+    url: str,
+    *,
+    name: str,
+    credentials: str | None = None,
+    tls_ca: str | None = None,
+    connect_timeout_s: float = 10.0,
+    inbox_prefix: str | None = None,
+    direct_reads: bool = False,
+) -> NatsBus:
+    """Connect to NATS; afterwards the connection is kept up for ever.
+
+    Args:
+        url: one server or several, joined by ','; user and password may stand in it.
+        name: who this is, in the server's monitoring and in consumers' names.
+        credentials: path of a file of `diloco auth`, or of a `.creds` file of NATS's own tools;
+            read at every connection.
+        tls_ca: path of the certificates that the server's must be signed by; the system's if None.
+            Without it, `tls://` asks for TLS, and `nats://` leaves that to the server.
+        connect_timeout_s: seconds until the first connection must stand.
+        inbox_prefix: first tokens of the subjects that answers come to; if None, as the credentials
+            say, or `_INBOX`.
+        direct_reads: let any replica answer `last`, for credentials without the right to
+            `$JS.API.STREAM.MSG.GET`; those of a learner imply it.
+
+    Raises:
+        BusUnavailableError: no server answered in time.
+        BusError: the server refused the credentials.
+        ConfigError: the URL or the credentials cannot be used.
+    """
+    own = None if credentials is None else load_credentials(Path(credentials))
+    address = Address(
+        url,
+        name,
+        None if credentials is None else Path(credentials),
+        inbox_prefix or (own.inbox_prefix if own else "_INBOX"),
+        own.api_prefix if own else OWN_API,
+        None if tls_ca is None else Path(tls_ca),
+    )
+    check_address(address)
+    loop, pause = asyncio.get_running_loop(), Pause()
+    deadline = loop.time() + connect_timeout_s
+    while True:
+        link = Link(address)
+        try:
+            await link.open(max(deadline - loop.time(), 0.1))
+        except BusUnavailableError:
+            if loop.time() >= deadline:
+                raise
+            await pause.wait(deadline - loop.time())
+            continue
+        return NatsBus(
+            address, link, direct_reads=direct_reads or (own is not None and own.direct_reads)
+        )
+
+
+ATTEMPT_S = 5.0
+
+
+async def connect_or_wait(
+    section: BusSection, role: Role, name: str, runtime: Runtime, logger: log.Logger
+) -> NatsBus:
+    """Connect to NATS as a learner or an aggregator, whenever a server answers.
+
+    Raises:
+        BusError: the server refused the credentials.
+        ConfigError: the URL or the credentials cannot be used, or are another's.
+    """
+    _check_owner(section, role, name, logger)
+
+    async def attempt() -> NatsBus:
+        return await connect(
+            section.url,
+            name=name,
+            credentials=section.credentials,
+            tls_ca=section.tls_ca,
+            connect_timeout_s=ATTEMPT_S,
+        )
+
+    return await runtime.retry("connecting to NATS", attempt, logger=logger)
+
+
+def _check_owner(section: BusSection, role: Role, name: str, logger: log.Logger) -> None:
+    """Refuse another's credentials before anything is done with them.
+
+    An aggregator's would let a learner join, which supersedes the life that holds the name, and
+    then none of its updates. The operator's may do everything: they are warned of.
+
+    Raises:
+        ConfigError: they are another's.
+    """
+    own = None if section.credentials is None else load_credentials(Path(section.credentials))
+    if own is None:
+        return
+    if own.role == "operator":
+        logger.warning("operators_credentials", path=section.credentials, instead_of=role)
+    # An aggregator's name stands in no subject, so that its file may have another.
+    elif own.role != role or (role == "learner" and own.identity != name):
+        raise ConfigError(
+            f"{section.credentials!r} has the credentials of {own.role} {own.identity!r}, not "
+            f"those of {role} {name!r}",
+            hint=f"name the file that `diloco auth add-{role}` made for {name!r}, in "
+            "bus.credentials or DILOCO_BUS_CREDENTIALS: runbooks/credentials.md",
+        )

@@ -1,0 +1,449 @@
+"""A bus in this process's memory; for tests, the simulator and single-process runs."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable
+
+from diloco.common.protocol.errors import BusError, StreamMissingError, SwapLostError
+from diloco.common.storage.bus.protocol import (
+    LISTEN_BACKLOG,
+    Filled,
+    Message,
+    StreamLimits,
+    check_limits,
+    check_patterns,
+    check_settings,
+    check_subject,
+    check_ttl,
+    stream_exists,
+    stream_is_full,
+    stream_settings,
+    stream_went_back,
+    subject_matches,
+    subjects_overlap,
+)
+
+
+class _Stream:
+    """One stream of a MemoryBroker: the log and its indexes."""
+
+    def __init__(
+        self, name: str, subjects: list[str], limits: StreamLimits, first_seq: int
+    ) -> None:
+        self.name = name
+        self.subjects = subjects
+        self.limits = limits
+        self.last_seq = first_seq - 1
+        self.log: dict[int, Message] = {}  # by sequence, oldest first
+        self.last_of: dict[str, int] = {}  # by subject, of the messages still in the log
+        self._bytes = 0
+        self._ends_at_s: dict[int, float] = {}  # of messages with a time to live
+        self._ids: dict[str, Message] = {}  # by msg_id, oldest first, within the window
+
+    def append(
+        self,
+        subject: str,
+        payload: bytes,
+        msg_id: str,
+        expected: int | None,
+        ttl_s: float | None,
+        now_s: float,
+    ) -> int:
+        """Store a message, or find that it is there already; its sequence. As `Bus.publish`."""
+        self.expire(now_s)
+        check_ttl(ttl_s, allowed=self.limits.last_only)
+        most = self.limits.max_message_bytes
+        if most and len(payload) > most:
+            raise BusError(f"message of {len(payload)} bytes: stream {self.name!r} takes {most}")
+        # As nats-server with one replica does it: a stale expectation is refused even when the
+        # msg_id is known, so whoever retries a swap must read the subject's last message.
+        last = self.last_of.get(subject, 0)
+        if expected is not None and last != expected:
+            raise SwapLostError(subject, expected, last)
+        if msg_id in self._ids:
+            return self._ids[msg_id].seq
+        added = len(subject) + len(payload) + len(msg_id)
+        if self.limits.keep_old and self._bytes + added > self.limits.max_bytes > 0:
+            raise stream_is_full(subject)
+        if self.limits.last_only and subject in self.last_of:
+            self._drop(self.last_of[subject])
+        self.last_seq += 1
+        message = Message(subject, self.last_seq, now_s, payload, msg_id)
+        self.log[message.seq] = message
+        self.last_of[subject] = message.seq
+        if ttl_s is not None:
+            self._ends_at_s[message.seq] = now_s + ttl_s
+        self._bytes += _size(message)
+        if msg_id:
+            self._ids[msg_id] = message
+        self._drop_beyond_size()
+        return message.seq
+
+    def put(self, message: Message) -> None:
+        """Take an exported message as it is."""
+        self.last_seq = message.seq
+        self.log[message.seq] = message
+        self.last_of[message.subject] = message.seq
+        self._bytes += _size(message)
+
+    def expire(self, now_s: float) -> None:
+        """Forget what is older than the stream's limits allow."""
+        for seq in [seq for seq, end_s in self._ends_at_s.items() if end_s <= now_s]:
+            self._drop(seq)
+        if age := self.limits.max_age_s:
+            while self.log and self._oldest().time_s <= now_s - age:
+                self._drop_oldest()
+        while self._ids:
+            msg_id, message = next(iter(self._ids.items()))
+            if message.time_s > now_s - self.limits.duplicate_window_s:
+                break
+            del self._ids[msg_id]
+
+    def after(self, position: int, subjects: list[str]) -> tuple[Message | None, int]:
+        """The first match from `position` on, or None, and the position to go on from."""
+        oldest = self._oldest().seq if self.log else self.last_seq + 1
+        position = max(position, oldest)
+        while position <= self.last_seq:
+            message = self.log.get(position)
+            position += 1
+            if message and any(subject_matches(s, message.subject) for s in subjects):
+                return message, position
+        return None, position
+
+    def trim(self, subject: str, below_seq: int) -> None:
+        """Forget messages of a subject below a sequence, but not its last one."""
+        end = min(below_seq, self.last_of.get(subject, 0))
+        for message in [m for m in self.log.values() if m.subject == subject and m.seq < end]:
+            del self.log[message.seq]
+            self._bytes -= _size(message)
+
+    def last(self, pattern: str) -> int:
+        """Sequence of the last message that matches; 0 if none does."""
+        if pattern in self.last_of:
+            return self.last_of[pattern]
+        matching = (seq for known, seq in self.last_of.items() if subject_matches(pattern, known))
+        return max(matching, default=0)
+
+    def filled(self) -> Filled:
+        """How much it holds."""
+        return Filled(self._bytes, self.limits.max_bytes)
+
+    def _oldest(self) -> Message:
+        return self.log[next(iter(self.log))]
+
+    def _drop_beyond_size(self) -> None:
+        while self.limits.max_bytes and self._bytes > self.limits.max_bytes:
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        self._drop(next(iter(self.log)))
+
+    def _drop(self, seq: int) -> None:
+        message = self.log.pop(seq)
+        self._ends_at_s.pop(seq, None)
+        self._bytes -= _size(message)
+        if self.last_of[message.subject] == message.seq:
+            del self.last_of[message.subject]
+
+
+class MemoryBroker:
+    """The streams that the `MemoryBus` clients of one process share.
+
+    Deterministic: no threads, no clock but the one given, everything in order of registration.
+    Not safe to use from several threads or event loops at once.
+
+    Args:
+        clock: seconds since the epoch, for message times, `max_age_s` and the duplicate window.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._streams: dict[str, _Stream] = {}
+        self._readers: dict[asyncio.Event, None] = {}  # dicts as sets that keep their order
+        self._listeners: dict[_Listener, None] = {}
+
+    def create_stream(
+        self, stream: str, subjects: list[str], limits: StreamLimits, first_seq: int = 1
+    ) -> None:
+        """As `Bus.create_stream`."""
+        check_patterns(subjects)
+        check_limits(limits)
+        old = self._streams.get(stream)
+        if old is not None:
+            asked = stream_settings(subjects, limits)
+            check_settings(stream, stream_settings(old.subjects, old.limits), asked)
+            return
+        for other in self._streams.values():
+            if any(subjects_overlap(a, b) for a in subjects for b in other.subjects):
+                raise BusError(f"subjects of stream {stream!r} overlap with {other.name!r}'s")
+        self._streams[stream] = _Stream(stream, list(subjects), limits, first_seq)
+
+    def remove_stream(self, stream: str) -> None:
+        """As `Bus.remove_stream`."""
+        self._streams.pop(stream, None)
+
+    def publish(
+        self,
+        subject: str,
+        payload: bytes,
+        msg_id: str | None,
+        expected_last: int | None,
+        ttl_s: float | None = None,
+    ) -> int:
+        """As `Bus.publish`."""
+        check_subject(subject)
+        for stream in self._streams.values():
+            if any(subject_matches(s, subject) for s in stream.subjects):
+                break
+        else:
+            raise BusError(f"no stream takes subject {subject!r}")
+        now_s = self._clock()
+        seq = stream.append(subject, bytes(payload), msg_id or "", expected_last, ttl_s, now_s)
+        for reader in self._readers:
+            reader.set()
+        return seq
+
+    def names(self) -> list[str]:
+        """The names of all streams, sorted."""
+        return sorted(self._streams)
+
+    def restore(
+        self,
+        stream: str,
+        subjects: list[str],
+        limits: StreamLimits,
+        messages: Iterable[Message],
+    ) -> int:
+        """As `Bus.restore`."""
+        if stream in self._streams:
+            raise stream_exists(stream)
+        self.create_stream(stream, subjects, limits)
+        for message in messages:
+            if not any(subject_matches(pattern, message.subject) for pattern in subjects):
+                del self._streams[stream]
+                raise BusError(f"stream {stream!r} does not take subject {message.subject!r}")
+            self._streams[stream].put(message)
+        return len(self._streams[stream].log)
+
+    def stream(self, name: str) -> _Stream:
+        """The stream of that name, rid of what has expired; StreamMissingError if there is none."""
+        found = self._streams.get(name)
+        if found is None:
+            raise StreamMissingError(f"no stream {name!r}", hint="create the run first")
+        found.expire(self._clock())
+        return found
+
+    def broadcast(self, subject: str, payload: bytes) -> None:
+        """Hand a message to everyone who listens now."""
+        check_subject(subject)
+        for listener in self._listeners:
+            if subject_matches(listener.pattern, subject):
+                listener.backlog.append((subject, bytes(payload)))
+                listener.ready.set()
+
+    def add_reader(self, ready: asyncio.Event) -> None:
+        """Set `ready` at every publish from now on."""
+        self._readers[ready] = None
+
+    def drop_reader(self, ready: asyncio.Event) -> None:
+        """Undo `add_reader`."""
+        del self._readers[ready]
+
+    def add_listener(self, listener: "_Listener") -> None:
+        """Give broadcasts that match it to `listener` from now on."""
+        self._listeners[listener] = None
+
+    def drop_listener(self, listener: "_Listener") -> None:
+        """Undo `add_listener`."""
+        del self._listeners[listener]
+
+
+class _Listener:
+    """What one `listen` call has not taken yet."""
+
+    def __init__(self, pattern: str, ready: asyncio.Event) -> None:
+        self.pattern = pattern
+        self.ready = ready
+        self.backlog: deque[tuple[str, bytes]] = deque(maxlen=LISTEN_BACKLOG)
+
+
+class MemoryBus:
+    """One client of a `MemoryBroker`; a broker of its own if none is given."""
+
+    def __init__(self, broker: MemoryBroker | None = None) -> None:
+        self.broker = broker or MemoryBroker()
+        self._waiting: dict[asyncio.Event, None] = {}
+        self._closed = False
+
+    async def create_stream(
+        self, stream: str, subjects: list[str], limits: StreamLimits, *, first_seq: int = 1
+    ) -> None:
+        """Create `stream`, whose first message gets `first_seq`; one that is there stays as it is.
+
+        Raises:
+            BusError: it exists with other settings (both are named), its subjects overlap with
+                another stream's, or the settings make no sense.
+        """
+        self._open_broker().create_stream(stream, subjects, limits, first_seq)
+
+    async def streams(self) -> list[str]:
+        """The names of all streams, sorted.
+
+        Raises:
+            BusError: the bus is closed.
+        """
+        return self._open_broker().names()
+
+    async def remove_stream(self, stream: str) -> None:
+        """Remove `stream` with all its messages; one that is not there is no error.
+
+        Raises:
+            BusError: the bus is closed.
+        """
+        self._open_broker().remove_stream(stream)
+
+    async def publish(
+        self,
+        subject: str,
+        payload: bytes,
+        *,
+        msg_id: str | None = None,
+        expected_last: int | None = None,
+        ttl_s: float | None = None,
+    ) -> int:
+        """Append a message to the stream that owns `subject`; its sequence.
+
+        Raises:
+            SwapLostError: the subject's last message is not `expected_last`.
+            BusError: no such stream, too large, a time to live where none can be, or the bus is
+                closed.
+        """
+        return self._open_broker().publish(subject, payload, msg_id, expected_last, ttl_s)
+
+    async def last(self, stream: str, subject: str) -> Message | None:
+        """The last message of `subject`, or of all that match it as a pattern; None if none does.
+
+        Raises:
+            BusError: no such stream, or the bus is closed.
+        """
+        check_subject(subject, wildcards=True)
+        found = self._open_broker().stream(stream)
+        return found.log.get(found.last(subject))
+
+    async def last_sequence(self, stream: str) -> int:
+        """Sequence of the stream's last message; 0 if it is empty.
+
+        Raises:
+            BusError: no such stream, or the bus is closed.
+        """
+        return self._open_broker().stream(stream).last_seq
+
+    async def filled(self, stream: str) -> Filled:
+        """How full a stream is.
+
+        Raises:
+            BusError: no such stream, or the bus is closed.
+        """
+        return self._open_broker().stream(stream).filled()
+
+    async def trim(self, stream: str, subject: str, below_seq: int) -> None:
+        """Remove messages of `subject` (no wildcards) below `below_seq`, but never its last one.
+
+        Raises:
+            BusError: no such stream, or the bus is closed.
+        """
+        check_subject(subject)
+        self._open_broker().stream(stream).trim(subject, below_seq)
+
+    async def restore(
+        self,
+        stream: str,
+        subjects: list[str],
+        limits: StreamLimits,
+        messages: Iterable[Message],
+    ) -> int:
+        """Create `stream` with the messages of one that was exported; how many it has now.
+
+        Raises:
+            BusError: there is such a stream already, or it does not take a message.
+        """
+        return self._open_broker().restore(stream, subjects, limits, messages)
+
+    async def read(
+        self, stream: str, subjects: list[str], start_seq: int
+    ) -> AsyncIterator[Message]:
+        """Messages of `subjects` from `start_seq` (1: all of them) on; ends when the bus closes.
+
+        Raises:
+            BusError: no such stream, bad or overlapping subjects, or `start_seq` is more than
+                one beyond the stream's end.
+        """
+        check_patterns(subjects)
+        last = self._open_broker().stream(stream).last_seq
+        if start_seq > last + 1:
+            raise stream_went_back(stream, start_seq, last)
+        position = start_seq
+        ready = asyncio.Event()
+        self._waiting[ready] = None
+        self.broker.add_reader(ready)
+        try:
+            while not self._closed:
+                message, position = self.broker.stream(stream).after(position, subjects)
+                if message:
+                    yield message
+                    continue
+                ready.clear()
+                await ready.wait()
+        finally:
+            self.broker.drop_reader(ready)
+            del self._waiting[ready]
+
+    async def broadcast(self, subject: str, payload: bytes) -> None:
+        """Tell whoever listens; nothing happens when the bus is closed.
+
+        Raises:
+            BusError: `subject` is none.
+        """
+        if not self._closed:
+            self.broker.broadcast(subject, payload)
+
+    async def listen(self, subject: str) -> AsyncIterator[tuple[str, bytes]]:
+        """(subject, payload) of every broadcast that matches `subject`; ends when the bus closes.
+
+        It hears what is sent after the first `anext`; beyond `LISTEN_BACKLOG` unread messages
+        the oldest are dropped.
+
+        Raises:
+            BusError: `subject` is no pattern, or the bus is closed.
+        """
+        check_subject(subject, wildcards=True)
+        ready = asyncio.Event()
+        listener = _Listener(subject, ready)
+        self._open_broker().add_listener(listener)
+        self._waiting[ready] = None
+        try:
+            while not self._closed:
+                if listener.backlog:
+                    yield listener.backlog.popleft()
+                    continue
+                ready.clear()
+                await ready.wait()
+        finally:
+            self.broker.drop_listener(listener)
+            del self._waiting[ready]
+
+    async def close(self) -> None:
+        """Leave the broker; reads and listeners of this client end."""
+        self._closed = True
+        for ready in self._waiting:
+            ready.set()
+
+    def _open_broker(self) -> MemoryBroker:
+        if self._closed:
+            raise BusError("this bus is closed")
+        return self.broker
+
+
+def _size(message: Message) -> int:
+    return len(message.subject) + len(message.payload) + len(message.msg_id)

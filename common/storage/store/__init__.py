@@ -1,0 +1,17 @@
+"""Object stores: immutable, create-only objects under names with '/' in them.
+
+`protocol.py` has the rules of every backend; `memory.py`, `directory.py` and `gcs/` are backends.
+"""
+
+from diloco.common.storage.store.directory import DirectoryStore
+from diloco.common.storage.store.memory import MemoryStore
+from diloco.common.storage.store.opening import open_store
+from diloco.common.storage.store.protocol import (
+    Keeps,
+    ObjectInfo,
+    ObjectStore,
+    check_object_name,
+    check_range,
+    check_size,
+    object_missing,
+)

@@ -1,0 +1,362 @@
+"""An object store in a folder, which the processes of one machine or file system may share."""
+
+import contextlib
+import errno
+import io
+import os
+import secrets
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from diloco.common.protocol.buffers import Data, Parts, parts_of
+from diloco.common.protocol.errors import (
+    ObjectMissingError,
+    ObjectTooLargeError,
+    ObjectUnreadableError,
+    StoreError,
+    StoreMissingError,
+    StoreUnavailableError,
+)
+from diloco.common.storage.store.protocol import (
+    KEPT,
+    RESERVED,
+    TEMP,
+    Deadline,
+    ObjectInfo,
+    ObjectStore,
+    check_object_name,
+    check_range,
+    check_size,
+    object_exists,
+    object_missing,
+    object_unreadable,
+)
+
+_PASSING = {
+    # Whatever asks for an object looks before; else it is the folder itself that is missing.
+    errno.ENOENT: "the store's folder is gone; mount it again, or put it back",
+    errno.ENOSPC: "the disk is full; free space, and the call may be repeated",
+    errno.EDQUOT: "the disk quota is used up; free space, and the call may be repeated",
+    errno.EIO: "the disk reported an error; see the kernel's log",
+    errno.ESTALE: "the network file system lost the folder; mount it again",
+    errno.ETIMEDOUT: "the network file system does not answer",
+    errno.EMFILE: "too many open files; raise the limit (ulimit -n)",
+    errno.ENFILE: "the system has too many open files",
+}
+
+
+# A reader looks at the time after so many bytes: a network file system may be slow.
+_PIECE_BYTES = 8 << 20
+# What opening a link answers (it is not followed), and a pipe or a device that nobody serves.
+_NO_FILE = {errno.ELOOP, errno.ENXIO}
+
+
+class DirectoryStore(ObjectStore):
+    """Objects as read-only files below a folder, which several processes may share.
+
+    An object is written to `.tmp`, synced, and given its name by a hard link, which fails when
+    the name is taken: that makes it create-only and never half visible. What a crash leaves in
+    `.tmp` is never listed and may be removed while nothing runs. What was kept (`keep`) has its
+    name below `.kept` too, and that is what the name stands for, whatever its writer does. A name
+    cannot be both an object and a folder of others. What root writes belongs to whom the folder
+    belongs: a command that an operator runs as root leaves nothing behind that the daemons cannot
+    write to.
+
+    Args:
+        root: the folder.
+        create: make it if it is not there, or empty.
+
+    Raises:
+        StoreMissingError: there is no such folder, or it is empty: it may not be mounted.
+        StoreError: the folder cannot be used.
+    """
+
+    def __init__(self, root: Path, *, create: bool = True) -> None:
+        self.root = root
+        with _os_errors("open", str(root)):
+            if not create and not (root.is_dir() and any(root.iterdir())):
+                raise StoreMissingError(
+                    f"there is no store in the folder {str(root)!r}",
+                    hint="mount it, or correct store.url; diloco run create makes a new one",
+                )
+        with _os_errors("open", str(root)):
+            (root / TEMP).mkdir(parents=True, exist_ok=True)
+            self._keep_owner(root / TEMP)
+
+    def put(self, name: str, data: Data) -> None:
+        """Store `data` under `name`; on disk, its name included, when this returns.
+
+        Raises:
+            ObjectExistsError: other bytes stand under that name.
+            StoreUnavailableError: the disk is full or failed; nothing was stored.
+            StoreError: not permitted, or `name` is not an object name.
+        """
+        check_object_name(name)
+        path = self.root / name
+        parts = parts_of(data)
+        with _os_errors("store", name):
+            temp = self._write_temp(parts)
+            try:
+                self._make_folder(path.parent)
+                while not _link(temp, path):
+                    try:
+                        same = path.read_bytes() == parts
+                    except FileNotFoundError:
+                        continue  # deleted since the link failed
+                    if not same:
+                        raise object_exists(name)
+                    break
+                # The link of an equal object may be another writer's, and not synced yet.
+                _sync_folder(path.parent)
+            finally:
+                temp.unlink(missing_ok=True)
+
+    def get(
+        self, name: str, limit_bytes: int | None = None, within_s: float | None = None
+    ) -> bytes:
+        """The bytes of `name`.
+
+        Raises:
+            ObjectMissingError: no such object.
+            ObjectTooLargeError: it has more than `limit_bytes`; it was not read.
+            ObjectUnreadableError: it is no file of its own: a link, a pipe, a device.
+            StoreSlowError: it took longer than `within_s`.
+            StoreUnavailableError: the disk failed.
+            StoreError: not permitted, or `name` is not an object name.
+        """
+        deadline = Deadline(name, within_s)
+        return self._read(
+            name, lambda file, size: _read_all(name, file, size, limit_bytes, deadline)
+        )
+
+    def get_range(self, name: str, start: int, stop: int) -> bytes:
+        """The bytes [start, stop) of `name`.
+
+        Raises:
+            ObjectMissingError: no such object.
+            ObjectRangeError: the range is empty, or ends beyond the object.
+            ObjectUnreadableError: as of `get`.
+            StoreUnavailableError: the disk failed.
+            StoreError: not permitted, or `name` is not an object name.
+        """
+        check_range(name, start, stop)
+        return self._read(name, lambda file, size: _read_range(name, file, size, start, stop))
+
+    def walk(self, prefix: str) -> Iterator[ObjectInfo]:
+        """As `list`, one after the other, folder by folder.
+
+        Raises:
+            StoreUnavailableError: the disk failed.
+            StoreError: not permitted, or no name can begin so.
+        """
+        folder = prefix.rpartition("/")[0]
+        if folder:
+            check_object_name(folder)
+        with _os_errors("list", prefix):
+            self._check_there()
+            for info in self._walk(self.root, folder):
+                if info.name.startswith(prefix):
+                    yield info
+            for info in self._walk(self.root / KEPT, folder):
+                # Of what stands under both names once.
+                if info.name.startswith(prefix) and not os.path.lexists(self.root / info.name):
+                    yield info
+
+    def delete(self, name: str) -> None:
+        """Remove `name`, kept or not; one that is not there is no error.
+
+        Raises:
+            StoreUnavailableError: the disk failed.
+            StoreError: not permitted, or `name` is not an object name.
+        """
+        check_object_name(name)
+        with _os_errors("delete", name):
+            self._check_there()
+            for path in (self.root / name, self.root / KEPT / name):
+                with contextlib.suppress(NotADirectoryError):
+                    path.unlink(missing_ok=True)
+
+    def keep(self, name: str, limit_bytes: int) -> None:
+        """Have `name` stand for what it stands for now until it is deleted here.
+
+        Whoever wrote it may remove its file, or put another in its place. What cannot be read as an
+        object of so many bytes is not kept.
+
+        Raises:
+            StoreUnavailableError: the disk is full or failed.
+            StoreError: not permitted, or `name` is not an object name.
+        """
+        check_object_name(name)
+        kept = self.root / KEPT / name
+        with _os_errors("keep", name):
+            self._make_folder(kept.parent)
+            try:
+                _link(self.root / name, kept)
+            except FileNotFoundError:
+                return
+            except PermissionError:
+                # Linux gives nobody a second name of another's file: it is copied.
+                self._keep_copy(name, kept, limit_bytes)
+
+    def _keep_copy(self, name: str, kept: Path, limit_bytes: int) -> None:
+        with contextlib.suppress(ObjectMissingError, ObjectTooLargeError, ObjectUnreadableError):
+            temp = self._write_temp(Parts(self.get(name, limit_bytes)))
+            try:
+                _link(temp, kept)
+            finally:
+                temp.unlink(missing_ok=True)
+
+    def _check_there(self) -> None:
+        """Refuse a folder that was unmounted or renamed: its objects are not missing.
+
+        Raises:
+            FileNotFoundError: the folder is not there, or is not the one that was opened.
+        """
+        if not (self.root / TEMP).is_dir():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.root))
+
+    def _read(self, name: str, read: Callable[[BinaryIO, int], bytes]) -> bytes:
+        """What `read` takes of an object's file, which it is given with its size."""
+        check_object_name(name)
+        with _os_errors("read", name):
+            with contextlib.suppress(ObjectMissingError):
+                return self._read_file(self.root / KEPT, name, read)
+            try:
+                return self._read_file(self.root, name, read)
+            except ObjectMissingError:
+                # The folder may have been away just then, and be back by now.
+                self._check_there()
+                return self._read_file(self.root, name, read)
+
+    def _read_file(self, root: Path, name: str, read: Callable[[BinaryIO, int], bytes]) -> bytes:
+        try:
+            with open(root / name, "rb", opener=_open_file) as file:
+                found = os.fstat(file.fileno())
+                if stat.S_ISDIR(found.st_mode):
+                    raise object_missing(name)
+                if not stat.S_ISREG(found.st_mode):
+                    raise object_unreadable(name, "it is no file")
+                return read(file, found.st_size)
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            raise object_missing(name) from None
+        except OSError as error:
+            if error.errno not in _NO_FILE:
+                raise
+            raise object_unreadable(name, "it is a link, or something else that is no file") from (
+                error
+            )
+
+    def _write_temp(self, data: Parts) -> Path:
+        temp = self.root / TEMP / secrets.token_hex(16)
+        descriptor = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o444)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.writelines(data)
+                file.flush()
+                self._keep_owner(descriptor)
+                os.fsync(descriptor)
+        except BaseException:
+            temp.unlink(missing_ok=True)
+            raise
+        return temp
+
+    def _make_folder(self, folder: Path) -> None:
+        """Make `folder` below the root, durable with every folder above it."""
+        if folder == self.root or folder.is_dir():
+            return
+        self._make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        self._keep_owner(folder)
+        _sync_folder(folder.parent)
+
+    def _keep_owner(self, file: Path | int) -> None:
+        """Give what root has made to whom the store's folder belongs."""
+        if os.geteuid() == 0:
+            owner = self.root.stat()
+            # A network file system may make somebody else of root, who may not give anything away.
+            with contextlib.suppress(PermissionError):
+                os.chown(file, owner.st_uid, owner.st_gid)
+
+    def _walk(self, root: Path, folder: str) -> Iterator[ObjectInfo]:
+        """Every object below `folder` ('' for all); what is deleted meanwhile may be missing."""
+        try:
+            entries = _entries(root / folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        for entry in entries:
+            name = f"{folder}/{entry.name}" if folder else entry.name
+            if name in RESERVED:
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                yield from self._walk(root, name)
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                # Not of what a link names: one that goes round in a circle would end the listing.
+                yield ObjectInfo(name, entry.stat(follow_symlinks=False).st_size)
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    with os.scandir(folder) as entries:
+        return [*entries]
+
+
+def _read_all(
+    name: str, file: BinaryIO, size_bytes: int, limit_bytes: int | None, deadline: Deadline
+) -> bytes:
+    check_size(name, size_bytes, limit_bytes)
+    # A BytesIO that is filled through its buffer gives out `bytes` without another copy.
+    buffer, filled = io.BytesIO(bytes(size_bytes)), 0
+    with buffer.getbuffer() as window:
+        while filled < size_bytes:
+            deadline.check()
+            count = file.readinto(window[filled : filled + _PIECE_BYTES])  # type: ignore[attr-defined]
+            if not count:
+                break
+            filled += count
+    return buffer.getvalue() if filled == size_bytes else buffer.getvalue()[:filled]
+
+
+def _read_range(name: str, file: BinaryIO, size_bytes: int, start: int, stop: int) -> bytes:
+    check_range(name, start, stop, size_bytes)
+    file.seek(start)
+    return file.read(stop - start)
+
+
+def _open_file(path: str, flags: int) -> int:
+    """Open what a name stands for itself, and never wait for it.
+
+    A learner that may write in the folder could else have its reader follow a link to a file
+    without end, or wait at a pipe.
+    """
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
+def _link(source: Path, target: Path) -> bool:
+    """Give `source`, a link or not, the name `target` too; False if that name is taken."""
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _os_errors(action: str, name: str) -> Iterator[None]:
+    """Turn what the operating system raises into our errors."""
+    try:
+        yield
+    except OSError as error:
+        message = f"cannot {action} {name!r}: {error}"
+        if error.errno in _PASSING:
+            raise StoreUnavailableError(message, hint=_PASSING[error.errno]) from error
+        raise StoreError(message, hint="check the folder's kind, owner and permissions") from error

@@ -1,0 +1,161 @@
+"""Fetching an object as ranges on several threads, into one buffer."""
+
+import contextlib
+import io
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
+
+import requests
+from google.api_core import exceptions as api
+
+from diloco.common.protocol.buffers import PIECE_BYTES
+from diloco.common.protocol.errors import ObjectRangeError, ObjectTooLargeError
+from diloco.common.storage.store.gcs.bucket import PART_BYTES, Bucket, stored_checksum
+from diloco.common.storage.store.gcs.faults import BROKEN
+from diloco.common.storage.store.protocol import Deadline, check_range, check_size
+
+_RANGE_THREADS = 8
+
+
+class Downloads:
+    """Fetches of one bucket's objects, which share their threads."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self._pool = ThreadPoolExecutor(_RANGE_THREADS, thread_name_prefix="gcs")
+
+    def whole(self, name: str, limit_bytes: int | None, deadline: Deadline) -> tuple[bytes, str]:
+        """An object's bytes, not yet checked, and the crc32c that the service has of them.
+
+        Raises:
+            ObjectTooLargeError: it has more than `limit_bytes`.
+            StoreSlowError: the deadline has passed.
+        """
+        read = self._bucket.retry(self._bucket.read)
+        try:
+            first = read(name, 0, PART_BYTES)
+        except api.RequestRangeNotSatisfiable:  # An empty object has no range.
+            with read(name, 0, None) as first:
+                return first.content, stored_checksum(first)
+        size = _size_of(first)
+        try:
+            check_size(name, size, limit_bytes)
+        except ObjectTooLargeError:
+            first.close()
+            raise
+        return self._span(name, first, 0, size, deadline), stored_checksum(first)
+
+    def range(self, name: str, start: int, stop: int) -> bytes:
+        """The bytes [start, stop) of an object.
+
+        Raises:
+            ObjectRangeError: it ends before.
+        """
+        try:
+            count = min(stop - start, PART_BYTES)
+            first = self._bucket.retry(self._bucket.read)(name, start, count)
+        except api.RequestRangeNotSatisfiable as error:
+            raise ObjectRangeError(
+                f"object {name!r} ends before byte {start}, [{start}, {stop}) were expected"
+            ) from error
+        try:
+            check_range(name, start, stop, _size_of(first))
+        except ObjectRangeError:
+            first.close()
+            raise
+        return self._span(name, first, start, stop, Deadline(name, None))
+
+    def _span(
+        self, name: str, first: requests.Response, start: int, stop: int, deadline: Deadline
+    ) -> bytes:
+        """The bytes [start, stop) of an object; `first` is the answer for their first part."""
+        # A BytesIO of zeros, filled through its buffer, gives out `bytes` without another copy.
+        buffer = io.BytesIO(bytes(stop - start))
+        with buffer.getbuffer() as window:
+            self._fill(name, first, start, window, deadline)
+        return buffer.getvalue()
+
+    def _fill(
+        self,
+        name: str,
+        first: requests.Response,
+        begin: int,
+        window: memoryview,
+        deadline: Deadline,
+    ) -> None:
+        """Read what begins at byte `begin`; `first` is the answer for its first part."""
+        generation = first.headers["x-goog-generation"]
+        broken = threading.Event()
+
+        def read(start: int, opened: requests.Response | None) -> None:
+            part = window[start : start + PART_BYTES]
+            try:
+                self._read_part(name, generation, begin + start, part, opened, broken, deadline)
+            except BaseException:
+                broken.set()
+                raise
+            finally:
+                part.release()
+
+        starts = range(PART_BYTES, len(window), PART_BYTES)
+        others = [self._pool.submit(read, start, None) for start in starts]
+        try:
+            read(0, first)
+        finally:
+            wait(others)
+        for other in others:
+            other.result()
+
+    def _read_part(
+        self,
+        name: str,
+        generation: str,
+        start: int,
+        part: memoryview,
+        opened: requests.Response | None,
+        broken: threading.Event,
+        deadline: Deadline,
+    ) -> None:
+        """Fill `part` with the bytes from `start`; a broken answer is continued where it ended.
+
+        Returns early once `broken` is set: another part has failed.
+        """
+        filled = 0
+
+        def attempt() -> int:
+            nonlocal opened
+            response, opened = opened, None
+            if response is None:
+                deadline.check()
+                left = len(part) - filled
+                response = self._bucket.read(name, start + filled, left, generation)
+            return _read_into(response, part[filled:], deadline)
+
+        while filled < len(part) and not broken.is_set():
+            filled += self._bucket.retry(attempt)()
+
+
+def _read_into(response: requests.Response, part: memoryview, deadline: Deadline) -> int:
+    """Read an answer's body into `part`; the bytes read, some at least, if it breaks off."""
+    count = 0
+    with response, deadline.interrupting(lambda: _interrupt(response)):
+        deadline.check()
+        try:
+            for piece in response.iter_content(PIECE_BYTES):
+                part[count : count + len(piece)] = piece
+                count += len(piece)
+        except BROKEN:
+            if not count:
+                raise
+    return count
+
+
+def _interrupt(response: requests.Response) -> None:
+    """Have who reads an answer find that it ends."""
+    with contextlib.suppress(ValueError, RuntimeError, OSError):  # it has been read meanwhile
+        response.raw.shutdown()
+
+
+def _size_of(response: requests.Response) -> int:
+    """Size of the object that a range was read of, from a header like "bytes 0-9/1000"."""
+    return int(response.headers["Content-Range"].rpartition("/")[2])

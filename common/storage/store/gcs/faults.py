@@ -1,0 +1,138 @@
+"""Which errors of Google's client pass, and what the others are among ours."""
+
+import contextlib
+import functools
+import random
+import time
+from collections.abc import Callable, Iterator
+from http import HTTPStatus
+from typing import NamedTuple, ParamSpec, TypeVar
+
+import requests
+from google.api_core import exceptions as api
+from google.api_core.retry import Retry
+from google.auth import exceptions as auth
+
+from diloco.common.protocol.errors import StoreError, StoreUnavailableError
+from diloco.common.storage.store.protocol import object_missing
+
+_PASSING_CODES = {408, 429, 500, 502, 503, 504}
+BROKEN = (
+    requests.ConnectionError,
+    requests.Timeout,
+    requests.exceptions.ChunkedEncodingError,
+    auth.TransportError,
+    ConnectionError,
+)
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Retries(NamedTuple):
+    """Repeats what fails by a transient fault, as the client's own retries do, but for so long.
+
+    Attributes:
+        lasting_s: after the first failure, not after the first try: a silent connection takes
+            longer to be given up than this, and would never be tried again.
+    """
+
+    lasting_s: float
+
+    def __call__(self, call: Callable[P, R]) -> Callable[P, R]:
+        """`call`, repeated; raises RetryError in the end."""
+
+        @functools.wraps(call)
+        def tried(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return call(*args, **kwargs)
+            except Exception as error:
+                if not is_passing(error):
+                    raise
+            time.sleep(random.uniform(0, _FIRST_PAUSE_S))  # noqa: S311 - jitter is no secret
+            again = Retry(
+                predicate=is_passing,
+                initial=2 * _FIRST_PAUSE_S,
+                maximum=_LONGEST_PAUSE_S,
+                multiplier=2.0,
+                timeout=self.lasting_s,
+            )
+            return again(call)(*args, **kwargs)
+
+        return tried
+
+
+@contextlib.contextmanager
+def our_errors(action: str, bucket: str, prefix: str, name: str, permission: str) -> Iterator[None]:
+    """Turn what the client raises into our errors.
+
+    Args:
+        action: what is tried: "store", "read", "look up", "list" or "delete".
+        bucket: where.
+        prefix: of the store's objects there.
+        name: of the object, without the prefix.
+        permission: what the account needs for it.
+    """
+    where = f"gs://{bucket}/{prefix}{name}"
+    try:
+        yield
+    except api.RetryError as error:
+        raise _away(action, where, error.cause or error) from error
+    except api.NotFound as error:
+        if action in {"store", "list"} or "bucket does not exist" in str(error):
+            raise StoreError(
+                f"cannot {action} {where!r}: there is no bucket {bucket!r}",
+                hint="correct store.url, or make the bucket; names are global",
+            ) from error
+        raise object_missing(name) from error
+    except api.Forbidden as error:
+        # Who may read, and not list, is not told that an object is missing: it is told this.
+        if action in {"read", "look up"} and "storage.objects.list" in str(error):
+            raise object_missing(name) from error
+        raise StoreError(
+            f"cannot {action} {where!r}: {brief(error)}",
+            hint=f"grant {permission} on bucket {bucket!r} to this daemon's account",
+        ) from error
+    except (api.Unauthorized, auth.GoogleAuthError) as error:
+        if is_passing(error):
+            raise _away(action, where, error) from error
+        raise no_credentials(f"cannot {action} {where!r}: {brief(error)}") from error
+    except (api.GoogleAPICallError, requests.RequestException, ConnectionError) as error:
+        if is_passing(error):
+            raise _away(action, where, error) from error
+        raise StoreError(f"cannot {action} {where!r}: {brief(error)}") from error
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether the same request may succeed soon."""
+    if isinstance(error, api.GoogleAPICallError):
+        return error.code in _PASSING_CODES or is_damage(error)
+    if isinstance(error, auth.GoogleAuthError):
+        return isinstance(error, auth.TransportError) or bool(error.retryable)
+    return isinstance(error, BROKEN)
+
+
+def is_damage(error: api.GoogleAPICallError) -> bool:
+    """Whether an upload was refused because its bytes are not those that were sent."""
+    return error.code == HTTPStatus.BAD_REQUEST and "CRC32C" in str(error)
+
+
+def _away(action: str, where: str, error: BaseException) -> StoreUnavailableError:
+    return StoreUnavailableError(
+        f"cannot {action} {where!r}: {brief(error)}",
+        hint="this is retried; see runbooks/store-away.md if it lasts",
+    )
+
+
+def no_credentials(message: str) -> StoreError:
+    """The error of a daemon that nobody knows."""
+    return StoreError(
+        message,
+        hint="give this daemon a service account, or run 'gcloud auth application-default login'",
+    )
+
+
+def brief(error: BaseException) -> str:
+    """An error in one line that a log can hold."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -1,0 +1,200 @@
+"""The store: what the protocol asks for, of one bucket."""
+
+import contextlib
+from collections.abc import Iterator
+
+import google.auth
+from google.api_core import exceptions as api
+from google.auth import exceptions as auth
+from google.auth.credentials import AnonymousCredentials, Credentials
+from google.cloud.storage import Blob
+
+from diloco.common.protocol.buffers import Data, parts_of
+from diloco.common.protocol.errors import (
+    ObjectMissingError,
+    StoreUnavailableError,
+)
+from diloco.common.storage.store.gcs.bucket import (
+    ENDPOINT,
+    RETRY_S,
+    TIMEOUT_S,
+    checksum_of,
+    open_bucket,
+)
+from diloco.common.storage.store.gcs.downloads import Downloads
+from diloco.common.storage.store.gcs.faults import brief, no_credentials
+from diloco.common.storage.store.gcs.uploads import upload
+from diloco.common.storage.store.protocol import (
+    Deadline,
+    ObjectInfo,
+    ObjectStore,
+    check_object_name,
+    check_range,
+    object_exists,
+    split_url,
+)
+
+_DOWNLOADS = 3  # of an object whose bytes come damaged
+_SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
+
+
+def open_gcs(url: str, emulator: str | None = None) -> "GcsStore":
+    """The store at `url`, "gs://bucket" or "gs://bucket/prefix".
+
+    Args:
+        url: names the bucket; objects are below the prefix.
+        emulator: address of a server for tests, used without credentials; None for Google's, with
+            application-default credentials.
+
+    Raises:
+        ConfigError: the URL names no bucket, or a prefix that cannot be one.
+        StoreError: there are no credentials.
+    """
+    bucket, prefix = split_url(url)
+    credentials = AnonymousCredentials() if emulator else _default_credentials()
+    return GcsStore(bucket, prefix, credentials, endpoint=emulator or ENDPOINT)
+
+
+class GcsStore(ObjectStore):
+    """Objects in a bucket, below a prefix.
+
+    Args:
+        bucket: its name.
+        prefix: before every object's name, joined with '/'; '' for none.
+        credentials: who asks.
+        endpoint: address of the service.
+        retry_s: transient faults are retried for so long after the first, without progress.
+        timeout_s: longest waits to connect, and between two bytes.
+    """
+
+    def __init__(
+        self,
+        bucket: str,
+        prefix: str,
+        credentials: Credentials,
+        *,
+        endpoint: str = ENDPOINT,
+        retry_s: float = RETRY_S,
+        timeout_s: tuple[float, float] = TIMEOUT_S,
+    ) -> None:
+        self._bucket = open_bucket(bucket, prefix, credentials, endpoint, retry_s, timeout_s)
+        self._downloads = Downloads(self._bucket)
+
+    def put(self, name: str, data: Data) -> None:
+        """Store `data` under `name`; durable when this returns.
+
+        Raises:
+            ObjectExistsError: other bytes stand under that name.
+            StoreUnavailableError: a transient fault; nothing or everything was stored.
+            StoreError: not permitted, no such bucket, or `name` is not an object name.
+        """
+        check_object_name(name)
+        parts = parts_of(data)
+        checksum = checksum_of(parts)
+        with self._bucket.errors("store", name, "storage.objects.create"):
+            while True:
+                try:
+                    return upload(self._bucket, name, parts, checksum)
+                except api.PreconditionFailed:
+                    found = self._look_up(name)
+                # None: deleted since.
+                if found == (len(parts), checksum):
+                    return None
+                if found is not None:
+                    raise object_exists(name)
+
+    def get(
+        self, name: str, limit_bytes: int | None = None, within_s: float | None = None
+    ) -> bytes:
+        """The bytes of `name`.
+
+        Raises:
+            ObjectMissingError: no such object.
+            ObjectTooLargeError: it has more than `limit_bytes`; no more than its head was read.
+            StoreSlowError: it took longer than `within_s`.
+            StoreUnavailableError: a transient fault, or the bytes come damaged again and again.
+            StoreError: not permitted, no such bucket, or `name` is not an object name.
+        """
+        check_object_name(name)
+        with self._bucket.errors("read", name, "storage.objects.get"):
+            deadline = Deadline(name, within_s)
+            for _ in range(_DOWNLOADS):
+                data, checksum = self._downloads.whole(name, limit_bytes, deadline)
+                if checksum_of(data) == checksum:
+                    return data
+        raise StoreUnavailableError(
+            f"the bytes of {name!r} came damaged {_DOWNLOADS} times: their crc32c is not "
+            f"{checksum}",
+            hint="look for a proxy or a faulty network device between here and the store",
+        )
+
+    def get_range(self, name: str, start: int, stop: int) -> bytes:
+        """The bytes [start, stop) of `name`, all of one object, but not compared with a checksum.
+
+        Raises:
+            ObjectMissingError: no such object.
+            ObjectRangeError: the range is empty, or ends beyond the object.
+            StoreUnavailableError: a transient fault.
+            StoreError: not permitted, no such bucket, or `name` is not an object name.
+        """
+        check_object_name(name)
+        check_range(name, start, stop)
+        with self._bucket.errors("read", name, "storage.objects.get"):
+            return self._downloads.range(name, start, stop)
+
+    def walk(self, prefix: str) -> Iterator[ObjectInfo]:
+        """As `list`, one after the other, page by page.
+
+        Raises:
+            StoreUnavailableError: a transient fault.
+            StoreError: not permitted, or no such bucket.
+        """
+        bucket = self._bucket
+        with bucket.errors("list", prefix, "storage.objects.list"):
+            blobs = bucket.client.list_blobs(
+                prefix=bucket.prefix + prefix,
+                fields="items(name,size),nextPageToken",
+                retry=bucket.retry,
+                timeout=bucket.timeout_s,
+            )
+            cut = len(bucket.prefix)
+            for blob in blobs:
+                yield ObjectInfo(blob.name[cut:], _size_of(blob))
+
+    def delete(self, name: str) -> None:
+        """Remove `name`; one that is not there is no error.
+
+        Raises:
+            StoreUnavailableError: a transient fault.
+            StoreError: not permitted, no such bucket, or `name` is not an object name.
+        """
+        check_object_name(name)
+        bucket = self._bucket
+        with (
+            contextlib.suppress(ObjectMissingError),
+            bucket.errors("delete", name, "storage.objects.delete"),
+        ):
+            blob = bucket.client.blob(bucket.prefix + name)
+            blob.delete(retry=bucket.retry, timeout=bucket.timeout_s)
+
+    def _look_up(self, name: str) -> tuple[int, str] | None:
+        """Size and crc32c of an object; None if it is not there."""
+        bucket = self._bucket
+        with bucket.errors("look up", name, "storage.objects.get"):
+            blob = bucket.client.get_blob(
+                bucket.prefix + name, retry=bucket.retry, timeout=bucket.timeout_s
+            )
+        return None if blob is None else (_size_of(blob), str(blob.crc32c))
+
+
+def _size_of(blob: Blob) -> int:
+    """An object's size; a server that writes its answers from protobuf leaves out one of 0."""
+    return int(blob.size or 0)
+
+
+def _default_credentials() -> Credentials:
+    try:
+        credentials, _ = google.auth.default(scopes=[_SCOPE])
+    except auth.GoogleAuthError as error:
+        raise no_credentials(f"there are no Google credentials: {brief(error)}") from error
+    return credentials

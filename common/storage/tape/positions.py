@@ -1,0 +1,75 @@
+"""Where the data of earlier epochs' learners goes on, however many there are.
+
+A specification holds the positions itself, or names an object with them: a map of a message holds
+no more than `wire.MAX_KEYS`.
+"""
+
+from collections.abc import Mapping
+
+from diloco.common.protocol import names, shards, wire
+from diloco.common.storage.store import ObjectStore
+from diloco.common.storage.tape.objects import get_object
+
+
+def entries(positions: Mapping[str, int]) -> tuple[wire.DataPosition, ...]:
+    """Positions as a list, which has room for more than a map."""
+    return tuple(
+        wire.DataPosition(learner=learner, position=position)
+        for learner, position in sorted(positions.items())
+    )
+
+
+def by_learner(listed: tuple[wire.DataPosition, ...]) -> dict[str, int]:
+    """As `entries` had them."""
+    return {one.learner: one.position for one in listed}
+
+
+def store_positions(
+    store: ObjectStore, run: str, epoch: int, listed: tuple[wire.DataPosition, ...]
+) -> wire.ObjectRef:
+    """Store the object that an epoch's specification names."""
+    data = wire.encode(wire.Positions(run=run, data_positions=listed))
+    ref = wire.ObjectRef(
+        name=names.positions_object(run, epoch, shards.digest(data)),
+        size_bytes=len(data),
+        crc32c=shards.crc32c(data),
+    )
+    store.put(ref.name, data)
+    return ref
+
+
+def read_positions(store: ObjectStore, specification: wire.Specification) -> Mapping[str, int]:
+    """By learner, in batches.
+
+    Raises:
+        IntegrityError, WireError: the object is not what the specification names.
+        ObjectMissingError, StoreUnavailableError: as `ObjectStore.get`.
+    """
+    if specification.positions_object is None:
+        return specification.positions
+    data = get_object(store, specification.positions_object)
+    return by_learner(wire.decode(wire.Positions, data).data_positions)
+
+
+# More than a tape ever holds: thirty thousand years of a message a second.
+SPAN = 10**12
+
+
+def first_sequence(epoch: int) -> int:
+    """Sequence of the first message of an epoch's tape."""
+    return epoch * SPAN + 1
+
+
+def place_on_tape(seq: int) -> int:
+    """Which message of its tape a sequence is; 1 is the first."""
+    return (seq - 1) % SPAN + 1
+
+
+def begins_tape(seq: int) -> bool:
+    """Whether a sequence is that of a tape's first message."""
+    return place_on_tape(seq) == 1
+
+
+def same_tape(one_seq: int, other_seq: int) -> bool:
+    """Whether two messages of a run may stand on one tape."""
+    return (one_seq - 1) // SPAN == (other_seq - 1) // SPAN

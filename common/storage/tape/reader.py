@@ -1,0 +1,197 @@
+"""Reads a run's tape from one end to the other, message by message; holds one of them at a time.
+
+What cannot be decoded does not end the reading: it is an item of its own, and whoever folds over
+the tape says what that means. `read_message` is for messages that somebody has already.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import (
+    BusUnavailableError,
+    IntegrityError,
+    ObjectMissingError,
+    WireError,
+)
+from diloco.common.protocol.layout import Layout
+from diloco.common.protocol.reasons import Reason
+from diloco.common.storage.bus import Bus, Message
+from diloco.common.storage.store import ObjectStore
+from diloco.common.storage.tape.lengths import check_length
+from diloco.common.storage.tape.messages import decode
+from diloco.common.storage.tape.objects import get_object
+from diloco.common.storage.tape.positions import begins_tape
+from diloco.common.storage.tape.records import record_of
+from diloco.common.storage.tape.run import RunContext
+
+# A server that says that there are messages gives the next one within so long.
+SILENCE_S = 30.0
+
+
+class Entry(NamedTuple):
+    """A message of the tape, decoded.
+
+    Attributes:
+        body: of the class that its subject carries; never a `RecordPointer`.
+        size_bytes: of the message, without its subject.
+        stored: the object that holds its body, if that is too large for the tape.
+        raw: what the body was decoded from.
+    """
+
+    seq: int
+    time_s: float
+    subject: str
+    body: wire.Body
+    size_bytes: int
+    stored: wire.ObjectRef | None = None
+    raw: bytes = b""
+
+
+class Garbage(NamedTuple):
+    """A message that is none of the protocol, or speaks for somebody else than its subject.
+
+    Under an update's subject it takes from its sender's allowance what its bytes cost.
+    """
+
+    seq: int
+    time_s: float
+    subject: str
+    why: str
+    size_bytes: int = 0
+
+
+class Unreadable(NamedTuple):
+    """A record that is damaged, or whose body is damaged or gone."""
+
+    seq: int
+    time_s: float
+    subject: str
+    fragment: int
+    why: str
+    stored: wire.ObjectRef | None = None
+
+
+Item = Entry | Garbage | Unreadable
+
+
+@dataclass
+class Extent:
+    """How far a reader has come, and from where on it has missed nothing.
+
+    Garbage collection trims the tape: what stands before `whole_from` are the last messages of
+    their subjects, and the tails of the chains of records.
+    """
+
+    whole_from: int = 1  # 1: all of the tape is there, whatever its first sequence
+    whole_s: float = 0.0
+    last_seq: int = 0
+    last_s: float = 0.0
+
+    def take(self, item: Item) -> None:
+        """The next item of the tape."""
+        if item.seq != self.last_seq + 1 and (self.last_seq or not begins_tape(item.seq)):
+            self.whole_from, self.whole_s = item.seq, item.time_s
+        self.last_seq, self.last_s = item.seq, item.time_s
+
+
+async def messages_of(
+    bus: Bus, stream: str, subjects: list[str], start_seq: int = 1
+) -> AsyncIterator[Message]:
+    """Every message that a stream holds now, from a sequence on, one after the other.
+
+    Its newest one must be there, and of one of `subjects`: so it is on a tape.
+
+    Raises:
+        StreamMissingError: there is no such stream.
+        BusUnavailableError: the bus does not give what it has in time.
+    """
+    last, count, at = await bus.last_sequence(stream), 0, 0
+    if last < start_seq:
+        return
+    async with contextlib.aclosing(bus.read(stream, subjects, start_seq)) as reading:  # type: ignore[type-var]
+        while at < last:
+            try:
+                async with asyncio.timeout(SILENCE_S):
+                    message = await anext(reading)
+            except TimeoutError as error:
+                raise BusUnavailableError(
+                    f"stream {stream!r}: after {count} messages none came for {SILENCE_S:g} s"
+                ) from error
+            count, at = count + 1, message.seq
+            yield message
+
+
+async def read_tape(context: RunContext, start_seq: int = 1) -> AsyncIterator[Item]:
+    """Every message that a run's tape holds now, from a sequence on.
+
+    Raises:
+        StreamMissingError, BusUnavailableError: as `messages_of`.
+        StoreUnavailableError: a record's body cannot be had now.
+    """
+    subjects = names.tape_subjects(context.run)
+    async for message in messages_of(context.bus, context.tape, subjects, start_seq):
+        yield await read_item(context, message)
+
+
+async def read_item(context: RunContext, message: Message) -> Item:
+    """A message of the tape; a record's body is fetched, where it is an object.
+
+    Raises:
+        StoreUnavailableError: it cannot be had now.
+    """
+    item = _decoded(message, context.layout)
+    if isinstance(item, Entry) and isinstance(item.body, wire.RecordPointer):
+        return await context.runtime.call(_with_body, item, item.body, context.store)
+    return item
+
+
+def read_message(message: Message, store: ObjectStore, layout: Layout) -> Item:
+    """As `read_item`; blocks while a record's body is fetched.
+
+    Raises:
+        StoreUnavailableError: it cannot be had now.
+    """
+    item = _decoded(message, layout)
+    if isinstance(item, Entry) and isinstance(item.body, wire.RecordPointer):
+        return _with_body(item, item.body, store)
+    return item
+
+
+def _decoded(message: Message, layout: Layout) -> Item:
+    """A message as it stands on the tape: of a large record a pointer."""
+    subject, seq, time_s, payload, msg_id = message
+    try:
+        check_length(layout, subject, len(payload))
+        body = decode(subject, payload)
+        if isinstance(body, wire.Record | wire.RecordPointer):
+            # Its attempt's id is the message's: by that its author knew that it was committed.
+            _check_attempt(body, msg_id)
+    except WireError as error:
+        parsed = names.parse_subject(subject)
+        if parsed is not None and parsed.kind == "record" and parsed.fragment is not None:
+            return Unreadable(seq, time_s, subject, parsed.fragment, error.message)
+        return Garbage(seq, time_s, subject, error.message, len(payload))
+    return Entry(seq, time_s, subject, body, len(payload), raw=payload)
+
+
+def _with_body(entry: Entry, pointer: wire.RecordPointer, store: ObjectStore) -> Item:
+    """A record in place of the message that points to it."""
+    try:
+        raw = get_object(store, pointer.body)
+        record = record_of(entry.subject, raw)
+        _check_attempt(record, pointer.attempt_id)
+    except (WireError, IntegrityError, ObjectMissingError) as error:
+        seq, time_s, subject = entry[:3]
+        return Unreadable(seq, time_s, subject, pointer.fragment, error.message, pointer.body)
+    return entry._replace(body=record, stored=pointer.body, raw=raw)
+
+
+def _check_attempt(body: wire.Record | wire.RecordPointer, attempt_id: str) -> None:
+    if body.attempt_id != attempt_id:
+        raise WireError(
+            Reason.SENDER, f"a record of attempt {body.attempt_id!r} came as that of {attempt_id!r}"
+        )

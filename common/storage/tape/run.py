@@ -1,0 +1,264 @@
+"""A run as one daemon or command has it: its context, its specification, its settings."""
+
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from diloco.common.process import log
+from diloco.common.process.config import RunSettings, check_changeable, parse_settings
+from diloco.common.process.service import Runtime
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import (
+    ConfigError,
+    IntegrityError,
+    ObjectMissingError,
+    RunMissingError,
+    StreamMissingError,
+    WireError,
+)
+from diloco.common.protocol.layout import Layout
+from diloco.common.protocol.reasons import Reason
+from diloco.common.storage.bus import Bus, Message
+from diloco.common.storage.store import ObjectStore
+from diloco.common.storage.tape.messages import decode_as
+from diloco.common.storage.tape.objects import lost_for_good
+from diloco.common.storage.tape.positions import read_positions, same_tape
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunContext:
+    """What all parts of one daemon share of its run."""
+
+    settings: RunSettings
+    layout: Layout
+    epoch: int
+    bus: Bus
+    store: ObjectStore
+    runtime: Runtime
+    logger: log.Logger
+
+    @property
+    def run(self) -> str:
+        """The run's name."""
+        return self.settings.run.name
+
+    @property
+    def tape(self) -> str:
+        """The run's stream."""
+        return names.tape_stream(self.run)
+
+
+async def load_specification(bus: Bus, run: str) -> wire.Specification:
+    """The run's specification, the tape's first message.
+
+    Raises:
+        RunMissingError: there is no such run.
+    """
+    message = None
+    with contextlib.suppress(StreamMissingError):
+        message = await bus.last(names.tape_stream(run), names.spec(run))
+    if message is None:
+        raise RunMissingError(
+            f"there is no run {run!r} on this bus",
+            hint="create it with: diloco run create --config FILE, or from a program with"
+            " diloco.create(FILE, params)",
+        )
+    return decode_as(wire.Specification, message.subject, message.payload)
+
+
+async def first_message(context: RunContext, subject: str, start_seq: int = 1) -> Message:
+    """The first message of a subject from a sequence on, which has one.
+
+    It is read in order: no replica takes it for missing.
+    """
+    messages = context.bus.read(context.tape, [subject], start_seq)
+    async with contextlib.aclosing(messages):  # type: ignore[type-var]
+        return await anext(messages)
+
+
+async def messages_up_to(
+    context: RunContext, subjects: Sequence[str], last_seq: int, start_seq: int = 1
+) -> AsyncIterator[Message]:
+    """Messages of some subjects, in order, up to a sequence at which one of them or later stands.
+
+    No replica that is behind leaves any out.
+    """
+    messages = context.bus.read(context.tape, [*subjects], start_seq)
+    async with contextlib.aclosing(messages):  # type: ignore[type-var]
+        async for message in messages:
+            yield message
+            if message.seq >= last_seq:
+                return
+
+
+async def has_ended(bus: Bus, run: str) -> bool:
+    """Whether the run's end is on the tape: then nothing is merged any more."""
+    return await bus.last(names.tape_stream(run), names.end(run)) is not None
+
+
+def changed_settings(created: RunSettings, message: wire.Settings) -> RunSettings:
+    """The run's settings after a message that changes them.
+
+    Args:
+        created: those of the specification.
+        message: the change.
+
+    Raises:
+        WireError: it changes what no run can change.
+    """
+    try:
+        changed = parse_settings(message.settings)
+        check_changeable(created, changed)
+    except ConfigError as error:
+        raise WireError(Reason.SETTINGS, error.message) from error
+    return changed
+
+
+def parse_changed(created: RunSettings, message: Message) -> RunSettings:
+    """The run's settings after a message of the tape, as `changed_settings`.
+
+    Raises:
+        WireError: also when it cannot be decoded.
+    """
+    said = decode_as(wire.Settings, message.subject, message.payload)
+    return changed_settings(created, said)
+
+
+async def effective_settings(context: RunContext) -> tuple[RunSettings, int]:
+    """The settings that the run follows, or will from each fragment's next version on.
+
+    With the stream sequence of the message that said so, 0 for the specification's.
+    """
+    last = await context.bus.last(context.tape, names.settings(context.run))
+    if last is None:
+        return context.settings, 0
+    return parse_changed(context.settings, last), last.seq
+
+
+async def settings_at(context: RunContext, settings_seq: int) -> RunSettings:
+    """The run's settings that a message of the tape put in force; 0: the specification's.
+
+    Raises:
+        IntegrityError: there is no such message.
+    """
+    if not settings_seq:
+        return context.settings
+    message = await first_message(context, names.settings(context.run), settings_seq)
+    if message.seq == settings_seq:
+        return parse_changed(context.settings, message)
+    raise IntegrityError(
+        f"the tape has no settings at sequence {settings_seq}, which a record names",
+        hint="was the stream purged by hand? restore it, or resume from a checkpoint",
+    )
+
+
+async def data_position(
+    context: RunContext,
+    learner: str,
+    last: Callable[[str], Awaitable[Message | None]] | None = None,
+    earlier: Mapping[str, int] | None = None,
+) -> int:
+    """Where a learner's data goes on, in batches: behind all that its messages cover.
+
+    Arguments as of `data_reached`.
+    """
+    return max((await data_reached(context, learner, last, earlier)).values())
+
+
+async def data_reached(
+    context: RunContext,
+    learner: str,
+    last: Callable[[str], Awaitable[Message | None]] | None = None,
+    earlier: Mapping[str, int] | None = None,
+) -> dict[int | None, int]:
+    """How far a learner's updates of each fragment came, in batches; None: how far it said else.
+
+    Args:
+        context: of the run.
+        learner: its name.
+        last: gives a subject's last message; `Bus.last`, which may be stale, if None.
+        earlier: positions of earlier epochs, by learner; those of the specification if None.
+    """
+    run = context.run
+    last = last or partial(_last, context)
+    if earlier is None:
+        first = await first_message(context, names.spec(run))
+        specification = decode_as(wire.Specification, first.subject, first.payload)
+        earlier = await _earlier(context, specification)
+    fragments = range(len(context.layout.fragments))
+    kinds: dict[str, type[wire.Manifest | wire.Leave]] = {
+        names.leave(run, learner): wire.Leave,
+        **{names.update(run, learner, fragment): wire.Manifest for fragment in fragments},
+    }
+    newest = {subject: await last(subject) for subject in kinds}
+    joins = await _sequences(context, await last(names.join(run, learner)))
+    found: dict[int | None, int] = {None: earlier.get(learner, 0)}
+    for subject, message in newest.items():
+        if message is not None:
+            position = await _position_on(context, kinds[subject], message, joins)
+            parsed = names.parse_subject(subject)
+            fragment = parsed.fragment if parsed else None
+            found[fragment] = max(position, found.get(fragment, 0))
+    return found
+
+
+async def _earlier(context: RunContext, specification: wire.Specification) -> Mapping[str, int]:
+    """Positions of earlier epochs; the store may be away, or not show the object yet."""
+
+    async def attempt() -> Mapping[str, int]:
+        try:
+            return await context.runtime.call(read_positions, context.store, specification)
+        except ObjectMissingError as error:
+            raise lost_for_good("the data positions", error) from error
+
+    return await context.runtime.retry("reading data positions", attempt, logger=context.logger)
+
+
+async def _last(context: RunContext, subject: str) -> Message | None:
+    return await context.runtime.retry(
+        "reading the tape", lambda: context.bus.last(context.tape, subject), logger=context.logger
+    )
+
+
+async def _sequences(context: RunContext, newest: Message | None) -> list[int]:
+    """Sequences of all messages of a subject up to this one."""
+    if newest is None:
+        return []
+    return [one.seq async for one in messages_up_to(context, [newest.subject], newest.seq)]
+
+
+async def _position_on(
+    context: RunContext,
+    kind: type[wire.Manifest | wire.Leave],
+    newest: Message,
+    joins: Sequence[int],
+) -> int:
+    """Position in the last message of a subject; in all of them, if that one does not count.
+
+    It is not readable, of a life that a newer one had superseded before, or of a process that
+    outlived its tape: others may have got further.
+    """
+    subject = newest.subject
+    try:
+        said = decode_as(kind, subject, newest.payload)
+    except WireError as error:
+        context.logger.warning("unreadable", subject=subject, reason=error.reason)
+    else:
+        superseded = any(said.incarnation < seq < newest.seq for seq in joins)
+        if _is_of_this_tape(context, said, newest.seq) and not superseded:
+            return said.position
+    position = 0
+    async for message in messages_up_to(context, [subject], newest.seq):
+        with contextlib.suppress(WireError):
+            said = decode_as(kind, subject, message.payload)
+            if _is_of_this_tape(context, said, message.seq):
+                position = max(position, said.position)
+    return position
+
+
+def _is_of_this_tape(context: RunContext, said: wire.Manifest | wire.Leave, seq: int) -> bool:
+    """Whether what a message covers may be merged: nobody has the work of another tape."""
+    if isinstance(said, wire.Manifest):
+        return said.epoch == context.epoch
+    return same_tape(said.incarnation, seq)

@@ -1,0 +1,203 @@
+"""The newest view of a fragment, from what is stored of it: a snapshot and the deltas since."""
+
+import contextlib
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from diloco.common.process.averaged import sync_of
+from diloco.common.protocol import shards, wire
+from diloco.common.protocol.codec import decode_numpy
+from diloco.common.protocol.errors import IntegrityError, ObjectMissingError
+from diloco.common.storage.tape import (
+    Recorded,
+    RunContext,
+    get_object,
+    last_record,
+    lost_for_good,
+    records_of,
+)
+
+
+class Loaded(NamedTuple):
+    """A fragment's newest version.
+
+    Attributes:
+        record: its record, and the record's sequence.
+        view: float32 [N], made of `snapshot` and `deltas`, `read_bytes` in all.
+    """
+
+    record: wire.Record
+    record_seq: int
+    view: npt.NDArray[np.float32]
+    read_bytes: int
+    snapshot: wire.ObjectRef
+    deltas: tuple[wire.ObjectRef, ...]
+
+
+async def load_view(context: RunContext, fragment: int) -> Loaded:
+    """The newest view of a fragment, from a snapshot and the deltas since, verified.
+
+    A snapshot that is damaged or gone is passed over for the one before.
+
+    Raises:
+        IntegrityError: what is stored does not give the recorded digest, or is gone.
+    """
+    record, record_seq = await last_record(context, fragment)
+    while True:
+        try:
+            return await _load(context, record, record_seq, record.snapshot, record.deltas)
+        except (ObjectMissingError, IntegrityError) as error:
+            newest, newest_seq = await last_record(context, fragment)
+            if newest_seq == record_seq:
+                # No collection was faster.
+                return await _load_from_older(context, record, record_seq, error)
+            record, record_seq = newest, newest_seq
+
+
+async def load_version(context: RunContext, record: wire.Record) -> npt.NDArray[np.float32]:
+    """The view after a record, whichever, float32 [N], verified.
+
+    Raises:
+        IntegrityError: what is stored does not give the recorded digest.
+        ObjectMissingError: garbage collection has taken what it is made of.
+    """
+    return (await _load(context, record, 0, record.snapshot, record.deltas)).view
+
+
+async def _load(
+    context: RunContext,
+    record: wire.Record,
+    record_seq: int,
+    snapshot: wire.ObjectRef,
+    deltas: tuple[wire.ObjectRef, ...],
+) -> Loaded:
+    view, read_bytes = await context.runtime.call(
+        assemble_view, context, record.fragment, record.view_digest, snapshot, deltas
+    )
+    return Loaded(record, record_seq, view, read_bytes, snapshot, deltas)
+
+
+async def _load_from_older(
+    context: RunContext,
+    record: wire.Record,
+    record_seq: int,
+    error: ObjectMissingError | IntegrityError,
+) -> Loaded:
+    """The view of `record`, whose newest snapshot or a delta could not be read, from an older one.
+
+    Raises:
+        IntegrityError: there is none that helps.
+    """
+    older = await older_snapshot(context, record, record_seq)
+    if older is not None:
+        basis, since = older
+        context.logger.warning(
+            "snapshot_skipped",
+            fragment=record.fragment,
+            version=record.snapshot_version,
+            instead=basis.record.version,
+            why=error.message,
+        )
+        deltas = tuple(after.record.delta for after in since if after.record.delta is not None)
+        with contextlib.suppress(ObjectMissingError, IntegrityError):
+            return await _load(context, record, record_seq, basis.record.snapshot, deltas)
+    if isinstance(error, ObjectMissingError):
+        what = f"version {record.version} of fragment {record.fragment}"
+        raise lost_for_good(what, error) from error
+    raise error
+
+
+class Older(NamedTuple):
+    """A version whose view and outer state were stored, and the versions merged after it."""
+
+    basis: Recorded
+    since: list[Recorded]
+
+
+async def older_snapshot(context: RunContext, record: wire.Record, record_seq: int) -> Older | None:
+    """The stored version before `record.snapshot_version`, from which `record` can be had too.
+
+    All versions after it up to `record` were merged: deltas, or their inputs, lead from one to
+    the next. None where there is no such version, as right after a rollback or after a record that
+    cannot be read either.
+
+    Raises:
+        NewTapeError: the run was resumed on a new tape.
+    """
+    found: list[Older] = []
+    if not record.base_seq:
+        return None  # The first of its epoch, which may not stand on the tape yet.
+    async for item in records_of(context, record.fragment, unreadable=found.clear):
+        if item.record_seq > record_seq:
+            break
+        if item.record.what == "verdict":
+            continue
+        if item.record.what != "version":
+            found.clear()  # What a rollback leads to does not follow from what was before.
+        for older in found:
+            older.since.append(item)
+        if item.record.snapshot_version == item.record.outer_version == item.record.version:
+            found[:] = [*found[-1:], Older(item, [])]
+    newest = [older for older in found if older.basis.record.version < record.snapshot_version]
+    return newest[-1] if newest else None
+
+
+def assemble_view(
+    context: RunContext,
+    fragment: int,
+    view_digest: str,
+    snapshot: wire.ObjectRef,
+    deltas: Iterable[wire.ObjectRef],
+) -> tuple[npt.NDArray[np.float32], int]:
+    """A view from its objects, float32 [N], and the bytes that were read for it.
+
+    Raises:
+        ObjectMissingError: garbage collection has taken an object.
+        IntegrityError: they do not give the digest.
+    """
+    data = get_object(context.store, snapshot)
+    read_bytes = len(data)
+    view = np.frombuffer(data, np.float32).copy()
+    for delta in deltas:
+        read_bytes += _move(context, fragment, view, delta)
+    if shards.digest(view) != view_digest:
+        raise IntegrityError(
+            f"fragment {fragment}: the stored view {snapshot.name} and the deltas behind it "
+            f"give digest {shards.digest(view)}, the record says {view_digest}",
+            hint="runbooks/digest-mismatch.md",
+        )
+    return view, read_bytes
+
+
+def next_view(
+    context: RunContext,
+    fragment: int,
+    view: npt.NDArray[np.float32],
+    view_digest: str,
+    delta: wire.ObjectRef,
+) -> npt.NDArray[np.float32]:
+    """The view that a delta leads to from the one before, float32 [N], verified.
+
+    Raises:
+        ObjectMissingError: garbage collection has taken the delta.
+        IntegrityError: it does not give the digest.
+    """
+    moved = view.copy()
+    _move(context, fragment, moved, delta)
+    if shards.digest(moved) != view_digest:
+        raise IntegrityError(f"{delta.name} gives {shards.digest(moved)}, not {view_digest}")
+    return moved
+
+
+def _move(
+    context: RunContext, fragment: int, view: npt.NDArray[np.float32], delta: wire.ObjectRef
+) -> int:
+    """Add a delta to a view; the bytes that were read."""
+    data = get_object(context.store, delta)
+    sync = sync_of(context.settings.sync, context.layout.fragments[fragment])
+    encoded = shards.unpack_delta(data, codec=sync.delta_codec, count=view.size, block=sync.block)
+    view += decode_numpy(sync.delta_codec, encoded, sync.block)
+    return len(data)

@@ -1,0 +1,162 @@
+"""`diloco check`: what a file is, and whether it would do."""
+
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+
+from diloco.common.process import log
+from diloco.common.protocol.errors import ConfigError, DilocoError, Exit
+from diloco.run.cli.command import command, group
+from diloco.run.cli.screen import say, say_plainly
+
+if TYPE_CHECKING:
+    from diloco.common.process.config import Config
+
+app = group()
+# Keys at the top of a fleet's file, which no run's has.
+_OF_FLEETS = ("project", "run_toml", "releases", "subnets")
+MOST_BYTES = 4 << 20
+
+
+@command(app)
+def check(
+    file: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE",
+            help="TOML of a run or of a fleet; a task as TASK.py or module:function; folder or URL "
+            "of prepared data",
+        ),
+    ],
+    learner: Annotated[
+        str, typer.Option("--learner", help="a task with the options of this one", metavar="NAME")
+    ] = "a",
+    steps: Annotated[
+        int, typer.Option("--steps", help="steps of a task to take; 0: none is built", min=0)
+    ] = 8,
+) -> int:
+    """Check a file: of a run, of a fleet, a task, or prepared data.
+
+    Tells all that is wrong at once. Of a run: every key is known and in range, nothing is known to
+    train badly, and its task takes some steps on the CPU. Of a fleet: all that its file names, and
+    a dated table of Google Cloud's zones and machines; what that does not know is a warning. Of
+    prepared data: every shard has its digest. Needs no bus and no store. The exit status is 1 if
+    something is refused, 74 if data is damaged.
+    """
+    log.configure("error")
+    path = Path(file)
+    if "://" in file or (path.is_dir() and not (path / "run.toml").exists()):
+        return _check_data(file)
+    if path.is_dir():
+        path /= "run.toml"
+    _check_file(path)
+    if path.suffix == ".py" or (":" in file and not path.exists()):
+        return _try_task(_config_of_task(file), learner, steps)
+    if _is_fleet(path):
+        from diloco.infra.provision.command import say_findings
+
+        checked = say_findings(path)
+        if not checked.refused:
+            say_plainly("nothing is refused")
+        return Exit.FAILED if checked.refused else 0
+    return _check_run(path, learner, steps)
+
+
+def _check_file(path: Path) -> None:
+    """Refuse what is read for ever, or into more memory than there may be.
+
+    Raises:
+        ConfigError: it is not a regular file, or larger than any that a person wrote.
+    """
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{str(path)!r} is not a regular file", hint="name a file")
+    if path.is_file() and path.stat().st_size > MOST_BYTES:
+        raise ConfigError(
+            f"{str(path)!r} has {path.stat().st_size:,} bytes: neither a TOML file nor a task has "
+            f"more than {MOST_BYTES:,}",
+            hint="give TOML of a run or of a fleet, a task's .py, or a folder of prepared data",
+        )
+
+
+def _is_fleet(path: Path) -> bool:
+    try:
+        return not tomllib.loads(path.read_text()).keys().isdisjoint(_OF_FLEETS)
+    except (ValueError, OSError, RecursionError):
+        return False  # whoever reads it as a run's file says why
+
+
+def _check_data(place: str) -> int:
+    from diloco.models.data.folder import find_damage, show
+    from diloco.models.data.prepare import progress_told
+
+    with progress_told("check") as hear:
+        manifest, damage = find_damage(place, hear)
+    for sentence in damage:
+        say_plainly(f"damaged: {sentence}")
+    if damage:
+        return Exit.DAMAGED
+    show(place, manifest)
+    return 0
+
+
+def _check_run(path: Path, learner: str, steps: int) -> int:
+    from diloco.common.process.config import load_config, warnings
+    from diloco.common.storage.bus.jetstream import check_url
+
+    config = load_config(path)
+    check_url(config.bus.url)
+    for sentence in warnings(config.settings()):
+        say(f"[yellow]warning:[/] {escape(sentence)}")
+    say(f"{escape(str(path))} is a file of run [bold]{config.run.name}[/]")
+    # Without one, learners join from loops of their own.
+    return _try_task(config, learner, steps) if "task" in config.model_fields_set else 0
+
+
+def _config_of_task(name: str) -> "Config":
+    """Of a run of a task, whose function is `build` where a file is named."""
+    from diloco.common.process.config import make_config
+
+    path = Path(name)
+    if path.suffix == ".py":
+        if not path.exists():
+            raise ConfigError(f"there is no file {name!r}", hint="diloco check FILE")
+        inside = path.resolve().is_relative_to(here := Path.cwd().resolve())
+        parts = path.resolve().relative_to(here).with_suffix("").parts if inside else ()
+        if not parts or not all(part.isidentifier() for part in parts):
+            raise ConfigError(
+                f"no run could import {name!r}: a task is a module below the current folder",
+                hint="start in its folder, and give it a name of letters, digits and underscores",
+            )
+        name = ".".join(parts) + ":build"
+    document = {
+        "run": {"name": "check", "steps": 1000},
+        "task": {"build": name},
+        "store": {"url": "unused"},
+        "sync": {"fragments": 1},  # a small task has no more
+    }
+    return make_config(document, source=name)
+
+
+def _try_task(config: "Config", learner: str, steps: int) -> int:
+    """Take some steps, of which one compiles, and say what came of them."""
+    if not steps:
+        return 0
+    from diloco.learner.trial import tried
+
+    trial = tried(config, learner, max(steps, 2))
+    for name, value in trial.facts:
+        say(f"{name + ':':<26} {escape(value)}")
+    for sentence in trial.warned:
+        say(f"[yellow]warning:[/] {escape(sentence)}")
+    for error in trial.refused:
+        say(f"[red]refused:[/] {escape(_words(error))}")
+    if not trial.refused:
+        say("[green]a learner would take it[/]")
+    return Exit.FAILED if trial.refused else 0
+
+
+def _words(error: DilocoError) -> str:
+    return f"{error.message}\n  hint: {error.hint}" if error.hint else error.message

@@ -1,0 +1,143 @@
+"""Holds a run's tape against the rules of `diloco.judge.oracle`, and accounts for its updates.
+
+It believes no daemon. A run may be under way, and its tape trimmed; then each fragment is judged
+from its oldest record on. `remake.py` and `objects.py` look at what the store has.
+"""
+
+import heapq
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import NamedTuple
+
+from diloco.common.protocol import names
+from diloco.common.protocol.errors import IntegrityError, ObjectMissingError, WireError
+from diloco.common.storage.tape import Entry, Item, read_positions
+from diloco.judge.oracle import Oracle, Remaker
+from diloco.run.history import History
+
+
+class Breach(NamedTuple):
+    """Something that is not as it must be.
+
+    Attributes:
+        rule: one of the oracle's, "objects" or "digests".
+        where: which part of the run.
+        what: what was expected and what stands there.
+    """
+
+    rule: str
+    where: str
+    what: str
+
+
+@dataclass
+class Objects:
+    """What became of a run's objects.
+
+    Attributes:
+        needed: how many recovery and learners need; `needed_bytes` of them.
+        collected: how many that the tape names are gone, and may be.
+        orphans: objects below the run's prefix that nothing on the tape names, in bytes.
+        newer: objects of what the tape has not come to, in bytes.
+        remade: versions that were merged again, and gave their digests.
+    """
+
+    breaches: list[Breach] = field(default_factory=list)
+    needed: int = 0
+    needed_bytes: int = 0
+    collected: int = 0
+    orphans: dict[str, int] = field(default_factory=dict)
+    newer: dict[str, int] = field(default_factory=dict)
+    remade: int = 0
+
+
+@dataclass
+class Account:
+    """The updates of a run since each fragment's oldest record; tokens beside their counts."""
+
+    sent: int = 0
+    merged: int = 0
+    rejected: int = 0
+    in_flight: int = 0
+    tokens_sent: int = 0
+    tokens_merged: int = 0
+    tokens_rejected: int = 0
+    tokens_in_flight: int = 0
+
+
+@dataclass(kw_only=True)
+class Audit:
+    """What an audit found.
+
+    Attributes:
+        deep: decisions and versions were made again: `followed` and `remade`; `unknown` decisions
+            could not be followed, since the tape is trimmed.
+    """
+
+    breaches: list[Breach] = field(default_factory=list)
+    account: Account = field(default_factory=Account)
+    deep: bool = False
+    followed: int = 0
+    unknown: int = 0
+    remade: int = 0
+
+
+def audit(history: History, *, deep: bool = False) -> Audit:
+    """What a tape says against its rules; blocks.
+
+    Args:
+        history: the tape.
+        deep: also make every decision again, and every version in plain arithmetic.
+
+    Raises:
+        StoreUnavailableError: the store is away.
+    """
+    found, specification = Audit(deep=deep), history.specification
+    try:
+        positions = read_positions(history.store, specification)
+    except (ObjectMissingError, IntegrityError, WireError) as error:
+        found.breaches.append(Breach("data", "the specification", error.message))
+        positions = {}
+    remaker = Remaker(history.layout, history.store.get) if deep else None
+    oracle = Oracle(
+        specification, history.layout, remaker=remaker, positions=positions, follow=deep
+    )
+    for item in _items(history):
+        oracle.take(item)
+    oracle.close()
+    # An object that is damaged is told of as such (`remake.py`): no rule was broken.
+    broken = [one for one in oracle.findings if one.rule != "input"]
+    found.breaches += [Breach(one.rule, one.where, one.what) for one in broken]
+    found.followed = sum(chain.followed for chain in oracle.chains)
+    found.unknown = sum(len(chain.unknown) for chain in oracle.chains)
+    found.remade = remaker.remade if remaker is not None else 0
+    _account(found, history, oracle)
+    return found
+
+
+def _items(history: History) -> Iterator[Item]:
+    """All of the tape, in order."""
+    records = (
+        Entry(seq, history.times_s[seq], names.record(history.run, record.fragment), record, 0)
+        for seq, record in history.in_order()
+    )
+    each: tuple[Iterable[Item], ...] = (
+        records, history.entries, history.undecoded, history.unreadable,
+    )  # fmt: skip
+    yield from heapq.merge(*each, key=attrgetter("seq"))
+
+
+def _account(found: Audit, history: History, oracle: Oracle) -> None:
+    account = found.account
+    for chain in history.records.values():
+        first, last = chain[0][1].totals, chain[-1][1].totals
+        account.merged += last.updates_merged - first.updates_merged
+        account.rejected += last.updates_rejected - first.updates_rejected
+        account.tokens_merged += last.tokens_merged - first.tokens_merged
+        account.tokens_rejected += last.tokens_rejected - first.tokens_rejected
+    for _, waiting in oracle.data.in_flight():
+        account.in_flight += 1
+        account.tokens_in_flight += waiting.tokens
+    account.sent = account.merged + account.rejected + account.in_flight
+    account.tokens_sent = account.tokens_merged + account.tokens_rejected + account.tokens_in_flight

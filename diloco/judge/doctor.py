@@ -1,0 +1,445 @@
+"""`diloco doctor`: explains the health of a run, or of a configuration whose run is not made yet.
+
+It probes what it needs (bus, store, clock), reads tape, heartbeats and the list of objects, and
+leaves nothing behind but one line among the rejected copies. `symptoms.py` has the judgements.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+from rich.table import Table
+
+from diloco.common.process.config import Config, differences
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import (
+    BusError,
+    BusUnavailableError,
+    ConfigError,
+    DilocoError,
+    Exit,
+    IntegrityError,
+    RunMismatchError,
+    RunMissingError,
+    StoreError,
+    StoreMissingError,
+    StoreUnavailableError,
+    TaskError,
+)
+from diloco.common.storage.bundle import is_bundle
+from diloco.common.storage.store import ObjectStore, open_store
+from diloco.common.storage.tape import RunContext
+from diloco.judge import service, symptoms
+from diloco.judge.audit import Account, Audit, Objects, audit
+from diloco.judge.evidence import wholeness
+from diloco.judge.objects import check_objects, list_now, read_listing
+from diloco.run import agreement
+from diloco.run.cli.opening import OpenRun, open_run, run_config
+from diloco.run.cli.screen import SEVERITY_STYLES, say_json
+from diloco.run.cli.subprocess import beside
+from diloco.run.findings import NATS_AWAY, failed
+from diloco.run.history import History, read_history
+from diloco.run.model.scores import kept, scores_of
+from diloco.run.state import Finding, Run
+from diloco.run.timeseries import read_time_series
+from diloco.run.watch import Watch
+
+if TYPE_CHECKING:
+    from diloco.judge.remake import Progress as Heard
+
+ORDER = ("error", "warning", "note", "ok")
+# A run goes on while it is looked at: what garbage collection took meanwhile is not missing.
+LOOKS = 3
+# Versions over the run that looking deep scores on held-out data.
+SCORES = 8
+
+
+@dataclass
+class Report:
+    """What the doctor found; `account` and `run_now` are None when the tape could not be read.
+
+    `exists` is False where nothing is amiss but that the run was not created yet.
+    """
+
+    run: str
+    findings: list[Finding] = field(default_factory=list)
+    account: Account | None = None
+    run_now: Run | None = None
+    exists: bool = True
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the run is there, and nothing is an error."""
+        return self.exists and all(finding.severity != "error" for finding in self.findings)
+
+    @property
+    def deeper(self) -> list[Finding]:
+        """What the whole tape and the store say, beyond the run as it is now."""
+        now = self.run_now.findings if self.run_now is not None else ()
+        return [one for one in self.findings if one not in now]
+
+    def document(self) -> dict[str, object]:
+        """The report as JSON has it."""
+        return {
+            "run": self.run,
+            "exists": self.exists,
+            "healthy": self.healthy,
+            "findings": [asdict(finding) for finding in self.findings],
+            "account": None if self.account is None else asdict(self.account),
+        }
+
+
+def run_doctor(target: str, *, deep: bool, json: bool) -> int:
+    """Examine and tell; the exit status: 0 unless something is an error.
+
+    Raises:
+        ConfigError: `target` is no configuration or cannot be understood.
+    """
+    console = Console(stderr=json)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("reading", total=None)
+        report = asyncio.run(
+            examine(
+                target,
+                deep=deep,
+                progress=lambda done, total: progress.update(
+                    task, description="making versions again", completed=done, total=total
+                ),
+            )
+        )
+    if json:
+        say_json(report.document())
+    else:
+        show(report, console)
+    amiss = report.exists and not report.healthy
+    return Exit.FAILED if amiss else Exit.ENDED
+
+
+async def examine(target: str, *, deep: bool = False, progress: "Heard | None" = None) -> Report:
+    """Everything that can be found out about RUN.
+
+    Args:
+        target: RUN, as `diloco.run.cli.opening` has it.
+        deep: also read every object, make every version again, and judge every record.
+        progress: hears how far the deep part has come.
+
+    Raises:
+        ConfigError: `target` is no configuration or cannot be understood.
+    """
+    config = run_config(target)
+    report = Report(config.run.name)
+    found = report.findings
+    found += symptoms.configuration(config.settings())
+    # A file has neither bus nor store to probe.
+    file = is_bundle(Path(target))
+    store, probed = (None, []) if file else await asyncio.to_thread(_probe_store, config)
+    found += probed
+    try:
+        async with open_run(target, name="doctor", reads=True) as run:
+            found += await asyncio.to_thread(_compare, run)
+            found += [] if file else await _probe_bus(run.context)
+            await _examine_run(report, run.context, deep=deep, progress=progress, copied=file)
+    except RunMissingError as error:
+        found += await asyncio.to_thread(_no_run, config, error, store)
+        report.exists = any(finding.severity == "error" for finding in found)
+        found += await asyncio.to_thread(_try_task, config)
+    except BusUnavailableError as error:
+        found.append(failed("bus", error, NATS_AWAY))
+    except BusError as error:
+        found.append(failed("bus", error, symptoms.PERMISSIONS))
+    except StoreUnavailableError as error:
+        found.append(failed("store", error, symptoms.STORE_AWAY))
+    except StoreError as error:
+        found.append(failed("store", error, symptoms.PERMISSIONS))
+    except IntegrityError as error:
+        found.append(failed("store", error, symptoms.DIGEST_MISMATCH))
+    except RunMismatchError as error:
+        found.append(failed("store", error, symptoms.STORE_AWAY))
+    except DilocoError as error:
+        found.append(failed("run", error, symptoms.RUN_MISMATCH))
+    report.findings = said_once(found)
+    return report
+
+
+def said_once(findings: Iterable[Finding]) -> list[Finding]:
+    """Without what is said already, and as something worse."""
+    kept: dict[tuple[str, str], Finding] = {}
+    for finding in findings:
+        other = kept.setdefault((finding.about, finding.sentence), finding)
+        if ORDER.index(finding.severity) < ORDER.index(other.severity):
+            kept[finding.about, finding.sentence] = finding
+    return [*kept.values()]
+
+
+def _no_run(config: Config, error: DilocoError, store: ObjectStore | None) -> Iterator[Finding]:
+    """A run that is not on the bus: not created yet, unless the store has something of it."""
+    try:
+        # What it holds stands behind a tape that was there, and is lost or on another server.
+        objects = len(list_now(store, config.run.name)) if store is not None else 0
+    except StoreError as away:
+        yield failed("run", away, symptoms.STORE_AWAY)
+        return
+    if objects:
+        yield Finding(
+            severity="error",
+            about="run",
+            sentence=f"{error.message}, but the store holds {objects:,} objects of it: its tape is "
+            "lost, or on another server",
+            advice="check bus.url; if the server's disk is lost, resume from the store",
+            runbook=symptoms.RESTORE,
+        )
+        return
+    yield Finding(
+        severity="note", about="run", sentence=f"{error.message}: it does not exist yet",
+        advice=error.hint or "", runbook=symptoms.RUN_MISMATCH,
+    )  # fmt: skip
+
+
+def _probe_store(config: Config) -> tuple[ObjectStore | None, list[Finding]]:
+    """The store, if it is there; and what came of writing, reading and deleting an object."""
+    name = f"{config.run.name}/doctor/{secrets.token_hex(8)}"
+    store = None
+    try:
+        store = open_store(config.store.url, emulator=config.store.emulator)
+        _round_trip(store, name)
+        taken = f"{config.store.url} accepts objects{service.probed_as(store)}"
+        return store, [
+            Finding(severity="ok", about="store", sentence=taken),
+            *service.store_owner(store),
+            *service.store_fence(store, credentials=bool(config.bus.credentials)),
+        ]
+    except StoreMissingError as error:
+        # Of a run that is there it is an error, and `open_run` says so.
+        note = Finding(
+            severity="note", about="store", sentence=error.message, advice=error.hint or "",
+            runbook=symptoms.STORE_AWAY,
+        )  # fmt: skip
+        return None, [note]
+    except StoreUnavailableError as error:
+        return store, [failed("store", error, symptoms.STORE_AWAY)]
+    except DilocoError as error:
+        return store, [failed("store", error, symptoms.PERMISSIONS)]
+
+
+def _round_trip(store: ObjectStore, name: str) -> None:
+    data = name.encode()
+    store.put(name, data)
+    try:
+        if store.get(name) != data:
+            raise StoreError(f"object {name!r} is not what was written")
+    finally:
+        store.delete(name)
+
+
+async def _probe_bus(context: RunContext) -> list[Finding]:
+    """Publish a line among the copies for people, and compare the server's clock with ours."""
+    subject = names.rejected(context.run, "doctor")
+    probe = wire.Rejection(
+        fragment=-1, learner="doctor", incarnation=0, seq=0, reason="probe", detail="diloco doctor"
+    )
+    answers = False
+    try:
+        filled = await context.bus.filled(context.tape)
+        answers = True
+        before_s = context.runtime.clock()
+        await context.bus.publish(subject, wire.encode(probe))
+        after_s = context.runtime.clock()
+        message = await context.bus.last(names.ops_stream(context.run), subject)
+    except BusUnavailableError as error:
+        if answers:
+            return [symptoms.stores_nothing(names.ops_stream(context.run), error.message)]
+        return [failed("bus", error, NATS_AWAY)]
+    except BusError as error:
+        return [failed("bus", error, symptoms.PERMISSIONS)]
+    assert message is not None
+    # Within its travel time the message may have been stored at any moment.
+    ahead_s = max(0.0, before_s - message.time_s) + min(0.0, after_s - message.time_s)
+    liveness_timeout_s = context.settings.quorum.liveness_timeout_s
+    return [
+        Finding(severity="ok", about="bus", sentence="NATS answers and stores messages"),
+        symptoms.clock("this machine's clock", ahead_s, liveness_timeout_s),
+        *symptoms.readers(filled),
+    ]
+
+
+def _compare(run: OpenRun) -> list[Finding]:
+    """The file, and the task it names, against the run's specification."""
+    found = [
+        Finding(
+            severity="error",
+            about="specification",
+            sentence=sentence,
+            advice="daemons with this file are refused: use the one the run was created with",
+            runbook=symptoms.RUN_MISMATCH,
+        )
+        for sentence in differences(run.config.settings(), run.context.settings)
+    ]
+    if not found:
+        found.append(
+            Finding(severity="ok", about="specification", sentence="the file matches the run")
+        )
+    return found + _try_task(run.config, run.specification.layout)
+
+
+def _try_task(config: Config, layout: str | None = None) -> list[Finding]:
+    """Whether the task can be built here, and gives the run's layout."""
+    try:
+        return beside(try_task, config, layout)
+    except TaskError as error:
+        return [_not_built(config, error)]
+
+
+def try_task(config: Config, layout: str | None) -> list[Finding]:
+    """As `_try_task`, in this process, which loads JAX and the task."""
+    from diloco.learner.contract import run_task
+    from diloco.learner.tensors import tree
+
+    try:
+        digest = tree.task_layout(run_task(config.settings()), config.sync).digest
+    except (DilocoError, ImportError, OSError) as error:
+        return [_not_built(config, error)]
+    if layout is None or digest == layout:
+        return [Finding(severity="ok", about="layout", sentence=f"the task's layout is {digest}")]
+    return [
+        Finding(
+            severity="error",
+            about="layout",
+            sentence=f"the task's layout is {digest} here, {layout} in the run",
+            advice="learners with this task are refused: use the code the run was created with",
+            runbook=symptoms.RUN_MISMATCH,
+        )
+    ]
+
+
+def _not_built(config: Config, error: Exception) -> Finding:
+    sentence = f"task {config.task.build!r} cannot be built here, so its layout is not checked"
+    return Finding(
+        severity="note", about="layout", sentence=f"{sentence}: {error}",
+        advice="only learners and `run create` need it", runbook=symptoms.RUN_MISMATCH,
+    )  # fmt: skip
+
+
+async def _examine_run(
+    report: Report, context: RunContext, *, deep: bool, progress: "Heard | None", copied: bool
+) -> None:
+    """Tape, learners, fragments and objects."""
+    history, watch, now, found, objects = await _look(context, deep=deep, progress=progress)
+    report.account, report.run_now = found.account, now
+    report.findings[:] = [*in_force(report.findings, history)]
+    made = await context.runtime.call(service.newest_checkpoint, context.store, context.run)
+    cosines = await context.runtime.call(agreement.cosines_of, context, watch.observed.rounds)
+    report.findings += [
+        *symptoms.aggregator_clocks(history),
+        *now.findings,
+        *agreement.strangers(cosines),
+        *symptoms.ruined(await _scores(context, deep=deep)),
+        *service.checkpoints(history, made, now.as_of_s),
+        *((_copy(),) if copied else ()),
+        *symptoms.tape(history, found),
+        *wholeness(history, objects),
+        *symptoms.objects(objects, deep=deep),
+        *symptoms.rules(found),
+    ]
+
+
+def _copy() -> Finding:
+    """What a file has that nothing makes again."""
+    return Finding(
+        severity="note", about="file",
+        sentence="this is a copy in a file: what it has of heartbeats, held-out losses and logs is "
+        "its maker's word",
+        advice="`diloco replay FILE` verifies its tape and its objects",
+    )  # fmt: skip
+
+
+def in_force(findings: list[Finding], history: History) -> Iterator[Finding]:
+    """What was found, with the judgement of the settings that the run has now, not the file's."""
+    if not history.changes:
+        yield from findings
+        return
+    yield from symptoms.configuration(history.in_force)
+    yield from (one for one in findings if one.about != "configuration")
+
+
+async def _scores(context: RunContext, *, deep: bool) -> list[wire.Score]:
+    """Held-out losses that were kept; looking deep, the newest and some between as well.
+
+    Raises:
+        StoreError: the store is away.
+    """
+    if not deep:
+        return await kept(context)
+    series = await read_time_series(context, 0.0)
+    try:
+        return await scores_of(context, series, SCORES)
+    except (TaskError, ConfigError, ImportError):
+        return await kept(context)  # The task cannot be built here; that is told elsewhere.
+
+
+class _Look(NamedTuple):
+    """What tape and store say; `now` is of when the tape had been read, and no later."""
+
+    history: History
+    watch: Watch
+    now: Run
+    audit: Audit
+    objects: Objects
+
+
+async def _look(context: RunContext, *, deep: bool, progress: "Heard | None") -> _Look:
+    """Read tape and store, again if something was amiss and the run has gone on meanwhile."""
+    for look in range(1, LOOKS + 1):
+        before = await read_listing(context)
+        watch = Watch(context)
+        watch.observed.from_start = True
+        history = await read_history(context, watch.observed.take)
+        # The deep part may take hours: what waited then had not waited for them.
+        now = await watch.caught_up()
+        found = await context.runtime.call(partial(audit, history, deep=deep))
+        objects = await context.runtime.call(partial(check_objects, history, before=before))
+        if deep:
+            # It merges with JAX, which takes its time to load, and its memory.
+            from diloco.judge.remake import remake
+
+            await context.runtime.call(remake, history, objects, progress)
+        if not (found.breaches or objects.breaches) or look == LOOKS:
+            break
+        if await context.bus.last_sequence(context.tape) == history.last_seq:
+            break
+    return _Look(history, watch, now, found, objects)
+
+
+def show(report: Report, console: Console) -> None:
+    """The report as a table, the worst first."""
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column("severity", no_wrap=True)
+    table.add_column("about", no_wrap=True)
+    table.add_column("sentence", overflow="fold")
+    for finding in sorted(report.findings, key=lambda item: ORDER.index(item.severity)):
+        lines = [escape(finding.sentence)]
+        if finding.advice:
+            lines.append(f"[dim]{escape(finding.advice)}[/]")
+        if finding.runbook:
+            lines.append(f"[dim]{finding.runbook}[/]")
+        colour = SEVERITY_STYLES[finding.severity]
+        table.add_row(f"[{colour}]{finding.severity}[/]", escape(finding.about), "\n".join(lines))
+    console.print(table)
+    counts = {
+        severity: sum(finding.severity == severity for finding in report.findings)
+        for severity in ORDER[:-1]
+    }
+    listed = ", ".join(
+        f"{count} {severity}{'s' * (count > 1)}" for severity, count in counts.items() if count
+    )
+    state = "is healthy" if report.healthy else "is [bold red]not healthy[/]"
+    if report.healthy and counts["warning"]:
+        state = "has no errors, [yellow]but look at its warnings[/]"
+    state = state if report.exists else "does not exist yet"
+    console.print(f"run [bold]{report.run}[/] {state}{f' ({listed})' if listed else ''}")

@@ -1,0 +1,162 @@
+"""Whether a tape and its store are whole: is anything gone that nothing takes by itself?
+
+Garbage collection trims the tape first, and deletes objects then. So what the tape itself says
+decides what may be gone: of each fragment everything that its records above the oldest one name is
+kept, and no message that came after every fragment's oldest record is ever trimmed. What is gone
+all the same was deleted by hand or lost; what the store has beyond the tape's end says that the
+tape was cut. Reads nothing.
+"""
+
+import itertools
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from diloco.aggregator.core.garbage import Ledger, newer_than_tape
+from diloco.common.protocol import names, wire
+from diloco.judge.audit import Objects
+from diloco.run.history import History
+from diloco.run.state import Finding
+
+DEBUG_WITH_REPLAY = "runbooks/debug-with-replay.md"
+KEEP = (
+    "stop the aggregators and copy tape and store before anything else; `diloco replay` says what "
+    "is left"
+)
+
+
+class Hole(NamedTuple):
+    """Sequences, first and last, of messages that are gone from the midst of a tape."""
+
+    first_seq: int
+    last_seq: int
+
+    @property
+    def messages(self) -> int:
+        """How many there were."""
+        return self.last_seq - self.first_seq + 1
+
+
+def holes(history: History) -> list[Hole]:
+    """Messages that are gone, and that no collection takes."""
+    oldest = [chain[0][0] for chain in history.records.values() if chain]
+    kept_from = max(oldest, default=0)
+    seqs = (seq for seq in history.times_s if seq >= kept_from)
+    return [
+        Hole(before + 1, after - 1)
+        for before, after in itertools.pairwise(seqs)
+        if after > before + 1
+    ]
+
+
+def missing_objects(history: History, there: Container[str]) -> dict[str, int]:
+    """Objects that are not there, and that no collection takes while the tape stands as it does.
+
+    By name, with their record.
+    """
+    found: dict[str, int] = {}
+    for chain in history.records.values():
+        for index, (seq, record) in enumerate(chain):
+            for ref in _kept_for(record, oldest=index == 0):
+                if ref.name not in there:
+                    found.setdefault(ref.name, seq)
+    return found
+
+
+def _kept_for(record: wire.Record, *, oldest: bool) -> Iterator[wire.ObjectRef | wire.Shard]:
+    yield from (record.snapshot, record.outer)
+    # A replay begins with the oldest: what it was made of may go.
+    if oldest:
+        return
+    if record.delta is not None and record.what == "version":
+        yield record.delta
+    for taken in record.inputs:
+        yield from taken.shards
+
+
+def newer_objects(history: History, listed: Iterable[str]) -> Iterator[str]:
+    """Objects of versions, lives and checkpoints that the tape has not come to.
+
+    Args:
+        history: the tape; read after the store was listed, or once the run has ended.
+        listed: names of the run's objects.
+    """
+    newest: dict[int, Newest | None] = dict.fromkeys(range(len(history.layout.fragments)))
+    for fragment, chain in history.records.items():
+        for seq, record in chain[-1:]:
+            newest[fragment] = Newest(seq, record, history.times_s[seq])
+    epoch = history.specification.epoch
+    yield from newer_than(history.run, epoch, newest, [*listed], history.last_seq)
+
+
+def under_way(history: History, listed: Iterable[str]) -> Iterator[str]:
+    """Objects of the version after each fragment's newest, where a run has no end message yet.
+
+    Its maker stores them before it commits the record: a run that goes on may have them.
+    """
+    if history.end or history.specification.epoch:
+        return
+    newest = {fragment: chain[-1][1].version for fragment, chain in history.records.items()}
+    for name in listed:
+        for fragment, version in newest.items():
+            made = names.parse_version_object(history.run, fragment, name)
+            if made is not None and made.version == version + 1:
+                yield name
+
+
+class Newest(NamedTuple):
+    """A fragment's last record, with its sequence and time."""
+
+    seq: int
+    record: wire.Record
+    time_s: float
+
+
+def newer_than(
+    run: str,
+    epoch: int,
+    newest: Mapping[int, Newest | None],
+    listed: Sequence[str],
+    last_seq: int,
+) -> Iterator[str]:
+    """Objects of what a tape has not come to.
+
+    Args:
+        run: its name.
+        epoch: of the tape.
+        newest: of each fragment the last record; None where it has none.
+        listed: names of the run's objects.
+        last_seq: the tape's last sequence.
+    """
+    found = [(name, 0) for name in listed]
+    for fragment, last in newest.items():
+        ledger = Ledger(run, fragment, epoch)
+        if last is not None:
+            ledger.take(last.record, last.seq, last.time_s, None)
+        yield from newer_than_tape(ledger, found, last_seq)
+    prefix = names.checkpoint_prefix(run)
+    for name, _ in found:
+        of, _, seq_text = name.removeprefix(prefix).partition("-")
+        if name.startswith(prefix) and of == f"{epoch:04d}" and int(seq_text) > last_seq:
+            yield name
+
+
+def wholeness(history: History, objects: Objects) -> Iterator[Finding]:
+    """Sentences on messages that are gone, and on objects newer than the tape."""
+    for hole in holes(history):
+        yield Finding(
+            severity="error",
+            about="tape",
+            sentence=f"{hole.messages} messages are gone, {hole.first_seq} to {hole.last_seq}: no "
+            "garbage collection takes messages from there",
+            advice=KEEP,
+            runbook=DEBUG_WITH_REPLAY,
+        )
+    if objects.newer:
+        yield Finding(
+            severity="error",
+            about="tape",
+            sentence=f"it ends before its objects: the store has {len(objects.newer):,} of what "
+            f"came later, such as {next(iter(objects.newer))}",
+            advice=f"the stream was cut, or an older copy restored; {KEEP}",
+            runbook=DEBUG_WITH_REPLAY,
+        )

@@ -1,0 +1,273 @@
+"""Holds a listing of a run's store against its records: is what they name there, and as long?
+
+It knows what recovery and learners that join need, and what garbage collection may have taken; it
+reads no object. `remake.py` goes on with their contents.
+"""
+
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import IntegrityError, RunMismatchError, WireError
+from diloco.common.storage.store import ObjectStore
+from diloco.common.storage.tape import RunContext, last_record
+from diloco.judge.audit import Breach, Objects
+from diloco.judge.evidence import missing_objects, newer_objects
+from diloco.run.history import History
+
+
+class Listing:
+    """Sizes of objects by the hashes of their names.
+
+    Args:
+        listed: names and sizes.
+        picked: which names to keep in full, such as those a tape may not have come to.
+
+    Attributes:
+        picked: names of those.
+    """
+
+    def __init__(
+        self,
+        listed: Iterable[tuple[str, int]] = (),
+        picked: Callable[[str], bool] = lambda _: False,
+    ) -> None:
+        self._added = array("q")
+        self._rows = np.empty((0, 2), np.int64)
+        self.picked: list[str] = []
+        for name, size_bytes in listed:
+            self.add(name, size_bytes)
+            if picked(name):
+                self.picked.append(name)
+
+    def add(self, name: str, size_bytes: int = 0) -> None:
+        """An object; another one of the name replaces it."""
+        self._added.extend((_hash(name), size_bytes))
+
+    def _table(self) -> npt.NDArray[np.int64]:
+        """Rows of (hash, size) in order of hashes, each hash once."""
+        if self._added:
+            new = np.frombuffer(self._added, np.int64).reshape(-1, 2)
+            rows = np.concatenate([self._rows, new])
+            rows = rows[np.argsort(rows[:, 0], kind="stable")]
+            self._rows = rows[np.diff(rows[:, 0], append=-1) != 0]
+            self._added = array("q")
+        return self._rows
+
+    def size(self, name: str) -> int | None:
+        """Of an object; None if it is not there."""
+        rows, wanted = self._table(), _hash(name)
+        index = int(np.searchsorted(rows[:, 0], wanted))
+        found = index < len(rows) and rows[index, 0] == wanted
+        return int(rows[index, 1]) if found else None
+
+    def __contains__(self, name: object) -> bool:
+        return self.size(str(name)) is not None
+
+    def __len__(self) -> int:
+        return len(self._table())
+
+    def beside(self, other: "Listing") -> "Listing":
+        """What of this the other one lacks, or has with another size."""
+        found, rows = Listing(), self._table()
+        found._rows = rows[~_stand_in(other._table(), rows)]  # noqa: SLF001 - of this class
+        return found
+
+
+def _stand_in(rows: npt.NDArray[np.int64], wanted: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Which of these rows are among others, which are in order."""
+    if not len(rows):
+        return np.zeros(len(wanted), np.bool_)
+    at = np.minimum(np.searchsorted(rows[:, 0], wanted[:, 0]), len(rows) - 1)
+    same: npt.NDArray[np.bool_] = (rows[at] == wanted).all(axis=1)
+    return same
+
+
+def _hash(name: str) -> int:
+    return xxhash.xxh3_64_intdigest(name.encode()) >> 1
+
+
+async def read_listing(context: RunContext) -> Listing:
+    """The run's objects, with the names of those that a tape read later may not have come to.
+
+    Raises:
+        BusError, StoreError: bus or store are away.
+    """
+    fragments = range(len(context.layout.fragments))
+    newest = {index: await _newest_version(context, index) for index in fragments}
+    last_seq = await context.bus.last_sequence(context.tape)
+    return await context.runtime.call(
+        list_now, context.store, context.run, may_be_newer(context.run, newest, last_seq)
+    )
+
+
+def list_now(
+    store: ObjectStore, run: str, picked: Callable[[str], bool] = lambda _: False
+) -> Listing:
+    """A run's objects as they are; blocks.
+
+    Raises:
+        StoreError: the store cannot be listed.
+    """
+    return Listing(store.walk(f"{run}/"), picked)
+
+
+async def _newest_version(context: RunContext, fragment: int) -> int:
+    try:
+        return (await last_record(context, fragment))[0].version
+    except (IntegrityError, RunMismatchError, WireError):
+        # All its objects may be newer; whoever reads the tape says what is wrong with it.
+        return -1
+
+
+def fragment_of(run: str, name: str) -> int | None:
+    """The fragment that an object is of; None for what is the whole run's."""
+    if (sent := names.parse_shard(run, name)) is not None:
+        return sent.fragment
+    fragment = name.removeprefix(names.global_prefix(run)).partition("/")[0]
+    return int(fragment) if fragment.isdecimal() else None
+
+
+def may_be_newer(run: str, newest: Mapping[int, int], last_seq: int) -> Callable[[str], bool]:
+    """Whether an object is of something later than these versions and this sequence.
+
+    `diloco.judge.evidence.newer_objects` judges by the tape, once it is read.
+    """
+
+    def judge(name: str) -> bool:
+        if name.startswith(names.checkpoint_prefix(run)):
+            return True
+        if (sent := names.parse_shard(run, name)) is not None:
+            return sent.incarnation > last_seq
+        fragment, _, rest = name.removeprefix(names.global_prefix(run)).partition("/")
+        version = rest.partition("-")[0]
+        known = fragment.isdecimal() and version.isdecimal() and int(fragment) in newest
+        return known and int(version) > newest[int(fragment)]
+
+    return judge
+
+
+def needed_now(history: History) -> Iterator[tuple[int, wire.ObjectRef | wire.Shard]]:
+    """(record's sequence, object) of all that recovery and joining learners need."""
+    for chain in history.records.values():
+        newest_seq, newest = chain[-1]
+        yield from ((newest_seq, ref) for ref in (newest.snapshot, newest.outer, *newest.deltas))
+        covered = newest.outer_seq or newest_seq
+        for seq, record in reversed(chain):
+            if seq <= covered:
+                break
+            for taken in record.inputs:
+                yield from ((seq, shard) for shard in taken.shards)
+
+
+def named(record: wire.Record) -> Iterator[wire.ObjectRef | wire.Shard]:
+    """Every object that a record names."""
+    yield from (record.snapshot, record.outer, *record.deltas)
+    if record.delta is not None:
+        yield record.delta
+    for taken in record.inputs:
+        yield from taken.shards
+
+
+def all_named(history: History) -> Iterator[wire.ObjectRef | wire.Shard]:
+    """Every object that a record names, without those that the record before names as well."""
+    for chain in history.records.values():
+        before: set[str] = set()
+        for _, record in chain:
+            own = {ref.name: ref for ref in named(record)}
+            yield from (ref for name, ref in own.items() if name not in before)
+            before = {*own}
+
+
+def check_objects(history: History, before: Listing | None = None) -> Objects:
+    """Compare a listing of the store with the tape.
+
+    Args:
+        history: the tape.
+        before: objects that were there before the tape was read, where it goes on: those that it
+            does not know of are newer, and what was stored since is nobody's orphan. None: those of
+            now.
+
+    Raises:
+        StoreError: the store cannot be listed.
+    """
+    found, run = Objects(), history.run
+    wanted = {ref.name: (seq, ref) for seq, ref in needed_now(history)}
+    found.needed = len(wanted)
+    found.needed_bytes = sum(ref.size_bytes for _, ref in wanted.values())
+    known = Listing((ref.name, ref.size_bytes) for ref in all_named(history))
+    there = list_now(history.store, run, _unknown(history, known))
+    if amiss := known.beside(there):
+        _check_named(found, history, amiss, there, wanted)
+    newer = {*newer_objects(history, (there if before is None else before).picked)}
+    sizes = {name: there.size(name) for name in sorted(newer)}
+    found.newer = {name: size for name, size in sizes.items() if size is not None}
+    prefixes = tuple(names.fragment_prefix(run, f) for f in range(len(history.layout.fragments)))
+    kept = tuple(_pinned(history))
+    others = Listing((name, 0) for name in _other_names(history)) if there.picked else Listing()
+    found.orphans = {
+        name: there.size(name) or 0
+        for name in there.picked
+        if (name.startswith(prefixes) or "/update/" in name)
+        and not (name in known or name in others or name in newer)
+        and not name.startswith(kept)
+        and (before is None or name in before)
+    }
+    return found
+
+
+def _unknown(history: History, known: Listing) -> Callable[[str], bool]:
+    """Whether no record names an object, or it may be newer than the tape."""
+    newest = {
+        fragment: chain[-1][1].version if chain else -1
+        for fragment in range(len(history.layout.fragments))
+        for chain in [history.records[fragment]]
+    }
+    newer = may_be_newer(history.run, newest, history.last_seq)
+    return lambda name: name not in known or newer(name)
+
+
+def _check_named(
+    found: Objects,
+    history: History,
+    amiss: Listing,
+    there: Listing,
+    wanted: Mapping[str, tuple[int, wire.ObjectRef | wire.Shard]],
+) -> None:
+    """Objects that are gone though they are needed, or have another size."""
+    standing = missing_objects(history, there)
+    for name, ref in {r.name: r for r in all_named(history) if r.name in amiss}.items():
+        seq = wanted[name][0] if name in wanted else 0
+        where = f"record {seq}" if seq else "an older record"
+        size = there.size(name)
+        if size is not None:
+            what = f"{name!r} has {size} bytes, not {ref.size_bytes}"
+            found.breaches.append(Breach("objects", where, what))
+            continue
+        found.collected += 1
+        if seq:
+            found.breaches.append(Breach("objects", where, f"no object {name!r}"))
+        elif name in standing:
+            where = f"record {standing[name]}"
+            what = f"no object {name!r}, and no collection takes it while that record stands"
+            found.breaches.append(Breach("objects", where, what))
+
+
+def _other_names(history: History) -> Iterator[str]:
+    """Objects that the tape names outside of records' own fields."""
+    for _, manifest in history.manifests:
+        yield from (shard.name for shard in manifest.shards)
+    yield from history.bodies
+
+
+def _pinned(history: History) -> set[str]:
+    """How the names of all that checkpoints keep begin."""
+    return {
+        names.version_object(history.run, fragment, version, "", "").removesuffix("--")
+        for _, checkpoint in history.checkpoints
+        for fragment, version in enumerate(checkpoint.versions)
+    }

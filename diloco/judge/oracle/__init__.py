@@ -1,0 +1,27 @@
+"""The oracle: what a tape must say, from the rules alone, against what it says.
+
+It imports nothing of the aggregator, whose decisions it judges, and is written from
+docs/design/design.md: what both compute, they compute apart. Whoever changes a rule changes it
+here as well. Pure: messages come in, findings come out.
+
+    run.py       a whole tape: settings, stop, end, quarantines
+    chain.py     one fragment's records, each against the one before it
+    life.py      what an owner knows between two records
+    hearing.py   ... and hears from the tape: who is admitted, who is rejected and why
+    watching.py  ... and is told beside it: observations
+    rounds.py    when a round opens, is cut and closes
+    records.py   a record, field by field
+    memory.py    what is remembered of learners
+    data.py      data positions, and one answer for every update
+    shares.py    which shares of the data are merged
+    arrays.py    the merge, the outer step and the delta, from objects
+    claims.py    what a manifest may claim
+    numbers.py   weights, discounts, pace, grace, clocks
+    finding.py   what it says
+"""
+
+from diloco.judge.oracle.arrays import Remaker
+from diloco.judge.oracle.finding import RULES, Finding
+from diloco.judge.oracle.run import Oracle
+
+__all__ = ["RULES", "Finding", "Oracle", "Remaker"]

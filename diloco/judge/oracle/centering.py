@@ -1,0 +1,91 @@
+"""Centered clipping (`outer.merge`), from the rules: what an update may move the merge by.
+
+    merged = v + sum of w c (e - v) / sum of w,   c = min(1, clip_radius r / |e - v|)
+
+in each segment. v: the fragment's merged gradient before; e: an update times discount and clip; r:
+the lower median of |e - v| over the learners of the last round that had three. Before there was
+one: merged = r sum of w e / |e| / sum of w, r the median of the round itself, v = 0.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from diloco.common.protocol import wire
+
+Doubles = npt.NDArray[np.float64]
+Vector = npt.NDArray[np.float32]
+# Of lengths that were found in float32, and of shares of weight that are bfloat16s.
+ERROR, SHARE_ERROR = 1e-4, 2.0**-8
+LEARNERS = 3
+
+
+class Centered:
+    """A round of a fragment that is merged by centered clipping.
+
+    Args:
+        center: v, float32 [N].
+        radius: r, float32 [S].
+        times: `outer.clip_radius`.
+        lengths: gives the length of each segment of a vector.
+    """
+
+    def __init__(
+        self,
+        center: Vector,
+        radius: Vector,
+        times: float,
+        lengths: Callable[[Doubles], Doubles],
+    ) -> None:
+        self._known_S = radius > 0
+        self._center, self._radius, self._times = center, radius, times
+        self._lengths = lengths
+        self._pulls: list[Doubles] = []
+        self._newest: dict[str, Doubles] = {}
+
+    def pull(self, taken: wire.Input, values: Vector) -> Doubles:
+        """C of an input whose values are these, float64 [S]."""
+        counted = values * np.float64(taken.discount * taken.clip)
+        away_S = np.where(
+            self._known_S, self._lengths(counted - self._center), self._lengths(counted)
+        )
+        self._newest[taken.learner] = away_S
+        most_S = np.where(self._known_S, self._times * self._radius.astype(np.float64), 1.0)
+        bound_S = ~self._known_S | (away_S > most_S)
+        there_S = np.where(away_S > 0, away_S, np.inf)
+        pull_S = np.where(bound_S, most_S / there_S, 1.0)
+        self._pulls.append(pull_S)
+        return pull_S
+
+    def factors(self, average: float) -> Doubles:
+        """What the sum is multiplied by, float64 [S]; `average`: for an average."""
+        return np.where(self._known_S, average, average * self._median())
+
+    def _median(self) -> Doubles:
+        ordered = np.sort(np.stack(list(self._newest.values())), axis=0)
+        middle: Doubles = ordered[(len(ordered) - 1) // 2]
+        return middle
+
+    def judge(self, record: wire.Record) -> Iterator[tuple[str, str, Any, Any]]:
+        """What the record says of the round's end."""
+        unit = record.inputs[-1].weight_unit
+        weights = [math.ldexp(taken.weight, -unit) for taken in record.inputs]
+        whole = sum(float(ml_dtypes.bfloat16(weight)) for weight in weights)
+        counted_S = sum(w * pull for w, pull in zip(weights, self._pulls, strict=True))
+        kept_S = np.where(self._known_S, np.maximum(0.0, 1 - counted_S / whole), 0.0)
+        radius_S = self._radius.astype(np.float64)
+        if len(self._newest) >= LEARNERS:
+            radius_S = self._median()
+        for name, found, wanted_S, error, share in (
+            ("kept", record.kept, kept_S, 0.0, SHARE_ERROR),
+            ("radii", record.radii, radius_S, ERROR, 0.0),
+        ):
+            found_S = np.frombuffer(found, np.float32)
+            if found_S.shape != wanted_S.shape or not np.allclose(
+                found_S, wanted_S, rtol=error, atol=share
+            ):
+                yield "factors", name, wanted_S.tolist()[:8], found_S.tolist()[:8]

@@ -1,0 +1,284 @@
+"""One fragment's records, each judged against the one before it and the tape between them."""
+
+from bisect import bisect_left
+from collections.abc import Iterator
+
+from diloco.common.process.averaged import settings_of
+from diloco.common.process.config import RunSettings
+from diloco.common.protocol import wire
+from diloco.common.protocol.layout import Layout
+from diloco.common.storage.tape import Entry, Garbage
+from diloco.judge.oracle import records
+from diloco.judge.oracle.finding import Finding
+from diloco.judge.oracle.hearing import concerns, hear
+from diloco.judge.oracle.life import Breach, Close, Life, begin
+from diloco.judge.oracle.rounds import recorded, time_up_s
+from diloco.judge.oracle.watching import watch
+
+# By these rules an owner decides that says so as its life begins.
+RULES = 3.0
+# So many observations get a record of their own.
+OBSERVATIONS = 1 << 13
+
+
+class Chain:
+    """A fragment as the oracle has followed it.
+
+    Args:
+        layout: the run's.
+        created: settings of the specification; `settings` those of later messages.
+        fragment: its index.
+        epoch: of the tape.
+        follow: make decisions again; else a record is judged by the one before it and by what was
+            announced, which takes a fraction of the time.
+
+    Attributes:
+        late_s: how long after its time a timer may be told, None for however long: an owner that
+            is paused decides nothing, and nothing says for how long it was.
+        base: the newest record; `base_seq` its sequence.
+        final_seqs: sequences of its records as of its last version, of which it needs no more.
+        followed: records whose decision was made again; `unknown`: others, with the reason.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        created: RunSettings,
+        settings: dict[int, RunSettings],
+        fragment: int,
+        *,
+        epoch: int = 0,
+        follow: bool = True,
+    ) -> None:
+        self.fragment = fragment
+        self.late_s: float | None = None
+        self.base: wire.Record | None = None
+        self.base_seq = 0
+        self.final_seqs: list[int] = []
+        self.followed = 0
+        self.unknown: list[tuple[int, str]] = []
+        self._layout = layout
+        self._created = created
+        self._settings = settings
+        self._life: Life | None = None
+        self._heard: list[Entry | Garbage] = []
+        self._next_seq = 1
+        self._whole_from = 1
+        self._epoch, self._follows = epoch, follow
+        self._stopped = False
+        self._versions: dict[int, records.Contents] = {}
+        # Messages that nobody can decode count as the last of a subject as well.
+        self._garbled: set[int] = set()
+
+    def hear(self, entry: Entry) -> None:
+        """A message of the tape, in order."""
+        self._stopped = self._stopped or isinstance(entry.body, wire.Stop)
+        if concerns(entry, self.fragment):
+            self._heard.append(entry)
+
+    def pass_over(self, message: Garbage) -> None:
+        """A message of the tape that is none of the protocol."""
+        self._garbled.add(message.seq)
+        if concerns(message, self.fragment):
+            self._heard.append(message)
+
+    def missing_before(self, seq: int) -> None:
+        """The tape lacks messages before a sequence; none of those that follow a record matters.
+
+        Garbage collection takes a fragment's messages only from before its oldest record.
+        """
+        if self.base is None:
+            self._whole_from = seq
+
+    def lose(self, seq: int) -> None:
+        """A record cannot be read: what follows is judged from the next one on."""
+        self.base, self._life, self._whole_from = None, None, seq + 1
+
+    def judge(self, record: wire.Record, seq: int) -> list[Finding]:
+        """The fragment's next record."""
+        breaches = list(self._judge(record, seq))
+        about = f"fragment {self.fragment} version {record.version}"
+        if breaches:
+            self._life = None
+        self.base, self.base_seq = record, seq
+        self.final_seqs = [*self.final_seqs, seq] if record.final else []
+        if record.what != "verdict":
+            self._versions[record.version] = records.contents(record)
+        self._heard = self._heard[self._index(record.position) :]
+        return [Finding(b.rule, seq, about, b.field, b.expected, b.found) for b in breaches]
+
+    def _judge(self, record: wire.Record, seq: int) -> Iterator[Breach]:
+        base = self.base
+        settings = self._settings_at(record.policy.settings_seq)
+        yield from records.names(record)
+        if base is None:
+            yield from self._first(record, seq)
+            return
+        if settings is None and record.policy.settings_seq >= self._whole_from:
+            yield Breach("settings", "settings_seq", "settings", record.policy.settings_seq)
+        yield from records.link(base, self.base_seq, record)
+        if record.position > seq:
+            yield Breach("position", "position", f"at most {seq}", record.position)
+        if record.final and not self._stopped:
+            yield Breach("stop", "final", "a stop before it", "none")
+        yield from records.answers(record, self._announced, self._whole_from)
+        if record.what == "restore":
+            self._life = None
+            yield from records.restore(base, self._versions, record)
+            return
+        yield from records.sums(base, record)
+        yield from records.clock(settings, base, record)
+        yield from records.objects(settings, base, self.base_seq, record)
+        if self._follows:
+            yield from self._decision(base, record)
+
+    def _first(self, record: wire.Record, seq: int) -> Iterator[Breach]:
+        """What a fragment's records begin with, as far as the tape has them."""
+        found = (record.epoch, record.layout)
+        if found != (self._epoch, self._layout.digest):
+            yield Breach("chain", "epoch, layout", (self._epoch, self._layout.digest), found)
+        if record.base_seq >= self._whole_from:
+            yield Breach("chain", "base_seq", "a record that the tape has", record.base_seq)
+        elif not record.base_seq:
+            expected = ("restored", 1) if record.epoch else ("version", 1)
+            begins = (record.what, record.position)
+            if begins != expected or (not record.epoch and record.version):
+                yield Breach("chain", "what", expected, (*begins, record.version))
+            if not record.epoch and record.global_step:
+                yield Breach("clock", "global_step", 0, record.global_step)
+        if self._whole_from > 1:
+            self._whole_from = seq
+
+    def _announced(self, seq: int) -> wire.Manifest | None:
+        """The update that was announced at a sequence and had no answer in the record before."""
+        at = self._index(seq)
+        entry = self._heard[at] if at < len(self._heard) else None
+        body = entry.body if isinstance(entry, Entry) and entry.seq == seq else None
+        return body if isinstance(body, wire.Manifest) else None
+
+    def _settings_at(self, seq: int) -> RunSettings | None:
+        settings = self._settings.get(seq) if seq else self._created
+        return settings and settings_of(settings, self._layout, self.fragment)
+
+    # A decision
+
+    def _decision(self, base: wire.Record, record: wire.Record) -> Iterator[Breach]:
+        why = self._follow(base, record)
+        if why or self._life is None:
+            self.unknown.append((record.base_seq, why))
+            self._life = None
+            return
+        life, close = self._life, self._life.due
+        yield from life.breaches
+        life.breaches = []
+        if close is None:
+            state = (life.phase, sorted(life.announcers()), sorted(life.memory.waited_for()))
+            yield Breach("round", "what", f"nothing yet: {state}", (record.what, record.reason))
+            return
+        yield from records.decision(life, close, record)
+        recorded(life, close)
+        life.view_digest = record.view_digest
+        yield from records.remembered(life, record)
+        self.followed += 1
+
+    def _follow(self, base: wire.Record, record: wire.Record) -> str:
+        """Bring the life to where its maker was; why that cannot be done, or ''."""
+        if record.policy.rules != RULES:
+            return "another release decided it, by other rules"
+        for count, seen in enumerate(record.observations, 1):
+            if seen.what == "resumed":
+                why = self._begin(base, seen)
+                if why:
+                    return why
+                continue
+            if self._life is None:
+                why = self._go_on(base, seen)
+                if why:
+                    return why
+            if not self._observe(seen, record, count):
+                return ""
+        if self._life is None:
+            return "the record does not say how its maker began"
+        self._hear_until(self._life, record.policy.seen_seq)
+        return ""
+
+    def _observe(self, seen: wire.Observation, record: wire.Record, count: int) -> bool:
+        """Take one observation; False if the record was due before it."""
+        life = self._life
+        assert life is not None
+        self._hear_until(life, seen.after_seq)
+        if life.due is not None:
+            life.breach("round", "closed_at_s", life.due, f"went on: {seen.what} {seen.at_s}")
+            return False
+        if seen.after_seq != life.read_seq:
+            life.breach("observation", "after_seq", life.read_seq, seen.after_seq)
+        self._check_time(life, seen)
+        watch(life, seen, record)
+        self._check_cut(life, seen)
+        if count >= OBSERVATIONS and not life.storing and life.due is None:
+            life.due = Close("verdict", "observations", life.final, seen.at_s)
+        return True
+
+    def _begin(self, base: wire.Record, seen: wire.Observation) -> str:
+        """A life begins from the record before."""
+        settings = self._settings_at(base.policy.settings_seq)
+        if base.position < self._whole_from or settings is None:
+            return "the tape is trimmed before it"
+        self._life = begin(self._layout, settings, base, seen.at_s)
+        self._next_seq = base.position
+        return ""
+
+    def _go_on(self, base: wire.Record, seen: wire.Observation) -> str:
+        """A life goes on whose beginning was not followed: if nothing waited, that is known."""
+        if base.position <= base.policy.seen_seq:
+            return "updates were waiting when the record before was made"
+        settings = self._settings_at(base.policy.settings_seq)
+        if base.policy.stopping_at_s or base.position < self._whole_from or settings is None:
+            return "the tape is trimmed before it, or the run had stopped"
+        if base.what == "verdict" and base.policy.closed_at_s >= base.opened_at_s:
+            return "the record does not say how its maker began"
+        life = begin(self._layout, settings, base, max(seen.at_s, base.policy.closed_at_s))
+        life.began_at_s, life.now_s = 0.0, seen.at_s
+        life.opened_at_s, life.quorum_at_s = base.opened_at_s, base.quorum_at_s
+        life.storing = "version" if seen.what == "made" else "verdict"
+        self._life, self._next_seq = life, base.position
+        return ""
+
+    def _index(self, seq: int) -> int:
+        return bisect_left(self._heard, seq, key=lambda entry: entry.seq)
+
+    def _hear_until(self, life: Life, seq: int) -> None:
+        """The tape up to a sequence, or until a record is due."""
+        at = self._index(self._next_seq)
+        while at < len(self._heard) and self._heard[at].seq <= seq and life.due is None:
+            entry = self._heard[at]
+            hear(life, self._created, entry)
+            self._next_seq, at = entry.seq + 1, at + 1
+
+    # Times and cuts
+
+    def _check_time(self, life: Life, seen: wire.Observation) -> None:
+        due_s = time_up_s(life)
+        if due_s is None or self.late_s is None:
+            return
+        # What brought the time forward was heard no sooner than the last time told.
+        due_s = max(due_s, life.now_s)
+        if seen.at_s > due_s + self.late_s:
+            life.breach("overdue", seen.what, f"by {due_s}", seen.at_s)
+
+    def _check_cut(self, life: Life, seen: wire.Observation) -> None:
+        """The leader's answer is an update of the fragment, and no older than what was read.
+
+        Read when it was asked: what is read until its answer comes may be newer.
+        """
+        if seen.what != "cut" or seen.seq < self._whole_from:
+            return
+        manifests = [
+            e.seq for e in self._heard if isinstance(e, Entry) and isinstance(e.body, wire.Manifest)
+        ]
+        read = [seq for seq in manifests if seq <= life.asked_seq]
+        if read and seen.seq < read[-1]:
+            life.breach("cut", "seq", f"at least {read[-1]}", seen.seq)
+        known = seen.seq in manifests or seen.seq in self._garbled
+        if manifests and manifests[0] <= seen.seq and not known:
+            life.breach("cut", "seq", "an update of the fragment", seen.seq)

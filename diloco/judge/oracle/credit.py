@@ -1,0 +1,130 @@
+"""What an update counts for, and what its sender is known by after it.
+
+As docs/design/design.md states it, "Trust"; nothing here is shared with the aggregator.
+"""
+
+import math
+from dataclasses import dataclass
+
+from diloco.common.process.config import BoundsSection
+from diloco.common.protocol import wire
+from diloco.judge.oracle import numbers
+from diloco.judge.oracle.memory import Credit, Member, Memory
+
+
+@dataclass(frozen=True)
+class Judge:
+    """What there is to judge one update by.
+
+    Attributes:
+        memory: what the owner remembers; `now_s` by its clock.
+        stored_at_s: when the server stored the update.
+        averaged: it is of averaged state.
+    """
+
+    bounds: BoundsSection
+    memory: Memory
+    manifest: wire.Manifest
+    stored_at_s: float
+    now_s: float
+    averaged: bool
+
+    @property
+    def _member(self) -> Member:
+        return self.memory.members[self.manifest.learner]
+
+    @property
+    def _others(self) -> list[Member]:
+        here = self.memory.waited_for()
+        return [member for name, member in here.items() if name != self.manifest.learner]
+
+    def _time_s(self) -> float:
+        """Time that the learner had and has not accounted for."""
+        return min(numbers.LONGEST_S, self._passed_s() + self._member.unused_s)
+
+    def _passed_s(self) -> float:
+        """Time since its update before: by the server's clock, unless that was set back."""
+        member = self._member
+        if member.read_at_s and self.stored_at_s < member.heard_at_s:
+            return numbers.between_s(member.read_at_s, self.now_s)
+        return numbers.between_s(member.heard_at_s, self.stored_at_s)
+
+    def _fastest(self) -> float:
+        """Steps a second that are believed."""
+        known = self.bounds.of(self.manifest.learner)
+        if known.max_steps_per_s:
+            return known.max_steps_per_s
+        limits = [self.bounds.max_steps_per_s]
+        if self._member.speed:
+            limits.append(numbers.TWICE * self._member.speed)
+        median = numbers.upper_median([_speed(other) for other in self._others])
+        if median is not None:
+            limits.append(numbers.BELIEVED * median)
+        return min(limits)
+
+    def credit(self) -> Credit:
+        """Steps, tokens and weight that the update counts for."""
+        sent, known = self.manifest, self.bounds.of(self.manifest.learner)
+        limit = self._fastest() * self._time_s() * (1 + numbers.SAME)
+        steps = sent.steps if sent.steps <= limit else max(1, math.floor(limit))
+        per_step = known.max_tokens_per_step or self.bounds.max_tokens_per_step
+        tokens = max(1, min(sent.tokens * steps // sent.steps, per_step * steps))
+        cap = self._heaviest()
+        if cap is not None and numbers.weight(tokens, steps) > cap * (1 + numbers.SAME):
+            tokens = max(1, math.floor(math.sqrt(cap * steps)))
+        return Credit(steps, tokens, numbers.weight(tokens, steps, averaged=self.averaged))
+
+    def _heaviest(self) -> float | None:
+        known = self.bounds.of(self.manifest.learner)
+        if known.max_steps_per_s and known.max_tokens_per_step:
+            return None
+        rates = [
+            _speed(other) * min(numbers.FINITE, other.tokens_per_step) ** 2
+            for other in self._others
+        ]
+        median = numbers.upper_median(rates)
+        if median is None:
+            return None
+        return numbers.GREATEST_SHARE * min(numbers.FINITE, median) * self._time_s()
+
+    def known_after(self, credit: Credit) -> Member:
+        """The sender, once it has announced the update."""
+        sent, member, time_s, fastest = self.manifest, self._member, self._time_s(), self._fastest()
+        least, most = (
+            min(fastest, credit.steps / over_s)
+            if over_s > credit.steps / numbers.FINITE
+            else fastest
+            for over_s in (time_s, self._passed_s())
+        )
+        told = fastest
+        if sent.step_time_s > 1 / numbers.FINITE:
+            told = min(fastest, 1 / sent.step_time_s)
+        before = member.speed or told
+        speed = max(least, numbers.REMEMBERED * before, min(before, most))
+        return member._replace(
+            final=member.final or sent.final,
+            step_time_s=numbers.moved(member.step_time_s, sent.step_time_s),
+            tokens_per_step=numbers.moved(
+                member.tokens_per_step, min(numbers.FINITE, sent.tokens / sent.steps)
+            ),
+            weight=numbers.moved(member.weight, credit.weight),
+            heard_at_s=self.stored_at_s,
+            read_at_s=self.now_s,
+            speed=speed,
+            unused_s=max(0.0, time_s - credit.steps / speed) if speed else time_s,
+        )
+
+
+def _speed(member: Member) -> float:
+    told_s = member.step_time_s
+    return min(numbers.FINITE, 1 / told_s) if told_s > 1 / numbers.FINITE else 0.0
+
+
+def shortened(
+    bounds: BoundsSection, norms: dict[str, float], learner: str, credit: Credit, norm: float
+) -> float:
+    """By what an update is shortened, given each learner's newest norm by step; 1: by nothing."""
+    median = numbers.upper_median([said for name, said in norms.items() if name != learner])
+    if median is None or norm <= bounds.norm_clip * median * credit.steps:
+        return 1.0
+    return bounds.norm_clip * median * credit.steps / norm

@@ -1,0 +1,285 @@
+"""Which data each update covers, and that every update is answered once.
+
+A learner takes one batch a step, in order: an update of so many steps that ends at a position
+begins so many before it. A new life goes on behind all that earlier lives have said. Of a tape that
+is trimmed each fragment is accounted for from its oldest record on, which says by its position and
+its marks what was answered before.
+"""
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from diloco.common.protocol import wire
+from diloco.common.storage.tape import same_tape
+from diloco.judge.oracle.finding import Finding
+from diloco.judge.oracle.records import resolved
+
+
+@dataclass
+class Unanswered:
+    """An update that no record has answered, as it was announced first.
+
+    Attributes:
+        due: a record's position may not pass it. Not so of one that came out of its turn, which
+            nobody need read until it is announced again.
+        shut_out: its sender was quarantined: it may have been dropped unread.
+    """
+
+    stream_seq: int
+    tokens: int
+    due: bool
+    shut_out: bool
+
+
+class _Life(NamedTuple):
+    learner: str
+    incarnation: int
+    fragment: int
+
+    def update(self, seq: int) -> str:
+        """An update of this life, in words."""
+        return f"update {self.incarnation}-{seq} of {self.learner} to fragment {self.fragment}"
+
+
+@dataclass
+class _Sent:
+    """How far a life has sent a fragment: its newest update, and which have no record yet.
+
+    `merged_version` is the one that has the newest, 0 while none has; `answered` the newest update
+    that a record has; `covered` how far it has said to be done with the fragment.
+    """
+
+    seq: int = 0
+    position: int = 0
+    base_version: int = 0
+    merged_version: int = 0
+    answered: int = 0
+    covered: int = 0
+    unanswered: dict[int, Unanswered] = field(default_factory=dict)
+
+
+@dataclass
+class _Learner:
+    """A learner's newest life; where its data goes on, at least and, by late messages, at most.
+
+    `said`: how far its lives have said to be, each while it was the newest; `late`: afterwards.
+    `left`: sequence and position of its leave.
+    """
+
+    incarnation: int = 0
+    least: int = 0
+    most: int = 0
+    said: int = 0
+    late: int = 0
+    left: tuple[int, int] | None = None
+
+    def join(self, incarnation: int) -> None:
+        """A life begins."""
+        self.incarnation, self.left = incarnation, None
+        self.least, self.most = self.said, max(self.said, self.late)
+
+
+class Data:
+    """Data positions and answers of all learners.
+
+    Args:
+        specification: the tape's first message.
+        earlier: positions that the tape begins with.
+        overwritten: fragments whose versions take the place of what a learner has not sent.
+        blend: share that stays of the steps behind an update, where a version has it.
+    """
+
+    def __init__(
+        self,
+        specification: wire.Specification,
+        earlier: Mapping[str, int],
+        overwritten: Collection[int] = (),
+        blend: float = 1.0,
+    ) -> None:
+        self._overwritten, self._blend = overwritten, blend
+        self._learners: dict[str, _Learner] = defaultdict(_Learner)
+        for name, position in earlier.items():
+            self._learners[name].said = position
+        self._epoch = specification.epoch
+        self._sent: dict[_Life, _Sent] = defaultdict(_Sent)
+        # Of each fragment the updates that came in their turn, until a position passes them.
+        self._due: dict[int, deque[tuple[int, _Life, int]]] = defaultdict(deque)
+        # Versions of each fragment's rollbacks.
+        self._floors: dict[int, list[int]] = defaultdict(list)
+        self._shut_out: set[str] = set()
+        self._whole_from = 1
+
+    def missing_before(self, seq: int) -> None:
+        """The tape lacks messages before a sequence: what was sent by then is not known."""
+        self._whole_from = seq
+
+    def in_flight(self) -> Iterator[tuple[str, Unanswered]]:
+        """What was announced in its turn and has no answer, by its name."""
+        for life, sent in self._sent.items():
+            for seq, waiting in sent.unanswered.items():
+                if waiting.due:
+                    yield life.update(seq), waiting
+
+    def take(self, body: wire.Body, seq: int) -> Iterator[Finding]:
+        """A join, a leave, a manifest or a quarantine; of another tape's lives nothing counts."""
+        match body:
+            case wire.Join():
+                self._learners[body.learner].join(seq)
+            case wire.Leave() if same_tape(body.incarnation, seq):
+                self._leave(body, seq)
+            case wire.Manifest() if body.epoch == self._epoch:
+                yield from self._manifest(body, seq)
+            case wire.Quarantine():
+                (self._shut_out.add if body.active else self._shut_out.discard)(body.learner)
+
+    def _leave(self, leave: wire.Leave, seq: int) -> None:
+        learner = self._learners[leave.learner]
+        if not leave.fragments and leave.incarnation == learner.incarnation:
+            learner.left = learner.left or (seq, leave.position)
+        for fragment in leave.fragments:
+            sent = self._sent[_Life(leave.learner, leave.incarnation, fragment)]
+            sent.covered = max(sent.covered, leave.position)
+        self._say(leave.learner, leave.incarnation, leave.position)
+
+    def _say(self, name: str, incarnation: int, position: int) -> None:
+        learner = self._learners[name]
+        if incarnation >= learner.incarnation:
+            learner.said = max(learner.said, position)
+        else:
+            # None of it is merged: newer lives may have gone on behind it or not.
+            learner.late = max(learner.late, position)
+            learner.most = max(learner.most, position)
+
+    def _manifest(self, manifest: wire.Manifest, seq: int) -> Iterator[Finding]:
+        life = _Life(manifest.learner, manifest.incarnation, manifest.fragment)
+        sent, learner = self._sent[life], self._learners[manifest.learner]
+        if manifest.seq <= sent.seq:
+            return  # Announced again.
+        if learner.incarnation < manifest.incarnation < self._whole_from:
+            learner.join(manifest.incarnation)  # Its join is trimmed.
+        if manifest.incarnation == learner.incarnation:
+            yield from self._check_data(manifest, seq, sent, learner)
+        waiting = Unanswered(
+            seq, manifest.tokens, not sent.unanswered, life.learner in self._shut_out
+        )
+        sent.unanswered[manifest.seq] = waiting
+        if waiting.due:
+            self._due[manifest.fragment].append((seq, life, manifest.seq))
+        sent.seq, sent.position = manifest.seq, manifest.position
+        sent.covered = max(sent.covered, manifest.position)
+        sent.base_version = manifest.base_version
+        sent.merged_version = 0
+        self._say(manifest.learner, manifest.incarnation, manifest.position)
+
+    def _check_data(
+        self, manifest: wire.Manifest, seq: int, sent: _Sent, learner: _Learner
+    ) -> Iterator[Finding]:
+        about = f"learner {manifest.learner} fragment {manifest.fragment}"
+        # What a life has sent first may be trimmed.
+        begins = not sent.seq and self._whole_from > 1
+        if manifest.seq != sent.seq + 1 and not begins:
+            yield Finding("data", seq, about, "seq", sent.seq + 1, manifest.seq)
+        start = manifest.position - manifest.steps
+        least, most = self._bounds(manifest, sent, learner)
+        if not least <= start <= (math.inf if begins else most):
+            yield Finding("data", seq, about, "position less steps", (least, most), start)
+        if manifest.base_version < sent.base_version:
+            yield Finding(
+                "data", seq, about, "base_version", sent.base_version, manifest.base_version
+            )
+
+    def _bounds(self, manifest: wire.Manifest, sent: _Sent, learner: _Learner) -> tuple[int, float]:
+        """Where the data of an update begins: where the one before it ended, if there is one.
+
+        Who adopts a rollback, or a version that overwrites, lets go of what was not sent.
+        """
+        floors = self._floors[manifest.fragment]
+        if not sent.seq:
+            # It may have begun from a version before the rollback: a replica gave it an old record.
+            may = floors or manifest.fragment in self._overwritten
+            return learner.least, math.inf if may else learner.most
+        let_go = any(sent.base_version < floor <= manifest.base_version for floor in floors)
+        if manifest.fragment in self._overwritten:
+            let_go = manifest.base_version > sent.base_version
+        if let_go:
+            return sent.position, math.inf
+        # A version that was adopted since has the update before this one: of the steps behind it
+        # a share is let go. How many there were when it came the tape does not say.
+        if manifest.fragment not in self._overwritten and (
+            0 < sent.merged_version <= manifest.base_version
+        ):
+            since = manifest.position - sent.position
+            return sent.position, sent.position + math.ceil((1 - self._blend) * since)
+        return sent.position, sent.position
+
+    def begin(self, record: wire.Record) -> None:
+        """A fragment's oldest record, or the first after one that cannot be read."""
+        answered = {(mark.learner, mark.incarnation): mark.seq for mark in record.policy.marks}
+        due = []
+        for life, sent in self._sent.items():
+            if life.fragment != record.fragment:
+                continue
+            sent.answered = answered.get(life[:2], 0)
+            sent.unanswered = {
+                seq: waiting
+                for seq, waiting in sent.unanswered.items()
+                if seq > sent.answered and waiting.stream_seq >= record.position
+            }
+            for seq, waiting in [*sent.unanswered.items()][:1]:
+                waiting.due = True
+                due.append((waiting.stream_seq, life, seq))
+        self._due[record.fragment] = deque(sorted(due))
+        if record.policy.floor:
+            self._floors[record.fragment] = [record.policy.floor]
+
+    def resolve(self, record: wire.Record, seq: int, *, followed: bool) -> Iterator[Finding]:
+        """A record answers updates, each of which was sent and has no answer.
+
+        Where its decision was `followed`, that says what it may leave behind.
+        """
+        for taken in resolved(record):
+            life = _Life(taken.learner, taken.incarnation, record.fragment)
+            sent = self._sent[life]
+            trimmed = taken.stream_seq < self._whole_from and taken.seq > sent.answered
+            if sent.unanswered.pop(taken.seq, None) is None and not trimmed:
+                about = life.update(taken.seq)
+                yield Finding("once", seq, about, "", "sent, and not answered", "answered")
+            sent.answered = max(sent.answered, taken.seq)
+            if isinstance(taken, wire.Input) and sent.seq == taken.seq:
+                sent.merged_version = record.version
+        if record.what == "restore":
+            self._floors[record.fragment].append(record.version)
+        due = self._due[record.fragment]
+        while due and due[0][0] < record.position:
+            _, life, number = due.popleft()
+            waiting = self._sent[life].unanswered.get(number)
+            if waiting is None:
+                continue
+            waiting.due = False
+            if not (followed or waiting.shut_out):
+                about = f"fragment {record.fragment} version {record.version}"
+                left = f"it leaves {life.update(number)} behind"
+                yield Finding("position", seq, about, "position", waiting.stream_seq, left)
+
+    def unfinished(self, fragments: int, stop_seq: int, seq: int) -> Iterator[Finding]:
+        """What a run of so many fragments leaves open, stopped and ended at these sequences.
+
+        All is answered; who was there to the end has sent all its work.
+        """
+        for update, waiting in self.in_flight():
+            if not waiting.shut_out and waiting.stream_seq < seq:
+                yield Finding("once", seq, update, "", "an answer", "none")
+        for name, learner in self._learners.items():
+            # Whom the end overtook, as one that was cut off, can send nothing any more; of who came
+            # before the tape was trimmed not everything is known.
+            if learner.left is None or learner.incarnation < self._whole_from:
+                continue
+            left_seq, position = learner.left
+            for fragment in range(fragments if stop_seq < left_seq < seq else 0):
+                covered = self._sent[_Life(name, learner.incarnation, fragment)].covered
+                if covered != position:
+                    about = f"learner {name} fragment {fragment}"
+                    yield Finding("data", left_seq, about, "position", position, covered)

@@ -1,0 +1,181 @@
+"""What the owner of a fragment hears from the tape: joins, leaves, manifests, settings, words."""
+
+from diloco.common.process.averaged import settings_of
+from diloco.common.process.config import RunSettings
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import WireError
+from diloco.common.protocol.reasons import Reason
+from diloco.common.storage.tape import Entry, Garbage, changed_settings
+from diloco.judge.oracle import numbers
+from diloco.judge.oracle.credit import Judge
+from diloco.judge.oracle.life import Life, Waiting, update_id
+from diloco.judge.oracle.memory import Credit, Member
+from diloco.judge.oracle.rounds import settle
+from diloco.judge.oracle.shares import wrong_claim
+
+
+def concerns(item: Entry | Garbage, fragment: int) -> bool:
+    """Whether the owner of a fragment acts on a message."""
+    if isinstance(item, Garbage):
+        parsed = names.parse_subject(item.subject)
+        return parsed is not None and (parsed.kind, parsed.fragment) == ("update", fragment)
+    match item.body:
+        case wire.Manifest() as manifest:
+            return manifest.fragment == fragment
+        case wire.Leave() as leave:
+            return not leave.fragments or fragment in leave.fragments
+    return isinstance(item.body, wire.Join | wire.Stop | wire.Settings | wire.Quarantine)
+
+
+def hear(life: Life, created: RunSettings, entry: Entry | Garbage) -> None:
+    """The owner reads the next message of the tape that concerns it."""
+    if isinstance(entry, Garbage):
+        life.read_seq = max(life.read_seq, entry.seq)
+        _pays(life, names.subject_learner(entry.subject) or "", entry)
+        return
+    body, seq = entry.body, entry.seq
+    if isinstance(body, wire.Settings):
+        _settings(life, created, body, seq)
+        return
+    life.read_seq = max(life.read_seq, seq)
+    match body:
+        case wire.Join():
+            _join(life, body.learner, seq, entry.time_s)
+        case wire.Leave():
+            _leave(life, body)
+        case wire.Quarantine():
+            _quarantine(life, body)
+        case wire.Stop():
+            if not life.memory.stopping_at_s and not life.final:
+                life.memory.stopping_at_s = life.now_s
+                settle(life)
+        case wire.Manifest():
+            if _pays(life, body.learner, entry):
+                _announcement(life, body, seq, entry.time_s)
+
+
+def _settings(life: Life, created: RunSettings, body: wire.Settings, seq: int) -> None:
+    try:
+        changed = changed_settings(created, body)
+    except WireError:
+        return  # Nobody can follow it; it is dropped unread.
+    life.read_seq = max(life.read_seq, seq)
+    if seq > life.memory.settings_seq:
+        life.memory.settings_seq = seq
+        life.settings = settings_of(changed, life.layout, life.fragment)
+        settle(life)
+
+
+def _join(life: Life, learner: str, seq: int, stored_at_s: float) -> None:
+    known = life.memory.members.get(learner)
+    if known is None:
+        life.memory.members[learner] = Member(seq, heard_at_s=stored_at_s, read_at_s=life.now_s)
+    elif known.incarnation < seq:
+        life.memory.members[learner] = known._replace(
+            incarnation=seq, live=True, left=False, final=False
+        )
+
+
+def _leave(life: Life, leave: wire.Leave) -> None:
+    member = life.memory.members.get(leave.learner)
+    if member is None or member.incarnation != leave.incarnation:
+        return
+    if leave.fragments:
+        life.memory.change(leave.learner, final=True)
+    else:
+        life.memory.change(leave.learner, live=False, left=True)
+    settle(life)
+
+
+def _quarantine(life: Life, word: wire.Quarantine) -> None:
+    if word.active:
+        life.memory.quarantined.add(word.learner)
+        if word.learner in life.merged_learners():
+            life.discard_sum()
+    else:
+        life.memory.quarantined.discard(word.learner)
+        if word.learner in life.memory.members:
+            life.memory.change(word.learner, offences=0)
+    settle(life)
+
+
+def _announcement(life: Life, manifest: wire.Manifest, seq: int, stored_at_s: float) -> None:
+    if _is_dropped(life, manifest):
+        return
+    reason = _reason(life, manifest, seq)
+    if reason is not None:
+        life.charge(manifest, seq)
+        life.refuse(manifest, seq, reason)
+        settle(life)
+        return
+    life.waiting[update_id(manifest)] = Waiting(
+        manifest, seq, life.now_s, _credit(life, manifest, stored_at_s)
+    )
+    settle(life)
+
+
+def _credit(life: Life, manifest: wire.Manifest, stored_at_s: float) -> Credit:
+    """What an update counts for; its sender is known by it, unless an earlier life counted it."""
+    learner, member = manifest.learner, life.memory.members[manifest.learner]
+    met = life.memory.credits.get(update_id(manifest))
+    if met is not None:
+        life.memory.change(learner, final=member.final or manifest.final)
+        return met
+    judge = Judge(
+        life.settings.bounds, life.memory, manifest, stored_at_s, life.now_s, life.averaged
+    )
+    credit = judge.credit()
+    if manifest.incarnation == member.incarnation:
+        life.memory.members[learner] = judge.known_after(credit)
+    return credit
+
+
+def _is_dropped(life: Life, manifest: wire.Manifest) -> bool:
+    """Whether a manifest gets no answer: of another tape, met before, or in the way."""
+    update = update_id(manifest)
+    if manifest.epoch != life.epoch or life.is_under_way(update) or life.memory.answered(update):
+        return True
+    return life.has_unresolved(manifest.learner, manifest.incarnation)
+
+
+def _pays(life: Life, learner: str, message: Entry | Garbage) -> bool:
+    """Whether a message of an update's subject is looked at, whatever it says.
+
+    What an earlier life has met it has paid for; this one takes that from a purse of its own.
+    """
+    purse = life.again if message.seq <= life.known_seq else life.memory.allowances
+    left, at_s = purse.get(learner, (float("inf"), message.time_s))
+    left = numbers.refilled(life.settings.bounds, left, message.time_s - at_s)
+    may = left >= 1
+    purse[learner] = (left - may * numbers.price(message.size_bytes), message.time_s)
+    return may
+
+
+def _reason(life: Life, manifest: wire.Manifest, seq: int) -> str | None:
+    """Why a manifest is rejected as it is read, or None."""
+    member = life.memory.members.get(manifest.learner)
+    if member is None or manifest.incarnation > member.incarnation:
+        return Reason.UNKNOWN_INCARNATION
+    if manifest.incarnation < member.incarnation and seq > member.incarnation:
+        return Reason.SUPERSEDED
+    if life.final:
+        return Reason.ENDED
+    if manifest.learner in life.memory.quarantined:
+        return Reason.QUARANTINED
+    claim = wrong_claim(life.settings, life.layout, life.epoch, manifest)
+    if claim is not None:
+        return claim
+    return wrong_base(life, manifest)
+
+
+def wrong_base(life: Life, manifest: wire.Manifest) -> str | None:
+    """Why a manifest's base does not fit the version that is built on, or None."""
+    staleness = life.version - manifest.base_version
+    if manifest.base_version < life.memory.floor:
+        return Reason.ROLLED_BACK
+    if staleness < 0:
+        return Reason.FUTURE
+    if staleness == 0 and manifest.base_digest != life.view_digest:
+        return Reason.BASE_DIGEST
+    most = life.settings.staleness.max_versions
+    return Reason.STALE if most and staleness > most else None

@@ -1,0 +1,201 @@
+"""A whole tape, message by message: what it says against what its rules make of it."""
+
+from collections.abc import Iterator, Mapping
+
+from diloco.common.process.config import RunSettings, parse_settings
+from diloco.common.protocol import wire
+from diloco.common.protocol.errors import WireError
+from diloco.common.protocol.layout import Layout
+from diloco.common.storage.tape import (
+    Entry,
+    Garbage,
+    Item,
+    Unreadable,
+    begins_tape,
+    changed_settings,
+)
+from diloco.judge.oracle import numbers
+from diloco.judge.oracle.arrays import Remaker
+from diloco.judge.oracle.chain import Chain
+from diloco.judge.oracle.data import Data
+from diloco.judge.oracle.finding import Finding
+from diloco.judge.oracle.shares import Shares
+
+
+class Oracle:
+    """Judges every record of a tape, from the tape alone.
+
+    Args:
+        specification: the tape's first message.
+        layout: the run's.
+        remaker: makes versions again from their objects; None: records alone are judged.
+        positions: of earlier epochs' learners; None: those in the specification.
+        follow: make every decision again; as `Chain`.
+
+    Attributes:
+        findings: all so far.
+        chains: of each fragment.
+        data: who has sent and got answered what; `shares` of the data.
+    """
+
+    def __init__(
+        self,
+        specification: wire.Specification,
+        layout: Layout,
+        *,
+        remaker: Remaker | None = None,
+        positions: Mapping[str, int] | None = None,
+        follow: bool = True,
+    ) -> None:
+        created = parse_settings(specification.settings)
+        self.findings: list[Finding] = []
+        self._created = created
+        self._changed: dict[int, RunSettings] = {}
+        self.chains = [
+            Chain(layout, created, self._changed, index, epoch=specification.epoch, follow=follow)
+            for index in range(len(layout.fragments))
+        ]
+        earlier = specification.positions if positions is None else positions
+        overwritten = [
+            fragment.index
+            for fragment in layout.fragments
+            if fragment.averaged or created.sync.adopt == "overwrite"
+        ]
+        blend = created.sync.blend if created.sync.adopt == "blend" else 1.0
+        self.data = Data(specification, earlier, overwritten, blend)
+        self.shares = Shares(created.run)
+        self._remaker = remaker
+        self._last_seq = 0
+        self._stop_seq = self._end_seq = 0
+
+    def take(self, item: Item) -> list[Finding]:
+        """The tape's next message; what it breaks."""
+        if item.seq != self._last_seq + 1 and (self._last_seq or not begins_tape(item.seq)):
+            for chain in self.chains:
+                chain.missing_before(item.seq)
+            self.data.missing_before(item.seq)
+        self._last_seq = item.seq
+        found: list[Finding] = []
+        if isinstance(item, Entry):
+            found = list(self._take(item))
+        elif isinstance(item, Garbage):
+            for chain in self.chains:
+                chain.pass_over(item)
+        elif isinstance(item, Unreadable):
+            self.chains[item.fragment].lose(item.seq)
+            about = f"fragment {item.fragment}"
+            found = [Finding("chain", item.seq, about, "", "a record that can be read", item.why)]
+        self.findings += found
+        return found
+
+    def close(self) -> None:
+        """The tape was read to its end: judge what a run that has ended leaves open."""
+        for chain in self.chains:
+            if chain.base is None:
+                about = f"fragment {chain.fragment}"
+                self.findings.append(Finding("chain", self._last_seq, about, "", "records", "none"))
+        if self._end_seq:
+            self.findings += self.data.unfinished(len(self.chains), self._stop_seq, self._end_seq)
+
+    def _take(self, entry: Entry) -> Iterator[Finding]:
+        body, seq = entry.body, entry.seq
+        if isinstance(body, wire.Settings):
+            self._change(body, seq)
+        if isinstance(body, wire.Quarantine):
+            yield from self._quarantine(body, seq)
+        for chain in self.chains:
+            chain.hear(entry)
+        match body:
+            case wire.Join() | wire.Leave() | wire.Manifest() | wire.Quarantine():
+                yield from self.data.take(body, seq)
+                yield from self.shares.take(body, seq)
+            case wire.Claim():
+                yield from self.shares.take(body, seq)
+            case wire.Record():
+                yield from self._record(body, seq)
+            case wire.Stop():
+                yield from self._stop(body, seq)
+            case wire.End():
+                yield from self._end(body, seq)
+
+    def _change(self, body: wire.Settings, seq: int) -> None:
+        try:
+            self._changed[seq] = changed_settings(self._created, body)
+        except WireError:
+            return  # Nobody can follow it.
+
+    def _record(self, record: wire.Record, seq: int) -> Iterator[Finding]:
+        chain = self.chains[record.fragment]
+        base, followed = chain.base, chain.followed
+        yield from chain.judge(record, seq)
+        if base is None:
+            self.data.begin(record)
+        else:
+            yield from self.data.resolve(record, seq, followed=chain.followed > followed)
+        yield from self.shares.resolve(record, seq)
+        if self._remaker is not None:
+            settings = self._changed.get(record.policy.settings_seq, self._created)
+            yield from self._remaker.judge(settings, base, record, seq)
+
+    def _quarantine(self, word: wire.Quarantine, seq: int) -> Iterator[Finding]:
+        """An aggregator shuts a learner out once a record has counted enough offences."""
+        limit = self._created.bounds.quarantine_offences
+        if (
+            not word.active
+            or word.by.partition(" ")[0] == "operator"
+            or any(c.base is None for c in self.chains)
+        ):
+            return
+        counted = [
+            member.offences
+            for chain in self.chains
+            if chain.base is not None
+            for member in chain.base.policy.members
+            if member.learner == word.learner
+        ]
+        if not limit or max(counted, default=0) < limit:
+            about = f"learner {word.learner}"
+            yield Finding("quarantine", seq, about, "offences", f"at least {limit}", counted)
+
+    def _newest_settings(self) -> RunSettings:
+        return self._changed[max(self._changed)] if self._changed else self._created
+
+    def _stop(self, stop: wire.Stop, seq: int) -> Iterator[Finding]:
+        if self._stop_seq:
+            yield Finding("stop", seq, "run", "", "one stop", "another one")
+        self._stop_seq = self._stop_seq or seq
+        newest = {c.fragment: c.base for c in self.chains if c.base is not None}
+        # With another reason somebody has ended the run early, who may at any time.
+        if len(newest) < len(self.chains) or stop.reason not in ("steps", "tokens"):
+            return
+        settings = self._newest_settings()
+        run = settings.run
+        tokens = min(record.totals.tokens_credited for record in newest.values())
+        missing = [
+            fragment
+            for fragment, record in newest.items()
+            if numbers.clock_after(settings, fragment, record.global_step) <= run.steps
+        ]
+        if missing and not (run.tokens and tokens >= run.tokens):
+            yield Finding("stop", seq, "run", "", "no fragment has a version to come", missing)
+
+    def _end(self, end: wire.End, seq: int) -> Iterator[Finding]:
+        if not self._stop_seq:
+            yield Finding("end", seq, "run", "", "a stop before it", "none")
+        self._end_seq = self._end_seq or seq
+        newest = [chain.base for chain in self.chains if chain.base is not None]
+        if len(newest) < len(self.chains):
+            return
+        going_on = [record.fragment for record in newest if not record.final]
+        if going_on:
+            yield Finding("end", seq, "run", "final", "every fragment", f"not {going_on}")
+        versions = tuple(record.version for record in newest)
+        if end.versions != versions:
+            yield Finding("end", seq, "run", "versions", versions, end.versions)
+        # What came too late is answered by a record more, which whoever says the end may not know.
+        named = dict(enumerate(end.record_seqs))
+        for chain in self.chains:
+            said = named.get(chain.fragment)
+            if chain.final_seqs and said not in chain.final_seqs:
+                about = f"fragment {chain.fragment}"
+                yield Finding("end", seq, about, "record_seqs", chain.final_seqs, said)

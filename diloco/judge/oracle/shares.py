@@ -1,0 +1,183 @@
+"""Shares of the data: who claims one, and that no batch of one is merged twice.
+
+A claim counts if, where it stands, its life can have begun and has, nobody has the share, and all
+of the epochs before are given out. An end gives back what lies behind its position.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from diloco.common.process.config import RunSection, RunSettings
+from diloco.common.protocol import names, slices, wire
+from diloco.common.protocol.errors import WireError
+from diloco.common.protocol.layout import Layout
+from diloco.common.protocol.reasons import Reason
+from diloco.common.protocol.shards import shard_bytes, shard_ranges
+from diloco.judge.oracle.finding import Finding
+
+
+class _Held(NamedTuple):
+    """Of a learner: share, its batch that is read at a position, up to another."""
+
+    share: int
+    first: int
+    start: int
+    stop: int
+
+
+class Span(NamedTuple):
+    """Batches [first, stop) of a share: of as many as a claim says, which may be any number."""
+
+    share: int
+    first: int
+    stop: int
+
+
+class Shares:
+    """Everybody's shares, and the batches of each that are merged.
+
+    Args:
+        run: whose `data_shares` and `share_batches` hold, if it has them.
+    """
+
+    def __init__(self, run: RunSection | None = None) -> None:
+        self._shares = run.data_shares if run else 0
+        self._batches = run.share_batches if run else 0
+        self._lives: dict[str, int] = {}
+        self._held: dict[str, list[_Held]] = defaultdict(list)
+        self._reached: dict[str, int] = defaultdict(int)
+        # Batches that were given out of each share; all of them while somebody has it.
+        self._given: dict[int, int] = defaultdict(int)
+        self._covers: dict[tuple[str, int, int, int], list[Span]] = {}
+        # Of each fragment and share, ascending and apart.
+        self._merged: dict[tuple[int, int], list[Span]] = defaultdict(list)
+
+    def take(self, body: wire.Body, seq: int) -> Iterator[Finding]:
+        """A claim or a manifest."""
+        match body:
+            case wire.Claim():
+                self._claim(body, seq)
+            case wire.Manifest() if self._held[body.learner]:
+                yield from self._manifest(body, seq)
+
+    def _claim(self, claim: wire.Claim, seq: int) -> None:
+        if claim.incarnation >= seq:
+            return
+        if not self._shares:
+            self._shares, self._batches = claim.shares, claim.batches
+        name, life = claim.learner, self._lives.get(claim.learner, 0)
+        alike = (claim.shares, claim.batches) == (self._shares, self._batches)
+        if claim.incarnation < life or not alike:
+            return
+        if claim.what != "claim":
+            self._lives[name] = claim.incarnation
+            if claim.what == "end":
+                self._end(name, claim.position)
+        elif claim.incarnation == life and self._may_have(claim):
+            stop = claim.position + self._batches - claim.first
+            self._held[name].append(_Held(claim.share, claim.first, claim.position, stop))
+            self._given[claim.share] = self._batches
+            self._reached[name] = stop
+
+    def _may_have(self, claim: wire.Claim) -> bool:
+        before = range(claim.share - claim.share % self._shares)
+        return (
+            claim.position >= self._reached[claim.learner]
+            and self._given[claim.share] == claim.first < self._batches
+            and all(self._given[share] == self._batches for share in before)
+        )
+
+    def _end(self, name: str, position: int) -> None:
+        ended = False
+        for held in self._held[name]:
+            done = min(max(position, held.start), held.stop) - held.start
+            self._given[held.share] = held.first + done
+            ended = True
+        self._held[name] = []
+        self._reached[name] = position if ended else max(position, self._reached[name])
+
+    def _manifest(self, manifest: wire.Manifest, seq: int) -> Iterator[Finding]:
+        start = manifest.position - manifest.steps
+        covered = [
+            Span(
+                held.share,
+                held.first + max(start, held.start) - held.start,
+                held.first + min(manifest.position, held.stop) - held.start,
+            )
+            for held in self._held[manifest.learner]
+            if max(start, held.start) < min(manifest.position, held.stop)
+        ]
+        count = sum(span.stop - span.first for span in covered)
+        update = (manifest.learner, manifest.incarnation, manifest.fragment, manifest.seq)
+        self._covers[update] = covered
+        # What another life has made superseded is rejected, whatever it covers.
+        if count < manifest.steps and manifest.incarnation >= self._lives[manifest.learner]:
+            about = f"learner {manifest.learner} fragment {manifest.fragment}"
+            yield Finding("shares", seq, about, "steps", count, manifest.steps)
+
+    def resolve(self, record: wire.Record, seq: int) -> Iterator[Finding]:
+        """A record merges updates, of batches that the fragment has not yet."""
+        for one in record.inputs:
+            update = (one.learner, one.incarnation, record.fragment, one.seq)
+            for span in self._covers.pop(update, ()):
+                merged = self._merged[record.fragment, span.share]
+                again = [it for it in merged if it.first < span.stop and span.first < it.stop]
+                if again:
+                    about = f"update {one.incarnation}-{one.seq} of {one.learner}"
+                    yield Finding("shares", seq, about, "", "each batch once", again[0])
+                merged[:] = _joined([*merged, span])
+
+    def merged(self, fragment: int) -> list[Span]:
+        """The batches whose work a fragment has."""
+        mine = [spans for (index, _), spans in self._merged.items() if index == fragment]
+        return [span for spans in mine for span in spans]
+
+
+def _joined(spans: list[Span]) -> list[Span]:
+    """Spans of one share, ascending and apart."""
+    joined: list[Span] = []
+    for span in sorted(spans):
+        if joined and span.first <= joined[-1].stop:
+            joined[-1] = joined[-1]._replace(stop=max(span.stop, joined[-1].stop))
+        else:
+            joined.append(span)
+    return joined
+
+
+def wrong_claim(
+    settings: RunSettings, layout: Layout, epoch: int, manifest: wire.Manifest
+) -> str | None:
+    """The reason to reject a manifest by itself, or None."""
+    if manifest.layout != layout.digest:
+        return Reason.LAYOUT
+    if manifest.codec != settings.sync.codec:
+        return Reason.CODEC
+    return _wrong_shards(settings, layout, epoch, manifest)
+
+
+def _wrong_shards(
+    settings: RunSettings, layout: Layout, epoch: int, manifest: wire.Manifest
+) -> str | None:
+    """All blocks once, under the sender's prefix, each shard as large as its codec makes it."""
+    sync, size = settings.sync, layout.fragments[manifest.fragment].size
+    ranges = shard_ranges(size, sync.block, sync.shard_elements)
+    longest = max(stop - start for start, stop in ranges) // sync.block
+    try:
+        held = [shard.slices for shard in manifest.shards]
+        counts = slices.partition(held, size // sync.block, longest)
+    except WireError as error:
+        return error.reason
+    prefix = names.shards_prefix(
+        settings.run.name, manifest.learner, manifest.fragment, epoch, manifest.incarnation,
+        manifest.seq,
+    )  # fmt: skip
+    known = set()
+    for shard, count in zip(manifest.shards, counts, strict=True):
+        own = shard.name.startswith(prefix) and names.is_index(shard.name.removeprefix(prefix))
+        if not own or shard.name in known:
+            return Reason.NAME
+        known.add(shard.name)
+        if shard.size_bytes != shard_bytes(sync.codec, count * sync.block, sync.block):
+            return Reason.SIZE
+    return None

@@ -1,0 +1,280 @@
+"""Makes a run's versions again from its objects, for everybody who does: one fragment's, in order.
+
+`Remaker` merges each version again from its recorded inputs and compares digests, bit for bit; who
+verifies also has its delta and stored states compared. Garbage collection takes what recovery no
+longer needs; remaking then begins at the oldest version whose view and outer state are still there.
+`merge_round` makes a version that was not: of other inputs, or under other settings.
+`objects.py` has which objects are to be there.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from diloco.aggregator.arrays.fragment import FragmentArrays
+from diloco.aggregator.arrays.merge import Vector
+from diloco.aggregator.core import policy
+from diloco.aggregator.core.updates import Admitted, Credit
+from diloco.aggregator.owner.shard_reader import read_input, read_payload
+from diloco.common.process import cores
+from diloco.common.process.averaged import sync_of
+from diloco.common.process.config import RunSettings
+from diloco.common.protocol import shards, wire
+from diloco.common.protocol.codec import Encoded
+from diloco.common.protocol.errors import IntegrityError, ObjectMissingError
+from diloco.common.storage.store import ObjectStore
+from diloco.common.storage.tape import get_object
+from diloco.judge.audit import Breach, Objects
+from diloco.run.history import History
+
+# Called with how many of how many records are done.
+Progress = Callable[[int, int], None]
+
+
+def remake(history: History, found: Objects, progress: Progress | None = None) -> None:
+    """Read every object that is there, and make every version again; breaches go to `found`.
+
+    Raises:
+        StoreUnavailableError: the store is away.
+    """
+    total = sum(len(chain) for chain in history.records.values())
+    done = 0
+    for fragment in sorted(history.records):
+        remaker = Remaker(history, fragment)
+        for seq, record in history.records[fragment]:
+            try:
+                remaker.take(seq, record)
+            except IntegrityError as error:
+                where = f"fragment {fragment}, record {seq}"
+                found.breaches.append(Breach("digests", where, error.message))
+            done += 1
+            if progress is not None:
+                progress(done, total)
+        found.remade += remaker.remade
+
+
+def is_stored(record: wire.Record) -> bool:
+    """Whether a record comes with view and outer state of its version."""
+    return record.outer_version == record.version and record.what != "verdict"
+
+
+class Remaker:
+    """Follows one fragment's records, with its arrays once they can be had.
+
+    Args:
+        history: the tape.
+        fragment: its index.
+        compare: also read what is stored of versions that are merged again, and compare it.
+
+    Attributes:
+        arrays: after the last record; None if they cannot be had.
+        missing: the object for want of which the last version could not be made again, or "".
+        remade: versions that were merged again.
+    """
+
+    def __init__(self, history: History, fragment: int, *, compare: bool = True) -> None:
+        self.arrays: FragmentArrays | None = None
+        self.missing = ""
+        self.remade = 0
+        self._history = history
+        self._compare = compare
+        newest_seq, newest = history.records[fragment][-1]
+        self._covered = newest.outer_seq or newest_seq
+        self._was = ("", "")
+
+    @property
+    def view(self) -> Vector:
+        """After the last record.
+
+        Raises:
+            IntegrityError: it could not be made.
+        """
+        if self.arrays is None:
+            raise IntegrityError(f"the version cannot be recomputed: {self.missing}")
+        return self.arrays.view
+
+    def take(self, seq: int, record: wire.Record) -> None:
+        """Bring the arrays to a record, and compare.
+
+        Raises:
+            IntegrityError: something is damaged, or does not give the recorded digests; the next
+                stored state is begun with.
+        """
+        try:
+            self._take(seq, record)
+        except IntegrityError:
+            self.arrays = None
+            raise
+
+    def _take(self, seq: int, record: wire.Record) -> None:
+        self.missing = ""
+        if record.base_digest not in ("", self._was[0]):
+            # The record before it cannot be read or is gone: it says nothing of this one.
+            self.arrays = None
+        if record.what == "verdict":
+            if self.arrays is not None:
+                self._hold(record, "digests", (record.view_digest, record.outer_digest), self._was)
+            return
+        self._was = (record.view_digest, record.outer_digest)
+        if record.what == "version" and self.arrays is not None and record.inputs:
+            self._merge_again(self.arrays, seq, record)
+        else:
+            self.arrays = None
+        if self.arrays is None and is_stored(record):
+            self.load(seq, record)
+        elif self.arrays is not None and is_stored(record) and self._compare:
+            self._check_stored(record, self.arrays)
+
+    def _merge_again(self, arrays: FragmentArrays, seq: int, record: wire.Record) -> None:
+        try:
+            delta = arrays.merge_again(
+                record, partial(read_input, self._history.store, arrays.grid)
+            )
+        except IntegrityError as error:
+            if not isinstance(error.__cause__, ObjectMissingError) or seq > self._covered:
+                raise
+            self.missing = error.__cause__.message
+            self.arrays = None
+            return
+        if self._compare:
+            self._check_delta(record, delta)
+        self.remade += 1
+
+    def load(self, seq: int, record: wire.Record) -> None:
+        """Arrays from what a version has stored; they stay None if it was collected.
+
+        Raises:
+            IntegrityError: what is stored is damaged, or gone and needed.
+        """
+        try:
+            self.arrays = load_arrays(self._history, record)
+        except ObjectMissingError as error:
+            if seq >= self._covered:
+                raise IntegrityError(error.message) from error
+            self.missing = self.missing or error.message
+
+    def _check_delta(self, record: wire.Record, delta: Encoded) -> None:
+        """The delta as stored, which learners apply, is the one that moved this view."""
+        assert record.delta is not None
+        history = self._history
+        codec = sync_of(
+            history.settings.sync, history.layout.fragments[record.fragment]
+        ).delta_codec
+        data = shards.pack_delta(codec, delta, self._history.layout.block)
+        again = wire.ObjectRef(
+            name=record.delta.name, size_bytes=len(data), crc32c=shards.crc32c(data)
+        )
+        self._hold(record, f"delta {record.delta.name!r}", record.delta, again)
+        # Where it was collected, `check_objects` knows whether it may be.
+        with contextlib.suppress(ObjectMissingError):
+            get_object(self._history.store, record.delta)
+
+    def _check_stored(self, record: wire.Record, arrays: FragmentArrays) -> None:
+        """View and outer state as stored are those of the version."""
+        for ref, data in (
+            (record.snapshot, arrays.view_object()),
+            (record.outer, arrays.outer_object()),
+        ):
+            try:
+                same = get_object(self._history.store, ref) == data
+            except ObjectMissingError:
+                continue
+            if not same:
+                raise IntegrityError(f"object {ref.name!r} is not what recomputing it gives")
+
+    def _hold(self, record: wire.Record, what: str, said: object, found: object) -> None:
+        if said != found:
+            raise IntegrityError(f"{record.what} {record.version}: {what}: {found}, not {said}")
+
+
+def load_arrays(history: History, record: wire.Record) -> FragmentArrays:
+    """The arrays that a record has stored.
+
+    Raises:
+        IntegrityError, ObjectMissingError: they are damaged, not the record's, or gone.
+    """
+    arrays = FragmentArrays.from_objects(
+        history.settings,
+        history.layout,
+        record.fragment,
+        view=get_object(history.store, record.snapshot),
+        outer_state=get_object(history.store, record.outer),
+        threads=cores.available(),
+    )
+    found = arrays.digests()
+    if found != (said := (record.view_digest, record.outer_digest)):
+        raise IntegrityError(
+            f"version {record.version} of fragment {record.fragment} has the digests {found} as "
+            f"it is stored, and its record says {said}"
+        )
+    return arrays
+
+
+def copy_arrays(arrays: FragmentArrays) -> FragmentArrays:
+    """The same arrays, to be changed."""
+    state = {name: slot.copy() for name, slot in arrays.state.items()}
+    return replace(arrays, view=arrays.view.copy(), theta=arrays.theta.copy(), state=state)
+
+
+def merge_round(
+    store: ObjectStore,
+    arrays: FragmentArrays,
+    settings: RunSettings,
+    admitted: Sequence[Admitted],
+    share: float,
+) -> None:
+    """Take a round that was not, of these inputs; with none the arrays stay as they are.
+
+    Raises:
+        ObjectMissingError, WireError: an update is gone or damaged.
+    """
+    arrays.settings = settings
+    for one in admitted:
+        arrays.merge(read_payload(store, one.manifest, arrays.grid), one)
+    if admitted:
+        arrays.close_round(admitted, share)
+
+
+def admitted_again(record: wire.Record, taken: wire.Input, settings: RunSettings) -> Admitted:
+    """A recorded input as the machine admitted it, with the discount of other settings."""
+    discount = policy.discount(settings.staleness, taken.staleness)
+    return Admitted(
+        _manifest(record, taken),
+        taken.stream_seq,
+        Credit(taken.steps_credited, taken.tokens_credited, taken.weight),
+        taken.staleness,
+        discount,
+        taken.clip,
+        taken.norm,
+    )
+
+
+def _manifest(record: wire.Record, taken: wire.Input) -> wire.Manifest:
+    """The manifest of a recorded input; the tape may have it no more.
+
+    What no record keeps of it, and no merge reads, is 0.
+    """
+    return wire.Manifest(
+        run=record.run,
+        learner=taken.learner,
+        epoch=record.epoch,
+        incarnation=taken.incarnation,
+        seq=taken.seq,
+        fragment=record.fragment,
+        base_version=max(0, record.version - 1 - taken.staleness),
+        base_digest="0" * 32,
+        layout=record.layout,
+        codec=taken.codec,  # type: ignore[arg-type]
+        shards=taken.shards,
+        tokens=taken.tokens,
+        steps=taken.steps,
+        position=0,
+        local_step=0,
+        loss=taken.loss,
+        step_time_s=0.0,
+        encode_s=0.0,
+        upload_s=0.0,
+        attempt=0,
+        final=taken.final,
+    )

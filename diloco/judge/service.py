@@ -1,0 +1,118 @@
+"""What the doctor says of checkpoints and of the store's owner."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from diloco.common.protocol.errors import ConfigError, WireError
+from diloco.common.storage import checkpoint_files
+from diloco.common.storage.store import DirectoryStore, ObjectStore
+from diloco.judge.symptoms import PERMISSIONS
+from diloco.run.history import History
+from diloco.run.state import Finding
+
+CHECKPOINTS = "runbooks/checkpoints-fail.md"
+HOUR_S = 3600.0
+# Checkpoints are hourly; a machine may be down for a while.
+CHECKPOINT_S = 3 * HOUR_S
+# From the mark on the tape to the file in the store.
+MAKING_S = 600.0
+LISTED = 3
+
+
+def newest_checkpoint(store: ObjectStore, run: str) -> tuple[str, float] | None:
+    """Name and time of the newest checkpoint that is whole; None without one.
+
+    Raises:
+        StoreError: the store cannot be read.
+    """
+    try:
+        file = checkpoint_files.load_file(store, run, None)
+    except (ConfigError, WireError):
+        return None
+    return file.name, file.created_at_s
+
+
+def checkpoints(
+    history: History, made: tuple[str, float] | None, now_s: float
+) -> Iterator[Finding]:
+    """Whether the run's checkpoints are made, which a lost NATS server is restored from."""
+    marks = {mark.name: mark.created_at_s for _, mark in history.checkpoints}
+    since = f"the newest that is whole is {made[0]}" if made else "there is none that is whole"
+    created_s = history.specification.created_at_s
+    begun = [name for name, at_s in sorted(marks.items())
+             if at_s < now_s - MAKING_S and (made is None or name > made[0])]  # fmt: skip
+    if begun:
+        yield Finding(
+            severity="error",
+            about="checkpoints",
+            sentence=f"{begun[-1]} was begun and is not in the store: {since}",
+            advice="aggregators retry; see why: checkpoint_failed in their logs",
+            runbook=CHECKPOINTS,
+        )
+    elif history.end is None and now_s - (made[1] if made else created_s) > CHECKPOINT_S:
+        lost = "there is none: the run would be lost with the disk of its NATS server"
+        yield Finding(
+            severity="warning",
+            about="checkpoints",
+            sentence=f"the newest, {made[0]}, is {(now_s - made[1]) / HOUR_S:,.1f} hours old"
+            if made
+            else lost,
+            advice="see checkpoint_failed in the aggregators' logs, and that one of them runs; by "
+            "hand: diloco run checkpoint RUN",
+            runbook=CHECKPOINTS,
+        )
+    elif made is not None:
+        yield Finding(severity="ok", about="checkpoints", sentence=f"the newest is {made[0]}")
+
+
+def store_owner(store: ObjectStore) -> Iterator[Finding]:
+    """Of a store that is a folder: folders below it that are somebody else's."""
+    if not isinstance(store, DirectoryStore):
+        return
+    root = store.root
+    foreign = [*_foreign(root)]
+    if foreign:
+        listed = ", ".join(str(path) for path in foreign[:LISTED])
+        more = f" and {len(foreign) - LISTED} more" if len(foreign) > LISTED else ""
+        yield Finding(
+            severity="error",
+            about="store",
+            sentence=f"{listed}{more}: not of user {root.stat().st_uid}, whose the store is: its "
+            "daemons cannot write there",
+            advice=f"chown -R --reference={root} {root}",
+            runbook=PERMISSIONS,
+        )
+
+
+def store_fence(store: ObjectStore, *, credentials: bool) -> Iterator[Finding]:
+    """Of a run whose parties have credentials each: a folder as store has nothing of the kind."""
+    if credentials and isinstance(store, DirectoryStore):
+        yield Finding(
+            severity="warning",
+            about="store",
+            sentence=f"{store.root} is a folder: a learner that can write to it can replace and "
+            "delete the objects of all others, whatever its credentials allow on the bus",
+            advice="use a bucket, with a prefix for each learner, where learners are not trusted",
+            runbook=PERMISSIONS,
+        )
+
+
+def _foreign(root: Path) -> Iterator[Path]:
+    """Folders below the store's that belong to somebody else."""
+    owner = root.stat().st_uid
+    for folder, names, _ in os.walk(root):
+        for name in names:
+            path = Path(folder) / name
+            if path.stat().st_uid != owner:
+                yield path
+
+
+def probed_as(store: ObjectStore) -> str:
+    """As whom this process writes to a store, where that decides; a daemon may be somebody else."""
+    if not isinstance(store, DirectoryStore):
+        return ""
+    uid, owner = os.geteuid(), store.root.stat().st_uid
+    if uid == owner:
+        return f", as their owner, user {uid}"
+    return f", as user {uid}; the folder is user {owner}'s, as whom its daemons should run"

@@ -1,0 +1,220 @@
+"""What the whole tape and the objects say about a run's health, beside `run/findings.py`.
+
+Functions from what was read to findings; `doctor.py` does the reading. Each finding that asks for
+something names its runbook.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+
+from diloco.aggregator.tape_watch import NEARLY_FULL
+from diloco.common.process.config import RunSettings, warnings
+from diloco.common.protocol import wire
+from diloco.common.storage.bus import Filled
+from diloco.judge.audit import Audit, Breach, Objects
+from diloco.run.findings import DISK_FULL, LOSS_SPIKE, NO_LEARNERS
+from diloco.run.history import History
+from diloco.run.state import RECENT, Finding
+
+BAD_CONFIGURATION = "runbooks/bad-configuration.md"
+RUN_MISMATCH = "runbooks/run-mismatch.md"
+STORE_AWAY = "runbooks/store-away.md"
+PERMISSIONS = "runbooks/permissions.md"
+CLOCK_SKEW = "runbooks/clock-skew.md"
+MISSING_OBJECT = "runbooks/missing-object.md"
+ORPHANED_OBJECTS = "runbooks/orphaned-objects.md"
+DIGEST_MISMATCH = "runbooks/digest-mismatch.md"
+BROKEN_INVARIANT = "runbooks/broken-invariant.md"
+RESTORE = "runbooks/restore-from-bucket.md"
+
+# Of a stream that names no number, as those of earlier releases: what a server without accounts
+# takes (from 2.15 on; jetstream.limits.default_max_consumers).
+USUAL_READERS = 1000
+# Clocks that differ by more confuse deadlines and people; what breaks is
+# `quorum.liveness_timeout_s`.
+SKEW_S = 1.0
+# A held-out loss is ruined once so much of what it fell by is lost, and by so much of its least.
+FEWEST_SCORES = 3
+LOST_SHARE, LOST_LEAST = 0.5, 0.1
+
+
+def configuration(settings: RunSettings) -> Iterator[Finding]:
+    """Settings in regions that are known to train badly."""
+    found = warnings(settings)
+    for sentence in found:
+        yield Finding(
+            severity="warning",
+            about="configuration",
+            sentence=sentence,
+            advice="change it before the run, or with `diloco run set`",
+            runbook=BAD_CONFIGURATION,
+        )
+    if not found:
+        yield Finding(
+            severity="ok", about="configuration", sentence="no setting is known to train badly"
+        )
+
+
+def clock(about: str, ahead_s: float, liveness_timeout_s: float) -> Finding:
+    """A clock that is `ahead_s` seconds ahead of the server's."""
+    if abs(ahead_s) <= SKEW_S:
+        return Finding(
+            severity="ok", about=about, sentence=f"within {SKEW_S:g} s of the NATS server's clock"
+        )
+    way = "ahead of" if ahead_s > 0 else "behind"
+    return Finding(
+        severity="error" if abs(ahead_s) > liveness_timeout_s else "warning",
+        about=about,
+        sentence=f"{abs(ahead_s):.1f} s {way} the NATS server's clock",
+        advice="let all machines follow the same time service",
+        runbook=CLOCK_SKEW,
+    )
+
+
+def aggregator_clocks(history: History) -> Iterator[Finding]:
+    """Aggregators whose records were closed, by their own clock, after the server stored them."""
+    ahead: dict[str, float] = {}
+    for chain in history.records.values():
+        for seq, record in chain[-RECENT:]:
+            if record.what == "version" and record.inputs:
+                early_s = record.closed_at_s - history.times_s[seq]
+                ahead[record.aggregator] = max(ahead.get(record.aggregator, early_s), early_s)
+    for name, ahead_s in sorted(ahead.items()):
+        # Behind says nothing: closing a round takes its time.
+        if ahead_s > SKEW_S:
+            yield clock(f"clock of {name}", ahead_s, history.settings.quorum.liveness_timeout_s)
+
+
+def tape(history: History, found: Audit) -> Iterator[Finding]:
+    """What the audit of the tape found, by rule."""
+    yield from _breaches(found.breaches, "tape", BROKEN_INVARIANT)
+    account = found.account
+    since = "since the oldest record, " if history.trimmed else ""
+    if not found.breaches:
+        yield Finding(
+            severity="ok",
+            about="tape",
+            sentence=f"{since}{account.sent:,} updates sent = {account.merged:,} merged + "
+            f"{account.rejected:,} rejected + {account.in_flight:,} in flight; no gap, no fork",
+        )
+    if history.garbage:
+        subjects = Counter(item.subject for item in history.garbage)
+        yield Finding(
+            severity="note",
+            about="tape",
+            sentence=f"{len(history.garbage)} messages do not follow this run's protocol, most on "
+            f"{subjects.most_common(1)[0][0]!r}: they were passed over",
+        )
+
+
+def stores_nothing(stream: str, error: str) -> Finding:
+    """A server that answers, and does not store what it is sent."""
+    return Finding(
+        severity="error",
+        about="bus",
+        sentence=f"NATS answers, and stores nothing in stream {stream!r}: {error}",
+        advice="its disk is full, or was: a stream that met a full disk takes nothing more, also "
+        "with room again, until its nats-server is restarted",
+        runbook=DISK_FULL,
+    )
+
+
+def readers(filled: Filled) -> Iterator[Finding]:
+    """How near the tape is to as many readers as the server gives it; each process is one."""
+    most = filled.max_readers or USUAL_READERS
+    if filled.readers < NEARLY_FULL * most:
+        return
+    unless = "" if filled.max_readers else ", unless its account says another number"
+    yield Finding(
+        severity="warning",
+        about="tape",
+        sentence=f"{filled.readers} processes read it, and the server lets {most} of them{unless}: "
+        "then no learner joins, and no aggregator starts",
+        advice="raise the number in the server's configuration (docs/operations.md, Large fleets)",
+        runbook=NO_LEARNERS,
+    )
+
+
+def objects(found: Objects, *, deep: bool) -> Iterator[Finding]:
+    """What became of the objects that the tape names."""
+    gone = [b for b in found.breaches if b.rule == "objects"]
+    yield from _breaches(gone, "store", MISSING_OBJECT)
+    wrong = [b for b in found.breaches if b.rule == "digests"]
+    yield from _breaches(wrong, "store", DIGEST_MISMATCH)
+    if not found.breaches:
+        remade = f"; {found.remade:,} versions made again to the bit" if deep else ""
+        yield Finding(
+            severity="ok",
+            about="store",
+            sentence=f"all {found.needed:,} objects ({_bytes(found.needed_bytes)}) that recovery "
+            f"needs are there{remade}",
+        )
+    if found.orphans:
+        yield Finding(
+            severity="note",
+            about="store",
+            sentence=f"{len(found.orphans):,} objects ({_bytes(sum(found.orphans.values()))}) "
+            "are not referenced by the tape: uploads in progress, or left by crashes",
+            advice="" if found.newer else "garbage collection removes them later",
+            runbook=ORPHANED_OBJECTS,
+        )
+
+
+def rules(found: Audit) -> Iterator[Finding]:
+    """How much of the tape was decided and made again."""
+    if found.deep and not found.breaches:
+        unknown = f"; {found.unknown:,} could not be followed" if found.unknown else ""
+        followed = bool(found.followed or not found.unknown)
+        yield Finding(
+            severity="ok" if followed else "note",
+            about="rules",
+            sentence=f"{found.followed:,} decisions follow from the tape by the rules{unknown}; "
+            f"{found.remade:,} versions agree with plain arithmetic",
+        )
+
+
+def ruined(scores: Sequence[wire.Score]) -> Iterator[Finding]:
+    """A held-out loss that has risen by much of what it had fallen, whoever did it.
+
+    Args:
+        scores: that were kept, in order of time.
+    """
+    if len(scores) < FEWEST_SCORES:
+        return
+    first, newest, best = scores[0], scores[-1], min(scores, key=lambda score: score.loss)
+    worse = newest.loss - best.loss
+    if worse > max(LOST_SHARE * (first.loss - best.loss), LOST_LEAST * abs(best.loss)):
+        yield Finding(
+            severity="warning",
+            about="held-out loss",
+            sentence=f"{newest.loss:.4g} at step {newest.global_step:,}; it was {best.loss:.4g} at "
+            f"step {best.global_step:,}",
+            advice="`diloco replay RUN --bisect` says at which version it rose, `--blame` by whom; "
+            "if no learner did it, the outer step is too long: `diloco replay RUN --set "
+            "outer.learning_rate=0.5`",
+            runbook=LOSS_SPIKE,
+        )
+
+
+def _breaches(breaches: Sequence[Breach], about: str, runbook: str) -> Iterator[Finding]:
+    """One finding for each rule, with its first breach."""
+    by_rule: dict[str, list[Breach]] = defaultdict(list)
+    for breach in breaches:
+        by_rule[breach.rule].append(breach)
+    for rule, found in by_rule.items():
+        first = found[0]
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        yield Finding(
+            severity="error",
+            about=f"{about}: {rule}",
+            sentence=f"{first.where}: {first.what}{more}",
+            advice="stop and delete nothing until the cause is known",
+            runbook=runbook,
+        )
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"

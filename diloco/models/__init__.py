@@ -1,0 +1,1 @@
+"""What is trained: the built-in model, decoders, their data, loops of other frameworks."""

@@ -1,0 +1,438 @@
+"""A decoder-only transformer on bytes, and the task that trains it on a corpus.
+
+Pre-norm blocks (RMSNorm, arXiv 1910.07467) with rotary positions (arXiv 2104.09864), causal
+multi-head attention and a SwiGLU (arXiv 2002.05202) or GELU MLP; no biases. The blocks are one
+`nn.scan`, so each of their tensors is stacked over layers along a leading axis N.
+
+Shapes: B batch, L positions (M: positions looked at), T = B * L tokens, D model width, H heads, K
+width of a head (D = H * K), F width of the MLP, V vocabulary, N layers.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from jax.nn.initializers import Initializer
+from jax.sharding import PartitionSpec
+from pydantic import AfterValidator, Field
+
+from diloco.learner.task import (
+    AtLeastOne,
+    Batch,
+    Dtype,
+    Natural,
+    NotNegative,
+    Params,
+    Task,
+    checked_options,
+    hint_of_decoder,
+)
+from diloco.learner.tensors.mesh import by_kind_of_axis, constrain
+from diloco.learner.tensors.optimizer import Matrices, Optimizer, direction_by, warmup_cosine
+from diloco.learner.tensors.utilization import flops_per_token
+from diloco.models.bytes_lm import corpus as data
+from diloco.models.bytes_lm.sample import BYTES, make_sampler
+
+ROTARY_BASE = 10_000
+NORM_EPS = 1e-6
+EMBED_STD = 0.02
+# The best peak rate of Muon over AdamW's, in the sweep of docs/benchmarks.md.
+MUON_RATE = 2.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Preset:
+    """A size of model and a peak learning rate for it; named by its parameters without embedding.
+
+    Attributes:
+        layers: N.
+        width: D.
+        heads: H.
+        learning_rate: peak rate for AdamW; for Muon it is `MUON_RATE` times that.
+        tied: whether the output head is the embedding, unless the option `tied` says.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    learning_rate: float
+    tied: bool = False
+
+
+PRESETS = {
+    "1m": Preset(layers=3, width=160, heads=4, learning_rate=2e-3, tied=True),
+    "4m": Preset(layers=5, width=256, heads=4, learning_rate=2e-3, tied=True),
+    "10m": Preset(layers=8, width=320, heads=5, learning_rate=1.5e-3, tied=True),
+    "35m": Preset(layers=11, width=512, heads=8, learning_rate=1e-3, tied=True),
+    "125m": Preset(layers=18, width=768, heads=12, learning_rate=8e-4),
+    "400m": Preset(layers=20, width=1280, heads=10, learning_rate=6e-4),
+    "1.3b": Preset(layers=26, width=2048, heads=16, learning_rate=4e-4),
+    "2.8b": Preset(layers=36, width=2560, heads=20, learning_rate=3e-4),
+    "5b": Preset(layers=32, width=3584, heads=28, learning_rate=2.5e-4),
+    "12b": Preset(layers=38, width=5120, heads=40, learning_rate=2e-4),
+}
+
+# What the axes of each tensor are; vectors are too small to be cut.
+LOGICAL_AXES = {
+    "embed": ("vocab", "width"),
+    "layers/attn/qkv": ("layers", "width", "heads"),
+    "layers/attn/out": ("layers", "heads", "width"),
+    "layers/mlp/up": ("layers", "width", "mlp"),
+    "layers/mlp/gate": ("layers", "width", "mlp"),
+    "layers/mlp/down": ("layers", "mlp", "width"),
+    "head": ("width", "vocab"),
+}
+# The axis of a learner's mesh that cuts each of them; the others stay whole.
+
+Mlp = Literal["swiglu", "gelu"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """What decides the model's parameters and arithmetic.
+
+    Attributes:
+        layers: N.
+        width: D.
+        heads: H; divides D into an even K.
+        vocab: V.
+        tied: use the embedding as output head.
+        mlp: "swiglu" (three matrices, F near 8/3 D) or "gelu" (two matrices, F = 4 D).
+        dtype: of activations and matrix products; parameters, norms, softmax and loss are float32.
+        remat: recompute each block in the backward pass, to hold one block's activations at a time.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    vocab: int = BYTES
+    tied: bool = True
+    mlp: Mlp = "swiglu"
+    dtype: Dtype = "float32"
+    remat: bool = True
+
+    @property
+    def head_width(self) -> int:
+        """K."""
+        return self.width // self.heads
+
+    @property
+    def mlp_width(self) -> int:
+        """F; the same count of parameters for both kinds, rounded up to a multiple of 64."""
+        return 4 * self.width if self.mlp == "gelu" else math.ceil(self.width / 24) * 64
+
+    def flops_per_token(self, length: int) -> float:
+        """As of a task, in rows of that length."""
+        mlp = (2 if self.mlp == "gelu" else 3) * self.mlp_width
+        layer = self.width * (4 * self.width + mlp)
+        multiplied = self.layers * layer + self.vocab * self.width
+        return flops_per_token(multiplied, self.layers * self.width * length)
+
+
+class Decoder(nn.Module):
+    """int[B, L] tokens -> float32[B, L, V] logits; those at a position see nothing after it."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, tokens_BxL: jax.Array) -> jax.Array:
+        """See the class."""
+        c = self.config
+        normal = nn.initializers.normal(EMBED_STD)
+        embed_VxD = self.param("embed", normal, (c.vocab, c.width))
+        # Blocks see one row per token: XLA's CPU backend is a third slower on [B, L, D].
+        x_TxD = constrain(embed_VxD[tokens_BxL.reshape(-1)].astype(c.dtype), ("data", "fsdp"))
+
+        block = nn.remat(Block, prevent_cse=False) if c.remat else Block  # scan prevents it
+        layers = nn.scan(
+            block,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            in_axes=nn.broadcast,
+            length=c.layers,
+        )(c, name="layers")
+        x_TxD, _ = layers(x_TxD, rotary(tokens_BxL.shape[1], c.head_width))
+
+        x_TxD = rms_norm(x_TxD, self.param("norm", nn.initializers.ones, (c.width,)))
+        head_DxV = embed_VxD.T if c.tied else self.param("head", normal, (c.width, c.vocab))
+        logits_TxV = jnp.dot(x_TxD, head_DxV.astype(c.dtype), preferred_element_type=jnp.float32)
+        return logits_TxV.reshape(*tokens_BxL.shape, c.vocab)
+
+
+class Block(nn.Module):
+    """One layer, in the form that `nn.scan` wants: (x, rotary angles) -> (x, nothing)."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x_TxD: jax.Array, angles_LxK2: jax.Array) -> tuple[jax.Array, None]:
+        """See the class."""
+        x_TxD += Attention(self.config, name="attn")(x_TxD, angles_LxK2)
+        x_TxD += MLP(self.config, name="mlp")(x_TxD)
+        return constrain(x_TxD, ("data", "fsdp")), None
+
+
+class Attention(nn.Module):
+    """Causal multi-head attention of the normed input, [T, D] -> [T, D]."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x_TxD: jax.Array, angles_LxK2: jax.Array) -> jax.Array:
+        """See the class."""
+        c = self.config
+        norm_D = self.param("norm", nn.initializers.ones, (c.width,))
+        qkv_Dx3D = self.param("qkv", matrix(c.width), (c.width, 3 * c.width))
+        out_DxD = self.param("out", matrix(c.width, writers=2 * c.layers), (c.width, c.width))
+
+        qkv_Tx3D = rms_norm(x_TxD, norm_D) @ qkv_Dx3D.astype(c.dtype)
+        # Heads are the outer axis, so that a mesh that cuts the columns cuts between heads.
+        qkv_BxLxHx3xK = qkv_Tx3D.reshape(-1, len(angles_LxK2), c.heads, 3, c.head_width)
+        q_BxHxLxK, k_BxHxLxK, v_BxHxLxK = qkv_BxLxHx3xK.transpose(3, 0, 2, 1, 4)
+        q_BxHxLxK = rotate(q_BxHxLxK, angles_LxK2)
+        k_BxHxLxK = rotate(k_BxHxLxK, angles_LxK2)
+        y_BxHxLxK = attend(q_BxHxLxK, k_BxHxLxK, v_BxHxLxK)
+        return y_BxHxLxK.transpose(0, 2, 1, 3).reshape(x_TxD.shape) @ out_DxD.astype(c.dtype)
+
+
+class MLP(nn.Module):
+    """The feed-forward half of a block on the normed input, [T, D] -> [T, D]."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x_TxD: jax.Array) -> jax.Array:
+        """See the class."""
+        c = self.config
+        norm_D = self.param("norm", nn.initializers.ones, (c.width,))
+        up_DxF = self.param("up", matrix(c.width), (c.width, c.mlp_width))
+        down = matrix(c.mlp_width, writers=2 * c.layers)
+        down_FxD = self.param("down", down, (c.mlp_width, c.width))
+
+        x_TxD = rms_norm(x_TxD, norm_D)
+        h_TxF = x_TxD @ up_DxF.astype(c.dtype)
+        if c.mlp == "swiglu":
+            gate_DxF = self.param("gate", matrix(c.width), (c.width, c.mlp_width))
+            h_TxF *= nn.silu(x_TxD @ gate_DxF.astype(c.dtype))
+        else:
+            h_TxF = nn.gelu(h_TxF)
+        return h_TxF @ down_FxD.astype(c.dtype)
+
+
+def matrix(fan_in: int, writers: int = 1) -> Initializer:
+    """Normal initializer that keeps unit variance, shared among `writers` that are summed.
+
+    The two matrices of each layer that write to the residual stream add up to 2N writers: with
+    this their sum has unit variance at any depth (GPT-2's rule).
+    """
+    return nn.initializers.normal((fan_in * writers) ** -0.5)
+
+
+def rms_norm(x_TxD: jax.Array, scale_D: jax.Array) -> jax.Array:
+    """`x` over its root mean square along D, times `scale`: in float32, returned in x's dtype."""
+    x32_TxD = x_TxD.astype(jnp.float32)
+    mean_square_Tx1 = jnp.mean(jnp.square(x32_TxD), axis=-1, keepdims=True)
+    return (x32_TxD * jax.lax.rsqrt(mean_square_Tx1 + NORM_EPS) * scale_D).astype(x_TxD.dtype)
+
+
+def rotary(length: int, head_width: int) -> jax.Array:
+    """Angles float32[L, K/2] of the rotary positions 0 .. L - 1."""
+    frequency_K2 = ROTARY_BASE ** -(jnp.arange(0, head_width, 2) / head_width)
+    return jnp.arange(length)[:, None] * frequency_K2
+
+
+def rotate(x_BxHxLxK: jax.Array, angles_LxK2: jax.Array) -> jax.Array:
+    """Turn each pair (x[i], x[i + K/2]) of every head by its position's angle."""
+    cos_LxK2 = jnp.cos(angles_LxK2).astype(x_BxHxLxK.dtype)
+    sin_LxK2 = jnp.sin(angles_LxK2).astype(x_BxHxLxK.dtype)
+    a, b = jnp.split(x_BxHxLxK, 2, axis=-1)
+    return jnp.concatenate([a * cos_LxK2 - b * sin_LxK2, b * cos_LxK2 + a * sin_LxK2], axis=-1)
+
+
+def attend(q_BxHxLxK: jax.Array, k_BxHxLxK: jax.Array, v_BxHxLxK: jax.Array) -> jax.Array:
+    """Causal softmax attention, [B, H, L, K]; the softmax is in float32."""
+    length, head_width = q_BxHxLxK.shape[-2:]
+    scores_BxHxLxM = jnp.einsum(
+        "bhlk,bhmk->bhlm", q_BxHxLxK, k_BxHxLxK, preferred_element_type=jnp.float32
+    )
+    seen_LxM = jnp.tril(jnp.ones((length, length), bool))
+    scores_BxHxLxM = jnp.where(seen_LxM, scores_BxHxLxM * head_width**-0.5, -jnp.inf)
+    weights_BxHxLxM = jax.nn.softmax(scores_BxHxLxM, axis=-1).astype(v_BxHxLxK.dtype)
+    return jnp.einsum("bhlm,bhmk->bhlk", weights_BxHxLxM, v_BxHxLxK)
+
+
+def task_loss(
+    model: Decoder,
+    params: Params,
+    windows_BxL1: Batch,
+    key: jax.Array,  # noqa: ARG001 - the Task's contract
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The loss as a task gives it: nothing is drawn, and nothing said beside it."""
+    return next_token_loss(model, params, windows_BxL1), {}
+
+
+def next_token_loss(model: Decoder, params: Params, windows_BxL1: Batch) -> jax.Array:
+    """Mean cross entropy in nats per token, float32[]; `windows_BxL1` is int[B, L + 1]."""
+    logits_BxLxV = model.apply({"params": params}, windows_BxL1[:, :-1])
+    losses_BxL: jax.Array = optax.softmax_cross_entropy_with_integer_labels(
+        logits_BxLxV, windows_BxL1[:, 1:]
+    )
+    return jnp.mean(losses_BxL)
+
+
+def matrices(name: str, shape: tuple[int, ...], *, heads: int) -> Matrices | None:
+    """What Muon orthogonalizes: each layer's matrices, with q, k and v apart."""
+    if name == "layers/attn/qkv":
+        layers, width, columns = shape
+        split = (layers, width, heads, 3, columns // heads // 3)
+        return Matrices(split, inputs=(1,), outputs=(2, 4))
+    is_matrix = name.startswith("layers/") and len(shape) == 3
+    return Matrices(shape, inputs=(1,), outputs=(2,)) if is_matrix else None
+
+
+def partition(name: str, shape: tuple[int, ...]) -> PartitionSpec:  # noqa: ARG001 - the contract
+    """How a tensor is cut over a learner's mesh: by what its axes are."""
+    return by_kind_of_axis(LOGICAL_AXES.get(name, ()))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Windows:
+    """Windows of a corpus, which is read once somebody trains or evaluates."""
+
+    corpus: str
+    held_out: str | None
+    seed: int
+    batch: int
+    length: int
+
+    @functools.cached_property
+    def text(self) -> data.Corpus:
+        found = data.load_corpus(self.corpus, self.held_out)
+        data.require_length(found, self.length)
+        return found
+
+    def rows(self, learner: str, position: int, start: int, stop: int) -> Iterator[Batch]:
+        return data.batches(
+            self.text,
+            seed=self.seed,
+            learner=learner,
+            position=position,
+            batch=self.batch,
+            length=self.length,
+            rows=slice(start, stop),
+        )
+
+    def batches(self, learner: str, position: int) -> Iterator[Batch]:
+        return self.rows(learner, position, 0, self.batch)
+
+    def unseen(self, count: int) -> list[Batch]:
+        return data.eval_windows(self.text, count=count, batch=self.batch, length=self.length)
+
+
+def _known_preset(name: str) -> str:
+    if name not in PRESETS:
+        raise ValueError(f"presets are {', '.join(PRESETS)}")
+    return name
+
+
+@checked_options("the built-in task", "see the task's options in the run's configuration")
+def build(
+    *,
+    steps: AtLeastOne,
+    seed: Natural,
+    preset: Annotated[str, AfterValidator(_known_preset)] = "1m",
+    corpus: str = data.STDLIB,
+    held_out: str | None = None,
+    batch: AtLeastOne = 8,
+    length: AtLeastOne = 128,
+    optimizer: Optimizer = "adamw",
+    learning_rate: Annotated[float, Field(gt=0)] | None = None,
+    warmup_steps: Natural | None = None,
+    final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1,
+    weight_decay: NotNegative = 0.1,
+    clip: Annotated[float, Field(gt=0)] = 1.0,
+    eval_batches: AtLeastOne = 16,
+    dtype: Dtype = "float32",
+    vocab: Annotated[int, Field(ge=BYTES)] = BYTES,
+    tied: bool | None = None,
+    mlp: Mlp = "swiglu",
+    remat: bool = True,
+) -> Task:
+    """Train a byte-level transformer on a corpus; losses are nats per byte.
+
+    Args:
+        steps: length of the run in global steps.
+        seed: decides which windows are drawn.
+        preset: a key of `PRESETS`.
+        corpus: "stdlib" or the path of a folder of text; a tenth of its files is held out.
+        held_out: path of another folder of text, all of which is held out in their place.
+        batch: windows in a batch, B.
+        length: bytes predicted in each window, L.
+        optimizer: "adamw", or "muon" for the matrices of layers.
+        learning_rate: peak rate; the preset's for the optimizer, if None.
+        warmup_steps: global steps of warm-up; a tenth of the run, at most 100, if None.
+        final_fraction: last learning rate as a share of the peak.
+        weight_decay: decoupled, on matrices only.
+        clip: largest global norm of a gradient.
+        eval_batches: batches of held-out windows, the same ones each time.
+        dtype: "float32" or "bfloat16": of activations and products; parameters stay float32.
+        vocab: V, at least 256.
+        tied: whether the head is the embedding; the preset's choice if None.
+        mlp: "swiglu" or "gelu".
+        remat: recompute activations in the backward pass (on CPU it is faster, too).
+
+    Raises:
+        TaskError: an option has a wrong type or value, or the corpus is missing or too small.
+    """
+    size = PRESETS[preset]
+    model = Decoder(
+        ModelConfig(
+            layers=size.layers,
+            width=size.width,
+            heads=size.heads,
+            vocab=vocab,
+            tied=size.tied if tied is None else tied,
+            mlp=mlp,
+            dtype=dtype,
+            remat=remat,
+        )
+    )
+
+    windows = _Windows(corpus, held_out, seed, batch, length)
+    eval_loss = jax.jit(functools.partial(next_token_loss, model))
+
+    def evaluate(params: Params) -> float:
+        unseen = windows.unseen(eval_batches)
+        return sum(float(eval_loss(params, window)) for window in unseen) / len(unseen)
+
+    return Task(
+        init=lambda key: model.init(key, jnp.zeros((1, 1), jnp.int32))["params"],
+        loss=functools.partial(task_loss, model),
+        batches=windows.batches,
+        evaluate=evaluate,
+        tokens_per_batch=batch * length,
+        flops_per_token=model.config.flops_per_token(length),
+        optimizer=direction_by(
+            optimizer,
+            weight_decay=weight_decay,
+            clip=clip,
+            hint=hint_of_decoder,
+            matrices=functools.partial(matrices, heads=size.heads),
+        ),
+        schedule=warmup_cosine(
+            steps=steps,
+            peak=learning_rate or size.learning_rate * (MUON_RATE if optimizer == "muon" else 1),
+            warmup_steps=warmup_steps,
+            final_fraction=final_fraction,
+        ),
+        hint=hint_of_decoder,
+        rows=windows.rows,
+        partition=partition,
+        sample=make_sampler(model, length),
+    )

@@ -1,0 +1,120 @@
+"""`diloco data`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from diloco.common.process import log
+from diloco.run.cli.command import command, group
+
+app = group()
+data_app = group("Make tokens of documents, once, for all learners of all runs.")
+app.add_typer(data_app, name="data")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareArguments:
+    """The command line, as given."""
+
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SOURCES",
+            help="text files, JSON lines (.jsonl, .ndjson, .json), Parquet, Arrow, and folders "
+            "that datasets saved; folders, with all visible files in them; globs in quotes. .gz, "
+            ".bz2, .xz and .zst are unpacked",
+        ),
+    ]
+    tokenizer: Annotated[
+        Path,
+        typer.Option(help="tokenizer.json, or a Hugging Face folder that has one", metavar="PATH"),
+    ]
+    out: Annotated[
+        str,
+        typer.Option(
+            help="a new folder; or gs://bucket/prefix, s3://, az://", metavar="FOLDER|URL"
+        ),
+    ]
+    field: Annotated[
+        str, typer.Option(help="field of JSON lines, or column, that has the documents")
+    ] = "text"
+    documents: Annotated[
+        Literal["file", "line"],
+        typer.Option(help="what a document is in a text file: all of it, or each line"),
+    ] = "file"
+    end: Annotated[
+        str | None,
+        typer.Option(
+            help="token behind each document, by text or number [default: what the tokenizer's "
+            "folder says ends a text]",
+            metavar="TOKEN",
+        ),
+    ] = None
+    begin: Annotated[
+        str | None,
+        typer.Option(
+            help="token before each document, or none [default: what the tokenizer itself sets "
+            "before a text]",
+            metavar="TOKEN",
+        ),
+    ] = None
+    special: Annotated[
+        bool,
+        typer.Option(
+            "--special",
+            help="text that spells a special token becomes that token; without, it stays text",
+        ),
+    ] = False
+    held_out: Annotated[
+        float, typer.Option(help="share of the documents that is held out", min=0, max=0.99)
+    ] = 0.01
+    shard_bytes: Annotated[
+        int, typer.Option(help="bytes of documents that become a shard", min=1)
+    ] = 64 << 20
+    workers: Annotated[
+        int | None,
+        typer.Option(help="threads that encode [default: one per core]", min=1, max=1024),
+    ] = None
+
+
+@command(data_app)
+def prepare(arguments: PrepareArguments) -> None:
+    """Make token files of documents, for `diloco.models.decoders:build`.
+
+    The files depend on sources and options alone. What was ended midway, by a SIGKILL too,
+    continues by the same command. See docs/data.md.
+    """
+    log.configure("error")
+    from diloco.common.process import cores
+    from diloco.common.process.config import encode_on_threads
+    from diloco.models.data.folder import show
+    from diloco.models.data.prepare import prepare, progress_told
+
+    encode_on_threads(arguments.workers or cores.available())
+    with progress_told("prepare") as hear:
+        manifest = prepare(arguments, hear)
+    show(arguments.out, manifest)
+
+
+@command(data_app)
+def copy(
+    place: Annotated[
+        str, typer.Argument(metavar="FOLDER|URL", help="folder of prepared data, or its URL")
+    ],
+    out: Annotated[
+        str, typer.Argument(metavar="OUT", help="a new folder, or gs://bucket/prefix, s3://, az://")
+    ],
+) -> None:
+    """Copy prepared data, such as from a bucket to a learner's disk; each shard is verified.
+
+    What was ended midway continues by the same command.
+    """
+    log.configure("error")
+    from diloco.models.data.folder import copy, show
+    from diloco.models.data.prepare import progress_told
+
+    with progress_told("copy") as hear:
+        manifest = copy(place, out, hear)
+    show(out, manifest)

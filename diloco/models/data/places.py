@@ -1,0 +1,109 @@
+"""Where prepared data lies: a folder, or a bucket's URL."""
+
+import fcntl
+import os
+import shutil
+import urllib.parse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from diloco.common.process.config import store_emulator
+from diloco.common.protocol.errors import ConfigError, DataError, ObjectMissingError
+from diloco.common.storage.store import ObjectStore, open_store
+from diloco.models.data.manifest import MANIFEST, UNFINISHED, TokenManifest, parse_manifest
+from diloco.run.cli.folders import make_folder
+
+Read = Callable[[str], bytes]
+_HERE = "file://"
+# What writers of a store in a folder leave when they are killed.
+_TEMPORARY = ".tmp"
+
+
+def local_folder(place: str) -> Path | None:
+    """The folder that a place is; None for a bucket."""
+    if place.startswith(_HERE):
+        return Path(urllib.parse.unquote(place.removeprefix(_HERE)))
+    return None if "://" in place else Path(place)
+
+
+def writer(place: str) -> ObjectStore:
+    """The store to write to; a folder is made."""
+    return open_store(place, emulator=store_emulator(), create=True)
+
+
+def reader(place: str) -> Read:
+    """What reads a file of a place; a folder may be one in which nothing can be written."""
+    folder = local_folder(place)
+    if folder is None:
+        return open_store(place, emulator=store_emulator()).get
+    return lambda name: (folder / name).read_bytes()
+
+
+def found_at(read: Read, name: str) -> bytes | None:
+    """A file of a place; None if it has none of that name."""
+    try:
+        return read(name)
+    except (FileNotFoundError, NotADirectoryError, ObjectMissingError):
+        return None
+
+
+def manifest_at(place: str, read: Read) -> TokenManifest:
+    """What a place says of itself.
+
+    Raises:
+        DataError: it says nothing, or no manifest.
+    """
+    if (data := found_at(read, MANIFEST)) is None:
+        raise DataError(
+            f"{place!r} has no {MANIFEST}: it is not prepared data, or not prepared to its end",
+            hint="run diloco data prepare; one that was ended midway continues by the same command",
+        )
+    return parse_manifest(data, f"{place}/{MANIFEST}")
+
+
+def first_of(place: str) -> str | None:
+    """Something that a place has in it; None if it is empty, or not there."""
+    folder = local_folder(place)
+    if folder is None:
+        store = open_store(place, emulator=store_emulator())
+        return next((info.name for info in store.walk("")), None)
+    if not folder.exists():
+        return None
+    return next((one.name for one in sorted(folder.iterdir()) if one.name != _TEMPORARY), None)
+
+
+@contextmanager
+def alone_in(place: str) -> Iterator[None]:
+    """Be the only one that writes to a folder; of buckets nobody can be.
+
+    Two that write the same into a bucket do no harm: objects are create-only.
+
+    Raises:
+        ConfigError: another process does.
+    """
+    folder = local_folder(place)
+    if folder is None:
+        yield
+        return
+    make_folder(folder)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"another process writes to {place!r} just now", hint="wait for it, or end it"
+            ) from error
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def tidy(place: str, store: ObjectStore) -> None:
+    """Remove what only a restart needs; the plan last, which says that it is to be done."""
+    for info in store.list(f"{UNFINISHED}/"):
+        store.delete(info.name)
+    if (folder := local_folder(place)) is not None:
+        for name in (_TEMPORARY, UNFINISHED):
+            shutil.rmtree(folder / name, ignore_errors=True)

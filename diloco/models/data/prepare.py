@@ -1,0 +1,362 @@
+"""`diloco data prepare`: sources become a folder of tokens, piece by piece.
+
+Rules:
+  1. What decides the bytes is stored first (the plan), what says that they are whole last (the
+     manifest). A process that begins where another was ended finds its plan there, and goes on only
+     with the same.
+  2. A piece is so many documents as have `shard_bytes`, in their order, and becomes one shard of
+     each side. It is done when its note is stored, behind them, which says where the next begins.
+     What is not done is made again, to the same bytes.
+  3. Whether a document is held out follows from its text alone: copies of it are on one side, and
+     neither its place nor other documents matter.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from pydantic import BaseModel, ConfigDict, ValidationError
+from rich.console import Console
+from rich.progress import Progress
+
+from diloco.common.protocol.errors import ConfigError, DataError, StoreError
+from diloco.common.storage.store import ObjectStore
+from diloco.models.data.command import PrepareArguments
+from diloco.models.data.documents import Document, check_column, read_documents
+from diloco.models.data.manifest import (
+    MANIFEST,
+    PLAN,
+    SIDES,
+    UNFINISHED,
+    Counted,
+    Given,
+    Identity,
+    PrepareOptions,
+    Sha256,
+    Side,
+    TokenManifest,
+    TokenShard,
+    TokenSource,
+    dtype_for,
+    json_bytes,
+    parse_manifest,
+)
+from diloco.models.data.places import (
+    alone_in,
+    first_of,
+    found_at,
+    local_folder,
+    reader,
+    tidy,
+    writer,
+)
+from diloco.models.data.shards import store_shard
+from diloco.models.data.sources import TABLES, SourceFile, find_files, listing_digest
+from diloco.models.data.tokenizer import TextTokenizer
+from diloco.run.cli.units import human_bytes
+
+# Between two lines.
+LINE_S = 30.0
+# Is told how many bytes of how many are done.
+Hear = Callable[[int, int], None]
+
+
+@contextmanager
+def progress_told(what: str) -> Iterator[Hear]:
+    """Show progress on stderr for as long as the block lasts."""
+    console = Console(stderr=True)
+    said_at = time.monotonic()
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=None)
+
+        def hear(done: int, total: int) -> None:
+            nonlocal said_at
+            bar.update(task, completed=done, total=total)
+            if bar.disable and time.monotonic() - said_at >= LINE_S:
+                said_at = time.monotonic()
+                text = f"{what}: {human_bytes(done)} of {human_bytes(total)}"
+                console.print(text, highlight=False, soft_wrap=True)
+
+        yield hear
+
+
+# What is encoded in one call: enough for all cores, and little beside a shard.
+BATCH_CHARACTERS = 1 << 20
+
+
+class Plan(Identity):
+    """What a place is being prepared with: also when files were changed last."""
+
+    times_sha256: Sha256
+
+
+class Note(BaseModel):
+    """What became of a piece; it is stored behind its shards.
+
+    Attributes:
+        shards: of each side that has a document.
+        given: by the number of a source.
+        file: number of the file in which the next piece begins.
+        start: its place there.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    shards: tuple[TokenShard, ...]
+    given: dict[int, Given]
+    file: int
+    start: int
+
+
+def prepare(wanted: PrepareArguments, hear: Hear) -> TokenManifest:
+    """Prepare data, or go on with it; what is whole already stays as it is.
+
+    Raises:
+        ConfigError: an option is wrong, or the place has something else.
+        DataError: a source is not what it must be, or the sides come out empty.
+        StoreError: something cannot be stored.
+    """
+    tokenizer = TextTokenizer(wanted)
+    _check_apart(wanted)
+    files = find_files(wanted.sources)
+    for file in files:
+        if file.kind in TABLES:
+            check_column(file, wanted.field)
+    plan = Plan(
+        tokenizer=tokenizer.facts,
+        dtype=dtype_for(tokenizer.facts.vocabulary),
+        begin=tokenizer.begin,
+        end=tokenizer.end,
+        options=PrepareOptions(
+            **{name: getattr(wanted, name) for name in PrepareOptions.model_fields}
+        ),
+        input_sha256=listing_digest(files),
+        times_sha256=listing_digest(files, times=True),
+    )
+    with alone_in(wanted.out):
+        if (whole := _begun(wanted.out, plan)) is not None:
+            # It may be whole and not tidy; if it is both, it may be a place that takes no writer.
+            if found_at(reader(wanted.out), PLAN) is not None:
+                tidy(wanted.out, writer(wanted.out))
+            return whole
+        try:
+            store = writer(wanted.out)
+            store.put(PLAN, json_bytes(plan))
+            notes = list(_Pieces(files, plan, tokenizer, store, hear))
+            manifest = _manifest(wanted.sources, files, plan, notes)
+            store.put(MANIFEST, json_bytes(manifest))
+            tidy(wanted.out, store)
+        except StoreError as error:
+            raise type(error)(
+                f"{wanted.out!r}: {error.message}",
+                hint=f"{error.hint or 'see what the store says'}; then run the same command again,"
+                " which continues",
+            ) from error
+    return manifest
+
+
+def is_held_out(text: str, share: float) -> bool:
+    """Whether a document is held out, of which `share` are."""
+    return xxhash.xxh3_64_intdigest(text.encode()) < share * 2.0**64
+
+
+class _Pieces:
+    """The notes of all pieces: those that an earlier process stored, and those made now."""
+
+    def __init__(
+        self,
+        files: Sequence[SourceFile],
+        plan: Plan,
+        tokenizer: TextTokenizer,
+        store: ObjectStore,
+        hear: Hear,
+    ) -> None:
+        self._files, self._plan, self._tokenizer = files, plan, tokenizer
+        self._store, self._hear = store, hear
+        # Of the piece in work.
+        self._given: dict[int, Given] = {}
+        self._tokens: dict[Side, list[npt.NDArray[np.uint32]]] = {}
+
+    def __iter__(self) -> Iterator[Note]:
+        kept = {info.name for info in self._store.list(f"{UNFINISHED}/")} - {PLAN}
+        file = start = 0
+        for name in sorted(kept, key=lambda name: (len(name), name)):
+            note = Note.model_validate_json(self._store.get(name))
+            file, start = note.file, note.start
+            yield note
+        documents = self._documents(file, start)
+        for number in itertools.count(len(kept)):
+            if (made := self._make(number, documents)) is None:
+                return
+            yield made
+
+    def _documents(self, first: int, start: int) -> Iterator[tuple[int, Document]]:
+        """All documents from a place on, each with the number of its file."""
+        options = self._plan.options
+        done = sum(file.size_bytes for file in self._files[:first])
+        total = sum(file.size_bytes for file in self._files)
+        for number, file in enumerate(self._files[first:], first):
+            read = 0
+            for document in read_documents(
+                file, start, options.field, by_line=options.documents == "line"
+            ):
+                yield number, document
+                read += document.size_bytes
+                # What a compressed file unpacks to is more than it is itself.
+                self._hear(done + min(read, file.size_bytes), total)
+            done, start = done + file.size_bytes, 0
+
+    def _make(self, piece: int, documents: Iterator[tuple[int, Document]]) -> Note | None:
+        """Make a piece's shards, and store its note; None if no document is left."""
+        self._given, self._tokens = {}, {side: [] for side in SIDES}
+        waiting: list[tuple[int, str]] = []
+        size_bytes = characters = 0
+        last = None
+        for file, (text, own_bytes, after) in documents:
+            last = file, after
+            source = self._files[file].source
+            if text:
+                waiting.append((source, text))
+            else:
+                self._count(source, Given(empty=1))
+            characters += len(text)
+            size_bytes += own_bytes
+            if characters >= BATCH_CHARACTERS:
+                self._encode(waiting)
+                waiting, characters = [], 0
+            if size_bytes >= self._plan.options.shard_bytes:
+                break
+        if last is None:
+            return None
+        self._encode(waiting)
+        shards = tuple(
+            store_shard(self._store, side, piece, self._plan.dtype, tokens)
+            for side, tokens in self._tokens.items()
+            if tokens
+        )
+        note = Note(shards=shards, given=self._given, file=last[0], start=last[1])
+        self._store.put(f"{UNFINISHED}/{piece:05d}.json", json_bytes(note))
+        return note
+
+    def _encode(self, texts: Sequence[tuple[int, str]]) -> None:
+        """Add documents to the piece in work."""
+        found = self._tokenizer.encode([text for _, text in texts])
+        for (source, text), tokens in zip(texts, found, strict=True):
+            held_out = is_held_out(text, self._plan.options.held_out)
+            side: Side = "held_out" if held_out else "train"
+            self._tokens[side].append(tokens)
+            self._count(source, Given(**{side: Counted(documents=1, tokens=len(tokens))}))
+
+    def _count(self, source: int, more: Given) -> None:
+        self._given[source] = self._given.get(source, Given()) + more
+
+
+def _check_apart(wanted: PrepareArguments) -> None:
+    """Refuse to write among the sources: they would be others the next time.
+
+    Raises:
+        ConfigError: the place lies in a source.
+    """
+    folder = local_folder(wanted.out)
+    for source in wanted.sources:
+        if folder is not None and folder.resolve().is_relative_to(Path(source).resolve()):
+            raise ConfigError(
+                f"--out {wanted.out!r} lies in the source {source!r}",
+                hint="give a folder that is not among the sources",
+            )
+
+
+def _begun(place: str, plan: Plan) -> TokenManifest | None:
+    """The manifest of a place that is whole; None if it is to be prepared, from the start or on.
+
+    Raises:
+        ConfigError: the place has something else.
+    """
+    read = reader(place)
+    if (data := found_at(read, MANIFEST)) is not None:
+        manifest = parse_manifest(data, f"{place}/{MANIFEST}")
+        _check_same(place, manifest, plan)
+        return manifest
+    if (data := found_at(read, PLAN)) is not None:
+        try:
+            _check_same(place, Plan.model_validate_json(data), plan)
+        except ValidationError as error:
+            raise ConfigError(
+                f"{place!r} was begun by diloco data copy, or by another release",
+                hint="finish it by the command that began it, or give another --out",
+            ) from error
+    elif (other := first_of(place)) is not None:
+        raise ConfigError(
+            f"{place!r} is not empty: it has {other!r}, and is not prepared data",
+            hint="give a new folder or prefix to --out",
+        )
+    return None
+
+
+def _check_same(place: str, there: Identity, wanted: Plan) -> None:
+    old, new = _facts(there), _facts(wanted)
+    for name, value in old.items():
+        if name in new and new[name] != value:
+            what = _OTHER.get(name, f"another {name}: {value!r}, not {new[name]!r}")
+            raise ConfigError(
+                f"{place!r} was prepared with {what}",
+                hint="give another --out; or remove that one, to prepare it again",
+            )
+
+
+def _facts(identity: Identity) -> dict[str, Any]:
+    """What decides a folder, option by option."""
+    facts: dict[str, Any] = identity.model_dump()
+    options: dict[str, Any] = facts.pop("options")
+    return facts | options
+
+
+_OTHER = {
+    "tokenizer": "another tokenizer",
+    "dtype": "another tokenizer",
+    "input_sha256": "other sources: names or sizes of their files differ",
+    "times_sha256": "sources that were changed since",
+}
+
+
+def _manifest(
+    paths: Sequence[str], files: Sequence[SourceFile], plan: Plan, notes: Sequence[Note]
+) -> TokenManifest:
+    """What the folder says of itself.
+
+    Raises:
+        DataError: nobody could train on it, or score.
+    """
+    sources = []
+    for number, path in enumerate(paths):
+        own = [file.size_bytes for file in files if file.source == number]
+        given = sum((note.given.get(number, Given()) for note in notes), Given())
+        source = TokenSource(path=path, files=len(own), size_bytes=sum(own), **dict(given))
+        if own and not (source.train + source.held_out).tokens:
+            raise DataError(
+                f"the source {path!r} is empty: none of its documents has any text",
+                hint="leave it out, or put documents there, and give another --out",
+            )
+        sources.append(source)
+    shards = sorted((shard for note in notes for shard in note.shards), key=lambda one: one.name)
+    manifest = TokenManifest(
+        **{name: getattr(plan, name) for name in Identity.model_fields},
+        sources=tuple(sources),
+        shards=tuple(shards),
+    )
+    counts = {side: manifest.counted(side).documents for side in SIDES}
+    for side in SIDES:
+        if not counts[side] and (side == "train" or plan.options.held_out):
+            raise DataError(
+                f"the side {side!r} came out empty: of {sum(counts.values())} documents"
+                f" {counts['held_out']} are held out, at --held-out {plan.options.held_out:g}",
+                hint="give more documents, another --held-out, or --documents line, where each line"
+                " of a text file is a document; and another --out",
+            )
+    return manifest

@@ -1,0 +1,167 @@
+"""A tokenizer.json, made to give the same tokens wherever it runs, and the ends of documents."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from diloco.common.protocol.errors import ConfigError, DataError
+from diloco.models.data.command import PrepareArguments
+from diloco.models.data.manifest import TokenizerFacts, rules_digest
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+FILE = "tokenizer.json"
+# A document is encoded in parts of so many characters, cut behind lines: the library needs a
+# hundred times the memory of what it is given.
+PART_CHARACTERS = 1 << 20
+
+
+class TextTokenizer:
+    """Tokens of documents.
+
+    Args:
+        wanted: `tokenizer`, which is tokenizer.json or the folder that has it, and `begin`, `end`
+            and `special`.
+
+    Raises:
+        ConfigError: there is no such file, or no such token.
+        DataError: it is no tokenizer.
+    """
+
+    def __init__(self, wanted: PrepareArguments) -> None:
+        path = wanted.tokenizer
+        self.path = path / FILE if path.is_dir() else path
+        data = _read(self.path)
+        self._tokenizer = _loaded(self.path, data)
+        self._tokenizer.encode_special_tokens = not wanted.special
+        known = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.facts = TokenizerFacts(
+            sha256=hashlib.sha256(data).hexdigest(),
+            rules_sha256=rules_digest(json.loads(data)),
+            vocabulary=max(known.values(), default=0) + 1,
+        )
+        self.begin = self._begin(wanted.begin)
+        self.end = self._end(wanted.end)
+
+    def encode(self, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
+        """The tokens of each document with its ends, uint32[tokens]; all cores encode."""
+        cut = [_parts(text) for text in texts]
+        parts = [part for text in cut for part in text]
+        encoded = iter(self._tokenizer.encode_batch_fast(parts, add_special_tokens=False))
+        ids = ([self.begin, *(next(encoded).ids for _ in text), (self.end,)] for text in cut)
+        return [np.concatenate([np.asarray(one, np.uint32) for one in own]) for own in ids]
+
+    def _begin(self, asked: str | None) -> tuple[int, ...]:
+        """What the tokenizer itself sets before a text, or what was asked for."""
+        if asked is not None:
+            return () if asked == "none" else (self._token(asked, "--begin"),)
+        with_ends = self._tokenizer.encode("a").ids
+        bare = self._tokenizer.encode("a", add_special_tokens=False).ids
+        for count in range(len(with_ends)):
+            if with_ends[count : count + len(bare)] == bare:
+                return tuple(with_ends[:count])
+        return ()
+
+    def _end(self, asked: str | None) -> int:
+        """The token that ends a text by the folder's files, or what was asked for.
+
+        Raises:
+            ConfigError: they do not say, or say none that the tokenizer has.
+        """
+        if asked is not None:
+            return self._token(asked, "--end")
+        folder = self.path.parent
+        if (named := _key(folder / "tokenizer_config.json", "eos_token")) is not None:
+            named = named.get("content", "") if isinstance(named, dict) else named
+            return self._token(str(named), "tokenizer_config.json")
+        if (number := _key(folder / "config.json", "eos_token_id")) is not None:
+            number = number[0] if isinstance(number, list) and number else number
+            return self._token(str(number), "config.json")
+        special = [
+            str(token)
+            for token in self._tokenizer.get_added_tokens_decoder().values()
+            if token.special
+        ]
+        raise ConfigError(
+            f"nothing beside {str(self.path)!r} says which token ends a document",
+            hint=f"name it: --end TOKEN; special tokens are {', '.join(special[:8]) or 'none'}",
+        )
+
+    def _token(self, asked: str, where: str) -> int:
+        """A token by its number, or by its text: digits end no document."""
+        if asked.isdecimal():
+            known = self._tokenizer.id_to_token(int(asked)) is not None
+            found = int(asked) if known else None
+        else:
+            found = self._tokenizer.token_to_id(asked)
+        if found is not None:
+            return found
+        raise ConfigError(
+            f"{where}: {str(self.path)!r} has no token {asked!r}",
+            hint="give a token's text or number, as the tokenizer has it",
+        )
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"the tokenizer {str(path)!r} cannot be read: {error.strerror}",
+            hint="--tokenizer names a tokenizer.json, or a Hugging Face folder that has one",
+        ) from error
+
+
+def _loaded(path: Path, data: bytes) -> "Tokenizer":
+    try:
+        from tokenizers import Tokenizer
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "to prepare data needs the package tokenizers, which is not installed",
+            hint="pip install 'diloco[tokens]'",
+        ) from error
+    try:
+        tokenizer = Tokenizer.from_str(data.decode())
+    except Exception as error:
+        raise DataError(
+            f"{str(path)!r} is not a tokenizer: {error}",
+            hint="give a tokenizer.json of the library tokenizers; a .model of sentencepiece is "
+            "converted by transformers (AutoTokenizer, save_pretrained)",
+        ) from error
+    # The file may have all of these, and each would give other tokens than the text's.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if getattr(tokenizer.model, "dropout", None):
+        tokenizer.model.dropout = None
+    return tokenizer
+
+
+def _key(path: Path, key: str) -> Any:
+    """A key of a JSON file; None where there is neither."""
+    try:
+        found = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise DataError(f"{str(path)!r} is not JSON: {error}", hint="copy it again") from error
+    return found.get(key) if isinstance(found, dict) else None
+
+
+def _parts(text: str) -> Sequence[str]:
+    """A document in parts that the library can take, each cut behind a line where there is one."""
+    if len(text) <= PART_CHARACTERS:
+        return (text,)
+    parts, start = [], 0
+    while start < len(text):
+        stop = min(start + PART_CHARACTERS, len(text))
+        line = text.rfind("\n", start, stop) + 1
+        stop = line if stop < len(text) and line > start else stop
+        parts.append(text[start:stop])
+        start = stop
+    return parts

@@ -1,0 +1,180 @@
+"""Who attends to whom in a decoder's layer: by XLA, or by the splash attention of JAX on TPUs.
+
+Splash attention (`jax.experimental.pallas.ops.tpu.splash_attention`) never makes the scores [H, L,
+L] of a row, and skips blocks that a window or the causal mask leave out. It is a kernel, which the
+compiler cannot cut over a mesh by itself: each device is given its rows and heads.
+
+Shapes: as in `model`.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+from jax.sharding import PartitionSpec
+
+from diloco.common.protocol.errors import TaskError
+from diloco.learner.tensors.mesh import parts_along
+from diloco.models.decoders.config import DecoderConfig
+
+ROWS = ("data", "fsdp")
+Kind = Literal["auto", "plain", "splash"]
+# What the kernel divides a head's width and a row by, and the largest block that it works on.
+LANES, BLOCK = 128, 512
+# (whether the layer slides, q [B, L, H, K], k and v [B, L, G, K]) -> [B, L, H, K].
+Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def make_attention(config: DecoderConfig, segments_BxL: jax.Array, kind: str) -> Attend:
+    """Attention within documents, to what is not later, and in a layer that slides to what is near.
+
+    Args:
+        config: the decoder.
+        segments_BxL: the document that each token is of, int [B, L].
+        kind: "auto" is splash attention on TPUs, where it fits.
+
+    Raises:
+        TaskError: splash attention was asked for, and does not fit.
+    """
+    if kind == "plain" or (kind == "auto" and _platform() != "tpu"):
+        return _plain(config, segments_BxL)
+    misfit = _misfit(config, segments_BxL)
+    if misfit is None:
+        return _splash(config, segments_BxL, interpret=_platform() != "tpu")
+    if kind == "auto":
+        return _plain(config, segments_BxL)
+    raise TaskError(
+        f"causal_lm: attention = 'splash' does not fit: {misfit}",
+        hint="attention = 'auto' takes it where it fits",
+    )
+
+
+def _platform() -> str | None:
+    """Whose devices the mesh is of; None without one, and within `shard_map`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.manual_axes:
+        return None
+    device: Any = mesh.abstract_device
+    return None if device is None else str(device.platform)
+
+
+def _misfit(config: DecoderConfig, segments_BxL: jax.Array) -> str | None:
+    """Why the kernel cannot compute it, if it cannot."""
+    rows, length = segments_BxL.shape
+    cuts, tensor = math.prod(map(parts_along, ROWS)), parts_along("tensor")
+    for what, size, divisor in (
+        ("heads of width", config.head_width, LANES),
+        ("rows of length", length, LANES),
+        ("rows in number", rows, cuts),
+        ("heads of keys in number", config.kv_heads, tensor),
+    ):
+        if size % divisor:
+            return f"{what} {size}, which is no multiple of {divisor}"
+    return None if _platform() else "there is no mesh"
+
+
+# --- By XLA
+
+
+def _plain(config: DecoderConfig, segments_BxL: jax.Array) -> Attend:
+    place_L = jnp.arange(segments_BxL.shape[1])
+    distance_LxM = place_L[:, None] - place_L[None, :]
+    same_BxLxM = segments_BxL[:, :, None] == segments_BxL[:, None, :]
+    full_BxLxM = same_BxLxM & (distance_LxM >= 0)
+    near_BxLxM = full_BxLxM
+    if config.window is not None:
+        near_BxLxM = full_BxLxM & (distance_LxM < config.window)
+
+    def attend(
+        slides: jax.Array, q_BxLxHxK: jax.Array, k_BxLxGxK: jax.Array, v_BxLxGxK: jax.Array
+    ) -> jax.Array:
+        mask_BxLxM = by_kind(config, slides, near_BxLxM, full_BxLxM)
+        return jax.nn.dot_product_attention(
+            q_BxLxHxK,
+            k_BxLxGxK,
+            v_BxLxGxK,
+            mask=mask_BxLxM[:, None],
+            scale=config.query_scale,
+            implementation="xla",
+        )
+
+    return attend
+
+
+def by_kind(config: DecoderConfig, slides: jax.Array, near: Any, full: Any) -> Any:
+    """What a layer needs that may slide; a choice only where a decoder has layers of both kinds."""
+    if all(config.sliding):
+        return near
+    if not any(config.sliding):
+        return full
+    return jax.tree.map(lambda one, other: jnp.where(slides, one, other), near, full)
+
+
+# --- By the kernel
+
+
+def _splash(config: DecoderConfig, segments_BxL: jax.Array, *, interpret: bool) -> Attend:
+    length = segments_BxL.shape[1]
+    heads = config.heads // parts_along("tensor")
+    full = _kernel(masks.CausalMask((length, length)), heads, interpret=interpret)
+    near = full
+    if config.window is not None:
+        window = masks.LocalMask((length, length), (config.window - 1, 0), 0)
+        near = _kernel(window, heads, interpret=interpret)
+    of_heads = PartitionSpec(ROWS, "tensor")
+
+    def rows(kernel: Any) -> Callable[..., jax.Array]:
+        each = jax.vmap(
+            lambda q, k, v, ids: kernel(q, k, v, segment_ids=splash.SegmentIds(ids, ids))
+        )
+        return jax.shard_map(
+            each,
+            in_specs=(of_heads, of_heads, of_heads, PartitionSpec(ROWS)),
+            out_specs=of_heads,
+            check_vma=False,
+        )
+
+    def attend(
+        slides: jax.Array, q_BxLxHxK: jax.Array, k_BxLxGxK: jax.Array, v_BxLxGxK: jax.Array
+    ) -> jax.Array:
+        scaled_BxLxHxK = (q_BxLxHxK * config.query_scale).astype(q_BxLxHxK.dtype)
+        given = [_heads_first(each) for each in (scaled_BxLxHxK, k_BxLxGxK, v_BxLxGxK)]
+        if len(set(config.sliding)) == 1:
+            kernel = near if config.sliding[0] else full
+            y_BxHxLxK = rows(kernel)(*given, segments_BxL)
+        else:
+            y_BxHxLxK = jax.lax.cond(slides, rows(near), rows(full), *given, segments_BxL)
+        return _heads_first(y_BxHxLxK)
+
+    return attend
+
+
+def _kernel(mask: masks.Mask, heads: int, *, interpret: bool) -> Any:
+    length = mask.shape[0]
+    block = math.gcd(length, BLOCK)
+    sizes = splash.BlockSizes(
+        block_q=block,
+        block_kv=block,
+        block_kv_compute=block,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_kv_dkv_compute=block,
+        block_q_dq=block,
+        block_kv_dq=block,
+    )
+    return splash.make_splash_mha(
+        masks.MultiHeadMask([mask] * heads),
+        block_sizes=sizes,
+        head_shards=1,
+        q_seq_shards=1,
+        interpret=interpret,
+    )
+
+
+def _heads_first(x: jax.Array) -> jax.Array:
+    """[B, L, H, K] as [B, H, L, K], and back."""
+    return jnp.swapaxes(x, 1, 2)

@@ -1,0 +1,321 @@
+"""A decoder's tensors in a Hugging Face folder: read slice by slice, written file by file.
+
+Nothing is read before it is asked for: a `Rows` knows its shape, and gives rows of its first axis.
+All headers are looked at first, so that a missing file or a tensor of another shape is known before
+anything is done. A folder is written beside its place and renamed: one that stands there is whole.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from diloco.common.protocol.errors import ConfigError
+from diloco.models.decoders.config import (
+    CONFIG,
+    DecoderConfig,
+    config_document,
+)
+from diloco.models.decoders.sizes import Entry, table
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+FILE_BYTES = 4 << 30  # of one file, about
+DTYPES = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+}
+# What says how text becomes tokens, and how chats and generation go; carried along.
+CARRIED = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+_READ = {"F32", "BF16", "F16"}
+
+
+class Rows:
+    """One tensor of a decoder, of which rows of the first axis are read as they are asked for.
+
+    Args:
+        entry: which.
+        files: of each foreign tensor, in the entry's order.
+
+    Attributes:
+        shape: of the whole.
+        dtype: that rows come in: float32, whatever the file has.
+    """
+
+    dtype = np.dtype(np.float32)
+
+    def __init__(self, entry: Entry, files: tuple[Path, ...]) -> None:
+        self._entry, self._files = entry, files
+        self.shape = entry.shape
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        entry, names = self._entry, self._entry.foreign_names()
+        start, stop, step = rows.indices(self.shape[0])
+        assert step == 1, rows
+        if not entry.stacked:
+            return _read(self._files[0], names[0], slice(start, stop))
+        found = np.empty((stop - start, *self.shape[1:]), np.float32)
+        for place, layer in enumerate(range(start, stop)):
+            values = _read(self._files[layer], names[layer], slice(None))
+            found[place] = values.T if entry.transposed else values
+        return found
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        del copy
+        whole = self[: self.shape[0]]
+        return whole if dtype is None else whole.astype(dtype, copy=False)
+
+
+def _read(path: Path, name: str, rows: slice) -> np.ndarray:
+    with safe_open(path, framework="numpy") as opened:
+        values: np.ndarray = opened.get_slice(name)[rows]
+    return values.astype(np.float32)
+
+
+def read_checkpoint(folder: Path, config: DecoderConfig) -> dict[str, Rows]:
+    """The tensors of a folder, by their names here; no values are read yet.
+
+    Args:
+        folder: with *.safetensors files, and their index if they are several.
+        config: of the decoder that they must be of.
+
+    Raises:
+        ConfigError: a file is missing or damaged, or its tensors are another decoder's.
+    """
+    entries = table(config)
+    places = _places(folder)
+    prefixed = _without_head(_textual(places), config)
+    wanted = {name for entry in entries.values() for name in entry.foreign_names()}
+    if missing := sorted(wanted - set(prefixed)):
+        raise ConfigError(
+            f"{str(folder)!r} lacks {len(missing)} tensor(s) that its config.json asks for: "
+            f"{', '.join(missing[:4])}",
+            hint="copy the whole checkpoint, with every file that its index names",
+        )
+    if unknown := sorted(set(prefixed) - wanted):
+        raise ConfigError(
+            f"{str(folder)!r} has {len(unknown)} tensor(s) that its config.json does not ask for: "
+            f"{', '.join(unknown[:4])}",
+            hint="they would be left out: give a checkpoint without adapters and quantization",
+        )
+    found = {}
+    for name, entry in entries.items():
+        files = tuple(prefixed[foreign] for foreign in entry.foreign_names())
+        for foreign, path in zip(entry.foreign_names(), files, strict=True):
+            _check(path, foreign, entry.foreign_shape)
+        found[name] = Rows(entry, files)
+    return found
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder has tensors, and not a configuration alone."""
+    return (folder / INDEX).exists() or any(folder.glob("*.safetensors"))
+
+
+def _places(folder: Path) -> dict[str, Path]:
+    """Which file has which tensor."""
+    index = folder / INDEX
+    if index.exists():
+        try:
+            named = json.loads(index.read_text())["weight_map"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{str(index)!r} cannot be read: {error}", hint="copy it from the checkpoint again"
+            ) from error
+        if missing := sorted({f for f in named.values() if not (folder / f).is_file()}):
+            raise ConfigError(
+                f"{str(folder)!r} lacks {', '.join(missing)}, which its index names",
+                hint="copy the missing file(s) into the folder",
+            )
+        return {name: folder / file for name, file in named.items()}
+    if not (folder / SINGLE).is_file():
+        raise ConfigError(
+            f"{str(folder)!r} has neither {SINGLE} nor {INDEX}",
+            hint="give a folder with safetensors files; older .bin files are to be converted first",
+        )
+    with _opened(folder / SINGLE) as opened:
+        return dict.fromkeys(opened.keys(), folder / SINGLE)
+
+
+def _textual(places: dict[str, Path]) -> dict[str, Path]:
+    """The same without what some files of old hold and can be computed."""
+    return {name: path for name, path in places.items() if not name.endswith("rotary_emb.inv_freq")}
+
+
+def _without_head(places: dict[str, Path], config: DecoderConfig) -> dict[str, Path]:
+    """The same without a copy of the embedding that is the head."""
+    return {n: p for n, p in places.items() if not (config.tied and n == "lm_head.weight")}
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="numpy")
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"{str(path)!r} cannot be read: {error}",
+            hint="it is damaged or cut short: copy it from the checkpoint again",
+        ) from error
+
+
+def _check(path: Path, name: str, shape: tuple[int, ...]) -> None:
+    with _opened(path) as opened:
+        if name not in opened.keys():  # noqa: SIM118 - it is no mapping
+            raise ConfigError(
+                f"{str(path)!r} has no tensor {name!r}, though the index says so",
+                hint="copy the file and the index from the checkpoint again",
+            )
+        there = opened.get_slice(name)
+        found, dtype = tuple(there.get_shape()), there.get_dtype()
+    if found != shape:
+        raise ConfigError(
+            f"{str(path)!r}: {name} is of shape {list(found)}, but config.json makes it "
+            f"{list(shape)}",
+            hint="config.json and the tensors are of different models: copy both from one place",
+        )
+    if dtype not in _READ:
+        raise ConfigError(
+            f"{str(path)!r}: {name} is {dtype}; float32, bfloat16 and float16 are read",
+            hint="quantized checkpoints are not trained: give the one that they were made from",
+        )
+
+
+# --- Writing
+
+
+def write_checkpoint(
+    folder: Path,
+    config: DecoderConfig,
+    arrays: Mapping[str, Any],
+    *,
+    dtype: str = "float32",
+    beside: Path | None = None,
+    file_bytes: int = FILE_BYTES,
+) -> None:
+    """Write a folder that transformers loads.
+
+    Args:
+        folder: new, or empty.
+        config: of the decoder.
+        arrays: its tensors by their names here.
+        dtype: of `DTYPES`, that they are written in.
+        beside: a folder whose tokenizer files are taken along.
+        file_bytes: of one file, about.
+
+    Raises:
+        ConfigError: it cannot be written; then there is no folder.
+    """
+    with staged(folder) as partial:
+        _write_tensors(partial, _foreign(config, arrays, DTYPES[dtype]), file_bytes)
+        carry(beside, partial)
+        document = config_document(config, dtype)
+        (partial / CONFIG).write_text(json.dumps(document, indent=2) + "\n")
+
+
+class staged:  # noqa: N801 - a context manager, used as a function
+    """A folder beside the one that is wanted, which takes its place when all is written.
+
+    Raises:
+        ConfigError: the disk is full, or it cannot be written there; what was written is removed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._partial = folder.with_name(f".{folder.name}.partial")
+
+    def __enter__(self) -> Path:
+        try:
+            shutil.rmtree(self._partial, ignore_errors=True)
+            self._partial.mkdir(parents=True)
+        except OSError as error:
+            raise self._failed(error) from error
+        return self._partial
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            if error is None:
+                self._partial.replace(self._folder)
+        except OSError as failure:
+            error = failure
+        if error is not None:
+            shutil.rmtree(self._partial, ignore_errors=True)
+        if isinstance(error, OSError | SafetensorError):
+            raise self._failed(error) from error
+
+    def _failed(self, error: Exception) -> ConfigError:
+        return ConfigError(
+            f"cannot write {str(self._folder)!r}: {error}",
+            hint="nothing is left there; name a new folder where there is room and you may write",
+        )
+
+
+def carry(source: Path | None, folder: Path) -> None:
+    """Copy what belongs to the tokenizer."""
+    for name in CARRIED:
+        if source is not None and (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+def _foreign(
+    config: DecoderConfig, arrays: Mapping[str, Any], dtype: np.dtype
+) -> Iterator[tuple[str, np.ndarray]]:
+    """All tensors as they are there, one after the other."""
+    for name, entry in table(config).items():
+        for layer, foreign in enumerate(entry.foreign_names()):
+            values = np.asarray(arrays[name][layer] if entry.stacked else arrays[name])
+            values = values.T if entry.transposed else values
+            yield foreign, np.ascontiguousarray(values.astype(dtype))
+
+
+def _write_tensors(
+    folder: Path, tensors: Iterator[tuple[str, np.ndarray]], file_bytes: int
+) -> None:
+    files: list[dict[str, int]] = []
+    for group in _groups(tensors, file_bytes):
+        save_file(group, _numbered(folder, len(files)), metadata={"format": "pt"})
+        files.append({name: values.nbytes for name, values in group.items()})
+    if len(files) == 1:
+        _numbered(folder, 0).replace(folder / SINGLE)
+        return
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(files):
+        final = f"model-{number + 1:05}-of-{len(files):05}.safetensors"
+        _numbered(folder, number).replace(folder / final)
+        weight_map |= dict.fromkeys(names, final)
+    size = sum(sum(names.values()) for names in files)
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _numbered(folder: Path, number: int) -> Path:
+    return folder / f"part-{number:05}.safetensors"
+
+
+def _groups(
+    tensors: Iterator[tuple[str, np.ndarray]], file_bytes: int
+) -> Iterator[dict[str, np.ndarray]]:
+    group: dict[str, np.ndarray] = {}
+    held = 0
+    for name, values in tensors:
+        if group and held + values.nbytes > file_bytes:
+            yield group
+            group, held = {}, 0
+        group[name] = values
+        held += values.nbytes
+    yield group

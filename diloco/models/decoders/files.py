@@ -1,0 +1,286 @@
+"""How the task's parameters become folders that others load, and come from them.
+
+Without adapters that is a checkpoint. With them, it is an adapter that `peft` loads beside its
+base; or a checkpoint again, into which the adapters are merged.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from diloco.common.protocol.errors import ConfigError, TaskError
+from diloco.learner.task import Params
+from diloco.models.decoders import checkpoint
+from diloco.models.decoders.checkpoint import DTYPES, Rows, carry, staged
+from diloco.models.decoders.config import DecoderConfig
+from diloco.models.decoders.lora import (
+    DOWN,
+    FROZEN,
+    TRAINED,
+    UP,
+    Lora,
+    Merged,
+    base_dtypes,
+    module_name,
+)
+from diloco.models.decoders.sizes import LAYERS, Entry, table
+
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_FOREIGN = {DOWN: "lora_A", UP: "lora_B"}
+
+
+@dataclasses.dataclass(frozen=True)
+class HuggingFace:
+    """How this task's parameters are read and written in the format that others have.
+
+    Attributes:
+        config: of the decoder.
+        source: the folder that the task names, if it does.
+        fresh: whether its parameters begin at random all the same.
+    """
+
+    config: DecoderConfig
+    source: Path | None
+    fresh: bool
+
+    @property
+    def first(self) -> Path | None:
+        """As `task.Files.first`.
+
+        Raises:
+            TaskError: the folder has no tensors.
+        """
+        return None if self.source is None or self.fresh else require_weights(self.source)
+
+    def read(self, folder: Path) -> Mapping[str, Any]:
+        """As `task.Files.read`."""
+        return checkpoint.read_checkpoint(folder, self.config)
+
+    def write(self, folder: Path, leaves: Mapping[str, Any], dtype: str) -> None:
+        """As `task.Files.write`."""
+        checkpoint.write_checkpoint(folder, self.config, leaves, dtype=dtype, beside=self.source)
+
+
+def require_weights(source: Path) -> Path:
+    """The folder that a task names, which is to have tensors.
+
+    Raises:
+        TaskError: it has none.
+    """
+    if not checkpoint.has_weights(source):
+        raise TaskError(
+            f"model={str(source)!r} has a configuration, but no safetensors files",
+            hint="copy them there, name another folder by --from, or set fresh=true for random"
+            " parameters",
+        )
+    return source
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapters:
+    """The same with adapters: leaves are the trained ones; the base's, where it is merged.
+
+    Attributes:
+        config: of the decoder.
+        lora: the adapters' kind.
+        source: the folder that the base is from.
+        name: of the base, as the task says it: where `peft` finds it.
+    """
+
+    config: DecoderConfig
+    lora: Lora
+    source: Path | None
+    name: str
+
+    @property
+    def first(self) -> Path | None:
+        """None: adapters begin as `init` says, and the base is not among what is read here."""
+        return None
+
+    def read(self, folder: Path) -> Mapping[str, Any]:
+        """Adapters of a folder such as `write` makes.
+
+        Raises:
+            ConfigError: a file is missing, or it holds other adapters.
+        """
+        self._check_document(folder)
+        path = folder / ADAPTER
+        wanted = {
+            foreign: (name, layer)
+            for name, entry, half in self._halves()
+            for layer, foreign in enumerate(_foreign_halves(entry, half))
+        }
+        try:
+            with safe_open(path, framework="numpy") as opened:
+                if different := sorted(set(opened.keys()) ^ set(wanted)):
+                    raise ConfigError(
+                        f"{str(path)!r} holds other adapters than the task's; missing or unknown:"
+                        f" {', '.join(different[:4])}",
+                        hint="give the task the rank and the targets that they were trained with",
+                    )
+                found = {foreign: opened.get_tensor(foreign) for foreign in wanted}
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(
+                f"{str(path)!r} cannot be read: {error}",
+                hint="--from takes an adapter's folder here; the base is the option model's",
+            ) from error
+        leaves: dict[str, list[np.ndarray]] = {}
+        for foreign, (name, _) in wanted.items():
+            leaves.setdefault(name, []).append(found[foreign].T.astype(np.float32))
+        return {name: np.stack(layers) for name, layers in leaves.items()}
+
+    def write(self, folder: Path, leaves: Mapping[str, Any], dtype: str) -> None:
+        """As `task.Files.write`: an adapter beside its base.
+
+        Raises:
+            ConfigError: it cannot be written; then there is no folder.
+        """
+        if self.source is None:
+            raise ConfigError(
+                f"an adapter is loaded beside the folder of its base, but model={self.name!r} is a"
+                " published size with random parameters",
+                hint="merge the adapter into it: --merge",
+            )
+        tensors = {}
+        for name, entry, half in self._halves():
+            for layer, foreign in enumerate(_foreign_halves(entry, half)):
+                values = np.asarray(leaves[name][layer]).T
+                tensors[foreign] = np.ascontiguousarray(values.astype(DTYPES[dtype]))
+        with staged(folder) as partial:
+            save_file(tensors, partial / ADAPTER, metadata={"format": "pt"})
+            carry(self.source, partial)
+            (partial / ADAPTER_CONFIG).write_text(json.dumps(self._document(), indent=2) + "\n")
+
+    def write_merged(self, folder: Path, leaves: Mapping[str, Any], dtype: str) -> None:
+        """Write a checkpoint of the base with the adapters in it.
+
+        Args:
+            folder: new, or empty.
+            leaves: trained and frozen ones.
+            dtype: as of `write`.
+
+        Raises:
+            ConfigError: it cannot be written; then there is no folder.
+        """
+        whole = {name: leaves[FROZEN + name] for name in table(self.config)}
+        for target in self.lora.targets:
+            down, up = (leaves[f"{TRAINED}{LAYERS}{target}/{half}"] for half in (DOWN, UP))
+            whole[LAYERS + target] = Merged(whole[LAYERS + target], down, up, self.lora.scale)
+        checkpoint.write_checkpoint(folder, self.config, whole, dtype=dtype, beside=self.source)
+
+    def _halves(self) -> list[tuple[str, Entry, str]]:
+        """(name here, the matrix that it adapts, which half) of all leaves."""
+        entries = table(self.config)
+        return [
+            (f"{TRAINED}{LAYERS}{target}/{half}", entries[LAYERS + target], half)
+            for target in self.lora.targets
+            for half in (DOWN, UP)
+        ]
+
+    def _document(self) -> dict[str, Any]:
+        entries = table(self.config)
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": self.name,
+            "r": self.lora.rank,
+            "lora_alpha": self.lora.alpha,
+            "lora_dropout": self.lora.dropout,
+            "target_modules": [module_name(entries[LAYERS + name]) for name in self.lora.targets],
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+        }
+
+    def _check_document(self, folder: Path) -> None:
+        """Refuse adapters that are computed otherwise.
+
+        Raises:
+            ConfigError: they are, or there is no such file.
+        """
+        path = folder / ADAPTER_CONFIG
+        try:
+            there = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{str(path)!r} cannot be read: {error}",
+                hint="--from takes an adapter's folder here; the base is the option model's",
+            ) from error
+        wanted: dict[str, Any] = {"r": self.lora.rank, "lora_alpha": self.lora.alpha}
+        wanted |= {"use_rslora": False, "use_dora": False, "bias": "none"}
+        for key, value in wanted.items():
+            if there.get(key, value) != value:
+                raise ConfigError(
+                    f"{str(path)!r} has {key}={there[key]!r}, but the task's adapters have"
+                    f" {value!r}",
+                    hint="give the task's option lora the adapter's own rank and alpha",
+                )
+
+
+def _foreign_halves(entry: Entry, half: str) -> list[str]:
+    """The names of one half in all layers, as `peft` has them."""
+    return [
+        f"base_model.model.{foreign.removesuffix('.weight')}.{_FOREIGN[half]}.weight"
+        for foreign in entry.foreign_names()
+    ]
+
+
+class Lying:
+    """A leaf of the base, which is read when it is asked for, in the dtype that it is held in.
+
+    Args:
+        rows: of it.
+        dtype: that it is held in.
+
+    Attributes:
+        shape: of the whole.
+        dtype: as given.
+    """
+
+    def __init__(self, rows: Rows, dtype: np.dtype) -> None:
+        self._rows, self.dtype, self.shape = rows, dtype, rows.shape
+
+    @property
+    def ndim(self) -> int:
+        """Axes."""
+        return len(self.shape)
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        if isinstance(index, int):
+            row: np.ndarray = self[index : index + 1][0]
+            return row
+        first, *rest = index if isinstance(index, tuple) else (index,)
+        start, stop, _ = first.indices(self.shape[0])
+        found = np.empty((max(0, stop - start), *self.shape[1:]), self.dtype)
+        # Row by row: of a stacked matrix one layer is float32 at a time.
+        step = 1 if len(self.shape) == 3 else max(1, stop - start)
+        for place in range(start, stop, step):
+            found[place - start : place - start + step] = self._rows[place : place + step]
+        part: np.ndarray = found[(slice(None), *rest)]
+        return part
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        del copy
+        whole = self[:]
+        return whole if dtype is None else whole.astype(dtype, copy=False)
+
+
+def read_base(source: Path, config: DecoderConfig, dtype: str) -> Params:
+    """The base of a folder as the task's frozen tree, whose leaves have not been read.
+
+    Raises:
+        ConfigError: as `checkpoint.read_checkpoint`.
+        TaskError: as `require_weights`.
+    """
+    rows = checkpoint.read_checkpoint(require_weights(source), config)
+    tree: dict[str, Any] = {"layers": {}}
+    for name, held in base_dtypes(config, dtype).items():
+        place, _, last = name.rpartition("/")
+        (tree[place] if place else tree)[last] = Lying(rows[name], held)
+    return tree

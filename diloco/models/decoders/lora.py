@@ -1,0 +1,202 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) beside a decoder's matrices, which stay as they are.
+
+A matrix W [I, O] of a layer computes x W + (alpha / R) x A B, with A [I, R] and B [R, O]. B begins
+at zero, so that version 0 is the base; A as `peft` draws it. A and B are what is trained and what
+travels; each is merged by itself, of which their product is not the mean of the products.
+
+Shapes: as in `model`; R rank, I and O inputs and outputs of a matrix.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+from pydantic import BaseModel, ConfigDict, Field
+
+from diloco.common.protocol.errors import TaskError
+from diloco.learner.task import AtLeastOne, Params, Variables
+from diloco.models.decoders.config import DecoderConfig
+from diloco.models.decoders.model import Product, plain_product
+from diloco.models.decoders.sizes import LAYERS, Entry, table
+
+DOWN, UP = "a", "b"  # the two halves, as leaves are named; lora_A and lora_B elsewhere
+TRAINED, FROZEN = "trained/", "frozen/"
+_BESIDE, _DRAWN = "adapters", "dropout_keys"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Which matrices have adapters, and of what kind.
+
+    Attributes:
+        rank: R.
+        alpha: adapters are multiplied by alpha / R.
+        targets: matrices by their names here, such as "q", in the table's order.
+        dropout: share of an adapter's inputs that a training step leaves out. Which ones follows
+            from the step's key, which the run's seed, the learner and the position give.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    dropout: float = 0.0
+
+    @property
+    def scale(self) -> float:
+        """Of the product of both halves."""
+        return self.alpha / self.rank
+
+
+class Beside(NamedTuple):
+    """What `model.logits_of` takes besides the base."""
+
+    product: Product
+    beside: Params
+
+
+ALONE = Beside(plain_product, None)
+
+
+def module_name(entry: Entry) -> str:
+    """A matrix as the ecosystem names it, such as "q_proj"."""
+    return entry.foreign.split(".")[-2]
+
+
+def matrices_of(config: DecoderConfig) -> dict[str, Entry]:
+    """Matrices of layers, by the ecosystem's names."""
+    return {module_name(entry): entry for entry in table(config).values() if entry.transposed}
+
+
+class LoraOptions(BaseModel):
+    """The option `lora` of the task."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    rank: AtLeastOne
+    alpha: Annotated[float, Field(gt=0)] | None = None
+    targets: Annotated[Sequence[str], Field(min_length=1)] | None = None
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+
+
+def read_lora(given: LoraOptions | None, config: DecoderConfig) -> Lora | None:
+    """The option `lora`, with its matrices as this decoder has them.
+
+    Raises:
+        TaskError: a target is none of them.
+    """
+    if given is None:
+        return None
+    known = matrices_of(config)
+    targets = known if given.targets is None else given.targets
+    if unknown := [one for one in targets if one not in known]:
+        raise TaskError(
+            f"causal_lm: the option 'lora.targets' has {unknown}, but there are {', '.join(known)}",
+            hint='for example lora = {rank = 16, alpha = 32, targets = ["q_proj", "v_proj"]}',
+        )
+    names = tuple(
+        entry.name.removeprefix(LAYERS) for module, entry in known.items() if module in targets
+    )
+    alpha = 2 * given.rank if given.alpha is None else given.alpha
+    return Lora(rank=given.rank, alpha=float(alpha), targets=names, dropout=float(given.dropout))
+
+
+def init_adapters(config: DecoderConfig, lora: Lora, key: jax.Array) -> Params:
+    """Fresh float32 adapters: A uniform within 1 / sqrt(I), as `peft` draws it; B zero."""
+    adapters: dict[str, Any] = {}
+    for number, name in enumerate(lora.targets):
+        layers, inputs, outputs = table(config)[LAYERS + name].shape
+        bound = 1 / math.sqrt(inputs)
+        drawn = jax.random.fold_in(key, number)
+        adapters[name] = {
+            DOWN: jax.random.uniform(
+                drawn, (layers, inputs, lora.rank), minval=-bound, maxval=bound
+            ),
+            UP: jnp.zeros((layers, lora.rank, outputs)),
+        }
+    return {"layers": adapters}
+
+
+def base_dtypes(config: DecoderConfig, dtype: str) -> dict[str, np.dtype]:
+    """What a frozen base is held in: matrices as products want them, norms in float32.
+
+    It computes what a float32 base would: a product rounds its matrix to `dtype` anyway.
+    """
+    return {
+        name: jnp.dtype(jnp.float32 if name.endswith("norm") else dtype) for name in table(config)
+    }
+
+
+def with_adapters(
+    lora: Lora | None, variables: Params, key: jax.Array | None
+) -> tuple[Params, Beside]:
+    """A decoder's parameters, and what stands beside them; without adapters, nothing.
+
+    Args:
+        lora: the adapters' kind.
+        variables: parameters; with adapters, `Variables` whose frozen part they are.
+        key: a typed key of the step, for dropout; None leaves nothing out.
+    """
+    if lora is None:
+        return variables, ALONE
+    assert isinstance(variables, Variables)
+    adapters = variables.trained["layers"]
+    beside: dict[str, Any] = {_BESIDE: adapters}
+    if lora.dropout and key is not None:
+        layers = next(iter(adapters.values()))[DOWN].shape[0]
+        beside[_DRAWN] = jax.random.split(key, layers)
+
+    def product(name: str, x_BxLxI: jax.Array, layer: Mapping[str, Any]) -> jax.Array:
+        y_BxLxO = plain_product(name, x_BxLxI, layer)
+        if name not in lora.targets:
+            return y_BxLxO
+        halves = layer[_BESIDE][name]
+        if _DRAWN in layer:
+            drawn = jax.random.fold_in(layer[_DRAWN], lora.targets.index(name))
+            x_BxLxI = _dropped(lora.dropout, x_BxLxI, drawn)
+        low_BxLxR = x_BxLxI @ halves[DOWN].astype(x_BxLxI.dtype)
+        added_BxLxO: jax.Array = low_BxLxR @ halves[UP].astype(x_BxLxI.dtype)
+        return y_BxLxO + added_BxLxO * lora.scale
+
+    return variables.frozen, Beside(product, beside)
+
+
+def _dropped(share: float, x: jax.Array, key: jax.Array) -> jax.Array:
+    kept = jax.random.bernoulli(key, 1 - share, x.shape)
+    left: jax.Array = jnp.where(kept, x / (1 - share), 0)
+    return left
+
+
+def half_partition(half: str, whole: PartitionSpec) -> PartitionSpec:
+    """How half an adapter is cut: as its matrix, along the axis that both have."""
+    _, inputs, outputs = whole
+    return PartitionSpec(None, inputs) if half == DOWN else PartitionSpec(None, None, outputs)
+
+
+def adapter_count(config: DecoderConfig, lora: Lora) -> int:
+    """Numbers that are trained."""
+    shapes = [table(config)[LAYERS + name].shape for name in lora.targets]
+    return sum(layers * lora.rank * (inputs + outputs) for layers, inputs, outputs in shapes)
+
+
+class Merged:
+    """A stacked matrix with its adapter added to it; layers are computed as they are asked for.
+
+    Args:
+        base: [N, I, O].
+        down: [N, I, R].
+        up: [N, R, O].
+        scale: of their product.
+    """
+
+    def __init__(self, base: Any, down: np.ndarray, up: np.ndarray, scale: float) -> None:
+        self._base, self._down, self._up, self._scale = base, down, up, scale
+        self.shape = base.shape
+
+    def __getitem__(self, layer: int) -> np.ndarray:
+        added: np.ndarray = self._down[layer].astype(np.float32) @ self._up[layer]
+        return np.asarray(self._base[layer]).astype(np.float32) + self._scale * added

@@ -1,0 +1,296 @@
+"""A decoder-only transformer of the families of `config`: pure functions over a tree of arrays.
+
+Pre-norm blocks with rotary positions, grouped-query attention and a gated MLP. Qwen 3 and Gemma 3
+norm queries and keys; Gemma 3 also norms what each half of a block gives, multiplies by 1 + w in
+norms, scales embeddings, and has layers that see a window alone. The blocks are one `lax.scan`.
+
+Documents that are packed into one row are told apart by their segments: none sees another, and
+positions begin at 0 in each. Segment 0 is padding, which nothing is trained on.
+
+Shapes: B batch, L positions (M: positions looked at), D model width, H heads, G heads of keys and
+values, K width of a head, F width of the MLP, V vocabulary, N layers.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from diloco.learner.task import Params
+from diloco.learner.tensors.mesh import constrain, parts_along
+from diloco.models.decoders.attention import ROWS, Kind, by_kind, make_attention
+from diloco.models.decoders.config import DecoderConfig
+from diloco.models.decoders.rope import Rope
+from diloco.models.decoders.sizes import table
+
+EMBED_STD = 0.02
+# (name of a matrix of layers, input, the layer's tensors) -> product.
+Product = Callable[[str, jax.Array, Mapping[str, jax.Array]], jax.Array]
+
+
+class Compute(NamedTuple):
+    """How the function is computed, which changes nothing but rounding and memory.
+
+    Attributes:
+        dtype: of activations and matrix products; norms, softmax, logits and loss are float32.
+        remat: recompute each block in the backward pass.
+        attention: how (`attention.make_attention`).
+    """
+
+    dtype: str = "float32"
+    remat: bool = True
+    attention: Kind = "auto"
+
+
+DEFAULT = Compute()
+
+
+class _Turns(NamedTuple):
+    """By how much a kind of layer turns at each position, [B, L, K/2]."""
+
+    cos: jax.Array
+    sin: jax.Array
+
+
+def init_params(config: DecoderConfig, key: jax.Array) -> Params:
+    """Fresh float32 parameters: embeddings of a small deviation, matrices that keep variance."""
+    params: dict[str, Any] = {"layers": {}}
+    for number, (name, entry) in enumerate(sorted(table(config).items())):
+        leaf = _initial(config, name, entry.shape, jax.random.fold_in(key, number))
+        place, _, last = name.rpartition("/")
+        (params[place] if place else params)[last] = leaf
+    return params
+
+
+def _initial(config: DecoderConfig, name: str, shape: tuple[int, ...], key: jax.Array) -> jax.Array:
+    last = name.rpartition("/")[2]
+    if last.endswith("norm"):
+        return jnp.zeros(shape) if config.gemma else jnp.ones(shape)
+    if name in ("embed", "head"):
+        return jax.random.normal(key, shape) * EMBED_STD
+    # The two matrices of each layer that write to the residual stream add up to 2N writers.
+    writers = 2 * config.layers if last in ("o", "down") else 1
+    return jax.random.normal(key, shape) / math.sqrt(shape[1] * writers)
+
+
+def plain_product(name: str, x_BxLxI: jax.Array, layer: Mapping[str, jax.Array]) -> jax.Array:
+    """The layer's matrix alone."""
+    return x_BxLxI @ layer[name].astype(x_BxLxI.dtype)
+
+
+def head_of(config: DecoderConfig, params: Params) -> jax.Array:
+    """The matrix whose products with hidden states are logits, [V, D]."""
+    head_VxD: jax.Array = params["embed"] if config.tied else params["head"]
+    return head_VxD
+
+
+def capped(config: DecoderConfig, logits: jax.Array) -> jax.Array:
+    """Logits as the decoder bounds them."""
+    if config.logit_cap is None:
+        return logits
+    return jnp.tanh(logits / config.logit_cap) * config.logit_cap
+
+
+def hidden_of(
+    config: DecoderConfig,
+    params: Params,
+    tokens_BxL: jax.Array,
+    segments_BxL: jax.Array | None = None,
+    *,
+    compute: Compute = DEFAULT,
+    product: Product = plain_product,
+    beside: Params = None,
+) -> jax.Array:
+    """What the last block gives, normed, [B, L, D]; arguments are those of `logits_of`."""
+    x_BxLxD = params["embed"][tokens_BxL].astype(compute.dtype)
+    if config.gemma:
+        x_BxLxD = x_BxLxD * jnp.asarray(config.width**0.5, compute.dtype)
+    x_BxLxD = constrain(x_BxLxD, ROWS)
+    if segments_BxL is None:
+        segments_BxL = jnp.ones_like(tokens_BxL)
+    near, full = _seen(config, _positions(segments_BxL))
+    attend = make_attention(config, segments_BxL, compute.attention)
+
+    def block(x_BxLxD: jax.Array, scanned: Any) -> tuple[jax.Array, None]:
+        layer, slides = scanned
+        turns = by_kind(config, slides, near, full)
+        return _block(config, x_BxLxD, layer, turns, partial(attend, slides), product), None
+
+    step = jax.checkpoint(block, prevent_cse=False) if compute.remat else block
+    layers = {**params["layers"], **(beside or {})}
+    x_BxLxD, _ = jax.lax.scan(step, x_BxLxD, (layers, jnp.asarray(config.sliding)))
+    return _norm(config, x_BxLxD, params["norm"])
+
+
+def _seen(config: DecoderConfig, positions_BxL: jax.Array) -> tuple[_Turns, _Turns]:
+    """Of a layer that slides, and of one that does not; one stands for the other where none is."""
+    full = near = None
+    if not all(config.sliding):
+        full = _turns(config.rope, config, positions_BxL)
+    if any(config.sliding):
+        near = _turns(config.local_rope, config, positions_BxL)
+    found = [each for each in (near, full) if each is not None]
+    return found[0], found[-1]
+
+
+def _positions(segments_BxL: jax.Array) -> jax.Array:
+    """Of each token in its document, int [B, L]."""
+    place_BxL = jnp.broadcast_to(jnp.arange(segments_BxL.shape[1]), segments_BxL.shape)
+    begins_BxL = jnp.diff(segments_BxL, axis=1, prepend=segments_BxL[:, :1] - 1) != 0
+    first_BxL = jax.lax.cummax(jnp.where(begins_BxL, place_BxL, 0), axis=1)
+    return place_BxL - first_BxL
+
+
+def _turns(rope: Rope, config: DecoderConfig, positions_BxL: jax.Array) -> _Turns:
+    frequencies_K2 = rope.frequencies(config.head_width)
+    angles_BxLxK2 = positions_BxL[..., None].astype(jnp.float32) * frequencies_K2
+    return _Turns(jnp.cos(angles_BxLxK2), jnp.sin(angles_BxLxK2))
+
+
+def _block(
+    config: DecoderConfig,
+    x_BxLxD: jax.Array,
+    layer: Mapping[str, jax.Array],
+    turns: _Turns,
+    attend: Callable[..., jax.Array],
+    product: Product,
+) -> jax.Array:
+    """One layer."""
+    given_BxLxD = _norm(config, x_BxLxD, layer["attn_norm"])
+    told_BxLxD = _attention(config, given_BxLxD, layer, turns, attend, product)
+    if config.gemma:
+        told_BxLxD = _norm(config, told_BxLxD, layer["attn_post_norm"])
+    x_BxLxD = constrain(x_BxLxD + told_BxLxD, ROWS)
+    told_BxLxD = _mlp(config, _norm(config, x_BxLxD, layer["mlp_norm"]), layer, product)
+    if config.gemma:
+        told_BxLxD = _norm(config, told_BxLxD, layer["mlp_post_norm"])
+    return constrain(x_BxLxD + told_BxLxD, ROWS)
+
+
+def _attention(
+    config: DecoderConfig,
+    x_BxLxD: jax.Array,
+    layer: Mapping[str, jax.Array],
+    turns: _Turns,
+    attend: Callable[..., jax.Array],
+    product: Product,
+) -> jax.Array:
+    def heads(name: str) -> jax.Array:
+        rows_BxLxHK = constrain(product(name, x_BxLxD, layer), ROWS, None, "tensor")
+        return rows_BxLxHK.reshape(*x_BxLxD.shape[:2], -1, config.head_width)
+
+    q_BxLxHxK, k_BxLxGxK, v_BxLxGxK = heads("q"), heads("k"), heads("v")
+    if config.head_norms:
+        q_BxLxHxK = _norm(config, q_BxLxHxK, layer["q_norm"])
+        k_BxLxGxK = _norm(config, k_BxLxGxK, layer["k_norm"])
+    y_BxLxHxK = attend(_rotate(q_BxLxHxK, turns), _rotate(k_BxLxGxK, turns), v_BxLxGxK)
+    return product("o", y_BxLxHxK.reshape(*x_BxLxD.shape[:2], -1), layer)
+
+
+def _rotate(x_BxLxHxK: jax.Array, turns: _Turns) -> jax.Array:
+    """Turn each pair (x[i], x[i + K/2]) of every head by its position's angle."""
+    cos_BxLx1xK2 = turns.cos[:, :, None].astype(x_BxLxHxK.dtype)
+    sin_BxLx1xK2 = turns.sin[:, :, None].astype(x_BxLxHxK.dtype)
+    a, b = jnp.split(x_BxLxHxK, 2, axis=-1)
+    turned = [a * cos_BxLx1xK2 - b * sin_BxLx1xK2, b * cos_BxLx1xK2 + a * sin_BxLx1xK2]
+    return jnp.concatenate(turned, axis=-1)
+
+
+def _mlp(
+    config: DecoderConfig, x_BxLxD: jax.Array, layer: Mapping[str, jax.Array], product: Product
+) -> jax.Array:
+    gate = jax.nn.silu if config.activation == "silu" else jax.nn.gelu
+    h_BxLxF = gate(product("gate", x_BxLxD, layer)) * product("up", x_BxLxD, layer)
+    return product("down", constrain(h_BxLxF, ROWS, None, "tensor"), layer)
+
+
+def _norm(config: DecoderConfig, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """`x` over its root mean square along the last axis, scaled: in float32, in x's dtype."""
+    x32 = x.astype(jnp.float32)
+    scale = 1 + weight.astype(jnp.float32) if config.gemma else weight.astype(jnp.float32)
+    root = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + config.norm_eps)
+    return (x32 * root * scale).astype(x.dtype)
+
+
+# A smaller vocabulary is one part. Published ones have a divisor that leaves a little less.
+MOST_ROWS = 40_000
+
+
+def token_losses(
+    config: DecoderConfig,
+    head_VxD: jax.Array,
+    hidden_BxLxD: jax.Array,
+    targets_BxL: jax.Array,
+    *,
+    compute: Compute,
+    most_rows: int = MOST_ROWS,
+) -> jax.Array:
+    """Cross entropy of each target, in nats, float32 [B, L].
+
+    Args:
+        config: the decoder.
+        head_VxD: whose products with the hidden states are logits.
+        hidden_BxLxD: what the last block gives, normed.
+        targets_BxL: int [B, L].
+        compute: how.
+        most_rows: rows of the head that are looked at together, on each device.
+    """
+    vocab, width = head_VxD.shape
+    cuts = parts_along("tensor")
+    cuts = 1 if vocab % cuts else cuts
+    whole = vocab // cuts
+    parts = math.ceil(whole / most_rows)
+    rows = whole // parts
+    reduce = functools.partial(_reduce, config, hidden_BxLxD, targets_BxL, compute, whole)
+    head_TxWxD = head_VxD.reshape(cuts, whole, width)
+    if parts == 1:
+        return _losses(*reduce(head_TxWxD, 0))
+    # One part is in memory at a time, forward and backward.
+    again = jax.checkpoint(reduce, prevent_cse=False)
+    head_TxPxRxD = head_TxWxD[:, : parts * rows].reshape(cuts, parts, rows, width)
+    each = (jnp.moveaxis(head_TxPxRxD, 1, 0), rows * jnp.arange(parts))
+    found = jax.tree.map(lambda one: one[:, 0], jax.lax.map(lambda part: again(*part), each))
+    if rest := whole - parts * rows:
+        last = again(head_TxWxD[:, -rest:], whole - rest)
+        found = jax.tree.map(lambda one, other: jnp.concatenate([one, other]), found, last)
+    return _losses(*found)
+
+
+def _reduce(
+    config: DecoderConfig,
+    hidden_BxLxD: jax.Array,
+    targets_BxL: jax.Array,
+    compute: Compute,
+    stride: int,
+    head_TxRxD: jax.Array,
+    first: jax.Array | int,
+) -> tuple[jax.Array, jax.Array]:
+    """Of the logits of some rows: the log of their summed exponentials, and the target's.
+
+    Each is float32 [1, B, L]; the latter is 0 where the target is no row of these. Row [t, r] is
+    row t * stride + first + r of the head.
+    """
+    cuts, rows, _ = head_TxRxD.shape
+    logits_BxLxTxR = jnp.einsum(
+        "bld,trd->bltr",
+        hidden_BxLxD,
+        head_TxRxD.astype(compute.dtype),
+        preferred_element_type=jnp.float32,
+    )
+    along = "tensor" if cuts > 1 else None
+    logits_BxLxTxR = capped(config, constrain(logits_BxLxTxR, ROWS, None, along))
+    # Which of them are targets is asked of each by itself: an index would gather from other cuts.
+    numbers_TxR = stride * jnp.arange(cuts)[:, None] + first + jnp.arange(rows)
+    is_target_BxLxTxR = targets_BxL[..., None, None] == numbers_TxR
+    return (
+        jax.nn.logsumexp(logits_BxLxTxR, axis=(2, 3))[None],
+        jnp.sum(jnp.where(is_target_BxLxTxR, logits_BxLxTxR, 0), axis=(2, 3))[None],
+    )
+
+
+def _losses(log_sums_PxBxL: jax.Array, picked_PxBxL: jax.Array) -> jax.Array:
+    return jax.nn.logsumexp(log_sums_PxBxL, axis=0) - jnp.sum(picked_PxBxL, axis=0)

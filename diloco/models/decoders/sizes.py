@@ -1,0 +1,207 @@
+"""Published shapes and names of tensors, as each family's Hugging Face folder has them."""
+
+import dataclasses
+from typing import Any
+
+from diloco.models.decoders.config import DecoderConfig, parse_config
+
+
+def _llama(width: int, mlp: int, layers: int, heads: int, factor: float, tied: bool) -> Any:
+    return {
+        "model_type": "llama",
+        "vocab_size": 128_256,
+        "hidden_size": width,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 131_072,
+        "bos_token_id": 128_000,
+        "eos_token_id": 128_001,
+        "rope_theta": 500_000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    }
+
+
+def _qwen3(width: int, mlp: int, layers: int, heads: int, tied: bool) -> Any:
+    return {
+        "model_type": "qwen3",
+        "vocab_size": 151_936,
+        "hidden_size": width,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 40_960,
+        "eos_token_id": 151_645,
+        "rope_theta": 1_000_000.0,
+    }
+
+
+def _gemma3(width: int, mlp: int, layers: int, heads: int, kv_heads: int, **other: Any) -> Any:
+    return {
+        "model_type": "gemma3_text",
+        "hidden_size": width,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-6,
+        "sliding_window_pattern": 6,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        **other,
+    }
+
+
+_LARGER_GEMMA = {
+    "vocab_size": 262_208,
+    "sliding_window": 1024,
+    "max_position_embeddings": 131_072,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+}
+SIZES: dict[str, dict[str, Any]] = {
+    "llama-3.2-1b": _llama(2048, 8192, 16, 32, 32.0, tied=True),
+    "llama-3.2-3b": _llama(3072, 8192, 28, 24, 32.0, tied=True),
+    "llama-3.1-8b": _llama(4096, 14_336, 32, 32, 8.0, tied=False),
+    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
+    "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, tied=True),
+    "qwen3-4b": _qwen3(2560, 9728, 36, 32, tied=True),
+    "qwen3-8b": _qwen3(4096, 12_288, 36, 32, tied=False),
+    "gemma-3-1b": _gemma3(
+        1152,
+        6912,
+        26,
+        4,
+        1,
+        vocab_size=262_144,
+        sliding_window=512,
+        max_position_embeddings=32_768,
+    ),
+    "gemma-3-4b": _gemma3(2560, 10_240, 34, 8, 4, **_LARGER_GEMMA),
+    "gemma-3-12b": _gemma3(3840, 15_360, 48, 16, 8, **_LARGER_GEMMA),
+}
+
+
+def size_named(name: str) -> DecoderConfig:
+    """The decoder of a published size."""
+    return parse_config(SIZES[name], source=name)
+
+
+LAYERS = "layers/"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One tensor.
+
+    Attributes:
+        name: here, as leaves of the parameters are named.
+        foreign: there; with `{}` for the layer's number where they are stacked here.
+        shape: here.
+        transposed: whether the last two axes are the other way round there.
+        axes: what the axes are, for partition specifications.
+    """
+
+    name: str
+    foreign: str
+    shape: tuple[int, ...]
+    transposed: bool
+    axes: tuple[str, ...]
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the first axis counts layers."""
+        return self.name.startswith(LAYERS)
+
+    @property
+    def foreign_shape(self) -> tuple[int, ...]:
+        """Of one tensor there."""
+        shape = self.shape[1:] if self.stacked else self.shape
+        return shape[::-1] if self.transposed else shape
+
+    def foreign_names(self) -> tuple[str, ...]:
+        """Of all tensors there that are one here, in their order."""
+        if not self.stacked:
+            return (self.foreign,)
+        return tuple(self.foreign.format(layer) for layer in range(self.shape[0]))
+
+
+def table(config: DecoderConfig) -> dict[str, Entry]:
+    """All tensors of a decoder, by their names here."""
+    D, F, V = config.width, config.mlp_width, config.vocab
+    queries, keys = config.heads * config.head_width, config.kv_heads * config.head_width
+    entries = [
+        _whole("embed", "model.embed_tokens.weight", (V, D), ("vocab", "width")),
+        _whole("norm", "model.norm.weight", (D,), ("width",)),
+        _matrix(config, "q", "self_attn.q_proj", (D, queries), ("width", "heads")),
+        _matrix(config, "k", "self_attn.k_proj", (D, keys), ("width", "heads")),
+        _matrix(config, "v", "self_attn.v_proj", (D, keys), ("width", "heads")),
+        _matrix(config, "o", "self_attn.o_proj", (queries, D), ("heads", "width")),
+        _matrix(config, "gate", "mlp.gate_proj", (D, F), ("width", "mlp")),
+        _matrix(config, "up", "mlp.up_proj", (D, F), ("width", "mlp")),
+        _matrix(config, "down", "mlp.down_proj", (F, D), ("mlp", "width")),
+        *(_vector(config, name, foreign) for name, foreign in _norms(config)),
+    ]
+    if not config.tied:
+        entries.append(_whole("head", "lm_head.weight", (V, D), ("vocab", "width")))
+    return {entry.name: entry for entry in entries}
+
+
+def _norms(config: DecoderConfig) -> list[tuple[str, str]]:
+    # What Gemma calls post_attention_layernorm follows attention; elsewhere it precedes the MLP.
+    norms = [("attn_norm", "input_layernorm")]
+    if config.gemma:
+        norms += [
+            ("attn_post_norm", "post_attention_layernorm"),
+            ("mlp_norm", "pre_feedforward_layernorm"),
+            ("mlp_post_norm", "post_feedforward_layernorm"),
+        ]
+    else:
+        norms += [("mlp_norm", "post_attention_layernorm")]
+    if config.head_norms:
+        norms += [("q_norm", "self_attn.q_norm"), ("k_norm", "self_attn.k_norm")]
+    return norms
+
+
+def _whole(name: str, foreign: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> Entry:
+    return Entry(name=name, foreign=foreign, shape=shape, transposed=False, axes=axes)
+
+
+def _matrix(
+    config: DecoderConfig, name: str, foreign: str, shape: tuple[int, int], axes: tuple[str, str]
+) -> Entry:
+    return Entry(
+        name=LAYERS + name,
+        foreign=f"model.layers.{{}}.{foreign}.weight",
+        shape=(config.layers, *shape),
+        transposed=True,
+        axes=("layers", *axes),
+    )
+
+
+def _vector(config: DecoderConfig, name: str, foreign: str) -> Entry:
+    of_head = name in ("q_norm", "k_norm")
+    return Entry(
+        name=LAYERS + name,
+        foreign=f"model.layers.{{}}.{foreign}.weight",
+        shape=(config.layers, config.head_width if of_head else config.width),
+        transposed=False,
+        axes=("layers", "head" if of_head else "width"),
+    )

@@ -1,0 +1,289 @@
+"""The task that trains a decoder of people's checkpoints on tokens.
+
+Shapes: as in `model`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+from pydantic import Field
+
+from diloco.common.storage.holdings import Sizes
+from diloco.learner.reading import GrainData, require_grain
+from diloco.learner.task import (
+    AtLeastOne,
+    Batch,
+    Dtype,
+    Holder,
+    Natural,
+    NotNegative,
+    Params,
+    Task,
+    Variables,
+    checked_options,
+    hint_of_decoder,
+    named_leaves,
+)
+from diloco.learner.tensors import tree
+from diloco.learner.tensors.mesh import by_kind_of_axis
+from diloco.learner.tensors.optimizer import Matrices, Optimizer, direction_by, warmup_cosine
+from diloco.models.decoders.attention import Kind
+from diloco.models.decoders.config import DecoderConfig, read_config
+from diloco.models.decoders.files import Adapters, HuggingFace, read_base
+from diloco.models.decoders.lora import (
+    ALONE,
+    FROZEN,
+    Beside,
+    Lora,
+    LoraOptions,
+    adapter_count,
+    base_dtypes,
+    half_partition,
+    init_adapters,
+    read_lora,
+    with_adapters,
+)
+from diloco.models.decoders.model import Compute, head_of, hidden_of, init_params, token_losses
+from diloco.models.decoders.sizes import LAYERS, SIZES, size_named, table
+from diloco.models.decoders.tokens import Data, TokenFolders
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """Rows of the data's folders, which nobody looks at who creates a run, or exports from one."""
+
+    look: Callable[[], TokenFolders]
+    seed: int
+    batch: int
+    shares: int
+    workers: int
+    held_out: int
+
+    @functools.cached_property
+    def folders(self) -> TokenFolders:
+        require_grain()
+        return self.look()
+
+    @functools.cached_property
+    def train(self) -> GrainData:
+        return GrainData(
+            self.folders.train(self.seed),
+            batch=self.batch,
+            seed=self.seed,
+            shares=self.shares,
+            workers=self.workers,
+        )
+
+    @functools.cached_property
+    def unseen(self) -> list[np.ndarray]:
+        return self.folders.held_out(self.held_out)
+
+    def batches(self, learner: str, position: int) -> Iterator[Batch]:
+        return self.train.batches(learner, position)
+
+    def rows(self, learner: str, position: int, start: int, stop: int) -> Iterator[Batch]:
+        return self.train.rows(learner, position, start, stop)
+
+    @property
+    def sizes(self) -> Sizes:
+        return self.train.sizes
+
+    def claimed(
+        self, holder: Holder, position: int, start: int = 0, stop: int | None = None
+    ) -> Iterator[Batch]:
+        return self.train.claimed(holder, position, start, stop)
+
+
+@checked_options("causal_lm", f"docs/models.md has all options; sizes are {', '.join(SIZES)}")
+def build(
+    *,
+    steps: AtLeastOne,
+    seed: Natural,
+    model: Annotated[str, Field(min_length=1)],
+    data: Data,
+    end: Annotated[int, Field(ge=-1)] | None = None,
+    batch: AtLeastOne = 8,
+    length: AtLeastOne = 1024,
+    optimizer: Optimizer = "adamw",
+    learning_rate: NotNegative = 5e-5,
+    warmup_steps: Natural | None = None,
+    final_fraction: NotNegative = 0.1,
+    weight_decay: NotNegative = 0.1,
+    clip: NotNegative = 1.0,
+    eval_batches: AtLeastOne = 16,
+    dtype: Dtype = "float32",
+    remat: bool = True,
+    attention: Kind = "auto",
+    accumulate: AtLeastOne = 1,
+    shares: Natural = 0,
+    digests: Sequence[Annotated[str, Field(pattern="^[0-9a-f]{64}$")]] = (),
+    workers: Natural = 0,
+    fresh: bool = False,
+    lora: LoraOptions | None = None,
+) -> Task:
+    """Train Llama 3, Qwen 3 or Gemma 3 on tokens; losses are nats per token.
+
+    Args:
+        steps: length of the run in global steps.
+        seed: decides the order of the data.
+        model: a Hugging Face folder, or a name of `sizes.SIZES`, whose parameters begin at random.
+        data: a folder of token files (`windows`), or several with their weights.
+        end: the token behind each document: none sees another, and none is predicted from the
+            last. None: what the data's manifest says; without one rows are taken as they are. -1:
+            they are so.
+        batch: rows in a batch, B.
+        length: tokens predicted in each, L.
+        optimizer: "adamw", or "muon" for the matrices of layers.
+        learning_rate: the peak.
+        warmup_steps: global steps of warm-up; a tenth of the run, at most 100, if None.
+        final_fraction: last learning rate as a share of the peak.
+        weight_decay: decoupled, on matrices only.
+        clip: largest global norm of a gradient.
+        eval_batches: batches of held-out rows, the same ones each time.
+        dtype: "float32" or "bfloat16": of activations and products; parameters stay float32.
+        remat: recompute each block in the backward pass.
+        attention: "auto", "plain" or "splash" (`attention.make_attention`).
+        accumulate: parts of a batch, one after the other.
+        shares: in how many shares each epoch is divided, which learners claim; 0: each reads all.
+        digests: SHA-256 of `tokens.json` of each folder: learners that have other data are
+            refused. None: whatever is there.
+        workers: processes that read.
+        fresh: parameters begin at random, though the folder may have some.
+        lora: rank, alpha, targets and dropout of adapters (`lora.Lora`): they alone are trained,
+            beside the folder's parameters, which each learner reads for itself.
+
+    Raises:
+        ConfigError: the folder's configuration is missing, or is not honoured.
+        TaskError: an option has a wrong type or value.
+    """
+    source = None if model in SIZES else Path(model)
+    config = size_named(model) if source is None else read_config(source)
+    compute = Compute(dtype, remat, attention)
+    adapters = read_lora(lora, config)
+    stored = source is None or fresh
+
+    look = functools.partial(
+        TokenFolders, data, length=length, vocab=config.vocab, model=source, digests=digests
+    )
+    rows = _Rows(look, seed, batch, shares, workers, held_out=eval_batches * batch)
+
+    def loss_of(params: Params, windows_BxL1: Any, key: jax.Array | None = None) -> jax.Array:
+        last = rows.folders.end if end is None else end
+        base, beside = with_adapters(adapters, params, key)
+        return next_token_loss(
+            config,
+            base,
+            windows_BxL1,
+            compute=compute,
+            end=None if last == -1 else last,
+            beside=beside,
+        )
+
+    eval_loss = jax.jit(loss_of)
+
+    def evaluate(params: Params) -> float:
+        return sum(float(eval_loss(params, row)) for row in rows.unseen) / len(rows.unseen)
+
+    return Task(
+        init=functools.partial(_init, config, adapters, dtype),
+        loss=lambda params, windows, key: (loss_of(params, windows, key), {}),
+        batches=rows.batches,
+        rows=rows.rows,
+        evaluate=evaluate,
+        tokens_per_batch=batch * length,
+        flops_per_token=_flops_per_token(config, adapters, length),
+        optimizer=direction_by(
+            optimizer,
+            weight_decay=weight_decay,
+            clip=clip,
+            hint=hint_of_decoder,
+            matrices=matrices,
+        ),
+        schedule=warmup_cosine(
+            steps=steps,
+            peak=learning_rate,
+            warmup_steps=warmup_steps,
+            final_fraction=final_fraction,
+        ),
+        hint=hint_of_decoder,
+        partition=functools.partial(_partition, config, adapters),
+        accumulate=accumulate,
+        shared=rows if shares else None,
+        load_frozen=functools.partial(read_base, Path(model), config, dtype)
+        if adapters is not None and not stored
+        else None,
+        files=HuggingFace(config, source, fresh)
+        if adapters is None
+        else Adapters(config, adapters, None if stored else source, model),
+    )
+
+
+def _init(config: DecoderConfig, adapters: Lora | None, dtype: str, key: jax.Array) -> Params:
+    if adapters is None:
+        return init_params(config, key)
+    held = base_dtypes(config, dtype)
+    base = init_params(config, jax.random.fold_in(key, 0))
+    leaves = {name: leaf.astype(held[name]) for name, leaf in named_leaves(base)}
+    trained = init_adapters(config, adapters, jax.random.fold_in(key, 1))
+    return Variables(trained=trained, frozen=tree.from_names(base, leaves))
+
+
+def _flops_per_token(config: DecoderConfig, adapters: Lora | None, length: int) -> float:
+    """As of a task. A frozen matrix is multiplied with once backward: it has no gradient."""
+    whole = config.flops_per_token(length)
+    if adapters is None:
+        return whole
+    return whole - 2.0 * config.multiplied + 6.0 * adapter_count(config, adapters)
+
+
+def next_token_loss(
+    config: DecoderConfig,
+    params: Params,
+    windows_BxL1: Any,
+    *,
+    compute: Compute,
+    end: int | None,
+    beside: Beside = ALONE,
+) -> jax.Array:
+    """Mean cross entropy in nats per predicted token, float32[]; windows are int[B, L + 1]."""
+    tokens_BxL, targets_BxL = windows_BxL1[:, :-1], windows_BxL1[:, 1:]
+    told = {"compute": compute, **beside._asdict()}
+    head_VxD = head_of(config, params)
+    if end is None:
+        hidden_BxLxD = hidden_of(config, params, tokens_BxL, **told)
+        return jnp.mean(token_losses(config, head_VxD, hidden_BxLxD, targets_BxL, compute=compute))
+    ended_BxL = tokens_BxL == end
+    # A document's end is of the document; what follows it is of the next.
+    segments_BxL = 1 + jnp.cumsum(ended_BxL, axis=1) - ended_BxL
+    hidden_BxLxD = hidden_of(config, params, tokens_BxL, segments_BxL, **told)
+    losses_BxL = token_losses(config, head_VxD, hidden_BxLxD, targets_BxL, compute=compute)
+    losses_BxL = jnp.where(ended_BxL, 0, losses_BxL)
+    return jnp.sum(losses_BxL) / jnp.maximum(1, jnp.sum(~ended_BxL))
+
+
+def matrices(name: str, shape: tuple[int, ...]) -> Matrices | None:
+    """What Muon orthogonalizes: each layer's matrices."""
+    if not name.startswith(LAYERS) or len(shape) != 3:
+        return None
+    return Matrices(shape, inputs=(1,), outputs=(2,))
+
+
+def _partition(
+    config: DecoderConfig, adapters: Lora | None, name: str, shape: tuple[int, ...]
+) -> PartitionSpec:
+    """How a tensor is cut over a learner's mesh: by what its axes are; vectors are whole."""
+    entries = table(config)
+    if adapters is not None and (name := name.removeprefix(FROZEN)) not in entries:
+        matrix, _, half = name.rpartition("/")
+        return half_partition(half, _partition(config, None, matrix, entries[matrix].shape))
+    entry = entries[name]
+    if len(shape) - entry.stacked < 2:
+        return PartitionSpec()
+    return by_kind_of_axis(entry.axes)

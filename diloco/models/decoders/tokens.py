@@ -1,0 +1,245 @@
+"""Folders of tokens: whether each is what its manifest says, and one's rows or a mixture's.
+
+A folder that has no manifest is taken as it is (`windows.files_of`).
+"""
+
+import hashlib
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import numpy as np
+from pydantic import Discriminator, Field, Tag
+
+from diloco.common.protocol.errors import DataError
+from diloco.models.data.manifest import (
+    MANIFEST,
+    UNFINISHED,
+    Side,
+    TokenManifest,
+    parse_manifest,
+    rules_digest,
+)
+from diloco.models.decoders.mixture import Mixture
+from diloco.models.decoders.windows import TokenWindows, files_of
+
+if TYPE_CHECKING:
+    import grain
+
+# A folder, or folders with their weights.
+Folder = Annotated[str, Field(min_length=1)]
+Weights = Mapping[Folder, Annotated[float, Field(gt=0)]]
+Data = Annotated[
+    Annotated[Folder, Tag("path")] | Annotated[Weights, Field(min_length=1), Tag("weights")],
+    Discriminator(lambda data: "weights" if isinstance(data, Mapping) else "path"),
+]
+# grain's shuffle counts in 32 bits.
+MOST_ROWS = (1 << 32) - 1
+
+
+class TokenFolders:
+    """The rows of one folder, or of several in proportion to weights.
+
+    Args:
+        data: a folder, or folders with their weights.
+        length: tokens that a row predicts.
+        vocab: of the model.
+        model: its folder, whose tokenizer must have made the tokens, if it has one.
+        digests: SHA-256 of each folder's manifest, in any order; none: any data will do.
+
+    Raises:
+        DataError: a folder is missing, not whole, or not made for this model or mixture.
+    """
+
+    def __init__(
+        self,
+        data: Data,
+        *,
+        length: int,
+        vocab: int,
+        model: Path | None = None,
+        digests: Sequence[str] = (),
+    ) -> None:
+        # By name: the order of a file's keys is nobody's promise, and learners must agree.
+        given = {data: 1.0} if isinstance(data, str) else dict(sorted(data.items()))
+        self._folders = [Path(name) for name in given]
+        self._weights = [weight / sum(given.values()) for weight in given.values()]
+        self._length, self._vocab = length, vocab
+        self._manifests = [_manifest_of(folder) for folder in self._folders]
+        rules = _rules_of(model)
+        for folder, manifest in zip(self._folders, self._manifests, strict=True):
+            if manifest is not None:
+                _check_tokenizer(folder, manifest, vocab, model, rules)
+                _check_shards(folder, manifest)
+        self._check_alike()
+        if digests:
+            _check_digests(self._folders, digests)
+
+    @property
+    def end(self) -> int | None:
+        """The token behind each document; None if no manifest says it."""
+        ends = {manifest.end for manifest in self._manifests if manifest is not None}
+        return ends.pop() if len(ends) == 1 else None
+
+    def train(self, seed: int) -> "grain.MapDataset[np.ndarray]":
+        """What trains, as a dataset whose length is an epoch."""
+        import grain
+
+        sources = [grain.MapDataset.source(self._windows(i, "train")) for i in self._numbers()]
+        if len(sources) == 1:
+            return sources[0]
+        # Each source in an order of its own, so that no epoch has a stretch of one.
+        shuffled = [
+            source.shuffle(seed=zlib.crc32(f"{seed}/mixture/{number}".encode()))
+            for number, source in enumerate(sources)
+        ]
+        return grain.MapDataset.select_from_datasets(shuffled, self._mixture(sources))
+
+    def held_out(self, rows: int) -> list[np.ndarray]:
+        """Rows of what is held out, int32[1, L + 1] each, evenly spread: always the same ones."""
+        found: list[np.ndarray] = []
+        for number, weight in zip(self._numbers(), self._weights, strict=True):
+            windows = self._windows(number, "held_out")
+            wanted = min(len(windows), max(1, round(rows * weight)))
+            places = np.linspace(0, len(windows) - 1, wanted).astype(int)
+            found += [windows[int(place)][None] for place in places]
+        return found
+
+    def _numbers(self) -> range:
+        return range(len(self._folders))
+
+    def _windows(self, number: int, side: Side) -> TokenWindows:
+        folder, manifest = self._folders[number], self._manifests[number]
+        if manifest is None:
+            paths = files_of(folder, side)
+        elif shards := manifest.of(side):
+            paths = [folder / shard.name for shard in shards]
+        else:
+            raise DataError(
+                f"{str(folder)!r} has no {side} shards: it was prepared with --held-out"
+                f" {manifest.options.held_out:g}",
+                hint="prepare it again with another --held-out",
+            )
+        windows = TokenWindows(paths, length=self._length, vocab=self._vocab)
+        if len(windows) > MOST_ROWS:
+            raise DataError(
+                f"{str(folder)!r} has {len(windows)} rows of {self._length} tokens: more than"
+                f" {MOST_ROWS}",
+                hint="choose a greater length, or prepare several folders and mix them",
+            )
+        return windows
+
+    def _mixture(self, sources: "Sequence[grain.MapDataset[np.ndarray]]") -> Mixture:
+        try:
+            return Mixture([len(source) for source in sources], self._weights)
+        except ValueError as error:
+            folder = self._folders[error.args[0]]
+            raise DataError(
+                f"{str(folder)!r} would have less than one row in an epoch of the mixture",
+                hint="raise its weight, or leave it out",
+            ) from error
+
+    def _check_alike(self) -> None:
+        """Refuse folders whose tokens mean different things."""
+        known = [
+            (folder, manifest)
+            for folder, manifest in zip(self._folders, self._manifests, strict=True)
+            if manifest is not None
+        ]
+        for folder, manifest in known[1:]:
+            first_folder, first = known[0]
+            if manifest.tokenizer.rules_sha256 != first.tokenizer.rules_sha256:
+                what = "by another tokenizer"
+            elif manifest.end != first.end:
+                what = f"with documents that end in token {manifest.end}, not {first.end}"
+            else:
+                continue
+            raise DataError(
+                f"{str(folder)!r} was prepared {what} than {str(first_folder)!r}",
+                hint="prepare all folders of a mixture with the same --tokenizer and --end",
+            )
+
+
+def _manifest_of(folder: Path) -> TokenManifest | None:
+    """A folder's manifest; None if nobody prepared it.
+
+    Raises:
+        DataError: it is not prepared to its end.
+    """
+    path = folder / MANIFEST
+    if path.exists():
+        return parse_manifest(path.read_bytes(), str(path))
+    if (folder / UNFINISHED).exists():
+        raise DataError(
+            f"{str(folder)!r} is not whole: whatever prepared or copied it was ended midway",
+            hint="run the same diloco data prepare or diloco data copy again, which continues",
+        )
+    return None
+
+
+def _rules_of(model: Path | None) -> str | None:
+    """What decides the tokens of the model's own tokenizer; None if its folder has none."""
+    if model is None or not (path := model / "tokenizer.json").exists():
+        return None
+    try:
+        return rules_digest(json.loads(path.read_bytes()))
+    except (ValueError, AttributeError) as error:
+        raise DataError(f"{str(path)!r} is not a tokenizer: {error}", hint="copy it again") from (
+            error
+        )
+
+
+def _check_tokenizer(
+    folder: Path, manifest: TokenManifest, vocab: int, model: Path | None, rules: str | None
+) -> None:
+    own = rules == manifest.tokenizer.rules_sha256
+    if rules is not None and not own:
+        raise DataError(
+            f"{str(folder)!r} was prepared by another tokenizer than that of {str(model)!r}",
+            hint=f"prepare it again: diloco data prepare ... --tokenizer {model}",
+        )
+    # Gemma 3's tokenizer knows a token that its text model has not: it is of images.
+    if manifest.tokenizer.vocabulary > vocab and (not own or manifest.largest >= vocab):
+        raise DataError(
+            f"{str(folder / MANIFEST)!r}: the tokenizer has {manifest.tokenizer.vocabulary} tokens,"
+            f" but the model has {vocab}",
+            hint="prepare the data again with the model's own tokenizer: diloco data prepare ... "
+            f"--tokenizer {model or 'PATH'}",
+        )
+
+
+def _check_digests(folders: Sequence[Path], digests: Sequence[str]) -> None:
+    """Whether this machine has the data that the run was made for: shares hang on it."""
+    for folder in folders:
+        path = folder / MANIFEST
+        found = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else "no digest"
+        if found not in digests:
+            raise DataError(
+                f"{str(path)!r} has {found}, but the run was made for {', '.join(digests)}",
+                hint="copy the run's data here: diloco data copy; diloco check shows a digest",
+            )
+
+
+def _check_shards(folder: Path, manifest: TokenManifest) -> None:
+    """Whether all shards are there, in their size; their digests are for `diloco check`."""
+    again = "copy the folder again (diloco data copy), or prepare it again"
+    for shard in manifest.shards:
+        path = folder / shard.name
+        try:
+            size_bytes = path.stat().st_size
+        except OSError as error:
+            raise DataError(f"{str(path)!r} is missing: {error.strerror}", hint=again) from error
+        if size_bytes != shard.size_bytes:
+            raise DataError(
+                f"{str(path)!r} has {size_bytes} bytes, but {shard.size_bytes} by {MANIFEST}",
+                hint=again,
+            )
+    named = {shard.name for shard in manifest.shards}
+    other = [one.name for side in ("train", "held_out") for one in folder.glob(f"{side}*.npy")]
+    if strange := sorted(set(other) - named):
+        raise DataError(
+            f"{str(folder / strange[0])!r} is not in {MANIFEST}, and would not be read",
+            hint="move it into a folder of its own, and mix the two",
+        )

@@ -1,0 +1,115 @@
+"""Token files as examples: windows, each read from its place, so a terabyte needs no memory.
+
+A folder has `train*.npy` and `held_out*.npy`: arrays of one axis, uint16 or uint32 (or any other
+integers), one document after the other, each with the end-of-text token behind it. Window i of a
+file begins at token i * L and has L + 1 of them, since the last is a target only.
+
+Shapes: L positions that a window predicts.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from diloco.common.protocol.errors import TaskError
+
+
+class TokenWindows:
+    """A source of examples for grain: int32 [L + 1] each.
+
+    Args:
+        paths: of the files, in their order.
+        length: L.
+        vocab: that tokens are below; each window is held to it as it is read.
+
+    Raises:
+        TaskError: a file cannot be read, is of another kind, or all are too short.
+    """
+
+    def __init__(self, paths: Sequence[Path], *, length: int, vocab: int) -> None:
+        self._files = tuple(map(_token_file, paths))
+        self._length, self._vocab = length, vocab
+        self._ends = np.cumsum([max(0, (file.tokens - 1) // length) for file in self._files])
+        if not len(self):
+            raise TaskError(
+                f"the token files {', '.join(map(str, paths[:3]))} hold no window of"
+                f" {length + 1} tokens",
+                hint="give more text, or choose a shorter length",
+            )
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        file = self._files[number]
+        first = (index - (int(self._ends[number - 1]) if number else 0)) * self._length
+        window = file.read(first, self._length + 1)
+        if int(window.max()) >= self._vocab or int(window.min()) < 0:
+            raise TaskError(
+                f"{str(file.path)!r} has a token {int(window.max())}, but the model has"
+                f" {self._vocab}",
+                hint="make the files with the model's own tokenizer",
+            )
+        return window.astype(np.int32)
+
+
+class TokenFile(NamedTuple):
+    """Where the tokens of a file begin, and how many there are."""
+
+    path: Path
+    dtype: np.dtype[np.integer]
+    offset: int
+    tokens: int
+
+    def read(self, first: int, count: int) -> np.ndarray:
+        """Tokens of the file.
+
+        Not by a map, whose reader a file that was cut short meanwhile ends by a signal.
+        """
+        offset = self.offset + first * self.dtype.itemsize
+        try:
+            found = np.fromfile(self.path, self.dtype, count, offset=offset)
+        except OSError as error:
+            raise _unreadable(self.path, error) from error
+        if len(found) != count:
+            raise _unreadable(self.path, "it was cut short")
+        return found
+
+
+def files_of(folder: Path, side: str) -> list[Path]:
+    """The token files of one side, "train" or "held_out".
+
+    Raises:
+        TaskError: there are none.
+    """
+    found = sorted(folder.glob(f"{side}*.npy"))
+    if not found:
+        raise TaskError(
+            f"data={str(folder)!r} has no {side}*.npy (seen from {Path.cwd()})",
+            hint="make it with diloco data prepare: docs/data.md",
+        )
+    return found
+
+
+def _token_file(path: Path) -> TokenFile:
+    try:
+        tokens: np.memmap = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise _unreadable(path, error) from error
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise TaskError(
+            f"{str(path)!r} must hold integers along one axis, but it holds {tokens.dtype}"
+            f"{list(tokens.shape)}",
+            hint="save the tokens of all documents one after the other",
+        )
+    return TokenFile(path, tokens.dtype, tokens.offset, len(tokens))
+
+
+def _unreadable(path: Path, why: object) -> TaskError:
+    return TaskError(
+        f"{str(path)!r} cannot be read: {why}",
+        hint="it is not a NumPy file, or it is cut short: make it again",
+    )

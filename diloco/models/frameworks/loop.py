@@ -1,0 +1,165 @@
+"""A loop of another framework in a run: its tensors are read and written as synchronization asks.
+
+At most boundaries nothing is copied. A fragment that is sent is read, one that is adopted is
+written, in place, so that the framework's optimizer keeps the tensors that it knows.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from diloco.common.protocol.errors import ConfigError
+from diloco.common.protocol.layout import Hint, default_hint
+from diloco.learner import library
+from diloco.learner.task import Batch, Shared
+from diloco.models.frameworks.tensors import HostTensors, LazyLeaf, Table, Tensors, leaves_of
+from diloco.operate.create import create
+from diloco.run.model.load import load
+
+Save = Callable[[], Any]
+
+
+class TensorLearner:
+    """A foreign loop's place in a run; `join_tensors` makes it.
+
+    Args:
+        learner: the same place, for a loop of JAX.
+        leaves: of the run, by name.
+    """
+
+    def __init__(self, learner: library.Learner, leaves: Mapping[str, LazyLeaf]) -> None:
+        self._learner = learner
+        self._leaves = dict(leaves)
+        self._take(learner.params)
+
+    @property
+    def done(self) -> bool:
+        """As of `diloco.Learner`."""
+        return self._learner.done
+
+    @property
+    def global_step(self) -> int:
+        """The run's clock for the next step, which learning rates follow."""
+        return self._learner.global_step
+
+    @property
+    def position(self) -> int:
+        """Batches of this learner's data that are behind it."""
+        return self._learner.position
+
+    def restore(self, state: Any) -> Any:
+        """What `step` was given to `save` in an earlier life; as of `diloco.Learner`."""
+        return self._learner.restore(state)
+
+    def step(
+        self, *, loss: Any, metrics: Mapping[str, Any] | None = None, save: Save | None = None
+    ) -> None:
+        """Take a step boundary: tensors take what has arrived, and what is due is read and sent.
+
+        Args:
+            loss: of the loop's step: a float, or what `float` makes one of, a step later.
+            metrics: further scalars of that step by name.
+            save: gives what a checkpoint holds, a tree of arrays, when one is due.
+        """
+        after = self._learner.step(dict(self._leaves), loss=loss, metrics=metrics, save=save)
+        self._take(after)
+
+    def reading(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The same batches; time that the loop waits for them is a metric of its own."""
+        return self._learner.reading(batches)
+
+    def claimed(self, data: Shared) -> Iterator[Batch]:
+        """Batches of the shares that this learner claims, as of `diloco.Learner`."""
+        return self._learner.claimed(data)
+
+    def evaluated(self, figures: Mapping[str, float]) -> None:
+        """Hand over what the loop has measured on held-out data."""
+        self._learner.evaluated(figures)
+
+    def leave(self) -> None:
+        """Ask this learner to leave the run; `done` follows."""
+        self._learner.leave()
+
+    def _take(self, params: Mapping[str, Any]) -> None:
+        for name, values in params.items():
+            if values is not self._leaves[name]:
+                self._leaves[name].take(np.asarray(values))
+
+
+Kind = TypeVar("Kind", bound=TensorLearner)
+
+
+@contextlib.contextmanager
+def join_tensors(
+    file: str | Path,
+    *,
+    learner: str,
+    tensors: Mapping[str, Any] | Tensors,
+    table: Table | None = None,
+    tokens_per_step: int | None = None,
+    kind: type[Kind] = TensorLearner,  # type: ignore[assignment] # what it is if nobody says
+) -> Iterator[Kind]:
+    """Join a run with tensors of another framework, which are changed in place.
+
+    Args:
+        file: the run's TOML file.
+        learner: name of this learner in the run.
+        tensors: by the framework's names: NumPy arrays, or what speaks DLPack on the host.
+        table: which leaf of the run each one is, where the names or the order of axes differ.
+        tokens_per_step: as of `diloco.join`.
+        kind: what the loop uses.
+
+    Yields:
+        What the loop uses.
+
+    Raises:
+        DilocoError: what is wrong, with what to do.
+    """
+    check_on_cpu()
+    leaves = leaves_of(_tensors(tensors), table or {})
+    joining = library.join(file, learner=learner, like=leaves, tokens_per_step=tokens_per_step)
+    with joining as island:
+        yield kind(island, leaves)
+
+
+def create_tensors(
+    file: str | Path,
+    tensors: Mapping[str, Any] | Tensors,
+    *,
+    table: Table | None = None,
+    hint: Hint = default_hint,
+) -> None:
+    """Create the run of a TOML file, which begins with these tensors; as `diloco.create`."""
+    leaves = leaves_of(_tensors(tensors), table or {})
+    create(file, {name: np.asarray(leaf) for name, leaf in leaves.items()}, hint=hint)
+
+
+def load_tensors(
+    run: str | Path, tensors: Mapping[str, Any] | Tensors, *, table: Table | None = None
+) -> None:
+    """Have tensors take the newest global parameters of a run; `run` as of `diloco.load`."""
+    leaves = leaves_of(_tensors(tensors), table or {})
+    for name, values in load(run, like=leaves).items():
+        leaves[name].take(values)
+
+
+def check_on_cpu() -> None:
+    """JAX computes beside another framework: the accelerators are that one's.
+
+    Raises:
+        ConfigError: JAX has one.
+    """
+    if jax.default_backend() != "cpu":
+        raise ConfigError(
+            f"JAX has started on {jax.default_backend()} in a process whose accelerators are"
+            " another framework's",
+            hint="set JAX_PLATFORMS=cpu, or import diloco.torch before JAX is used",
+        )
+
+
+def _tensors(given: Mapping[str, Any] | Tensors) -> Tensors:
+    return HostTensors(given) if isinstance(given, Mapping) else given

@@ -1,0 +1,133 @@
+"""Tensors of another framework as the host sees them."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from diloco.common.protocol.errors import ConfigError
+
+
+class Leaf(NamedTuple):
+    """A leaf of the run.
+
+    Attributes:
+        name: in the run.
+        axes: of the tensor, in the leaf's order, as `numpy.transpose` has them; None: as it is.
+    """
+
+    name: str
+    axes: tuple[int, ...] | None = None
+
+
+Table = Mapping[str, Leaf | str]
+
+
+def leaf_of(tensor: str, table: Table) -> Leaf:
+    """What the run calls a tensor; one that the table does not name keeps its own, with slashes."""
+    said = table.get(tensor, tensor.replace(".", "/"))
+    return Leaf(said) if isinstance(said, str) else Leaf(*said)
+
+
+def check_table(tensors: Iterable[str], table: Table) -> None:
+    """Refuse a table that cannot be.
+
+    Raises:
+        ConfigError: it names tensors that are none, or two with one name.
+    """
+    known = list(tensors)
+    if unknown := sorted(set(table) - set(known)):
+        raise ConfigError(
+            f"the table names tensors that are not here: {', '.join(unknown[:6])}",
+            hint=f"there are {', '.join(sorted(known)[:12])}",
+        )
+    names = [leaf_of(tensor, table).name for tensor in known]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"the table gives two tensors one name: {', '.join(twice)}")
+
+
+class Tensors(Protocol):
+    """A loop's parameters, by the framework's own names."""
+
+    def shapes(self) -> Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+        """Shape and dtype of each."""
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor's values on the host; they are read at once, and not changed."""
+
+    def write(self, name: str, values: np.ndarray) -> None:
+        """Set a tensor's values, in place."""
+
+
+class HostTensors:
+    """NumPy arrays, or what speaks DLPack and lies in the host's memory; changed in place.
+
+    Raises:
+        ConfigError: one cannot be written to.
+    """
+
+    def __init__(self, tensors: Mapping[str, Any]) -> None:
+        self._views = {name: _view(name, tensor) for name, tensor in tensors.items()}
+
+    def shapes(self) -> Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+        """Shape and dtype of each."""
+        return {name: (view.shape, view.dtype) for name, view in self._views.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor's values."""
+        return self._views[name]
+
+    def write(self, name: str, values: np.ndarray) -> None:
+        """Set a tensor's values, in place."""
+        self._views[name][...] = values
+
+
+def _view(name: str, tensor: Any) -> np.ndarray:
+    view = tensor if isinstance(tensor, np.ndarray) else np.from_dlpack(tensor)
+    if not view.flags.writeable:
+        raise ConfigError(
+            f"the tensor {name!r} cannot be changed in place",
+            hint="give NumPy arrays that own their memory, or tensors whose DLPack is writable",
+        )
+    return view
+
+
+class LazyLeaf:
+    """A leaf of the run whose values are fetched from its tensor when synchronization asks."""
+
+    def __init__(self, tensors: Tensors, tensor: str, leaf: Leaf) -> None:
+        shape, self.dtype = tensors.shapes()[tensor]
+        self._tensors, self._tensor, self._axes = tensors, tensor, leaf.axes
+        self.shape = tuple(shape) if leaf.axes is None else tuple(shape[axis] for axis in leaf.axes)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        values = self._tensors.read(self._tensor)
+        if self._axes is not None:
+            values = values.transpose(self._axes)
+        return np.array(values, dtype, copy=copy is not False)
+
+    def take(self, values: np.ndarray) -> None:
+        """Have the tensor take a leaf's values."""
+        if self._axes is not None:
+            values = values.transpose(np.argsort(self._axes))
+        self._tensors.write(self._tensor, values)
+
+
+def leaves_of(tensors: Tensors, table: Table) -> dict[str, LazyLeaf]:
+    """The leaves of the run that tensors are, by the run's names.
+
+    Raises:
+        ConfigError: the table does not fit them.
+    """
+    shapes = tensors.shapes()
+    check_table(shapes, table)
+    found = {}
+    for name, (shape, _) in shapes.items():
+        leaf = leaf_of(name, table)
+        if leaf.axes is not None and sorted(leaf.axes) != list(range(len(shape))):
+            raise ConfigError(
+                f"the table orders the axes of {name!r} as {leaf.axes}, but it has {len(shape)}",
+                hint="give each of its axes once, such as (1, 0) for a matrix's transpose",
+            )
+        found[leaf.name] = LazyLeaf(tensors, name, leaf)
+    return found

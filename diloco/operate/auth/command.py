@@ -1,0 +1,172 @@
+"""The parts of `diloco auth`, and `diloco host guard`."""
+
+import asyncio
+import contextlib
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from diloco.common.process import log
+from diloco.run.cli.command import command, group
+from diloco.run.cli.help import host
+from diloco.run.cli.screen import say_plainly
+
+app = group()
+auth_app = group("Manage credentials and permissions on NATS.")
+app.add_typer(auth_app, name="auth")
+
+FolderArgument = Annotated[
+    Path, typer.Argument(metavar="DIR", help="folder of credentials and keys; keep it secret")
+]
+NameArgument = Annotated[
+    str, typer.Argument(metavar="NAME", help="name of the learner or aggregator in the run")
+]
+
+
+@command(auth_app, "init")
+def auth_init(
+    folder: FolderArgument,
+    run: Annotated[str, typer.Option("--run", help="name of the run", metavar="RUN")],
+    hosts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--host",
+            help="host name or address of a NATS server; repeat for each server of a cluster "
+            "[default: localhost]",
+            metavar="HOST",
+        ),
+    ] = None,
+    installed_at: Annotated[
+        Path | None,
+        typer.Option(
+            "--installed-at",
+            help="path of the folder on the servers [default: its path here]",
+            metavar="PATH",
+        ),
+    ] = None,
+    streams_at: Annotated[
+        Path | None,
+        typer.Option(
+            "--streams-at",
+            help="folder of the streams on the servers [default: jetstream in that folder]",
+            metavar="PATH",
+        ),
+    ] = None,
+    max_file_gib: Annotated[
+        float, typer.Option(help="disk limit of the run's streams, GiB", min=0.1)
+    ] = 10.0,
+) -> None:
+    """Create the NATS server configuration, a TLS authority, and operator credentials."""
+    log.configure("error")
+    from diloco.operate.auth import files as auth
+
+    credentials, servers = auth.init(
+        folder,
+        run,
+        hosts or ["localhost"],
+        installed_at=installed_at,
+        streams_at=streams_at,
+        max_file_bytes=int(max_file_gib * (1 << 30)),
+    )
+    url = ",".join(f"tls://{host}:4222" for host in hosts or ["localhost"])
+    for server in servers:
+        say_plainly(f"server configuration: {server}; start it with: nats-server -c {server}")
+    say_plainly("in the run's TOML file:")
+    say_plainly(f'  [bus]\n  url = "{url}"\n  tls_ca = "{folder.absolute() / "tls" / "ca.pem"}"')
+    say_plainly(f'  credentials = "{credentials}"  # each party its own')
+
+
+@command(auth_app, "add-learner")
+def auth_add_learner(folder: FolderArgument, name: NameArgument) -> None:
+    """Create credentials for a learner."""
+    log.configure("error")
+    from diloco.operate.auth import files as auth
+
+    _tell_added(folder, auth.add(folder, name, "learner"))
+
+
+@command(auth_app, "add-aggregator")
+def auth_add_aggregator(folder: FolderArgument, name: NameArgument) -> None:
+    """Create credentials for an aggregator."""
+    log.configure("error")
+    from diloco.operate.auth import files as auth
+
+    _tell_added(folder, auth.add(folder, name, "aggregator"))
+
+
+@command(auth_app, "revoke")
+def auth_revoke(folder: FolderArgument, name: NameArgument) -> None:
+    """Revoke the credentials of a learner or aggregator; nothing else is interrupted."""
+    log.configure("error")
+    from diloco.operate.auth import files as auth
+
+    auth.revoke(folder, name)
+    say_plainly(f"{name} is cut off once the servers have reloaded:")
+    _tell_reload(folder, times=1)
+
+
+@command(auth_app, "list")
+def auth_list(folder: FolderArgument) -> None:
+    """List all credentials."""
+    log.configure("error")
+    from diloco.operate.auth import files as auth
+
+    for one in auth.identities(folder):
+        say_plainly(f"{one.role:<10} {one.name:<40} {one.public_key}")
+
+
+@command(host, "guard")
+def host_guard(
+    folder: FolderArgument,
+    run: Annotated[
+        str,
+        typer.Argument(metavar="RUN", help="TOML file of the run, with the operator's credentials"),
+    ],
+    most_per_s: Annotated[
+        float,
+        typer.Option("--max-rate", help="messages per second of one learner, over 10 s", min=0.1),
+    ] = 100.0,
+    most_bytes_per_s: Annotated[
+        float,
+        typer.Option(
+            "--max-bytes", help="bytes per second of one learner on the tape, over 10 s", min=1000
+        ),
+    ] = 1e6,
+    reload: Annotated[
+        str | None,
+        typer.Option(
+            help="command that copies accounts.conf to every server and reloads it "
+            "[default: signal the server that runs from DIR]",
+            metavar="COMMAND",
+        ),
+    ] = None,
+) -> None:
+    """Watch the tape and revoke a learner that floods it; runs until stopped.
+
+    Run it on the machine that has DIR. Logs are JSON lines on stderr.
+    """
+    log.configure("info")
+    from diloco.operate.auth import guard
+
+    command = guard.reload_command(folder, reload)
+    with contextlib.suppress(KeyboardInterrupt):
+        rates = guard.Rates(most_per_s, most_bytes_per_s)
+        asyncio.run(guard.guard(folder, run, rates=rates, reload=command))
+
+
+def _tell_added(folder: Path, credentials: Path) -> None:
+    say_plainly(f"credentials: {credentials} (secret; move it to its owner's machine, mode 0600)")
+    say_plainly("the servers know it after two reloads: the first creates the account, the second")
+    say_plainly("connects it to the run:")
+    _tell_reload(folder, times=2)
+
+
+def _tell_reload(folder: Path, *, times: int) -> None:
+    accounts = folder / "accounts.conf"
+    say_plainly(f"  copy {accounts} next to each server's configuration, then run there:")
+    of_folder = f"nats-server --signal reload={folder.absolute() / 'nats-server.pid'}"
+    # The unit has its server keep its process's id in /run, and knows where.
+    for reload in ("systemctl reload nats-server", of_folder):
+        say_plainly("  " + " && sleep 1 && ".join([reload] * times))
+    say_plainly("  (the first where the unit runs it, the second where it was started by hand)")

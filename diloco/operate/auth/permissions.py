@@ -1,0 +1,215 @@
+"""What each role may do on a run's NATS subjects, derived from what its daemon does. Pure.
+
+A right to publish in the account of a run's streams would be a right to much more: the server
+sends its answer, and what is read, to any subject that the request names for it, so that a learner
+could have the acknowledgement of its own update stored as a record. Hence everybody but the
+operator has an account of its own, and reaches the run's account only by imports of the subjects
+below; answers then stay in the asker's account (docs/adr/0017-credentials.md).
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from diloco.common.process.credentials import OWN_API, SHARED_API, Role, inbox_prefix
+from diloco.common.protocol import names
+
+# A learner has one connection, and a second one while the first is found to be dead.
+_MAX_CONNECTIONS = 4
+_MAX_SUBS = 256
+
+
+class Identity(NamedTuple):
+    """Somebody in a run; `public_key` of an nkey."""
+
+    name: str
+    role: Role
+    public_key: str
+
+
+class Grants(NamedTuple):
+    """Patterns: `requests` may be published, `hears` subscribed to besides one's inbox."""
+
+    requests: tuple[str, ...]
+    hears: tuple[str, ...] = ()
+
+
+def grants(run: str, identity: Identity) -> Grants:
+    """What an identity may do in the run's account; the operator is not asked about."""
+    if identity.role == "learner":
+        return _learner(run, identity.name)
+    return _aggregator(run)
+
+
+def _learner(run: str, learner: str) -> Grants:
+    """Its own subjects to write; the run's words, its own and its rejections to read."""
+    tape, ops = names.tape_stream(run), names.ops_stream(run)
+    own = (
+        names.join(run, learner),
+        names.leave(run, learner),
+        names.claim(run, learner),
+        names.update(run, learner, "*"),
+    )
+    readable = (
+        names.spec(run),
+        names.record(run, "*"),
+        names.settings(run),
+        names.stop(run),
+        names.end(run),
+        *own,
+        # From them it knows which shares of the data are free.
+        names.claim(run, "*"),
+    )
+    return Grants(
+        requests=(
+            *own,
+            names.heartbeat(run, learner),
+            f"{OWN_API}.STREAM.INFO.{tape}",
+            *_fenced_reads(tape, readable),
+            *_fenced_reads(ops, (names.rejected(run, learner),)),
+        ),
+        hears=(names.round_open(run, "*"),),
+    )
+
+
+def _aggregator(run: str) -> Grants:
+    """Records and what else it decides; leases; to read everything; to trim the tape."""
+    streams = (names.tape_stream(run), names.ops_stream(run), names.leases_stream(run))
+    reads = [request for stream in streams for request in _reads(stream)]
+    return Grants(
+        requests=(
+            names.record(run, "*"),
+            names.stop(run),
+            names.end(run),
+            names.checkpoint(run),
+            # To end, in its place, the life of a learner that is silent.
+            names.join(run, "*"),
+            names.leave(run, "*"),
+            names.claim(run, "*"),
+            names.quarantine(run, "*"),
+            names.rejected(run, "*"),
+            names.round_open(run, "*"),
+            *names.leases_subjects(run),
+            *reads,
+            f"{OWN_API}.STREAM.PURGE.{names.tape_stream(run)}",
+        )
+    )
+
+
+def _fenced_reads(stream: str, subjects: Iterable[str]) -> Iterable[str]:
+    """To read these subjects of a stream, and no others."""
+    for subject in subjects:
+        yield f"{OWN_API}.DIRECT.GET.{stream}.{subject}"
+        yield f"{OWN_API}.CONSUMER.CREATE.{stream}.*.{subject}"
+    # Consumers' names hold 64 random bits, and only their makers know them.
+    yield f"{OWN_API}.CONSUMER.MSG.NEXT.{stream}.*"
+    yield f"{OWN_API}.CONSUMER.DELETE.{stream}.*"
+
+
+def _reads(stream: str) -> Iterable[str]:
+    """To read all of a stream."""
+    yield f"{OWN_API}.STREAM.INFO.{stream}"
+    yield f"{OWN_API}.STREAM.MSG.GET.{stream}"
+    yield f"{OWN_API}.CONSUMER.CREATE.{stream}.>"
+    yield f"{OWN_API}.CONSUMER.MSG.NEXT.{stream}.*"
+    yield f"{OWN_API}.CONSUMER.DELETE.{stream}.*"
+
+
+def render_accounts(run: str, identities: Iterable[Identity], limits: Mapping[str, int]) -> str:
+    """The server's accounts of a run, for inclusion in its `accounts` block.
+
+    Args:
+        run: its name.
+        identities: everybody who may connect.
+        limits: JetStream limits of the run: max_file, max_streams, max_consumers.
+    """
+    known = sorted(identities)
+    others = [identity for identity in known if identity.role != "operator"]
+    operators = [identity for identity in known if identity.role == "operator"]
+    lines = [
+        "# Written by diloco auth, which will write it again: change nothing here.",
+        f"{_quoted(_run_account(run))}: {{",
+        f"  jetstream: {{{', '.join(f'{key}: {value}' for key, value in limits.items())}}}",
+        "  users: [",
+        *(
+            f"    {{nkey: {one.public_key}, permissions: {{publish: {_quoted('>')}, "
+            f"subscribe: {_quoted('>')}}}}}"
+            for one in operators
+        ),
+        "  ]",
+        "  exports: [",
+        *(f"    {export}" for export in _exports(run, others)),
+        "  ]",
+        "}",
+    ]
+    for one in others:
+        lines += _account(run, one)
+    return "\n".join(lines) + "\n"
+
+
+def _exports(run: str, identities: Iterable[Identity]) -> list[str]:
+    """One for each subject, with the accounts that may import it."""
+    users: dict[tuple[str, str], list[str]] = {}
+    for one in identities:
+        granted = grants(run, one)
+        for kind, subjects in (("service", granted.requests), ("stream", granted.hears)):
+            for subject in subjects:
+                users.setdefault((kind, subject), []).append(_quoted(_own_account(run, one)))
+    return [
+        f"{{{kind}: {_quoted(subject)}, {_answers(subject)}accounts: [{', '.join(accounts)}]}}"
+        for (kind, subject), accounts in users.items()
+    ]
+
+
+def _answers(subject: str) -> str:
+    """A pull is answered by many messages, anything else by one."""
+    return "response: stream, " if ".CONSUMER.MSG.NEXT." in subject else ""
+
+
+def _account(run: str, identity: Identity) -> list[str]:
+    """The account of one identity: what it imports is all that it can reach."""
+    granted = grants(run, identity)
+    from_run = f"account: {_quoted(_run_account(run))}"
+    publish = ", ".join(_quoted(_as_seen(subject)) for subject in granted.requests)
+    inbox = f"{inbox_prefix(identity.role, identity.name)}.>"
+    subscribe = ", ".join(_quoted(subject) for subject in (inbox, *granted.hears))
+    return [
+        f"{_quoted(_own_account(run, identity))}: {{",
+        f"  limits: {{max_connections: {_MAX_CONNECTIONS}, max_subscriptions: {_MAX_SUBS}}}",
+        f"  users: [{{nkey: {identity.public_key}, permissions: {{",
+        f"    publish: [{publish}]",
+        f"    subscribe: [{subscribe}]",
+        "  }}]",
+        "  imports: [",
+        *(
+            f"    {{service: {{{from_run}, subject: {_quoted(subject)}}}, "
+            f"to: {_quoted(_as_seen(subject))}}}"
+            for subject in granted.requests
+        ),
+        *(
+            f"    {{stream: {{{from_run}, subject: {_quoted(subject)}}}}}"
+            for subject in granted.hears
+        ),
+        "  ]",
+        "}",
+    ]
+
+
+def _as_seen(subject: str) -> str:
+    """A subject of the run's account under the name it has in the others."""
+    if subject.startswith(f"{OWN_API}."):
+        return f"{SHARED_API}{subject.removeprefix(OWN_API)}"
+    return subject
+
+
+def _run_account(run: str) -> str:
+    return f"diloco-{run}"
+
+
+def _own_account(run: str, identity: Identity) -> str:
+    # No run's name holds a '_'.
+    return f"diloco-{run}_{identity.role}_{identity.name}"
+
+
+def _quoted(text: str) -> str:
+    # Without quotes the server's parser takes '$' for a variable.
+    return f'"{text}"'

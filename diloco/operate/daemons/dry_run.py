@@ -1,0 +1,174 @@
+"""`diloco learner --dry-run`: what a learner will need of its slice, as tables or as JSON."""
+
+from dataclasses import asdict
+from typing import Any, Final
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from diloco.common.process.config import Config
+from diloco.common.protocol.errors import ConfigError
+from diloco.learner.dry_run import DryRun, FragmentFigures, dry_run, stand_in
+from diloco.learner.library import check_name
+from diloco.learner.topology import gpu_devices, gpu_named, tpu_devices
+from diloco.operate.daemons.command import LearnerOptions
+from diloco.run.cli.units import human_bytes
+
+V5E_GBYTES_PER_S: Final = 819.0
+# Of devices that are not here: what finds them, and which if none are named.
+ABSENT: Final = {"tpu": (tpu_devices, "v6e:2x4"), "cuda": (gpu_devices, "h100:1")}
+
+
+def run_dry(config: Config, options: LearnerOptions) -> None:
+    """Print the figures.
+
+    Raises:
+        DilocoError: as the learner itself, but for those of the bus and the store.
+    """
+    learner = options.name
+    check_name(learner)
+    hosts = options.hosts or config.learner.hosts
+    if options.platform == "here":
+        figures = dry_run(_configure(config, hosts, options.devices), learner, hosts=hosts)
+    else:
+        # Nothing may look for a chip; its compiler's own options stay.
+        jax.config.update("jax_platforms", "cpu")
+        # What was kept of such a program cannot be read without a device.
+        jax.config.update("jax_enable_compilation_cache", False)
+        find, default = ABSENT[options.platform]
+        devices = find(options.topology or default)
+        figures = dry_run(config, learner, hosts=hosts, devices=devices)
+    bandwidth = options.bandwidth or V5E_GBYTES_PER_S
+    if options.platform == "cuda" and options.bandwidth is None:
+        bandwidth = gpu_named(options.topology or ABSENT["cuda"][1]).bandwidth / 1e9
+    if options.json:
+        Console().print_json(data=as_json(figures, bandwidth))
+    else:
+        show(Console(), figures, bandwidth)
+
+
+def _configure(config: Config, hosts: int, devices: int | None) -> Config:
+    """Settings of JAX, before it looks for devices; the configuration for those it will find.
+
+    Raises:
+        ConfigError: they cannot be set any more.
+    """
+    section = config.learner
+    wanted = devices or section.cpu_devices * hosts
+    if not wanted:
+        return config
+    try:
+        jax.config.update("jax_num_cpu_devices", wanted)
+    except RuntimeError as error:
+        raise ConfigError(f"JAX has its devices already: {error}") from error
+    if devices is None:
+        return config
+    jax.config.update("jax_platforms", "cpu")
+    return config.model_copy(update={"learner": stand_in(section)})
+
+
+def as_json(figures: DryRun, bandwidth: float) -> dict[str, Any]:
+    """All figures, with sums and times."""
+    document = asdict(figures)
+    document["memory"] |= {"training": figures.memory.training, "start": figures.memory.start}
+    for one, fragment in zip(document["fragments"], figures.fragments, strict=True):
+        for name, cost in (("send", fragment.send), ("adopt", fragment.adopt)):
+            one[name] = cost._asdict() | {"seconds": _seconds(cost.moved_bytes, bandwidth)}
+    document["bytes_up"] = sum(host.bytes_up for host in figures.traffic)
+    document["bytes_down"] = sum(host.bytes_down for host in figures.traffic)
+    return document | {"memory_gbytes_per_s": bandwidth}
+
+
+def show(console: Console, figures: DryRun, bandwidth: float) -> None:
+    """Print tables."""
+    mesh = " x ".join(f"{axis} {size}" for axis, size in figures.mesh.items())
+    console.print(
+        f"[bold]{figures.learner}[/]: {figures.parameters:,} parameters in "
+        f"{len(figures.fragments)} fragments; {figures.devices} devices ({mesh}), "
+        f"{figures.hosts} host(s); {figures.tokens_per_batch:,} tokens a step",
+        f"compiled for {figures.platform}; nothing was allocated",
+        sep="\n",
+        soft_wrap=True,
+    )
+    console.print(_memory_table(figures))
+    console.print(_fragments_table(figures.fragments, bandwidth))
+    _say_time(console, figures, bandwidth)
+    console.print(_traffic_table(figures))
+
+
+def _memory_table(figures: DryRun) -> Table:
+    memory = figures.memory
+    table = _table("memory of a device", "", "bytes", "")
+    anchor = "one view of each fragment"
+    if memory.host_anchor:
+        anchor = f"in the host's memory: {human_bytes(memory.host_anchor)} a host"
+    for name, count, note in (
+        ("parameters", memory.parameters, ""),
+        ("optimizer", memory.optimizer, ""),
+        ("anchor", memory.anchor, anchor),
+        ("updates in flight", memory.in_flight, "at most: one of each fragment"),
+        ("batch", memory.batch, ""),
+        ("activations", memory.activations, "what the step needs besides; the compiler's"),
+        ("synchronization", memory.synchronization, "of one fragment, at most; the compiler's"),
+    ):
+        table.add_row(name, human_bytes(count), note)
+    table.add_section()
+    table.add_row("training", human_bytes(memory.training), "all of these")
+    table.add_row("at the start", human_bytes(memory.start), "programs are tried on copies")
+    return table
+
+
+def _fragments_table(fragments: tuple[FragmentFigures, ...], bandwidth: float) -> Table:
+    table = _table(
+        f"what a device moves to synchronize, at {bandwidth:g} GB/s",
+        *("fragment", "parameters", "encode", "", "adopt", "", "from other devices"),
+    )
+    for one in fragments:
+        table.add_row(
+            str(one.index),
+            f"{one.elements:,}",
+            *_moved(one.send.moved_bytes, bandwidth),
+            *_moved(one.adopt.moved_bytes, bandwidth),
+            human_bytes(one.send.exchanged_bytes + one.adopt.exchanged_bytes),
+        )
+    return table
+
+
+def _say_time(console: Console, figures: DryRun, bandwidth: float) -> None:
+    steps, tau = figures.interval_steps, figures.overlap_steps
+    moved = sum(one.send.moved_bytes + one.adopt.moved_bytes for one in figures.fragments)
+    total_s = _seconds(moved, bandwidth)
+    console.print(
+        f"all fragments: {1e3 * total_s:.2f} ms in {steps} steps (H), 1 % of training if a step "
+        f"takes {1e5 * total_s / steps:.2f} ms; an update and its version may travel for {tau} "
+        "steps (tau)",
+        soft_wrap=True,
+    )
+
+
+def _traffic_table(figures: DryRun) -> Table:
+    table = _table("a round of every fragment", "", "up", "down", "objects up")
+    ups = [host.bytes_up for host in figures.traffic]
+    downs = [host.bytes_down for host in figures.traffic]
+    objects = [host.objects_up for host in figures.traffic]
+    rows = (("learner", sum), ("host, at most", max), ("host, at least", min))
+    for name, of in rows if figures.hosts > 1 else rows[:1]:
+        table.add_row(name, human_bytes(of(ups)), human_bytes(of(downs)), f"{of(objects):,}")
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None)
+    for place, column in enumerate(columns):
+        words = place == 0 or (place == len(columns) - 1 and not column)
+        table.add_column(column, justify="left" if words else "right")
+    return table
+
+
+def _moved(count: int, bandwidth: float) -> tuple[str, str]:
+    return human_bytes(count), f"{1e3 * _seconds(count, bandwidth):.2f} ms"
+
+
+def _seconds(count: float, bandwidth: float) -> float:
+    return count / (bandwidth * 1e9)

@@ -1,0 +1,133 @@
+"""From the options of `diloco local` to a configuration document, and back when it is resumed."""
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from diloco.common.process.config import make_config, read_document
+from diloco.common.process.nats_server import is_folder_of_server, is_served
+from diloco.common.protocol.errors import ConfigError
+from diloco.operate.local.command import LocalOptions
+from diloco.operate.local.hardware import Hardware, set_hardware
+from diloco.run.cli.opening import FOLDERS, at_home
+from diloco.run.cli.settings import assign
+
+DEFAULT_STEPS = 600
+# A local run is short, and somebody may want to see a learner return.
+CHECKPOINT_S = 15.0
+# After Ctrl-C nobody wants to wait long, and the whole run ends.
+LEAVE_S = 5.0
+
+
+def local_document(
+    options: LocalOptions, name: str, learners: list[str], run_dir: Path
+) -> tuple[dict[str, Any], dict[str, Hardware]]:
+    """The sections of a local run's file, and what each learner trains on.
+
+    Raises:
+        ConfigError: an option that cannot be understood.
+    """
+    document = read_document(options.config) if options.config else {}
+    run = document.setdefault("run", {})
+    run.setdefault("name", name)
+    run["steps"] = options.steps or run.get("steps", DEFAULT_STEPS)
+    task = document.setdefault("task", {})
+    if options.task:
+        task["build"] = options.task
+    if options.corpus:
+        task["options"] = {
+            **task.get("options", {}),
+            "corpus": str(Path(options.corpus).absolute()),
+        }
+    learner = document.setdefault("learner", {})
+    learner.setdefault("compilation_cache_dir", str(run_dir / "compiled"))
+    learner.setdefault("checkpoint_dir", str(run_dir / "checkpoints"))
+    learner.setdefault("checkpoint_interval_s", CHECKPOINT_S)
+    learner.setdefault("drain_timeout_s", LEAVE_S)
+    if options.speed:
+        learner["speed"] = _speeds(options.speed, learners)
+    document["store"] = {"url": str(run_dir / "store")}
+    for assignment in options.settings:
+        assign(document, assignment)
+    hardware = set_hardware(learner, learners, options.mesh, options.hosts)
+    return document, hardware
+
+
+def _speeds(text: str, learners: list[str]) -> dict[str, float]:
+    try:
+        speeds = [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(
+            f"--speed {text!r}: expected numbers joined by commas", hint="for example 1,1,0.5,1"
+        ) from error
+    if len(speeds) != len(learners) or not all(0 < speed <= 1 for speed in speeds):
+        raise ConfigError(
+            f"--speed {text!r}: expected {len(learners)} shares of full speed in (0, 1]",
+            hint="one for each learner: --learners 4 --speed 1,1,0.5,1",
+        )
+    return dict(zip(learners, speeds, strict=True))
+
+
+FILE, CONFIG = "local.json", "run.toml"
+# Options that say which processes there are; the rest is in the run's file.
+KEPT = ("learners", "mesh", "hosts", "aggregators", "cpu", "source")
+
+
+def note(folder: Path, options: LocalOptions) -> None:
+    """Keep the options that a resumption needs."""
+    kept = {name: getattr(options, name) for name in KEPT}
+    (folder / FILE).write_text(json.dumps(kept) + "\n")
+
+
+def write_config(folder: Path, document: Mapping[str, Any]) -> Path:
+    """Write the run's file; its path."""
+    path = folder / CONFIG
+    path.write_text(tomli_w.dumps(document))
+    return path
+
+
+def begun(folder: Path, options: LocalOptions) -> tuple[LocalOptions, dict[str, Any]]:
+    """The options and the document of the run in a folder, which may have been moved.
+
+    Raises:
+        ConfigError: there is no such run, it is running, or options disagree with it.
+    """
+    if not ((folder / FILE).is_file() and is_folder_of_server(folder / "nats")):
+        raise ConfigError(
+            f"{str(folder)!r} is not the folder of a run of diloco local",
+            hint="give the folder that it named when it began, such as runs/local-...",
+        )
+    if is_served(folder / "nats"):
+        raise ConfigError(
+            f"the run in {str(folder)!r} is running",
+            hint=f"watch it: diloco status {folder}",
+        )
+    _check_options(options)
+    kept = json.loads((folder / FILE).read_text())
+    document = tomllib.loads((folder / CONFIG).read_text())
+    config = at_home(make_config(document, source=str(folder / CONFIG)), folder)
+    document["store"]["url"] = config.store.url
+    for key in FOLDERS:
+        document["learner"][key] = getattr(config.learner, key)
+    return replace(options, **kept, kill=options.kill or ["none"]), document
+
+
+def _check_options(options: LocalOptions) -> None:
+    defaults = LocalOptions()
+    given = [
+        name
+        for name in (*KEPT, "steps", "run_dir", "config", "task", "corpus", "speed", "settings")
+        if getattr(options, name) != getattr(defaults, name)
+    ]
+    if given:
+        called = {"settings": "set", "source": "from"}
+        names = ", ".join(f"--{called.get(name, name)}" for name in given)
+        raise ConfigError(
+            f"--resume takes the run as it was begun, without {names.replace('_', '-')}",
+            hint="change its settings, also its length, with: diloco run set FOLDER KEY=VALUE",
+        )

@@ -1,0 +1,339 @@
+"""The processes of a local run: started as an operator would start them, watched, ended."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Self
+
+from diloco.common.process.config import environment_with
+from diloco.common.process.nats_server import LOOPBACK, NatsServer, free_port, is_full
+from diloco.common.protocol.errors import DilocoError
+from diloco.operate.local.reaper import Reaper
+
+# A process that fails so often within a minute is not started again.
+FAILURES = 5
+WITHIN_S = 60.0
+# Nor is one that fails the same way so often, one life after the other, however long each is.
+ALIKE = 3
+TAIL_LINES = 12
+_NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
+# When one host of a learner has died, its peers have so long to end by themselves.
+HOSTS_END_S = 30.0
+
+
+@dataclass
+class Process:
+    """One process of a daemon: how it is started, where its log goes, whether it runs.
+
+    `environment` is what differs from ours; None for a variable that it is not to have.
+    """
+
+    name: str
+    arguments: list[str]
+    log_path: Path
+    environment: Mapping[str, str | None]
+    running: "subprocess.Popen[bytes] | None" = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, while it runs."""
+        return self.running.pid if self.running and self.running.poll() is None else None
+
+    @property
+    def status(self) -> int | None:
+        """Its exit status, once it has ended."""
+        return self.running.poll() if self.running else None
+
+
+@dataclass
+class Daemon:
+    """A daemon and how often it came back: one process, or a learner's one for each host.
+
+    `failed` is the process that failed first in this life, seen to have done so at
+    `failing_since_s`; its peers end then, for they cannot go on without it. `killed`: we did it.
+    `ways`: how its last lives failed. `spare`: the run goes on without it, while another is there.
+    """
+
+    name: str
+    processes: list[Process]
+    cores: set[int] | None = None
+    restarts: int = 0
+    ended: bool = False
+    failed_at_s: list[float] = field(default_factory=list)
+    ways: list[str] = field(default_factory=list)
+    spare: bool = False
+    failed: Process | None = None
+    failing_since_s: float = 0.0
+    killed: bool = False
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the first process, while all run."""
+        pids = [process.pid for process in self.processes]
+        return None if None in pids else pids[0]
+
+    @property
+    def status(self) -> int | None:
+        """The exit status, once all processes have ended: that of the first, unless it is 0."""
+        found = [process.status for process in self.processes]
+        if None in found:
+            return None
+        return next((status for status in found if status), 0)
+
+
+class Fleet:
+    """All daemons of a local run; none outlives it, however it ends."""
+
+    def __init__(self, logs: Path) -> None:
+        logs.mkdir(parents=True, exist_ok=True)
+        self._logs = logs
+        self._reaper = Reaper()
+        self._files: list[IO[bytes]] = []
+        self._server: NatsServer | None = None
+        self.daemons: dict[str, Daemon] = {}
+        self.given_up: list[str] = []
+        self.came_back: list[str] = []
+
+    @property
+    def restarts(self) -> int:
+        """How often a daemon was started again."""
+        return sum(daemon.restarts for daemon in self.daemons.values())
+
+    def adopt(self, server: NatsServer) -> None:
+        """Look after a server that runs: start it again if it dies, end it should we die."""
+        self._server = server
+        self._watch_server()
+
+    def _watch_server(self) -> None:
+        if self._server is not None and self._server.pid is not None:
+            self._reaper.watch(self._server.pid)
+
+    def start(
+        self,
+        name: str,
+        *arguments: list[str],
+        cores: set[int] | None = None,
+        environments: Sequence[Mapping[str, str | None]] | None = None,
+        spare: bool = False,
+    ) -> Daemon:
+        """Start `diloco ARGUMENTS...` under a name, with a log file of its own.
+
+        Given several times, they are the hosts of one learner: each has a process, NAME.HOST, and
+        is told who it is and where host 0 is, at a new port in each life.
+        """
+        names = [name] if len(arguments) == 1 else [f"{name}.{i}" for i in range(len(arguments))]
+        changes = environments or [{} for _ in arguments]
+        daemon = Daemon(
+            name,
+            [
+                Process(one, own, self._logs / f"{one}.log", changed)
+                for one, own, changed in zip(names, arguments, changes, strict=True)
+            ],
+            cores,
+            spare=spare,
+        )
+        self.daemons[name] = daemon
+        self._spawn(daemon)
+        return daemon
+
+    def _spawn(self, daemon: Daemon) -> None:
+        daemon.failed, daemon.killed = None, False
+        hosts = len(daemon.processes)
+        coordinator = f"{LOOPBACK}:{free_port()}" if hosts > 1 else ""
+        for host, process in enumerate(daemon.processes):
+            place = ["--hosts", str(hosts), "--host", str(host), "--coordinator", coordinator]
+            self._spawn_process(process, place if hosts > 1 else [], daemon.cores)
+
+    def _spawn_process(self, process: Process, place: list[str], cores: set[int] | None) -> None:
+        log = process.log_path.open("ab")
+        self._files.append(log)
+        process.running = subprocess.Popen(  # noqa: S603 - our own command
+            # -P: no file of the current folder goes before a library's, as for `diloco` itself.
+            [sys.executable, "-P", "-m", "diloco", *process.arguments, *place],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environment_with(process.environment),
+            start_new_session=True,
+        )
+        self._reaper.watch(process.running.pid)
+        if cores and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(process.running.pid, cores)
+
+    def kill(self, name: str) -> str:
+        """SIGKILL a daemon and start it again; who was killed, in words.
+
+        Of a learner of several hosts it is the last host. The others end by themselves then, and
+        `look_after` starts all of them again.
+        """
+        daemon = self.daemons[name]
+        last = len(daemon.processes) - 1
+        if last > 0:
+            daemon.killed = True
+            self._kill(daemon.processes[last])
+            return f"host {last} of {name}"
+        if daemon.pid is not None:
+            self.end(name)
+            self.start_again(name)
+        return name
+
+    def end(self, name: str) -> None:
+        """SIGKILL a daemon, with all its hosts."""
+        for process in self.daemons[name].processes:
+            self._kill(process)
+
+    def _kill(self, process: Process) -> None:
+        if process.pid is not None and process.running is not None:
+            process.running.kill()
+            self._collect(process)
+
+    def start_again(self, name: str) -> None:
+        """Start a daemon that was ended."""
+        self.daemons[name].restarts += 1
+        self._spawn(self.daemons[name])
+
+    def look_after(self) -> None:
+        """Note who has ended; start again who has failed.
+
+        Raises:
+            DilocoError: one fails again and again; the end of its log is shown.
+        """
+        if self._server is not None and not self._server.running:
+            self._server.start()
+            self._watch_server()
+            self.came_back.append("nats-server ended, and is started again")
+        for daemon in self.daemons.values():
+            if not daemon.ended:
+                self._look_after(daemon)
+
+    def _look_after(self, daemon: Daemon) -> None:
+        now_s = time.monotonic()
+        if daemon.failed is None:
+            daemon.failed = next((one for one in daemon.processes if one.status), None)
+            daemon.failing_since_s = now_s
+        if daemon.status is None:
+            if daemon.failed is not None and now_s - daemon.failing_since_s > HOSTS_END_S:
+                self.end(daemon.name)
+            return
+        for process in daemon.processes:
+            self._collect(process)
+        # The first process is the one that speaks to the run.
+        if daemon.processes[0].status == 0:
+            daemon.ended = True
+            return
+        if daemon.killed:
+            self.start_again(daemon.name)
+            return
+        assert daemon.failed is not None
+        daemon.ways.append(way_of(daemon.failed.status, _read(daemon.failed)))
+        if len(daemon.ways) >= ALIKE and len({*daemon.ways[-ALIKE:]}) == 1 and daemon.ways[-1]:
+            self._give_up(daemon, daemon.failed)
+            return
+        daemon.failed_at_s = [s for s in daemon.failed_at_s if now_s - s < WITHIN_S] + [now_s]
+        if len(daemon.failed_at_s) >= FAILURES or not self._ran_long(daemon):
+            raise DilocoError(
+                f"{daemon.failed.name} ended with status {daemon.failed.status}; the end of its "
+                f"log:\n{self.tail(daemon)}",
+                hint=_hint(daemon.failed.log_path),
+            )
+        self.came_back.append(f"{daemon.failed.name} {how_ended(daemon.failed)}, and starts again")
+        self.start_again(daemon.name)
+
+    def _give_up(self, daemon: Daemon, failed: Process) -> None:
+        """Start a daemon no more; the run goes on if there are others like it.
+
+        Raises:
+            DilocoError: there are none.
+        """
+        said = f"{failed.name} failed the same way {ALIKE} times: {last_words(_read(failed))}"
+        others = [one for one in self.daemons.values() if one.spare and not one.ended]
+        if not daemon.spare or others == [daemon]:
+            raise DilocoError(said, hint=_hint(failed.log_path))
+        daemon.ended = True
+        self.given_up.append(f"{said}; it is not started again ({_hint(failed.log_path)})")
+
+    def _ran_long(self, daemon: Daemon) -> bool:
+        """Whether it ever got to work: one that never did is misconfigured, not unlucky."""
+        return all('"started"' in _read(process) for process in daemon.processes)
+
+    def tail(self, daemon: Daemon) -> str:
+        """The last lines of a daemon's log; of several hosts, of the one that failed first."""
+        text = _read(daemon.failed or daemon.processes[0])
+        return "\n".join(text.splitlines()[-TAIL_LINES:])
+
+    def _collect(self, process: Process) -> None:
+        assert process.running is not None
+        process.running.wait()
+        self._reaper.forget(process.running.pid)
+
+    def stop(self, *, within_s: float) -> None:
+        """Ask all to end, learners first, and end those that do not."""
+        order = sorted(
+            self.daemons.values(), key=lambda daemon: daemon.name.startswith("aggregator")
+        )
+        for group in (order[:-1], order[-1:]):
+            processes = [process for daemon in group for process in daemon.processes]
+            for process in processes:
+                if process.pid is not None and process.running is not None:
+                    process.running.terminate()
+            deadline_s = time.monotonic() + within_s
+            for process in processes:
+                self._end(process, deadline_s)
+
+    def _end(self, process: Process, deadline_s: float) -> None:
+        if process.running is None:
+            return
+        try:
+            process.running.wait(max(0.0, deadline_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.running.kill()
+        self._collect(process)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in self.daemons:
+            self.end(name)
+        self._reaper.__exit__()
+        for file in self._files:
+            file.close()
+
+
+def way_of(status: int | None, text: str) -> str:
+    """How a life ended, without its numbers; "" if a signal ended it, which says nothing of why."""
+    if status is None or status < 0:
+        return ""
+    return f"{status}: {_NUMBER.sub('N', last_words(text))}"
+
+
+def how_ended(process: Process) -> str:
+    """What became of a process, in words: its signal, or its status and error."""
+    status = process.status or 0
+    if status < 0:
+        return f"was ended by {signal.Signals(-status).name}"
+    words = last_words(_read(process))
+    return f"ended with status {status}{f': {words}' if words else ''}"
+
+
+def last_words(text: str) -> str:
+    """The error that a log ends with: the last that is said as one, else the last line."""
+    lines = [line for line in text.splitlines() if line and not line.startswith(("{", "hint: "))]
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return (errors or lines or [""])[-1].strip()
+
+
+def _hint(log_path: Path) -> str:
+    if is_full(log_path.parent):
+        return f"the disk of {log_path.parent} is full: free space, or use another --run-dir"
+    return f"the whole log is {log_path}"
+
+
+def _read(process: Process) -> str:
+    return process.log_path.read_text(errors="replace")

@@ -1,0 +1,320 @@
+"""What each learner of a local run has: devices as a mesh, and processes that share them.
+
+Each learner gets whole accelerators where there are enough. Fewer GPUs than learners are shared:
+equal parts of a GPU's memory, with its speed divided as it comes. A TPU chip is one process's.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from diloco.common.process.accelerators import Accelerators, Kind
+from diloco.common.process.config import LearnerSection, MeshSection
+from diloco.common.protocol.errors import ConfigError
+from diloco.run.cli.units import human_bytes
+
+# What each process keeps outside the memory that JAX reserves: CUDA's own context, kernels.
+CONTEXT_BYTES = 768 << 20
+# With less there is no room for a model of any use.
+LEAST_BYTES = 1 << 30
+# Of a GPU's memory, what processes that share it reserve together; JAX itself takes 0.75.
+RESERVED = 0.9
+# Sizes of the block of chips that one process can have.
+TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
+
+
+class Share(NamedTuple):
+    """What one process gets.
+
+    Attributes:
+        names: of its accelerators.
+        memory: its part of their memory; None for all that JAX takes.
+        whole_machine: whether these are all that the machine has.
+    """
+
+    kind: Kind
+    names: tuple[str, ...]
+    memory: float | None = None
+    whole_machine: bool = False
+
+    def environment(self) -> dict[str, str | None]:
+        """What makes JAX take these and no others."""
+        found: dict[str, str | None] = {"JAX_PLATFORMS": f"{self.kind},cpu"}
+        if self.kind == "cuda":
+            found |= {
+                "CUDA_VISIBLE_DEVICES": ",".join(self.names),
+                # By which the driver's tool counts them too.
+                "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+            }
+            if self.memory is not None:
+                # The older name beside the newer one is an error.
+                found |= {
+                    "XLA_CLIENT_MEM_FRACTION": f"{self.memory:.3f}",
+                    "XLA_PYTHON_CLIENT_MEM_FRACTION": None,
+                }
+            return found
+        if self.whole_machine:
+            return found
+        return found | {
+            "TPU_VISIBLE_CHIPS": ",".join(self.names),
+            "TPU_CHIPS_PER_PROCESS_BOUNDS": TPU_BOUNDS[len(self.names)],
+            "TPU_PROCESS_BOUNDS": "1,1,1",
+        }
+
+    def words(self) -> str:
+        """As people read it: "GPU 0, 1", "45 % of GPU 0"."""
+        noun = "GPU" if self.kind == "cuda" else "TPU chip"
+        part = "" if self.memory is None else f"{self.memory:.0%} of "
+        return f"{part}{noun} {', '.join(self.names)}"
+
+
+class Hardware(NamedTuple):
+    """One learner's.
+
+    Attributes:
+        devices: of all its processes together.
+        hosts: its processes.
+        forced: whether JAX is told to take the CPU for so many devices.
+        shares: the accelerators of each process; none for a learner on the CPU.
+    """
+
+    devices: int = 1
+    hosts: int = 1
+    forced: bool = False
+    shares: tuple[Share, ...] = ()
+
+    def arguments(self) -> list[str]:
+        """What each of its processes is started with."""
+        own = self.forced and not self.shares
+        return ["--cpu-devices", str(self.devices // self.hosts)] if own else []
+
+    def environments(self) -> list[dict[str, str | None]]:
+        """Of each of its processes: what is to be changed in ours."""
+        if not self.shares:
+            return [{} for _ in range(self.hosts)]
+        return [share.environment() for share in self.shares]
+
+    def accelerators(self) -> set[str]:
+        """Names of those it has."""
+        return {name for share in self.shares for name in share.names}
+
+    def words(self) -> str:
+        """As people read it: "4 in 2 hosts", "GPU 0, 1"; "" for one device of the CPU."""
+        if self.shares:
+            return " and ".join(share.words() for share in self.shares)
+        if self.hosts > 1:
+            return f"{self.devices} in {self.hosts} hosts"
+        return str(self.devices) if self.forced else ""
+
+    @property
+    def asked(self) -> int | None:
+        """Devices that somebody asked for; None: what there is."""
+        return self.devices if self.forced else None
+
+
+def divide(found: Accelerators, wanted: Mapping[str, Hardware]) -> dict[str, tuple[Share, ...]]:
+    """The shares of each learner's processes.
+
+    Raises:
+        ConfigError: there are too few.
+    """
+    shared = len(found.names) < len(wanted)
+    if not shared:
+        return _whole(found, wanted)
+    if found.kind == "tpu" or any(want.forced or want.hosts > 1 for want in wanted.values()):
+        asked = sum(max(want.asked or 1, want.hosts) for want in wanted.values())
+        raise _too_few(found, wanted, asked)
+    return _parts(found, list(wanted))
+
+
+def _whole(found: Accelerators, wanted: Mapping[str, Hardware]) -> dict[str, tuple[Share, ...]]:
+    each = _power_of_two(len(found.names) // len(wanted))
+    if len(wanted) == 1:
+        each = len(found.names)
+    counts = {name: want.asked or max(each, want.hosts) for name, want in wanted.items()}
+    if sum(counts.values()) > len(found.names):
+        raise _too_few(found, wanted, sum(counts.values()))
+    left = list(found.names)
+    shares = {}
+    for name, want in wanted.items():
+        mine, left = left[: counts[name]], left[counts[name] :]
+        shares[name] = _processes(found, name, mine, want.hosts)
+    return shares
+
+
+def _processes(
+    found: Accelerators, learner: str, mine: Sequence[str], hosts: int
+) -> tuple[Share, ...]:
+    """One learner's accelerators, divided among its processes."""
+    if found.kind == "tpu" and (hosts > 1 or len(mine) not in TPU_BOUNDS):
+        raise ConfigError(
+            f"{learner} would have {found.count(len(mine))} in {hosts} process(es); one process "
+            f"has {', '.join(str(size) for size in TPU_BOUNDS)} of them, and no two share a "
+            "learner's here",
+            hint="choose such numbers with --mesh, leave --hosts out, or train on the CPU: --cpu",
+        )
+    if len(mine) % hosts:
+        raise ConfigError(
+            f"--hosts: {hosts} processes cannot share the {found.count(len(mine))} of {learner} "
+            "equally",
+            hint="for example --mesh 4,2 --hosts 2,1",
+        )
+    size = len(mine) // hosts
+    whole = len(mine) == len(found.names) and hosts == 1
+    return tuple(
+        Share(found.kind, tuple(mine[size * i : size * (i + 1)]), whole_machine=whole)
+        for i in range(hosts)
+    )
+
+
+def _parts(found: Accelerators, learners: Sequence[str]) -> dict[str, tuple[Share, ...]]:
+    """Parts of GPUs' memory; learners go round the GPUs."""
+    gpus = len(found.names)
+    sharing = [len(learners[index::gpus]) for index in range(gpus)]
+    most = max(sharing)
+    each = (found.memory_bytes * RESERVED - most * CONTEXT_BYTES) / most
+    if found.memory_bytes and each < LEAST_BYTES:
+        raise ConfigError(
+            f"{most} learners cannot share one GPU of {human_bytes(found.memory_bytes)}: that "
+            f"leaves less than {human_bytes(LEAST_BYTES)} for each, beside CUDA's own "
+            f"{human_bytes(CONTEXT_BYTES)}",
+            hint="fewer --learners, or train on the CPU: --cpu",
+        )
+    return {
+        name: (Share(found.kind, (found.names[i % gpus],), _part(found, sharing[i % gpus])),)
+        for i, name in enumerate(learners)
+    }
+
+
+def _part(found: Accelerators, sharing: int) -> float | None:
+    """The part of a GPU's memory that each of so many learners reserves."""
+    if sharing == 1:
+        return None
+    context = CONTEXT_BYTES / found.memory_bytes if found.memory_bytes else 0.0
+    return RESERVED / sharing - context
+
+
+def _too_few(found: Accelerators, wanted: Mapping[str, Hardware], asked: int) -> ConfigError:
+    shared = " A TPU chip cannot be shared." if found.kind == "tpu" else ""
+    return ConfigError(
+        f"{len(wanted)} learners want {found.count(asked)}, and this machine has "
+        f"{found.count(len(found.names))}.{shared}",
+        hint="fewer --learners, a smaller --mesh, or devices emulated on the CPU: --cpu",
+    )
+
+
+def _power_of_two(number: int) -> int:
+    """The largest power of two that is no larger: batches divide by it, and chips' blocks do."""
+    return 1 << (number.bit_length() - 1)
+
+
+LEARNERS = 4
+_MESHES = "for example --mesh 4,2,1,1; with other axes --mesh data=2/fsdp=2,tensor=2,1"
+
+
+def count_learners(learners: int | None, mesh: str | None, hosts: str | None) -> int:
+    """How many learners there are: as said, else as many as the lists have items."""
+    if learners is not None:
+        return learners
+    listed = mesh if mesh is not None else hosts
+    return LEARNERS if listed is None else len(listed.split(","))
+
+
+def set_hardware(
+    section: dict[str, Any], names: Sequence[str], mesh: str | None, hosts: str | None
+) -> dict[str, Hardware]:
+    """Put the meshes of --mesh into the section `learner` of a document; what each learner has.
+
+    Where the lists are not given, that follows from the section.
+
+    Raises:
+        ConfigError: a list that cannot be understood, or does not fit.
+    """
+    if mesh is not None:
+        islands = section.setdefault("islands", {})
+        for name, item in zip(names, _items("--mesh", mesh, len(names), _MESHES), strict=True):
+            sizes = _mesh(mesh, item).model_dump()
+            islands[name] = {**islands.get(name, {}), "mesh": sizes}
+    try:
+        parsed = LearnerSection.model_validate(section)
+    except ValidationError:
+        return dict.fromkeys(names, Hardware())  # The whole file is checked, and refused, later.
+    # Every process is told its own.
+    for key in ("hosts", "host", "coordinator"):
+        section.pop(key, None)
+    counts = [parsed.hosts] * len(names) if hosts is None else _hosts(hosts, len(names))
+    forced = mesh is not None or hosts is not None
+    return {
+        name: _hardware(parsed, name, count, forced=forced)
+        for name, count in zip(names, counts, strict=True)
+    }
+
+
+def on_cpu(hardware: dict[str, Hardware]) -> dict[str, Hardware]:
+    """The learners on the CPU, whatever else there is."""
+    return {name: one._replace(forced=True) for name, one in hardware.items()}
+
+
+def on_accelerators(hardware: dict[str, Hardware], found: Accelerators) -> dict[str, Hardware]:
+    """The learners on accelerators.
+
+    Raises:
+        ConfigError: there are too few.
+    """
+    shares = divide(found, hardware)
+    return {
+        name: one._replace(
+            shares=shares[name], devices=sum(len(share.names) for share in shares[name])
+        )
+        for name, one in hardware.items()
+    }
+
+
+def _hardware(section: LearnerSection, name: str, hosts: int, *, forced: bool) -> Hardware:
+    mesh = section.island(name).mesh or MeshSection()
+    given = math.prod(size for size in (mesh.data, mesh.fsdp, mesh.tensor) if size)
+    # A size of 0 takes what the others leave: here, nothing more than there must be.
+    open_sized = 0 in (mesh.data, mesh.fsdp, mesh.tensor)
+    devices = math.lcm(given, hosts * max(1, section.cpu_devices)) if open_sized else given
+    if devices % hosts:
+        raise ConfigError(
+            f"--hosts: {hosts} processes cannot share the {devices} devices of {name} equally",
+            hint="for example --mesh 4,2,1,1 --hosts 2,1,1,1",
+        )
+    return Hardware(devices, hosts, forced or devices > 1)
+
+
+def _items(option: str, text: str, learners: int, hint: str) -> list[str]:
+    items = [item.strip() for item in text.split(",")]
+    if len(items) != learners:
+        raise ConfigError(
+            f"{option} {text!r}: expected {learners} items joined by commas, one for each "
+            f"learner, got {len(items)}",
+            hint=hint,
+        )
+    return items
+
+
+def _mesh(text: str, item: str) -> MeshSection:
+    try:
+        if not item.strip("0"):
+            raise ValueError("no devices")
+        return MeshSection.model_validate(item.replace("/", ","))
+    except ValueError as error:
+        raise ConfigError(
+            f"--mesh {text!r}: expected for each learner a number of devices, or sizes of the axes "
+            f"data, fsdp and tensor joined by '/', got {item!r}",
+            hint=_MESHES,
+        ) from error
+
+
+def _hosts(text: str, learners: int) -> list[int]:
+    hint = "processes of each learner, for example --hosts 2,1,1,1"
+    items = _items("--hosts", text, learners, hint)
+    if not all(item.isdecimal() and int(item) > 0 for item in items):
+        raise ConfigError(
+            f"--hosts {text!r}: expected whole numbers from 1 on, joined by commas", hint=hint
+        )
+    return [int(item) for item in items]

@@ -1,0 +1,61 @@
+"""Ends the processes of a local run if the command that started them dies without doing so.
+
+It reads "+PID" and "-PID" lines on standard input; at the end of input, which comes however the
+writer dies, it kills what is still listed.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from typing import Self
+
+
+def main() -> None:
+    """Keep the list until the writer is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    alive: set[int] = set()
+    for line in sys.stdin:
+        change = alive.add if line[0] == "+" else alive.discard
+        change(int(line[1:]))
+    for pid in alive:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+class Reaper:
+    """The writer's side: started before the first process, closed after the last."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "diloco.operate.local.reaper"],
+            stdin=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def watch(self, pid: int) -> None:
+        """This process must not outlive us."""
+        self._write(f"+{pid}\n")
+
+    def forget(self, pid: int) -> None:
+        """This process has ended."""
+        self._write(f"-{pid}\n")
+
+    def _write(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line)
+        self._process.stdin.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+if __name__ == "__main__":
+    main()

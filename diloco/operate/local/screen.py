@@ -1,0 +1,145 @@
+"""What a local run shows while it goes on: a table on a terminal, a line now and then elsewhere."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from diloco.operate.local.fleet import Daemon
+from diloco.operate.local.hardware import Hardware
+from diloco.run.cli.screen import STATE_STYLES
+from diloco.run.cli.units import human_bytes
+from diloco.run.state import Run
+from diloco.show.status.screen import spark
+
+# A learner without a heartbeat for this time is shown as starting.
+SILENT_S = 5.0
+WIDTH = 100
+COURSE = 48
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frame:
+    """Everything one picture shows; `behind`: the tape's past is still being read."""
+
+    run: str
+    fragments: int
+    learners: dict[str, Hardware]
+    daemons: dict[str, Daemon]
+    observed: Run
+    losses: list[float]
+    note: str
+    behind: bool
+    elapsed_s: float
+
+
+def state_of(frame: Frame, learner: str) -> str:
+    """One word on what a learner does."""
+    daemon = frame.daemons.get(learner)
+    if daemon is None:
+        return "waiting"
+    if daemon.ended:
+        return "failed" if daemon.failed else "done"
+    seen = frame.observed.learner(learner)
+    if daemon.pid is None:
+        return "down"
+    if seen is None or seen.heard_s is None or seen.heard_s > SILENT_S:
+        return "starting"
+    return seen.state
+
+
+def line(frame: Frame) -> str:
+    """The run in one line, for output that is no terminal."""
+    seen = frame.observed
+    loss = f"{frame.losses[-1]:.3f}" if frame.losses else "-"
+    return (
+        f"{frame.elapsed_s:6.0f} s  step {seen.global_step}/{frame.observed.steps}  loss {loss}  "
+        f"versions {seen.versions}  merged {seen.updates_merged}  "
+        f"rejected {seen.updates_rejected}  staleness {seen.staleness:.2f}  "
+        f"up {human_bytes(seen.bytes_up)}  down {human_bytes(seen.bytes_down)}  {frame.note}"
+    )
+
+
+def picture(frame: Frame) -> RenderableType:
+    """The run on a terminal."""
+    return Panel(
+        Group(_progress(frame), _learners(frame), _run(frame)),
+        title=f"[bold]diloco[/] · run {frame.run}",
+        subtitle=frame.note or None,
+        width=WIDTH,
+    )
+
+
+def sentence(summary: dict[str, Any]) -> str:
+    """The result in words, for rich."""
+    return (
+        f"held-out loss [bold]{summary['eval_loss_first']:.3f}[/] → "
+        f"[bold]{summary['eval_loss_last']:.3f}[/] after {summary['steps']} steps and "
+        f"{summary['tokens']:,} tokens in {summary['wall_s']:.0f} s; "
+        f"{summary['updates_merged']} updates merged, {summary['updates_rejected']} rejected, "
+        f"{summary['restarts']} restart(s); stalled {summary['stall_fraction']:.2%} of the time"
+    )
+
+
+def _progress(frame: Frame) -> RenderableType:
+    seen = frame.observed
+    grid = Table.grid(padding=(0, 1))
+    bar = ProgressBar(total=seen.steps, completed=min(seen.global_step, seen.steps), width=56)
+    done = min(1.0, seen.global_step / seen.steps)
+    left = f"about {frame.elapsed_s * (1 - done) / done:.0f} s left" if 0.05 < done < 1 else ""
+    grid.add_row(f"step {seen.global_step}/{seen.steps}", bar, f"{frame.elapsed_s:.0f} s", left)
+    return grid
+
+
+def _learners(frame: Frame) -> RenderableType:
+    table = Table(expand=True, box=None, header_style="bold", padding=(0, 1))
+    words = [hardware.words() for hardware in frame.learners.values()]
+    left = ["learner", *(["devices"] if any(words) else []), "state"]
+    for title in (*left, "step", "loss", "tokens/s", "stall", "sent", "up", "restarts"):
+        table.add_column(title, justify="left" if title in left else "right")
+    for name, hardware in frame.learners.items():
+        first = [name, *([hardware.words()] if any(words) else [])]
+        state = state_of(frame, name)
+        styled = Text(state, style=STATE_STYLES.get(state, "bold red"))
+        seen = frame.observed.learner(name)
+        restarts = frame.daemons[name].restarts if name in frame.daemons else 0
+        if seen is None or seen.heard_s is None:
+            table.add_row(*first, styled, *["-"] * 6, str(restarts))
+            continue
+        table.add_row(
+            *first,
+            styled,
+            str(seen.local_step),
+            f"{seen.loss or 0.0:.3f}",
+            f"{seen.tokens_per_s:,.0f}",
+            f"{seen.stall_fraction:.1%}",
+            str(seen.updates_sent),
+            human_bytes(seen.bytes_up),
+            str(restarts),
+        )
+    return table
+
+
+def _run(frame: Frame) -> RenderableType:
+    seen = frame.observed
+    versions = [one.version for one in seen.fragments]
+    span = f"{min(versions)}-{max(versions)}" if versions else "-"
+    grid = Table.grid(padding=(0, 2), expand=True)
+    grid.add_row(
+        f"versions [bold]{span}[/] of {frame.fragments} fragments ({seen.versions} made)",
+        f"updates [bold]{seen.updates_merged}[/] merged of {seen.updates_sent} sent, "
+        f"{seen.updates_rejected} rejected",
+    )
+    grid.add_row(
+        f"round size {seen.round_size:.1f}, staleness {seen.staleness:.2f}",
+        f"up {human_bytes(seen.bytes_up)}, down {human_bytes(seen.bytes_down)}, "
+        f"stall {seen.stall_fraction:.2%}",
+    )
+    if len(frame.losses) > 1:
+        course = spark(frame.losses, COURSE)
+        grid.add_row(f"training loss {frame.losses[0]:.2f} → {frame.losses[-1]:.2f}", course)
+    return grid

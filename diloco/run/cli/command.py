@@ -1,0 +1,106 @@
+"""Functions and records of options as commands of the command line.
+
+A record of options is a frozen dataclass whose fields are annotated as Typer wants them: each
+option is declared once, and travels as one value from the command line to the code that obeys it.
+"""
+
+import dataclasses
+import functools
+import inspect
+import typing
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import typer
+
+F = TypeVar("F", bound=Callable[..., int | None])
+
+
+def group(summary: str | None = None) -> typer.Typer:
+    """A group of commands; one without a summary becomes part of the group it is added to."""
+    return typer.Typer(help=summary, no_args_is_help=True)
+
+
+def command(app: typer.Typer, name: str | None = None, *, daemon: bool = False) -> Callable[[F], F]:
+    """Make a function a command of `app`; its docstring is the command's help.
+
+    Parameters are options, and the fields of a parameter that is a record of options are. What
+    the function returns is the exit status; None is 0. A daemon's failure on files keeps its trace.
+    """
+
+    def add(function: F) -> F:
+        app.command(name)(_runner(function if daemon else _told(function)))
+        return function
+
+    return add
+
+
+def _told(function: F) -> F:
+    """A function whose trouble with files is a failure in words."""
+
+    @functools.wraps(function)
+    def run(*given: Any, **named: Any) -> int | None:
+        try:
+            return function(*given, **named)
+        except OSError as error:
+            from diloco.run.cli.failing import as_failure
+
+            if (failure := as_failure(error)) is None:
+                raise
+            raise failure from error
+
+    return typing.cast("F", run)
+
+
+def _runner(function: Callable[..., int | None]) -> Callable[..., None]:
+    parameters, records = _flatten(function)
+
+    @functools.wraps(function)
+    def run(**given: Any) -> None:
+        for parameter, record in records.items():
+            fields = {field.name: given.pop(field.name) for field in dataclasses.fields(record)}
+            given[parameter] = record(**fields)
+        if status := function(**given):
+            raise typer.Exit(status)
+
+    # Typer asks the signature for defaults, and the annotations for types.
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+def _flatten(
+    function: Callable[..., Any],
+) -> tuple[list[inspect.Parameter], dict[str, type[Any]]]:
+    """What the command line has to give, and which parameters are records made of it."""
+    hints = typing.get_type_hints(function, include_extras=True)
+    parameters: list[inspect.Parameter] = []
+    records: dict[str, type[Any]] = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        if dataclasses.is_dataclass(hints[name]):
+            record = typing.cast("type[Any]", hints[name])
+            records[name] = record
+            parameters += _fields(record)
+        else:
+            parameters.append(_parameter(name, hints[name], parameter.default))
+    return parameters, records
+
+
+def _fields(record: type[Any]) -> list[inspect.Parameter]:
+    hints = typing.get_type_hints(record, include_extras=True)
+    return [
+        _parameter(field.name, hints[field.name], _default(field))
+        for field in dataclasses.fields(record)
+    ]
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    missing = field.default is dataclasses.MISSING
+    return inspect.Parameter.empty if missing else field.default
+
+
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, default=default, annotation=annotation)

@@ -1,0 +1,86 @@
+"""`diloco --help` on one screen, in the order of a day; and what old commands are called now."""
+
+from typing import Any
+
+from typer.core import TyperGroup
+
+from diloco.common.protocol.errors import ConfigError
+from diloco.run.cli.command import group
+
+# A part's title, and its commands.
+PARTS: dict[str, tuple[str, ...]] = {
+    "A day": (
+        "local", "run", "aggregator", "learner", "status", "report", "doctor", "replay",
+    ),
+    "A run and its model": (
+        "dashboard", "show", "export", "evaluate", "sample", "bundle", "restore",
+    ),
+    "Before a run, and beside it": (
+        "check", "data", "plan", "watch", "track", "auth", "host",
+    ),
+}  # fmt: skip
+# A command of an earlier commit, and what is typed now.
+FORMER = {
+    "archive": "diloco bundle RUN FILE; then diloco run delete RUN --bundle FILE",
+    "auth guard": "diloco host guard DIR RUN",
+    "checkpoint": "diloco run checkpoint RUN",
+    "config": "diloco check FILE",
+    "config check": "diloco check FILE",
+    "data check": "diloco check FOLDER|URL",
+    "diff": "diloco show RUN --against OTHER",
+    "gc": "diloco run gc RUN",
+    "history": "diloco status RUN --history",
+    "install-units": "diloco host units",
+    "learners": "diloco status RUN --learners",
+    "provision": "diloco host provision FILE",
+    "provision check": "diloco check FILE",
+    "provision plan": "diloco host provision FILE",
+    "resume": "diloco run resume RUN",
+    "rollback": "diloco run rollback RUN --to VERSIONS|TIME",
+    "runs": "diloco status BUS",
+    "tape": "diloco bundle RUN FILE --no-objects",
+    "tape export": "diloco bundle RUN FILE --no-objects",
+    "task": "diloco check FILE",
+    "task check": "diloco check FILE",
+    "tape import": "diloco restore FILE",
+    "unbundle": "diloco restore FILE --logs DIR",
+}
+
+# Several rooms add to it.
+host = group("Set up machines: systemd units, a fleet's variables, a guard.")
+
+
+class Parted(TyperGroup):
+    """The program's commands, which its help shows part by part."""
+
+    def __init__(self, **attributes: Any) -> None:
+        """Sort the commands."""
+        super().__init__(**attributes)
+        self.commands = {name: self.commands[name] for names in PARTS.values() for name in names}
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that arguments begin with.
+
+        Raises:
+            ConfigError: it has another name now.
+        """
+        for old in (" ".join(args[:2]), args[0]):
+            if old in FORMER:
+                raise ConfigError(
+                    f"`diloco {old}` is not a command any more", hint=f"now: {FORMER[old]}"
+                )
+        return super().resolve_command(ctx, args)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write a line for each command and option."""
+        formatter.write_usage(ctx.command_path, "[OPTIONS] COMMAND ...")
+        formatter.write(f"\n{self.help}\n")
+        # Of the columns two are a margin, and two part a name from its sentence.
+        room = formatter.width - max(map(len, self.commands)) - 4
+        for title, names in PARTS.items():
+            with formatter.section(title):
+                found = [(name, self.commands[name]) for name in names]
+                formatter.write_dl([(name, one.get_short_help_str(room)) for name, one in found])
+        with formatter.section("Options"):
+            shown = [one for one in self.get_params(ctx) if one.name != "show_completion"]
+            formatter.write_dl([row for one in shown if (row := one.get_help_record(ctx))])

@@ -1,0 +1,325 @@
+"""A run as the operator names it.
+
+RUN is its TOML file; or the folder of a local run; or the run's name on a bus, which `use_place`
+or the environment (DILOCO_BUS_URL, DILOCO_STORE_URL) says; or, where a command only reads, a
+bundle, beside its store if it was made without objects.
+
+Settings are those of the run's specification; in what the file differs from them is for the
+command to judge. A local run that has ended has no nats-server any more: one is started on its
+folder for as long as the command lasts.
+"""
+
+import asyncio
+import os
+import pwd
+import socket
+import urllib.parse
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from diloco.aggregator.context import Context
+from diloco.common.process import log
+from diloco.common.process.config import (
+    Config,
+    RunSettings,
+    load_config,
+    parse_settings,
+    placed_config,
+    store_url,
+)
+from diloco.common.process.nats_server import NatsServer, is_folder_of_server, is_free, is_served
+from diloco.common.process.service import Runtime
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import (
+    BusUnavailableError,
+    ConfigError,
+    ObjectMissingError,
+    RunMismatchError,
+    RunMissingError,
+)
+from diloco.common.protocol.layout import parse_layout
+from diloco.common.storage.bundle import (
+    Bundle,
+    BundleBus,
+    BundleStore,
+    is_bundle,
+    open_bundle,
+    read_header,
+)
+from diloco.common.storage.bus import Bus, jetstream
+from diloco.common.storage.store import ObjectStore, open_store
+from diloco.common.storage.tape import RunContext, load_specification
+
+CONNECT_S = 5.0
+# How long the server of a local run may take to answer before it counts as ended.
+LOCAL_CONNECT_S = 2.0
+# Keys of the section `learner` that are folders, below that of a local run.
+FOLDERS = ("checkpoint_dir", "compilation_cache_dir")
+
+
+class Place(NamedTuple):
+    """Where runs are that are given by name; None for what the environment or a default says."""
+
+    bus_url: str | None = None
+    store_url: str | None = None
+
+
+class _Given:
+    """The command line's word on it."""
+
+    place = Place()
+
+
+def use_place(place: Place) -> None:
+    """From now on runs that are given by name, and stores of bundles without objects, are there."""
+    _Given.place = place
+
+
+def place() -> Place:
+    """What `use_place` was given, for another process of the same command."""
+    return _Given.place
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenRun:
+    """A run, connected: the file it was named by, what its tape says it is, and its parts.
+
+    `bundle` is the file that it is read from; None for a run on a bus.
+    """
+
+    config: Config
+    specification: wire.Specification
+    context: RunContext
+    bundle: Bundle | None = None
+
+    @property
+    def alone(self) -> bool:
+        """Whether a file has its objects too, to which nothing can be added."""
+        return self.bundle is not None and self.bundle.has_objects
+
+    @property
+    def copy(self) -> bool:
+        """Whether its tape is a copy, whose run and store may have gone on."""
+        return self.bundle is not None and not self.bundle.has_objects
+
+
+def find_config(target: str | Path) -> Path:
+    """The configuration file of RUN.
+
+    Raises:
+        ConfigError: there is nothing of that name, or a folder that holds no local run.
+    """
+    path = Path(target)
+    if path.is_dir():
+        path /= "run.toml"
+    if path.is_file():
+        return path
+    raise ConfigError(
+        f"{str(target)!r} is neither a configuration file nor the folder of a local run",
+        hint="give the TOML file the run was created with, or a folder such as runs/<name>",
+    )
+
+
+def run_config(target: str | Path) -> Config:
+    """The configuration of RUN: where its bus and its store are, and what its file says of it.
+
+    Of a run that is given by name or as a bundle, only bus and store are known.
+
+    Raises:
+        ConfigError: there is nothing of that name, or the file cannot be understood.
+    """
+    path, place = Path(target), _Given.place
+    if is_bundle(path):
+        header = read_header(path)
+        if header["objects"]:
+            place = place._replace(store_url=path.absolute().as_uri())
+        return _placed(str(header["run"]), place)
+    if not path.exists() and names.valid_name(str(target)):
+        if (place.store_url or store_url()) is None:
+            raise ConfigError(
+                f"there is no file or folder {str(target)!r}; for a run's name, say where it is",
+                hint="diloco --bus nats://HOST:4222 --store STORE ..., or set DILOCO_BUS_URL and "
+                "DILOCO_STORE_URL",
+            )
+        return _placed(str(target), place)
+    file = find_config(target)
+    return at_home(load_config(file), path) if path.is_dir() else load_config(file)
+
+
+def at_home(config: Config, folder: Path) -> Config:
+    """The configuration of a local run whose folder may have been moved or copied since."""
+    stored = Path(config.store.url)
+    home, here = stored.parent, folder.absolute()
+    local = (here / "nats").is_dir() and (here / stored.name).is_dir()
+    if not (local and stored.is_absolute()) or home == here:
+        return config
+
+    def moved(path: str | None) -> str | None:
+        inside = path is not None and Path(path).is_relative_to(home)
+        return str(here / Path(path).relative_to(home)) if path and inside else path
+
+    learner = {key: moved(getattr(config.learner, key)) for key in FOLDERS}
+    return config.model_copy(
+        update={
+            "store": config.store.model_copy(update={"url": moved(config.store.url)}),
+            "learner": config.learner.model_copy(update=learner),
+        }
+    )
+
+
+def placed(run: str, *, stored: bool) -> Config:
+    """A configuration with the bus, and if `stored` the store, of command line or environment."""
+    place = _Given.place
+    if not stored:
+        place = place._replace(store_url=place.store_url or store_url() or "none")
+    return _placed(run, place)
+
+
+def _placed(run: str, place: Place) -> Config:
+    """A configuration that says where a run is, and nothing of the run but its name."""
+    document: dict[str, dict[str, Any]] = {"run": {"name": run, "steps": 1}}
+    if place.bus_url is not None:
+        document["bus"] = {"url": place.bus_url}
+    if place.store_url is not None:
+        document["store"] = {"url": place.store_url}
+    try:
+        return placed_config(document)
+    except ConfigError as error:
+        raise ConfigError(
+            f"the store of run {run!r} is not known: {error.message}",
+            hint="diloco --store STORE ..., or set DILOCO_STORE_URL",
+        ) from error
+
+
+@asynccontextmanager
+async def open_run(
+    target: str | Path, *, name: str = "operator", reads: bool = False, salvage: bool = False
+) -> AsyncIterator[OpenRun]:
+    """Connect to a run for as long as the block lasts.
+
+    Args:
+        target: RUN, as the module says.
+        name: who asks, as the server's monitoring shows it.
+        reads: nothing is written, so that a bundle will do.
+        salvage: take what is whole of a file that is damaged.
+
+    Raises:
+        ConfigError: no such file or folder, or the file cannot be understood.
+        RunMissingError: the bus has no such run.
+        RunMismatchError: the store has not.
+        BusUnavailableError, StoreUnavailableError: bus or store are away.
+    """
+    path = Path(target)
+    config = run_config(target)
+    async with AsyncExitStack() as stack:
+        bundle = None
+        if is_bundle(path):
+            bundle = _open_file(stack, path, reads=reads, salvage=salvage)
+            bus: Bus = BundleBus(bundle)
+            specification = await load_specification(bus, config.run.name)
+        else:
+            bus, specification = await _find(stack, path, config, name)
+        if bundle is not None and bundle.has_objects:
+            store: ObjectStore = BundleStore(bundle)
+            # Ages in it are those of when it was made.
+            made_s = float(bundle.header["made_s"])
+            runtime = Runtime(clock=lambda: made_s)
+        else:
+            store = open_store(config.store.url, emulator=config.store.emulator)
+            runtime = Runtime()
+        layout = names.layout_object(config.run.name, specification.layout)
+        try:
+            data = await runtime.call(store.get, layout)
+        except ObjectMissingError as error:
+            raise RunMismatchError(
+                f"the store {config.store.url!r} does not hold run {config.run.name!r}: "
+                f"{error.message}",
+                hint="check store.url: it must be the store that the run was created in",
+            ) from error
+        settings = parse_settings(specification.settings)
+        if not path.exists() or bundle is not None:
+            known = {section: getattr(settings, section) for section in RunSettings.model_fields}
+            config = config.model_copy(update=known)
+        context = RunContext(
+            settings=settings,
+            layout=parse_layout(data, specification.layout),
+            epoch=specification.epoch,
+            bus=bus,
+            store=store,
+            runtime=runtime,
+            logger=log.get(run=config.run.name),
+        )
+        yield OpenRun(config=config, specification=specification, context=context, bundle=bundle)
+
+
+def operator_context(opened: OpenRun) -> Context:
+    """What the aggregator's functions need, in the operator's name."""
+    parts = {field.name: getattr(opened.context, field.name) for field in fields(RunContext)}
+    return Context(**parts, name=who())
+
+
+def who() -> str:
+    """Who gives a command, as the tape says it."""
+    user = pwd.getpwuid(os.geteuid()).pw_name
+    return f"operator {user}@{socket.gethostname()}"
+
+
+def _open_file(stack: AsyncExitStack, path: Path, *, reads: bool, salvage: bool) -> Bundle:
+    """A bundle, for as long as the stack lasts.
+
+    Raises:
+        ConfigError: the command wants more than to read.
+        IntegrityError: it is damaged.
+    """
+    if not reads:
+        raise ConfigError(
+            f"{str(path)!r} is a bundle; this command needs the run on a server",
+            hint="put it there first: diloco restore FILE",
+        )
+    bundle = open_bundle(path, salvage=salvage)
+    stack.callback(bundle.close)
+    return bundle
+
+
+async def _find(
+    stack: AsyncExitStack, target: Path, config: Config, name: str
+) -> tuple[Bus, wire.Specification]:
+    """A connection to the server that has the run; one of our own if it is an ended local run."""
+    ended = target / "nats"
+    if not is_folder_of_server(ended):
+        return await _connect(stack, config, config.bus.url, name, CONNECT_S)
+    port = urllib.parse.urlsplit(config.bus.url).port
+    # What answers at that address may be the server of another folder: of the one that this was
+    # copied from, or of whoever has come by the port since.
+    if is_served(ended):
+        try:
+            return await _connect(stack, config, config.bus.url, name, LOCAL_CONNECT_S)
+        except (BusUnavailableError, RunMissingError):
+            port = None
+    # Threads of the loop's pool last as long as the loop, and so does a server started by one.
+    server = NatsServer(ended, port=port if port and is_free(port) else None)
+    stack.push_async_callback(asyncio.to_thread, server.stop)
+    await asyncio.to_thread(server.start)
+    return await _connect(stack, config, server.url, name, CONNECT_S)
+
+
+async def _connect(
+    stack: AsyncExitStack, config: Config, url: str, name: str, within_s: float
+) -> tuple[Bus, wire.Specification]:
+    bus = await jetstream.connect(
+        url,
+        name=name,
+        credentials=config.bus.credentials,
+        tls_ca=config.bus.tls_ca,
+        connect_timeout_s=within_s,
+    )
+    try:
+        specification = await load_specification(bus, config.run.name)
+    except BaseException:
+        await bus.close()
+        raise
+    stack.push_async_callback(bus.close)
+    return bus, specification

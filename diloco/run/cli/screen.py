@@ -1,0 +1,70 @@
+"""What commands print: sentences, tables, and colours for what they say."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from diloco.common.protocol.errors import ConfigError
+
+# Of a learner's state, and of a finding's severity.
+STATE_STYLES = {
+    "training": "green", "paused": "cyan", "flushing": "cyan", "done": "dim", "starting": "yellow",
+    "left": "dim", "quarantined": "bold red",
+}  # fmt: skip
+SEVERITY_STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Show on a terminal that something takes its time: on standard error, and gone afterwards."""
+    with Console(stderr=True).status(f"{what} ..."):
+        yield
+
+
+def say(text: str) -> None:
+    """Print a sentence that may have rich's markup; never wrapped, so that paths stay whole."""
+    Console().print(text, soft_wrap=True, highlight=False)
+
+
+def say_plainly(text: str) -> None:
+    """Print a sentence as it is, brackets and all."""
+    Console().print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+def say_json(document: Any) -> None:
+    """Print a result for scripts, on a line of its own."""
+    print(json.dumps(document), flush=True)  # noqa: T201 - the result itself
+
+
+def confirm(question: str) -> None:
+    """Ask, and go on only after yes.
+
+    Raises:
+        ConfigError: there is nobody to answer.
+        typer.Abort: the answer is no.
+    """
+    try:
+        agreed = typer.confirm(question)
+    except typer.Abort:
+        if sys.stdin.isatty():
+            raise
+        print()  # noqa: T201 - ends the question's line
+        raise ConfigError(
+            "nothing was done, for want of an answer", hint="say it with --yes"
+        ) from None
+    if not agreed:
+        raise typer.Abort
+
+
+def titled_table(title: str, *columns: str) -> Table:
+    """A table of figures: names at the left, numbers at the right."""
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left")
+    return table

@@ -1,0 +1,60 @@
+"""`diloco evaluate` and `diloco sample`."""
+
+import asyncio
+from typing import Annotated
+
+import typer
+
+from diloco.common.process import log
+from diloco.run.cli import options as shared
+from diloco.run.cli.command import command, group
+from diloco.run.cli.loading import interrupts_wait
+
+app = group()
+
+
+@command(app)
+def evaluate(
+    run: shared.RunOrTape,
+    version: shared.Version = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="score every new version until the run ends")
+    ] = False,
+    every_s: Annotated[
+        float,
+        typer.Option("--every-s", help="with --follow: least seconds between scores", min=0),
+    ] = 10.0,
+    keep: Annotated[
+        bool, typer.Option(help="keep scores in the run's store, for diloco report")
+    ] = True,
+    json: Annotated[bool, typer.Option("--json", help="print each score as JSON")] = False,
+) -> None:
+    """Score the global model on the task's held-out data."""
+    log.configure("error")
+    with interrupts_wait():
+        from diloco.run.model.evaluate import run_evaluate
+
+    asyncio.run(
+        run_evaluate(run, version=version, follow=follow, every_s=every_s, keep=keep, json=json)
+    )
+
+
+@command(app)
+def sample(
+    run: shared.RunOrTape,
+    prompt: Annotated[str, typer.Option("--prompt", help="start of the text")] = "def ",
+    length: Annotated[int, typer.Option("--length", help="tokens to generate", min=1)] = 300,
+    temperature: Annotated[
+        float, typer.Option("--temperature", help="sampling temperature; 0 is greedy", min=0)
+    ] = 0.7,
+    seed: Annotated[int, typer.Option("--seed", help="random seed")] = 0,
+) -> None:
+    """Generate text with the newest global model.
+
+    For the built-in task, and for tasks with a `sample` function (docs/tasks.md).
+    """
+    log.configure("error")
+    with interrupts_wait():
+        from diloco.run.model.sample import run_sample
+
+    asyncio.run(run_sample(run, prompt, length=length, temperature=temperature, seed=seed))

@@ -1,0 +1,222 @@
+"""A run's global model as files: parameters, layout, settings, and what they are the model of."""
+
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+import numpy as np
+import tomli_w
+
+from diloco.aggregator.arrays.merge import Vector
+from diloco.common.process.config import RunSettings
+from diloco.common.protocol import wire
+from diloco.common.protocol.errors import ConfigError
+from diloco.common.protocol.frozen import Held
+from diloco.common.protocol.layout import layout_bytes
+from diloco.common.storage.tape import RunContext, load_specification
+from diloco.run.cli.folders import make_folder
+from diloco.run.model.load import Arrays, arrays_of, read_held
+
+if TYPE_CHECKING:
+    from diloco.learner.task import Files, Task
+
+FORMATS = ("safetensors", "orbax", "hf")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def check_target(
+    folder: Path, form: str = "safetensors", dtype: str | None = None, *, merge: bool = False
+) -> None:
+    """Refuse what cannot be written, before anything is computed.
+
+    Raises:
+        ConfigError: no such format, or the folder is there and holds something.
+    """
+    if form not in FORMATS:
+        raise ConfigError(f"--format {form!r}: expected {', '.join(FORMATS)}")
+    if dtype is not None and (form != "hf" or dtype not in DTYPES):
+        raise ConfigError(
+            f"--dtype {dtype!r} with --format {form}: expected {', '.join(DTYPES)}, of format hf",
+            hint="the other formats keep the dtypes of the run",
+        )
+    if merge and form != "hf":
+        raise ConfigError(
+            f"--merge with --format {form}: expected hf",
+            hint="the other formats have adapters and base by their names",
+        )
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{str(folder)!r} already exists", hint="give a new folder")
+
+
+async def write_model(
+    folder: Path,
+    form: str,
+    context: RunContext,
+    views: Mapping[int, Vector],
+    records: Mapping[int, wire.Record],
+    *,
+    settings: RunSettings | None = None,
+    dtype: str | None = None,
+    merge: bool = False,
+) -> None:
+    """Write the model that the views of all fragments make.
+
+    `model.safetensors` or the folder `model` (orbax) has the parameters by the task's names, and
+    leaves that are not synchronized as the run began with them. `layout.json` has the layout,
+    `settings.toml` the settings, `about.json` the run, versions, digests and global step. In the
+    format `hf` the run's task writes what others load, and `about.json` is beside it.
+
+    Args:
+        folder: is made.
+        form: of `FORMATS`.
+        context: of the run.
+        views: of every fragment, float32 [N].
+        records: that made them.
+        settings: what they were made under, if not the specification's.
+        dtype: of `DTYPES`, that floats are written in; for the format `hf`.
+        merge: adapters are added to their base, of the format `hf`.
+
+    Raises:
+        ConfigError: it cannot be written, or the task has no such format.
+        IntegrityError: the base that is merged into is not the run's.
+    """
+    check_target(folder, form, dtype, merge=merge)
+    settings = settings or context.settings
+    # By the layout alone: what is exported needs neither the task nor its data.
+    arrays = arrays_of(context.layout, [views[fragment] for fragment in sorted(views)])
+    specification = await load_specification(context.bus, context.run)
+    if specification.constants is not None:
+        arrays |= await context.runtime.call(read_held, context, specification.constants)
+    if form == "hf":
+        write = partial(
+            _write_for_others,
+            constants=specification.constants,
+            dtype=dtype or DTYPES[0],
+            merge=merge,
+        )
+        await context.runtime.call(write, folder, context, settings, arrays)
+        _write_json(folder / "about.json", _about(context, records))
+        return
+    try:
+        make_folder(folder)
+        layout = {"digest": context.layout.digest, **msgpack.unpackb(layout_bytes(context.layout))}
+        _write_json(folder / "layout.json", layout)
+        _write_json(folder / "about.json", _about(context, records))
+        (folder / "settings.toml").write_text(tomli_w.dumps(settings.model_dump()))
+        await context.runtime.call(_write_params, folder, form, arrays)
+    except OSError as error:
+        raise ConfigError(f"cannot write to {str(folder)!r}: {error.strerror}") from error
+
+
+def _write_json(path: Path, document: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def _about(context: RunContext, records: Mapping[int, wire.Record]) -> dict[str, Any]:
+    ordered = [records[fragment] for fragment in sorted(records)]
+    return {
+        "run": context.run,
+        "epoch": context.epoch,
+        "layout": context.layout.digest,
+        "versions": [record.version for record in ordered],
+        "view_digests": [record.view_digest for record in ordered],
+        "global_step": max(record.global_step for record in ordered),
+        "tokens": sum(record.totals.tokens_merged for record in ordered),
+        "closed_at_s": max(record.closed_at_s for record in ordered),
+    }
+
+
+def _write_params(folder: Path, form: str, arrays: Arrays) -> None:
+    if form == "safetensors":
+        from safetensors.numpy import save_file
+
+        leaves = {name: np.ascontiguousarray(leaf) for name, leaf in arrays.items()}
+        save_file(leaves, folder / "model.safetensors")
+        return
+    import orbax.checkpoint as ocp
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save((folder / "model").absolute(), _nested(arrays))
+
+
+def _nested(arrays: Arrays) -> dict[str, Any]:
+    """Arrays in dictionaries by the parts of their names, as a task's tree has them."""
+    tree: dict[str, Any] = {}
+    for name, array in arrays.items():
+        *folders, last = name.split("/")
+        place = tree
+        for folder in folders:
+            place = place.setdefault(folder, {})
+        place[last] = array
+    return tree
+
+
+def _write_for_others(
+    folder: Path,
+    context: RunContext,
+    settings: RunSettings,
+    arrays: Arrays,
+    *,
+    constants: str | None,
+    dtype: str,
+    merge: bool,
+) -> None:
+    """Have a run's task write its parameters.
+
+    Args:
+        folder: new, or empty.
+        context: of the run.
+        settings: that name the task.
+        arrays: parameters by name, those that the run stores.
+        constants: the object that names the leaves that are not synchronized.
+        dtype: that floats are written in.
+        merge: adapters are added to their base.
+
+    Raises:
+        ConfigError: it cannot be written, or the task has no such format.
+        IntegrityError: the base that is merged into is not the run's.
+    """
+    from diloco.learner.contract import model_of
+
+    task = model_of(settings)
+    files = _files_of(task, settings)
+    if merge:
+        write = _merging(files)
+        write(folder, {**arrays, **_base_of(task, context, constants)}, dtype)
+    else:
+        files.write(folder, arrays, dtype)
+
+
+def _files_of(task: "Task", settings: RunSettings) -> "Files":
+    if task.files is None:
+        raise ConfigError(
+            f"--format hf: the run's task, {settings.task.build!r}, writes no format of others",
+            hint="diloco.models.decoders:build does; safetensors and orbax are for every task",
+        )
+    return task.files
+
+
+def _merging(files: "Files") -> Callable[[Path, dict[str, Any], str], None]:
+    from diloco.learner.task import MergedFiles
+
+    if not isinstance(files, MergedFiles):
+        raise ConfigError(
+            "--merge: the run's task has no adapters",
+            hint="leave it out: what is exported is the whole model",
+        )
+    return files.write_merged
+
+
+def _base_of(task: "Task", context: RunContext, constants: str | None) -> dict[str, Any]:
+    """The leaves that learners load by themselves, which are compared with the run's."""
+    from diloco.learner.tensors.tree import loaded_frozen
+
+    loaded = loaded_frozen(task)
+    if constants is not None and loaded:
+        held = Held(context.run, context.store.get, constants)
+        for name, leaf in loaded.items():
+            held.check(name, leaf)
+    return loaded

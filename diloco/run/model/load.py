@@ -1,0 +1,100 @@
+"""`diloco.load`: a run's global parameters in Python, without its task or an accelerator."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from diloco.common.process.service import run_to_end
+from diloco.common.protocol import wire
+from diloco.common.protocol.errors import RunMismatchError
+from diloco.common.protocol.frozen import Held
+from diloco.common.protocol.layout import Layout, Piece
+from diloco.common.storage.tape import RunContext
+from diloco.common.storage.views import load_view
+from diloco.run.cli.opening import open_run
+
+Arrays = dict[str, np.ndarray]
+
+
+def load(run: str | Path, *, like: Any = None) -> Any:
+    """The newest global parameters of a run, as NumPy arrays.
+
+    Args:
+        run: its TOML file, the folder of a local run, a run's name, or a bundle.
+        like: a tree of the same names, to be filled; without it, a dictionary by name.
+
+    Raises:
+        RunMismatchError: `like` is another model's.
+        DilocoError: no such run; bus or store are away; what is stored is damaged.
+    """
+    arrays, unstored = run_to_end(_load(run))
+    return arrays if like is None else _fill(like, arrays, unstored)
+
+
+async def _load(run: str | Path) -> tuple[Arrays, set[str]]:
+    async with open_run(run, name="load", reads=True) as opened:
+        arrays = await global_arrays(opened.context, opened.specification)
+        return arrays, {one.name for one in opened.context.layout.constants} - set(arrays)
+
+
+async def global_arrays(context: RunContext, specification: wire.Specification) -> Arrays:
+    """The newest global parameters, and the leaves that the run holds, by name.
+
+    Raises:
+        DilocoError: as `diloco.common.storage.views.load_view`.
+    """
+    fragments = range(len(context.layout.fragments))
+    views = [(await load_view(context, fragment)).view for fragment in fragments]
+    arrays = arrays_of(context.layout, views)
+    if specification.constants is not None:
+        arrays |= await context.runtime.call(read_held, context, specification.constants)
+    return arrays
+
+
+def read_held(context: RunContext, name: str) -> Arrays:
+    """The leaves that a run holds, as it began with them; not those that learners load themselves.
+
+    Raises:
+        IntegrityError: they are damaged.
+    """
+    held = Held(context.run, context.store.get, name)
+    return {leaf: held.read(leaf) for leaf in held.names()}
+
+
+def arrays_of(layout: Layout, views: list[np.ndarray]) -> Arrays:
+    """The tensors that the views of all fragments make, in their own dtypes."""
+    import ml_dtypes  # noqa: F401 - so that NumPy knows bfloat16
+
+    arrays = {
+        tensor.name: np.empty(tensor.shape, np.dtype(tensor.dtype)) for tensor in layout.tensors
+    }
+    for fragment, view in zip(layout.fragments, views, strict=True):
+        for piece in fragment.pieces:
+            values = piece_values(piece, view)
+            if arrays[piece.tensor].shape:
+                arrays[piece.tensor][piece.start : piece.stop] = values
+            else:
+                arrays[piece.tensor][...] = values
+    return arrays
+
+
+def piece_values(piece: Piece, view: np.ndarray) -> np.ndarray:
+    """A piece's values, without the padding of its segments."""
+    padded = view[piece.offset : piece.offset + piece.stride]
+    groups = padded.reshape(piece.groups, piece.group_stride)[:, : piece.group_size]
+    return groups.reshape(piece.shape)
+
+
+def _fill(like: Any, arrays: Arrays, unstored: set[str]) -> Any:
+    from diloco.learner.tensors import tree
+
+    # What the run does not store, since each learner loads it itself, stays as it is.
+    own = {name: leaf for name, leaf in tree.by_name(like).items() if name in unstored}
+    arrays = own | arrays
+    if wrong := sorted(set(tree.by_name(like)) ^ set(arrays)):
+        raise RunMismatchError(
+            f"`like` is not the run's model; missing or unknown: {', '.join(wrong[:8])}",
+            hint="without `like`, the parameters come as a dictionary by name",
+        )
+    return tree.from_names(like, arrays)

@@ -1,0 +1,348 @@
+"""Scores of a run's global view on its task's held-out data: newest, earlier, and as it moves.
+
+Scores are kept in the run's store, so that a report still has those of views that garbage
+collection has taken.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from diloco.common.process.service import cancel
+from diloco.common.protocol import names, shards, wire
+from diloco.common.protocol.errors import IntegrityError, ObjectMissingError, WireError
+from diloco.common.storage.tape import RunContext, first_message, last_record, read_record
+from diloco.common.storage.views import load_version, load_view, next_view
+from diloco.run.timeseries import TimeSeries
+
+if TYPE_CHECKING:
+    from diloco.learner.task import Task
+    from diloco.run.model.view import GlobalModel
+
+# Kept scores that are read, evenly over the run.
+KEPT = 400
+# Of the text that a view writes beside its score, where its task can: pieces, and how it is drawn.
+PIECES, TEMPERATURE = 240, 0.7
+MOST_TEXT = 2000
+
+
+class Scorer:
+    """Scores views of a run.
+
+    Args:
+        context: the run's.
+        task: the run's.
+        model: of both.
+    """
+
+    def __init__(self, context: RunContext, task: "Task", model: "GlobalModel") -> None:
+        self._context = context
+        self._task = task
+        self._model = model
+        # Of each fragment the last one: the next version is one delta away.
+        self._views: dict[int, tuple[str, np.ndarray]] = {}
+
+    @classmethod
+    async def of_run(cls, context: RunContext) -> "Scorer":
+        """With the run's task; errors as `model_of` and `GlobalModel.of_run`."""
+        # Who only reads kept scores needs no JAX.
+        from diloco.learner.contract import model_of
+        from diloco.run.model.view import GlobalModel
+
+        task = await asyncio.to_thread(model_of, context.settings)
+        return cls(context, task, await GlobalModel.of_run(context, task))
+
+    async def newest(self) -> wire.Score:
+        """Of the newest view.
+
+        Raises:
+            DilocoError: as `diloco.common.storage.views.load_view`.
+        """
+        fragments = range(len(self._context.layout.fragments))
+        loaded = [await load_view(self._context, fragment) for fragment in fragments]
+        records, seqs = [item.record for item in loaded], [item.record_seq for item in loaded]
+        return await self._score(records, seqs, [item.view for item in loaded])
+
+    async def of(self, records: Sequence[wire.Record], seqs: Sequence[int]) -> wire.Score:
+        """Of the view after these records, one of each fragment, which stand at `seqs`.
+
+        Raises:
+            ObjectMissingError: garbage collection has taken what it is made of.
+            IntegrityError: what is stored does not give the recorded digest.
+        """
+        views = [await self._view(record) for record in records]
+        return await self._score(records, seqs, views)
+
+    async def _view(self, record: wire.Record) -> np.ndarray:
+        """The view after a record; errors as `of`."""
+        digest, view = self._views.get(record.fragment, ("", np.empty(0, np.float32)))
+        if digest != record.view_digest:
+            delta = record.delta if digest == record.base_digest else None
+            found = None
+            if delta is not None:
+                found = await self._context.runtime.call(self._moved, view, record, delta)
+            view = await load_version(self._context, record) if found is None else found
+            self._views[record.fragment] = (record.view_digest, view)
+        return view
+
+    def _moved(
+        self, view: np.ndarray, record: wire.Record, delta: wire.ObjectRef
+    ) -> np.ndarray | None:
+        """The view before, moved by a delta; None if that does not give the digest."""
+        try:
+            return next_view(self._context, record.fragment, view, record.view_digest, delta)
+        except (ObjectMissingError, IntegrityError):
+            return None
+
+    async def _score(
+        self, records: Sequence[wire.Record], seqs: Sequence[int], views: Sequence[np.ndarray]
+    ) -> wire.Score:
+        figures, text = await asyncio.to_thread(self._evaluate, views)
+        merged = sum(record.totals.tokens_merged for record in records)
+        return wire.Score(
+            run=self._context.run,
+            epoch=self._context.epoch,
+            versions=tuple(record.version for record in records),
+            record_seqs=tuple(seqs),
+            global_step=max(record.global_step for record in records),
+            tokens=merged // len(records),
+            at_s=max(record.closed_at_s for record in records),
+            loss=figures.pop("loss"),
+            metrics=figures,
+            text=text,
+        )
+
+    def _evaluate(self, views: Sequence[np.ndarray]) -> tuple[dict[str, float], str]:
+        import jax
+
+        from diloco.learner.task import scores
+
+        params, write = self._model.params(views), self._task.sample
+        figures = scores(self._task.evaluate(params))
+        if write is None:
+            return figures, ""
+        # The same beginning and the same key each time: what differs is the model.
+        pieces = write(params, "", jax.random.key(0), TEMPERATURE)
+        return figures, "".join(itertools.islice(pieces, PIECES))[:MOST_TEXT]
+
+    async def follow(self, tell: Callable[[wire.Score], Awaitable[None]], every_s: float) -> None:
+        """Score the newest view, and again as it moves; returns once the run has ended.
+
+        Args:
+            tell: takes each score.
+            every_s: shortest time between the beginnings of two.
+
+        Raises:
+            DilocoError: as `newest`, or what `tell` raises.
+        """
+        moved = asyncio.Event()
+        after = await self._context.bus.last_sequence(self._context.tape) + 1
+        watching = asyncio.ensure_future(self._watch(after, moved))
+        told: tuple[int, ...] = ()
+        try:
+            while True:
+                began_s, ended = time.monotonic(), watching.done()
+                moved.clear()
+                if await self._heads() != told:
+                    score = await self.newest()
+                    await tell(score)
+                    told = score.record_seqs
+                if ended:
+                    watching.result()
+                    return
+                if not watching.done():
+                    await moved.wait()
+                rest_s = began_s + every_s - time.monotonic()
+                await asyncio.wait([watching], timeout=max(rest_s, 0.0))
+        finally:
+            await cancel(watching)
+
+    async def _heads(self) -> tuple[int, ...]:
+        """Sequences of the newest records of all fragments."""
+        fragments = range(len(self._context.layout.fragments))
+        return tuple([(await last_record(self._context, index))[1] for index in fragments])
+
+    async def _watch(self, after: int, moved: asyncio.Event) -> None:
+        """Tell of every record from a sequence on, until the run's end."""
+        context = self._context
+        end = names.end(context.run)
+        try:
+            if await context.bus.last(context.tape, end) is not None:
+                return
+            subjects = [names.record(context.run, "*"), end]
+            reading = context.bus.read(context.tape, subjects, after)
+            async with contextlib.aclosing(reading):  # type: ignore[type-var]
+                async for message in reading:
+                    if message.subject == end:
+                        return
+                    moved.set()
+        finally:
+            moved.set()
+
+
+async def keep(context: RunContext, score: wire.Score) -> None:
+    """Put a score into the run's store; the same again is harmless.
+
+    Raises:
+        StoreError: the store is away, or does not permit it.
+    """
+    data = wire.encode(score)
+    name = names.score_object(context.run, score.epoch, score.global_step, shards.digest(data))
+    await context.runtime.call(context.store.put, name, data)
+
+
+async def kept(
+    context: RunContext, known: dict[str, wire.Score] | None = None, *, thinned: bool = False
+) -> list[wire.Score]:
+    """Scores that were kept, of this epoch, in order of time.
+
+    Args:
+        context: the run's.
+        known: those that were read before, by object; new ones are added.
+        thinned: to about `KEPT`, evenly over the run.
+
+    Raises:
+        StoreError: the store is away.
+    """
+    reading = _read_kept(context, thinned=thinned, known=known)
+    found = {score.record_seqs: score async for score in reading}
+    return sorted(found.values(), key=lambda score: score.at_s)
+
+
+async def kept_losses(context: RunContext) -> dict[tuple[int, ...], float]:
+    """Loss of every score that was kept, by the sequences of its records; of several the newest.
+
+    Raises:
+        StoreError: the store is away.
+    """
+    return {score.record_seqs: score.loss async for score in _read_kept(context)}
+
+
+async def _read_kept(
+    context: RunContext, *, thinned: bool = False, known: dict[str, wire.Score] | None = None
+) -> AsyncIterator[wire.Score]:
+    listed = await context.runtime.call(context.store.list, names.scores_prefix(context.run))
+    for info in listed[:: 1 + len(listed) // KEPT if thinned else 1]:
+        with contextlib.suppress(ObjectMissingError, WireError):
+            score = None if known is None else known.get(info.name)
+            if score is None:
+                data = await context.runtime.call(context.store.get, info.name)
+                if not info.name.endswith(f"-{shards.digest(data)}"):
+                    continue  # Edited or damaged: it can be made again.
+                score = wire.decode(wire.Score, data)
+            if known is not None:
+                known[info.name] = score
+            if (score.run, score.epoch) == (context.run, context.epoch):
+                yield score
+
+
+async def scores_of(context: RunContext, series: TimeSeries, points: int) -> list[wire.Score]:
+    """Scores spread over a run: those that were kept, and of views that the store still has.
+
+    Args:
+        context: the run's.
+        series: what its tape says.
+        points: how many to have; none are made where one was kept nearby.
+
+    Raises:
+        DilocoError: as `Scorer.of_run`; the store is away.
+    """
+    scores = await kept(context, thinned=True)
+    made = await score_at(context, unscored(series, scores, points))
+    return sorted([*scores, *made], key=lambda score: score.at_s)
+
+
+def unscored(
+    series: TimeSeries, scores: Sequence[wire.Score], points: int
+) -> list[tuple[int, ...]]:
+    """Versions spread over a run that have no score nearby: the sequences of their records.
+
+    Args:
+        series: what its tape says.
+        scores: those that were kept.
+        points: how many scores to have.
+    """
+    known = {score.record_seqs for score in scores}
+    standing = (_standing(series, at_s) for at_s in _missing(series, scores, points))
+    return [seqs for seqs in dict.fromkeys(standing) if seqs is not None and seqs not in known]
+
+
+async def score_at(
+    context: RunContext,
+    versions: Sequence[tuple[int, ...]],
+    hear: Callable[[int, int], None] | None = None,
+) -> list[wire.Score]:
+    """Scores of versions that the store still has, each given as `unscored` does.
+
+    Args:
+        context: the run's.
+        versions: which.
+        hear: hears how many of how many were looked at.
+
+    Raises:
+        DilocoError: as `Scorer.of_run`; the store is away.
+    """
+    if not versions:
+        return []
+    try:
+        scorer = await Scorer.of_run(context)
+    except ModuleNotFoundError as error:
+        if error.name not in ("jax", "jaxlib"):
+            raise
+        return []  # Where there is no JAX, those that others kept are all there are.
+    made = []
+    for done, seqs in enumerate(versions, 1):
+        with contextlib.suppress(ObjectMissingError, IntegrityError):
+            records = [await record_at(context, f, seq) for f, seq in enumerate(seqs)]
+            made.append(await scorer.of(records, seqs))
+        if hear is not None:
+            hear(done, len(versions))
+    return made
+
+
+def _missing(series: TimeSeries, scores: Sequence[wire.Score], points: int) -> list[float]:
+    """Times of versions, evenly over all, that have no score nearby."""
+    times_s = series.versions["time_s"]
+    # Before all fragments have one there is no view.
+    first, last = min(series.fragments, times_s.size) - 1, times_s.size - 1
+    points = min(points, int(times_s.size))
+    wanted = np.linspace(first, last, points) if points > 1 else np.full(points, float(last))
+    near = 0.5 * (last - first) / max(points - 1, 1)
+    have = np.searchsorted(times_s, [score.at_s for score in scores])
+    return [
+        float(times_s[int(row)])
+        for row in wanted
+        if row >= 0 and all(abs(row - other) > near for other in have)
+    ]
+
+
+def _standing(series: TimeSeries, at_s: float) -> tuple[int, ...] | None:
+    """Sequences of the records of all fragments that stood at a time; None if it is too early."""
+    table = series.versions
+    fragment, seq = table["fragment"], table["seq"]
+    old = table["time_s"] <= at_s + 1e-6
+    found = []
+    for index in range(series.fragments):
+        mine = seq[old & (fragment == index)]
+        if not mine.size:
+            return None
+        found.append(int(mine[-1]))
+    return tuple(found)
+
+
+async def record_at(context: RunContext, fragment: int, seq: int) -> wire.Record:
+    """The record of a fragment at a sequence of the tape.
+
+    Raises:
+        ObjectMissingError: it, or its body, was collected.
+        RunMismatchError, IntegrityError: as `diloco.common.storage.tape.read_record`.
+    """
+    message = await first_message(context, names.record(context.run, fragment), seq)
+    if message.seq != seq:
+        raise ObjectMissingError(f"record {seq} of fragment {fragment} is no longer on the tape")
+    return await read_record(context, message)

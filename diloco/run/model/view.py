@@ -1,0 +1,71 @@
+"""The global model: views of all fragments as a task's parameters."""
+
+from collections.abc import Sequence
+from typing import Self
+
+import numpy as np
+
+from diloco.common.protocol import wire
+from diloco.common.storage.tape import RunContext, load_specification
+from diloco.common.storage.views import load_view
+from diloco.learner.task import Params, Task, params_shapes
+from diloco.learner.tensors import tree
+from diloco.learner.tensors.replica import Replica
+from diloco.learner.tensors.tree import loaded_frozen
+from diloco.run.model.load import read_held
+
+
+class GlobalModel:
+    """Makes a task's parameters of views.
+
+    Args:
+        context: the run's.
+        task: the run's.
+        held: leaves that are not synchronized, as the run began with them.
+    """
+
+    def __init__(self, context: RunContext, task: Task, held: Params) -> None:
+        self._context = context
+        self._held = held
+        shapes = params_shapes(task)
+        self._synced, _ = tree.split(shapes, tree.synced_marks(shapes, context.layout))
+        self._replica: Replica | None = None
+
+    @classmethod
+    async def of_run(cls, context: RunContext, task: Task) -> Self:
+        """With the leaves that the run holds, or the task loads.
+
+        Raises:
+            IntegrityError: they are damaged.
+            ObjectMissingError, BusError: they, or the run, cannot be read.
+        """
+        shapes = params_shapes(task)
+        _, held = tree.split(shapes, tree.synced_marks(shapes, context.layout))
+        specification = await load_specification(context.bus, context.run)
+        if specification.constants is not None:
+            arrays = await context.runtime.call(read_held, context, specification.constants)
+            arrays |= {name: np.asarray(leaf) for name, leaf in loaded_frozen(task).items()}
+            held = tree.from_names(held, arrays)
+        return cls(context, task, held)
+
+    def params(self, views: Sequence[np.ndarray]) -> Params:
+        """Parameters of the views of all fragments, float32 [N]; good until the next call."""
+        if self._replica is None:
+            sync, layout = self._context.settings.sync, self._context.layout
+            self._replica = Replica(sync, layout, self._synced, views)
+        else:
+            for fragment, view in enumerate(views):
+                self._replica.roll_back(fragment, self._replica.place_view(fragment, view))
+        return tree.join(self._replica.trained, self._held)
+
+
+async def load_params(context: RunContext, task: Task) -> tuple[Params, list[wire.Record]]:
+    """The run's newest global view as parameters, and the records it was taken from.
+
+    Raises:
+        RunMismatchError, IntegrityError, DilocoError: as `diloco.common.storage.views.load_view`.
+    """
+    model = await GlobalModel.of_run(context, task)
+    fragments = range(len(context.layout.fragments))
+    loaded = [await load_view(context, fragment) for fragment in fragments]
+    return model.params([item.view for item in loaded]), [item.record for item in loaded]

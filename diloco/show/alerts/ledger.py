@@ -1,0 +1,186 @@
+"""Which alerts fire: the findings of many looks become alerts that fire and resolve once. Pure.
+
+An alert is what is amiss with one thing and is told on one page: "learner a" and
+runbooks/lagging-learner.md. Its sentences may change from look to look, as the seconds in them do.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any, Literal, NamedTuple
+
+from diloco.run.cli.units import human_time
+from diloco.run.state import Finding
+
+SEVERITIES = ("warning", "error")
+# Of what a webhook is sent: docs/watch.md describes it; keys are added, and neither renamed nor
+# taken away.
+VERSION = 1
+
+# What makes two findings the same alert: what they are about, and their runbook.
+Key = tuple[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alert:
+    """One thing that is amiss.
+
+    Attributes:
+        severity: the worst of its findings.
+        sentences: what is amiss; `advice` what to do.
+        since_s: when it was first seen, seconds since the epoch.
+    """
+
+    about: str
+    runbook: str
+    severity: Literal["warning", "error"]
+    sentences: tuple[str, ...]
+    advice: str
+    since_s: float
+
+    @property
+    def key(self) -> Key:
+        """The same for all that is found of it."""
+        return self.about, self.runbook
+
+    def id(self, run: str) -> str:
+        """The same for all that is told of one alert, from its firing to its end."""
+        text = "\0".join((run, *self.key, f"{self.since_s:.3f}"))
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+class Notice(NamedTuple):
+    """What people are to be told; `ended_s` is None while it fires."""
+
+    alert: Alert
+    ended_s: float | None = None
+
+    def body(self, run: str) -> dict[str, Any]:
+        """One JSON object, as it is posted."""
+        alert, ended_s = self.alert, self.ended_s
+        return {
+            "version": VERSION,
+            "status": "resolved" if ended_s is not None else "firing",
+            "id": alert.id(run),
+            "run": run,
+            "severity": alert.severity,
+            "about": alert.about,
+            "summary": "; ".join(alert.sentences),
+            "advice": alert.advice,
+            "runbook": alert.runbook,
+            "starts_at": _time(alert.since_s),
+            "ends_at": _time(ended_s) if ended_s is not None else None,
+            "text": self.line(run),
+        }
+
+    def line(self, run: str) -> str:
+        """One line, for people."""
+        alert, told = self.alert, "; ".join(self.alert.sentences)
+        about = f"run {run}, {alert.about}"
+        if self.ended_s is not None:
+            # Its last words are in the present tense, and no longer true.
+            after = human_time(max(0.0, self.ended_s - alert.since_s))
+            return f'[resolved] {about}: over after {after}; it was "{told}"'
+        where = f" ({alert.runbook})" if alert.runbook else ""
+        return f"[{alert.severity.upper()}] {about}: {told}{where}"
+
+
+def _time(at_s: float) -> str:
+    return datetime.fromtimestamp(at_s, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+@dataclass
+class _Seen:
+    alert: Alert
+    told: Literal["warning", "error"] | None = None
+    gone_s: float | None = None
+
+
+@dataclass
+class Ledger:
+    """What was seen and told.
+
+    Args:
+        hold_s: an alert fires once it was there for so long, and ends once it was gone for so long.
+        least: findings below this severity are nobody's concern.
+    """
+
+    hold_s: float = 0.0
+    least: Literal["warning", "error"] = "warning"
+    _seen: dict[Key, _Seen] = field(default_factory=dict)
+
+    def look(
+        self, findings: Iterable[Finding], now_s: float, *, blind: bool = False
+    ) -> list[Notice]:
+        """What there is to tell after a look; a severity that rises is told again.
+
+        Args:
+            findings: of the look.
+            now_s: its time, seconds since the epoch.
+            blind: it could not see everything: what is not among them may still be amiss.
+        """
+        found = alerts(findings, now_s)
+        notices = []
+        for key, alert in found.items():
+            if SEVERITIES.index(alert.severity) >= SEVERITIES.index(self.least):
+                notices += self._take(key, alert, now_s)
+        gone = [] if blind else [key for key in self._seen if key not in found]
+        for key in gone:
+            notices += self._miss(key, now_s)
+        return notices
+
+    def _take(self, key: Key, alert: Alert, now_s: float) -> list[Notice]:
+        seen = self._seen.setdefault(key, _Seen(alert))
+        seen.alert, seen.gone_s = replace(alert, since_s=seen.alert.since_s), None
+        worse = seen.told == "warning" and alert.severity == "error"
+        if worse or (seen.told is None and now_s - seen.alert.since_s >= self.hold_s):
+            seen.told = alert.severity
+            return [Notice(seen.alert)]
+        return []
+
+    def _miss(self, key: Key, now_s: float) -> list[Notice]:
+        seen = self._seen[key]
+        seen.gone_s = now_s if seen.gone_s is None else seen.gone_s
+        if seen.told is not None and now_s - seen.gone_s < self.hold_s:
+            return []
+        del self._seen[key]
+        return [Notice(seen.alert, seen.gone_s)] if seen.told else []
+
+    def end(self, now_s: float) -> list[Notice]:
+        """All that fires has ended, with the run itself."""
+        told = [seen.alert for seen in self._seen.values() if seen.told]
+        self._seen.clear()
+        return [Notice(alert, now_s) for alert in told]
+
+    def firing(self) -> list[Alert]:
+        """What people were told of, and not that it is over."""
+        return [seen.alert for seen in self._seen.values() if seen.told]
+
+    def restore(self, told: Iterable[Mapping[str, Any]]) -> None:
+        """Go on from what another process had told: the fields of each alert.
+
+        Raises:
+            KeyError, TypeError, ValueError: these are none.
+        """
+        for fields in told:
+            typed = {"sentences": tuple(fields["sentences"]), "since_s": float(fields["since_s"])}
+            alert = Alert(**{**fields, **typed})
+            self._seen[alert.key] = _Seen(alert, alert.severity)
+
+
+def alerts(findings: Iterable[Finding], now_s: float) -> Mapping[Key, Alert]:
+    """Findings that ask for something, one alert for each thing and page."""
+    found: dict[Key, Alert] = {}
+    for one in findings:
+        if one.severity != "warning" and one.severity != "error":
+            continue
+        alert = Alert(
+            about=one.about, runbook=one.runbook or "", severity=one.severity,
+            sentences=(one.sentence,), advice=one.advice, since_s=now_s,
+        )  # fmt: skip
+        if (known := found.get(alert.key)) is not None:
+            worst = known.severity if alert.severity == "warning" else alert.severity
+            alert = replace(known, severity=worst, sentences=(*known.sentences, one.sentence))
+        found[alert.key] = alert
+    return found

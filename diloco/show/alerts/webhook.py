@@ -1,0 +1,163 @@
+"""Posts alerts to a webhook: in their order, again until the receiver has taken each.
+
+The URL is a secret: whoever has that of a chat service can write there. It is in no sentence and no
+log, but for its host.
+"""
+
+import asyncio
+import json
+import urllib.parse
+from typing import Any
+
+import requests
+
+from diloco.common.process import log
+from diloco.common.process.service import Runtime, cancel
+from diloco.common.protocol.errors import ConfigError, DilocoError
+from diloco.show.alerts.ledger import Notice
+
+TIMEOUT_S = 10.0
+# What waits for a receiver that is away; of more the oldest are dropped.
+MOST = 1000
+# A receiver that is overloaded, or still starting, takes it later.
+PASSING = frozenset({408, 425, 429})
+
+
+class WebhookError(DilocoError):
+    """The receiver does not take a message, and will not take it later either."""
+
+
+class WebhookAwayError(WebhookError):
+    """The receiver does not answer, or cannot work now."""
+
+    retry = True
+
+
+class _Bearer(requests.auth.AuthBase):
+    """A token, or none: given so that `requests` looks for none of its own in ~/.netrc."""
+
+    def __init__(self, token: str | None) -> None:
+        self._token = token
+
+    def __call__(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
+        if self._token:
+            request.headers["Authorization"] = f"Bearer {self._token}"
+        return request
+
+
+class Webhook:
+    """Where alerts go.
+
+    Args:
+        url: takes POST; user and password in it are sent as such.
+        token: sent as a bearer's, if there is one.
+
+    Raises:
+        ConfigError: it is no URL of HTTP.
+    """
+
+    def __init__(self, url: str, token: str | None = None) -> None:
+        parts = _parts(url)
+        self.host = parts.hostname or ""
+        user, password = parts.username, parts.password
+        plain = parts._replace(netloc=parts.netloc.rpartition("@")[2])
+        self._url = urllib.parse.urlunsplit(plain)
+        self._auth: requests.auth.AuthBase = _Bearer(token)
+        if user is not None and not token:
+            secret = urllib.parse.unquote(password or "")
+            self._auth = requests.auth.HTTPBasicAuth(urllib.parse.unquote(user), secret)
+
+    def post(self, document: dict[str, Any]) -> None:
+        """Post one message.
+
+        Raises:
+            WebhookError: it was not taken.
+        """
+        try:
+            answer = requests.post(
+                self._url,
+                data=json.dumps(document).encode(),
+                headers={"Content-Type": "application/json", "User-Agent": "diloco-watch"},
+                auth=self._auth,
+                timeout=TIMEOUT_S,
+                # A message and its secret go where the operator has said, and nowhere else.
+                allow_redirects=False,
+                stream=True,
+            )
+            answer.close()
+        except requests.RequestException as error:
+            # Its text has the URL.
+            raise WebhookAwayError(
+                f"the webhook at {self.host} cannot be reached: {type(error).__name__}"
+            ) from None
+        if answer.ok and not answer.is_redirect:
+            return
+        said = f"the webhook at {self.host} answers with status {answer.status_code}"
+        if answer.status_code >= 500 or answer.status_code in PASSING:
+            raise WebhookAwayError(said)
+        raise WebhookError(
+            said, hint="check its URL, and that it accepts a POST of JSON: diloco watch RUN --test"
+        )
+
+
+def _parts(url: str) -> urllib.parse.SplitResult:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        good = parts.scheme in ("http", "https") and parts.hostname and (parts.port or 1)
+    except ValueError:
+        good = False
+    if not good:
+        # Not the URL itself: it may be a secret with a typing error.
+        raise ConfigError(
+            "the webhook is not an HTTP URL",
+            hint="such as https://hooks.example.org/diloco, by --webhook or DILOCO_WEBHOOK_URL",
+        )
+    return parts
+
+
+class Outbox:
+    """Notices on their way to a webhook.
+
+    Args:
+        webhook: takes them.
+        run: whose they are.
+        runtime: for jitter.
+    """
+
+    def __init__(self, webhook: Webhook, run: str, runtime: Runtime) -> None:
+        self._webhook = webhook
+        self._run = run
+        self._runtime = runtime
+        self._logger = log.get(run=run)
+        self._waiting: asyncio.Queue[dict[str, Any]] = asyncio.Queue(MOST)
+        self._work = asyncio.ensure_future(self._deliver())
+        self._undelivered = 0
+
+    def add(self, notice: Notice) -> None:
+        """Send this as soon as those before it were taken."""
+        if self._waiting.full():
+            self._waiting.get_nowait()
+            self._waiting.task_done()
+        self._waiting.put_nowait(notice.body(self._run))
+        self._undelivered += 1
+
+    async def close(self, within_s: float) -> int:
+        """Give what waits so much time; how many notices were not delivered."""
+        idle = asyncio.ensure_future(self._waiting.join())
+        await asyncio.wait([idle, self._work], timeout=within_s, return_when="FIRST_COMPLETED")
+        await cancel(idle, self._work)
+        return self._undelivered
+
+    async def _deliver(self) -> None:
+        while True:
+            document = await self._waiting.get()
+            try:
+                await self._runtime.retry(
+                    "posting to the webhook",
+                    lambda document=document: self._runtime.call(self._webhook.post, document),  # type: ignore[misc]
+                    logger=self._logger,
+                )
+                self._undelivered -= 1
+            except WebhookError as error:
+                self._logger.warning("alert_refused", why=error.message, hint=error.hint)
+            self._waiting.task_done()

@@ -1,0 +1,316 @@
+"""A run that is followed for its page: read once, drawn up once, hung up for the server to show.
+
+What is hung up is read by all: a page more costs no work but its bytes.
+"""
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import NamedTuple
+
+from rich.console import Console
+
+from diloco.common.process.service import cancel
+from diloco.common.protocol import wire
+from diloco.common.protocol.errors import (
+    BusUnavailableError,
+    ConfigError,
+    DilocoError,
+    StoreError,
+    StoreUnavailableError,
+    StreamMissingError,
+)
+from diloco.common.storage.tape import Item, RunContext, read_tape
+from diloco.run.cli.opening import open_run, placed
+from diloco.run.condense import condense
+from diloco.run.model.scores import kept
+from diloco.run.state import Run
+from diloco.run.timeseries import Builder, TimeSeries
+from diloco.run.watch import Watch, read_runs
+from diloco.show.page import sections
+from diloco.show.page.lanes import make_lanes
+from diloco.show.page.numbers import Shown
+from diloco.show.page.server import Board, serving
+
+# Between two words on how the run is.
+EVERY_S = 1.0
+# Figures: the share of a core that they may take, of which the interval between two follows; the
+# shortest such interval; and that of a run where nothing comes, for its time goes on.
+SHARE, FIGURES_S, STILL_S = 0.1, 2.0, 15.0
+# Seconds between two looks for scores that others have kept.
+SCORES_S = 15.0
+# Messages between two looks at how long the columns have become, and two words on progress.
+LOOK_EVERY = 2000
+# Before another try to read, where bus or store were away.
+RETRY_S = 1.0
+# Within so long the bus says how the run is, or what is known counts as old.
+ANSWER_S = 4.0
+
+
+class Progress(NamedTuple):
+    """Messages of the tape that were read, of about so many."""
+
+    done: int
+    total: int
+
+
+class LiveRun:
+    """Keeps what a page shows of a run, in memory that does not grow with what learners send.
+
+    Args:
+        context: the run's.
+        created_s: when the run was created.
+        goes_on: whether more may come: not so in a file.
+        copied: whether it is read from a file, which its maker may have written.
+
+    Attributes:
+        series: the tape's columns, condensed.
+        progress: while what the tape holds is read for the first time.
+        failure: why the run is not followed any more.
+    """
+
+    def __init__(
+        self, context: RunContext, created_s: float, *, goes_on: bool = True, copied: bool = False
+    ) -> None:
+        self.context = context
+        self._goes_on = goes_on
+        self._copied = copied
+        self.series = TimeSeries(context.run, context.settings, context.layout, created_s)
+        self._builder = Builder(self.series, context.epoch)
+        self._watch = Watch(context, self._take)
+        self._scores: list[wire.Score] = []
+        self._known: dict[str, wire.Score] = {}
+        self._taken = 0
+        self.progress: Progress | None = Progress(0, 0)
+        self.failure: Exception | None = None
+
+    async def follow(self) -> None:
+        """Read the tape, and go on with it, until it is cancelled."""
+        scoring = asyncio.ensure_future(self._follow_scores())
+        try:
+            while not await self._followed():  # noqa: ASYNC110 - what is away tells nobody
+                await asyncio.sleep(RETRY_S)
+        except Exception as error:  # noqa: BLE001 - told on the page; what goes on beside goes on
+            self.failure = error
+        finally:
+            await cancel(scoring)
+
+    async def _followed(self) -> bool:
+        """Go on from where the reading was; False once bus or store are away."""
+        try:
+            if self.progress is not None:
+                await self.catch_up()
+            if self._goes_on:
+                await self._watch.follow(self._next_seq)
+        except (BusUnavailableError, StoreUnavailableError):
+            return False
+        return True
+
+    @property
+    def _next_seq(self) -> int:
+        return self.series.extent.last_seq + 1
+
+    async def status(self) -> Run | None:
+        """How the run fares; None until the tape has been read."""
+        if self.progress is not None:
+            return None
+        try:
+            return await asyncio.wait_for(self._watch.now(), ANSWER_S)
+        except TimeoutError:
+            return self._watch.as_it_was()
+
+    def shown(self) -> Shown:
+        """The figures as of now."""
+        self.series.beats = self._watch.observed.beats
+        lanes = make_lanes(self.series)
+        return Shown(self.series, lanes, self._scores, copied=self._copied)
+
+    @property
+    def moved(self) -> tuple[int, int]:
+        """Differs when there is something new to be drawn."""
+        return self._taken, len(self._scores)
+
+    async def catch_up(self) -> None:
+        """Read what the tape holds.
+
+        Raises:
+            BusError, StoreUnavailableError: bus or store are away.
+        """
+        start_seq = await self._watch.first_seq()
+        last_seq = await self.context.bus.last_sequence(self.context.tape)
+        self._builder.look_at(last_seq)
+        self.progress = Progress(0, last_seq)
+        reading = read_tape(self.context, self._next_seq)
+        async with contextlib.aclosing(reading) as items:  # type: ignore[type-var]
+            async for item in items:
+                if item.seq >= start_seq:
+                    break
+                self._take(item)
+        await self._watch.begin(max(start_seq, self._next_seq))
+        self.progress = None
+
+    def _take(self, item: Item) -> None:
+        self._builder.take(item)
+        self._taken += 1
+        if self._taken % LOOK_EVERY == 0:
+            condense(self.series)
+            if self.progress is not None:
+                self.progress = self.progress._replace(done=item.seq)
+
+    async def _follow_scores(self) -> None:
+        while True:
+            with contextlib.suppress(StoreError):  # Until it is back, those that were read.
+                self._scores = await kept(self.context, self._known, thinned=True)
+            await asyncio.sleep(SCORES_S)
+
+
+@asynccontextmanager
+async def served(run: LiveRun, *, port: int | None, again: str) -> AsyncIterator[str]:
+    """Serve a run's page while the block lasts; its address.
+
+    Args:
+        run: what it shows.
+        port: as `serving`.
+        again: the command that shows the page once more, for when this one has ended.
+
+    Raises:
+        ConfigError: the port is not to be had.
+    """
+    board = Board(sections.skeleton(run.context.run))
+    with serving(board, port) as url:
+        keeping = asyncio.ensure_future(LivePage(board, run, again).keep())
+        try:
+            yield url
+        finally:
+            await cancel(keeping)
+
+
+class LivePage:
+    """Hangs up what a run's page shows, as long as somebody looks.
+
+    Args:
+        board: where.
+        run: what it shows.
+        again: as `served`.
+    """
+
+    def __init__(self, board: Board, run: LiveRun, again: str) -> None:
+        self._board = board
+        self._run = run
+        self._again = again
+        self._drawn: tuple[int, int] | None = None
+        self._drawn_s = self._next_s = 0.0
+
+    async def keep(self) -> None:
+        """Follow the run, and show it, until cancelled."""
+        following = asyncio.ensure_future(self._run.follow())
+        try:
+            while True:
+                if self._board.watched:
+                    await self._try_to_show()
+                else:
+                    self._board.clear()
+                    self._drawn, self._next_s = None, 0.0
+                await asyncio.sleep(EVERY_S)
+        finally:
+            await cancel(following)
+
+    async def _try_to_show(self) -> None:
+        """Show the run, or why it cannot be shown; the page beside it stays as it was."""
+        try:
+            await self._show()
+        except Exception as error:  # noqa: BLE001 - told on the page, and tried again
+            self._say(None, error)
+
+    async def _show(self) -> None:
+        status = await self._run.status()
+        self._say(status, self._run.failure)
+        if status is None:
+            return
+        self._board.show(sections.now(status, self._run.series))
+        began_s = time.monotonic()
+        still = began_s < self._drawn_s + STILL_S
+        if began_s < self._next_s or (self._drawn == self._run.moved and still):
+            return
+        self._drawn, self._drawn_s = self._run.moved, began_s
+        shown = self._run.shown()
+        self._board.show(sections.figures(shown))
+        self._board.show_learners(sections.Learners(shown, status))
+        self._next_s = began_s + max(FIGURES_S, (time.monotonic() - began_s) / SHARE)
+
+    def _say(self, status: Run | None, failure: Exception | None) -> None:
+        """What the page says of itself: a word, and a sentence where one is due."""
+        kind, word, sentence = "", "reading the tape", ""
+        as_of_s = self._run.context.runtime.clock()
+        if status is not None:
+            word, as_of_s = status.state, status.as_of_s
+        if self._run.progress is not None:
+            done, total = self._run.progress
+            sentence = f"Reading the tape: {done:,} of about {total:,} messages."
+        if status is not None and not status.current:
+            kind, word = "bad", "out of touch"
+            sentence = "The bus does not answer: what is shown is as it was. This page tries on."
+        if failure is not None:
+            kind, word = "bad", "not followed"
+            sentence = f"The run is not followed any more: {_words(failure)}."
+        said = {"kind": kind, "word": word, "sentence": sentence, "as_of_s": as_of_s}
+        self._board.say(said | {"again": self._again})
+
+
+def run_dashboard(target: str | None, port: int | None) -> None:
+    """Serve RUN's page until Ctrl-C or SIGTERM; arguments as the command's options.
+
+    Raises:
+        DilocoError: no such run; bus or store are away; the port is not to be had.
+    """
+    asyncio.run(_serve(target, port))
+
+
+async def _serve(target: str | None, port: int | None) -> None:
+    console = Console(soft_wrap=True, highlight=False)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    target = target or await _only_run()
+    async with open_run(target, name="dashboard", reads=True) as opened:
+        copied = opened.bundle is not None
+        created_s = opened.specification.created_at_s
+        run = LiveRun(opened.context, created_s, goes_on=not copied, copied=copied)
+        async with served(run, port=port, again=f"diloco dashboard {target}") as url:
+            console.print(f"run {opened.context.run}: {url}", markup=False)
+            console.print("Ctrl-C ends it")
+            await stop.wait()
+    console.print("stopped")
+
+
+async def _only_run() -> str:
+    """The name of the run on the bus.
+
+    Raises:
+        ConfigError: there is none, or several.
+        BusError: the bus is away, or lists nothing to whoever asks.
+    """
+    found = [line.run for line in await read_runs(placed("unnamed", stored=False).bus)]
+    if len(found) == 1:
+        return found[0]
+    raise ConfigError(
+        f"this bus has {len(found)} runs: {', '.join(found[:20])}"
+        if found
+        else "there are no runs on this bus",
+        hint="name one: diloco --bus URL --store URL dashboard RUN",
+    )
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, StreamMissingError):
+        return (
+            "its tape is gone. Either it was deleted, or its NATS server lost its disk: "
+            "runbooks/restore-from-bucket.md"
+        )
+    if isinstance(error, DilocoError):
+        return f"{error.message}{f' ({error.hint})' if error.hint else ''}"
+    return f"a bug: {error!r}"

@@ -1,0 +1,171 @@
+"""What the figures of a run show, as numbers. Pure."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from diloco.common.protocol import wire
+from diloco.run.agreement import Pairs
+from diloco.run.cli import units
+from diloco.run.timeseries import Column, TimeSeries
+from diloco.show.page.lanes import Lane
+
+# Points of a curve, beyond which values are summed up; and values that a quantile is taken of.
+POINTS = 150
+FEWEST = 12
+# Lanes that are shown one by one.
+LANES = 40
+PHASES = ("wait", "open", "grace", "merge", "publish")
+
+
+class Binned(NamedTuple):
+    """Values in bins along x: centres, quantiles and means of those bins that hold any."""
+
+    centre: Column
+    low: Column
+    middle: Column
+    high: Column
+    mean: Column
+
+
+def binned(x: Column, y: Column, bins: int = POINTS) -> Binned:
+    """10 %, 50 % and 90 % quantiles of `y` in bins of equal numbers of values along `x`.
+
+    At most `bins`, and fewer where a bin would hold less than a dozen values.
+    """
+    order = np.argsort(x, kind="stable")
+    count = int(np.clip(len(order) // FEWEST, 1, bins))
+    parts = [part for part in np.array_split(order, count) if part.size]
+    quantiles = np.asarray([np.quantile(y[part], (0.1, 0.5, 0.9)) for part in parts])
+    centre = np.asarray([x[part].mean() for part in parts])
+    quantiles = quantiles.reshape(-1, 3)
+    mean = np.asarray([y[part].mean() for part in parts])
+    return Binned(centre, quantiles[:, 0], quantiles[:, 1], quantiles[:, 2], mean)
+
+
+def grouped(keys: Column, values: Column, count: int) -> list[Column]:
+    """Values by their keys, 0 to `count` - 1, each in their order."""
+    order = np.argsort(keys, kind="stable")
+    return np.split(values[order], np.searchsorted(keys[order], np.arange(1, count)))
+
+
+@dataclass
+class Shown:
+    """Everything that the figures show; `copied`: of a file, which its maker may have written."""
+
+    series: TimeSeries
+    lanes: list[Lane]
+    scores: list[wire.Score] = field(default_factory=list)
+    pairs: Pairs | None = None
+    copied: bool = False
+
+    @cached_property
+    def begin_s(self) -> float:
+        """Where time axes begin."""
+        return self.series.begins_s
+
+    @cached_property
+    def span_s(self) -> float:
+        """How long they are."""
+        return max(self.series.ends_s - self.begin_s, 1e-3)
+
+    @property
+    def unit(self) -> units.Unit:
+        """Of time axes."""
+        return units.time_unit(self.span_s)
+
+    @property
+    def since_what(self) -> str:
+        """What a time axis says."""
+        since = "oldest message" if self.series.trimmed else "first learner joined"
+        return f"time since the {since} ({self.unit.name})"
+
+    def since(self, times_s: Column) -> Column:
+        """Times on a time axis."""
+        return (times_s - self.begin_s) / self.unit.scale
+
+    def edges(self) -> Column:
+        """Edges of bins for rates: each long enough for some updates of every learner."""
+        steps = [lane.step_s for lane in self.lanes if lane.step_s]
+        interval = self.series.settings.sync.interval_steps / self.series.fragments
+        width_s = 4 * interval * max(steps, default=0.0)
+        count = int(np.clip(self.span_s / max(width_s, 1e-9), 8, 160))
+        return np.linspace(self.begin_s, self.begin_s + self.span_s, count + 1)
+
+
+def tokens_at(series: TimeSeries, times_s: Column) -> Column:
+    """Tokens merged by then, on average over fragments."""
+    stored_s, tokens = series.inputs["time_s"], series.inputs["tokens"]
+    summed = np.concatenate([[0.0], np.cumsum(tokens)]) / max(series.fragments, 1)
+    trimmed = max(series.tokens_merged() - summed[-1], 0.0)
+    return np.asarray(summed[np.searchsorted(stored_s, times_s, side="right")] + trimmed)
+
+
+def rate(times_s: Column, amounts: Column, edges_s: Column) -> Column:
+    """Amounts a second in each bin."""
+    sums, _ = np.histogram(times_s, bins=edges_s, weights=amounts)
+    return np.asarray(sums / np.diff(edges_s))
+
+
+def phases(shown: Shown) -> dict[str, Column]:
+    """Seconds of each round in each of `PHASES`, float64 [rounds]; NaN where unknown."""
+    rounds = shown.series.rounds
+    closed_s, opened_s = rounds["closed_s"], rounds["opened_s"]
+    quorum_s = np.where(rounds["quorum_s"] > 0, rounds["quorum_s"], closed_s)
+    quorum_s = np.clip(quorum_s, opened_s, closed_s)
+    before_s = np.full(len(rounds), np.nan)
+    fragment, stored_s = rounds["fragment"], rounds["stored_s"]
+    for index in range(shown.series.fragments):
+        (mine,) = np.nonzero(fragment == index)
+        before_s[mine[1:]] = stored_s[mine[:-1]]
+    edges = (before_s, opened_s, quorum_s, closed_s, rounds["merged_s"], stored_s)
+    # Clocks of aggregator and server differ a little.
+    lengths = [np.maximum(after - before, 0.0) for before, after in itertools.pairwise(edges)]
+    return dict(zip(PHASES, lengths, strict=True))
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What came of a learner's time, in seconds; `merged` is in the model."""
+
+    merged: float
+    other: float
+    stalled: float
+    down: float
+
+    @property
+    def total(self) -> float:
+        """Since its first join, less the time it was away."""
+        return self.merged + self.other + self.stalled + self.down
+
+
+def spent(shown: Shown) -> dict[str, Spent]:
+    """What came of each learner's time."""
+    inputs, names = shown.series.inputs, shown.series.learners
+    sums = np.bincount(inputs["learner"].astype(np.int64), inputs["steps"], len(names))
+    steps = dict(zip(names, sums.tolist(), strict=True))
+    found = {}
+    for lane in shown.lanes:
+        merged = steps[lane.learner] / shown.series.fragments * lane.step_s
+        worked = lane.seconds("training") + lane.seconds("catching up")
+        merged = min(merged, worked)
+        found[lane.learner] = Spent(
+            merged, worked - merged, lane.seconds("stalled"), lane.seconds("down")
+        )
+    return found
+
+
+def goodput(times: dict[str, Spent]) -> float:
+    """Share of all learners' time whose work is in the model."""
+    total = sum(time.total for time in times.values())
+    return sum(time.merged for time in times.values()) / total if total else 0.0
+
+
+def most_troubled(lanes: Sequence[Lane]) -> list[Lane]:
+    """Those to be shown: all, or those who trained least, in order of name."""
+    chosen = sorted(lanes, key=lambda lane: lane.seconds("training"))[:LANES]
+    return sorted(chosen, key=lambda lane: lane.learner)

@@ -1,0 +1,171 @@
+"""A page as HTML: its sections, and one file of them that needs no network. Pure.
+
+A served page and a kept one are of the same sections. What differs is how scripts and styles come:
+from the server, or within the file, under a policy that names each by its hash.
+"""
+
+import base64
+import hashlib
+from collections.abc import Iterable, Sequence
+from importlib.resources import files
+from pathlib import Path
+
+from diloco.common.protocol.errors import ConfigError
+from diloco.show.page.summary import Table
+from diloco.show.page.svg import NOTHING, WIDTH, Markup, Panel, data_block, draw, element, joined
+
+SAVES = ("SVG", "PNG", "CSV")
+
+
+def section(
+    key: str,
+    title: str,
+    note: str = "",
+    *,
+    panels: Sequence[Panel] | None = None,
+    table: Table | None = None,
+    body: Markup = NOTHING,
+    nothing: str = "Nothing yet.",
+) -> Markup:
+    """A part of the page: a figure of panels, a table, or what is made already.
+
+    `nothing` is said in place of panels where there are none.
+    """
+    head = element("h2", {"id": f"{key}-title"}, title)
+    parts = [element("div", {"class": "head"}, head, _saves(title)) if panels else head]
+    if note and panels != []:
+        parts.append(element("p", {"class": "note"}, note))
+    parts.append(body)
+    if panels is not None:
+        parts.append(_figure(key, panels) if panels else element("p", {"class": "note"}, nothing))
+    if table is not None:
+        parts.append(_table(title, table))
+    wide = "" if panels and len(panels) == 1 and panels[0].width == WIDTH else "wide"
+    attributes = {"id": key, "class": wide, "aria-labelledby": f"{key}-title"}
+    return element("section", attributes, *parts)
+
+
+def _saves(title: str) -> Markup:
+    buttons = [
+        element(
+            "button",
+            {"type": "button", "data-save": kind, "aria-label": f"{kind} of: {title}"},
+            kind,
+        )
+        for kind in SAVES
+    ]
+    return element("span", {"class": "saves"}, *buttons)
+
+
+def _figure(key: str, panels: Sequence[Panel]) -> Markup:
+    drawn = [draw(panel, f"{key}-{place}") for place, panel in enumerate(panels)]
+    pictures = [
+        element(
+            "div",
+            {"class": f"panel {'broad' if panel.width > WIDTH else ''}", "tabindex": 0,
+             "role": "img", "aria-label": f"{one.words or key}. Arrow keys read values."},
+            one.svg,
+        )
+        for panel, one in zip(panels, drawn, strict=True)
+    ]  # fmt: skip
+    return joined(
+        element("div", {"class": "panels"}, *pictures),
+        element("p", {"class": "readout", "aria-live": "polite"}),
+        data_block([one.data for one in drawn]),
+    )
+
+
+def _table(title: str, table: Table) -> Markup:
+    def row(tag: str, cells: Sequence[str]) -> Markup:
+        kinds = [{"class": "text"} if name in table.text else {} for name in table.columns]
+        return element("tr", {}, *map(element, [tag] * len(cells), kinds, cells))
+
+    head = element("thead", {}, row("th", table.columns))
+    body = element("tbody", {}, *[row("td", cells) for cells in table.rows])
+    region = {"class": "scroll", "tabindex": 0, "role": "region", "aria-label": f"Table: {title}"}
+    return element("div", region, element("table", {}, head, body))
+
+
+def kept(title: str, about: Markup, sections: Iterable[Markup]) -> str:
+    """A page as one file: it loads nothing, and runs nothing but the script that it came with."""
+    style, theme, script = (asset(name) for name in ("page.css", "theme.js", "page.js"))
+    policy = (
+        f"default-src 'none'; img-src data: blob:; style-src {_hash(style)}; "
+        f"script-src {_hash(theme)} {_hash(script)}; base-uri 'none'; form-action 'none'"
+    )
+    head = joined(
+        element("meta", {"http-equiv": "Content-Security-Policy", "content": policy}),
+        element("style", {}, Markup(style)),
+        element("script", {}, Markup(theme)),
+    )
+    return whole(title, head, about, joined(*sections), element("script", {}, Markup(script)))
+
+
+def whole(title: str, head: Markup, header: Markup, main: Markup, end: Markup = NOTHING) -> str:
+    """An HTML document."""
+    meta = joined(
+        element("meta", {"charset": "utf-8"}),
+        head,
+        element("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}),
+        element("link", {"rel": "icon", "href": "data:,"}),
+        element("title", {}, title),
+    )
+    body = joined(
+        element("header", {}, element("h1", {"id": "run"}, title), _themes(), header),
+        element("main", {}, main),
+        end,
+    )
+    page = element("html", {"lang": "en"}, element("head", {}, meta), element("body", {}, body))
+    return f"<!doctype html>\n{page}\n"
+
+
+def _themes() -> Markup:
+    choices = [
+        element("label", {}, element("input", {"type": "radio", "name": "theme", "value": value}),
+                element("span", {}, value.capitalize()))
+        for value in ("auto", "light", "dark")
+    ]  # fmt: skip
+    legend = element("legend", {"class": "hidden"}, "Colours")
+    return element("fieldset", {"id": "theme"}, legend, *choices)
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def asset(name: str) -> str:
+    """A file of the page."""
+    return files(__package__).joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def write_figure(title: str, panels: Sequence[Panel], path: Path) -> None:
+    """Write a page of one figure; errors as `write`."""
+    write(path, kept(title, NOTHING, [section("figure", "Figure", panels=panels)]))
+
+
+def check_name(path: Path | None) -> None:
+    """Refuse a file, if one is given, of which the name says that it is no page.
+
+    Raises:
+        ConfigError: it does not end in .html.
+    """
+    if path is not None and path.suffix != ".html":
+        raise ConfigError(
+            f"{str(path)!r} is to be a page, and its name does not end in .html",
+            hint="figures are drawn on a page, which saves each as SVG, PNG or CSV: give FILE.html",
+        )
+
+
+def write(path: Path, html: str) -> Path:
+    """Write a page; where it is.
+
+    Raises:
+        ConfigError: it cannot be written, or its name says that it is no page.
+    """
+    check_name(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(html, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write the page {str(path)!r}: {error}") from error
+    return path

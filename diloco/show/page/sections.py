@@ -1,0 +1,216 @@
+"""What a run's page has: its sections, each by the name that it has there. Pure.
+
+None grows with the fleet or the run: what is long is cut, and says of how many.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from diloco.common.protocol import wire
+from diloco.run.cli.units import age, human_bytes, human_count
+from diloco.run.state import Finding, Fragment, Run
+from diloco.run.timeseries import TimeSeries
+from diloco.show.page import summary
+from diloco.show.page.figures import DRAWINGS, lanes_of, rounds
+from diloco.show.page.numbers import LANES, Shown
+from diloco.show.page.page import section, whole
+from diloco.show.page.summary import TEXT, Table
+from diloco.show.page.svg import NOTHING, Markup, Panel, element, joined
+
+ALERTS, FRAGMENTS, LEARNERS = 20, 24, 40
+# Sections of a run in their order.
+ORDER = (
+    "alerts", "facts", *(drawing.key for drawing in DRAWINGS), "rounds", "learners", "metrics",
+    "refused", "events", "sample", "settings",
+)  # fmt: skip
+
+Parts = dict[str, Markup]
+
+
+def skeleton(run: str) -> str:
+    """A served page, with nothing on it yet."""
+    head = joined(
+        element("link", {"rel": "stylesheet", "href": "/page.css"}),
+        element("script", {"src": "/theme.js"}),
+        element("script", {"src": "/page.js", "defer": True}),
+        element("script", {"src": "/live.js", "defer": True}),
+    )
+    header = joined(
+        element("span", {"id": "state", "class": "pill"}, "connecting"),
+        element("div", {"id": "progress"}),
+        element("div", {"id": "about"}),
+        element("div", {"id": "notice", "role": "status", "aria-live": "polite"}),
+    )
+    empty = [element("section", {"id": key, "hidden": True}) for key in ORDER]
+    return whole(run, head, header, joined(*empty))
+
+
+def now(status: Run, series: TimeSeries, *, served: bool = True) -> Parts:
+    """How a run fares at this moment, or did when the bus last told of it.
+
+    Only a served page has runbooks to which alerts can link.
+    """
+    # The rounds of a run that has ended do not move away.
+    until_s = series.ends_s if status.state == "ended" else status.as_of_s
+    chosen = sorted(status.fragments, key=lambda one: -one.version_s)[:FRAGMENTS]
+    chosen.sort(key=lambda one: one.fragment)
+    note = "Open, in grace, merged and published; a line: the record."
+    if len(chosen) < len(status.fragments):
+        note = f"{len(chosen)} of {len(status.fragments)} fragments: the longest without a version."
+    panels = rounds(series, [one.fragment for one in chosen], until_s)
+    return {
+        "progress": _progress(status),
+        "alerts": section("alerts", "Alerts", body=_alerts(status.alerts, served=served)),
+        "rounds": section("rounds", "Rounds", note, panels=panels, table=_fragments(chosen)),
+    }
+
+
+def _progress(status: Run) -> Markup:
+    said = [f"step {status.global_step:,} of {status.steps:,}"]
+    if status.state != "ended":
+        said.append(f"{human_count(status.tokens_per_s)} tokens/s")
+        said.append(f"{60 * status.versions_per_s:.3g} versions a minute")
+    limit = f" of {human_bytes(status.tape_limit_bytes)}" if status.tape_limit_bytes else ""
+    said.append(f"tape {human_bytes(status.tape_bytes)}{limit}")
+    states = sorted({one.state for one in status.learners})
+    counts = [sum(one.state == state for one in status.learners) for state in states]
+    told = [f"{count:,} {state}" for state, count in zip(states, counts, strict=True)]
+    if told:
+        said.append(f"learners: {', '.join(told)}")
+    done = min(status.global_step, status.steps)
+    bar = {"max": max(status.steps, 1), "value": done, "aria-label": "Steps done"}
+    text = element("span", {"id": "steps"}, " · ".join(said))
+    return element("div", {"id": "progress"}, element("progress", bar), text)
+
+
+def _alerts(found: Sequence[Finding], *, served: bool) -> Markup:
+    if not found:
+        return element("p", {"class": "note"}, "Nothing is amiss.")
+    more = len(found) - ALERTS
+    lines = [_alert(one, served=served) for one in found[:ALERTS]]
+    if more > 0:
+        lines.append(element("li", {}, f"… and {more:,} more"))
+    return element("ul", {"class": "alerts"}, *lines)
+
+
+def _alert(one: Finding, *, served: bool) -> Markup:
+    parts: list[str] = [element("b", {}, one.severity)]
+    parts.append(f" {one.about[:TEXT]}: {one.sentence[:TEXT]} ")
+    parts.append(element("span", {"class": "note"}, f"{one.advice[:TEXT]} "))
+    if one.runbook:
+        name = one.runbook.removeprefix("runbooks/")
+        title = f"Runbook: {name.removesuffix('.md')}"
+        parts.append(element("a", {"href": f"/runbooks/{name}"}, title) if served else title)
+    return element("li", {"class": one.severity}, *parts)
+
+
+def _fragments(found: Sequence[Fragment]) -> Table:
+    rows = tuple(
+        (
+            f"{one.fragment}", f"{one.version:,}", one.owner or "nobody", age(one.version_s),
+            f"{one.round_updates} of {one.live_learners}",
+            f"{one.waiting} for {age(one.waiting_s)}" if one.waiting else "none",
+        )
+        for one in found
+    )  # fmt: skip
+    columns = ("fragment", "version", "owner", "made ago", "updates merged", "waiting")
+    return Table(columns, rows, frozenset({"fragment", "owner"}))
+
+
+def figures(shown: Shown) -> Parts:
+    """A run's figures and tables, but for its learners."""
+    about = [element("p", {"class": "note"}, summary.subtitle(shown))]
+    about += [element("p", {"class": "warning"}, text) for text in summary.warnings(shown)]
+    parts = {"about": element("div", {"id": "about"}, *about), "facts": _facts(shown)}
+    for one in DRAWINGS:
+        panels = one.panels(shown)
+        parts[one.key] = section(
+            one.key, one.title, one.caption, panels=panels, nothing=one.nothing
+        )
+    if measured := summary.metrics(shown):
+        note = (
+            "What losses say beside themselves: moving averages, as the newest heartbeats have "
+            "them. Global model: on held-out data, the newest."
+        )
+        parts["metrics"] = section("metrics", "Metrics", note, table=measured)
+    if shown.series.refused:
+        table = summary.refusals(shown)
+        parts["refused"] = section("refused", "Rejected, word for word", "The newest.", table=table)
+    parts["events"] = section("events", "What happened", "", table=summary.events(shown))
+    if written := [score for score in shown.scores if score.text]:
+        parts["sample"] = _sample(written[-1])
+    note = "All of them, as they are now: those of the run's creation, with every change since."
+    parts["settings"] = section("settings", "Settings", note, table=summary.settings(shown))
+    return parts
+
+
+def _facts(shown: Shown) -> Markup:
+    told = [
+        element("div", {}, element("dt", {}, fact.name),
+                element("dd", {}, fact.value, element("small", {}, fact.note)))
+        for fact in summary.facts(shown)
+    ]  # fmt: skip
+    return section("facts", "In short", body=element("dl", {}, *told))
+
+
+def _sample(score: wire.Score) -> Markup:
+    note = f"At step {score.global_step:,}, held-out loss {score.loss:.4g}."
+    region = {"class": "scroll", "tabindex": 0, "role": "region", "aria-label": "Sample"}
+    text = element("pre", region, score.text)
+    return section("sample", "What the model writes", note, body=text)
+
+
+class Learners:
+    """The learners' section of a served page: so many at once, found by their names.
+
+    Args:
+        shown: the figures.
+        status: how the run fares.
+    """
+
+    def __init__(self, shown: Shown, status: Run) -> None:
+        # Made now: who serves a page does so while the columns grow.
+        self._shown = shown
+        self._table = summary.learners(shown, status.learners)
+        self._lanes = {lane.learner: lane for lane in shown.lanes}
+
+    def __call__(self, page: int, find: str) -> Markup:
+        """A page of those whose names hold a text; of many learners with their lanes."""
+        rows = [row for row in self._table.rows if find.casefold() in row[0].casefold()]
+        pages = max(1, math.ceil(len(rows) / LEARNERS))
+        page = min(max(page, 0), pages - 1)
+        some = rows[page * LEARNERS : (page + 1) * LEARNERS]
+        lanes = [self._lanes[row[0]] for row in some if row[0] in self._lanes]
+        panels = [lanes_of(self._shown, lanes)] if len(self._lanes) > LANES and lanes else None
+        said = f"{page * LEARNERS + 1} to {page * LEARNERS + len(some)} of {len(rows):,}"
+        tools = _tools(page, pages, said if some else "No learner of that name.")
+        return learners(replace(self._table, rows=tuple(some)), tools, panels)
+
+
+def learners(
+    table: Table, tools: Markup = NOTHING, panels: Sequence[Panel] | None = None
+) -> Markup:
+    """The learners' section."""
+    note = (
+        "Step time, loss and norm are medians. Sync stall: share of its time that synchronization "
+        "took from training, as the newest life's heartbeats say."
+    )
+    return section("learners", "Learners", note, panels=panels, table=table, body=tools)
+
+
+def _tools(page: int, pages: int, said: str) -> Markup:
+    find = {"type": "search", "id": "find", "autocomplete": "off", "spellcheck": "false"}
+    return element(
+        "p",
+        {"class": "tools"},
+        element("label", {}, "Find ", element("input", find)),
+        _turn("Previous", page - 1, page > 0),
+        element("span", {"id": "page", "aria-live": "polite"}, said),
+        _turn("Next", page + 1, page < pages - 1),
+    )
+
+
+def _turn(word: str, page: int, there: bool) -> Markup:
+    attributes: dict[str, object] = {"type": "button", "data-page": page}
+    return element("button", attributes if there else attributes | {"disabled": True}, word)

@@ -1,0 +1,294 @@
+"""The page over HTTP, on loopback: files, a stream of what moves, and learners page by page.
+
+It only answers GET. What asks must have asked for this machine by a name of loopback (else a
+foreign site that resolves to it could read the run, by DNS rebinding), and not from another site's
+page. Requests, connections and open streams are bounded, and so is what a client may leave unread.
+"""
+
+import json
+import socket
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, NamedTuple
+
+from diloco.common.protocol.errors import ConfigError
+from diloco.show.page import runbook
+from diloco.show.page.page import asset
+from diloco.show.page.svg import NOTHING, Markup
+
+LOOPBACK = "127.0.0.1"
+DEFAULT_PORT = 8780
+HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
+# Open pages, connections of all kinds; more are turned away.
+MOST_PAGES, MOST_CONNECTIONS = 16, 64
+# A client that reads or writes nothing for so long has gone.
+PATIENCE_S = 15.0
+# Between two signs of life on a stream where nothing changes.
+ALIVE_S = 3.0
+QUERY, PAGE_DIGITS = 200, 9
+TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+}
+FILES = ("live.js", "page.css", "page.js", "theme.js")
+# Nothing from elsewhere, nothing inline, nothing around it.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data: blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+class Frame(NamedTuple):
+    """Bytes of an event; `number` rises from one to the next."""
+
+    number: int
+    event: str
+    data: bytes
+
+
+class Board:
+    """Where what a page shows hangs: written by whoever follows the run, read by the server.
+
+    Args:
+        page: the page, with nothing on it yet.
+
+    Attributes:
+        learners: makes a page of learners, of its number and of what their names hold.
+    """
+
+    def __init__(self, page: str) -> None:
+        self.page = page.encode()
+        self.learners: Callable[[int, str], Markup] = lambda _page, _find: NOTHING
+        self._changed = threading.Condition()
+        self._frames: dict[str, Frame] = {}
+        self._number = 0
+        self._readers = 0
+        self._closed = False
+
+    @property
+    def watched(self) -> bool:
+        """Whether a page is open."""
+        return self._readers > 0
+
+    def show(self, parts: Mapping[str, Markup]) -> None:
+        """Hang parts of the page up in place of those before; what is the same is not sent."""
+        for name, part in parts.items():
+            self._hang(name, "part", json.dumps(part).encode())
+
+    def show_learners(self, learners: Callable[[int, str], Markup]) -> None:
+        """Have pages of learners made so; open pages ask anew for theirs."""
+        self.learners = learners
+        self._hang("learners", "drawn", b"%d" % self._number)
+
+    def say(self, said: Mapping[str, Any]) -> None:
+        """Hang up what the page says of itself."""
+        self._hang("", "state", json.dumps(said).encode())
+
+    def _hang(self, name: str, event: str, data: bytes) -> None:
+        with self._changed:
+            if name not in self._frames or self._frames[name].data != data:
+                self._number += 1
+                self._frames[name] = Frame(self._number, event, data)
+                self._changed.notify_all()
+
+    def clear(self) -> None:
+        """Take all down: what hangs for long with nobody looking is not what is."""
+        with self._changed:
+            self._frames.clear()
+
+    def close(self) -> None:
+        """Let all readers go."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def enter(self, most: int) -> bool:
+        """Begin to read; False if that would be more than so many."""
+        with self._changed:
+            if self._readers >= most or self._closed:
+                return False
+            self._readers += 1
+            return True
+
+    def leave(self) -> None:
+        """End to read."""
+        with self._changed:
+            self._readers -= 1
+
+    def after(self, number: int, within_s: float) -> list[Frame] | None:
+        """Frames newer than one; none if that takes longer. None once the board is closed."""
+        ends_s = time.monotonic() + within_s
+        with self._changed:
+            while not self._closed:
+                found = [one for one in self._frames.values() if one.number > number]
+                left_s = ends_s - time.monotonic()
+                if found or left_s <= 0:
+                    return sorted(found)
+                self._changed.wait(left_s)
+        return None
+
+
+@contextmanager
+def serving(board: Board, port: int | None) -> Iterator[str]:
+    """Serve the page while the block lasts; its address.
+
+    Args:
+        board: what it shows.
+        port: of loopback; None for the usual one, or another if that is in use.
+
+    Raises:
+        ConfigError: the port is not to be had.
+    """
+    server = _listen(board, port)
+    thread = threading.Thread(target=server.serve_forever, name="dashboard", daemon=True)
+    thread.start()
+    try:
+        yield f"http://{LOOPBACK}:{server.server_address[1]}/"
+    finally:
+        board.close()
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def _listen(board: Board, port: int | None) -> "_Server":
+    try:
+        return _Server(board, DEFAULT_PORT if port is None else port)
+    except OSError as error:
+        if port is None:
+            return _Server(board, 0)
+        raise ConfigError(
+            f"cannot listen on {LOOPBACK}, port {port}: {error.strerror}",
+            hint="another program has it, such as a second dashboard: give another --port, or "
+            "--port 0 for any that is free",
+        ) from error
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, board: Board, port: int) -> None:
+        super().__init__((LOOPBACK, port), _Handler)
+        self.board = board
+        self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
+
+    def process_request(self, request: socket.socket, client_address: object) -> None:  # type: ignore[override]
+        """Give the connection a thread, if one is free."""
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: socket.socket, client_address: object) -> None:  # type: ignore[override]
+        """Answer, and give the thread back."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A connection that broke is the client's affair."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    timeout = PATIENCE_S
+    server_version = "diloco"
+    sys_version = ""
+
+    def do_GET(self) -> None:
+        """Answer, unless whoever asks is a stranger."""
+        if not self._is_own():
+            self.send_error(HTTPStatus.FORBIDDEN, explain="ask for http://127.0.0.1 or localhost")
+            return
+        path, _, query = self.path.partition("?")
+        kept: dict[str, Callable[[], None]] = {
+            "/": lambda: self._send("html", self.server.board.page),
+            "/events": self._events,
+            "/learners": lambda: self._learners(query),
+        }
+        if path in kept:
+            kept[path]()
+        elif path[1:] in FILES:
+            self._send(path.rpartition(".")[2], asset(path[1:]).encode())
+        elif path.removeprefix("/runbooks/") in runbook.runbook_names():
+            self._send("html", runbook.render(path.removeprefix("/runbooks/")).encode())
+        else:
+            self.send_error(HTTPStatus.NOT_FOUND)
+
+    def _is_own(self) -> bool:
+        """Whether a person or our own page asks: by a name of loopback, for no other site."""
+        try:
+            host = urllib.parse.urlsplit(f"//{self.headers.get('Host', '')}").hostname
+        except ValueError:
+            return False
+        site = self.headers.get("Sec-Fetch-Site", "none")
+        navigates = self.headers.get("Sec-Fetch-Mode") == "navigate"
+        return host in HOSTS and (site in ("none", "same-origin") or navigates)
+
+    def _send(self, kind: str, body: bytes) -> None:
+        self._begin(TYPES[kind])
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _begin(self, kind: str) -> None:
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", kind)
+
+    def end_headers(self) -> None:
+        """With what keeps a browser from doing more with it than to show it."""
+        for name, value in HEADERS.items():
+            self.send_header(name, value)
+        super().end_headers()
+
+    def _learners(self, query: str) -> None:
+        given = urllib.parse.parse_qs(query[:QUERY])
+        page = given.get("page", ["0"])[0]
+        number = int(page) if page.isdecimal() and len(page) < PAGE_DIGITS else 0
+        found = self.server.board.learners(number, given.get("find", [""])[0])
+        self._send("html", found.encode())
+
+    def _events(self) -> None:
+        """The stream, until the page is closed or the server is."""
+        board = self.server.board
+        if not board.enter(MOST_PAGES):
+            self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, "too many pages are open")
+            return
+        try:
+            self._begin("text/event-stream")
+            self.end_headers()
+            # What a page leaves unread is dropped with it, and not kept for it.
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 18)
+            self._stream(board)
+        finally:
+            board.leave()
+
+    def _stream(self, board: Board) -> None:
+        number = 0
+        with suppress(OSError):
+            self.wfile.write(b"retry: 2000\n\n")
+            while (found := board.after(number, ALIVE_S)) is not None:
+                for one in found:
+                    self.wfile.write(b"event: %s\ndata: %s\n\n" % (one.event.encode(), one.data))
+                    number = one.number
+                if not found:
+                    self.wfile.write(b"event: alive\ndata: {}\n\n")
+
+    def log_message(self, *_: object) -> None:
+        """Requests are no events."""

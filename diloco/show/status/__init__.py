@@ -1,0 +1,1 @@
+"""`diloco status`."""

@@ -1,0 +1,355 @@
+"""`diloco status` on a terminal, or as JSON: a run, its learners, its history, a bus' runs."""
+
+import asyncio
+import contextlib
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from datetime import datetime
+from statistics import fmean
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from diloco.common.process.service import cancel
+from diloco.common.protocol.errors import StoreError
+from diloco.run.agreement import cosines_of
+from diloco.run.cli.opening import open_run
+from diloco.run.cli.screen import SEVERITY_STYLES, STATE_STYLES, say, say_json
+from diloco.run.cli.units import age, human_bytes
+from diloco.run.history import Event, happened
+from diloco.run.state import Finding, Fragment, Learner, Run
+from diloco.run.watch import Watch, bus_section, read_runs
+
+REFRESH_S = 1.0
+# So many fragments have a line each; of more, those that were longest without a version.
+LINES = 16
+# Learners that are shown, of a larger fleet, and alerts.
+MOST = 50
+# Reasons that are shown of each learner.
+REASONS = 3
+BARS = "▁▂▃▄▅▆▇█"
+WIDTH = 16
+
+
+def show_status(target: str, *, once: bool, json: bool) -> None:
+    """Show RUN until it ends or Ctrl-C; with `once` or `json` only as it is now.
+
+    Raises:
+        DilocoError: no such run, or bus or store are away; all of this file may say so.
+    """
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_show(target, once=once, json=json))
+
+
+async def _show(target: str, *, once: bool, json: bool) -> None:
+    console = Console()
+    async with open_run(target, name="status", reads=True) as opened:
+        watch = Watch(opened.context)
+        run = await watch.begin()
+        if json:
+            say_json(asdict(run))
+        elif once or opened.bundle or not console.is_terminal or run.state == "ended":
+            console.print(picture(run))
+        else:
+            await _follow(watch, run, console)
+
+
+async def _follow(watch: Watch, run: Run, console: Console) -> None:
+    following = asyncio.ensure_future(watch.follow())
+    try:
+        with Live(picture(run), console=console, auto_refresh=False) as live:
+            while not following.done():
+                await asyncio.sleep(REFRESH_S)
+                live.update(picture(await watch.now()), refresh=True)
+        following.result()
+    finally:
+        await cancel(following)
+
+
+def picture(run: Run) -> RenderableType:
+    """The run on a terminal."""
+    parts = [_summary(run), Text()]
+    learners = _worth_a_look(run.learners)
+    if learners:
+        parts += [_learners(learners, len(run.learners)), *_metrics(learners), Text()]
+    if any(one.trend for one in learners):
+        parts += [trends(learners, "lately"), Text()]
+    parts.append(_fragments(run.fragments))
+    if run.alerts:
+        parts += [Text(), _alerts(run.alerts)]
+    return Panel(Group(*parts), title=f"[bold]diloco[/] · run {run.run} · {run.state}")
+
+
+def _summary(run: Run) -> RenderableType:
+    tape = human_bytes(run.tape_bytes)
+    if run.tape_limit_bytes:
+        tape += f" of {human_bytes(run.tape_limit_bytes)}"
+    grid = Table.grid(padding=(0, 3))
+    grid.add_row(
+        f"step [bold]{run.global_step:,}[/] of {run.steps:,}",
+        f"{run.versions:,} versions, {run.versions_per_s * 60:.1f} a minute",
+    )
+    grid.add_row(
+        f"{run.tokens_per_s:,.0f} tokens/s trained",
+        f"{run.tokens_merged:,} tokens merged",
+    )
+    grid.add_row(
+        f"up {human_bytes(run.bytes_up_per_s)}/s, tape {tape}",
+        f"{run.updates_merged:,} updates merged, {run.updates_rejected:,} rejected",
+    )
+    return grid
+
+
+def _table(*titles: str) -> Table:
+    table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
+    for title in titles:
+        left = title in ("learner", "state", "owner")
+        table.add_column(title, justify="left" if left else "right", no_wrap=True)
+    return table
+
+
+def _worth_a_look(learners: Sequence[Learner]) -> Sequence[Learner]:
+    """All learners, or of a large fleet those that something may be amiss with."""
+    if len(learners) <= MOST:
+        return learners
+
+    def well(one: Learner) -> tuple[bool, int, float, float]:
+        far = (one.staleness or 0.0, one.loss or 0.0)
+        return one.state == "training", -one.rejected, -far[0], -far[1]
+
+    return tuple(sorted(sorted(learners, key=well)[:MOST], key=lambda one: one.name))
+
+
+def _learners(learners: Sequence[Learner], of: int) -> Table:
+    table = _table(
+        "learner", "state", "heard", "step", "loss", "tokens/s", "data", "stall", "stale", "rej.",
+        "up",
+    )  # fmt: skip
+    for one in learners:
+        table.add_row(
+            one.name,
+            _state(one),
+            "never" if one.heard_s is None else age(one.heard_s),
+            f"{one.local_step:,}",
+            "-" if one.loss is None else f"{one.loss:.3f}",
+            f"{one.tokens_per_s:,.0f}",
+            f"{one.data_fraction:.1%}",
+            f"{one.stall_fraction:.1%}",
+            "-" if one.staleness is None else f"{one.staleness:.1f}",
+            str(one.rejected),
+            human_bytes(one.bytes_up),
+        )
+    if len(learners) < of:
+        table.caption = f"{len(learners)} of {of:,} learners: silent, rejected, stale or far off"
+    return table
+
+
+def _state(one: Learner) -> Text:
+    return Text(one.state, style=STATE_STYLES.get(one.state, "red"))
+
+
+def _metrics(learners: Sequence[Learner]) -> list[Text]:
+    """What losses say beside themselves, a line for each learner whose loss says anything."""
+    return [
+        Text(
+            f"{one.name}: " + ", ".join(f"{key} {value:.4g}" for key, value in one.metrics.items()),
+            style="dim",
+        )
+        for one in learners[:LINES]
+        if one.metrics
+    ]
+
+
+def _fragments(fragments: Sequence[Fragment]) -> Table:
+    shown = fragments
+    if len(fragments) > LINES:
+        oldest = sorted(fragments, key=lambda one: -one.version_s)[:LINES]
+        shown = tuple(sorted(oldest, key=lambda one: one.fragment))
+    table = _table("fragment", "version", "step", "owner", "last", "merged", "round", "waiting")
+    for one in shown:
+        table.add_row(
+            str(one.fragment),
+            f"{one.version:,}",
+            f"{one.global_step:,}",
+            one.owner or Text("nobody", style="dim"),
+            age(one.version_s),
+            f"{one.round_updates} of {one.live_learners}",
+            f"{one.round_s:.2f} s",
+            str(one.waiting),
+        )
+    if len(fragments) > LINES:
+        table.caption = f"{LINES} of {len(fragments)} fragments: the longest without a version"
+    return table
+
+
+def _alerts(alerts: Sequence[Finding]) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    for found in alerts[:MOST]:
+        colour = SEVERITY_STYLES.get(found.severity, "")
+        where = f" [dim]{found.runbook}[/]" if found.runbook else ""
+        grid.add_row(
+            Text(found.severity, style=colour),
+            escape(found.about),
+            f"{escape(found.sentence)}{where}",
+        )
+    if len(alerts) > MOST:
+        grid.add_row("", "", f"... and {len(alerts) - MOST:,} more: --json has all")
+    return grid
+
+
+# Learners
+
+
+def show_learners(target: str, *, json: bool) -> None:
+    """Print what the whole tape says of each learner."""
+    found = asyncio.run(look_at_learners(target))
+    if json:
+        say_json([asdict(one) for one in found])
+        return
+    if not found:
+        say("no learner has joined yet")
+        return
+    console = Console()
+    console.print(_accounts(found))
+    if any(one.trend for one in found):
+        console.print()
+        console.print(trends(found, "over the run"))
+    for one in found:
+        if one.why:
+            say(f"[bold]{one.name}[/] is quarantined: {escape(one.why)}")
+
+
+async def look_at_learners(target: str) -> Sequence[Learner]:
+    """Everybody who has joined a run, by name, from all of its tape and the newest shards."""
+    async with open_run(target, name="status", reads=True) as opened:
+        watch = Watch(opened.context)
+        run = await watch.begin(1)
+        with contextlib.suppress(StoreError):  # Without the store, all but this.
+            cosines = await opened.context.runtime.call(
+                cosines_of, opened.context, watch.observed.rounds
+            )
+            means = {name: fmean(found) for name, found in cosines.items()}
+            return [replace(one, cosine=means.get(one.name)) for one in run.learners]
+        return run.learners
+
+
+def _accounts(learners: Sequence[Learner]) -> Table:
+    """What became of their updates; what has no place in 80 columns is in the JSON."""
+    table = _table(
+        "learner", "state", "heard", "lives", "merged", "rej.", "offences", "tokens", "loss", "norm"
+    )
+    table.add_column("rejected for, or counted less by")
+    for one in learners:
+        most = sorted(one.reasons.items(), key=lambda item: -item[1])[:REASONS]
+        less = sorted(one.less.items(), key=lambda item: -item[1])
+        table.add_row(
+            one.name,
+            _state(one),
+            "never" if one.heard_s is None else age(one.heard_s),
+            f"{one.lives}",
+            f"{one.merged:,}",
+            f"{one.rejected:,}",
+            f"{one.offences:,}",
+            f"{one.tokens:,}",
+            "-" if one.merged_loss is None else f"{one.merged_loss:.4g}",
+            "-" if one.norm is None else f"{one.norm:.2f}",
+            ", ".join(
+                [f"{reason} x {count}" for reason, count in most]
+                + [f"{what} less x {count}" for what, count in less]
+            ),
+        )
+    return table
+
+
+def spark(values: Sequence[float], width: int = WIDTH) -> str:
+    """A curve in so many characters, from its least to its most value."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return ""
+    width = min(width, len(finite))
+    edges = [round(index * len(finite) / width) for index in range(width + 1)]
+    means = [fmean(finite[begin:end]) for begin, end in itertools.pairwise(edges)]
+    low, high = min(means), max(means)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((mean - low) * scale)] for mean in means)
+
+
+def trends(learners: Sequence[Learner], title: str) -> Table:
+    """Each learner's loss and norm from the beginning to now; a round's median norm is 1."""
+    table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
+    table.add_column(title, no_wrap=True)
+    for name in ("loss", "", "norm", ""):
+        table.add_column(name, no_wrap=True, justify="right" if name else "left")
+    known = any(one.cosine is not None for one in learners)
+    if known:
+        table.add_column("cosine to others", no_wrap=True)
+    for one in learners:
+        if one.trend:
+            losses = [point.loss for point in one.trend]
+            norms = [point.norm for point in one.trend]
+            row = [one.name, f"{losses[-1]:.4g}", spark(losses), f"{norms[-1]:.2f}", spark(norms)]
+            cosine = "-" if one.cosine is None else f"{one.cosine:+.2f}"
+            table.add_row(*row, *([cosine] if known else []))
+    return table
+
+
+# What happened, and where
+
+
+def show_history(target: str, *, everything: bool, json: bool) -> None:
+    """Print what was done to a run; with `everything` also learners that join and leave."""
+    events = asyncio.run(look_back(target, everything=everything))
+    if json:
+        say_json([asdict(event) for event in events])
+        return
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for title in ("when", "who", "what"):
+        table.add_column(title, overflow="fold", no_wrap=title == "when")
+    for event in events:
+        table.add_row(_time(event.at_s), escape(event.by), escape(event.what))
+    Console().print(table)
+
+
+async def look_back(target: str, *, everything: bool) -> list[Event]:
+    """What was done to a run, oldest first."""
+    async with open_run(target, name="status", reads=True) as opened:
+        created_at_s = opened.specification.created_at_s
+        return await happened(opened.context, created_at_s, everything=everything)
+
+
+def show_runs(target: str | None, *, json: bool) -> None:
+    """Print the runs of a bus: of a URL, of a run's file, or of the default."""
+    runs = asyncio.run(read_runs(bus_section(target)))
+    if json:
+        say_json([asdict(one) for one in runs])
+        return
+    console = Console()
+    console.print(_runs(runs) if runs else "there are no runs on this bus")
+
+
+def _runs(runs: Sequence[Run]) -> Table:
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for title in ("run", "state", "step", "versions", "tape", "newest version"):
+        right = title in ("step", "versions", "tape")
+        table.add_column(title, justify="right" if right else "left", overflow="fold")
+    for one in runs:
+        newest_s = min((fragment.version_s for fragment in one.fragments), default=one.quiet_s)
+        table.add_row(
+            one.run,
+            one.state if not one.epoch else f"{one.state}, epoch {one.epoch}",
+            f"{one.global_step:,} of {one.steps:,}",
+            f"{one.versions:,}",
+            human_bytes(one.tape_bytes),
+            _time(one.as_of_s - newest_s).rpartition(":")[0],
+        )
+    return table
+
+
+def _time(at_s: float) -> str:
+    return datetime.fromtimestamp(at_s).astimezone().strftime("%Y-%m-%d %H:%M:%S")

@@ -1,1 +1,0 @@
-"""A file, tried before anything depends on it: `diloco check`."""

@@ -1,0 +1,111 @@
+"""What runs on a machine of Google Cloud beside its release, and before it is there.
+
+Answers to health checks, logs that leave the machine, and on one machine of a run the keeper of its
+groups. Units of this program, on the system's own Python: infra/terraform/startup.py.tftpl.
+"""
+
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+PROGRAM = "/usr/local/lib/diloco"
+# Where Google's health checks ask whether the machine lives, as infra/terraform has it. Its daemon
+# is not asked: it may compile, wait, have failed or ended, and a new machine helps none of that.
+LIVEZ_PORT = 9463
+LIVEZ = "diloco-livez.service"
+LOGS = "diloco-logs.service"
+KEEPER = "diloco-keeper.service"
+_UNIT = f"""[Unit]
+Description={{what}}
+
+[Service]
+WorkingDirectory={PROGRAM}
+ExecStart=/usr/bin/python3 -m diloco.infra.{{module}}
+Restart=always
+RestartSec=5
+OOMScoreAdjust=-500
+{{more}}
+DynamicUser=yes
+NoNewPrivileges=yes
+CapabilityBoundingSet=
+ProtectSystem=strict
+ProtectHome=yes
+ProtectKernelTunables=yes
+ProtectKernelModules=yes
+ProtectKernelLogs=yes
+ProtectControlGroups=yes
+ProtectClock=yes
+ProtectHostname=yes
+ProtectProc=invisible
+ProcSubset=pid
+PrivateTmp=yes
+PrivateDevices=yes
+PrivateUsers=yes
+RestrictNamespaces=yes
+RestrictRealtime=yes
+LockPersonality=yes
+MemoryDenyWriteExecute=yes
+MemoryMax=256M
+SystemCallArchitectures=native
+SystemCallFilter=@system-service
+SystemCallFilter=~@privileged @resources
+SystemCallErrorNumber=EPERM
+RestrictAddressFamilies={{families}}
+
+[Install]
+WantedBy=multi-user.target
+"""
+UNITS = {
+    LIVEZ: _UNIT.format(
+        what="Answers health checks of this machine",
+        module="cloud_units",
+        more="",
+        families="AF_INET AF_INET6",
+    ),
+    LOGS: _UNIT.format(
+        what="Logs of this machine to Cloud Logging",
+        module="logs",
+        more="SupplementaryGroups=systemd-journal\nStateDirectory=diloco-logs\n",
+        families="AF_INET AF_INET6 AF_UNIX",
+    ),
+    KEEPER: _UNIT.format(
+        what="Keeper of the groups of learners of a diloco run",
+        module="keeper",
+        more="StateDirectory=diloco-keeper\n",
+        families="AF_INET AF_INET6",
+    ),
+}
+# A group to whom the chips of TPUs belong, so that a learner's made-up user may open them: by
+# itself the kernel gives /dev/vfio/0 and the like to root alone.
+_GROUP = "diloco-accelerators"
+ACCELERATORS = {
+    "etc/sysusers.d/diloco-accelerators.conf": f"g {_GROUP} -\n",
+    "etc/udev/rules.d/90-diloco.rules": (
+        f'SUBSYSTEM=="vfio", GROUP="{_GROUP}", MODE="0660"\n'
+        f'SUBSYSTEM=="accel", GROUP="{_GROUP}", MODE="0660"\n'
+    ),
+    "etc/systemd/system/diloco-learner@.service.d/30-accelerators.conf": (
+        f"[Service]\nSupplementaryGroups={_GROUP}\n"
+    ),
+}
+
+
+class _Livez(BaseHTTPRequestHandler):
+    timeout = 10.0
+
+    def do_GET(self) -> None:
+        lives = self.path.partition("?")[0] == "/livez"
+        self.send_response(HTTPStatus.OK if lives else HTTPStatus.NOT_FOUND)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Health checks are no events."""
+
+
+def livez_server(address: str = "", port: int = LIVEZ_PORT) -> ThreadingHTTPServer:
+    """What answers health checks: that it can is the answer."""
+    return ThreadingHTTPServer((address, port), _Livez)
+
+
+if __name__ == "__main__":
+    livez_server().serve_forever()

@@ -1,0 +1,54 @@
+"""`diloco host provision`."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from diloco.common.process import log
+from diloco.common.protocol.errors import Exit
+from diloco.run.cli.command import command, group
+from diloco.run.cli.help import host
+from diloco.run.cli.screen import say_plainly
+
+if TYPE_CHECKING:
+    from diloco.infra.provision.plan import Checked
+
+app = group()
+
+
+@command(host, "provision")
+def host_provision(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="the fleet's TOML file: docs/provision.md")
+    ],
+    out: Annotated[
+        Path,
+        typer.Option("--out", help="the file of variables to write", metavar="PATH"),
+    ] = Path("infra/terraform/terraform.tfvars.json"),
+) -> int:
+    """Check a fleet's file as `diloco check` does, and write the variables that Terraform reads."""
+    log.configure("error")
+    checked = say_findings(file)
+    if checked.refused:
+        return Exit.FAILED
+    out.write_text(json.dumps(checked.variables, indent=2, sort_keys=True) + "\n")
+    say_plainly(f"wrote {out}; next: cd {out.parent} && terraform plan -out plan")
+    return 0
+
+
+def say_findings(file: Path) -> "Checked":
+    """Say everything that is wrong with a fleet's file.
+
+    Raises:
+        ConfigError: it is not one.
+    """
+    from diloco.infra.provision.plan import check
+
+    checked = check(file)
+    for finding in checked.findings:
+        say_plainly(f"{'refused' if finding.refused else 'warning'}: {finding.sentence}")
+    if checked.refused:
+        say_plainly(f"{len(checked.refused)} refused: nothing was written")
+    return checked

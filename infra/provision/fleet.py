@@ -1,0 +1,216 @@
+"""The file of a fleet: typed, each part checked by itself when it is read."""
+
+import ipaddress
+import re
+import tomllib
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from diloco.common.process.config import explain
+from diloco.common.protocol.errors import ConfigError
+from diloco.infra.provision.known import Kind
+
+# `[a-z0-9]` at the end too: names become parts of host names and of accounts.
+NAME = r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$"
+ZONE = re.compile(r"([a-z]+-[a-z]+[0-9]+)-[a-z]")
+PRIVATE = [ipaddress.IPv4Network(one) for one in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16")]
+MULTI_REGIONS = ("US", "EU", "ASIA")
+_HINT = "docs/provision.md describes every key"
+
+
+def region_of(zone: str) -> str:
+    """The region of a zone."""
+    found = ZONE.fullmatch(zone)
+    return found[1] if found else ""
+
+
+def _zone(zone: str) -> str:
+    if not region_of(zone):
+        raise ValueError("is not a zone, such as us-central1-a")
+    return zone
+
+
+def _private(text: str) -> str:
+    try:
+        found = ipaddress.ip_network(text)
+    except ValueError as error:
+        raise ValueError(f"is not an address range, such as 10.64.0.0/20: {error}") from error
+    if isinstance(found, ipaddress.IPv6Network) or not any(map(found.subnet_of, PRIVATE)):
+        raise ValueError("is not a private range, such as 10.64.0.0/20")
+    return text
+
+
+def _subnet(text: str) -> str:
+    if ipaddress.ip_network(_private(text)).prefixlen > 27:
+        raise ValueError("has fewer than 32 addresses")
+    return text
+
+
+def _text(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("has characters that cannot be printed")
+    return text
+
+
+Zone = Annotated[str, AfterValidator(_zone)]
+Private = Annotated[str, AfterValidator(_private)]
+Subnet = Annotated[str, AfterValidator(_subnet)]
+Name = Annotated[str, Field(pattern=NAME)]
+Region = Annotated[str, Field(pattern=r"^[a-z]+-[a-z]+[0-9]+$")]
+Machine = Annotated[str, Field(pattern=r"^[a-z][a-z0-9]+(-[a-z0-9]+){1,3}$")]
+Image = Annotated[str, Field(pattern=r"^projects/[^/ ]+/global/images/(family/)?[^/ ]+$")]
+Disk = Annotated[int, Field(ge=20, le=65536)]
+FilePath = Annotated[str, Field(min_length=1), AfterValidator(_text)]
+
+
+class Finding(NamedTuple):
+    """What is wrong with a fleet, in a sentence; `refused` where it must be mended first."""
+
+    sentence: str
+    refused: bool = True
+
+
+class Part(BaseModel):
+    """A part of the file: no other keys, and no values of other types."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Nats(Part):
+    """The three servers."""
+
+    zones: list[Zone]
+    machine_type: Machine = "e2-standard-2"
+    disk_gib: Disk = 50
+    snapshot_days: Annotated[int, Field(ge=1, le=365)] = 7
+
+    @model_validator(mode="after")
+    def _three(self) -> "Nats":
+        if len(self.zones) != 3 or len(set(self.zones)) != 3:
+            raise ValueError(
+                "zones must be three different ones: a run must survive the loss of one"
+            )
+        return self
+
+
+class Aggregator(Part):
+    """One aggregator; `machine_type` follows from the model's size where it is not given."""
+
+    zone: Zone
+    machine_type: Machine | None = None
+    disk_gib: Disk = 50
+
+
+class Learner(Part):
+    """One learner."""
+
+    zone: Zone
+    kind: Kind
+    chips: int | None = None
+    topology: Annotated[str, Field(pattern=r"^[0-9]+(x[0-9]+){1,2}$")] | None = None
+    machine_type: Machine | None = None
+    spot: bool = False
+    reservation: Annotated[str, Field(pattern=r"^[a-z]([a-z0-9-]*[a-z0-9])?$")] | None = None
+    image: Image | None = None
+    disk_gib: Disk = 100
+    warm_start: bool = False
+    paused: bool = False
+    site: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$")] | None = None
+
+    @model_validator(mode="after")
+    def _size(self) -> "Learner":
+        if self.kind == "cpu" and (
+            self.machine_type is None or self.chips is not None or self.topology is not None
+        ):
+            raise ValueError("kind 'cpu' takes machine_type, and neither chips nor topology")
+        if self.kind != "cpu" and self.machine_type is not None:
+            raise ValueError(f"kind {self.kind!r} takes chips or topology, and no machine_type")
+        if self.kind != "cpu" and (self.chips is None) == (self.topology is None):
+            raise ValueError(f"kind {self.kind!r} takes either chips or topology")
+        if self.spot and self.reservation is not None:
+            raise ValueError("is either spot or of a reservation, not both")
+        return self
+
+
+class Backstops(Part):
+    """Ages in days at which the bucket itself deletes."""
+
+    updates: Annotated[int, Field(ge=7)] = 30
+    checkpoints: Annotated[int, Field(ge=7)] = 90
+
+
+class Images(Part):
+    """Other images than the default, by kind."""
+
+    v5p: Image | None = None
+    v6e: Image | None = None
+    tpu7x: Image | None = None
+    cpu: Image | None = None
+
+
+class ReleaseFiles(Part):
+    """What machines run, by kind."""
+
+    cpu: FilePath
+    tpu: FilePath | None = None
+
+
+class Fleet(Part):
+    """The file.
+
+    Attributes:
+        parameters: of the model, which sizes the aggregators' machines.
+        allow_unlisted: what the dated table contradicts is a warning: Google has changed since.
+    """
+
+    project: Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{4,28}[a-z0-9]$")]
+    run_toml: FilePath
+    auth_folder: FilePath
+    releases: ReleaseFiles
+    parameters: Annotated[int, Field(ge=1)]
+    subnets: Annotated[dict[Region, Subnet], Field(min_length=1)]
+    nats: Nats
+    aggregators: Annotated[dict[Name, Aggregator], Field(min_length=1)]
+    learners: dict[Name, Learner] = {}
+    bucket_location: Region | Literal["US", "EU", "ASIA"] | None = None
+    bucket_backstop_days: Backstops = Backstops()
+    images: Images = Images()
+    hourly_checkpoints: bool = False
+    paused: bool = False
+    keeper: bool = True
+    operators: list[
+        Annotated[str, Field(pattern=r"^(user|group|serviceAccount):[^ @]+@[^ @]+\.[^ @]+$")]
+    ] = []
+    metrics_port: Annotated[int, Field(ge=1024, le=65535)] = 9464
+    monitoring_ranges: list[Private] = []
+    labels: dict[
+        Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,62}$")],
+        Annotated[str, Field(pattern=r"^[a-z0-9_-]{0,63}$")],
+    ] = {}
+    allow_unlisted: bool = False
+
+    def bucket(self) -> str:
+        """Where the objects are: beside the first aggregator, where nothing else is said."""
+        return self.bucket_location or region_of(self.aggregators[min(self.aggregators)].zone)
+
+
+def read_fleet(path: Path) -> Fleet:
+    """The file of a fleet.
+
+    Raises:
+        ConfigError: it cannot be read, or a key is missing, unknown or out of range.
+    """
+    try:
+        document = tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {str(path)!r}: {error}", hint=_HINT) from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}", hint=_HINT) from error
+    if "bundles" in document:
+        raise ConfigError(f"{path}: 'bundles' is called 'releases' now", hint=_HINT)
+    try:
+        return Fleet.model_validate(document)
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {explain(error)}", hint=_HINT) from error

@@ -1,0 +1,144 @@
+"""A fleet's file, everything that is wrong with it, and the variables that Terraform is given.
+
+Here too: which machine an aggregator needs, and whether meshes fit slices.
+"""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from diloco.common.process.config import Config, MeshSection, RunSettings
+from diloco.common.protocol.errors import ConfigError
+from diloco.infra.provision.files import check_auth, check_names, check_releases, read_run
+from diloco.infra.provision.fleet import Finding, Fleet, Learner, read_fleet
+from diloco.infra.provision.known import Known, known
+from diloco.infra.provision.places import check_places
+from diloco.plan.traffic import equal_fragments, sizes
+
+_FILES = ("run_toml", "auth_folder")
+# A chip of these is one device to JAX. Of others it is not known here.
+_ONE_DEVICE = frozenset({"v5p", "v6e"})
+# Beside the arrays that `diloco plan` counts: the system, the interpreter, and room to breathe.
+REST_BYTES = 4 * 10**9
+
+
+class Checked(NamedTuple):
+    """A fleet, and what was found.
+
+    Attributes:
+        variables: what Terraform is given; None where something is refused.
+    """
+
+    findings: list[Finding]
+    variables: dict[str, Any] | None
+
+    @property
+    def refused(self) -> list[Finding]:
+        """What must be mended first."""
+        return [one for one in self.findings if one.refused]
+
+
+def check(path: Path) -> Checked:
+    """Read the file of a fleet and all that it names.
+
+    Raises:
+        ConfigError: the file itself is not one of a fleet.
+    """
+    fleet = read_fleet(path)
+    table = known()
+    files = {key: (path.parent / getattr(fleet, key)).absolute() for key in _FILES}
+    releases = {
+        kind: (path.parent / file).absolute() for kind, file in fleet.releases if file is not None
+    }
+    findings = [*check_places(fleet, table), *check_releases(fleet, releases)]
+    try:
+        config = read_run(files["run_toml"])
+    except ConfigError as error:
+        return Checked([*findings, Finding(f"run_toml: {error.message}")], None)
+    run = config.run.name
+    needed = memory_needed(fleet, config.settings())
+    findings += check_names(fleet, run)
+    findings += check_memory(fleet, table, needed)
+    findings += check_meshes(fleet, config)
+    findings += check_auth(fleet, files["auth_folder"], run)
+    checked = Checked(findings, None)
+    if checked.refused:
+        return checked
+    given: dict[str, Any] = {key: str(file) for key, file in files.items()} | {"run": run}
+    given["releases"] = {kind: str(file) for kind, file in releases.items()}
+    return checked._replace(variables=_variables(fleet, given, machines(fleet, table, needed)))
+
+
+def _variables(fleet: Fleet, given: dict[str, Any], found: dict[str, str | None]) -> dict[str, Any]:
+    """As infra/terraform/variables.tf wants them."""
+    document = fleet.model_dump(exclude={"parameters", "allow_unlisted"}, exclude_none=True)
+    for name, machine in found.items():
+        document["aggregators"][name]["machine_type"] = machine
+    return document | given | {"bucket_location": fleet.bucket()}
+
+
+def memory_needed(fleet: Fleet, settings: RunSettings) -> int:
+    """Of one aggregator: each must be able to own every fragment when the others are lost."""
+    return sizes(settings, equal_fragments(settings, fleet.parameters)).resident_bytes + REST_BYTES
+
+
+def machines(fleet: Fleet, known: Known, needed_bytes: int) -> dict[str, str | None]:
+    """Each aggregator's machine: the one that is named, else the smallest that holds the run."""
+    found = known.machine_with(needed_bytes)
+    return {name: one.machine_type or found for name, one in fleet.aggregators.items()}
+
+
+def check_memory(fleet: Fleet, known: Known, needed_bytes: int) -> Iterator[Finding]:
+    """Whether the model fits into each aggregator."""
+    needed = f"{needed_bytes / 1e9:.0f} GB for {fleet.parameters / 1e9:g} billion parameters"
+    fitting = known.machine_with(needed_bytes)
+    hint = f"the smallest known here is {fitting}" if fitting else "none known here has as much"
+    for name, machine in machines(fleet, known, needed_bytes).items():
+        if machine is None:
+            yield Finding(f"aggregators.{name}: needs {needed}; {hint}: name a machine_type")
+        elif (has := known.memory_bytes(machine)) is None:
+            yield Finding(
+                f"aggregators.{name}: the memory of {machine} is not known here; it must have "
+                f"{needed}",
+                refused=False,
+            )
+        elif has < needed_bytes:
+            yield Finding(
+                f"aggregators.{name}: {machine} has {has / 1e9:.0f} GB of memory, and needs "
+                f"{needed}; {hint}"
+            )
+
+
+def check_meshes(fleet: Fleet, config: Config) -> Iterator[Finding]:
+    """Meshes that do not fit their slices, and islands of nobody."""
+    for name, learner in fleet.learners.items():
+        chips = chips_of(learner)
+        if learner.kind not in _ONE_DEVICE or not chips:
+            continue
+        mesh = config.learner.island(name).mesh or config.learner.mesh
+        if not _fits(mesh, chips):
+            words = f"data={mesh.data}, fsdp={mesh.fsdp}, tensor={mesh.tensor}"
+            yield Finding(
+                f"learners.{name}: the mesh of the run's file ({words}) does not fit its {chips} "
+                "chips: sizes must multiply to them, and 0 takes what the others leave; give it "
+                f"one of its own under [learner.islands.{name}]"
+            )
+    for name in sorted(config.learner.islands.keys() - fleet.learners.keys()):
+        yield Finding(
+            f"the run's file has [learner.islands.{name}], and the fleet no such learner",
+            refused=False,
+        )
+
+
+def chips_of(learner: Learner) -> int:
+    """Of all its hosts; 0 of a machine without."""
+    if learner.topology is None:
+        return learner.chips or 0
+    return math.prod(int(side) for side in learner.topology.split("x"))
+
+
+def _fits(mesh: MeshSection, devices: int) -> bool:
+    sizes = (mesh.data, mesh.fsdp, mesh.tensor)
+    given = math.prod(size for size in sizes if size)
+    return devices % given == 0 if 0 in sizes else devices == given

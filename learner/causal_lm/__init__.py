@@ -1,5 +1,0 @@
-"""Decoders that people have, from their checkpoints and back: Llama 3, Qwen 3 and Gemma 3."""
-
-from diloco.learner.causal_lm.task import build
-
-__all__ = ["build"]

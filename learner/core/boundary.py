@@ -1,0 +1,84 @@
+"""What passes between the training loop and what runs beside it, at each step boundary.
+
+In come a `Boundary` (what to do now) and the payloads of versions; out go what the learner has to
+say. Plain data: whoever makes it and whoever carries it out need not know each other.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, Protocol
+
+from diloco.learner.core import sync
+
+Then = Literal["step", "hold", "end"]
+
+
+class Boundary(NamedTuple):
+    """What to do at one step boundary.
+
+    Attributes:
+        effects: in order.
+        then: what comes before the next boundary: a "step", nothing ("hold"), or no boundary
+            follows ("end").
+        global_step: the run's clock for that step.
+        state: as the heartbeat says it.
+        checkpoint: make one here.
+    """
+
+    effects: tuple[sync.Effect, ...]
+    then: Then
+    global_step: int
+    state: str = "training"
+    checkpoint: bool = False
+
+
+# --- In
+
+
+class Decoded(NamedTuple):
+    """What a record brings, on the devices; `release` is called when it is adopted."""
+
+    tensors: Any
+    release: Callable[[], object] = lambda: None
+
+
+NOTHING = Decoded(None)
+
+
+class Arrived(NamedTuple):
+    """An event for the core, and what it carries."""
+
+    event: sync.Event
+    payload: Decoded = NOTHING
+
+
+class Post(Protocol):
+    """Hands an event to the training loop, with what it carries."""
+
+    def __call__(self, event: sync.Event, payload: Decoded = NOTHING) -> None:
+        """May be called from the background thread."""
+
+
+# --- Out
+
+
+class Outgoing(NamedTuple):
+    """One update, as the training loop hands it over; `codes` may still be computing."""
+
+    send: sync.Send
+    codes: Any
+    position: int
+    local_step: int
+    loss: float
+    step_time_s: float
+    dispatched_at_s: float
+
+
+class Done(NamedTuple):
+    """Nothing more of these fragments comes; the data position is said."""
+
+    position: int
+    fragments: tuple[int, ...]
+
+
+# Takes what a learner has to say; nothing in it waits.
+Outbox = Callable[[Outgoing | sync.Republish | Done], None]

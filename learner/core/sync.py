@@ -1,0 +1,577 @@
+"""The learner's core: which fragment is due, what is in flight, what to adopt at a step boundary.
+
+Rules of this file:
+- `step(rules, state, event) -> (state, effects)` is the whole interface; no IO, clock, randomness,
+  threads or logging, and no arrays: effects name what the training loop does to its tensors.
+- One update of a fragment is in flight at most. It is resolved by the first record whose mark of
+  this incarnation reaches its seq, merged or rejected; until then nothing more of that fragment
+  is sent, and steps taken meanwhile wait for the next update.
+- Only `Stepped` gives `Adopt` and `Send`: tensors change at step boundaries alone.
+
+Invariants that the rules below keep, by the names that comments use:
+- *sent once*: each step's work enters exactly one update, or is let go by an overwrite, a
+  blend or a rollback. Per fragment, tokens done = sent + unsent at every boundary.
+- *exact base*: an update is taken against the view that its manifest names, bit for bit.
+- *answered*: what is in flight ends in a record, or in the end of the run: it is announced until
+  then, and nothing forgets it.
+- *never waits*: no event makes a step wait for a peer, the aggregator, NATS or the store, but in
+  lockstep mode.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from diloco.common.process.config import SyncSection
+from diloco.common.protocol.layout import Layout, Rhythm, next_step, offset_steps
+
+
+# The rules are an argument of every call and no part of the state: the run's settings may change
+# at any message, and what the state says must not depend on which were in force before.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SyncRules:
+    """What the core must know of the run."""
+
+    interval_steps: int
+    warmup_steps: int
+    warmup_interval_steps: int
+    min_steps: int
+    reannounce_timeout_s: float
+    lockstep: bool
+    overwrite: bool
+    blend: float
+    averaged: tuple[int, ...] = ()
+    paused: bool = False
+
+    def overwrites(self, fragment: int) -> bool:
+        """Whether a version of the fragment takes the place of what the learner has."""
+        return self.overwrite or fragment in self.averaged
+
+    def blends(self, fragment: int) -> bool:
+        """Whether a version with the learner's update keeps only a share of the steps since."""
+        return self.blend < 1 and fragment not in self.averaged
+
+
+def sync_rules(
+    sync: SyncSection, layout: Layout | None = None, *, paused: bool = False
+) -> SyncRules:
+    """The rules of a run's learners; without a layout, of one that holds no averaged state."""
+    fragments = layout.fragments if layout is not None else ()
+    return SyncRules(
+        interval_steps=sync.interval_steps,
+        warmup_steps=sync.warmup_steps,
+        warmup_interval_steps=sync.warmup_interval_steps,
+        min_steps=sync.min_steps,
+        reannounce_timeout_s=sync.reannounce_timeout_s,
+        lockstep=sync.mode == "lockstep",
+        overwrite=sync.adopt == "overwrite",
+        blend=sync.blend if sync.adopt == "blend" else 1.0,
+        averaged=tuple(fragment.index for fragment in fragments if fragment.averaged),
+        paused=paused,
+    )
+
+
+# An update is in flight from the boundary at which it is encoded, not from its announcement: its
+# codes are q in V - q - theta from then on, and the next update must not cover them again (sent
+# once). Whether it is announced only decides whether it can be announced again.
+class InFlight(NamedTuple):
+    """An update of `steps` on its way; `announced_at_s` is 0 until its manifest is on the tape.
+
+    `void`: a rollback came meanwhile; it will be rejected, and its codes are forgotten.
+    """
+
+    seq: int
+    steps: int
+    announced_at_s: float = 0.0
+    attempt: int = 0
+    void: bool = False
+
+
+# A record enters the core only once what it brings lies on the devices: so `Adopt` is a small step
+# at the boundary that has it, whatever the network does (never waits).
+class Ready(NamedTuple):
+    """A record that has arrived and whose delta, if it has one, is decoded.
+
+    `resolved_seq`: this incarnation's mark in the record; `rolled_back`: a rollback lies between
+    the version adopted before and this one; `merged_seq`: of this incarnation's newest update that
+    is known to be in this version, 0 for none.
+    """
+
+    fragment: int
+    record_seq: int
+    version: int
+    view_digest: str
+    global_step: int
+    resolved_seq: int
+    rolled_back: bool = False
+    merged_seq: int = 0
+
+
+class Work(NamedTuple):
+    """Inner steps, and the tokens they were taken over."""
+
+    steps: int = 0
+    tokens: int = 0
+
+
+NO_WORK = Work()
+
+
+# `sent` is a sum over this life, compared with `State.done`, and no count that is set back to zero:
+# work that is done while an update is being encoded, or while settings change, cannot fall between
+# two counters (sent once).
+class FragmentState(NamedTuple):
+    """One fragment: what is adopted, what is sent, what is in flight.
+
+    `sent` counts the work of this life that is sent, or let go by an overwrite, a blend or a
+    rollback. `due_steps`: unsent steps at which it is due; `open_version`: of the round last
+    announced.
+    """
+
+    version: int
+    view_digest: str
+    record_seq: int
+    due_steps: int
+    sent: Work = NO_WORK
+    next_seq: int = 1
+    in_flight: InFlight | None = None
+    open_version: int = 0
+    final: bool = False
+    ready: tuple[Ready, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class State:
+    """The core's state.
+
+    `done` is the work of this life; `clock_step` is the newest global step heard of, `since_clock`
+    the own steps since then. `stopping`: the run is at its end; `ended`: it is over, no record
+    follows; `leaving`: this learner was asked to.
+    """
+
+    fragments: tuple[FragmentState, ...]
+    done: Work = NO_WORK
+    clock_step: int = 0
+    since_clock: int = 0
+    stopping: bool = False
+    ended: bool = False
+    leaving: bool = False
+
+
+# Events
+
+
+# The one event that is a boundary. It is given after the step whose work it counts, so that an
+# update which is sent at it covers that step.
+class Stepped(NamedTuple):
+    """An inner step was taken over `tokens` tokens; 0 steps at the flush after the end."""
+
+    now_s: float
+    tokens: int
+    steps: int = 1
+
+
+class RoundOpened(NamedTuple):
+    """The aggregator has opened a round that makes `version`."""
+
+    fragment: int
+    version: int
+
+
+class Published(NamedTuple):
+    """The manifest of an update is on the tape."""
+
+    now_s: float
+    fragment: int
+    seq: int
+
+
+class Changed(NamedTuple):
+    """The run's settings have changed; the rules that follow from them are given from now on."""
+
+    rules: SyncRules
+
+
+class Stop(NamedTuple):
+    """The run's stop message arrived."""
+
+
+class End(NamedTuple):
+    """The run's end message arrived: nothing that is still in flight will be answered."""
+
+
+class Leave(NamedTuple):
+    """This learner was asked to end."""
+
+
+Event = Stepped | Ready | RoundOpened | Published | Changed | Stop | End | Leave
+
+
+# Effects
+
+
+class Adopt(NamedTuple):
+    """Apply a record's delta to view and parameters; drop what was in flight if `resolved`.
+
+    After a rollback (`ready.rolled_back`) the parameters become the view, and codes in flight are
+    forgotten. `blended`: of what was trained since the update that is resolved, only a share stays.
+    """
+
+    ready: Ready
+    resolved: bool
+    blended: bool = False
+
+
+class Send(NamedTuple):
+    """Encode the fragment's unsent work, keep its codes as in flight, upload, publish."""
+
+    fragment: int
+    seq: int
+    base_version: int
+    base_digest: str
+    steps: int
+    tokens: int
+    final: bool
+
+
+class Republish(NamedTuple):
+    """Announce again: no record has resolved the update for long."""
+
+    fragment: int
+    seq: int
+    attempt: int
+
+
+# Without it, a round that is the last would wait its whole deadline for a learner that has nothing.
+class Finished(NamedTuple):
+    """Tell the aggregator that nothing more of these fragments comes."""
+
+    fragments: tuple[int, ...]
+
+
+Effect = Adopt | Send | Republish | Finished
+Result = tuple[State, tuple[Effect, ...]]
+
+
+class Start(NamedTuple):
+    """The version of a fragment with which a learner begins."""
+
+    version: int
+    view_digest: str
+    record_seq: int
+    global_step: int
+
+
+def begin(rules: SyncRules, starts: tuple[Start, ...]) -> State:
+    """The state of a learner that has just loaded these versions."""
+    count = len(starts)
+    # Fragments stand at different steps of the run. The newest is where the others are too: only
+    # their records are older.
+    clock_step = max(start.global_step for start in starts)
+    warm = clock_step < rules.warmup_steps
+    interval_steps = rules.warmup_interval_steps if warm else rules.interval_steps
+    fragments = tuple(
+        FragmentState(
+            version=start.version,
+            view_digest=start.view_digest,
+            record_seq=start.record_seq,
+            # Its own offset, and not a whole interval: fragments stay spread over H, so that the
+            # link carries one after the other, also when all learners begin at once.
+            due_steps=offset_steps(index, count, interval_steps),
+        )
+        for index, start in enumerate(starts)
+    )
+    return State(fragments=fragments, clock_step=clock_step)
+
+
+def step(rules: SyncRules, state: State, event: Event) -> Result:
+    """The state after `event`, and what the training loop must do, in order."""
+    return _HANDLERS[type(event)](rules, state, event)
+
+
+def clock(rules: SyncRules, state: State) -> int:
+    """The run's global step as far as this learner can tell: what schedules follow.
+
+    Between records it goes on with the learner's own steps, for at most H of them: while the
+    aggregator is away the run's clock stands.
+    """
+    return state.clock_step + min(state.since_clock, rules.interval_steps)
+
+
+def must_wait(rules: SyncRules, state: State) -> bool:
+    """Whether a learner in lockstep waits for a version before its next step."""
+    # After the end no record comes that could resolve anything: waiting would never end.
+    if not rules.lockstep or state.ended:
+        return False
+    # It waits for every fragment, and not only for the one that is due next: then all learners
+    # take each step from the same parameters, which makes the run equal synchronous training.
+    return any(fragment.in_flight is not None for fragment in state.fragments)
+
+
+def flushed(state: State) -> bool:
+    """Whether all that was trained is on the tape, after `Stop` or `Leave`; after `End` it is over.
+
+    What is unsent of a fragment whose update is in flight is sent once a record resolves that one.
+    """
+    # On the tape is enough: the aggregator's last rounds resolve it, whoever is there to see. But
+    # a final update that is not announced would be lost work (sent once).
+    return state.ended or all(
+        fragment.final and (fragment.in_flight is None or fragment.in_flight.announced_at_s > 0)
+        for fragment in state.fragments
+    )
+
+
+def unsent_of(state: State, fragment: FragmentState) -> Work:
+    """The work that no update of a fragment covers yet."""
+    done, sent = state.done, fragment.sent
+    return Work(done.steps - sent.steps, done.tokens - sent.tokens)
+
+
+def unsent(state: State) -> dict[int, int]:
+    """Steps that no manifest on the tape covers, by fragment that has any."""
+    found = {}
+    for index, fragment in enumerate(state.fragments):
+        flying = fragment.in_flight
+        steps = unsent_of(state, fragment).steps
+        # Counted as sent at its boundary, but nobody can merge what is not announced.
+        if flying is not None and not flying.announced_at_s:
+            steps += flying.steps
+        if steps:
+            found[index] = steps
+    return found
+
+
+def _on_stepped(rules: SyncRules, state: State, event: Stepped) -> Result:
+    done = Work(state.done.steps + event.steps, state.done.tokens + event.tokens)
+    # First the work, then what follows of it: what is sent below covers the step just taken.
+    state = replace(state, done=done, since_clock=state.since_clock + event.steps)
+    effects: list[Effect] = []
+    fragments = []
+    for index, fragment in enumerate(state.fragments):
+        # Adopt before send: the update is then against the newest view, so least stale; and an
+        # update that a record has just resolved makes room for the next at this same boundary.
+        adopted = _adopt(rules, state, index, fragment, effects)
+        fragments.append(_send(rules, state, index, adopted, event.now_s, effects))
+    # Became final without an update: there was nothing unsent. One that did send says it by its
+    # `final`, and a second word could overtake it on the tape.
+    finished = tuple(
+        index
+        for index, (before, after) in enumerate(zip(state.fragments, fragments, strict=True))
+        if after.final and not before.final and after.next_seq == before.next_seq
+    )
+    if finished:
+        effects.append(Finished(finished))
+    return replace(state, fragments=tuple(fragments)), tuple(effects)
+
+
+def _adopt(
+    rules: SyncRules, state: State, index: int, fragment: FragmentState, effects: list[Effect]
+) -> FragmentState:
+    """Take every record that is ready, in order.
+
+    Where views overwrite parameters, the steps not sent by then are lost and no longer counted
+    (paper §3: counters of p reset).
+    """
+    for ready in fragment.ready:
+        flying = fragment.in_flight
+        # The mark is the highest seq that records have resolved of this incarnation: a later
+        # record says it again, so that a learner which jumped over the answer has it all the same
+        # (answered). An earlier life's mark says nothing of this one's seqs.
+        resolved = flying is not None and flying.seq <= ready.resolved_seq
+        # A rollback sets theta to the view: q is gone from theta with everything else, and to add
+        # it when its rejection comes would bring work back that the operator has undone.
+        void = ready.rolled_back or (flying is not None and flying.void)
+        # Only where the view has the update: a rejected one's work is lost already.
+        blended = (
+            rules.blends(index)
+            and flying is not None
+            and resolved
+            and not void
+            and flying.seq == ready.merged_seq
+        )
+        effects.append(Adopt(ready, resolved and not void, blended))
+        if blended:
+            fragment = _with_share(rules, state, fragment)
+        # What is let go counts as sent, or the next manifest would claim tokens whose work is in
+        # no tensor any more.
+        if ready.rolled_back or (rules.overwrites(index) and ready.version > fragment.version):
+            fragment = fragment._replace(sent=state.done)
+        # In flight all the same, though void: the aggregator will answer it, and until then its
+        # seq must not be followed by another (answered).
+        if flying is not None:
+            flying = None if resolved else flying._replace(void=void)
+        fragment = fragment._replace(
+            version=ready.version,
+            view_digest=ready.view_digest,
+            record_seq=ready.record_seq,
+            in_flight=flying,
+        )
+    return fragment._replace(ready=()) if fragment.ready else fragment
+
+
+def _with_share(rules: SyncRules, state: State, fragment: FragmentState) -> FragmentState:
+    """A share of the unsent work is let go: no manifest claims it, and nothing waits for it.
+
+    In whole steps, rounded up, so that a manifest claims no more than its tensors hold; but one
+    step stays, or there would be nothing to send when it is due.
+    """
+    work = unsent_of(state, fragment)
+    if not work.steps:
+        return fragment
+    steps = min(math.ceil((1 - rules.blend) * work.steps), work.steps - 1)
+    tokens = work.tokens * steps // work.steps
+    return fragment._replace(
+        sent=Work(fragment.sent.steps + steps, fragment.sent.tokens + tokens),
+        due_steps=fragment.due_steps - steps,
+    )
+
+
+def _send(
+    rules: SyncRules,
+    state: State,
+    index: int,
+    fragment: FragmentState,
+    now_s: float,
+    effects: list[Effect],
+) -> FragmentState:
+    """Start an update if the fragment is due; announce one again that nobody resolves."""
+    flying = fragment.in_flight
+    if flying is not None:
+        # From the last announcement, not from the boundary: an upload that takes minutes is not
+        # announced twice for it. What is not announced at all is still being retried elsewhere.
+        waited_s = now_s - flying.announced_at_s
+        if not flying.announced_at_s or waited_s < rules.reannounce_timeout_s:
+            return fragment
+        # A new attempt number: the server drops what has the message id of an earlier one. The
+        # update is the same, so that whoever has both takes one of them (sent once).
+        again = flying._replace(announced_at_s=now_s, attempt=flying.attempt + 1)
+        effects.append(Republish(index, flying.seq, again.attempt))
+        return fragment._replace(in_flight=again)
+    ending = state.stopping or state.leaving
+    # Nothing may follow a `final`: the aggregator counts this learner out of the fragment's rounds.
+    if fragment.final:
+        return fragment
+    work = unsent_of(state, fragment)
+    # An update of no steps would weigh nothing and still take a place in a round.
+    if work.steps == 0:
+        return fragment._replace(final=True) if ending else fragment
+    # An open round takes what is there, so that slow learners come into phase with fast ones. Not
+    # below `min_steps`: so short an update costs its upload and says little. Not in lockstep, whose
+    # updates all cover the same steps. `open_version` above the version adopted means that its
+    # round may still be open; a round whose record has come is over.
+    opened = (
+        fragment.open_version > fragment.version
+        and work.steps >= rules.min_steps
+        and not rules.lockstep
+    )
+    if not (ending or opened or work.steps >= fragment.due_steps):
+        return fragment
+    # Base and digest are those adopted at this boundary: the codes are taken against that view in
+    # the same effect list, before anything else can move it (exact base).
+    effects.append(
+        Send(
+            index,
+            fragment.next_seq,
+            fragment.version,
+            fragment.view_digest,
+            work.steps,
+            work.tokens,
+            ending,
+        )
+    )
+    return fragment._replace(
+        sent=state.done,
+        due_steps=_next_due(rules, state, index),
+        next_seq=fragment.next_seq + 1,
+        in_flight=InFlight(fragment.next_seq, work.steps),
+        final=ending,
+    )
+
+
+def _next_due(rules: SyncRules, state: State, index: int) -> int:
+    """Steps from a fragment's update to its next."""
+    # By the run's clock and not the learner's own steps: all learners leave the warm-up together,
+    # also one that joined late.
+    step = clock(rules, state)
+    if step >= rules.warmup_steps:
+        return rules.interval_steps
+    rhythm = Rhythm(
+        index,
+        len(state.fragments),
+        rules.interval_steps,
+        rules.warmup_steps,
+        rules.warmup_interval_steps,
+    )
+    return next_step(rhythm, step) - step
+
+
+def _on_ready(_rules: SyncRules, state: State, event: Ready) -> Result:
+    fragment = state.fragments[event.fragment]
+    newest = fragment.ready[-1].record_seq if fragment.ready else fragment.record_seq
+    # A record twice would move theta twice by one delta; an older one would move it back.
+    if event.record_seq <= newest:
+        return state, ()
+    state = _with_fragment(state, event.fragment, fragment._replace(ready=(*fragment.ready, event)))
+    # The clock goes back only by a rollback. Otherwise a slow fragment's record, which is of an
+    # earlier step, would set learning rates back.
+    if event.global_step > state.clock_step or event.rolled_back:
+        state = replace(state, clock_step=event.global_step, since_clock=0)
+    return state, ()
+
+
+def _on_round_opened(_rules: SyncRules, state: State, event: RoundOpened) -> Result:
+    # It came as a broadcast, which anybody on the bus's core subjects may have sent: a wrong number
+    # must not end a learner.
+    if not 0 <= event.fragment < len(state.fragments):
+        return state, ()
+    fragment = state.fragments[event.fragment]
+    # Broadcasts may overtake each other; the newest round counts.
+    opened = fragment._replace(open_version=max(fragment.open_version, event.version))
+    return _with_fragment(state, event.fragment, opened), ()
+
+
+def _on_published(_rules: SyncRules, state: State, event: Published) -> Result:
+    fragment = state.fragments[event.fragment]
+    flying = fragment.in_flight
+    # A record may resolve an update before word comes that its manifest is on the tape.
+    if flying is None or flying.seq != event.seq:
+        return state, ()
+    announced = flying._replace(announced_at_s=event.now_s)
+    return _with_fragment(state, event.fragment, fragment._replace(in_flight=announced)), ()
+
+
+def _on_changed(_rules: SyncRules, state: State, _event: Changed) -> Result:
+    # Whoever calls `step` gives the new rules from the next event on. `due_steps` stays: it was
+    # agreed with when the last update was sent, and the next one is due by the new H.
+    return state, ()
+
+
+def _on_stop(_rules: SyncRules, state: State, _event: Stop) -> Result:
+    return replace(state, stopping=True), ()
+
+
+def _on_end(_rules: SyncRules, state: State, _event: End) -> Result:
+    # It may come without a stop: a learner that was away reads only the last of such messages.
+    return replace(state, stopping=True, ended=True), ()
+
+
+def _on_leave(_rules: SyncRules, state: State, _event: Leave) -> Result:
+    return replace(state, leaving=True), ()
+
+
+_HANDLERS: dict[type, Callable[[SyncRules, State, Any], Result]] = {
+    Stepped: _on_stepped,
+    Ready: _on_ready,
+    RoundOpened: _on_round_opened,
+    Published: _on_published,
+    Changed: _on_changed,
+    Stop: _on_stop,
+    End: _on_end,
+    Leave: _on_leave,
+}
+
+
+def _with_fragment(state: State, index: int, fragment: FragmentState) -> State:
+    fragments = (*state.fragments[:index], fragment, *state.fragments[index + 1 :])
+    return replace(state, fragments=fragments)

@@ -1,0 +1,441 @@
+"""What a learner does with the parameters of one fragment: send, settle, adopt. Pure arrays, JAX.
+
+Shapes: a piece (`common/protocol/layout.py`) is held as its blocks: float32 [*G, n, b], b the
+elements of a block. These are the blocks of the fragment's vector in their order, so that nothing
+is moved to find a piece's place in it. G and n keep as many axes of the tensor as blocks allow, and
+are cut over the learner's mesh as the tensor is; where a cut would go through a block, the piece is
+cut along another axis. So each device encodes what it holds, and codes do not depend on the mesh.
+
+Per fragment a learner holds theta (its leaves), the view V it last adopted, and the codes of the
+update in flight, q dequantized. What is not yet sent is V - q - theta (docs/design/design.md,
+"Each step's work is sent once"):
+
+    send       codes = Q(V - theta)             settle     theta += q
+    apply      V' = V + deQ(delta); theta += V' - V
+    jump       theta += V' - V, V' given        overwrite  theta = V (paper, alpha = 0)
+    mix        theta = alpha theta + (1 - alpha) V
+    blend      theta -= (1 - a) (theta - V' - (theta - V at the send)), before it is settled
+
+Each is one small kernel over the leaves, shared by fragments whose pieces have the same shapes,
+and one over the blocks: learners restart often, and compiling is what they would wait for. V' is
+bit for bit the aggregator's: a product of code and scale is exact, so V + code x scale is rounded
+once however it is compiled.
+
+Arrays that an operation replaces are donated: the caller must not touch them again.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from diloco.common.protocol.codec import Codec, Encoded
+from diloco.common.protocol.layout import Layout, Piece, Tensor
+from diloco.learner.tensors.mesh import Cuts, cuts_of, fit, sharding_of, single
+from diloco.learner.tensors.quantize import decode_blocks, encode_blocks
+
+Leaves = dict[str, jax.Array]
+# One item for each piece: float32 [*G, n, b], or codes and scales of such.
+Blocks = tuple[jax.Array, ...]
+Codes = tuple[Encoded, ...]
+
+
+class _Part(NamedTuple):
+    """A piece of a fragment as a kernel sees it: shapes and places, no names.
+
+    Attributes:
+        leaf: index among the fragment's leaves; `lies` is how that leaf is cut.
+        whole: the piece is its whole leaf; otherwise rows from a start that the call gives.
+        shape: of the piece; `rows` how it is cut before it is divided into blocks.
+        kept: [*G, group_size] of it, when a group is no whole number of blocks; otherwise None.
+        grid: [*G, n].
+        blocks: how [*G, n, b] is cut.
+    """
+
+    leaf: int
+    lies: NamedSharding
+    whole: bool
+    shape: tuple[int, ...]
+    rows: NamedSharding
+    kept: tuple[int, ...] | None
+    grid: tuple[int, ...]
+    blocks: NamedSharding
+
+    @property
+    def same(self) -> bool:
+        """Whether the leaf, on one device, has the blocks' numbers in their order."""
+        return self.whole and self.kept is None and len(self.blocks.device_set) == 1
+
+
+class _Geometry(NamedTuple):
+    """Static argument of the kernels: equal for fragments whose pieces have equal shapes."""
+
+    parts: tuple[_Part, ...]
+    block: int
+
+
+class Placed(NamedTuple):
+    """Where a piece's blocks are: [*G, n] of them, the first one's number in the fragment."""
+
+    first: int
+    grid: tuple[int, ...]
+    sharding: NamedSharding
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kernels:
+    """The operations of one fragment.
+
+    `leaves` are the tensors that the fragment holds parts of, by name, whole; any floating dtype.
+    What comes back has the same names, shapes, dtypes and shardings.
+
+    Attributes:
+        names: leaves the fragment holds parts of; others may not be passed.
+        codec: of updates; `delta_codec` of version deltas.
+        block: elements that share a scale.
+        placed: where the blocks of each piece are.
+    """
+
+    names: tuple[str, ...]
+    codec: Codec
+    delta_codec: Codec
+    block: int
+    placed: tuple[Placed, ...]
+    geometry: _Geometry
+    starts: tuple[int, ...]
+
+    def blocks(self, leaves: Leaves) -> Blocks:
+        """The fragment's pieces as blocks, with zeros for padding."""
+        found: Blocks = _blocks(self._tuple(leaves), self._starts(), self.geometry)
+        return found
+
+    def send(self, leaves: Leaves, view: Blocks) -> Codes:
+        """Codes of what the learner did since its view."""
+        return encode_blocks(self.codec, view, self._encodable(leaves))
+
+    def settle(self, leaves: Leaves, update: Codes) -> Leaves:
+        """Leaves plus an update of theirs that a record has resolved; leaves are donated."""
+        return self.add(leaves, _decoded(update, self.codec, self.block))
+
+    def apply(self, leaves: Leaves, view: Blocks, delta: Codes) -> tuple[Leaves, Blocks]:
+        """Leaves and view moved by a version delta; both are donated."""
+        moved, step = _advance(view, delta, self.delta_codec, self.block)
+        return self.add(leaves, step), moved
+
+    def advance(self, view: Blocks, delta: Codes) -> Blocks:
+        """The view moved by a version delta, leaves left alone; the view is donated."""
+        moved: Blocks = _advance(view, delta, self.delta_codec, self.block)[0]
+        return moved
+
+    def jump(self, leaves: Leaves, view: Blocks, new_view: Blocks) -> tuple[Leaves, Blocks]:
+        """Leaves moved as far as a newer view is from the old one; leaves and view are donated."""
+        return self.add(leaves, _difference(new_view, view)), new_view
+
+    def overwrite(self, leaves: Leaves, view: Blocks) -> Leaves:
+        """The view's values in the leaves' dtypes; leaves are donated."""
+        return self._named(_replace(self._tuple(leaves), self._starts(), view, self.geometry))
+
+    def mix(self, leaves: Leaves, view: Blocks, alpha: float) -> Leaves:
+        """Leaves and view in the shares alpha and 1 - alpha; leaves are donated (the paper, §1)."""
+        mixed = _mix(self._tuple(leaves), self._starts(), view, np.float32(alpha), self.geometry)
+        return self._named(mixed)
+
+    def ahead(self, leaves: Leaves, view: Blocks) -> Blocks:
+        """How far the leaves are from the view: theta - V, float32."""
+        found: Blocks = _ahead(self.blocks(leaves), view)
+        return found
+
+    def blend(self, leaves: Leaves, view: Blocks, sent: Blocks, share: float) -> Leaves:
+        """Leaves with a share of what was trained since an update; leaves and `sent` are donated.
+
+        Args:
+            leaves: moved to the view, and not yet settled.
+            view: the newest.
+            sent: `ahead` when the update was sent.
+            share: a; float32 arithmetic, rounded to each leaf's dtype.
+        """
+        return self.add(leaves, _fading(self.blocks(leaves), view, sent, np.float32(share)))
+
+    def add(self, leaves: Leaves, values: Blocks) -> Leaves:
+        """Leaves plus values, in float32, rounded to each leaf's dtype; leaves are donated."""
+        return self._named(_add(self._tuple(leaves), self._starts(), values, self.geometry))
+
+    def _encodable(self, leaves: Leaves) -> tuple[jax.Array, ...]:
+        """The pieces as blocks, or where those are the same numbers in the same order, as leaves.
+
+        Of these no copy is made, which would be as much memory, and for a large fragment half of
+        the time that it takes to send.
+        """
+        own, parts = self._tuple(leaves), self.geometry.parts
+        same = [part.same and own[part.leaf].dtype == jnp.float32 for part in parts]
+        others = tuple(index for index, one in enumerate(same) if not one)
+        starts = self._starts()[list(others)]
+        geometry = self.geometry._replace(parts=tuple(parts[index] for index in others))
+        made = iter(_blocks(own, starts, geometry) if others else ())
+        return tuple(
+            own[part.leaf] if one else next(made) for part, one in zip(parts, same, strict=True)
+        )
+
+    def _tuple(self, leaves: Leaves) -> tuple[jax.Array, ...]:
+        return tuple(leaves[name] for name in self.names)
+
+    def _named(self, leaves: tuple[jax.Array, ...]) -> Leaves:
+        return dict(zip(self.names, leaves, strict=True))
+
+    def _starts(self) -> np.ndarray:
+        return np.asarray(self.starts, np.int32)
+
+
+def make_kernels(
+    layout: Layout,
+    fragment: int,
+    *,
+    codec: Codec,
+    delta_codec: Codec,
+    shardings: Mapping[str, NamedSharding] | None = None,
+) -> Kernels:
+    """The operations of a fragment. Cheap: a kernel is compiled at its first call.
+
+    Args:
+        layout: the run's.
+        fragment: index of the fragment.
+        codec: of updates.
+        delta_codec: of version deltas.
+        shardings: how each leaf lies on the learner's mesh (`mesh.param_shardings`), by name;
+            all on one device, if None.
+    """
+    pieces = layout.fragments[fragment].pieces
+    names = tuple(dict.fromkeys(piece.tensor for piece in pieces))
+    tensors = {tensor.name: tensor for tensor in layout.tensors}
+    if shardings is None:
+        alone = NamedSharding(single(), PartitionSpec())
+        shardings = dict.fromkeys(names, alone)
+    parts = tuple(
+        _part(
+            piece,
+            names.index(piece.tensor),
+            tensors[piece.tensor],
+            shardings[piece.tensor],
+            layout.block,
+        )
+        for piece in pieces
+    )
+    return Kernels(
+        names=names,
+        codec=codec,
+        delta_codec=delta_codec,
+        block=layout.block,
+        placed=tuple(
+            Placed(piece.offset // layout.block, part.grid, part.blocks)
+            for piece, part in zip(pieces, parts, strict=True)
+        ),
+        geometry=_Geometry(parts, layout.block),
+        starts=tuple(piece.start for piece in pieces),
+    )
+
+
+def vector_of(layout: Layout, fragment: int, leaves: Leaves) -> np.ndarray:
+    """The fragment's vector on the host, with zeros for padding: float32 [N]."""
+    kernels = make_kernels(layout, fragment, codec="float32", delta_codec="float32")
+    blocks = kernels.blocks({name: leaves[name] for name in kernels.names})
+    return np.concatenate([np.asarray(piece).reshape(-1) for piece in blocks])
+
+
+# --- How a piece is divided into blocks
+
+
+def _part(
+    piece: Piece,
+    leaf: int,
+    tensor: Tensor,
+    lies: NamedSharding,
+    block: int,
+) -> _Part:
+    mesh = lies.mesh
+    assert isinstance(mesh, Mesh)
+    last = _last_axis(piece, block)
+    padded = last is None
+    axis = _group_axes(piece) if last is None else last
+    lead = piece.shape[:axis]
+    grid = (*lead, piece.stride // math.prod(lead) // block)
+    cuts = cuts_of(lies, len(piece.shape))
+    # What is cut behind the last axis that blocks leave apart has to find another one.
+    behind = tuple(name for names in cuts[axis:] for name in names)
+    fitted = fit(grid, (*cuts[:axis], behind), mesh)
+    before = _before(piece.shape, fitted, axis, mesh, padded=padded)
+    rows = sharding_of(mesh, before)
+    return _Part(
+        leaf=leaf,
+        lies=lies,
+        whole=piece.shape == tensor.shape,
+        shape=piece.shape,
+        rows=rows,
+        kept=(*lead, piece.group_size) if padded else None,
+        grid=grid,
+        blocks=sharding_of(mesh, (*fitted, ())),
+    )
+
+
+def _group_axes(piece: Piece) -> int:
+    """How many leading axes stack groups."""
+    return next(
+        axes
+        for axes in range(len(piece.shape) + 1)
+        if math.prod(piece.shape[:axes]) == piece.groups
+    )
+
+
+def _last_axis(piece: Piece, block: int) -> int | None:
+    """The last axis from which on a row is whole blocks; None if not even a whole group is."""
+    if piece.group_stride != piece.group_size:
+        return None
+    for axis in reversed(range(_group_axes(piece), len(piece.shape))):
+        if math.prod(piece.shape[axis:]) % block == 0:
+            return axis
+    return None
+
+
+def _before(shape: tuple[int, ...], fitted: Cuts, axis: int, mesh: Mesh, *, padded: bool) -> Cuts:
+    """How the piece itself must be cut, so that dividing it into blocks moves nothing."""
+    ahead = list(fitted[:axis])
+    if axis == len(shape):
+        return tuple(ahead)
+    parts = math.prod(mesh.shape[name] for name in fitted[axis])
+    divides = not padded and shape[axis] % parts == 0
+    ahead.append(fitted[axis] if divides else ())
+    return (*ahead, *((),) * (len(shape) - len(ahead)))
+
+
+# --- Kernels over the leaves
+
+
+def _rows(leaf: jax.Array, start: jax.Array, part: _Part) -> jax.Array:
+    """A piece's values, in the leaf's dtype."""
+    if part.whole:
+        return leaf
+    rows = jax.lax.dynamic_slice_in_dim(leaf, start, part.shape[0])
+    # As the leaf lies, or the compiler moves the whole leaf to where the blocks are to be.
+    return _lying(rows, part.lies)
+
+
+def _with_rows(leaf: jax.Array, start: jax.Array, part: _Part, values: jax.Array) -> jax.Array:
+    """The leaf with a piece replaced; `values` are rounded to its dtype."""
+    values = _lying(values.astype(leaf.dtype), part.lies)
+    if part.whole:
+        return values
+    return _lying(jax.lax.dynamic_update_slice_in_dim(leaf, values, start, axis=0), part.lies)
+
+
+def _in_blocks(values: jax.Array, part: _Part, block: int) -> jax.Array:
+    """A piece's values as blocks; float32 [*G, n, b]."""
+    values = _lying(values.astype(jnp.float32), part.rows)
+    if part.kept is not None:
+        missing = part.grid[-1] * block - part.kept[-1]
+        values = jnp.pad(
+            values.reshape(part.kept), [(0, 0)] * (len(part.kept) - 1) + [(0, missing)]
+        )
+    return _lying(values.reshape(*part.grid, block), part.blocks)
+
+
+def _of_blocks(blocks: jax.Array, part: _Part) -> jax.Array:
+    """The values of a piece's blocks, without the padding; float32, the piece's shape."""
+    if part.kept is not None:
+        rows = blocks.reshape(*part.grid[:-1], -1)
+        blocks = rows[..., : part.kept[-1]]
+    return _lying(blocks.reshape(part.shape), part.rows)
+
+
+def _lying(values: jax.Array, sharding: NamedSharding) -> jax.Array:
+    lying: jax.Array = jax.lax.with_sharding_constraint(values, sharding)
+    return lying
+
+
+@partial(jax.jit, static_argnames="geometry")
+def _blocks(leaves: tuple[jax.Array, ...], starts: jax.Array, geometry: _Geometry) -> Blocks:
+    return tuple(
+        _in_blocks(_rows(leaves[part.leaf], starts[index], part), part, geometry.block)
+        for index, part in enumerate(geometry.parts)
+    )
+
+
+@partial(jax.jit, static_argnames="geometry", donate_argnames="leaves")
+def _add(
+    leaves: tuple[jax.Array, ...], starts: jax.Array, values: Blocks, geometry: _Geometry
+) -> tuple[jax.Array, ...]:
+    changed = list(leaves)
+    for index, part in enumerate(geometry.parts):
+        leaf, start = changed[part.leaf], starts[index]
+        moved = _rows(leaf, start, part).astype(jnp.float32) + _of_blocks(values[index], part)
+        changed[part.leaf] = _with_rows(leaf, start, part, moved)
+    return tuple(changed)
+
+
+@partial(jax.jit, static_argnames="geometry", donate_argnames="leaves")
+def _replace(
+    leaves: tuple[jax.Array, ...], starts: jax.Array, view: Blocks, geometry: _Geometry
+) -> tuple[jax.Array, ...]:
+    changed = list(leaves)
+    for index, part in enumerate(geometry.parts):
+        values = _of_blocks(view[index], part)
+        changed[part.leaf] = _with_rows(changed[part.leaf], starts[index], part, values)
+    return tuple(changed)
+
+
+@partial(jax.jit, static_argnames="geometry", donate_argnames="leaves")
+def _mix(
+    leaves: tuple[jax.Array, ...],
+    starts: jax.Array,
+    view: Blocks,
+    alpha: jax.Array,
+    geometry: _Geometry,
+) -> tuple[jax.Array, ...]:
+    changed = list(leaves)
+    for index, part in enumerate(geometry.parts):
+        leaf, start = changed[part.leaf], starts[index]
+        mine = _rows(leaf, start, part).astype(jnp.float32)
+        values = alpha * mine + (1 - alpha) * _of_blocks(view[index], part)
+        changed[part.leaf] = _with_rows(leaf, start, part, values)
+    return tuple(changed)
+
+
+# --- Kernels over the blocks
+
+
+@partial(jax.jit, static_argnames=("codec", "block"), donate_argnames="view")
+def _advance(view: Blocks, delta: Codes, codec: Codec, block: int) -> tuple[Blocks, Blocks]:
+    """The view plus a version delta, and how far it moved in float32."""
+    moved = tuple(
+        values + decode_blocks(codec, encoded, block)
+        for values, encoded in zip(view, delta, strict=True)
+    )
+    return moved, tuple(new - old for new, old in zip(moved, view, strict=True))
+
+
+@partial(jax.jit, static_argnames=("codec", "block"))
+def _decoded(update: Codes, codec: Codec, block: int) -> Blocks:
+    return tuple(decode_blocks(codec, encoded, block) for encoded in update)
+
+
+@partial(jax.jit, donate_argnames="old")
+def _difference(new: Blocks, old: Blocks) -> Blocks:
+    return tuple(one - other for one, other in zip(new, old, strict=True))
+
+
+@jax.jit
+def _ahead(values: Blocks, view: Blocks) -> Blocks:
+    return tuple(one - other for one, other in zip(values, view, strict=True))
+
+
+@partial(jax.jit, donate_argnames="sent")
+def _fading(values: Blocks, view: Blocks, sent: Blocks, share: jax.Array) -> Blocks:
+    """What a blend adds: of what was trained since the update, all but a share is taken away."""
+    return tuple(
+        (share - 1) * (one - base - before)
+        for one, base, before in zip(values, view, sent, strict=True)
+    )

@@ -1,0 +1,214 @@
+"""The inner step: gradient, inner optimizer, parameters moved; one compiled program."""
+
+import zlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from diloco.learner.task import (
+    Batch,
+    Evaluated,
+    Params,
+    Task,
+    Variables,
+    is_floating,
+    params_shapes,
+)
+from diloco.learner.tensors.tree import Division, division_of
+
+
+class Outcome(NamedTuple):
+    """What a step tells of itself.
+
+    Attributes:
+        loss: of its batch, before it.
+        descent: minus the inner product of gradient and move, as far as the optimizer alone
+            decides it: negative for one that goes uphill, 0 where nothing moved. None from a step
+            that does not judge.
+        metrics: what else the loss says, by name.
+        still: of each trained leaf, whether its gradient is zero; bool [leaves].
+    """
+
+    loss: jax.Array
+    descent: jax.Array | None
+    metrics: dict[str, jax.Array]
+    still: jax.Array
+
+
+# (parameters, optimizer's state, batch, the run's global step, this learner's position).
+InnerStep = Callable[..., tuple[Params, Any, Outcome]]
+# States of optax that count an optimizer's own updates, by which it looks up its schedule. By name:
+# one of them is not public.
+_COUNTING = frozenset(
+    {
+        "InjectHyperparamsState",
+        "InjectStatefulHyperparamsState",
+        "ScaleByScheduleState",
+        "WrappedScheduleState",
+    }
+)
+
+
+def make_inner_step(
+    task: Task,
+    *,
+    key: jax.Array | None = None,
+    shardings: tuple[Params, Any] | None = None,
+    compiler_options: dict[str, Any] | None = None,
+    judging: bool = True,
+) -> InnerStep:
+    """The jitted inner step, an `InnerStep`; parameters and optimizer state are donated.
+
+    The learning rate follows the run's global step: a learner that is slow or joined late is where
+    the run is. The loss's PRNG key follows the position, so that a restart draws the same again.
+
+    Args:
+        task: the run's.
+        key: of this learner (`key_of`).
+        shardings: of the parameters and of the optimizer's state, which stay as they are.
+        compiler_options: of XLA.
+        judging: whether it tells in which direction it moves, which takes one more look at
+            gradient and move.
+    """
+    division = division_of(task, params_shapes(task))
+    first_key = jax.random.key(0) if key is None else key
+
+    def inner_step(
+        params: Params,
+        optimizer_state: Any,
+        batch: Batch,
+        global_step: jax.Array,
+        position: Any = 0,
+    ) -> tuple[Params, Any, Outcome]:
+        drawn = jax.random.fold_in(first_key, position)
+        said, gradient = _gradient(task, division, params, batch, drawn)
+        trained = division.trained_of(params)
+        if task.schedule is None:
+            clocked = by_clock(optimizer_state, global_step)
+            moves, optimizer_state = task.optimizer.update(gradient, clocked, trained)
+            moved = optax.apply_updates(trained, moves)
+            down = jax.tree.map(jnp.negative, moves)
+        else:
+            direction, optimizer_state = task.optimizer.update(gradient, optimizer_state, trained)
+            rate = task.schedule(global_step)
+            moved = jax.tree.map(
+                lambda leaf, step: (leaf - rate * step).astype(leaf.dtype), trained, direction
+            )
+            down = direction
+        params = _with_state(division.with_trained(params, moved), said.state)
+        descent = _product(gradient, down) if judging else None
+        outcome = Outcome(said.loss, descent, dict(said.metrics), _still(gradient))
+        return params, optimizer_state, outcome
+
+    options: dict[str, Any] = {"donate_argnums": (0, 1)}
+    if compiler_options:
+        options["compiler_options"] = compiler_options
+    if shardings is not None:
+        options["out_shardings"] = (*shardings, None)
+    return jax.jit(inner_step, **options)
+
+
+def key_of(seed: int, learner: str) -> jax.Array:
+    """The PRNG key from which those of a learner's steps follow."""
+    return jax.random.fold_in(jax.random.key(seed), zlib.crc32(learner.encode()))
+
+
+# --- The gradient of a batch
+
+
+def _gradient(
+    task: Task, division: Division, params: Params, batch: Batch, key: jax.Array
+) -> tuple[Evaluated, Params]:
+    """What the loss says of a batch, and its gradient: the mean over parts, where there are any."""
+    if task.accumulate == 1:
+        return _gradient_of_part(task, division, params, batch, key)
+    parts = jax.tree.map(lambda leaf: _in_parts(leaf, task.accumulate), batch)
+
+    def part_of(index: jax.Array) -> Batch:
+        return jax.tree.map(lambda leaf: leaf[:, index] if leaf.ndim else leaf, parts)
+
+    def add(carried: tuple[Params, Params], index: jax.Array) -> tuple[Any, Any]:
+        params, summed = carried
+        said, gradient = _gradient_of_part(
+            task, division, params, part_of(index), jax.random.fold_in(key, index)
+        )
+        summed = jax.tree.map(jnp.add, summed, gradient)
+        return (_with_state(params, said.state), summed), (said.loss, dict(said.metrics))
+
+    zeros = jax.tree.map(jnp.zeros_like, division.trained_of(params))
+    (after, summed), (losses, metrics) = jax.lax.scan(
+        add, (params, zeros), jnp.arange(task.accumulate)
+    )
+    gradient = jax.tree.map(lambda leaf: (leaf / task.accumulate).astype(leaf.dtype), summed)
+    state = after.state if isinstance(after, Variables) else None
+    return Evaluated(losses.mean(), jax.tree.map(jnp.mean, metrics), state), gradient
+
+
+def _in_parts(leaf: Any, parts: int) -> jax.Array:
+    """Rows [B, ...] as [B / parts, parts, ...]: each part has rows of every device."""
+    rows = jnp.asarray(leaf)
+    return jnp.reshape(rows, (-1, parts, *rows.shape[1:])) if rows.ndim else rows
+
+
+def _gradient_of_part(
+    task: Task, division: Division, params: Params, batch: Batch, key: jax.Array
+) -> tuple[Evaluated, Params]:
+    def loss_of(trained: Params) -> tuple[jax.Array, Evaluated]:
+        seen = division.with_trained(params, _rounded(trained, task.compute_dtype))
+        said = task.evaluated(seen, batch, key)
+        return said.loss, said._replace(metrics=dict(said.metrics))
+
+    (_, said), gradient = jax.value_and_grad(loss_of, has_aux=True)(division.trained_of(params))
+    return said, gradient
+
+
+def _rounded(trained: Params, dtype: str | None) -> Params:
+    """What the loss computes with: a copy in its dtype, of what stays as it is."""
+    if dtype is None:
+        return trained
+    return jax.tree.map(lambda leaf: leaf.astype(dtype) if is_floating(leaf) else leaf, trained)
+
+
+def _with_state(params: Params, state: Params) -> Params:
+    return params._replace(state=state) if isinstance(params, Variables) else params
+
+
+def _still(gradient: Params) -> jax.Array:
+    return jnp.stack([jnp.logical_not(jnp.any(leaf)) for leaf in jax.tree.leaves(gradient)])
+
+
+# --- The optimizer
+
+
+def by_clock(state: Any, global_step: Any) -> Any:
+    """An optimizer's state whose schedules stand at the run's step, whatever it has counted.
+
+    The count of Adam's bias correction and its like are the optimizer's own, and stay.
+    """
+
+    def counting(node: Any) -> bool:
+        return type(node).__name__ in _COUNTING
+
+    def set_to(node: Any) -> Any:
+        if not counting(node):
+            return node
+        inner = {
+            name: by_clock(value, global_step)
+            for name, value in node._asdict().items()
+            if name != "count"
+        }
+        return node._replace(count=jnp.asarray(global_step, node.count.dtype), **inner)
+
+    return jax.tree.map(set_to, state, is_leaf=counting)
+
+
+def _product(one: Params, other: Params) -> jax.Array:
+    """The inner product of two trees, float32."""
+    # Not `vdot`: it flattens what it is given, and a tensor that lies on a mesh is gathered for it.
+    products = jax.tree.map(
+        lambda a, b: jnp.sum(a.astype(jnp.float32) * b.astype(jnp.float32)), one, other
+    )
+    return jnp.asarray(sum(jax.tree.leaves(products)))

@@ -1,0 +1,390 @@
+"""A learner's devices as a mesh, and how tensors lie on it.
+
+The mesh has three axes: `data` (copies of the model), `fsdp` (each tensor cut, gathered where it
+is used) and `tensor` (matrix products cut). A batch is cut along `data` and `fsdp` together. What
+a learner's mesh is concerns nobody else: only shapes of tensors are common to a run.
+
+A `Task.partition` says how a tensor is cut; without one, the largest axis that divides goes along
+`fsdp`. Three rules hold for either: an axis that its part of the mesh does not divide stays
+whole; so does the first axis of a tensor whose rows lie in several fragments, because a fragment
+would gather it; what was to be cut there is cut along another axis where one divides.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import combinations
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+
+from diloco.common.process.config import MeshSection
+from diloco.common.protocol.errors import ConfigError, TaskError
+from diloco.common.protocol.layout import Layout
+from diloco.learner.task import Params, Task, is_floating, own_name
+from diloco.learner.tensors import tree
+
+AXES = ("data", "fsdp", "tensor")
+# Along which of them an axis of a decoder's tensor is cut, by what it is.
+OF_DECODERS = {"width": "fsdp", "heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
+# Mesh axes of one axis of a tensor, for each of its axes.
+Cuts = tuple[tuple[str, ...], ...]
+# A smaller tensor is not worth gathering: each device has it whole.
+LEAST_ELEMENTS = 1 << 12
+
+
+def make_mesh(section: MeshSection, devices: list[Any] | None = None) -> Mesh:
+    """The mesh of a learner.
+
+    Args:
+        section: sizes of the axes; one may be 0, which is what the others leave.
+        devices: all of this learner's, of all its hosts, if None.
+
+    Raises:
+        ConfigError: the sizes do not multiply to the number of devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    sizes = [section.data, section.fsdp, section.tensor]
+    given = math.prod(size for size in sizes if size)
+    shape = tuple(size or len(devices) // given for size in sizes)
+    if math.prod(shape) != len(devices):
+        words = ", ".join(f"{axis}={size}" for axis, size in zip(AXES, sizes, strict=True))
+        raise ConfigError(
+            f"learner.mesh ({words}) does not fit the {len(devices)} devices of this learner",
+            hint="the sizes must multiply to the number of devices; 0 takes what the others leave",
+        )
+    return jax.make_mesh(shape, AXES, devices=devices, axis_types=(AxisType.Auto,) * 3)
+
+
+def single(device: Any = None) -> Mesh:
+    """The mesh of one device: the process's first, if None."""
+    return make_mesh(MeshSection(), [device or jax.local_devices()[0]])
+
+
+def constrain(values: jax.Array, *axes: Any) -> jax.Array:
+    """Say how an activation is cut, one item of a `PartitionSpec` for each leading axis.
+
+    Says nothing outside of a mesh, and within `shard_map`, whose body has its own part already.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.manual_axes:
+        return values
+    lying: jax.Array = jax.lax.with_sharding_constraint(values, PartitionSpec(*axes))
+    return lying
+
+
+def by_kind_of_axis(kinds: Iterable[str]) -> PartitionSpec:
+    """How a decoder's tensor is cut whose axes are of these kinds."""
+    return PartitionSpec(*(OF_DECODERS.get(kind) for kind in kinds))
+
+
+def parts_along(axis: str) -> int:
+    """Parts into which an axis of the mesh cuts; 1 where `constrain` says nothing."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty or mesh.manual_axes else mesh.shape.get(axis, 1)
+
+
+# --- Parameters
+
+
+def param_shardings(task: Task, layout: Layout, params: Params, mesh: Mesh) -> Params:
+    """How each leaf lies on the mesh: a tree of shardings.
+
+    Args:
+        task: its `partition` is asked, if it has one.
+        layout: the run's.
+        params: the task's parameters, of arrays or shapes.
+        mesh: the learner's.
+
+    Raises:
+        TaskError: `partition` answers with what is no PartitionSpec of this tensor.
+        ConfigError: the mesh has a `tensor` axis, but the task does not say what to do with it.
+    """
+    if task.partition is None and mesh.shape["tensor"] > 1:
+        raise ConfigError(
+            f"learner.mesh has tensor={mesh.shape['tensor']}, but the task has no `partition`, so"
+            " nothing would be cut along it",
+            hint="use fsdp instead, or give the task a `partition` (docs/tasks.md)",
+        )
+    split = split_tensors(layout)
+    placed = {}
+    for name, leaf in tree.by_name(params).items():
+        shape = tuple(leaf.shape)
+        whole = {0} if name in split else set()
+        if not is_floating(leaf):
+            wanted = _fsdp(shape, whole, mesh)
+        elif task.partition is None:
+            axes = task.hint(own_name(name), shape).norm_axes
+            wanted = _fsdp(shape, {*whole, *range(axes)}, mesh)
+        else:
+            wanted = _asked(name, shape, task.partition(own_name(name), shape))
+        cuts = fit(shape, wanted, mesh, whole)
+        placed[name] = sharding_of(mesh, cuts)
+    return tree.from_names(params, placed)
+
+
+def split_tensors(layout: Layout) -> set[str]:
+    """Names of the tensors whose rows lie in several fragments."""
+    sizes = {tensor.name: tensor.size for tensor in layout.tensors}
+    return {
+        piece.tensor
+        for fragment in layout.fragments
+        for piece in fragment.pieces
+        if math.prod(piece.shape) != sizes[piece.tensor]
+    }
+
+
+def fit(shape: tuple[int, ...], wanted: Cuts, mesh: Mesh, whole: set[int] = frozenset()) -> Cuts:  # type: ignore[assignment]
+    """What of `wanted` divides; what does not goes along another axis, or nowhere.
+
+    Args:
+        shape: of the tensor.
+        wanted: mesh axes of each of its axes.
+        mesh: the learner's.
+        whole: axes that must not be cut.
+    """
+    cuts: list[list[str]] = [[] for _ in shape]
+    homeless = []
+
+    def divides(axis: int, name: str) -> bool:
+        parts = math.prod(mesh.shape[other] for other in cuts[axis])
+        return axis not in whole and shape[axis] % (parts * mesh.shape[name]) == 0
+
+    for axis, names in enumerate(wanted):
+        for name in names:
+            if mesh.shape[name] == 1:
+                continue
+            if divides(axis, name):
+                cuts[axis].append(name)
+            else:
+                homeless.append(name)
+    for name in homeless:
+        room = [axis for axis in range(len(shape)) if divides(axis, name)]
+        if room:
+            cuts[max(room, key=lambda axis: shape[axis])].append(name)
+    return tuple(tuple(names) for names in cuts)
+
+
+def sharding_of(mesh: Mesh, cuts: Cuts) -> NamedSharding:
+    """The sharding with these cuts, in its shortest form."""
+    names = [axes if len(axes) > 1 else (axes or (None,))[0] for axes in cuts]
+    while names and names[-1] is None:
+        names.pop()
+    return NamedSharding(mesh, PartitionSpec(*names))
+
+
+def cuts_of(sharding: NamedSharding, axes: int) -> Cuts:
+    """Mesh axes of each of a tensor's `axes` axes."""
+    spec = (*sharding.spec, *(None,) * (axes - len(sharding.spec)))
+    return tuple(
+        () if names is None else (names,) if isinstance(names, str) else tuple(names)
+        for names in spec
+    )
+
+
+def _fsdp(shape: tuple[int, ...], whole: set[int], mesh: Mesh) -> Cuts:
+    """The largest axis that divides along `fsdp`."""
+    cuts: list[tuple[str, ...]] = [() for _ in shape]
+    room = [
+        axis
+        for axis, size in enumerate(shape)
+        if axis not in whole and size and size % mesh.shape["fsdp"] == 0
+    ]
+    if room and math.prod(shape) >= LEAST_ELEMENTS:
+        cuts[max(room, key=lambda axis: shape[axis])] = ("fsdp",)
+    return tuple(cuts)
+
+
+def _asked(name: str, shape: tuple[int, ...], spec: Any) -> Cuts:
+    if not isinstance(spec, PartitionSpec) or len(spec) > len(shape):
+        raise TaskError(
+            f"Task.partition must return a PartitionSpec of at most {len(shape)} axes for {name!r} "
+            f"of shape {shape}, but it returned {spec!r}",
+            hint="jax.sharding.PartitionSpec() leaves a tensor whole",
+        )
+    cuts = tuple(
+        () if names is None else (names,) if isinstance(names, str) else tuple(names)
+        for names in (*spec, *(None,) * (len(shape) - len(spec)))
+    )
+    used = [axis for names in cuts for axis in names]
+    if not set(used) <= set(AXES) or len(set(used)) != len(used):
+        raise TaskError(
+            f"Task.partition names mesh axes {used} for {name!r}; there are {', '.join(AXES)}, "
+            "each to be used once",
+            hint="see docs/tasks.md",
+        )
+    return cuts
+
+
+# --- The optimizer's state
+
+
+def state_shardings(state: Any, trained: Params, shardings: Params, mesh: Mesh) -> Any:
+    """How the leaves of an optimizer's state lie: as the parameter that each belongs to.
+
+    A leaf belongs to the parameter whose path ends its own and whose shape it has, as moments
+    do; all others (counts, keys) are whole on each device.
+
+    Args:
+        state: shapes of the state.
+        trained: shapes of the parameters.
+        shardings: of the parameters.
+        mesh: the learner's.
+    """
+    leaves = jax.tree_util.tree_flatten_with_path(trained)[0]
+    of_path = {
+        path: (tuple(leaf.shape), sharding)
+        for (path, leaf), sharding in zip(leaves, jax.tree.leaves(shardings), strict=True)
+    }
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def of(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        for start in range(len(path) + 1):
+            found = of_path.get(path[start:])
+            if found is not None and found[0] == tuple(leaf.shape):
+                sharding: NamedSharding = found[1]
+                return sharding
+        return everywhere
+
+    return jax.tree_util.tree_map_with_path(of, state)
+
+
+# --- Batches
+
+
+class BatchPlacer:
+    """Puts a host's rows of a batch where the mesh wants them.
+
+    Args:
+        mesh: the learner's.
+        batch: shapes of one whole batch of the learner.
+
+    Attributes:
+        rows: [start, stop) of the batch's rows that this host's devices need.
+        whole: whether they are all.
+
+    Raises:
+        ConfigError: the mesh does not divide the batch.
+    """
+
+    def __init__(self, mesh: Mesh, batch: Any) -> None:
+        self._mesh = mesh
+        self._cuts = mesh.shape["data"] * mesh.shape["fsdp"]
+        self._rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+        self._everywhere = NamedSharding(mesh, PartitionSpec())
+        sizes = {np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)}
+        if len(sizes) > 1 and self._cuts > 1:
+            raise ConfigError(
+                f"leaves of a batch have {sorted(sizes)} rows, so a mesh cannot cut it",
+                hint="give all leaves of a batch the same first axis, or use one device",
+            )
+        self._count = min(sizes, default=0)
+        if self._count % self._cuts:
+            raise ConfigError(
+                f"a batch of {self._count} rows cannot be cut into data x fsdp = {self._cuts} "
+                "parts of the learner's mesh",
+                hint="choose a batch size that they divide: learner.options = { batch = ... }",
+            )
+        self.rows = self._held()
+        self.whole = self.rows == (0, self._count)
+
+    def _held(self) -> tuple[int, int]:
+        if not self._count:
+            return 0, 0
+        indices = self._rows.addressable_devices_indices_map((self._count,)).values()
+        spans = [index[0].indices(self._count) for index in indices if index is not None]
+        return min(span[0] for span in spans), max(span[1] for span in spans)
+
+    def lying(self, batch: Any) -> Any:
+        """Shapes of a whole batch, lying as `place` puts it."""
+        if self._mesh.size > 1 and self._cuts == 1:
+            return jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype), batch
+            )
+
+        def placed(leaf: Any) -> jax.ShapeDtypeStruct:
+            cut = np.ndim(leaf) and self._mesh.size > 1
+            place = self._rows if cut else self._everywhere
+            dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+            return jax.ShapeDtypeStruct(np.shape(leaf), dtype, sharding=place)
+
+        return jax.tree.map(placed, batch)
+
+    def place(self, rows: Any) -> Any:
+        """The global batch, of which this host gives its `rows`."""
+        if self._mesh.size == 1:
+            # Ahead of the step: what a program is given on the host it would wait for.
+            return jax.device_put(rows, self._everywhere)
+        if self._cuts == 1:
+            return rows
+        start, stop = self.rows
+
+        def placed(leaf: np.ndarray) -> jax.Array:
+            if not np.ndim(leaf):
+                return jax.make_array_from_callback((), self._everywhere, lambda _: leaf)
+            shape = (self._count, *leaf.shape[1:])
+            assert leaf.shape[0] == stop - start
+
+            def part(index: tuple[slice, ...] | None) -> np.ndarray:
+                assert index is not None
+                first, last, _ = index[0].indices(self._count)
+                return leaf[first - start : last - start]
+
+            return jax.make_array_from_callback(shape, self._rows, part)
+
+        return jax.tree.map(placed, rows)
+
+
+@contextlib.contextmanager
+def within(mesh: Mesh, precision: str | None = None) -> Iterator[None]:
+    """What is traced inside sees the mesh, and multiplies matrices with this precision."""
+    with jax.set_mesh(mesh), jax.default_matmul_precision(precision or "default"):
+        yield
+
+
+# --- Hosts
+
+
+def open_groups(shardings: Iterable[Sharding | None], meet: Callable[[], None]) -> None:
+    """Let the devices of several hosts find each other, in every group over which a mesh may sum.
+
+    Between CPUs the first collective of a group finds its peers within 30 s or fails, and a busy
+    machine compiles a program for longer than another does. Later ones wait for half an hour.
+
+    Args:
+        shardings: how a learner's tensors lie.
+        meet: waits until all hosts have called it.
+    """
+    lying = [one.mesh for one in shardings if isinstance(one, NamedSharding)]
+    sums = [
+        _sums(mesh)
+        for mesh in dict.fromkeys(lying)
+        if isinstance(mesh, Mesh)
+        and {device.platform for device in mesh.devices.flat} == {"cpu"}
+        and len({device.process_index for device in mesh.devices.flat}) > 1
+    ]
+    meet()
+    for add in sums:
+        jax.block_until_ready(add())
+
+
+def _sums(mesh: Mesh) -> Callable[[], Any]:
+    """A compiled program that sums one number of each device over every group of axes."""
+    axes = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
+    groups = [group for count in range(len(axes)) for group in combinations(axes, count + 1)]
+    cut = PartitionSpec(tuple(axes))
+
+    def summed(number: jax.Array) -> list[jax.Array]:
+        return [jax.lax.psum(number, group) for group in groups]
+
+    numbers = np.arange(mesh.size, dtype=np.float32)
+    lying = NamedSharding(mesh, cut)
+    with jax.set_mesh(mesh):
+        given = jax.make_array_from_callback(numbers.shape, lying, numbers.__getitem__)
+        program = jax.jit(
+            jax.shard_map(summed, mesh=mesh, in_specs=cut, out_specs=cut, check_vma=False)
+        )
+        return partial(program.lower(given).compile(), given)

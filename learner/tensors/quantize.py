@@ -1,0 +1,243 @@
+"""Blockwise quantization: float32 arrays to codes and back, the same bits on every machine.
+
+Shapes: N elements of a vector, B = N / block blocks; G any leading axes of an array of blocks.
+
+`codec.py` says what codes and scales are.
+
+There are two forms of everything. Vectors are [N], their codes flat: what objects hold. Arrays of
+blocks are [*G, block] with scales [*G] and codes [*G, items], for arrays that are sharded over
+devices: no axis of G is ever merged or split, so each device encodes its own blocks in place.
+
+Scales are rounded to nearest. absmax / scale is then within 1 +- 2^-8 of 7 or 127, which rounds
+to 7 or 127: no code leaves its range, the error of a value is at most half a scale, and encoding
+a decoded vector gives the same codes. NaN or infinity anywhere in a block makes its scale NaN
+(its values, for the float codecs), which every receiver refuses.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from diloco.common.protocol.codec import (
+    GREATEST_CODE,
+    GREATEST_SCALE,
+    GREATEST_VALUE,
+    LEAST_SCALE,
+    Codec,
+    Encoded,
+    code_dtype,
+)
+
+_NAN_SCALE = 0x7FC0  # bits of a bfloat16
+_ABS = 0x7FFFFFFF
+_INFINITY = 0x7F800000
+# Adding 1.5 x 2^23 to a small float32 rounds it, half to even, into the low bits of the sum; the
+# bias of the nibble rides along. One addition, and no conversion that NaN could upset.
+_ROUND_INT4 = np.float32(1.5 * 2.0**23 + 8)
+
+Array = jax.Array | npt.NDArray[Any]
+Combine = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def encode(codec: Codec, values_N: Array, block: int) -> Encoded:
+    """Quantize a vector, in a few compiled kernels that follow each other on the device.
+
+    Args:
+        codec: one of `CODECS`.
+        values_N: float32 [N], N a multiple of a block.
+        block: elements that share one scale, a power of two of at least 16.
+    """
+    (found,) = encode_blocks(codec, (values_N.reshape(-1, block),))
+    return Encoded(found.scales.reshape(-1), found.codes.reshape(-1))
+
+
+def encode_blocks(
+    codec: Codec, new: tuple[Array, ...], old: tuple[Array, ...] | None = None
+) -> tuple[Encoded, ...]:
+    """Quantize arrays of blocks, or their differences, all in the same three kernels.
+
+    Bit for bit as vectors are; nothing is stored but what is returned.
+
+    Args:
+        codec: one of `CODECS`.
+        new: float32 [*G, block] each, G and even the block any of its own.
+        old: what is subtracted, of the same shapes, or the same numbers in others.
+    """
+    before = old or (None,) * len(new)
+    if codec not in GREATEST_CODE:
+        found: tuple[Encoded, ...] = _float_codes(new, before, codec=codec)
+        return found
+    rows = _magnitudes(new, before)
+    scales, inverse = _scales(rows, greatest=GREATEST_CODE[codec])
+    codes = _codes(new, before, inverse, codec=codec)
+    return tuple(map(Encoded, scales, codes))
+
+
+@partial(jax.jit, static_argnames=("codec", "block"))
+def decode_blocks(codec: Codec, encoded: Encoded, block: int) -> jax.Array:
+    """Same as `decode`, of an array of blocks; float32 [*G, block]."""
+    codes = jnp.asarray(encoded.codes)
+    if codec not in GREATEST_CODE:
+        return codes.astype(jnp.float32)
+    if codec == "int4":
+        # Padding and not concatenation, which XLA on CPU goes through element by element.
+        half = block // 2
+        codes = (_pad(codes & 15, 0, half) | _pad(codes >> 4, half, 0)).astype(jnp.int32) - 8
+    return codes.astype(jnp.float32) * jnp.asarray(encoded.scales).astype(jnp.float32)[..., None]
+
+
+def _lanes_of(block: int) -> int:
+    """Elements that the kernels first reduce a block to; the best measured."""
+    return min(max(block // 8, 4), 16)
+
+
+def _fold(rows: jax.Array, combine: Combine) -> jax.Array:
+    """Reduce the lanes of each block, [*G, lanes], to one value, [*G]; traced into a kernel."""
+    lanes = rows.shape[-1]
+    while lanes > 1:
+        lanes //= 2
+        rows = combine(rows[..., :lanes], rows[..., lanes:])
+    return rows[..., 0]
+
+
+def _reduce_to_lanes(values: jax.Array, combine: Combine, lanes: int) -> jax.Array:
+    """Reduce each block of [*G, block] to a few lanes, [*G, lanes]; traced into a kernel.
+
+    `combine` is over integers and leaves zero as it is. XLA on CPU reduces a row of memory one
+    element after the other, but several rows to one, and halves of rows, in vectors. The two must
+    be kernels of their own: fused into one, or into what uses them, they are slow again.
+    """
+    *groups, block = values.shape
+    rows = values.reshape(*groups, block // lanes, lanes)
+    axis = (len(groups),)
+    reduced: jax.Array = jax.lax.reduce(rows, np.zeros((), values.dtype), combine, axis)
+    return reduced
+
+
+# What the kernels below take and give is one item for each array, so that a tuple of arrays costs
+# as many dispatches as one. Arrays are [*G, block].
+
+
+def _pad(values: jax.Array, before: int, after: int) -> jax.Array:
+    """Zeros before and after the last axis."""
+    widths = [(0, 0, 0)] * (values.ndim - 1) + [(before, after, 0)]
+    return jax.lax.pad(values, np.zeros((), values.dtype), widths)
+
+
+def _bits_of(values: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(values, jnp.int32)
+
+
+def _float_of(bits: jax.Array) -> jax.Array:
+    """The float32 values that have these bits."""
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _differences(new: tuple[jax.Array, ...], old: tuple[jax.Array | None, ...]) -> list[jax.Array]:
+    """New less old, [*G, block]."""
+    return [a if b is None else a - b.reshape(a.shape) for a, b in zip(new, old, strict=True)]
+
+
+@partial(jax.jit, static_argnames="codec")
+def _float_codes(
+    new: tuple[jax.Array, ...], old: tuple[jax.Array | None, ...], *, codec: Codec
+) -> tuple[Encoded, ...]:
+    """Zero for what is too small, the greatest value for what is too large; NaN and inf stay."""
+    limit = np.float32(GREATEST_VALUE)
+    encoded = []
+    for values in _differences(new, old):
+        clipped = jnp.where(jnp.isinf(values), values, jnp.clip(values, -limit, limit))
+        small = jnp.abs(values) < np.float32(LEAST_SCALE)
+        codes = jnp.where(small, np.float32(0), clipped).astype(code_dtype(codec))
+        encoded.append(Encoded(jnp.zeros((*values.shape[:-1], 0), jnp.bfloat16), codes))
+    return tuple(encoded)
+
+
+@jax.jit
+def _magnitudes(
+    new: tuple[jax.Array, ...], old: tuple[jax.Array | None, ...]
+) -> tuple[jax.Array, ...]:
+    """Bits of the greatest absolute values in each block, int32 [*G, lanes].
+
+    Bits of non-negative floats order as integers do, with infinity and NaN on top, so nothing
+    depends on how a machine compares NaN or denormals.
+    """
+    return tuple(
+        _reduce_to_lanes(_absolute_bits(values), jax.lax.max, _lanes_of(values.shape[-1]))
+        for values in _differences(new, old)
+    )
+
+
+@partial(jax.jit, static_argnames="greatest")
+def _scales(
+    rows: tuple[jax.Array, ...], *, greatest: int
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """Scales of the blocks, bfloat16 [*G], and their reciprocals, float32 [*G]."""
+    pairs = [_scale(_fold(each, jax.lax.max), greatest) for each in rows]
+    return tuple(scales for scales, _ in pairs), tuple(inverse for _, inverse in pairs)
+
+
+def _scale(absmax: jax.Array, greatest: int) -> tuple[jax.Array, jax.Array]:
+    bits = _scale_bits(absmax, greatest)
+    return _scales_of_bits(bits), 1 / _float_of(bits << 16)
+
+
+def _absolute_bits(values: jax.Array) -> jax.Array:
+    """Bits of absolute values, int32: ordered as those are, with infinity and NaN on top."""
+    return _bits_of(values) & _ABS
+
+
+def _scale_bits(absmax: jax.Array, greatest: int) -> jax.Array:
+    """Bits of the scales of blocks, int32, from the bits of their greatest absolute values.
+
+    Rounded in integers: XLA may drop a conversion to bfloat16 and back.
+    """
+    wanted = _float_of(absmax) * np.float32(1 / greatest)
+    bits = _bits_of(jnp.clip(wanted, np.float32(LEAST_SCALE), np.float32(GREATEST_SCALE)))
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return jnp.where(absmax >= _INFINITY, _NAN_SCALE, bits)
+
+
+def _scales_of_bits(bits: jax.Array) -> jax.Array:
+    """Scales, bfloat16."""
+    return jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
+
+
+@partial(jax.jit, static_argnames="codec")
+def _codes(
+    new: tuple[jax.Array, ...],
+    old: tuple[jax.Array | None, ...],
+    inverse: tuple[jax.Array, ...],
+    *,
+    codec: Codec,
+) -> tuple[jax.Array, ...]:
+    """Codes of the integer codecs, [*G, items]."""
+    pack = _codes_int4 if codec == "int4" else _round_int8
+    return tuple(
+        pack(values * each[..., None])
+        for values, each in zip(_differences(new, old), inverse, strict=True)
+    )
+
+
+def _codes_int4(quotients: jax.Array) -> jax.Array:
+    """Both halves of each block, in low nibbles and high; uint8 [*G, block / 2]."""
+    codes = _round_int4(quotients)
+    half = quotients.shape[-1] // 2
+    return (codes[..., :half] | (codes[..., half:] << 4)).astype(jnp.uint8)
+
+
+def _round_int4(quotients: jax.Array) -> jax.Array:
+    """Codes of int4 with their bias of 8, int32."""
+    # The clip also stands between product and sum, so that no machine fuses them.
+    return _bits_of(jnp.clip(quotients, -7, 7) + _ROUND_INT4) & 15
+
+
+def _round_int8(quotients: jax.Array) -> jax.Array:
+    """Rounded, int8 [*G, block]; 0 for NaN, whose block has no valid scale anyway."""
+    finite = jnp.where(jnp.isnan(quotients), np.float32(0), jnp.clip(quotients, -127, 127))
+    return jnp.rint(finite).astype(jnp.int8)

@@ -1,0 +1,279 @@
+"""One learner's tensors: its parameters, the view of each fragment, the updates in flight.
+
+Arrays live on the learner's devices, cut over its mesh, and are donated from operation to
+operation; whoever holds an old one may not use it again. Only the training loop's thread calls
+this, and on every host of a learner in the same order.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from diloco.common.process.averaged import sync_of
+from diloco.common.process.config import SyncSection
+from diloco.common.protocol.codec import Encoded
+from diloco.common.protocol.layout import Layout
+from diloco.learner.task import Params
+from diloco.learner.tensors import tree
+from diloco.learner.tensors.delta import Blocks, Codes, Kernels, Leaves, make_kernels
+from diloco.learner.tensors.ownership import make_ownership
+from diloco.learner.tensors.placement import Shardings, make_placement
+from diloco.learner.tensors.quantize import encode
+
+
+class Delta(NamedTuple):
+    """What a version that follows the adopted one changes: new view less old, on the devices."""
+
+    codes: Codes
+
+
+class View(NamedTuple):
+    """The whole view of a version that does not follow the one adopted, on the devices."""
+
+    values: Blocks
+
+
+class Replica:
+    """The parameters of a learner, relative to the views it has adopted.
+
+    Args:
+        settings: the run's sync section.
+        layout: the run's.
+        like: the task's trained tree, of arrays or shapes.
+        views: newest view of every fragment, float32 [N]; each is let go before the next is asked
+            for.
+        shardings: how each leaf lies for the training loop; all on one device, if None.
+        anchor: "host" keeps views in the host's memory, from where the devices fetch them.
+
+    Attributes:
+        trained: the parameters, as `like`, where the training loop has them.
+    """
+
+    def __init__(
+        self,
+        settings: SyncSection,
+        layout: Layout,
+        like: Params,
+        views: Iterable[np.ndarray],
+        *,
+        shardings: Shardings | None = None,
+        anchor: str = "device",
+    ) -> None:
+        self._settings = [sync_of(settings, fragment) for fragment in layout.fragments]
+        self._averaged = [fragment.averaged for fragment in layout.fragments]
+        self._like = like
+        self._placement = make_placement(layout, like, shardings)
+        self._kernels = [
+            make_kernels(
+                layout,
+                fragment.index,
+                codec=own.codec,
+                delta_codec=own.delta_codec,
+                shardings=self._placement.inner,
+            )
+            for fragment, own in zip(layout.fragments, self._settings, strict=True)
+        ]
+        self._ownership = [make_ownership(kernels) for kernels in self._kernels]
+        self._anchor = anchor_memory(anchor)
+        self._views: list[Blocks] = []
+        self._in_flight: dict[int, Codes] = {}
+        # With `blend`: how far ahead of its view the fragment was when its update was sent.
+        self._ahead: dict[int, Blocks] = {}
+        leaves = _zeros(like, self._placement.inner)
+        for kernels, owned, view in zip(self._kernels, self._ownership, views, strict=True):
+            blocks = owned.place_view(view)
+            leaves |= kernels.overwrite(_part(leaves, kernels), blocks)
+            self._views.append(self._kept(blocks))
+        self.trained = tree.from_names(like, self._placement.outward(leaves))
+
+    def send(self, fragment: int) -> Codes:
+        """Encode what is unsent of a fragment and keep the codes as in flight."""
+        kernels = self._kernels[fragment]
+        leaves = self._placement.inward(_part(tree.by_name(self.trained), kernels))
+        codes = kernels.send(leaves, self._view(fragment))
+        self._in_flight[fragment] = codes
+        if self._settings[fragment].adopt == "blend":
+            self._ahead[fragment] = self._kept(kernels.ahead(leaves, self._view(fragment)))
+        return codes
+
+    def owned(self, fragment: int) -> np.ndarray:
+        """Numbers of the blocks that this host uploads, ascending, int64 [n]."""
+        return self._ownership[fragment].owned
+
+    def held(self, fragment: int) -> np.ndarray:
+        """Numbers of the blocks that this host's devices hold, ascending, int64 [n]."""
+        return self._ownership[fragment].held
+
+    def collect(self, fragment: int, codes: Codes) -> Encoded:
+        """The rows of an update that this host uploads; waits for the devices."""
+        return self._ownership[fragment].collect(codes)
+
+    def place(self, fragment: int, rows: Encoded) -> Delta:
+        """A version delta, of the blocks that this host holds, on its devices."""
+        return Delta(self._ownership[fragment].place(rows))
+
+    def place_view(self, fragment: int, view: np.ndarray) -> View:
+        """A whole view, float32 [N], on the devices."""
+        return View(self._ownership[fragment].place_view(view))
+
+    def adopt(
+        self,
+        fragment: int,
+        payload: Delta | View | None,
+        *,
+        resolved: bool,
+        blended: bool = False,
+    ) -> None:
+        """Move view and parameters to a record's; drop the update in flight if it is resolved.
+
+        Args:
+            fragment: which.
+            payload: what the record brings; None: its view is the one adopted.
+            resolved: it answers the update in flight.
+            blended: with a version that has that update, so that only a share of what was trained
+                since stays.
+        """
+        kernels, settings = self._kernels[fragment], self._settings[fragment]
+        leaves = tree.by_name(self.trained)
+        if payload is None and not resolved:
+            return
+        part = self._placement.inward(_part(leaves, kernels))
+        if payload is not None:
+            move = self._overwrite if settings.adopt == "overwrite" else self._rebase
+            part = move(fragment, part, payload)
+        if payload is not None and settings.adopt == "overwrite":
+            # It takes the place of all that was trained, of what is in flight too.
+            self._in_flight.pop(fragment, None)
+        elif resolved:
+            if blended:
+                part = self._blended(fragment, part)
+            part = self._settled(fragment, part)
+        self._take(leaves, part)
+
+    def roll_back(self, fragment: int, view: View) -> None:
+        """Set view and parameters to those of a rollback; forget what is in flight."""
+        kernels = self._kernels[fragment]
+        leaves = tree.by_name(self.trained)
+        self._in_flight.pop(fragment, None)
+        self._ahead.pop(fragment, None)
+        part = self._placement.inward(_part(leaves, kernels))
+        part = kernels.overwrite(part, view.values)
+        self._views[fragment] = self._kept(view.values)
+        self._take(leaves, part)
+
+    def view(self, fragment: int) -> np.ndarray:
+        """The view of a fragment on the host, float32 [N]; for a learner of one host."""
+        rows = [np.asarray(piece).reshape(-1) for piece in self._views[fragment]]
+        return np.concatenate(rows)
+
+    def warm_up(self) -> None:
+        """Compile every operation on copies, so that no training step waits for a compiler."""
+        for index, kernels in enumerate(self._kernels):
+            ownership = self._ownership[index]
+            part = _part(tree.by_name(self.trained), kernels)
+            copies = _copied(self._placement.inward(part))
+            view = _copied(self._view(index))
+            codes = kernels.send(copies, view)
+            zeros = np.zeros(len(ownership.held) * kernels.block, np.float32)
+            encoded = encode(kernels.delta_codec, zeros, kernels.block)
+            delta = ownership.place(Encoded(*map(np.asarray, encoded)))
+            sent = kernels.ahead(copies, view) if self._settings[index].adopt == "blend" else None
+            copies, view = kernels.apply(copies, view, delta)
+            if sent is not None:
+                copies = kernels.blend(copies, view, sent, self._settings[index].blend)
+            jax.block_until_ready(kernels.settle(copies, codes))
+
+    def _take(self, leaves: dict[str, Any], part: Leaves) -> None:
+        """The parameters, with a fragment's replaced."""
+        changed = leaves | self._placement.outward(part)
+        self.trained = tree.from_names(self._like, changed)
+
+    def _settled(self, fragment: int, part: Leaves) -> Leaves:
+        """The leaves without an update that a record has resolved: none sends its work again.
+
+        Averaged state is no work: its next update says what it is by then.
+        """
+        codes = self._in_flight.pop(fragment, None)
+        self._ahead.pop(fragment, None)
+        if codes is None or self._averaged[fragment]:
+            return part
+        return self._kernels[fragment].settle(part, codes)
+
+    def _blended(self, fragment: int, part: Leaves) -> Leaves:
+        """The leaves with a share of what was trained since the update that a version has.
+
+        Taken from theta - V, which adopting does not change: so what quantization left unsent is
+        not among it, and goes out with the next update.
+        """
+        sent = self._fetched(fragment, self._ahead.pop(fragment))
+        share = self._settings[fragment].blend
+        return self._kernels[fragment].blend(part, self._view(fragment), sent, share)
+
+    def _view(self, fragment: int) -> Blocks:
+        """A view on the devices."""
+        return self._fetched(fragment, self._views[fragment])
+
+    def _fetched(self, fragment: int, kept: Blocks) -> Blocks:
+        """What is kept where views are, on the devices."""
+        if self._anchor is None:
+            return kept
+        placed = self._kernels[fragment].placed
+        return tuple(
+            jax.device_put(piece, where.sharding) for piece, where in zip(kept, placed, strict=True)
+        )
+
+    def _kept(self, blocks: Blocks) -> Blocks:
+        """Blocks where views are kept."""
+        if self._anchor is None:
+            return blocks
+        return tuple(
+            jax.device_put(piece, piece.sharding.with_memory_kind(self._anchor)) for piece in blocks
+        )
+
+    def _rebase(self, fragment: int, part: Leaves, payload: Delta | View) -> Leaves:
+        kernels, view = self._kernels[fragment], self._view(fragment)
+        if isinstance(payload, Delta):
+            part, view = kernels.apply(part, view, payload.codes)
+        else:
+            part, view = kernels.jump(part, view, payload.values)
+        self._views[fragment] = self._kept(view)
+        return part
+
+    def _overwrite(self, fragment: int, part: Leaves, payload: Delta | View) -> Leaves:
+        kernels = self._kernels[fragment]
+        if isinstance(payload, Delta):
+            view = kernels.advance(self._view(fragment), payload.codes)
+        else:
+            view = payload.values
+        self._views[fragment] = self._kept(view)
+        if alpha := self._settings[fragment].alpha:
+            return kernels.mix(part, view, alpha)
+        return kernels.overwrite(part, view)
+
+
+# A copy inside a program is a real one, and there is one dispatch for all leaves.
+_copied = jax.jit(lambda values: jax.tree.map(jnp.copy, values))
+
+
+def _part(leaves: dict[str, Any], kernels: Kernels) -> dict[str, Any]:
+    return {name: leaves[name] for name in kernels.names}
+
+
+def _zeros(like: Params, shardings: Mapping[str, NamedSharding]) -> Leaves:
+    leaves = tree.by_name(like)
+
+    def zeros() -> Leaves:
+        return {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
+
+    made: Leaves = jax.jit(zeros, out_shardings={name: shardings[name] for name in leaves})()
+    return made
+
+
+def anchor_memory(anchor: str) -> str | None:
+    """The kind of memory that views are kept in; None: the devices' own."""
+    kinds = {memory.kind for memory in jax.local_devices()[0].addressable_memories()}
+    return "pinned_host" if anchor == "host" and "pinned_host" in kinds else None

@@ -1,0 +1,176 @@
+"""A model's leaves as the system sees them: what is synchronized, and what is held beside it.
+
+Leaves are synchronized (trained, or state that is averaged), or *held*: frozen, or state that each
+learner keeps. Where a tree is divided, each part has None in place of the other's leaves; JAX takes
+None for a subtree without leaves, so optimizers pass over it.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from diloco.common.process.config import SyncSection
+from diloco.common.protocol.errors import TaskError
+from diloco.common.protocol.layout import Layout, Tensor, kind_of, make_layout
+from diloco.learner.task import (
+    Params,
+    Task,
+    Variables,
+    check_dtype,
+    hint_of,
+    named_leaves,
+    params_shapes,
+    signature,
+    tree_words,
+)
+
+
+class Division(NamedTuple):
+    """How the leaves of a task's parameters divide, in their order.
+
+    Attributes:
+        trained: whether a leaf is moved by the inner optimizer.
+        synced: whether it is synchronized.
+        local: whether it is state that this learner keeps.
+    """
+
+    trained: tuple[bool, ...]
+    synced: tuple[bool, ...]
+    local: tuple[bool, ...]
+
+    def trained_of(self, params: Params) -> Params:
+        """What the inner optimizer sees."""
+        masked, _ = split(params, self.trained)
+        return masked.trained if isinstance(params, Variables) else masked
+
+    def with_trained(self, params: Params, trained: Params) -> Params:
+        """The parameters with what the inner optimizer has moved."""
+        if isinstance(params, Variables):
+            return params._replace(trained=join(trained, params.trained))
+        return join(trained, params)
+
+
+def division_of(task: Task, shapes: Params) -> Division:
+    """How a task's parameters divide."""
+    hint = hint_of(task, shapes)
+    kinds = [kind_of(tensor, hint) for tensor in tensors_of(shapes)]
+    return Division(
+        trained=tuple(kind == "trained" for kind in kinds),
+        synced=tuple(kind in ("trained", "averaged") for kind in kinds),
+        local=tuple(kind == "local" for kind in kinds),
+    )
+
+
+def task_layout(task: Task, sync: SyncSection) -> Layout:
+    """The layout of a task's parameters under a run's settings; allocates nothing."""
+    shapes = params_shapes(task)
+    return make_layout(
+        tensors_of(shapes),
+        fragments=sync.fragments,
+        block=sync.block,
+        hint=hint_of(task, shapes),
+    )
+
+
+def tensors_of(params: Params) -> list[Tensor]:
+    """The leaves of a tree, as a layout knows them.
+
+    Raises:
+        TaskError: a leaf is no array, or none of numbers.
+    """
+    for name, leaf in named_leaves(params):
+        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+            raise TaskError(
+                f"the leaf {name!r} of the parameters must be an array, but is {leaf!r:.80}",
+                hint="make it one, such as jnp.float32(0.5), or keep it out of the parameters; a"
+                " class of your own must be registered with JAX as a pytree",
+            )
+        check_dtype(name, leaf.dtype)
+    return [
+        Tensor(name=name, shape=tuple(leaf.shape), dtype=np.dtype(leaf.dtype).name)
+        for name, leaf in named_leaves(params)
+    ]
+
+
+def check_wide(layout: Layout) -> None:
+    """Refuse float64 where JAX has none: it would make float32 of it, without a word of ours.
+
+    Raises:
+        TaskError: a synchronized leaf is float64.
+    """
+    wide = [tensor.name for tensor in layout.tensors if tensor.dtype == "float64"]
+    if wide and jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
+        raise TaskError(
+            f"the leaf {wide[0]!r} of the parameters is float64, of which JAX makes float32",
+            hint="give float32, in which versions are kept; or start each process of the run with"
+            " JAX_ENABLE_X64=1",
+        )
+
+
+def marks(params: Params, names: Collection[str]) -> tuple[bool, ...]:
+    """Which leaves of a tree have one of these names, in their order."""
+    return tuple(name in names for name, _ in named_leaves(params))
+
+
+def synced_marks(params: Params, layout: Layout) -> tuple[bool, ...]:
+    """Which leaves of a tree a layout synchronizes."""
+    return marks(params, {tensor.name for tensor in layout.tensors})
+
+
+def split(params: Params, chosen: Sequence[bool]) -> tuple[Params, Params]:
+    """(The leaves that are chosen, the others)."""
+    leaves, structure = jax.tree.flatten(params)
+    pairs = list(zip(leaves, chosen, strict=True))
+    return (
+        jax.tree.unflatten(structure, [leaf if marked else None for leaf, marked in pairs]),
+        jax.tree.unflatten(structure, [None if marked else leaf for leaf, marked in pairs]),
+    )
+
+
+def join(one: Params, other: Params) -> Params:
+    """A tree's leaves, from one where it has them, else from the other."""
+    return jax.tree.map(
+        lambda leaf, instead: instead if leaf is None else leaf,
+        one,
+        other,
+        is_leaf=lambda leaf: leaf is None,
+    )
+
+
+def by_name(params: Params) -> dict[str, Any]:
+    """Leaves of a tree by name."""
+    return dict(named_leaves(params))
+
+
+def from_names(like: Params, leaves: dict[str, Any]) -> Params:
+    """The tree `like` with the leaves of these names."""
+    ordered = [leaves[name] for name, _ in named_leaves(like)]
+    return jax.tree.unflatten(jax.tree.structure(like), ordered)
+
+
+# --- Frozen leaves that each learner loads from a place of its own
+
+
+def loaded_frozen(task: Task) -> dict[str, Any]:
+    """What `Task.load_frozen` gives, by the leaves' names; empty without one.
+
+    A leaf may be one that is read as it is asked for: it has a shape and a dtype, is sliced as an
+    array is, and becomes one by `numpy.asarray`.
+
+    Raises:
+        TaskError: it is not shaped as `init` says.
+    """
+    if task.load_frozen is None:
+        return {}
+    shapes = params_shapes(task)
+    frozen = shapes.frozen if isinstance(shapes, Variables) else None
+    loaded = task.load_frozen()
+    if signature(loaded) != signature(frozen):
+        raise TaskError(
+            f"Task.load_frozen must give the frozen leaves as `init` shapes them, "
+            f"{tree_words(frozen)}, but it gave {tree_words(loaded)}",
+            hint="give a tree like Variables.frozen",
+        )
+    return by_name(Variables(None, loaded, None))

@@ -1,0 +1,167 @@
+"""Try a task on the CPU: what would be refused, and what is worth a second look, all at once."""
+
+import itertools
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from diloco.common.process.config import Config, warnings
+from diloco.common.protocol.errors import DilocoError, TaskError
+from diloco.common.protocol.layout import Layout
+from diloco.learner.contract import build_task, refusals
+from diloco.learner.task import Params, Task, params_shapes, scores
+from diloco.learner.tensors import tree
+from diloco.learner.tensors.inner_step import Outcome, make_inner_step
+from diloco.learner.train import Judge
+
+# A step that waits longer for its batch than this share of its time is slow by its data.
+SLOW_DATA = 0.1
+
+
+@dataclass
+class Trial:
+    """What a trial found.
+
+    Attributes:
+        refused: errors for which a learner would end.
+        warned: sentences.
+        facts: name and value, in order.
+    """
+
+    refused: list[DilocoError] = field(default_factory=list)
+    warned: list[str] = field(default_factory=list)
+    facts: list[tuple[str, str]] = field(default_factory=list)
+
+    def refuse(self, error: Exception | SystemExit) -> None:
+        """Note what would end a learner; an error of the task's own counts as one."""
+        if isinstance(error, SystemExit):
+            error = TaskError(f"the task ends its process: SystemExit({error.code!r})")
+        elif not isinstance(error, DilocoError):
+            error = TaskError(f"{type(error).__name__}: {error}")
+        self.refused.append(error)
+
+
+def tried(config: Config, learner: str, steps: int) -> Trial:
+    """Build a run's task, hold it to its contract, and take a few steps."""
+    trial, settings = Trial(), config.settings()
+    trial.warned += warnings(settings)
+    try:
+        options = config.learner.island(learner).options
+        task = build_task(
+            settings.task.build,
+            steps=settings.run.steps,
+            seed=settings.run.seed,
+            options={**settings.task.options, **options},
+        )
+        trial.refused += refusals(task, steps=settings.run.steps)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the task's own, too, is what the trial tells
+        trial.refuse(error)
+        return trial
+    try:
+        _describe(trial, task, tree.task_layout(task, settings.sync))
+    except DilocoError as error:
+        trial.refuse(error)
+    if not trial.refused:
+        _train(trial, task, learner, settings.run.seed, steps)
+    return trial
+
+
+def _describe(trial: Trial, task: Task, layout: Layout) -> None:
+    synced = sum(tensor.size for tensor in layout.tensors)
+    held = sum(tensor.size for tensor in layout.constants)
+    averaged = sum(one.elements for one in layout.fragments if one.averaged)
+    trial.facts += [
+        ("trained", f"{synced - averaged:,} parameters in {len(layout.fragments)} fragments"),
+        ("averaged state", f"{averaged:,} numbers"),
+        ("frozen, or local state", f"{held:,} numbers, never sent"),
+        ("tokens per step", f"{task.tokens_per_batch:,}"),
+    ]
+
+
+def _train(trial: Trial, task: Task, learner: str, seed: int, steps: int) -> None:
+    """A few steps, and a look at held-out data."""
+    try:
+        params = jax.jit(task.init)(jax.random.key(seed))
+        outcomes = list(_steps(trial, task, params, learner, steps))
+        _judge(trial, task, outcomes)
+        _compare_learners(trial, task, learner)
+        # The steps gave the first parameters away.
+        said = scores(task.evaluate(jax.jit(task.init)(jax.random.key(seed))))
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - as above
+        trial.refuse(error)
+        return
+    words = ", ".join(f"{name} {value:.4g}" for name, value in said.items())
+    trial.facts.append(("held-out, before training", words))
+    wrong = [name for name, value in said.items() if not math.isfinite(value)]
+    if wrong:
+        trial.warned.append(f"Task.evaluate gives no finite {', '.join(wrong)}")
+
+
+def _steps(trial: Trial, task: Task, params: Params, learner: str, steps: int) -> Iterator[Outcome]:
+    division = tree.division_of(task, params_shapes(task))
+    state: Any = task.optimizer.init(division.trained_of(params))
+    inner_step, batches = make_inner_step(task), task.batches(learner, 0)
+    waited_s, took_s = [], []
+    for position in range(steps):
+        began_s = time.perf_counter()
+        batch = next(batches)
+        drawn_s = time.perf_counter()
+        numbers = np.int32(position), np.uint32(position)
+        params, state, outcome = inner_step(params, state, batch, *numbers)
+        yield jax.device_get(outcome)
+        waited_s.append(drawn_s - began_s)
+        took_s.append(time.perf_counter() - began_s)
+    # The first one compiles.
+    step_s = float(np.median(took_s[1:]))
+    # Medians, since to begin to read ahead takes its time once.
+    share = float(np.median(waited_s[1:])) / max(step_s, 1e-9)
+    words = f"{1000 * step_s:.1f} ms, {share:.0%} of it for its batch"
+    trial.facts.append(("a step on this CPU", words))
+    if share > SLOW_DATA:
+        trial.warned.append(
+            f"{share:.0%} of a step is waiting for its batch: read ahead (docs/data.md)"
+        )
+
+
+def _judge(trial: Trial, task: Task, outcomes: list[Outcome]) -> None:
+    losses = [float(outcome.loss) for outcome in outcomes]
+    trial.facts.append(("loss", ", ".join(f"{loss:.4g}" for loss in losses)))
+    for name in outcomes[-1].metrics:
+        trial.facts.append((name, f"{float(outcomes[-1].metrics[name]):.4g}"))
+    if not all(map(math.isfinite, losses)):
+        trial.refuse(
+            TaskError(
+                "the loss is infinite or not a number within the first steps",
+                hint="lower the learning rate, or look in Task.loss for a division by 0",
+            )
+        )
+    judge = Judge()
+    try:
+        for outcome in outcomes:
+            if not judge.done and outcome.descent is not None:
+                judge.look(float(outcome.descent))
+    except TaskError as error:
+        trial.refuse(error)
+    shapes = params_shapes(task)
+    trained, _ = tree.split(shapes, tree.division_of(task, shapes).trained)
+    still = np.all([outcome.still for outcome in outcomes], axis=0)
+    names = [name for name, zero in zip(tree.by_name(trained), still, strict=True) if zero]
+    if names:
+        trial.warned.append(f"no gradient in {len(outcomes)} steps: {', '.join(names[:8])}")
+
+
+def _compare_learners(trial: Trial, task: Task, learner: str) -> None:
+    """Learners of different names must not do the same work; who claims shares does not."""
+    if task.shared is not None:
+        return
+    one, other = (next(task.batches(name, 0)) for name in (learner, f"{learner}-2"))
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=False)
+    if all(itertools.starmap(np.array_equal, pairs)):
+        trial.warned.append(
+            "two learners of other names draw the same batch: derive it from the name, too"
+        )

@@ -1,0 +1,1 @@
+"""What a learner sends and receives beside training: updates, versions, claims, checkpoints."""

@@ -1,0 +1,379 @@
+"""The learner's inbound side: reads records, fetches and decodes versions, in order per fragment.
+
+A record is handed to the training loop only when what it brings is here and verified, on the
+devices of all hosts, so that adopting it is one small step there. What waits is taken together
+(`catchup.py`), and no more is decoded than the devices have room for (`Room`). A learner that has
+fallen so far behind that an object is gone, or whose view is not the one that a record builds on,
+loads the newest view.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from diloco.common.process.service import all_of
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import (
+    HostFetchError,
+    IntegrityError,
+    ObjectMissingError,
+    StaleReadError,
+    WireError,
+)
+from diloco.common.storage.bus import Message
+from diloco.common.storage.tape import decode_as, parse_changed, read_record
+from diloco.common.storage.views import Loaded, load_view
+from diloco.learner.context import Context
+from diloco.learner.core import sync
+from diloco.learner.core.boundary import NOTHING, Decoded, Post
+from diloco.learner.core.catchup import Adopted, Change, Move, Waiting, next_move
+from diloco.learner.peers import Alone
+from diloco.learner.wire.fetch import Fetcher, whole
+
+# Decoded versions may wait for as many bytes as views of the largest fragment: two, so that one is
+# fetched while another waits for its boundary.
+WAITING_VIEWS = 2
+_FLOAT32_BYTES = 4
+
+
+class Room:
+    """Bytes of decoded versions on the devices that wait for a step boundary."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._freed = asyncio.Event()
+        self._lock = threading.Lock()
+        self._wake: Callable[[], object] | None = None
+        self.taken_bytes = 0
+
+    def fits(self, size_bytes: int) -> bool:
+        """Whether so many bytes may be decoded; one version may always be."""
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            if not self.taken_bytes or self.taken_bytes + size_bytes <= self._limit_bytes:
+                return True
+            self._wake = partial(loop.call_soon_threadsafe, self._freed.set)
+            return False
+
+    def take(self, size_bytes: int) -> None:
+        """They are about to be."""
+        with self._lock:
+            self.taken_bytes += size_bytes
+
+    def give_back(self, size_bytes: int) -> None:
+        """They are adopted; from any thread. The event loop is woken only if somebody waits."""
+        with self._lock:
+            self.taken_bytes -= size_bytes
+            wake, self._wake = self._wake, None
+        if wake is not None:
+            wake()
+
+    async def freed(self) -> None:
+        """Wait until something is given back, after what did not fit."""
+        await self._freed.wait()
+        self._freed.clear()
+
+
+async def load(context: Context, fragment: int) -> Loaded:
+    """The newest version of a fragment, verified: where a learner begins.
+
+    From a stale replica it may be an older one: what follows it is then read in order.
+    """
+    loaded = await context.runtime.retry(
+        "loading a version", lambda: load_view(context, fragment), logger=context.logger
+    )
+    context.traffic.bytes_down += loaded.read_bytes
+    return loaded
+
+
+class Adopter:
+    """Follows the run's records for one life of a learner.
+
+    Args:
+        context: the learner's.
+        post: takes what is ready for the training loop.
+        fetcher: of this host.
+        peers: the other hosts, who fetch what they hold of each version.
+        starts: the versions that this life begins with, by fragment.
+        incarnation: whose marks resolve updates.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        post: Post,
+        fetcher: Fetcher,
+        peers: Alone,
+        starts: Sequence[sync.Start],
+        incarnation: int,
+    ) -> None:
+        self._context = context
+        self._post = post
+        self._fetcher = fetcher
+        self._peers = peers
+        self._incarnation = incarnation
+        self._adopted = [Adopted(at.record_seq, at.version, at.view_digest) for at in starts]
+        self._queues: list[asyncio.Queue[Message]] = [asyncio.Queue() for _ in starts]
+        largest = max(fragment.size for fragment in context.layout.fragments)
+        self._room = Room(WAITING_VIEWS * _FLOAT32_BYTES * largest)
+
+    async def follow(self) -> None:
+        """Hand over records, settings and the run's stop as they come; never returns."""
+        try:
+            await all_of(
+                *(self._follow_fragment(fragment) for fragment in range(len(self._adopted))),
+                self._read_records(),
+                follow_run(self._context, self._post),
+            )
+        finally:
+            self._context.logger.debug("stopped_following")
+
+    # A fragment's records
+
+    async def _read_records(self) -> None:
+        start = min(at.record_seq for at in self._adopted) + 1
+        pattern = names.record(self._context.run, "*")
+        async for message in self._context.bus.read(self._context.tape, [pattern], start):
+            subject = names.parse_subject(message.subject)
+            fragment = subject.fragment if subject else None
+            if fragment is not None and fragment < len(self._queues):
+                self._queues[fragment].put_nowait(message)
+
+    async def _follow_fragment(self, fragment: int) -> None:
+        waiting: list[Waiting] = []
+        while True:
+            waiting += await self._arrived(fragment, waiting)
+            if not waiting:
+                continue
+            move = next_move(self._adopted[fragment], waiting)
+            needs = move.change.held_bytes if move is not None and move.change is not None else 0
+            if not self._room.fits(needs):
+                # What comes meanwhile may make a jump of it.
+                await self._room.freed()
+                continue
+            covered = waiting[: len(waiting) if move is None else move.covers]
+            newest_seq = await self._take(fragment, move, covered)
+            waiting = [one for one in waiting if one.record_seq > newest_seq]
+
+    async def _arrived(self, fragment: int, waiting: Sequence[Waiting]) -> list[Waiting]:
+        """Records that have come since; if none waits yet, wait for the first."""
+        queue = self._queues[fragment]
+        messages = [] if waiting else [await queue.get()]
+        while not queue.empty():
+            messages.append(queue.get_nowait())
+        newest_seq = waiting[-1].record_seq if waiting else self._adopted[fragment].record_seq
+        return [await self._read(one) for one in messages if one.seq > newest_seq]
+
+    async def _read(self, message: Message) -> Waiting:
+        context = self._context
+        context.answers.heard(context.health, context.logger)
+        try:
+            record = await context.runtime.retry(
+                "reading a version",
+                lambda: read_record(context, message),
+                logger=context.logger,
+            )
+        except (ObjectMissingError, IntegrityError) as error:
+            context.logger.warning("record_skipped", record_seq=message.seq, why=error.message)
+            return Waiting(message.seq, None)
+        return Waiting(message.seq, record)
+
+    async def _take(self, fragment: int, move: Move | None, covered: Sequence[Waiting]) -> int:
+        """Fetch what a move brings and hand it over; the sequence of the newest record covered."""
+        newest = covered[-1]
+        if move is not None:
+            assert newest.record is not None
+            try:
+                payload = await self._moved(move)
+            except (ObjectMissingError, IntegrityError) as error:
+                why = error.message
+            else:
+                self._hand_over(newest.record_seq, newest.record, covered, payload)
+                return newest.record_seq
+        else:
+            why = f"record {newest.record_seq} cannot be read"
+        self._context.logger.warning("reloading", fragment=fragment, why=why)
+        loaded, payload = await self._reload(fragment, newest.record_seq)
+        self._hand_over(loaded.record_seq, loaded.record, covered, payload)
+        return loaded.record_seq
+
+    async def _moved(self, move: Move) -> Decoded:
+        """What a move brings.
+
+        Raises:
+            ObjectMissingError: an object was collected.
+            IntegrityError: one is damaged.
+        """
+        change, context = move.change, self._context
+        if change is None:
+            return NOTHING
+        self._room.take(change.held_bytes)
+        try:
+            tensors = await context.runtime.retry(
+                "reading a version", lambda: self._prepare(change), logger=context.logger
+            )
+        except BaseException:
+            self._room.give_back(change.held_bytes)
+            raise
+        return self._decoded(tensors, change.held_bytes)
+
+    def _decoded(self, tensors: Any, size_bytes: int) -> Decoded:
+        return Decoded(tensors, partial(self._room.give_back, size_bytes))
+
+    async def _prepare(self, change: Change) -> Any:
+        """What a change brings, on the devices of all hosts; this host's is returned."""
+        preparation = self._peers.prepare(change)
+        try:
+            tensors = await self._fetcher.fetch(change)
+            await preparation.ready()
+        except BaseException:
+            preparation.drop()
+            raise
+        return tensors
+
+    async def _reload(self, fragment: int, record_seq: int) -> tuple[Loaded, Decoded]:
+        """The newest view, of the record `record_seq` or a later one, on the devices of all hosts.
+
+        Nothing, if it is the view that is adopted: what a view overwrites was trained since.
+        Loaded again, with growing pauses, while a stale replica answers or a host cannot read it.
+
+        Raises:
+            HostFetchError: a host could not for long.
+        """
+        context = self._context
+
+        async def attempt() -> tuple[Loaded, Any]:
+            loaded = await load(context, fragment)
+            if loaded.record_seq < record_seq:
+                raise StaleReadError(
+                    f"record {loaded.record_seq} of fragment {fragment} came for its newest, "
+                    f"but {record_seq} is on the tape"
+                )
+            stays = known == (loaded.record.version, loaded.record.view_digest)
+            return loaded, None if stays else await self._spread(loaded)
+
+        known = self._adopted[fragment][1:]
+        loaded, tensors = await context.runtime.retry(
+            "loading a version", attempt, logger=context.logger
+        )
+        if tensors is None:
+            return loaded, NOTHING
+        size_bytes = _FLOAT32_BYTES * context.layout.fragments[fragment].size
+        self._room.take(size_bytes)
+        return loaded, self._decoded(tensors, size_bytes)
+
+    async def _spread(self, loaded: Loaded) -> Any:
+        """A view that is here, on the devices of all hosts; this host's is returned.
+
+        Raises:
+            HostFetchError: another host cannot read it, or not any more.
+        """
+        preparation = self._peers.prepare(whole(loaded))
+        try:
+            tensors = await self._fetcher.place(loaded)
+            await preparation.ready()
+        except (ObjectMissingError, IntegrityError) as error:
+            preparation.drop()
+            raise HostFetchError(error.message, hint=error.hint) from error
+        except BaseException:
+            preparation.drop()
+            raise
+        return tensors
+
+    def _hand_over(
+        self, record_seq: int, record: wire.Record, covered: Sequence[Waiting], payload: Decoded
+    ) -> None:
+        context, fragment = self._context, record.fragment
+        before = self._adopted[fragment].version
+        self._adopted[fragment] = Adopted(record_seq, record.version, record.view_digest)
+        context.logger.debug("arrived", fragment=fragment, version=record.version, what=record.what)
+        read = [one.record for one in covered if one.record is not None]
+        resolved = [
+            mark.seq
+            for one in (*read, record)
+            for mark in one.policy.marks
+            if mark.learner == context.learner and mark.incarnation == self._incarnation
+        ]
+        merged = [
+            taken.seq
+            for one in (*read, record)
+            for taken in one.inputs
+            if taken.learner == context.learner and taken.incarnation == self._incarnation
+        ]
+        ready = sync.Ready(
+            fragment=fragment,
+            record_seq=record_seq,
+            version=record.version,
+            view_digest=record.view_digest,
+            global_step=record.global_step,
+            resolved_seq=max(resolved, default=0),
+            # Also when the rollback itself was jumped over.
+            rolled_back=record.policy.floor > before,
+            merged_seq=max(merged, default=0),
+        )
+        self._post(ready, payload)
+
+
+# --- What a learner hears of the whole run: changed settings, its stop and end, and open rounds
+
+
+async def follow_run(context: Context, post: Post) -> None:
+    """Hand these over as they come; never returns."""
+    run = context.run
+    # One subject to a reader: so the server can fence what a learner reads. Their order among each
+    # other does not matter here.
+    subjects = (names.settings(run), names.stop(run), names.end(run))
+    following = (_follow_subject(context, post, subject) for subject in subjects)
+    await all_of(*following, _listen(context, post))
+
+
+async def _follow_subject(context: Context, post: Post, subject: str) -> None:
+    """Hand over the messages of one subject.
+
+    Only the last one matters of those that are there. It may be one of a replica that is behind: so
+    what follows it is read in order, from it on and not from the newest records.
+    """
+    last = await context.runtime.retry(
+        "reading the tape",
+        lambda: context.bus.last(context.tape, subject),
+        logger=context.logger,
+    )
+    if last is not None:
+        _pass_on(context, post, last)
+    start = 1 if last is None else last.seq + 1
+    async for message in context.bus.read(context.tape, [subject], start):
+        # What a bus delivers again may be of the past: settings that hold no more.
+        if message.seq >= start:
+            start = message.seq + 1
+            _pass_on(context, post, message)
+
+
+def _pass_on(context: Context, post: Post, message: Message) -> None:
+    # Stop and end by their subject alone: a run that nobody could stop is worse.
+    match names.parse_subject(message.subject):
+        case names.Subject(kind="stop"):
+            post(sync.Stop())
+        case names.Subject(kind="end"):
+            post(sync.End())
+        case _:
+            try:
+                settings = parse_changed(context.settings, message)
+            except WireError as error:
+                context.logger.warning("unreadable", subject=message.subject, reason=error.reason)
+                return
+            context.logger.info("settings", settings_seq=message.seq)
+            context.answers.interval_steps = settings.sync.interval_steps
+            rules = sync.sync_rules(settings.sync, context.layout, paused=settings.run.paused)
+            post(sync.Changed(rules))
+
+
+async def _listen(context: Context, post: Post) -> None:
+    async for heard, payload in context.bus.listen(names.round_open(context.run, "*")):
+        try:
+            opened = decode_as(wire.RoundOpen, heard, payload)
+        except WireError as error:
+            context.logger.warning("unreadable", subject=heard, reason=error.reason)
+            continue
+        post(sync.RoundOpened(opened.fragment, opened.version))

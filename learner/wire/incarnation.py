@@ -1,0 +1,208 @@
+"""A life of a learner on the tape: how it begins, and how it is known that another took its place.
+
+Who joined last under a name is the learner; whatever an earlier life still announces is rejected.
+So a join stands on the tape once, however often it was tried: tried again behind a lost answer it
+would supersede the very life that it began.
+"""
+
+import contextlib
+from typing import NamedTuple
+
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import (
+    BusUnavailableError,
+    ExpiredError,
+    StaleReadError,
+    SupersededError,
+    SwapLostError,
+    WireError,
+)
+from diloco.common.storage.bus import Bus, Message
+from diloco.common.storage.holdings import EXPIRY, lost_batches
+from diloco.common.storage.tape import data_reached, decode_as
+from diloco.learner.context import Context
+
+
+class Joined(NamedTuple):
+    """One life of a learner on the tape.
+
+    Attributes:
+        incarnation: sequence of its join in the stream.
+        nonce: 128 random bits in the ids of its messages, so that none is taken for another life's.
+    """
+
+    incarnation: int
+    nonce: str
+
+
+async def join(context: Context, host: str) -> Joined:
+    """Begin a life; `host` is the machine's name, for people."""
+    nonce = f"{context.runtime.rng.getrandbits(128):032x}"
+    message = wire.Join(
+        run=context.run, learner=context.learner, layout=context.layout.digest, host=host
+    )
+    subject = names.join(context.run, context.learner)
+    before_seq = await context.runtime.retry(
+        "publishing join", lambda: last_at_leader(context.bus, subject), logger=context.logger
+    )
+    joining = _Joining(context, wire.encode(message), nonce, before_seq)
+    incarnation = await context.runtime.retry(
+        "publishing join", joining.attempt, logger=context.logger
+    )
+    return Joined(incarnation, nonce)
+
+
+async def end_when_superseded(context: Context, life: Joined) -> None:
+    """Wait until another process joins under this learner's name; never returns.
+
+    Raises:
+        SupersededError: it has.
+        ExpiredError: an aggregator has, in its place.
+    """
+    subject = names.join(context.run, context.learner)
+    async for message in context.bus.read(context.tape, [subject], life.incarnation + 1):
+        try:
+            newer = decode_as(wire.Join, message.subject, message.payload)
+        except WireError as error:
+            # To the aggregator it is no join either.
+            context.logger.warning("unreadable", subject=subject, reason=error.reason)
+            continue
+        if message.msg_id.startswith(EXPIRY):
+            raise ExpiredError(
+                f"{newer.host} has ended this life of {context.learner!r}, which was silent for"
+                " aggregator.share_expiry_s: its shares of the data went to others",
+                hint="start it again: it joins the run and takes shares that are free",
+            )
+        if not _is_of(message, life.nonce):
+            raise SupersededError(
+                f"another process, on {newer.host!r}, has joined run {context.run!r} as "
+                f"{context.learner!r}: what this one does counts no longer",
+                hint="let one process run under each name; to train with both, give this one a "
+                "name of its own: runbooks/add-remove-learner.md",
+            )
+
+
+class _Joining:
+    """The publishing of a join on top of the one before it, so that it stands only once.
+
+    Args:
+        context: the learner's.
+        payload: of the join.
+        nonce: the life's.
+        before_seq: of the last join of this name; 0 if there is none.
+    """
+
+    def __init__(self, context: Context, payload: bytes, nonce: str, before_seq: int) -> None:
+        self._context = context
+        self._subject = names.join(context.run, context.learner)
+        self._payload = payload
+        self._nonce = nonce
+        self._before_seq = before_seq
+        self._attempts = 0
+        self._doubt = False
+
+    async def attempt(self) -> int:
+        """Publish it, unless an attempt before this one has; its sequence."""
+        if self._doubt and (standing := await self._look()):
+            return standing
+        self._attempts += 1
+        try:
+            seq = await self._context.bus.publish(
+                self._subject,
+                self._payload,
+                # Of this attempt alone: a cluster may acknowledge a stale swap by its id.
+                msg_id=f"{_prefix(self._nonce)}{self._attempts}",
+                expected_last=self._before_seq,
+            )
+        except (SwapLostError, BusUnavailableError) as error:
+            self._doubt = True
+            if isinstance(error, SwapLostError):
+                raise StaleReadError(error.message) from error
+            raise
+        return seq
+
+    async def _look(self) -> int:
+        """The sequence of ours if it stands; 0 if not, and the next is on top of what does."""
+        newest_seq = await last_at_leader(self._context.bus, self._subject)
+        if newest_seq > self._before_seq:
+            messages = self._context.bus.read(
+                self._context.tape, [self._subject], self._before_seq + 1
+            )
+            async with contextlib.aclosing(messages):  # type: ignore[type-var]
+                async for message in messages:
+                    if _is_of(message, self._nonce):
+                        return message.seq
+                    if message.seq >= newest_seq:
+                        break
+        self._before_seq = newest_seq
+        return 0
+
+
+def _prefix(nonce: str) -> str:
+    return f"join-{nonce}-"
+
+
+def _is_of(message: Message, nonce: str) -> bool:
+    """Whether a join is that of a life."""
+    return message.msg_id.startswith(_prefix(nonce))
+
+
+# --- Where a learner's data goes on
+
+
+class Place(NamedTuple):
+    """Where a learner's data goes on; of each fragment, the batches before that a crash has lost.
+
+    Those are in no update of the fragment, and not trained again: others have them.
+    """
+
+    position: int
+    lost: tuple[int, ...]
+
+
+async def place_after_join(context: Context) -> Place:
+    """Where the data of a learner goes on whose join is on the tape.
+
+    Before the join an update of an earlier life could still come, and be merged; what is stored
+    behind the join is rejected as superseded.
+    """
+    reached = await data_reached(context, context.learner, lambda subject: _last(context, subject))
+    position = max(reached.values())
+    lost = lost_batches(position, reached, len(context.layout.fragments))
+    return Place(position, lost if any(lost) else ())
+
+
+async def _last(context: Context, subject: str) -> Message | None:
+    """The last message of a subject of this learner's own, however far behind a replica is."""
+
+    async def attempt() -> Message | None:
+        newest_seq = await last_at_leader(context.bus, subject)
+        if not newest_seq:
+            return None
+        found = await context.bus.last(context.tape, subject)
+        if found is not None and found.seq >= newest_seq:
+            return found
+        context.logger.info("stale_read", subject=subject, record_seq=newest_seq)
+        messages = context.bus.read(context.tape, [subject], newest_seq)
+        async with contextlib.aclosing(messages):  # type: ignore[type-var]
+            return await anext(messages)
+
+    return await context.runtime.retry("reading the tape", attempt, logger=context.logger)
+
+
+async def last_at_leader(bus: Bus, subject: str) -> int:
+    """Sequence of the last message of a subject that one may publish to; 0 if it has none.
+
+    The stream's leader alone checks a swap, so its refusal of one that cannot succeed says what
+    the last message is. A learner may read its subjects one by one only, from any replica: there
+    is no single order in which it could read up to its join.
+
+    Raises:
+        StaleReadError: the leader did not say; ask again.
+    """
+    try:
+        await bus.publish(subject, b"", expected_last=wire.GREATEST)
+    except SwapLostError as error:
+        if error.last is not None:
+            return error.last
+    raise StaleReadError(f"the leader does not say what the last message of {subject!r} is")

@@ -1,0 +1,332 @@
+"""The learner's outbound side: shards to the store, then the manifest to the tape; heartbeats.
+
+Everything here runs beside training and retries transient faults for ever: while NATS or the store
+is away, updates wait here and training goes on.
+"""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from diloco.common.process import metrics
+from diloco.common.process.averaged import sync_of
+from diloco.common.protocol import names, shards, slices, wire
+from diloco.common.protocol.codec import Encoded
+from diloco.common.protocol.errors import DilocoError, DivergedError
+from diloco.common.protocol.layout import Fragment
+from diloco.learner.context import Context, longest_round_s
+from diloco.learner.core import sync
+from diloco.learner.core.boundary import Done, Outgoing, Post
+from diloco.learner.peers import Alone
+from diloco.learner.tensors.replica import Replica
+from diloco.learner.wire.incarnation import Joined
+
+T = TypeVar("T")
+
+# A learner whose heartbeats are not stored for so long warns: longer than a leader's election.
+SILENT_S = 8.0
+# So many of a fragment's tensors an error names.
+NAMED = 8
+
+
+class Stored(NamedTuple):
+    """What a host has stored of an update, and when its codes were there."""
+
+    shards: tuple[wire.Shard, ...]
+    encoded_at_s: float
+
+
+class _Packed(NamedTuple):
+    """Shards with their bytes, and when the codes were there."""
+
+    shards: tuple[tuple[wire.Shard, bytes], ...]
+    encoded_at_s: float
+
+
+class Uploader:
+    """Stores what one host owns of updates.
+
+    Args:
+        context: the learner's.
+        tensors: the host's.
+        host: its number; `hosts` how many there are.
+    """
+
+    def __init__(self, context: Context, tensors: Replica, host: int = 0, hosts: int = 1) -> None:
+        self._context = context
+        self._tensors = tensors
+        self._host = host
+        self._hosts = hosts
+        # Of each shard, by fragment and index: what a host owns it owns for all its life.
+        self._slices: dict[tuple[int, int], tuple[wire.Slice, ...]] = {}
+
+    async def store(self, incarnation: int, send: sync.Send, codes: Any) -> Stored:
+        """Store this host's shards of an update."""
+        context = self._context
+        packed: _Packed | None = None
+
+        def begin() -> _Packed:
+            """Pack, and store what is one shard: each way to a thread and back costs as much."""
+            nonlocal packed
+            if packed is None:
+                packed = _Packed(self._pack(incarnation, send, codes), context.runtime.clock())
+            if len(packed.shards) == 1:
+                self._put(*packed.shards[0])
+            return packed
+
+        found = await self._retry(begin)
+        if len(found.shards) > 1:
+            await asyncio.gather(*(self._retry(partial(self._put, *one)) for one in found.shards))
+        context.traffic.bytes_up += sum(shard.size_bytes for shard, _ in found.shards)
+        return Stored(tuple(shard for shard, _ in found.shards), found.encoded_at_s)
+
+    async def _retry(self, function: Callable[[], T]) -> T:
+        """What a blocking call gives, off the event loop, once no transient fault meets it."""
+        context = self._context
+        return await context.runtime.retry(
+            "storing a shard", lambda: context.runtime.call(function), logger=context.logger
+        )
+
+    def _put(self, shard: wire.Shard, data: bytes) -> None:
+        self._context.store.put(shard.name, data)
+
+    def _pack(
+        self, incarnation: int, send: sync.Send, codes: Any
+    ) -> tuple[tuple[wire.Shard, bytes], ...]:
+        """The shards, and their bytes."""
+        context, fragment = self._context, send.fragment
+        sync_section = sync_of(context.settings.sync, context.layout.fragments[fragment])
+        codec, block = sync_section.codec, sync_section.block
+        owned_n = self._tensors.owned(fragment)
+        if not len(owned_n):  # All its blocks are other hosts' too, and theirs to send.
+            return ()
+        rows = self._tensors.collect(fragment, codes)
+        _check_finite(rows, context.layout.fragments[fragment])
+        codes_NxI = np.asarray(rows.codes).reshape(len(owned_n), -1)
+        packed: list[tuple[wire.Shard, bytes]] = []
+        done = 0
+        most_blocks = max(1, sync_section.shard_elements // block)
+        for index, part in enumerate(slices.cut(owned_n, most_blocks)):
+            rows_of = slice(done, done + len(part))
+            scales = rows.scales[rows_of] if np.size(rows.scales) else rows.scales
+            encoded = Encoded(scales, codes_NxI[rows_of].reshape(-1))
+            data = shards.pack(codec, encoded, block)
+            packed.append((self._shard(incarnation, send, index, data, part), data))
+            done += len(part)
+        return tuple(packed)
+
+    def _shard(
+        self, incarnation: int, send: sync.Send, index: int, data: bytes, blocks: np.ndarray
+    ) -> wire.Shard:
+        context = self._context
+        name = names.shard(
+            context.run,
+            context.learner,
+            send.fragment,
+            context.epoch,
+            incarnation,
+            send.seq,
+            # No two hosts give the same number.
+            index * self._hosts + self._host,
+        )
+        return wire.Shard(
+            name=name,
+            size_bytes=len(data),
+            crc32c=shards.crc32c(data),
+            slices=self._described(send.fragment, index, blocks),
+        )
+
+    def _described(self, fragment: int, index: int, blocks: np.ndarray) -> tuple[wire.Slice, ...]:
+        key = fragment, index
+        if key not in self._slices:
+            self._slices[key] = slices.describe(blocks)
+        return self._slices[key]
+
+
+def _check_finite(rows: Encoded, fragment: Fragment) -> None:
+    """Refuse to send what is no number: a block that has any has no scale, or codes that say so.
+
+    Here and not at the step, which would have to wait for the devices.
+
+    Raises:
+        DivergedError: of this fragment's parameters some are infinite or not a number.
+    """
+    # NumPy knows `isfinite` of bfloat16 by its values alone.
+    told = rows.scales if np.size(rows.scales) else rows.codes
+    if not np.isfinite(np.asarray(told).astype(np.float32, copy=False)).all():
+        tensors = ", ".join(dict.fromkeys(piece.tensor for piece in fragment.pieces[:NAMED]))
+        raise DivergedError(
+            "parameters are infinite or not a number, in one of these tensors of fragment "
+            f"{fragment.index}: {tensors}{', ...' * (len(fragment.pieces) > NAMED)}",
+            hint="nothing of it was sent. Restart it: it resumes from the run's newest version; if "
+            "it diverges again, lower the learning rate or clip gradients",
+        )
+
+
+async def _publish(context: Context, subject: str, body: wire.Body, msg_id: str) -> int:
+    payload = wire.encode(body)
+    return await context.runtime.retry(
+        f"publishing {body.kind}",
+        lambda: context.bus.publish(subject, payload, msg_id=msg_id),
+        logger=context.logger,
+    )
+
+
+class Publisher:
+    """Sends one learner's messages, under one incarnation.
+
+    Args:
+        context: the learner's.
+        post: tells the training loop what is on the tape.
+        uploader: of this host's shards.
+        peers: the other hosts, who store theirs.
+        life: that the messages are of.
+    """
+
+    def __init__(
+        self, context: Context, post: Post, uploader: Uploader, peers: Alone, life: Joined
+    ) -> None:
+        self._context = context
+        self._post = post
+        self._uploader = uploader
+        self._peers = peers
+        self._life = life
+        self._manifests: dict[int, wire.Manifest] = {}
+        self._announcing: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    async def say(self, word: Outgoing | sync.Republish | Done) -> None:
+        """Publish what the training loop has to say."""
+        match word:
+            case Outgoing():
+                await self.send(word)
+            case sync.Republish():
+                await self.republish(word)
+            case Done(position, fragments):
+                await self.leave(position, fragments)
+
+    async def leave(self, position: int, fragments: tuple[int, ...] = ()) -> None:
+        """End this life, or only the sending of `fragments`."""
+        context, life = self._context, self._life
+        message = wire.Leave(
+            run=context.run,
+            learner=context.learner,
+            incarnation=life.incarnation,
+            position=position,
+            fragments=fragments,
+        )
+        token = "-".join(str(fragment) for fragment in fragments)
+        subject = names.leave(context.run, context.learner)
+        await _publish(context, subject, message, f"leave-{life.nonce}-{token}")
+
+    async def send(self, outgoing: Outgoing) -> None:
+        """Store an update's shards, publish its manifest, tell the training loop."""
+        context, send, life = self._context, outgoing.send, self._life
+        began_s = context.runtime.clock()
+        storing = self._uploader.store(life.incarnation, send, outgoing.codes)
+        others: tuple[wire.Shard, ...] = ()
+        if self._peers.hosts == 1:
+            stored = await storing
+        else:
+            stored, others = await asyncio.gather(
+                storing, self._peers.stored(send.fragment, send.seq)
+            )
+        manifest = wire.Manifest(
+            run=context.run,
+            learner=context.learner,
+            epoch=context.epoch,
+            incarnation=life.incarnation,
+            seq=send.seq,
+            fragment=send.fragment,
+            base_version=send.base_version,
+            base_digest=send.base_digest,
+            layout=context.layout.digest,
+            codec=sync_of(context.settings.sync, context.layout.fragments[send.fragment]).codec,
+            shards=(*stored.shards, *others),
+            tokens=send.tokens,
+            steps=send.steps,
+            position=outgoing.position,
+            local_step=outgoing.local_step,
+            loss=outgoing.loss,
+            step_time_s=outgoing.step_time_s,
+            encode_s=max(0.0, stored.encoded_at_s - min(outgoing.dispatched_at_s, began_s)),
+            upload_s=max(0.0, context.runtime.clock() - stored.encoded_at_s),
+            attempt=0,
+            final=send.final,
+        )
+        self._manifests[send.fragment] = manifest
+        stored_at_s = context.runtime.clock()
+        await self._announce(manifest)
+        context.traffic.updates_sent += 1
+        context.answers.covered(send.fragment, send.steps, context.settings, context.logger)
+        context.logger.debug(
+            "sent",
+            fragment=send.fragment,
+            version=send.base_version,
+            update=f"{life.incarnation}-{send.seq}",
+            steps=send.steps,
+            tokens=send.tokens,
+        )
+        for part, took_s in (
+            ("encode", manifest.encode_s),
+            ("upload", manifest.upload_s),
+            ("publish", max(0.0, context.runtime.clock() - stored_at_s)),
+        ):
+            context.metrics.observe(metrics.SENDING, took_s, part)
+
+    async def republish(self, again: sync.Republish) -> None:
+        """Announce an update again that no record has resolved for long.
+
+        Not while it is still being announced, or a newer one is: the next life's data goes on
+        behind the last manifest of each subject, so that no older one may come behind it.
+        """
+        manifest = self._manifests.get(again.fragment)
+        announcing = self._announcing[again.fragment].locked()
+        if manifest is not None and manifest.seq == again.seq and not announcing:
+            await self._announce(manifest.model_copy(update={"attempt": again.attempt}))
+            context = self._context
+            longest_s = longest_round_s(context.settings, manifest.step_time_s)
+            now_s = context.runtime.clock()
+            context.answers.look(now_s, longest_s, context.health, context.logger)
+
+    async def beat(self, state: Callable[[], wire.Heartbeat], every_s: float) -> None:
+        """Say every so often that this learner is alive; a lost heartbeat is not repeated."""
+        context = self._context
+        subject = names.heartbeat(context.run, context.learner)
+        stored_at_s, warned = context.runtime.clock(), False
+        while True:
+            try:
+                await context.bus.publish(subject, wire.encode(state()))
+            except DilocoError as error:
+                silent_s = context.runtime.clock() - stored_at_s
+                # Others take this learner for dead, though its updates may still be stored.
+                if silent_s > SILENT_S and not warned:
+                    context.logger.warning("heartbeats_lost", error=error.message)
+                    warned = True
+                context.logger.debug("heartbeat_lost", error=error.message)
+            else:
+                if warned:
+                    context.logger.info("heartbeats_resumed")
+                stored_at_s, warned = context.runtime.clock(), False
+            await asyncio.sleep(every_s)
+
+    async def last_word(self, beat: wire.Heartbeat) -> None:
+        """Say how this learner ends.
+
+        Raises:
+            BusError: nobody takes it.
+        """
+        subject = names.heartbeat(self._context.run, self._context.learner)
+        await self._context.bus.publish(subject, wire.encode(beat))
+
+    async def _announce(self, manifest: wire.Manifest) -> None:
+        subject = names.update(self._context.run, manifest.learner, manifest.fragment)
+        identity = f"{self._life.nonce}-{manifest.fragment}-{manifest.seq}-{manifest.attempt}"
+        async with self._announcing[manifest.fragment]:
+            await _publish(self._context, subject, manifest, identity)
+        now_s = self._context.runtime.clock()
+        self._context.answers.announced(now_s)
+        self._post(sync.Published(now_s, manifest.fragment, manifest.seq))

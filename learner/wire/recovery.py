@@ -1,0 +1,364 @@
+"""A learner's way back to its inner optimizer: what it saves while it trains, where it looks.
+
+Saving costs the training thread a copy on the device. A worker thread does the rest, and while it
+is at it no other checkpoint is begun. Looking goes from near to far: this machine's disk, what
+this learner uploaded, and, for a warm start, what others uploaded.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from diloco.common.process import metrics
+from diloco.common.process.config import LearnerSection
+from diloco.common.protocol import names, shards
+from diloco.common.protocol.errors import CheckpointError, DilocoError
+from diloco.learner.context import Context
+from diloco.learner.tensors import checkpoint as checkpoints
+from diloco.learner.tensors.checkpoint import (
+    Checkpoint,
+    CheckpointFolder,
+    Facts,
+    Folder,
+    PartFolder,
+    Stored,
+)
+
+T = TypeVar("T")
+Read = Callable[[], tuple[Facts, Any]]
+
+
+class Fetch(Protocol):
+    """Calls a function that reads the store, until it does not meet a transient fault."""
+
+    def __call__(self, what: str, function: Callable[[], T]) -> T:
+        """What `function` gives; `what` is named in the log."""
+
+
+class Progress(NamedTuple):
+    """How far a learner is: `position` in batches of its data, `global_step` of the run."""
+
+    local_step: int
+    tokens: int
+    position: int
+    global_step: int
+
+
+class Restored(NamedTuple):
+    """The inner optimizer's state, and where this learner's own counters go on."""
+
+    state: Any
+    local_step: int
+    tokens: int
+
+
+def open_folder(
+    context: Context, section: LearnerSection, host: int = 0, hosts: int = 1
+) -> CheckpointFolder | None:
+    """This learner's folder of checkpoints, if it keeps any; of several hosts each has its own."""
+    if section.checkpoint_dir is None:
+        return None
+    path = Path(section.checkpoint_dir) / context.run / context.learner
+    if hosts == 1:
+        return Folder(path, section.checkpoint_keep)
+    return PartFolder(path / f"host-{host}-of-{hosts}", section.checkpoint_keep)
+
+
+# --- Saving
+
+
+class Checkpoints(Protocol):
+    """The checkpoints of one life of a learner: a `Saver`, or `NoCheckpoints`."""
+
+    def due(self) -> bool:
+        """Whether it is time for one."""
+
+    def save(self, state: Any, progress: Progress) -> None:
+        """Make one."""
+
+    def close(self) -> None:
+        """Wait for what is being made."""
+
+
+class NoCheckpoints:
+    """A learner that keeps none."""
+
+    def due(self) -> bool:
+        """Never."""
+        return False
+
+    def save(self, state: Any, progress: Progress) -> None:
+        """Nowhere."""
+
+    def close(self) -> None:
+        """Nothing is being made."""
+
+
+class Saver:
+    """Makes the checkpoints of one life of a learner.
+
+    Args:
+        context: the learner's.
+        section: when to make one, and whether to upload it.
+        folder: where they are kept.
+        incarnation: the life.
+        hosts: of the learner; of several, each saves what its devices hold.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        section: LearnerSection,
+        folder: CheckpointFolder,
+        incarnation: int,
+        hosts: int = 1,
+    ) -> None:
+        self._context = context
+        self._section = section
+        self._folder = folder
+        self._incarnation = incarnation
+        self._hosts = hosts
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._running: Future[None] | None = None
+        self._made_s = time.monotonic()
+
+    def due(self) -> bool:
+        """Whether it is time for a checkpoint, and none is being made."""
+        waited_s = time.monotonic() - self._made_s
+        idle = self._running is None or self._running.done()
+        return waited_s >= self._section.checkpoint_interval_s and idle
+
+    def save(self, state: Any, progress: Progress) -> None:
+        """Make a checkpoint, after the one that is being made."""
+        self._made_s = time.monotonic()
+        copies = checkpoints.copied(state)
+        if self._hosts > 1:
+            copies = checkpoints.local_part(copies)
+        stall_s = time.monotonic() - self._made_s
+        self._running = self._worker.submit(self._make, copies, progress, stall_s)
+
+    def close(self) -> None:
+        """Wait for what is being made."""
+        self._worker.shutdown()
+
+    def _make(self, copies: Any, progress: Progress, stall_s: float) -> None:
+        context, began_s = self._context, time.monotonic()
+        try:
+            arrays = checkpoints.on_host(copies)
+            facts = Facts(
+                run=context.run,
+                learner=context.learner,
+                layout=context.layout.digest,
+                epoch=context.epoch,
+                incarnation=self._incarnation,
+                leaves=checkpoints.describe(copies, arrays),
+                **progress._asdict(),
+            )
+            number = self._folder.write(Checkpoint(facts, arrays))
+            context.logger.info(
+                "checkpoint_saved",
+                number=number,
+                local_step=progress.local_step,
+                size_bytes=sum(array.nbytes for array in arrays.values()),
+                took_s=round(time.monotonic() - began_s, 4),
+                stall_s=round(stall_s, 6),
+            )
+            if self._section.checkpoint_upload:
+                self._upload(Checkpoint(facts, arrays))
+            context.metrics.set(metrics.CHECKPOINTED_AT, context.runtime.clock())
+            context.health.troubles.pop("checkpoint", None)
+        except Exception as error:  # noqa: BLE001 - training goes on without this checkpoint
+            context.logger.warning(
+                "checkpoint_failed", local_step=progress.local_step, why=str(error)
+            )
+            context.metrics.add(metrics.CHECKPOINT_FAILURES)
+            context.health.troubles["checkpoint"] = f"checkpoints fail: {error}"
+
+    def _upload(self, checkpoint: Checkpoint) -> None:
+        """Put it into the store, and delete this learner's others there but the newest.
+
+        What has more steps is of a line of checkpoints that this life has not gone on from.
+        """
+        context, local_step = self._context, checkpoint.facts.local_step
+        data = checkpoints.pack(checkpoint)
+        name = names.learner_checkpoint(
+            context.run, context.learner, local_step, shards.digest(data)
+        )
+        context.store.put(name, data)
+        context.traffic.bytes_up += len(data)
+        context.logger.info("checkpoint_uploaded", name=name, size_bytes=len(data))
+        others = [
+            one
+            for one in checkpoints.stored(context.store, context.run, context.learner)
+            if one.name != name
+        ]
+        before = [one for one in others if one.local_step <= local_step]
+        kept = before[: self._section.checkpoint_keep - 1]
+        for one in others:
+            if one not in kept:
+                context.store.delete(one.name)
+
+
+# --- Looking
+
+# Incarnation and local step: what the parts of one checkpoint of several hosts have in common.
+CheckpointId = tuple[int, int]
+
+
+def readable_parts(
+    context: Context,
+    section: LearnerSection,
+    folder: CheckpointFolder | None,
+    like: Any,
+    shardings: Any,
+) -> dict[CheckpointId, Callable[[], Restored]]:
+    """This host's parts of the checkpoints of a learner of several hosts, read and checked.
+
+    Each host has its part on its own disk; a learner goes on from a moment of which all hosts have
+    theirs. Only what is called is brought to the devices. One that comes back on a slice of another
+    shape has none, and begins with a fresh inner optimizer.
+
+    Args:
+        context: the learner's.
+        section: of the learner.
+        folder: this host's.
+        like: shapes of the whole state.
+        shardings: how it lies.
+    """
+    if folder is None:
+        return {}
+    shapes = checkpoints.local_shapes(like, shardings)
+    search = _Search(context, section, folder, shapes, _now, checkpoints.part_of)
+
+    def restored(facts: Facts, part: Any) -> Restored:
+        state = checkpoints.of_local_part(like, shardings, part)
+        return Restored(state, facts.local_step, facts.tokens)
+
+    return {
+        (facts.incarnation, facts.local_step): partial(restored, facts, part)
+        for _, facts, part in _healthy(context, search.of_folder())
+    }
+
+
+def _now(what: str, function: Callable[[], T]) -> T:  # noqa: ARG001 - as `Fetch`
+    return function()
+
+
+def _skip(context: Context, where: str, name: str, error: DilocoError) -> None:
+    context.logger.warning("checkpoint_skipped", where=where, name=name, why=error.message)
+
+
+class _Candidate(NamedTuple):
+    where: str
+    name: str
+    read: Read
+
+
+def restore(
+    context: Context,
+    section: LearnerSection,
+    folder: CheckpointFolder | None,
+    like: Any,
+    fetch: Fetch,
+) -> Restored | None:
+    """The newest healthy checkpoint, from the nearest place that has one; None: begin anew.
+
+    Args:
+        context: the learner's.
+        section: where to look.
+        folder: its own checkpoints on disk, if it keeps any.
+        like: shapes of the optimizer's state.
+        fetch: reads the store, and waits out transient faults.
+    """
+    search = _Search(context, section, folder, like, fetch, checkpoints.rebuild)
+    for candidate, facts, state in _healthy(context, search.candidates()):
+        context.logger.info(
+            "checkpoint_restored",
+            where=candidate.where,
+            name=candidate.name,
+            of=facts.learner,
+            local_step=facts.local_step,
+            global_step=facts.global_step,
+        )
+        own = facts.learner == context.learner
+        return Restored(state, facts.local_step if own else 0, facts.tokens if own else 0)
+    return None
+
+
+def _healthy(
+    context: Context, candidates: Iterator[_Candidate]
+) -> Iterator[tuple[_Candidate, Facts, Any]]:
+    """Those that can be read, each read when it is asked for."""
+    for candidate in candidates:
+        try:
+            facts, state = candidate.read()
+        except DilocoError as error:
+            _skip(context, candidate.where, candidate.name, error)
+            continue
+        yield candidate, facts, state
+
+
+class _Search(NamedTuple):
+    """Where to look for a checkpoint, in order; `build` makes a state of what was read."""
+
+    context: Context
+    section: LearnerSection
+    folder: CheckpointFolder | None
+    like: Any
+    fetch: Fetch
+    build: Callable[[Any, Checkpoint], Any]
+
+    def candidates(self) -> Iterator[_Candidate]:
+        own = self.context.learner
+        if self.folder is not None:
+            yield from self.of_folder()
+            yield from self._in_store("store", own)
+        if self.section.warm_start:
+            yield from self._in_store("warm_start", None)
+
+    def of_folder(self) -> Iterator[_Candidate]:
+        assert self.folder is not None
+        for number in self.folder.numbers():
+            yield _Candidate("folder", str(number), partial(self._read_folder, number))
+
+    def _in_store(self, where: str, learner: str | None) -> Iterator[_Candidate]:
+        context = self.context
+        try:
+            found = self.fetch(
+                "listing checkpoints",
+                lambda: checkpoints.stored(context.store, context.run, learner),
+            )
+        except DilocoError as error:
+            _skip(context, where, "*", error)
+            return
+        for one in found:
+            if (learner is None) == (one.learner != context.learner):
+                yield _Candidate(where, one.name, partial(self._read_stored, one))
+
+    def _read_folder(self, number: int) -> tuple[Facts, Any]:
+        assert self.folder is not None
+        facts = self.folder.facts(number)
+        self._check(facts, self.context.learner)
+        arrays = self.folder.arrays(number, facts)
+        return facts, self.build(self.like, Checkpoint(facts, arrays))
+
+    def _read_stored(self, stored: Stored) -> tuple[Facts, Any]:
+        largest = checkpoints.largest_object(self.like)
+        if stored.size_bytes > largest:
+            raise CheckpointError(f"{stored.size_bytes} bytes, more than {largest}")
+        data = self.fetch("reading a checkpoint", lambda: self.context.store.get(stored.name))
+        if shards.digest(data) != stored.digest:
+            raise CheckpointError(f"its bytes have digest {shards.digest(data)}")
+        self.context.traffic.bytes_down += len(data)
+        checkpoint = checkpoints.unpack(data)
+        self._check(checkpoint.facts, stored.learner)
+        return checkpoint.facts, self.build(self.like, checkpoint)
+
+    def _check(self, facts: Facts, learner: str) -> None:
+        context = self.context
+        checkpoints.check_facts(
+            facts, self.like, run=context.run, layout=context.layout.digest, learner=learner
+        )
