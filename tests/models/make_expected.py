@@ -1,4 +1,4 @@
-"""What transformers computes of tiny checkpoints: `make expected` writes it for the default suite.
+"""What transformers computes of tiny checkpoints; the default suite compares with `expected.npz`.
 
     python tests/models/make_expected.py expected OUT.npz     # samples of every case
     python tests/models/make_expected.py checkpoints FOLDER   # a checkpoint of every case, and all

@@ -21,7 +21,8 @@ def files() -> Iterator[Path]:
             passed_over = path == Path(__file__) or _linked(inside) or installed
             if path.suffix in KINDS and path.is_file() and not passed_over:
                 yield path
-    yield from (ROOT / name for name in ("README.md", "CHANGELOG.md", "Makefile", "pyproject.toml"))
+    tops = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "pyproject.toml")
+    yield from (ROOT / name for name in tops)
 
 
 def _linked(parts: tuple[str, ...]) -> bool:
