@@ -9,9 +9,10 @@ import random
 from typing import Any
 
 import numpy as np
+from simtensors import LightReplica
 
 from diloco.common.protocol.codec import Encoded
-from diloco.learner.context import Context, Tensors
+from diloco.learner.context import Context
 from diloco.learner.core import sync
 from diloco.learner.wire.publish import Stored, Uploader
 
@@ -29,7 +30,7 @@ def _owners(rng: random.Random, hosts: int, blocks: int) -> np.ndarray:
 class _Host:
     """A host's part of a replica: what `Uploader` asks for."""
 
-    def __init__(self, replica: Tensors, owned: list[np.ndarray]) -> None:
+    def __init__(self, replica: LightReplica, owned: list[np.ndarray]) -> None:
         self._replica = replica
         self._owned = owned
 
@@ -49,7 +50,9 @@ class _Host:
 class MeshUploader:
     """`Uploader` of a learner whose blocks lie on several hosts."""
 
-    def __init__(self, context: Context, replica: Tensors, rng: random.Random, hosts: int) -> None:
+    def __init__(
+        self, context: Context, replica: LightReplica, rng: random.Random, hosts: int
+    ) -> None:
         owners = [
             _owners(rng, hosts, len(replica.owned(fragment.index)))
             for fragment in context.layout.fragments
