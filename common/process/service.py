@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import FrameType
@@ -281,20 +281,20 @@ async def unless_asked(coroutine: Coroutine[Any, Any, T], asked: Callable[[], bo
 
 async def first_of(*coroutines: Coroutine[object, object, None]) -> None:
     """Run until the first of these ends; cancel the others; raise what it raised."""
-    await _until(asyncio.FIRST_COMPLETED, coroutines)
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        await cancel(*tasks)
 
 
 async def all_of(*coroutines: Coroutine[object, object, None]) -> None:
     """Run until all of these have ended, or one has failed; then cancel the others and raise."""
-    await _until(asyncio.FIRST_EXCEPTION, coroutines)
-
-
-async def _until(when: str, coroutines: Iterable[Coroutine[object, object, None]]) -> None:
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
-        done, _ = await asyncio.wait(tasks, return_when=when)
-        for task in done:
-            task.result()
+        await asyncio.gather(*tasks)
     finally:
         await cancel(*tasks)
 

@@ -1,0 +1,46 @@
+"""How many files an update passes through, from a learner's leaf to the parameters that adopt it.
+
+A reader follows this path to understand the system, so its length is held. It is traced on a real
+learner and a real aggregator while they exchange updates and versions: all that runs beside the
+path in that time (heartbeats, health, leases) is counted too.
+"""
+
+import os
+import signal
+from pathlib import Path
+
+from audit import read_tape
+from harness import ROOT, Process, World
+
+# So many there are; fewer would be better.
+MOST_FILES = 82
+
+
+def files_of(world: World, process: Process) -> set[str]:
+    """Files of the project whose functions the process has called since SIGUSR1."""
+    path = world.folder / f"traced-{process.pid}.txt"
+    process.signal(signal.SIGUSR2)
+    world.until(path.exists, "the trace is written")
+    found = (os.path.realpath(line) for line in path.read_text().splitlines())
+    inside = {Path(name).relative_to(ROOT) for name in found if name.startswith(f"{ROOT}/")}
+    return {str(path) for path in inside if path.parts[0] in ("aggregator", "common", "learner")}
+
+
+def test_an_update_and_its_version_pass_through_few_files(new_world):
+    world = new_world(run={"steps": 100_000})
+    traced = [
+        world.aggregator(program=("traced",)),
+        world.learner("a", program=("traced",)),
+    ]
+
+    def merged(more: int) -> None:
+        there = len(read_tape(world).merged())
+        world.until(lambda: len(read_tape(world).merged()) >= there + more, "updates are merged")
+
+    merged(6)
+    for process in traced:
+        process.signal(signal.SIGUSR1)
+    merged(4)
+    owner, learner = (files_of(world, process) for process in traced)
+    world.stop()
+    assert len(owner | learner) <= MOST_FILES, sorted(owner | learner)
