@@ -52,8 +52,8 @@ def resumed_since(context: RunContext, epoch: int) -> RunMismatchError:
 
 
 def identity(context: Context) -> str:
-    """128 random bits in hex: tells one attempt to commit from every other."""
-    return f"{context.runtime.rng.getrandbits(128):032x}"
+    """128 random bits in hex: tells one attempt to commit from every other, and no next one."""
+    return context.runtime.new_id()
 
 
 async def store_version_object(

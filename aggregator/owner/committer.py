@@ -26,6 +26,7 @@ from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import (
     BusUnavailableError,
     DilocoError,
+    IdTakenError,
     RunMissingError,
     SwapLostError,
 )
@@ -98,7 +99,7 @@ async def swap(
 
     Raises:
         RunMismatchError: a newer tape has come in the place of this process's.
-        SwapLostError: another message stands where ours was to be.
+        SwapLostError: another message stands where ours was to be, or has its id.
     """
     doubt = False
 
@@ -121,6 +122,9 @@ async def swap(
             seq = await context.bus.publish(
                 subject, payload, msg_id=attempt_id, expected_last=expected
             )
+        except IdTakenError as error:
+            # The id stands in the record: only another attempt, from the start, has another.
+            raise SwapLostError(subject, expected) from error
         except (SwapLostError, BusUnavailableError) as error:
             doubt = True
             if isinstance(error, SwapLostError) and (standing := await look()) is not None:

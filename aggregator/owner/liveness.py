@@ -26,7 +26,14 @@ from diloco.common.process.service import first_of
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import SwapLostError, WireError
 from diloco.common.storage.holdings import EXPIRY, Holdings, declared_sizes, lost_batches
-from diloco.common.storage.tape import check_length, decode, decode_as, messages_up_to, same_tape
+from diloco.common.storage.tape import (
+    check_length,
+    decode,
+    decode_as,
+    messages_up_to,
+    publish_once,
+    same_tape,
+)
 
 
 class LivenessWatch:
@@ -168,11 +175,11 @@ class Expiry:
             await self._moved.wait()
 
     async def _publish(self, subject: str, body: wire.Body) -> None:
-        context, msg_id = self._context, identity(self._context)
-        await context.runtime.retry(
+        bus, payload = self._context.bus, wire.encode(body)
+        await publish_once(
+            self._context,
             f"publishing {body.kind}",
-            lambda: context.bus.publish(subject, wire.encode(body), msg_id=msg_id),
-            logger=context.logger,
+            lambda msg_id: bus.publish(subject, payload, msg_id=msg_id),
         )
 
 

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import os
 import random
+import secrets
 import signal
 import threading
 import time
@@ -50,12 +51,18 @@ class Clock:
 P = ParamSpec("P")
 T = TypeVar("T")
 
+ID_BYTES = 16
 FIRST_BACKOFF_S = 0.1
 LAST_BACKOFF_S = 10.0
 # Between two looks at whether a daemon that starts is to end.
 ASKED_LOOK_S = 0.2
 # Longer than any farewell takes: giving up leases, closing a connection.
 CANCEL_AGAIN_S = 10.0
+
+
+def unguessable_id() -> str:
+    """128 bits of the system's randomness, in hex: whoever has read others cannot tell the next."""
+    return secrets.token_hex(ID_BYTES)
 
 
 async def offload_to_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -125,13 +132,15 @@ class Runtime:
     Attributes:
         clock: seconds since the epoch; steps of the wall clock do not change it.
         offload: runs a blocking function and gives its result.
-        rng: for jitter only.
+        rng: for jitter only. What it gave tells what it will give.
+        new_id: gives an id that nobody has or can predict.
         retries: what `retry` waits for.
     """
 
     clock: Callable[[], float] = field(default_factory=Clock)
     offload: Callable[..., Awaitable[object]] = offload_to_thread
     rng: random.Random = field(default_factory=random.Random)
+    new_id: Callable[[], str] = unguessable_id
     retries: Retries = field(default_factory=Retries)
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

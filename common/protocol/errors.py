@@ -277,6 +277,16 @@ class StreamMissingError(BusError):
     status = Exit.NO_RUN
 
 
+class IdTakenError(BusError):
+    """Another's message stands under this one's id, so the server stored nothing.
+
+    Publishing again under a new id may succeed.
+    """
+
+    status = Exit.PASSING
+    retry = True
+
+
 class SwapLostError(BusError):
     """The subject's last message is not the expected one: somebody else committed first.
 

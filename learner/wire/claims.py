@@ -23,7 +23,7 @@ from diloco.common.protocol.errors import (
     WireError,
 )
 from diloco.common.storage.holdings import Holding, Holdings, Sizes, declared_sizes, end_of
-from diloco.common.storage.tape import decode_as
+from diloco.common.storage.tape import decode_as, publish_once
 from diloco.learner.context import Context
 from diloco.learner.wire.background import Background
 from diloco.learner.wire.incarnation import Joined, Place, last_at_leader
@@ -114,7 +114,6 @@ class Claims(Shares):
         self._sizes: Sizes | None = None
         # The newest claim that was read.
         self._seq = 0
-        self._said = 0
         self._moved = asyncio.Event()
 
     def divide(self, sizes: Sizes) -> None:
@@ -230,7 +229,6 @@ class Claims(Shares):
     ) -> None:
         """Publish a claim, and wait until it is read."""
         context, life = self._context, self._life
-        self._said += 1
         word = wire.Claim(
             run=context.run,
             learner=context.learner,
@@ -243,14 +241,9 @@ class Claims(Shares):
             position=position,
             lost=self._place.lost if what == "begin" else (),
         )
-        subject, msg_id = (
-            names.claim(context.run, context.learner),
-            f"claim-{life.nonce}-{self._said}",
-        )
-        seq = await context.runtime.retry(
-            "publishing claim",
-            lambda: self._publish(subject, wire.encode(word), msg_id),
-            logger=context.logger,
+        subject, payload = names.claim(context.run, context.learner), wire.encode(word)
+        seq = await publish_once(
+            context, "publishing claim", lambda msg_id: self._publish(subject, payload, msg_id)
         )
         while self._seq < seq:
             self._moved.clear()

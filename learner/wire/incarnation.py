@@ -28,16 +28,15 @@ class Joined(NamedTuple):
 
     Attributes:
         incarnation: sequence of its join in the stream.
-        nonce: 128 random bits in the ids of its messages, so that none is taken for another life's.
+        ids: of the messages that it tried to publish its join as; its alone.
     """
 
     incarnation: int
-    nonce: str
+    ids: frozenset[str]
 
 
 async def join(context: Context, host: str) -> Joined:
     """Begin a life; `host` is the machine's name, for people."""
-    nonce = f"{context.runtime.rng.getrandbits(128):032x}"
     message = wire.Join(
         run=context.run, learner=context.learner, layout=context.layout.digest, host=host
     )
@@ -45,11 +44,11 @@ async def join(context: Context, host: str) -> Joined:
     before_seq = await context.runtime.retry(
         "publishing join", lambda: last_at_leader(context.bus, subject), logger=context.logger
     )
-    joining = _Joining(context, wire.encode(message), nonce, before_seq)
+    joining = _Joining(context, wire.encode(message), before_seq)
     incarnation = await context.runtime.retry(
         "publishing join", joining.attempt, logger=context.logger
     )
-    return Joined(incarnation, nonce)
+    return Joined(incarnation, frozenset(joining.ids))
 
 
 async def end_when_superseded(context: Context, life: Joined) -> None:
@@ -73,7 +72,7 @@ async def end_when_superseded(context: Context, life: Joined) -> None:
                 " aggregator.share_expiry_s: its shares of the data went to others",
                 hint="start it again: it joins the run and takes shares that are free",
             )
-        if not _is_of(message, life.nonce):
+        if message.msg_id not in life.ids:
             raise SupersededError(
                 f"another process, on {newer.host!r}, has joined run {context.run!r} as "
                 f"{context.learner!r}: what this one does counts no longer",
@@ -88,30 +87,31 @@ class _Joining:
     Args:
         context: the learner's.
         payload: of the join.
-        nonce: the life's.
         before_seq: of the last join of this name; 0 if there is none.
+
+    Attributes:
+        ids: of the attempts so far.
     """
 
-    def __init__(self, context: Context, payload: bytes, nonce: str, before_seq: int) -> None:
+    def __init__(self, context: Context, payload: bytes, before_seq: int) -> None:
         self._context = context
         self._subject = names.join(context.run, context.learner)
         self._payload = payload
-        self._nonce = nonce
         self._before_seq = before_seq
-        self._attempts = 0
+        self.ids: list[str] = []
         self._doubt = False
 
     async def attempt(self) -> int:
         """Publish it, unless an attempt before this one has; its sequence."""
         if self._doubt and (standing := await self._look()):
             return standing
-        self._attempts += 1
+        self.ids.append(self._context.runtime.new_id())
         try:
             seq = await self._context.bus.publish(
                 self._subject,
                 self._payload,
                 # Of this attempt alone: a cluster may acknowledge a stale swap by its id.
-                msg_id=f"{_prefix(self._nonce)}{self._attempts}",
+                msg_id=self.ids[-1],
                 expected_last=self._before_seq,
             )
         except (SwapLostError, BusUnavailableError) as error:
@@ -130,21 +130,12 @@ class _Joining:
             )
             async with contextlib.aclosing(messages):  # type: ignore[type-var]
                 async for message in messages:
-                    if _is_of(message, self._nonce):
+                    if message.msg_id in self.ids:
                         return message.seq
                     if message.seq >= newest_seq:
                         break
         self._before_seq = newest_seq
         return 0
-
-
-def _prefix(nonce: str) -> str:
-    return f"join-{nonce}-"
-
-
-def _is_of(message: Message, nonce: str) -> bool:
-    """Whether a join is that of a life."""
-    return message.msg_id.startswith(_prefix(nonce))
 
 
 # --- Where a learner's data goes on

@@ -18,6 +18,7 @@ from diloco.common.protocol import names, shards, slices, wire
 from diloco.common.protocol.codec import Encoded
 from diloco.common.protocol.errors import DilocoError, DivergedError
 from diloco.common.protocol.layout import Fragment
+from diloco.common.storage.tape import publish_once
 from diloco.learner.context import Context, longest_round_s
 from diloco.learner.core import sync
 from diloco.learner.core.boundary import Done, Outgoing, Post
@@ -167,12 +168,12 @@ def _check_finite(rows: Encoded, fragment: Fragment) -> None:
         )
 
 
-async def _publish(context: Context, subject: str, body: wire.Body, msg_id: str) -> int:
+async def _publish(context: Context, subject: str, body: wire.Body) -> int:
     payload = wire.encode(body)
-    return await context.runtime.retry(
+    return await publish_once(
+        context,
         f"publishing {body.kind}",
-        lambda: context.bus.publish(subject, payload, msg_id=msg_id),
-        logger=context.logger,
+        lambda msg_id: context.bus.publish(subject, payload, msg_id=msg_id),
     )
 
 
@@ -218,9 +219,7 @@ class Publisher:
             position=position,
             fragments=fragments,
         )
-        token = "-".join(str(fragment) for fragment in fragments)
-        subject = names.leave(context.run, context.learner)
-        await _publish(context, subject, message, f"leave-{life.nonce}-{token}")
+        await _publish(context, names.leave(context.run, context.learner), message)
 
     async def send(self, outgoing: Outgoing) -> None:
         """Store an update's shards, publish its manifest, tell the training loop."""
@@ -324,9 +323,8 @@ class Publisher:
 
     async def _announce(self, manifest: wire.Manifest) -> None:
         subject = names.update(self._context.run, manifest.learner, manifest.fragment)
-        identity = f"{self._life.nonce}-{manifest.fragment}-{manifest.seq}-{manifest.attempt}"
         async with self._announcing[manifest.fragment]:
-            await _publish(self._context, subject, manifest, identity)
+            await _publish(self._context, subject, manifest)
         now_s = self._context.runtime.clock()
         self._context.answers.announced(now_s)
         self._post(sync.Published(now_s, manifest.fragment, manifest.seq))

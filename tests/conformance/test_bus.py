@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from diloco.common.protocol.errors import (
     BusError,
     BusUnavailableError,
+    IdTakenError,
     StreamMissingError,
     SwapLostError,
 )
@@ -234,7 +235,8 @@ def test_a_trimmed_subject_goes_on_as_before(play: Play) -> None:
         assert last is not None
         assert (last.seq, last.payload) == (second, b"1")
         assert await bus.last_sequence(t) == 2
-        assert await bus.publish(f"{t}.a", b"0", msg_id="first") == first
+        with pytest.raises(IdTakenError):
+            await bus.publish(f"{t}.a", b"0", msg_id="first")
         with pytest.raises(SwapLostError):
             await bus.publish(f"{t}.a", b"fork", expected_last=0)
         third = await bus.publish(f"{t}.a", b"2", expected_last=second)
@@ -334,7 +336,30 @@ def test_a_known_msg_id_stores_nothing_and_gives_the_first_sequence(play: Play) 
         assert await bus.publish(f"{t}.a", b"1", msg_id="id") == 2
         await bus.publish(f"{t}.x", b"")
         assert await bus.publish(f"{t}.a", b"1", msg_id="id") == 2
-        assert await bus.publish(f"{t}.b", b"other subject and payload", msg_id="id") == 2
+        # As sent by a client that never heard the answer: others have written meanwhile.
+        await bus.publish(f"{t}.a", b"newer")
+        assert await bus.publish(f"{t}.a", b"1", msg_id="id") == 2
+        assert await bus.last_sequence(t) == 4
+
+    play(scenario)
+
+
+def test_what_has_the_id_of_another_message_is_not_taken_for_stored(play: Play) -> None:
+    """A server acknowledges it, as a copy of what somebody published who knew its id."""
+
+    async def scenario(client: Connect, t: str) -> None:
+        bus = await client()
+        await bus.create_stream(t, [f"{t}.>"], LIMITS)
+        await bus.publish(f"{t}.a", b"older")
+        assert await bus.publish(f"{t}.squatter", b"garbage", msg_id="id") == 2
+        for subject, payload, expected in (("a", b"1", 1), ("a", b"1", None), ("b", b"1", None)):
+            with pytest.raises(IdTakenError, match="sequence 2 has its id"):
+                await bus.publish(f"{t}.{subject}", payload, msg_id="id", expected_last=expected)
+        with pytest.raises(IdTakenError):
+            await bus.publish(f"{t}.squatter", b"something else", msg_id="id")
+        await bus.publish(f"{t}.a", b"newer")
+        with pytest.raises(IdTakenError):
+            await bus.publish(f"{t}.a", b"1", msg_id="id")
         assert await bus.last_sequence(t) == 3
         assert await bus.last(t, f"{t}.b") is None
 

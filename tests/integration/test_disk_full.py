@@ -53,7 +53,7 @@ async def scenario(server: NatsServer, disk: Path) -> None:
     meter = Meter("island", context.traffic)
     uploader = Uploader(context, tensors=None)  # nothing is sent but heartbeats
     publisher = Publisher(
-        context, lambda _event, _payload=None: None, uploader, Alone(), Joined(1, "0" * 32)
+        context, lambda _event, _payload=None: None, uploader, Alone(), Joined(1, frozenset())
     )
     with structlog.testing.capture_logs() as logged:
 

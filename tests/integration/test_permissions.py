@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -20,13 +21,25 @@ import structlog
 from harness import ENDLESS, PATIENCE_S, World, open_world
 
 import diloco
-from diloco.common.process.config import BusSection
+from diloco.aggregator.context import Context
+from diloco.aggregator.owner.committer import swap
+from diloco.common.process.config import BusSection, RunSettings
 from diloco.common.process.credentials import SHARED_API, load_credentials
 from diloco.common.process.nats_server import NatsServer, free_port
+from diloco.common.process.service import Runtime
 from diloco.common.protocol import names, wire
-from diloco.common.protocol.errors import BusError, BusUnavailableError, ConfigError, Exit
+from diloco.common.protocol.errors import (
+    BusError,
+    BusUnavailableError,
+    ConfigError,
+    Exit,
+    SwapLostError,
+)
+from diloco.common.protocol.layout import Tensor, make_layout
 from diloco.common.storage.bus import StreamLimits
 from diloco.common.storage.bus.jetstream import NatsBus, connect, cursor
+from diloco.common.storage.store import MemoryStore
+from diloco.common.storage.tape import RunContext, publish_once
 from diloco.operate.auth import files as auth
 from diloco.operate.streams import make_streams
 
@@ -193,6 +206,49 @@ async def make_run(guarded: Guarded) -> None:
         await make_streams(bus, RUN, BusSection())
         for subject in (names.spec(RUN), names.record(RUN, 0), names.update(RUN, "b", 0)):
             await bus.publish(subject, b"real")
+
+
+def test_an_acknowledgement_of_what_another_stored_is_not_believed(
+    guarded: Guarded, run_async: Run
+) -> None:
+    """Under the credentials of daemons: with ids that can be predicted, and a learner who does."""
+    settings = RunSettings.model_validate({"run": {"name": RUN, "steps": 1}})
+    tensor = Tensor(name="w", shape=(16,), dtype="float32")
+    layout = make_layout([tensor], fragments=1, block=16)
+    ids = (f"{number}" for number in itertools.count())
+
+    async def scenario() -> None:
+        await make_run(guarded)
+        async with guarded.enter("a") as a, guarded.enter("b") as b, guarded.enter("agg") as agg:
+            shared = {
+                "settings": settings, "layout": layout, "epoch": 0,
+                "store": MemoryStore(), "runtime": Runtime(new_id=lambda: next(ids)),
+                "logger": structlog.get_logger(),
+            }  # fmt: skip
+            for number in (0, 1, 3):
+                await b.publish(names.update(RUN, "b", 0), b"garbage", msg_id=f"{number}")
+            subject = names.update(RUN, "a", 0)
+            seq = await publish_once(
+                RunContext(bus=a, **shared),
+                "announcing",
+                lambda msg_id: a.publish(subject, b"mine", msg_id=msg_id),
+            )
+            last = await a.last(TAPE, subject)
+            assert last is not None
+            assert (last.seq, last.payload, last.msg_id) == (seq, b"mine", "2")
+            # The same once more, after an answer that was lost: it stands, as it stood.
+            assert await a.publish(subject, b"mine", msg_id="2") == seq
+            aggregator = Context(name="agg", bus=agg, **shared)
+            record, before = names.record(RUN, 0), await agg.last(TAPE, names.record(RUN, 0))
+            assert before is not None
+            with pytest.raises(SwapLostError):
+                await swap(aggregator, record, b"next", next(ids), before.seq)
+            seq = await swap(aggregator, record, b"next", next(ids), before.seq)
+            last = await agg.last(TAPE, record)
+            assert last is not None
+            assert (last.seq, last.payload) == (seq, b"next")
+
+    run_async(scenario())
 
 
 async def first(messages: AsyncIterator[Any]) -> object:

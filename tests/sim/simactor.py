@@ -162,7 +162,12 @@ class Actor:
         self.store = ActorStore(self)
         self.logger = ActorLog(self)
         self.clock = Clock(self.wall_clock, self.monotonic)
-        self.runtime = Runtime(clock=self.clock, offload=self._offload, rng=self.rng)
+        self.runtime = Runtime(
+            clock=self.clock,
+            offload=self._offload,
+            rng=self.rng,
+            new_id=lambda: f"{self.rng.getrandbits(128):032x}",
+        )
 
     def monotonic(self) -> float:
         """Seconds since the machine was started, as its oscillator counts them."""

@@ -11,7 +11,7 @@ import structlog
 from diloco.common.process.config import RunSettings, SyncSection
 from diloco.common.process.service import Runtime
 from diloco.common.protocol import names, wire
-from diloco.common.protocol.errors import StoreUnavailableError
+from diloco.common.protocol.errors import BusUnavailableError, StoreUnavailableError
 from diloco.common.protocol.layout import Tensor, make_layout
 from diloco.common.storage.bus import MemoryBus, StreamLimits
 from diloco.common.storage.store import MemoryStore
@@ -68,6 +68,43 @@ def outgoing(seq):
         send=sync.Send(0, seq, 0, "0" * 32, 8, 800, final=False), codes=codes, position=8 * seq,
         local_step=8 * seq, loss=0.0, step_time_s=1.0, dispatched_at_s=0.0,
     )  # fmt: skip
+
+
+class HeardBus(MemoryBus):
+    """Notes the ids of messages; the first of each kind is lost on the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids: dict[str, list[str]] = {}
+
+    async def publish(self, subject, payload, *, msg_id=None, **how):
+        known = self.ids.setdefault(subject.split(".")[2], [])
+        if msg_id is not None:
+            known.append(msg_id)
+            if len(known) == 1:
+                await super().publish(subject, payload, msg_id=msg_id, **how)
+                raise BusUnavailableError("the answer is lost")
+        return await super().publish(subject, payload, msg_id=msg_id, **how)
+
+
+def test_no_id_of_a_message_tells_that_of_another(run_async):
+    """What is said again, since its answer was lost, is the same message under the same id."""
+
+    async def scenario() -> None:
+        bus = HeardBus()
+        await bus.create_stream(names.tape_stream("r"), ["diloco.r.>"], StreamLimits())
+        publisher = await make_publisher(bus)
+        for seq in (1, 2):
+            await publisher.send(outgoing(seq))
+        await publisher.leave(8)
+        assert [len(bus.ids[kind]) for kind in ("join", "update", "leave")] == [1, 3, 2]
+        assert bus.ids["update"][0] == bus.ids["update"][1]
+        drawn = {msg_id for known in bus.ids.values() for msg_id in known}
+        assert len(drawn) == 4
+        parts = [msg_id[at : at + 6] for msg_id in drawn for at in range(len(msg_id) - 5)]
+        assert len({*parts}) == len(parts) == 4 * 27
+
+    run_async(scenario())
 
 
 class Elsewhere(Replica):

@@ -1,6 +1,7 @@
 """Nothing is trusted that does not reproduce: digests, checksums, epochs, acknowledgements."""
 
 import asyncio
+import itertools
 import threading
 from dataclasses import replace
 from functools import partial
@@ -165,6 +166,28 @@ def test_an_acknowledgement_after_a_doubt_is_not_believed(run_async):
         with pytest.raises(SwapLostError):
             await asyncio.wait_for(swap(context, subject, stop, "ours", 0), 300)
         assert bus.calls == 2
+
+    run_async(scenario())
+
+
+def test_the_run_goes_on_where_somebody_publishes_under_the_ids_that_come_next(run_async):
+    """The ids of this run can be predicted, as those of no run can; and somebody does so."""
+
+    async def scenario() -> None:
+        lab, drawn = Lab(), itertools.count()
+        runtime = replace(lab.context.runtime, new_id=lambda: str(next(drawn)))
+        lab.context = replace(lab.context, runtime=runtime)
+        await lab.create()
+        async with lab.aggregating():
+            await lab.join("learner")
+            before = (await lab.send("learner")).version
+            ahead = range(next(drawn), 1 << 30)[:3]
+            for number in ahead:
+                subject = names.update(RUN, "squatter", 0)
+                await lab.bus.publish(subject, b"x", msg_id=str(number))
+            assert (await lab.send("learner")).version == before + 1
+            assert (await lab.send("learner")).version == before + 2
+        assert next(drawn) > ahead[-1]
 
     run_async(scenario())
 

@@ -16,6 +16,7 @@ from diloco.common.storage.bus.protocol import (
     check_settings,
     check_subject,
     check_ttl,
+    id_taken,
     stream_exists,
     stream_is_full,
     stream_settings,
@@ -61,8 +62,12 @@ class _Stream:
         last = self.last_of.get(subject, 0)
         if expected is not None and last != expected:
             raise SwapLostError(subject, expected, last)
-        if msg_id in self._ids:
-            return self._ids[msg_id].seq
+        if (known := self._ids.get(msg_id)) is not None:
+            # What is gone cannot be read back, and is not believed either.
+            same = (known.subject, known.payload) == (subject, payload)
+            if known.seq not in self.log or not same:
+                raise id_taken(subject, known.seq)
+            return known.seq
         added = len(subject) + len(payload) + len(msg_id)
         if self.limits.keep_old and self._bytes + added > self.limits.max_bytes > 0:
             raise stream_is_full(subject)
@@ -316,6 +321,7 @@ class MemoryBus:
 
         Raises:
             SwapLostError: the subject's last message is not `expected_last`.
+            IdTakenError: another message was stored under `msg_id`.
             BusError: no such stream, too large, a time to live where none can be, or the bus is
                 closed.
         """

@@ -3,7 +3,9 @@
 Rules of every backend:
 - A stream is an ordered log; sequence numbers start at 1 and never repeat.
 - `publish` returns once the message is durable. With the same `msg_id` again (within the
-  stream's duplicate window) it stores nothing and returns the first one's sequence.
+  stream's duplicate window) it stores nothing and returns the first one's sequence; but if that
+  is another message, of whomever, or gone by now, it says so. A server compares ids alone, so its
+  answer is no proof: what stands is read back.
 - `expected_last` is the sequence of the subject's last message, 0 for none: compare-and-swap.
 - With `ttl_s` a message vanishes so long after it was stored, in a stream of `last_only`.
 - `read` yields every matching message from a sequence on, in order, exactly once per call, and
@@ -21,7 +23,7 @@ from collections.abc import AsyncIterator, Iterable
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
-from diloco.common.protocol.errors import BusError, BusUnavailableError
+from diloco.common.protocol.errors import BusError, BusUnavailableError, IdTakenError
 
 # Broadcasts that one listener may leave unread; then the oldest are dropped.
 LISTEN_BACKLOG = 1024
@@ -103,6 +105,7 @@ class Bus(Protocol):
 
         Raises:
             SwapLostError: the subject's last message is not `expected_last`.
+            IdTakenError: a message was stored under `msg_id` that is another, or gone by now.
             BusUnavailableError: no answer, and the message may or may not have been stored; or the
                 stream is full (`keep_old`).
             BusError: refused for good (no such stream, too large, not permitted; `ttl_s` below a
@@ -202,6 +205,14 @@ def stream_went_back(stream: str, start_seq: int, last: int) -> BusError:
         f"stream {stream!r} ends at {last}, but sequence {start_seq - 1} was seen earlier",
         hint="the server lost acknowledged messages (a power cut without sync_interval: always?) "
         "or the stream was recreated; restore it, or start a new run",
+    )
+
+
+def id_taken(subject: str, seq: int) -> IdTakenError:
+    """The error of a message that a stream holds for a copy of another one."""
+    return IdTakenError(
+        f"a message for {subject!r} was not stored: sequence {seq} has its id, and is another",
+        hint="look who sent that sequence: a learner that publishes under others' ids is hostile",
     )
 
 

@@ -53,5 +53,6 @@ from diloco.common.storage.tape.run import (
     load_specification,
     messages_up_to,
     parse_changed,
+    publish_once,
     settings_at,
 )

@@ -11,6 +11,7 @@ from diloco.common.process.service import Runtime
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import (
     ConfigError,
+    IdTakenError,
     IntegrityError,
     ObjectMissingError,
     RunMissingError,
@@ -47,6 +48,35 @@ class RunContext:
     def tape(self) -> str:
         """The run's stream."""
         return names.tape_stream(self.run)
+
+
+async def publish_once(
+    context: RunContext, what: str, publish: Callable[[str], Awaitable[int]]
+) -> int:
+    """Publish a message that counts once, whatever is lost on the way; its sequence.
+
+    It is published under an id that nobody can predict, and under another one where somebody has
+    taken that.
+
+    Args:
+        context: the run's.
+        what: is attempted, for the log.
+        publish: makes one attempt, under the id that it is given.
+
+    Raises:
+        DilocoError: a fault that does not pass.
+    """
+    msg_id = context.runtime.new_id()
+
+    async def attempt() -> int:
+        nonlocal msg_id
+        try:
+            return await publish(msg_id)
+        except IdTakenError:
+            msg_id = context.runtime.new_id()
+            raise
+
+    return await context.runtime.retry(what, attempt, logger=context.logger)
 
 
 async def load_specification(bus: Bus, run: str) -> wire.Specification:

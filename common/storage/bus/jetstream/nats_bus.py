@@ -20,6 +20,7 @@ from diloco.common.protocol.errors import (
     StreamMissingError,
     SwapLostError,
 )
+from diloco.common.protocol.wire import GREATEST
 from diloco.common.storage.bus.jetstream.connection import Connection
 from diloco.common.storage.bus.jetstream.cursor import Cursor, Cursors
 from diloco.common.storage.bus.jetstream.faults import (
@@ -28,7 +29,14 @@ from diloco.common.storage.bus.jetstream.faults import (
     WRONG_LAST_SEQUENCE,
     RefusedError,
 )
-from diloco.common.storage.bus.jetstream.link import Address, Link, Pause, check_address, listen_on
+from diloco.common.storage.bus.jetstream.link import (
+    CALL_TIMEOUT_S,
+    Address,
+    Link,
+    Pause,
+    check_address,
+    listen_on,
+)
 from diloco.common.storage.bus.jetstream.streams import (
     MOST_READERS,
     fill,
@@ -51,6 +59,7 @@ from diloco.common.storage.bus.protocol import (
     check_settings,
     check_subject,
     check_ttl,
+    id_taken,
     stream_exists,
     stream_settings,
 )
@@ -141,6 +150,7 @@ class NatsBus:
 
         Raises:
             SwapLostError: the subject's last message is not `expected_last`.
+            IdTakenError: another message was stored under `msg_id`.
             BusUnavailableError: no answer within `CALL_TIMEOUT_S`, or no stream takes the subject
                 now; the message may or may not have been stored.
             BusError: refused for good (too large, not permitted, closed; a time to live below a
@@ -149,7 +159,7 @@ class NatsBus:
         check_subject(subject)
         check_ttl(ttl_s, allowed=True)
         try:
-            return await store(
+            ack = await store(
                 self._connection, subject, bytes(payload), _headers(msg_id, expected_last, ttl_s)
             )
         except RefusedError as error:
@@ -159,6 +169,31 @@ class NatsBus:
                     subject, expected_last or 0, None if last is None else int(last[1])
                 ) from error
             raise
+        if ack.duplicate and not await self._stands(ack.stream, subject, ack.seq, payload):
+            raise id_taken(subject, ack.seq)
+        return ack.seq
+
+    async def _stands(self, stream: str, subject: str, seq: int, payload: bytes) -> bool:
+        """Whether the message of a sequence is of this subject, and says this.
+
+        Raises:
+            BusUnavailableError: no answer.
+        """
+        try:
+            await self.publish(subject, b"", expected_last=GREATEST)
+        except SwapLostError as refused:
+            # The leader has said which message is the subject's last: reading comes to an end.
+            if refused.last is not None and refused.last < seq:
+                return False
+        try:
+            async with (
+                asyncio.timeout(CALL_TIMEOUT_S),
+                contextlib.aclosing(self.read(stream, [subject], seq)) as messages,  # type: ignore[type-var]
+            ):
+                first = await anext(messages)
+        except (TimeoutError, StopAsyncIteration) as error:
+            raise BusUnavailableError(f"sequence {seq} of {stream!r} cannot be read") from error
+        return first.seq == seq and first.payload == payload
 
     async def last(self, stream: str, subject: str) -> Message | None:
         """The last message of `subject`, or of all that match it as a pattern; None if none does.

@@ -42,12 +42,11 @@ async def stream_names(connection: Connection) -> list[str]:
 
 async def store(
     connection: Connection, subject: str, payload: bytes, headers: dict[str, str]
-) -> int:
-    """Append a message to the stream that takes it; its sequence."""
-    ack = await connection.call(
+) -> api.PubAck:
+    """Append a message to the stream that takes it; what the server says."""
+    return await connection.call(
         subject, lambda js: js.publish(subject, payload, headers=headers or None)
     )
-    return ack.seq
 
 
 def stream_config(
@@ -191,8 +190,8 @@ async def _append(connection: Connection, batch: list[_Entry]) -> None:
     """Publish a batch in its order, and empty it."""
     sent = [store(connection, subject, payload, headers) for _, subject, payload, headers in batch]
     for (seq, subject, *_), stored in zip(batch, await asyncio.gather(*sent), strict=True):
-        if stored != seq:
-            raise BusError(f"a message of {subject!r} got sequence {stored}, not {seq}")
+        if stored.seq != seq:
+            raise BusError(f"a message of {subject!r} got sequence {stored.seq}, not {seq}")
     batch.clear()
 
 
