@@ -178,10 +178,19 @@ class Members(Mapping[str, Member]):
 
     def usual_step_s(self) -> float:
         """The lower median of what those who are here say that a step takes; 0: nobody said it."""
-        # A step time is a claim. By the fastest, one that says 0 would take all pace away, and
-        # rounds of one would race; by the slowest, one could stop the run. The lower one of two: of
-        # a fleet of two the faster has its pace.
+        # A step time is a claim: by the slowest, one could stop the run. The lower one of two: of a
+        # fleet of two the faster one's.
         return self._chorus.steps_s.lower_median() or 0.0
+
+    def fastest_step_s(self) -> float:
+        """The least of what those who are here say that a step takes, and half the usual at least.
+
+        0: nobody said it.
+        """
+        # By the median, whoever is faster would wait for a round with each of its updates. By one
+        # claim alone, one that says 0 would take all pace away, and rounds of one would race: with
+        # the bound it can at most halve the interval.
+        return max(self._chorus.steps_s.least() or 0.0, self.usual_step_s() / 2)
 
     def others_rate(self, name: str) -> float | None:
         """The upper median of the steps a second that the others here claim; None of too few."""

@@ -132,19 +132,19 @@ def effective_quorum(quorum: QuorumSection, live: int) -> int:
     return max(1, min(quorum.min_learners, live))
 
 
-def pace_s(rules: FragmentRules, usual_s: float, interval_steps: int | None = None) -> float:
-    """Shortest time between two rounds of a fragment: about H steps of the median learner.
+def pace_s(rules: FragmentRules, fastest_s: float, interval_steps: int | None = None) -> float:
+    """Shortest time between two rounds of a fragment: about H steps of the fastest learner.
 
     Args:
         rules: the fragment's.
-        usual_s: what a step takes that one; 0: nobody said it.
+        fastest_s: what a step takes that one; 0: nobody said it.
         interval_steps: between these two rounds, where it is not H.
     """
     # Lockstep waits for all anyway; before anybody has said how fast it is, there is nothing to
     # hold back by.
-    if rules.lockstep or not usual_s:
+    if rules.lockstep or not fastest_s:
         return 0.0
-    return rules.quorum.pace * (interval_steps or rules.rhythm.interval_steps) * usual_s
+    return rules.quorum.pace * (interval_steps or rules.rhythm.interval_steps) * fastest_s
 
 
 def grace_s(rules: FragmentRules, usual_s: float, quorum_s: float, sync_s: float) -> float:

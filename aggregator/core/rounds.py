@@ -184,7 +184,7 @@ def _next_step(rules: FragmentRules, state: State) -> int:
 
 
 def _pace_time_s(rules: FragmentRules, state: State) -> float:
-    """When pace allows the round to close: about H steps of the median learner after the last."""
+    """When pace allows the round to close: about H steps of the fastest learner after the last."""
     # The last round takes what there is, and the first one is awaited by everybody: pace holds back
     # only what would follow too soon. Without it whoever is quickest starts a race of small rounds,
     # which costs quality (P, Table 5).
@@ -192,8 +192,8 @@ def _pace_time_s(rules: FragmentRules, state: State) -> float:
         return 0.0
     # The clock's own interval, not H: offsets make the first one shorter.
     interval_steps = _next_step(rules, state) - state.global_step
-    usual_s = state.members.usual_step_s()
-    return state.closed_at_s + policy.pace_s(rules, usual_s, interval_steps)
+    fastest_s = state.members.fastest_step_s()
+    return state.closed_at_s + policy.pace_s(rules, fastest_s, interval_steps)
 
 
 def _opens_at_s(rules: FragmentRules, state: State) -> float | None:
@@ -235,10 +235,20 @@ def _without_empty_round(state: State) -> State:
 
 def _open(rules: FragmentRules, state: State, now_s: float) -> Result:
     opens_at_s = _opens_at_s(rules, state) if state.phase == "idle" else None
-    if opens_at_s is None or now_s < opens_at_s:
+    # Who has announced sends nothing more before the record: once that is everybody, pace holds
+    # back nobody's small round, and after an outage of ours it would make all wait for many rounds.
+    if opens_at_s is None or (now_s < opens_at_s and not _has_everybody(state)):
         return state, ()
-    state = state._replace(phase="open", opened_at_s=opens_at_s, quorum_at_s=0.0)
+    opened_at_s = min(opens_at_s, now_s)
+    state = state._replace(phase="open", opened_at_s=opened_at_s, quorum_at_s=0.0)
     return state, (OpenRound(state.version + 1),)
+
+
+def _has_everybody(state: State) -> bool:
+    """Whether all who are here have announced an update for the round."""
+    # Also those whom no round awaits: else whoever outlasts the others' patience would be all.
+    present, voices = state.members.present, state.voices
+    return len(present) <= len(voices) and all(learner in voices for learner in present)
 
 
 def _count_quorum(rules: FragmentRules, state: State, now_s: float) -> State:

@@ -71,6 +71,7 @@ class Rounds:
     Attributes:
         committed_s: when each version was; `merged` how many updates it has.
         staleness: of each merged update, in versions, in their order.
+        waits_s: of each of them, from its announcement to the close of its round.
         reads: updates that the aggregator read.
         reasons: how often rounds closed for which reason.
         kept: share of the trained tokens that were merged, or on their way at the end.
@@ -81,6 +82,7 @@ class Rounds:
     committed_s: list[float] = field(default_factory=list)
     merged: list[int] = field(default_factory=list)
     staleness: list[int] = field(default_factory=list)
+    waits_s: list[float] = field(default_factory=list)
     reasons: dict[str, int] = field(default_factory=dict)
     reads: int = 0
     kept: float = 1.0
@@ -226,6 +228,7 @@ class _Owner(Fragment):
             self.found.committed_s.append(now_s)
             self.found.merged.append(len(closed.admitted))
             self.found.staleness += [taken.staleness for taken in closed.admitted]
+            self.found.waits_s += [commit.at_s - one.announced_at_s for one in closed.admitted]
             self.found.reasons[commit.reason] = self.found.reasons.get(commit.reason, 0) + 1
         self.sent -= sum(refused.manifest.tokens for refused in closed.rejected)
         record_seq = self.timeline.next_seq()

@@ -42,7 +42,8 @@ def test_every_fleet_trains_over_the_same_tokens(fleet):
     found = outcome(fleet)
     assert found["share_of_tokens"] == pytest.approx(1, rel=0.01)
     taken = found["steps"] * sweep.LEARNERS * (1 - found["lost"])
-    assert found["tokens"] == pytest.approx(taken * BATCH, rel=0.001)
+    # Less a step or two: nobody counts what a learner had begun to announce when it died.
+    assert found["tokens"] == pytest.approx(taken * BATCH, rel=0.002)
     assert (found["lost"] > 0.02) == (fleet == "kills")
 
 

@@ -29,6 +29,8 @@ def _check_members(state: State) -> None:
     assert set(members.unfinished) == {n for n, m in here.items() if not m.final}
     steps_s = sorted(m.step_time_s for m in here.values() if m.step_time_s > 0)
     assert members.usual_step_s() == (steps_s[(len(steps_s) - 1) // 2] if steps_s else 0.0)
+    fastest_s = max(steps_s[0], members.usual_step_s() / 2) if steps_s else 0.0
+    assert members.fastest_step_s() == fastest_s
     norms = {n: m.norm for n, m in here.items()}
     norms |= {
         one.manifest.learner: one.norm_per_step

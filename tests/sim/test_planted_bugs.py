@@ -415,7 +415,7 @@ BUGS = {
     state_rebased: (("averaged",), {"data"}),
     state_at_the_runs_rate: (("averaged",), {"averaged"}),
     deaf_to_pauses: (("life",), {"paused"}),
-    settings_of_the_past: (("life", "redelivered"), {"oracle-stop"}),
+    settings_of_the_past: (("life", "redelivered"), {"oracle-stop", "ends"}),
     length_of_the_beginning: (("life",), {"oracle-stop"}),
     no_answer_taken_for_one: (
         ("power_cut", "store_lost_answer", "crash"),
@@ -429,6 +429,7 @@ FOUND_BY = {
     deaf_to_newer_joins: 20,
     position_from_any_replica: 5,
     unreadable_record_passed_over: 28,
+    views_not_compared: 688,
 }
 
 

@@ -181,6 +181,39 @@ def test_two_hours_of_honest_work_are_credited_in_full_after_an_outage(outage, r
     assert_in_full(fleet.merged)
 
 
+# How long updates wait
+
+
+def test_the_fastest_learner_waits_for_no_pace():
+    """By the median's pace its updates waited almost an interval, and 53 of 60 were sent."""
+    fleet = Fleet(*(1 / (1 + at / 16) for at in range(8)), **{"quorum.pace": 0.9})
+    fleet.work(BEGAN_S + 60 * H)
+    assert len(fleet.of("a")) == pytest.approx(60, abs=2)
+
+
+def test_rounds_close_the_gap_in_one_after_an_aggregator_that_was_late():
+    """Everybody sends as soon as it is back; they waited nine tenths of an interval, then eight."""
+    fleet = Fleet(1.0, 1.0, 1.0, 1.0, **{"quorum.pace": 0.9})
+    back_s = outage_of_the_aggregator(fleet, BEGAN_S + 10 * H + 1)
+    fleet.work(back_s + 20 * H)
+    stored_s = {event.stream_seq: event.stored_at_s for event in fleet.lab.tape}
+    waits_s = [
+        record.closed_at_s - stored_s[taken.stream_seq]
+        for record in fleet.lab.records
+        for taken in record.inputs
+        if stored_s[taken.stream_seq] >= back_s
+    ]
+    assert len(waits_s) > 15 * len(fleet.senders)
+    assert max(waits_s) < 1
+
+
+def test_a_liars_step_time_at_most_halves_the_interval():
+    honest = {str(at): Member(1, step_time_s=1.0 + at / 8) for at in range(4)}
+    assert Members(honest).fastest_step_s() == 1.0
+    assert Members({**honest, "d": Member(1, step_time_s=1e-9)}).fastest_step_s() == 1.125 / 2
+    assert Members({"a": Member(1)}).fastest_step_s() == 0.0
+
+
 # Whoever claims more
 
 

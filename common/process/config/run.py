@@ -268,7 +268,8 @@ class QuorumSection(Section):
     pace: NonNegative = Field(
         default=0.9,
         description="shortest time from one round's close to the next one's opening, in shares of"
-        " the time that the median live learner needs for H steps; 0: none",
+        " the time that the fastest live learner needs for H steps, or half the median one; once"
+        " all have announced no round waits for it; 0: none",
     )
     liveness_timeout_s: Seconds = Field(
         default=10.0, description="rounds stop waiting for a learner that is silent for this long"

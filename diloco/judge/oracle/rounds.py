@@ -80,7 +80,8 @@ def _end_cut(life: Life, reason: str, final: bool) -> None:
 def _go_on(life: Life) -> None:
     if life.phase == "idle":
         at_s = opens_at_s(life)
-        if at_s is not None and life.now_s >= at_s:
+        if at_s is not None and (life.now_s >= at_s or _all_announced(life)):
+            at_s = min(at_s, life.now_s)
             life.phase, life.opened_at_s, life.quorum_at_s = "open", at_s, 0.0
     if life.memory.stopping_at_s:
         _end_run(life)
@@ -88,6 +89,11 @@ def _go_on(life: Life) -> None:
         _count(life)
         if not life.storing and _complete(life):
             _close(life, "complete")
+
+
+def _all_announced(life: Life) -> bool:
+    """Whether everybody who is here has: pace has nobody to hold back."""
+    return life.memory.waited_for().keys() <= life.announcers()
 
 
 def _end_run(life: Life) -> None:
