@@ -14,7 +14,6 @@ by the core and carried out by `synchronizer.py`; here is what a loop sees of it
 """
 
 import contextlib
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -33,7 +32,6 @@ from diloco.common.protocol import names
 from diloco.common.protocol.errors import (
     ConfigError,
     DilocoError,
-    DivergedError,
     HostLostError,
     ParametersError,
     status_of,
@@ -45,7 +43,7 @@ from diloco.learner.hosts.messages import HANGING_S, end_if_hanging
 from diloco.learner.lead import lead
 from diloco.learner.life import Host, Life, never
 from diloco.learner.member import NAMED, Member
-from diloco.learner.synchronizer import figures_of, scalar_of
+from diloco.learner.synchronizer import figures_of, loss_of
 from diloco.learner.task import Batch, Holder, Params, Shared, named_leaves
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.placement import put_like
@@ -184,6 +182,7 @@ class Learner:
         self._synchronizer.position += 1
         self._synchronizer.meter.global_step = self.global_step
         read, self._loss = self._read_loss(), loss
+        self._synchronizer.losses.stepped(read, loss)
         self._synchronizer.meter.measured(self._metrics)
         self._metrics = metrics or {}
         boundary = self._turn()
@@ -272,14 +271,7 @@ class Learner:
         """The loss of the step before, which must be one."""
         if self._loss is None:
             return None
-        loss = scalar_of(self._loss, "the loss of a step")
-        if not math.isfinite(loss):
-            raise DivergedError(
-                f"the training loss is {loss}: this learner's parameters have diverged",
-                hint="restart it: it resumes from the run's newest version; if it diverges again, "
-                "lower the learning rate or clip gradients",
-            )
-        return loss
+        return loss_of(self._loss)
 
 
 def _shapes(params: Params) -> dict[str, str]:

@@ -356,7 +356,8 @@ WHY_NOT = {
 def view_of(meter: Meter) -> View:
     """What a learner does, and what keeps it from training."""
     why = (WHY_NOT[meter.state],) if meter.state in WHY_NOT else ()
-    return View(f"{meter.state}: step {meter.local_step:,}, loss {meter.loss:.4f}", why)
+    loss = "" if meter.loss is None else f", loss {meter.loss:.4f}"
+    return View(f"{meter.state}: step {meter.local_step:,}{loss}", why)
 
 
 def show_series(counted: Metrics, learner: Synchronizer, state: sync.State) -> None:
@@ -368,7 +369,6 @@ def show_series(counted: Metrics, learner: Synchronizer, state: sync.State) -> N
         (metrics.STEPS, meter.tokens / each),
         (metrics.DATA_TOKENS, learner.position * each),
         (metrics.GLOBAL_STEP, meter.global_step),
-        (metrics.LOSS, meter.loss),
         (metrics.STEP_TIME, meter.step_time_s),
         (metrics.STALL, meter.stall_s),
         (metrics.DATA_WAIT, meter.data_s),
@@ -378,6 +378,8 @@ def show_series(counted: Metrics, learner: Synchronizer, state: sync.State) -> N
         (metrics.SENT, traffic.updates_sent),
     ):
         counted.set(metric, value)
+    if meter.loss is not None:
+        counted.set(metrics.LOSS, meter.loss)
     for name, value in meter.metrics.items():
         counted.set(metrics.METRIC, value, name)
     for name in LEARNER_STATES:

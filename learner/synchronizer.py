@@ -9,13 +9,14 @@ baselines.)
 import math
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from diloco.common.process.service import Clock
 from diloco.common.protocol import wire
-from diloco.common.protocol.errors import DilocoError
+from diloco.common.protocol.errors import DilocoError, DivergedError
 from diloco.common.protocol.wire import METRIC_NAME, MOST_METRICS
 from diloco.learner.context import Traffic
 from diloco.learner.core import sync
@@ -27,6 +28,8 @@ from diloco.learner.wire.recovery import Checkpoints, Progress
 # Weight of the newest step in the averages of loss, metrics and step time.
 EMA = 0.1
 _METRIC = re.compile(METRIC_NAME)
+# Steps whose losses are remembered; an update of more has the mean of these.
+REMEMBERED = 1 << 16
 
 
 def scalar_of(value: Any, what: str) -> float:
@@ -45,6 +48,23 @@ def scalar_of(value: Any, what: str) -> float:
         ) from error
 
 
+def loss_of(value: Any) -> float:
+    """The training loss of a step; waits for it, if it is still computing.
+
+    Raises:
+        DilocoError: it is no number.
+        DivergedError: it is infinite or not a number.
+    """
+    loss = scalar_of(value, "the loss of a step")
+    if not math.isfinite(loss):
+        raise DivergedError(
+            f"the training loss is {loss}: this learner's parameters have diverged",
+            hint="restart it: it resumes from the run's newest version; if it diverges again, "
+            "lower the learning rate or clip gradients",
+        )
+    return loss
+
+
 def figures_of(figures: Mapping[str, Any]) -> dict[str, float]:
     """Figures by name that a loop hands over.
 
@@ -57,6 +77,29 @@ def figures_of(figures: Mapping[str, Any]) -> dict[str, float]:
             hint='give a dictionary, such as {"accuracy": 0.9}',
         )
     return {name: scalar_of(value, f"the figure {name!r}") for name, value in figures.items()}
+
+
+class Losses:
+    """Training losses of this life's steps; the newest may still be computing."""
+
+    def __init__(self) -> None:
+        self._known: deque[float] = deque(maxlen=REMEMBERED)
+        self._newest: Any = None
+
+    def stepped(self, before: float | None, newest: Any) -> None:
+        """A step was taken; the loss of the one before it is known by now, if there was one."""
+        if before is not None:
+            self._known.append(before)
+        self._newest = newest
+
+    def mean(self, steps: int) -> Callable[[], float]:
+        """Of the last so many steps, once it is called: it may wait for the newest.
+
+        An update that covers a step of no finite loss is so never announced.
+        """
+        known = list(self._known)[max(0, len(self._known) + 1 - steps) :]
+        newest = self._newest
+        return lambda: (sum(known) + loss_of(newest)) / (len(known) + 1)
 
 
 @dataclass
@@ -77,7 +120,7 @@ class Meter:
     version: int = 0
     tokens: int = 0
     earlier_tokens: int = 0
-    loss: float = 0.0
+    loss: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     step_time_s: float = 0.0
     tokens_per_s: float = 0.0
@@ -93,7 +136,7 @@ class Meter:
         self.tokens += tokens
         self.run_s = time.perf_counter() - self._began_s
         if loss is not None:
-            self.loss += (loss - self.loss) * (EMA if self.loss else 1.0)
+            self.loss = loss if self.loss is None else self.loss + (loss - self.loss) * EMA
             self.step_time_s += (took_s - self.step_time_s) * (EMA if self.step_time_s else 1.0)
             self.tokens_per_s = tokens / self.step_time_s
             if self.full_tokens_per_s:
@@ -183,6 +226,7 @@ class Synchronizer:
         boundaries: what to do at each.
         outbox: takes updates, and what else the learner has to say.
         saver: of its checkpoints.
+        losses: of its steps.
     """
 
     replica: Replica
@@ -193,6 +237,7 @@ class Synchronizer:
     meter: Meter
     saver: Checkpoints
     clock: Callable[[], float] = field(default_factory=Clock)
+    losses: Losses = field(default_factory=Losses)
 
     def progress(self) -> Progress:
         """How far this learner is."""
@@ -236,7 +281,7 @@ class Synchronizer:
                         codes=self.replica.send(effect.fragment),
                         position=self.position,
                         local_step=self.meter.local_step,
-                        loss=self.meter.loss,
+                        loss=self.losses.mean(effect.steps),
                         step_time_s=self.meter.step_time_s,
                         dispatched_at_s=self.clock(),
                     )

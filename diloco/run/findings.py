@@ -36,9 +36,8 @@ REJECTED_SHARE = 0.1
 SUDDEN_ENDS = 3
 # Fewer than this may be an accident of clocks.
 CUT_LEAST = 4
-# Times the median of the others, over a learner's last updates; of fewer it says nothing. What
-# learners say is a moving average: while losses fall fast, one that began later is honestly above
-# the others.
+# Times the median of the others, over a learner's last updates; of fewer it says nothing. While
+# losses fall fast, one that covers other steps is honestly above the others.
 FAR_LOSS = 4.0
 FAR_NORM = 4.0
 # What is said of updates that count for less than they claim.

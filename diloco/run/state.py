@@ -610,7 +610,7 @@ class Observed:
             heard_s=heard_s,
             trouble=beat.trouble if beat else "",
             local_step=beat.local_step if beat else 0,
-            loss=beat.loss if beat and beat.loss else None,
+            loss=beat.loss if beat else None,
             metrics=beat.metrics if beat else {},
             tokens_per_s=beat.tokens_per_s if beat and not (silent or left or failed) else 0.0,
             step_time_s=beat.step_time_s if beat else 0.0,

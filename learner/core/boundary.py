@@ -62,13 +62,17 @@ class Post(Protocol):
 
 
 class Outgoing(NamedTuple):
-    """One update, as the training loop hands it over; `codes` may still be computing."""
+    """One update, as the training loop hands it over; `codes` may still be computing.
+
+    Attributes:
+        loss: gives the mean training loss over the steps that it covers; it waits for the last.
+    """
 
     send: sync.Send
     codes: Any
     position: int
     local_step: int
-    loss: float
+    loss: Callable[[], float]
     step_time_s: float
     dispatched_at_s: float
 

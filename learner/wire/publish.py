@@ -233,6 +233,7 @@ class Publisher:
             stored, others = await asyncio.gather(
                 storing, self._peers.stored(send.fragment, send.seq)
             )
+        loss = await context.runtime.call(outgoing.loss)
         manifest = wire.Manifest(
             run=context.run,
             learner=context.learner,
@@ -249,7 +250,7 @@ class Publisher:
             steps=send.steps,
             position=outgoing.position,
             local_step=outgoing.local_step,
-            loss=outgoing.loss,
+            loss=loss,
             step_time_s=outgoing.step_time_s,
             encode_s=max(0.0, stored.encoded_at_s - min(outgoing.dispatched_at_s, began_s)),
             upload_s=max(0.0, context.runtime.clock() - stored.encoded_at_s),

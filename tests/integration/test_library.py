@@ -217,11 +217,12 @@ def stop_by(error, steps=2):
     return body
 
 
-def step_over(*losses):
+def step_over(*losses, after_s):
     def body(island):
         params = island.params
         for loss in losses:
             params = island.step(params, loss=loss)
+        time.sleep(after_s)
 
     return body
 
@@ -236,10 +237,26 @@ def test_an_exception_sends_nothing_further_and_is_raised_again(own_run):
 
 @pytest.mark.parametrize("losses", [(jnp.nan, 1.0), (1.0, jnp.inf)], ids=["amid", "last"])
 def test_a_loss_that_is_no_number_ends_the_loop_before_anything_of_it_is_sent(own_run, losses):
+    """An update that is due behind such a step waits for its loss, however slow the loop is."""
     world = own_run()
     with pytest.raises(DivergedError, match=r"the training loss is (nan|inf)"):
-        run_loop(world, step_over(*losses))
+        run_loop(world, step_over(*losses, after_s=1.0))
     assert said(world, "a") == ["join"]
+
+
+def test_an_update_says_the_mean_loss_of_the_steps_that_it_covers(own_run):
+    world = own_run({"drain_timeout_s": 60.0})
+    aggregator = world.aggregator()
+    with diloco.join(world.config_path, learner="a", like=initial()) as island:
+        params = island.params
+        for step in range(1, 21):
+            params = island.step(params, loss=jnp.float32(step))
+    found = [update for _, update in read_tape(world).manifests]
+    assert len(found) > 2
+    for update in found:
+        covered = range(update.position - update.steps + 1, update.position + 1)
+        assert update.loss == pytest.approx(sum(covered) / update.steps)
+    aggregator.kill()
 
 
 @pytest.mark.parametrize("codec", ["float32", "bfloat16", "int8", "int4"])

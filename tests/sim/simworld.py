@@ -562,6 +562,7 @@ class SimLearner:
             world.steps += 1
             meter.local_step += 1
             meter.tokens += TOKENS
+            synchronizer.losses.stepped(None, 1.0)
             if save is not None:
                 save()
             then = synchronizer.turn().then

@@ -66,7 +66,7 @@ def outgoing(seq):
     codes = Replica(SyncSection(codec="float32", block=16), LAYOUT, LIKE, VIEWS).send(0)
     return Outgoing(
         send=sync.Send(0, seq, 0, "0" * 32, 8, 800, final=False), codes=codes, position=8 * seq,
-        local_step=8 * seq, loss=0.0, step_time_s=1.0, dispatched_at_s=0.0,
+        local_step=8 * seq, loss=lambda: 2.5, step_time_s=1.0, dispatched_at_s=0.0,
     )  # fmt: skip
 
 

@@ -96,7 +96,7 @@ class Manifest(Body):
         description="inner steps of this learner: of this life, and of those before as far as its"
         " checkpoint reached"
     )
-    loss: Loss = Field(description="moving average of the training loss")
+    loss: Loss = Field(description="mean training loss over the steps that it covers")
     step_time_s: Seconds = Field(description="moving average of the time of an inner step")
     encode_s: Seconds = Field(description="from dispatch to the shards' bytes")
     upload_s: Seconds = Field(description="from the bytes to the last shard stored")

@@ -293,7 +293,7 @@ class Heartbeat(Body):
     )
     global_step: Count = Field(description="the run's clock, as far as it can tell")
     tokens: Count = Field(description="of this life")
-    loss: Loss = Field(description="moving average")
+    loss: Loss | None = Field(description="moving average; null: no step is done yet")
     metrics: Figures = Field(
         default={},
         description="further scalars of its loss by name, moving averages; and what its loop has"

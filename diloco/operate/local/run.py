@@ -380,7 +380,7 @@ class LocalRun:
     def _frame(self, watch: Watch) -> screen.Frame:
         observed = watch.observed.run(time.time())
         behind = watch.observed.extent.last_seq < self.past_seq
-        losses = [one.loss for one in observed.learners if one.loss]
+        losses = [one.loss for one in observed.learners if one.loss is not None]
         if losses:
             self.losses.append(sum(losses) / len(losses))
         return screen.Frame(
