@@ -208,30 +208,23 @@ def _floor(entries: list[LedgerEntry], replay_window_s: float) -> int | None:
     return min(wholes[-2:][0], basis[-1] if basis else wholes[0])
 
 
-def newer_than_tape(
-    ledger: Ledger, found: Iterable[tuple[str, int]], last_seq: int
-) -> Iterator[str]:
-    """Objects that nobody can have made by this tape: it ends before them.
+def newer_than_tape(ledger: Ledger, found: Iterable[tuple[str, int]]) -> Iterator[str]:
+    """Objects that no aggregator can have made by this tape: it ends before them.
 
-    Versions are stored one at a time, so at most the next one is there before its record; and a
-    life begins with a message. Whoever sees such an object must delete nothing: the tape was cut,
-    or goes back to an older copy, and what it does not name is the evidence of what it was.
+    Versions are stored one at a time, so at most the next one is there before its record. Whoever
+    sees such an object must delete nothing: the tape was cut, or goes back to an older copy, and
+    what it does not name is the evidence of what it was. Shards are no evidence: under its prefix a
+    learner may store what it likes.
 
     Args:
         ledger: the fragment's records; read after `found`.
         found: (name, bytes) of objects in the store.
-        last_seq: of the tape; read after `found`.
     """
     newest = ledger.entries[-1].version if ledger.entries else 0
     for name, _ in found:
         made = names.parse_version_object(ledger.run, ledger.fragment, name)
         # A resumed run counts on from a checkpoint: what its earlier tape made later is there too.
         if made is not None and ledger.epoch == 0 and made.version > newest + 1:
-            yield name
-        sent = names.parse_shard(ledger.run, name)
-        if sent is None or sent.fragment != ledger.fragment:
-            continue
-        if sent.epoch == ledger.epoch and sent.incarnation > last_seq:
             yield name
 
 

@@ -111,11 +111,10 @@ class Collector:
             return  # It would know of a new life, and not yet what the one before has announced.
         fleet = fleet_of(state)
         found = await self._list()
-        last_seq = await context.bus.last_sequence(context.tape)
         retained = await read_retained(context, context.gc.keep_checkpoints, self._logger)
         await read_on(context, self._ledger)
         await check_epoch(context)
-        check_tape_is_newest(self._ledger, found, last_seq)
+        check_tape_is_newest(self._ledger, found)
         plan = garbage.plan(
             self._ledger,
             found,
@@ -231,13 +230,13 @@ async def check_epoch(context: RunContext) -> None:
         raise resumed_since(context, newest)
 
 
-def check_tape_is_newest(ledger: Ledger, found: Iterable[ObjectInfo], last_seq: int) -> None:
+def check_tape_is_newest(ledger: Ledger, found: Iterable[ObjectInfo]) -> None:
     """Refuse to judge a store that has what the tape has not come to.
 
     Raises:
         IntegrityError: the tape ends before the fragment's objects.
     """
-    newer = next(garbage.newer_than_tape(ledger, found, last_seq), None)
+    newer = next(garbage.newer_than_tape(ledger, found), None)
     if newer is not None:
         raise IntegrityError(
             f"run {ledger.run!r}: the tape ends before its objects, it knows nothing of {newer!r}",

@@ -74,7 +74,7 @@ def _kept_for(record: wire.Record, *, oldest: bool) -> Iterator[wire.ObjectRef |
 
 
 def newer_objects(history: History, listed: Iterable[str]) -> Iterator[str]:
-    """Objects of versions, lives and checkpoints that the tape has not come to.
+    """Objects of versions and checkpoints that the tape has not come to.
 
     Args:
         history: the tape; read after the store was listed, or once the run has ended.
@@ -132,7 +132,7 @@ def newer_than(
         ledger = Ledger(run, fragment, epoch)
         if last is not None:
             ledger.take(last.record, last.seq, last.time_s, None)
-        yield from newer_than_tape(ledger, found, last_seq)
+        yield from newer_than_tape(ledger, found)
     prefix = names.checkpoint_prefix(run)
     for name, _ in found:
         of, _, seq_text = name.removeprefix(prefix).partition("-")

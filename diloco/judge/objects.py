@@ -99,9 +99,8 @@ async def read_listing(context: RunContext) -> Listing:
     """
     fragments = range(len(context.layout.fragments))
     newest = {index: await _newest_version(context, index) for index in fragments}
-    last_seq = await context.bus.last_sequence(context.tape)
     return await context.runtime.call(
-        list_now, context.store, context.run, may_be_newer(context.run, newest, last_seq)
+        list_now, context.store, context.run, may_be_newer(context.run, newest)
     )
 
 
@@ -132,8 +131,8 @@ def fragment_of(run: str, name: str) -> int | None:
     return int(fragment) if fragment.isdecimal() else None
 
 
-def may_be_newer(run: str, newest: Mapping[int, int], last_seq: int) -> Callable[[str], bool]:
-    """Whether an object is of something later than these versions and this sequence.
+def may_be_newer(run: str, newest: Mapping[int, int]) -> Callable[[str], bool]:
+    """Whether an object is of a version later than these, or a checkpoint's.
 
     `diloco.judge.evidence.newer_objects` judges by the tape, once it is read.
     """
@@ -141,8 +140,6 @@ def may_be_newer(run: str, newest: Mapping[int, int], last_seq: int) -> Callable
     def judge(name: str) -> bool:
         if name.startswith(names.checkpoint_prefix(run)):
             return True
-        if (sent := names.parse_shard(run, name)) is not None:
-            return sent.incarnation > last_seq
         fragment, _, rest = name.removeprefix(names.global_prefix(run)).partition("/")
         version = rest.partition("-")[0]
         known = fragment.isdecimal() and version.isdecimal() and int(fragment) in newest
@@ -227,7 +224,7 @@ def _unknown(history: History, known: Listing) -> Callable[[str], bool]:
         for fragment in range(len(history.layout.fragments))
         for chain in [history.records[fragment]]
     }
-    newer = may_be_newer(history.run, newest, history.last_seq)
+    newer = may_be_newer(history.run, newest)
     return lambda name: name not in known or newer(name)
 
 

@@ -98,7 +98,7 @@ async def find(context: RunContext, section: GcSection) -> Found:
     for fragment in range(len(context.layout.fragments)):
         ledger = Ledger(context.run, fragment, context.epoch)
         await read_on(context, ledger)
-        check_tape_is_newest(ledger, stored.objects[fragment], heard.extent.last_seq)
+        check_tape_is_newest(ledger, stored.objects[fragment])
         pending = {up for seq, up in heard.manifests[fragment] if seq >= ledger.position}
         plan = garbage.plan(
             ledger,

@@ -324,9 +324,9 @@ class Counting(MemoryStore):
         super().__init__()
         self.listed: list[str] = []
 
-    def list(self, prefix: str):
+    def walk(self, prefix: str):
         self.listed.append(prefix)
-        return super().list(prefix)
+        return super().walk(prefix)
 
 
 async def begun(lab: Lab, fragment: int) -> State:

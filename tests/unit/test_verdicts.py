@@ -18,6 +18,7 @@ from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import IntegrityError
 from diloco.common.storage.store import open_store
 from diloco.common.storage.tape import decode
+from diloco.judge.evidence import newer_objects
 from diloco.judge.objects import read_listing
 from diloco.operate.collect import find
 from diloco.replay.coverage import Versions, sentences, tape_of
@@ -217,7 +218,12 @@ def test_garbage_is_not_collected_where_the_tape_ends_before_its_objects(run_asy
         assert (await find(lab.context, GcSection())).objects == []
         view = "lab/global/0/00000003-view-" + "0" * 32
         lab.store.put(view, b"of a version that may be under way")
+        # What a learner stores under its own prefix proves nothing: whatever life it speaks of.
+        shard = names.shard("lab", "a", 0, 0, 1 << 40, 1, 0)
+        lab.store.put(shard, b"")
         await find(lab.context, GcSection())
+        listing, history = await read_listing(lab.context), await read_history(lab.context)
+        assert [*newer_objects(history, listing.picked)] == []
         later = "lab/global/0/00000004-view-" + "0" * 32
         lab.store.put(later, b"of a version that the tape has not come to")
         with pytest.raises(IntegrityError, match=f"ends before its objects.*{later}"):
