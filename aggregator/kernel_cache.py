@@ -9,6 +9,7 @@ still names the first's types, and every later process calls the wrong code).
 import contextlib
 import fcntl
 import inspect
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -16,6 +17,8 @@ from typing import Any, Final
 from numba.core.caching import FunctionCache
 
 _LOCK: Final = "lock"
+# Who has the folder alone reads or writes a file. One that is stopped meanwhile has it for ever.
+LOOK_S: Final = 0.05
 
 
 class KeptKernel(FunctionCache):
@@ -23,7 +26,13 @@ class KeptKernel(FunctionCache):
 
     So is what was made before any file of the kernel's folder changed: kernels are made of each
     other, and Numba looks at the file of the one alone.
+
+    Attributes:
+        patience_s: so long it waits for another process that has the folder; 0 once one took
+            longer: then nothing is read or kept, and kernels work from memory.
     """
+
+    patience_s = 10.0
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)  # type: ignore[no-untyped-call]
@@ -37,6 +46,8 @@ class KeptKernel(FunctionCache):
         try:
             with self._alone():
                 return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
+        except BlockingIOError:
+            return None
         except Exception:  # noqa: BLE001 - what the start of a pickle gives may be any
             # Nothing of this index is believed any more; what is compiled now replaces it.
             with contextlib.suppress(OSError), self._alone():
@@ -52,5 +63,14 @@ class KeptKernel(FunctionCache):
     def _alone(self) -> Iterator[None]:
         """While no other process reads or writes in the folder."""
         with (Path(self.cache_path) / _LOCK).open("ab") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            until_s = time.monotonic() + self.patience_s
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() >= until_s:
+                        KeptKernel.patience_s = 0.0
+                        raise
+                time.sleep(LOOK_S)
             yield

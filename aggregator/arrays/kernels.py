@@ -40,6 +40,7 @@ from diloco.aggregator.arrays.fetch import fetch
 from diloco.aggregator.arrays.grid import Run
 from diloco.aggregator.kernel_cache import KeptKernel
 from diloco.common.protocol.codec import GREATEST_SCALE, GREATEST_VALUE, LEAST_SCALE, Encoded
+from diloco.common.protocol.errors import ConfigError
 
 f32, i8, i16, i32 = np.float32, np.int8, np.int16, np.int32
 u8, u16, u32, u64 = np.uint8, np.uint16, np.uint32, np.uint64
@@ -107,13 +108,25 @@ class Moved(NamedTuple):
     view_Bxb: Vector  # noqa: N815 - as above
 
 
+def _not_compiled(*_: Any) -> None:
+    raise ConfigError(
+        "NUMBA_DISABLE_JIT is set in the environment: versions are merged by compiled code alone",
+        hint="unset NUMBA_DISABLE_JIT",
+    )
+
+
 def lanes(block: int) -> Lanes:
     """A tuple whose length tells the compiler how many elements a loop has."""
     return (0,) * block
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel, compiled at its first call with arrays of some types, and kept on disk."""
+    """A kernel, compiled at its first call with arrays of some types, and kept on disk.
+
+    Where Numba is told not to compile, a call raises `ConfigError`: nothing else can run them.
+    """
+    if vars(numba.config)["DISABLE_JIT"]:
+        return _not_compiled
     kernel: Callable[..., Any] = numba.njit(nogil=True, error_model="numpy")(function)
     # Where neither this package's folder nor the user's cache can be written, it is not kept.
     with contextlib.suppress(RuntimeError):

@@ -1,5 +1,6 @@
 """What Numba keeps of a kernel: cut short, in no place to be written, written by two at once."""
 
+import fcntl
 import importlib.util
 import os
 import subprocess
@@ -8,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+from diloco.aggregator.kernel_cache import KeptKernel
 
 KERNEL = """
 from diloco.aggregator.arrays.kernels import compiled
@@ -53,6 +56,29 @@ def test_what_a_power_failure_cut_short_is_compiled_again_and_kept(source, endin
     third = another_process(source)
     assert third(REAL) == 0.5
     assert sum(third.stats.cache_hits.values()) == 1
+
+
+def test_who_is_stopped_with_the_folder_holds_up_nobody(source, monkeypatch):
+    """The lock of a process that a debugger or a full disk has stopped is never let go."""
+    another_process(source)(REAL)
+    (index,) = kept(source, "nbi")
+    monkeypatch.setattr(KeptKernel, "patience_s", 0.01)
+    with (index.parent / "lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        second = another_process(source)
+        assert second(REAL) == 0.5
+        assert second(WHOLE) == 6
+    assert not sum(second.stats.cache_hits.values())
+    assert KeptKernel.patience_s == 0
+
+
+def test_numba_that_may_not_compile_is_named():
+    done = subprocess.run(
+        [sys.executable, "-m", "diloco.aggregator.prepare"],
+        env={**os.environ, "NUMBA_DISABLE_JIT": "1"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode
+    assert "ConfigError: NUMBA_DISABLE_JIT is set in the environment" in done.stderr
 
 
 def test_a_kernel_is_compiled_again_when_one_that_it_calls_changes(source):
