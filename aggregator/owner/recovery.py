@@ -83,7 +83,7 @@ async def rebuild(context: Context, record: wire.Record, record_seq: int) -> Rec
     A stored state that is damaged or gone is passed over for the one before.
 
     Raises:
-        ObjectMissingError: there is no stored state to begin from.
+        ObjectMissingError: there is no stored state to begin from, or a record after it is gone.
         DilocoError: as `recover`.
     """
     outer_seq = record.outer_seq or record_seq
@@ -93,9 +93,16 @@ async def rebuild(context: Context, record: wire.Record, record_seq: int) -> Rec
         arrays, outer_seq = await _load_older_state(context, record, record_seq, error)
     merged_again = 0
     if outer_seq < record_seq:
-        subjects = [names.record(context.run, record.fragment)]
+        subjects, before_seq = [names.record(context.run, record.fragment)], outer_seq
         async for message in messages_up_to(context, subjects, record_seq, outer_seq + 1):
             again = await read_record(context, message)
+            # Looked at first: merged over a gap, the arrays have another digest than is recorded.
+            if again.base_seq != before_seq:
+                raise ObjectMissingError(
+                    f"the tape has no record of fragment {record.fragment} between messages "
+                    f"{before_seq} and {message.seq}: it was collected"
+                )
+            before_seq = message.seq
             if again.what == "version":
                 await _merge_again(context, arrays, again)
                 merged_again += 1

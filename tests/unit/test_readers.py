@@ -15,7 +15,12 @@ from diloco.aggregator.rollback import find_versions, roll_back
 from diloco.common.process.config import BusSection
 from diloco.common.process.service import cancel
 from diloco.common.protocol import names, shards, wire
-from diloco.common.protocol.errors import IntegrityError, ObjectMissingError, RunMismatchError
+from diloco.common.protocol.errors import (
+    ConfigError,
+    IntegrityError,
+    ObjectMissingError,
+    RunMismatchError,
+)
 from diloco.common.storage.bus import MemoryBus, Message
 from diloco.common.storage.tape import records_of
 from diloco.common.storage.views import load_view
@@ -205,6 +210,22 @@ def test_nothing_is_rolled_back_behind_the_last_version(run_async, monkeypatch):
         with pytest.raises(RunMismatchError, match="has stopped meanwhile"):
             await roll_back(lab.context, found)
         assert (await lab.newest())[1] == newest_seq
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize("kept", [0, 1], ids=["its record too", "all but its record"])
+def test_a_rollback_whose_target_is_collected_meanwhile_says_so(run_async, kept):
+    """Merged over the gap, the version before it has another digest, which nothing is wrong with."""
+
+    async def scenario() -> None:
+        lab = await made(ODD)
+        found = await find_versions(lab.context, {0: SNAPSHOT_EVERY + 2})
+        below = found[0].record_seq + 1 - kept
+        await lab.bus.trim(lab.context.tape, names.record(RUN, 0), below)
+        with pytest.raises(ConfigError, match="cannot be recomputed: the tape has no record") as no:
+            await roll_back(lab.context, found)
+        assert "choose a later version" in no.value.hint
 
     run_async(scenario())
 
