@@ -29,7 +29,7 @@ ORACLE = os.environ.get("DILOCO_TEST_ORACLE")
 OPTIONS = {"length": 64, "batch": 4, "learning_rate": 3e-3, "eval_batches": 4, "dtype": "float32"}
 SMALLER = {
     "prepare": ["--held-out", "0.2"],
-    "local": ["--cpu", "--kill", "none"],
+    "local": ["--cpu"],
 }
 
 
@@ -94,6 +94,7 @@ def test_the_page_leads_from_files_to_a_chat(tmp_path):
     assert "a learner would take it" in said["task"]
     [(before, after)] = re.findall(r"held-out loss ([\d.]+) → ([\d.]+)", said["local"])
     assert float(after) < float(before) - 0.5
+    assert "killed" not in said["local"], "who trains a run of their own has not asked for it"
     names = {path.name for path in (tmp_path / "continued").iterdir()}
     assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= names
     assert_chats(tmp_path)

@@ -96,8 +96,8 @@ class LocalOptions:
         list[str] | None,
         typer.Option(
             help="SIGKILL a learner or an aggregator at a step and restart it (of a learner with "
-            "--hosts, its last host); repeatable; 'none' disables [default: the second learner "
-            "after a third of the run]",
+            "--hosts, its last host); repeatable; 'none' disables [default: without --config "
+            "and --task the second learner after a third of the run, else none]",
             metavar="NAME@STEP",
         ),
     ] = None

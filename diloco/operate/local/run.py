@@ -82,7 +82,11 @@ def run_local(options: LocalOptions) -> int:
         document, hardware = local_document(options, name, learners, run_dir)
     # What is misspelt leaves nothing behind.
     steps = make_config(document, source=str(options.config or "the options")).run.steps
-    kills = _plan_kills(options.kill, learners, aggregator_names(options.aggregators), steps)
+    # The demonstration shows a learner that dies and returns; whoever trains a task of their own
+    # has not asked for it.
+    own = options.config is not None or options.task is not None
+    asked = ["none"] if own and options.kill is None else options.kill
+    kills = _plan_kills(asked, learners, aggregator_names(options.aggregators), steps)
     # Standard output is for the summary alone when a program reads it.
     console = Console(stderr=options.json)
     hardware = _place(console, options, document, hardware)
