@@ -33,7 +33,7 @@ from diloco.common.storage.tape import (
 from diloco.judge.evidence import Newest, newer_than
 from diloco.judge.objects import named
 from diloco.replay.options import BundleOptions
-from diloco.replay.redact import Redactor, names_in
+from diloco.replay.redact import Redactor, names_in, task_of
 from diloco.run.cli.opening import OpenRun, open_run
 from diloco.run.cli.screen import say, working
 from diloco.run.cli.versions import find_targets
@@ -163,18 +163,22 @@ async def _messages(context: RunContext, part: Part | None = None) -> AsyncItera
 
 
 async def _redactor(context: RunContext) -> Redactor:
-    """Knows every name on the tape and among the heartbeats."""
-    known: set[str] = set()
+    """Knows every name on the tape."""
+    known, tasks = set[str](), set[str]()
     async for message in _messages(context):
         known |= {name for name in [names.subject_learner(message.subject)] if name}
-        known |= {*names_in(message.payload)}
         item = await read_item(context, message)
-        if isinstance(item, Entry) and item.stored is not None:
-            known |= {*names_in(context.store.get(item.stored.name))}
+        if not isinstance(item, Entry):
+            continue
+        known |= {*names_in(message.payload)}
+        if item.stored is not None:
+            known |= {*names_in(item.raw)}
+        if isinstance(item.body, wire.Specification | wire.Settings):
+            tasks.add(task_of(item.body.settings))
         if (beside := _positions_of(item)) is not None:
             with contextlib.suppress(ObjectMissingError):
                 known |= {*names_in(context.store.get(beside))}
-    return Redactor(context.run, known)
+    return Redactor(context.run, known, tasks)
 
 
 def _positions_of(item: Item) -> str | None:

@@ -5,9 +5,11 @@ of names, and would come out otherwise. Records name each other by digests, whic
 a chain that was broken stays broken.
 """
 
+import contextlib
+import ipaddress
 import re
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgpack
@@ -15,7 +17,7 @@ import msgpack
 from diloco.common.protocol import names, shards, wire
 from diloco.common.protocol.errors import DilocoError
 from diloco.common.storage.bus import Message
-from diloco.common.storage.tape import record_digest
+from diloco.common.storage.tape import decode, record_digest
 
 # Fields that hold nothing but a name, and a table or a list of them.
 NAMES = frozenset({"run", "learner", "aggregator", "host", "by"})
@@ -30,14 +32,30 @@ WORDS = frozenset({
 # People's names for what nobody is called by.
 KEPT = frozenset({"operator", ""})
 ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b")
+# Times of day look alike; `ipaddress` tells.
+MAYBE_IPV6 = re.compile(r"(?<![\w:.])(?:[0-9A-Fa-f]{0,4}:){2,7}(?:[0-9A-Fa-f.]+)?(?![\w:])")
+MAIL = re.compile(r"[\w.+%-]+@[\w-]+(?:\.[\w-]+)+")
+# Whose home it is; what lies in it stays.
+HOME = re.compile(r"(?<=/home/)[^/\s\"':,;)]+|(?<=/Users/)[^/\s\"':,;)]+")
+# Tasks of this package are no secret.
+OWN = "diloco."
 
 
 def names_in(payload: bytes) -> Iterator[str]:
-    """Every name that a message speaks of."""
-    try:
-        yield from _names_of("", msgpack.unpackb(payload, max_ext_len=0))
-    except (ValueError, msgpack.UnpackException):
-        return
+    """Every name that a message or an object speaks of, which somebody has decoded."""
+    yield from _names_of("", msgpack.unpackb(payload, max_ext_len=0))
+
+
+def _section(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A section of settings; an empty one where there is none, or something else."""
+    found = settings.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def task_of(settings: Mapping[str, Any]) -> str:
+    """The function that builds a run's task, where the run brings a task of its own; or ''."""
+    build = _section(settings, "task").get("build")
+    return build if isinstance(build, str) and not build.startswith(OWN) else ""
 
 
 def _names_of(key: str, value: Any) -> Iterator[str]:
@@ -45,7 +63,7 @@ def _names_of(key: str, value: Any) -> Iterator[str]:
         if key in TABLES:
             yield from value
         if key == "settings":
-            told = (value.get(section, {}).get(name) for section, name in BY_LEARNER)
+            told = (_section(value, section).get(name) for section, name in BY_LEARNER)
             yield from (name for one in told if isinstance(one, dict) for name in one)
         for inner, one in value.items():
             yield from _names_of(inner, one)
@@ -71,15 +89,23 @@ class Redactor:
     Args:
         run: the run's name.
         known: all other names, in any order.
+        tasks: functions that build the run's task, as `"package.module:function"`.
     """
 
-    def __init__(self, run: str, known: Iterable[str]) -> None:
+    def __init__(self, run: str, known: Iterable[str], tasks: Iterable[str] = ()) -> None:
         self.run = run
         self._key = secrets.token_hex(16)
         others = sorted({*known} - KEPT - {run})
         self._names = {name: self._hash(f"n{rank:04d}", name) for rank, name in enumerate(others)}
         self._names[run] = self._hash("run", run)
-        longest_first = sorted(self._names, key=len, reverse=True)
+        modules = {task.partition(":")[0] for task in tasks} - {""}
+        # In words for people also as the files they are; not in subjects and names of objects.
+        self._words = self._names | {
+            written: self._module(module)
+            for module in modules
+            for written in (module, module.replace(".", "/"))
+        }
+        longest_first = sorted(self._words, key=len, reverse=True)
         self._pattern = re.compile(
             rf"(?<![A-Za-z0-9-])(?:{'|'.join(map(re.escape, longest_first))})(?![A-Za-z0-9-])"
         )
@@ -90,14 +116,29 @@ class Redactor:
     def _hash(self, prefix: str, name: str) -> str:
         return f"{prefix}-{shards.digest(f'{self._key}:{name}'.encode())[:8]}"
 
+    def _module(self, module: str) -> str:
+        return self._hash("task", module).replace("-", "_")
+
     def name(self, name: str) -> str:
         """What a name is called now."""
         return self._names.get(name, name)
 
+    def _somebody(self, name: str) -> str:
+        """As `name`; nobody's name stays, also where it was not known before."""
+        return name if name in KEPT else self._names.get(name) or self._hash("n", name)
+
     def text(self, text: str) -> str:
-        """Words for people, without the names and addresses of machines."""
-        text = self._pattern.sub(lambda found: self._names[found[0]], text)
+        """Words for people, without names, addresses of machines and people, and their homes."""
+        text = MAIL.sub(lambda found: self._hash("mail", found[0]), text)
+        text = HOME.sub(lambda found: self._hash("home", found[0]), text)
+        text = self._pattern.sub(lambda found: self._words[found[0]], text)
+        text = MAYBE_IPV6.sub(lambda found: self._ipv6(found[0]), text)
         return ADDRESS.sub(lambda found: self._hash("address", found[0]), text)
+
+    def _ipv6(self, text: str) -> str:
+        with contextlib.suppress(ValueError):
+            return self._hash("address", str(ipaddress.IPv6Address(text)))
+        return text
 
     def path(self, name: str) -> str:
         """The name of an object, or a subject."""
@@ -113,6 +154,7 @@ class Redactor:
         """
         subject = self._subject(message.subject)
         try:
+            decode(message.subject, message.payload)
             if record is None:
                 payload = self._body(message.payload)
                 return message._replace(subject=subject, payload=payload), b""
@@ -131,11 +173,11 @@ class Redactor:
     def _body(self, payload: bytes) -> bytes:
         fields = msgpack.unpackb(payload, max_ext_len=0)
         if fields.get("kind") != wire.Record.kind:
-            beside = (fields.get("positions_object") or {}).get("name")
-            fields = self._map(fields)
-            if beside in self._refs:
-                fields["positions_object"] = self._refs[beside]
-            return bytes(msgpack.packb(fields))
+            told = self._map(fields)
+            match fields:
+                case {"positions_object": {"name": str(beside)}} if beside in self._refs:
+                    told["positions_object"] = self._refs[beside]
+            return bytes(msgpack.packb(told))
         was = record_digest(wire.decode(wire.Record, payload))
         fields = self._map(fields)
         if fields.get("previous"):
@@ -173,11 +215,15 @@ class Redactor:
         return found
 
     def _settings(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Those of a run, which name it, and learners where they say something of one."""
-        run = settings.get("run", {})
+        """Those of a run, which name it and its task, and learners where they speak of one."""
+        run = _section(settings, "run")
         found = settings | {"run": run | {"name": self.name(run.get("name", ""))}}
+        if build := task_of(settings):
+            module, _, function = build.partition(":")
+            task = {"build": f"{self._module(module)}:{function}"}
+            found["task"] = self._map(_section(settings, "task")) | task
         for section, key in BY_LEARNER:
-            told = found.get(section, {}).get(key)
+            told = _section(found, section).get(key)
             if isinstance(told, dict):
                 own = {self.name(name): value for name, value in told.items()}
                 found[section] = found[section] | {key: own}
@@ -195,7 +241,7 @@ class Redactor:
         if not isinstance(value, str) or key in WORDS:
             return value
         if key in NAMES or key in TABLES:
-            return self.name(value)
+            return self._somebody(value)
         if key in ("name", "constants"):
             return self.path(value)
         return self.text(value)
