@@ -141,6 +141,7 @@ class Forger:
                     update={
                         "updates_merged": merged,
                         "tokens_merged": merged * TOKENS,
+                        "tokens_credited": merged * TOKENS,
                         "updates_rejected": before.totals.updates_rejected + len(refused),
                     }
                 ),

@@ -94,7 +94,7 @@ class Learner:
         heard_s: age of its newest heartbeat; None: its newest life sent none.
         trouble: its own word, as are `local_step` to `bytes_down`.
         merged: updates that records merged, of those read; `rejected` likewise.
-        tokens: of what was merged, on the mean over the fragments.
+        tokens: credited of what was merged, on the mean over the fragments.
         reasons: how many were rejected, by reason; `less`: how many of those merged count for less
             than they claim, by what: "steps" that there was no time for, "weight" far above the
             others', "norm" far above the others'.
@@ -453,7 +453,7 @@ class Observed:
         for taken, answer in zip(record.inputs, answers(record.inputs), strict=True):
             one = self.known[taken.learner]
             one.merged += 1
-            one.tokens += taken.tokens
+            one.tokens += taken.tokens_credited
             one.less.update(answer.less)
             one.recent.append(answer)
             if answer.others_loss is not None:
@@ -489,7 +489,7 @@ class Observed:
             steps=self.settings.run.steps,
             versions=sum(one.record.version for one in self.records.values()),
             # Each token reaches every fragment, by another update.
-            tokens_merged=sum(one.tokens_merged for one in found) // max(1, len(found)),
+            tokens_merged=sum(one.tokens_credited for one in found) // max(1, len(found)),
             updates_sent=self._updates_sent,
             updates_merged=sum(one.updates_merged for one in found),
             updates_rejected=sum(one.updates_rejected for one in found),

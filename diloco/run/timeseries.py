@@ -189,8 +189,8 @@ class TimeSeries:
         return found
 
     def tokens_merged(self) -> float:
-        """Tokens whose work is in the model; each is in every fragment, so it is their mean."""
-        return sum(t.tokens_merged for t in self.totals.values()) / max(self.fragments, 1)
+        """Tokens credited to the model; each is in every fragment, so it is their mean."""
+        return sum(t.tokens_credited for t in self.totals.values()) / max(self.fragments, 1)
 
 
 async def read_time_series(
@@ -346,7 +346,7 @@ class Builder:
             record.closed_at_s,
             record.merged_at_s,
             at_s,
-            record.totals.tokens_merged,
+            record.totals.tokens_credited,
             entry.size_bytes + (record.delta.size_bytes if record.delta else 0),
             sum(member.live for member in record.policy.members),
         )
@@ -358,6 +358,8 @@ class Builder:
                 series.cosines.add(record.fragment, at_s, cosine)
 
     def _take(self, fragment: int, taken: wire.Input, row: int, at_s: float) -> None:
+        # What its sender claims is no work that anybody has seen.
+        columns = ("tokens_credited" if name == "tokens" else name for name in TAKEN)
         life = self._lives.get((taken.learner, taken.incarnation))
         if life is not None and life.merged_s is None:
             life.merged_s = at_s
@@ -366,6 +368,6 @@ class Builder:
             self._index(taken.learner),
             fragment,
             at_s,
-            *(getattr(taken, name) for name in TAKEN),
+            *(getattr(taken, column) for column in columns),
             1,
         )

@@ -4,11 +4,16 @@ import asyncio
 
 import numpy as np
 import pytest
+from records import make_input, make_record
 from runlab import RUN, Lab
 
 from bench.tapes import Forger
+from diloco.aggregator.owner.records import NOTHING
+from diloco.common.process.config import RunSettings
 from diloco.common.protocol import names, wire
+from diloco.common.storage.tape import Recorded
 from diloco.run.history import History, read_history
+from diloco.run.state import Observed
 from diloco.run.timeseries import Table, TimeSeries, read_time_series
 
 
@@ -40,6 +45,17 @@ def forged() -> Lab:
     return lab
 
 
+def test_what_a_learner_claims_is_not_shown_as_merged() -> None:
+    taken = make_input(tokens=10**15, tokens_credited=800)
+    totals = NOTHING.model_copy(update={"tokens_merged": 10**15, "tokens_credited": 800})
+    record = make_record(version=1, inputs=(taken,), totals=totals)
+    observed = Observed("lab", 0, RunSettings.model_validate({"run": {"name": "lab", "steps": 9}}))
+    observed.note_record(Recorded(record, 2, 0.0))
+    shown = observed.run(1.0)
+    assert shown.tokens_merged == 800
+    assert {one.tokens for one in shown.learners} == {800}
+
+
 def test_it_says_what_the_history_says(forged: Lab) -> None:
     series = read(forged)
     history: History = asyncio.run(read_history(forged.context))
@@ -49,7 +65,7 @@ def test_it_says_what_the_history_says(forged: Lab) -> None:
     assert len(series.inputs) == len(inputs) > 100
     assert len(series.refusals) == len(series.refused) == len(rejected) > 5
     assert sum(series.refusal_reasons.values()) == len(rejected)
-    assert series.inputs["tokens"].sum() == sum(taken.tokens for taken in inputs)
+    assert series.inputs["tokens"].sum() == sum(taken.tokens_credited for taken in inputs)
     assert series.inputs["staleness"].sum() == sum(taken.staleness for taken in inputs)
     assert sorted(series.learners) == ["a", "b", "c"]
     assert len(series.lives) == len(history.joins) == 5

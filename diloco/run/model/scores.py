@@ -103,7 +103,7 @@ class Scorer:
         self, records: Sequence[wire.Record], seqs: Sequence[int], views: Sequence[np.ndarray]
     ) -> wire.Score:
         figures, text = await asyncio.to_thread(self._evaluate, views)
-        merged = sum(record.totals.tokens_merged for record in records)
+        merged = sum(record.totals.tokens_credited for record in records)
         return wire.Score(
             run=self._context.run,
             epoch=self._context.epoch,

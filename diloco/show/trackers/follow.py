@@ -215,7 +215,7 @@ class Points:
             case wire.Record() as record if record.inputs:
                 self._step = max(self._step, record.global_step)
                 self.reached(self._step)
-                self._tokens[record.fragment] = record.totals.tokens_merged
+                self._tokens[record.fragment] = record.totals.tokens_credited
                 yield Point(self._step, entry.time_s, self._of_round(record))
             case wire.Manifest() as manifest if not manifest.attempt:
                 own = {"loss": manifest.loss, "step_seconds": manifest.step_time_s}
