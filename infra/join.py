@@ -34,6 +34,8 @@ DeviceAllow=char-nvidia-frontend rw
 DeviceAllow=char-nvidia-uvm rw
 DeviceAllow=char-nvidia-caps rw
 """
+# As in `diloco.common.protocol.names`, which is not here: root writes a file of this name.
+_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
 _FIELD = re.compile(r'^(\w+) = "([^"]*)"$', re.MULTILINE)
 
 
@@ -134,6 +136,10 @@ def identity(credentials: Path) -> tuple[str, str]:
         raise Refused(
             f"{credentials} is no credentials file of a learner or an aggregator; make one with: "
             "diloco auth add-learner DIR NAME"
+        )
+    if not _NAME.fullmatch(fields["identity"]):
+        raise Refused(
+            f"{credentials} is of {fields['identity']!r}, which is no name of a {fields['role']}"
         )
     return fields["identity"], fields["role"]
 

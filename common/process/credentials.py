@@ -5,22 +5,24 @@
     role = "learner"
     seed = "SU..."
 
-What else a client must do follows from the role. A learner and an aggregator each live in an
-account of their own, where the JetStream API has another prefix; and each identity has its own
+What else a client must do follows from the role. Everybody but the operator lives in an
+account of its own, where the JetStream API has another prefix; and each identity has its own
 inbox, so that nobody can listen to another's answers.
 """
 
 import os
 import tomllib
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from diloco.common.protocol.errors import ConfigError
+from diloco.common.protocol.names import NAME
 
-Role = Literal["learner", "aggregator", "operator"]
+Role = Literal["learner", "aggregator", "reader", "operator"]
+Name = Annotated[str, Field(pattern=rf"^{NAME.pattern}$")]
 OWN_API = "$JS.API"
 # What the units hand over in place of a file that is not there; then its path.
 NO_FILE = "# no file: "
@@ -33,8 +35,8 @@ class Credentials(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    run: str
-    identity: str
+    run: Name
+    identity: Name
     role: Role
     seed: str
 

@@ -388,6 +388,45 @@ def test_an_aggregator_may_not_speak_for_learners_or_the_operator(
     run_async(scenario())
 
 
+def test_a_reader_reads_everything_and_publishes_nothing(guarded: Guarded, run_async: Run) -> None:
+    subjects = [
+        names.spec(RUN), names.record(RUN, 0), names.update(RUN, "a", 0), names.join(RUN, "a"),
+        names.claim(RUN, "a"), names.heartbeat(RUN, "a"), names.settings(RUN), names.stop(RUN),
+        names.end(RUN), names.checkpoint(RUN), names.quarantine(RUN, "a"), names.rejected(RUN, "a"),
+        names.fragment_lease(RUN, 0), names.round_open(RUN, 0),
+    ]  # fmt: skip
+
+    async def scenario() -> None:
+        auth.add(guarded.folder, "screen", "reader")
+        for _ in range(2):
+            guarded.reload()
+            await asyncio.sleep(1.0)
+        await make_run(guarded)
+        async with guarded.enter("operator") as operator:
+            await operator.publish(names.heartbeat(RUN, "a"), b"beat")
+            before = [await operator.last_sequence(stream) for stream in (TAPE, OPS, LEASES)]
+            async with guarded.enter("screen") as bus:
+                for subject in subjects:
+                    with pytest.raises(BusError, match="not permitted"):
+                        await bus.publish(subject, b"forged")
+                for act in ("DELETE", "PURGE"):
+                    with pytest.raises(BusError, match="not permitted"):
+                        await bus._connection.call(
+                            f"{SHARED_API}.STREAM.{act}.{TAPE}",
+                            lambda js, act=act: getattr(js, f"{act.lower()}_stream")(TAPE),
+                        )
+                assert (await anext(bus.read(TAPE, [f"diloco.{RUN}.>"], 1))).payload == b"real"
+                beats = bus.read(OPS, names.ops_subjects(RUN), 1)
+                assert (await anext(beats)).payload == b"beat"
+                assert await bus.last(TAPE, names.update(RUN, "b", 0)) is not None
+                assert await bus.last(LEASES, names.fragment_lease(RUN, 0)) is None
+                assert (await bus.filled(TAPE)).size_bytes > 0
+            after = [await operator.last_sequence(stream) for stream in (TAPE, OPS, LEASES)]
+            assert after == before
+
+    run_async(scenario())
+
+
 def test_no_answer_is_stored_where_a_learner_asks_for_it(guarded: Guarded, run_async: Run) -> None:
     """The server would send acknowledgements and what it reads to any subject a request names."""
     own = names.update(RUN, "a", 0)

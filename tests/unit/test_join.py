@@ -123,3 +123,16 @@ def test_the_program_is_one_file_of_the_standard_library(tmp_path: Path) -> None
     )  # fmt: skip
     assert done.returncode == 1
     assert done.stderr.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    "name", ["../../cron.d/x", "/etc/x", "a b", "A", "a.service", "-a", "a" * 41]
+)
+def test_a_file_says_by_no_name_where_root_writes(machine: Machine, name: str) -> None:
+    """Whoever makes a credentials file chooses the name in it."""
+    (machine.files / "who.toml").write_text(LEARNER.replace("cellar", name))
+    before = {*machine.root.rglob("*")}
+    with pytest.raises(Refused, match="which is no name of a learner"):
+        machine.join()
+    assert machine.commands == []
+    assert {*machine.root.rglob("*")} == before

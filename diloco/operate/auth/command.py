@@ -20,7 +20,7 @@ FolderArgument = Annotated[
     Path, typer.Argument(metavar="DIR", help="folder of credentials and keys; keep it secret")
 ]
 NameArgument = Annotated[
-    str, typer.Argument(metavar="NAME", help="name of the learner or aggregator in the run")
+    str, typer.Argument(metavar="NAME", help="name of the learner, aggregator or reader in the run")
 ]
 
 
@@ -95,9 +95,18 @@ def auth_add_aggregator(folder: FolderArgument, name: NameArgument) -> None:
     _tell_added(folder, auth.add(folder, name, "aggregator"))
 
 
+@command(auth_app, "add-reader")
+def auth_add_reader(folder: FolderArgument, name: NameArgument) -> None:
+    """Create credentials that read the run and publish nothing: for status, page, report, track."""
+    log.configure("error")
+    from diloco.operate.auth import files as auth
+
+    _tell_added(folder, auth.add(folder, name, "reader"))
+
+
 @command(auth_app, "revoke")
 def auth_revoke(folder: FolderArgument, name: NameArgument) -> None:
-    """Revoke the credentials of a learner or aggregator; nothing else is interrupted."""
+    """Revoke the credentials of a name; nothing else is interrupted."""
     log.configure("error")
     from diloco.operate.auth import files as auth
 

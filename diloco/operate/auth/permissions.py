@@ -35,9 +35,13 @@ class Grants(NamedTuple):
 
 def grants(run: str, identity: Identity) -> Grants:
     """What an identity may do in the run's account; the operator is not asked about."""
-    if identity.role == "learner":
-        return _learner(run, identity.name)
-    return _aggregator(run)
+    match identity.role:
+        case "learner":
+            return _learner(run, identity.name)
+        case "reader":
+            return _reader(run)
+        case _:
+            return _aggregator(run)
 
 
 def _learner(run: str, learner: str) -> Grants:
@@ -73,8 +77,6 @@ def _learner(run: str, learner: str) -> Grants:
 
 def _aggregator(run: str) -> Grants:
     """Records and what else it decides; leases; to read everything; to trim the tape."""
-    streams = (names.tape_stream(run), names.ops_stream(run), names.leases_stream(run))
-    reads = [request for stream in streams for request in _reads(stream)]
     return Grants(
         requests=(
             names.record(run, "*"),
@@ -89,10 +91,16 @@ def _aggregator(run: str) -> Grants:
             names.rejected(run, "*"),
             names.round_open(run, "*"),
             *names.leases_subjects(run),
-            *reads,
+            *_reader(run).requests,
             f"{OWN_API}.STREAM.PURGE.{names.tape_stream(run)}",
         )
     )
+
+
+def _reader(run: str) -> Grants:
+    """To read everything of the run, and to say nothing."""
+    streams = (names.tape_stream(run), names.ops_stream(run), names.leases_stream(run))
+    return Grants(tuple(request for stream in streams for request in _reads(stream)))
 
 
 def _fenced_reads(stream: str, subjects: Iterable[str]) -> Iterable[str]:
