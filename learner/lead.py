@@ -44,7 +44,6 @@ from diloco.learner.task import Params
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.checkpoint import CheckpointFolder
 from diloco.learner.tensors.replica import Replica
-from diloco.learner.wire.adopt import Adopter, load
 from diloco.learner.wire.claims import Claims
 from diloco.learner.wire.fetch import Fetcher, start_at, whole
 from diloco.learner.wire.incarnation import (
@@ -55,6 +54,7 @@ from diloco.learner.wire.incarnation import (
     place_after_join,
 )
 from diloco.learner.wire.publish import Publisher, Uploader
+from diloco.learner.wire.receive import Receiver, load
 from diloco.learner.wire.recovery import (
     CheckpointId,
     Checkpoints,
@@ -270,8 +270,8 @@ def _publish_and_adopt(
     uploader = Uploader(context, tensors, hosts=peers.hosts)
     publisher = Publisher(context, background.post, uploader, peers, life)
     fetcher = Fetcher(context, tensors)
-    adopter = Adopter(context, background.post, fetcher, peers, starts, life.incarnation)
-    background.spawn(adopter.follow())
+    receiver = Receiver(context, background.post, fetcher, peers, starts, life.incarnation)
+    background.spawn(receiver.follow())
     background.spawn(end_when_superseded(context, life))
     every_s = host.config.learner.heartbeat_interval_s
     health = context.health

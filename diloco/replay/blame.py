@@ -5,7 +5,7 @@ with each of them alone, and every model is scored on held-out data. What comes 
 on-policy: learners had trained on that very base, and nothing after the round is touched. It says
 what an update did within its round; what learners would have sent after another, nobody knows.
 
-What that holds against each learner is in `judge.py`.
+What that holds against each learner is in `blame_learners.py`.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from diloco.judge.remake import (
     load_arrays,
     merge_round,
 )
-from diloco.replay.judge import Effect, Effects
+from diloco.replay.blame_learners import Effect, Effects
 from diloco.run.history import Chain, History, in_order
 
 # Updates whose harm is looked into tensor by tensor.

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from diloco.replay.blame import Blame, Fate, Rounds
-from diloco.replay.judge import AGAINST, Effect, Effects, Sentence, judge
+from diloco.replay.blame_learners import AGAINST, Effect, Effects, Sentence, judge
 from diloco.show.page.page import write_figure
 from diloco.show.page.svg import CYCLE, Axis, Panel, held
 

@@ -130,7 +130,7 @@ def test_without_an_account_it_is_said_what_to_set(monkeypatch: pytest.MonkeyPat
 
 def test_without_the_client_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in [
-        name for name in sys.modules if name.startswith("diloco.common.storage.store.buckets")
+        name for name in sys.modules if name.startswith("diloco.common.storage.store.s3_azure")
     ]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "obstore", None)

@@ -16,7 +16,7 @@ from diloco.learner.tensors import tree
 from diloco.models.decoders import model
 from diloco.models.decoders.config import parse_config
 from diloco.models.decoders.lora import LoraOptions, read_lora, with_adapters
-from diloco.models.decoders.sizes import table
+from diloco.models.decoders.tensors import table
 from diloco.run.model.load import load
 from tests.models import tiny
 from tests.models.cases import CASES

@@ -12,7 +12,7 @@ import numpy as np
 from diloco.learner.task import Params, named_leaves
 from diloco.models.decoders import checkpoint, model
 from diloco.models.decoders.config import DecoderConfig, parse_config, read_config
-from diloco.models.decoders.sizes import table
+from diloco.models.decoders.tensors import table
 from tests.models.cases import LLAMA
 
 

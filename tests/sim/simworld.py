@@ -52,10 +52,10 @@ from diloco.learner.core.boundary import NOTHING, Arrived, Decoded
 from diloco.learner.core.planner import HOLD_S, Planner
 from diloco.learner.peers import Alone
 from diloco.learner.synchronizer import Meter, Synchronizer
-from diloco.learner.wire.adopt import Adopter, load
 from diloco.learner.wire.fetch import Fetcher, start_at
 from diloco.learner.wire.incarnation import Joined, end_when_superseded, join, place_after_join
 from diloco.learner.wire.publish import Publisher, Uploader
+from diloco.learner.wire.receive import Receiver, load
 from diloco.learner.wire.recovery import NoCheckpoints
 from diloco.operate.create import create_run
 from diloco.operate.streams import make_streams
@@ -419,7 +419,7 @@ class SimSynchronizer(Synchronizer):
 
 
 class SimLearner:
-    """A learner in virtual time: production publisher, adopter, core and synchronizer, life by life.
+    """A learner in virtual time: production publisher, receiver, core and synchronizer, life by life.
 
     Args:
         world: where it trains.
@@ -495,10 +495,10 @@ class SimLearner:
         self.incarnation = life.incarnation
         uploader = self._uploader(actor, context, replica)
         publisher = Publisher(context, background.post, uploader, peers, life)
-        adopter = Adopter(
+        receiver = Receiver(
             context, background.post, Fetcher(context, replica), peers, starts, life.incarnation
         )
-        background.spawn(adopter.follow())
+        background.spawn(receiver.follow())
         background.spawn(self._end_when_superseded(context, life))
         background.spawn(
             publisher.beat(lambda: meter.heartbeat(life.incarnation), self.heartbeat_interval_s)

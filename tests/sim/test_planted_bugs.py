@@ -24,8 +24,8 @@ from diloco.common.storage.tape import data_position, last_record, read_record
 from diloco.learner.core import sync
 from diloco.learner.core.sync import SyncRules
 from diloco.learner.tensors.checkpoint import PartFolder
-from diloco.learner.wire.adopt import Adopter
 from diloco.learner.wire.incarnation import Place
+from diloco.learner.wire.receive import Receiver
 
 SEEDS = 500
 
@@ -313,14 +313,14 @@ def unreadable_record_passed_over():
 
 def deaf_once_refused():
     """A learner that the server refuses for a moment hears of no version any more."""
-    follow = Adopter.follow
+    follow = Receiver.follow
 
     async def deaf(self):
         with contextlib.suppress(AccessDeniedError):
             await follow(self)
         await asyncio.Event().wait()
 
-    return mock.patch.object(Adopter, "follow", deaf)
+    return mock.patch.object(Receiver, "follow", deaf)
 
 
 def views_not_compared():

@@ -14,7 +14,7 @@ from diloco.common.protocol.errors import ConfigError
 from diloco.learner.tensors import tree
 from diloco.models.decoders import checkpoint, model
 from diloco.models.decoders.config import parse_config, read_config
-from diloco.models.decoders.sizes import table
+from diloco.models.decoders.tensors import table
 from tests.models import tiny
 from tests.models.cases import CASES, GEMMA3, LLAMA, LLAMA3, QWEN3
 from tests.models.weights import ROWS, STRIDE, tokens, weight

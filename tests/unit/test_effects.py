@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from diloco.replay import judge
-from diloco.replay.judge import Effect, Effects
+from diloco.replay.blame_learners import Effect, Effects, judge
 
 
 def effect(round_: int, learner: str, alone: float) -> Effect:
@@ -38,7 +37,7 @@ def test_of_thousands_of_updates_the_bad_learner_is_named_with_its_first():
         for learner in ("good", "well", "bad"):
             harm = 0.02 if bad and learner == "bad" else -0.01
             effects.append(effect(round_, learner, harm + 1e-3 * math.sin(round_ + len(learner))))
-    worst, *others = judge.judge(effects)
+    worst, *others = judge(effects)
     assert (worst.learner, worst.word, worst.updates) == ("bad", "harmful", 2500)
     assert worst.since is not None
     assert worst.since.record_seq == 10 + 1500
@@ -53,8 +52,8 @@ def test_who_helped_its_rounds_is_not_blamed_for_what_its_updates_do_alone(did, 
         for learner in ("a", "b", "c"):
             one = effect(round_, learner, 0.05 if learner == "c" else 0.01 * math.sin(round_))
             effects.append(one._replace(did=did if learner == "c" else -0.01))
-    assert {one.learner: one.word for one in judge.judge(effects)}["c"] == word
+    assert {one.learner: one.word for one in judge(effects)}["c"] == word
 
 
 def test_nobody_is_judged_where_nothing_was_merged():
-    assert judge.judge(Effects(Effect)) == []
+    assert judge(Effects(Effect)) == []

@@ -36,8 +36,8 @@ from diloco.learner.hosts.messages import host_gone
 from diloco.learner.hosts.worker import Link, Worker, connect
 from diloco.learner.library import _Hanging
 from diloco.learner.life import never
-from diloco.learner.wire.adopt import Adopter
 from diloco.learner.wire.claims import Shares
+from diloco.learner.wire.receive import Receiver
 
 REF = wire.ObjectRef(name="r/global/0/x", size_bytes=7, crc32c=9)
 CHANGE = Change(0, 44, "4" * 32, None, (REF,))
@@ -265,8 +265,8 @@ def test_host_0_drops_what_it_cannot_read_itself(run_async):
             start = sync.Start(0, "0" * 32, 1, 0)
             own = Hands(IntegrityError("damaged"))
             own.gates[0] = asyncio.Event()
-            adopter = Adopter(make_context(), lambda *_: None, own, hosts.coordinator, [start], 1)
-            prepared = asyncio.ensure_future(adopter._prepare(CHANGE))
+            receiver = Receiver(make_context(), lambda *_: None, own, hosts.coordinator, [start], 1)
+            prepared = asyncio.ensure_future(receiver._prepare(CHANGE))
             await hosts.until(hosts.held)
             own.gates[0].set()
             with pytest.raises(IntegrityError):

@@ -30,9 +30,9 @@ from diloco.learner.core.boundary import NOTHING, Decoded
 from diloco.learner.core.catchup import Adopted, Waiting, next_move
 from diloco.learner.peers import Alone
 from diloco.learner.tensors.replica import Delta, Replica, View
-from diloco.learner.wire.adopt import WAITING_VIEWS, Adopter
-from diloco.learner.wire.adopt import load as load_newest
 from diloco.learner.wire.fetch import Fetcher, start_at
+from diloco.learner.wire.receive import WAITING_VIEWS, Receiver
+from diloco.learner.wire.receive import load as load_newest
 from diloco.operate.streams import make_streams
 
 ODD = 3 * SNAPSHOT_EVERY + 1  # one version after its third snapshot
@@ -321,7 +321,7 @@ def test_a_body_that_is_lost_from_the_midst_of_the_tape_is_an_error(run_async, m
 
 
 class Followed:
-    """What a learner's adopter hands over."""
+    """What a learner's receiver hands over."""
 
     def __init__(self, lab: Lab, bus=None, of: "Followed | None" = None) -> None:
         context = lab.context
@@ -351,7 +351,7 @@ class Followed:
     def _begin(self, replica: Replica, starts: list[sync.Start]) -> None:
         self.replica, self.starts = replica, starts
         fetcher, life = Fetcher(self.context, replica), self.incarnation
-        self.adopter = Adopter(self.context, self.post, fetcher, Alone(), starts, life)
+        self.receiver = Receiver(self.context, self.post, fetcher, Alone(), starts, life)
 
     def post(self, event: sync.Event, payload: Decoded = NOTHING) -> None:
         if isinstance(event, sync.Ready):
@@ -361,7 +361,7 @@ class Followed:
 
     async def follow_to(self, lab: Lab, version: int) -> list[tuple[int, type]]:
         """Versions handed over on the way, and how."""
-        work = asyncio.ensure_future(self.adopter.follow())
+        work = asyncio.ensure_future(self.receiver.follow())
 
         async def there() -> bool:
             if work.done():
@@ -559,7 +559,7 @@ def test_what_is_decoded_and_not_adopted_stays_within_its_bound(run_async):
         await followed.load()
         followed.adopts = False
         view_bytes = 4 * lab.context.layout.fragments[0].size
-        work = asyncio.ensure_future(followed.adopter.follow())
+        work = asyncio.ensure_future(followed.receiver.follow())
         try:
             await more(lab, 12)
             newest, _ = await lab.newest()

@@ -1,6 +1,7 @@
 """Object stores: immutable, create-only objects under names with '/' in them.
 
-`protocol.py` has the rules of every backend; `memory.py`, `directory.py` and `gcs/` are backends.
+`protocol.py` has the rules of every backend; `memory.py`, `directory.py`, `s3_azure.py` and `gcs/`
+are backends; `opening.py` chooses one by a URL.
 """
 
 from diloco.common.storage.store.directory import DirectoryStore

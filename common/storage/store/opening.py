@@ -51,7 +51,7 @@ def open_store(url: str, *, emulator: bool = False, create: bool = False) -> Obj
 
 def _open_bucket(url: str, *, create: bool) -> ObjectStore:
     try:
-        from diloco.common.storage.store.buckets import open_bucket
+        from diloco.common.storage.store.s3_azure import open_bucket
     except ModuleNotFoundError as error:
         if error.name != "obstore":
             raise

@@ -22,7 +22,7 @@ from diloco.models.decoders.config import (
     DecoderConfig,
     config_document,
 )
-from diloco.models.decoders.sizes import Entry, table
+from diloco.models.decoders.tensors import Entry, table
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FILE_BYTES = 4 << 30  # of one file, about

@@ -29,7 +29,7 @@ from diloco.models.decoders.lora import (
     base_dtypes,
     module_name,
 )
-from diloco.models.decoders.sizes import LAYERS, Entry, table
+from diloco.models.decoders.tensors import LAYERS, Entry, table
 
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _FOREIGN = {DOWN: "lora_A", UP: "lora_B"}

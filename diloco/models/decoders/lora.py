@@ -22,7 +22,7 @@ from diloco.common.protocol.errors import TaskError
 from diloco.learner.task import AtLeastOne, Params, Variables
 from diloco.models.decoders.config import DecoderConfig
 from diloco.models.decoders.model import Product, plain_product
-from diloco.models.decoders.sizes import LAYERS, Entry, table
+from diloco.models.decoders.tensors import LAYERS, Entry, table
 
 DOWN, UP = "a", "b"  # the two halves, as leaves are named; lora_A and lora_B elsewhere
 TRAINED, FROZEN = "trained/", "frozen/"

@@ -25,7 +25,7 @@ from diloco.learner.tensors.mesh import constrain, parts_along
 from diloco.models.decoders.attention import ROWS, Kind, by_kind, make_attention
 from diloco.models.decoders.config import DecoderConfig
 from diloco.models.decoders.rope import Rope
-from diloco.models.decoders.sizes import table
+from diloco.models.decoders.tensors import table
 
 EMBED_STD = 0.02
 # (name of a matrix of layers, input, the layer's tensors) -> product.

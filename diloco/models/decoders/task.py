@@ -51,7 +51,8 @@ from diloco.models.decoders.lora import (
     with_adapters,
 )
 from diloco.models.decoders.model import Compute, head_of, hidden_of, init_params, token_losses
-from diloco.models.decoders.sizes import LAYERS, SIZES, size_named, table
+from diloco.models.decoders.sizes import SIZES, size_named
+from diloco.models.decoders.tensors import LAYERS, table
 from diloco.models.decoders.tokens import Data, TokenFolders
 
 

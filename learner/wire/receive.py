@@ -88,7 +88,7 @@ async def load(context: Context, fragment: int) -> Loaded:
     return loaded
 
 
-class Adopter:
+class Receiver:
     """Follows the run's records for one life of a learner.
 
     Args:

@@ -1,0 +1,107 @@
+"""A decoder's tensors: their names and shapes here, and in a folder of Hugging Face."""
+
+import dataclasses
+
+from diloco.models.decoders.config import DecoderConfig
+
+LAYERS = "layers/"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One tensor.
+
+    Attributes:
+        name: here, as leaves of the parameters are named.
+        foreign: there; with `{}` for the layer's number where they are stacked here.
+        shape: here.
+        transposed: whether the last two axes are the other way round there.
+        axes: what the axes are, for partition specifications.
+    """
+
+    name: str
+    foreign: str
+    shape: tuple[int, ...]
+    transposed: bool
+    axes: tuple[str, ...]
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the first axis counts layers."""
+        return self.name.startswith(LAYERS)
+
+    @property
+    def foreign_shape(self) -> tuple[int, ...]:
+        """Of one tensor there."""
+        shape = self.shape[1:] if self.stacked else self.shape
+        return shape[::-1] if self.transposed else shape
+
+    def foreign_names(self) -> tuple[str, ...]:
+        """Of all tensors there that are one here, in their order."""
+        if not self.stacked:
+            return (self.foreign,)
+        return tuple(self.foreign.format(layer) for layer in range(self.shape[0]))
+
+
+def table(config: DecoderConfig) -> dict[str, Entry]:
+    """All tensors of a decoder, by their names here."""
+    D, F, V = config.width, config.mlp_width, config.vocab
+    queries, keys = config.heads * config.head_width, config.kv_heads * config.head_width
+    entries = [
+        _whole("embed", "model.embed_tokens.weight", (V, D), ("vocab", "width")),
+        _whole("norm", "model.norm.weight", (D,), ("width",)),
+        _matrix(config, "q", "self_attn.q_proj", (D, queries), ("width", "heads")),
+        _matrix(config, "k", "self_attn.k_proj", (D, keys), ("width", "heads")),
+        _matrix(config, "v", "self_attn.v_proj", (D, keys), ("width", "heads")),
+        _matrix(config, "o", "self_attn.o_proj", (queries, D), ("heads", "width")),
+        _matrix(config, "gate", "mlp.gate_proj", (D, F), ("width", "mlp")),
+        _matrix(config, "up", "mlp.up_proj", (D, F), ("width", "mlp")),
+        _matrix(config, "down", "mlp.down_proj", (F, D), ("mlp", "width")),
+        *(_vector(config, name, foreign) for name, foreign in _norms(config)),
+    ]
+    if not config.tied:
+        entries.append(_whole("head", "lm_head.weight", (V, D), ("vocab", "width")))
+    return {entry.name: entry for entry in entries}
+
+
+def _norms(config: DecoderConfig) -> list[tuple[str, str]]:
+    # What Gemma calls post_attention_layernorm follows attention; elsewhere it precedes the MLP.
+    norms = [("attn_norm", "input_layernorm")]
+    if config.gemma:
+        norms += [
+            ("attn_post_norm", "post_attention_layernorm"),
+            ("mlp_norm", "pre_feedforward_layernorm"),
+            ("mlp_post_norm", "post_feedforward_layernorm"),
+        ]
+    else:
+        norms += [("mlp_norm", "post_attention_layernorm")]
+    if config.head_norms:
+        norms += [("q_norm", "self_attn.q_norm"), ("k_norm", "self_attn.k_norm")]
+    return norms
+
+
+def _whole(name: str, foreign: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> Entry:
+    return Entry(name=name, foreign=foreign, shape=shape, transposed=False, axes=axes)
+
+
+def _matrix(
+    config: DecoderConfig, name: str, foreign: str, shape: tuple[int, int], axes: tuple[str, str]
+) -> Entry:
+    return Entry(
+        name=LAYERS + name,
+        foreign=f"model.layers.{{}}.{foreign}.weight",
+        shape=(config.layers, *shape),
+        transposed=True,
+        axes=("layers", *axes),
+    )
+
+
+def _vector(config: DecoderConfig, name: str, foreign: str) -> Entry:
+    of_head = name in ("q_norm", "k_norm")
+    return Entry(
+        name=LAYERS + name,
+        foreign=f"model.layers.{{}}.{foreign}.weight",
+        shape=(config.layers, config.head_width if of_head else config.width),
+        transposed=False,
+        axes=("layers", "head" if of_head else "width"),
+    )
