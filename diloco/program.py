@@ -30,10 +30,27 @@ from diloco.show.page.command import app as page
 from diloco.show.status.command import app as run
 from diloco.show.trackers.command import app as trackers
 
+
+class Program(Parted):
+    """Every command, in the order of the help."""
+
+    parts = {  # noqa: RUF012 - declared there
+        "A day": (
+            "local", "run", "aggregator", "learner", "status", "report", "doctor", "replay",
+        ),
+        "A run and its model": (
+            "dashboard", "show", "export", "evaluate", "sample", "bundle", "restore",
+        ),
+        "Before a run, and beside it": (
+            "check", "data", "plan", "watch", "track", "auth", "host",
+        ),
+    }  # fmt: skip
+
+
 app = typer.Typer(
     name="diloco",
     no_args_is_help=True,
-    cls=Parted,
+    cls=Program,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )

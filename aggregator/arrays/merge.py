@@ -31,7 +31,14 @@ import numpy.typing as npt
 
 from diloco.aggregator.arrays import kernels
 from diloco.aggregator.arrays.grid import Grid, Run, share_out
-from diloco.common.protocol.codec import Codec, Encoded, aligned_zeros, code_count, scale_count
+from diloco.common.protocol.codec import (
+    FORMS,
+    Codec,
+    Encoded,
+    aligned_zeros,
+    code_count,
+    scale_count,
+)
 
 Vector = kernels.Vector
 Norms = npt.NDArray[np.float64]
@@ -43,7 +50,10 @@ HEADROOM: Final = 32
 # Directions whose weighted sum is this much shorter than the sum of their lengths cancel.
 CANCELLING: Final = 1e-6
 # Updates that wait to be added together: as many as have about 4 bytes a parameter.
-MOST_WAITING: Final[dict[Codec, int]] = {"int4": 8, "int8": 4, "bfloat16": 2, "float32": 1}
+MOST_WAITING: Final[dict[Codec, int]] = {
+    codec: min(4 * form.elements // form.dtype.itemsize, kernels.MOST_UPDATES)
+    for codec, form in FORMS.items()
+}
 # Elements that one thread works on at a time, so that an operation finds them in its cache.
 CHUNK: Final = 1 << 16
 

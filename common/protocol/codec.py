@@ -1,6 +1,7 @@
-"""What a quantized vector is: codecs, their codes and scales, sizes, and decoding with NumPy.
+"""What a quantized vector is: codecs, their codes and scales, sizes, checks, decoding with NumPy.
 
-Nothing here needs JAX; `quantize.py` encodes, and decodes on devices.
+Nothing here needs JAX; `quantize.py` encodes, and decodes on devices. `FORMS` has a row for each
+codec, which docs/protocol.md shows; its names are said once, in `Codec`.
 
 Shapes: N elements of a vector, B = N / block blocks; G any leading axes of an array of blocks.
 
@@ -11,12 +12,6 @@ bfloat16 coefficient multiplies it too, so fused and unfused arithmetic agree
 as zero by every codec, so that adding a decoded vector to a normal one never gives a denormal
 number, which some machines flush and others keep.
 
-    codec     codes of a block of b elements                  its scale
-    int4      uint8 [b / 2]: code + 8 in -7..7, two a byte    absmax / 7
-    int8      int8 [b]: -127..127                             absmax / 127
-    bfloat16  bfloat16 [b]: the rounded values                none
-    float32   float32 [b]: the values                         none
-
 Byte j of a block's int4 codes holds its element j in the low and its element j + b / 2 in the high
 nibble. So a block stands by itself: codes of any blocks can be cut out, put in another order and
 put together by copying bytes; and what adds to a vector finds neighbours in neighbouring bytes.
@@ -24,26 +19,61 @@ put together by copying bytes; and what adds to a vector finds neighbours in nei
 Four bits are the least that train well: Decoupled DiLoCo (arXiv 2604.21428), Table 10.
 """
 
-from typing import Any, Final, Literal, NamedTuple
+import math
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from diloco.common.protocol.errors import WireError
+from diloco.common.protocol.reasons import Reason
+
 Codec = Literal["float32", "bfloat16", "int8", "int4"]
-CODECS: Final[tuple[Codec, ...]] = ("float32", "bfloat16", "int8", "int4")
+CODECS: Final[tuple[Codec, ...]] = get_args(Codec)
 LEAST_SCALE: Final = 2.0**-64
 GREATEST_SCALE: Final = 2.0**40
 # The float codecs send no value that the widest integer codec could not.
 GREATEST_VALUE: Final = 128 * GREATEST_SCALE
-GREATEST_CODE: Final = {"int4": 7, "int8": 127}
+# As the bits of the least value less one: those of zero wrap to the greatest integer.
+_LEAST_BITS: Final = np.float32(LEAST_SCALE).view(np.uint32) - np.uint32(1)
+# Elements that the checks look at in turn, so that their temporaries stay in cache.
+_CHUNK: Final = 1 << 18
 
-_DTYPES: Final[dict[Codec, np.dtype[Any]]] = {
-    "int4": np.dtype(np.uint8),
-    "int8": np.dtype(np.int8),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float32": np.dtype(np.float32),
+
+class Form(NamedTuple):
+    """What a codec's objects hold.
+
+    Attributes:
+        number: of the codec in a shard's header.
+        dtype: of the codes.
+        codes: the codes of a block in words, for docs/protocol.md.
+        greatest: code of an integer codec, which the greatest value of a block gets; 0: a float
+            codec, whose blocks have no scale.
+        elements: that one item of the codes holds.
+    """
+
+    number: int
+    dtype: np.dtype[Any]
+    codes: str
+    greatest: int = 0
+    elements: int = 1
+
+
+FORMS: Final[dict[Codec, Form]] = {
+    "float32": Form(1, np.dtype(np.float32), "float32 [block]"),
+    "bfloat16": Form(2, np.dtype(ml_dtypes.bfloat16), "bfloat16 [block], rounded to nearest"),
+    "int8": Form(3, np.dtype(np.int8), "int8 [block], -127 to 127", greatest=127),
+    "int4": Form(
+        4,
+        np.dtype(np.uint8),
+        "uint8 [block / 2]. Byte j holds element j in the low and element j + block / 2 in the"
+        " high nibble, as code + 8; codes are -7 to 7",
+        greatest=7,
+        elements=2,
+    ),
 }
+GREATEST_CODE: Final = {codec: form.greatest for codec, form in FORMS.items() if form.greatest}
 
 
 class Encoded(NamedTuple):
@@ -60,12 +90,12 @@ class Encoded(NamedTuple):
 
 def code_dtype(codec: Codec) -> np.dtype[Any]:
     """NumPy's dtype of a codec's codes."""
-    return _DTYPES[codec]
+    return FORMS[codec].dtype
 
 
 def code_count(codec: Codec, size: int) -> int:
     """Items in the codes of `size` elements."""
-    return size // 2 if codec == "int4" else size
+    return size // FORMS[codec].elements
 
 
 def scale_count(codec: Codec, size: int, block: int) -> int:
@@ -91,6 +121,39 @@ def decode_numpy(codec: Codec, encoded: Encoded, block: int) -> npt.NDArray[np.f
     values_Bxb = codes.reshape(-1, block).astype(np.float32)
     values_Bxb *= np.asarray(encoded.scales).astype(np.float32)[:, None]
     return values_Bxb.reshape(-1)
+
+
+def check_codes(codec: Codec, codes: npt.NDArray[Any]) -> None:
+    """Refuse codes that no encoder gives.
+
+    Raises:
+        WireError: "bad_code", or "non_finite": a value of a float codec is infinite or NaN.
+    """
+    for start in range(0, codes.size, _CHUNK):
+        chunk = codes[start : start + _CHUNK]
+        if codec == "int4":
+            bad = chunk.min() < 16 or np.bitwise_and(chunk, 15).min() == 0
+        elif codec in GREATEST_CODE:
+            bad = chunk.min() < -GREATEST_CODE[codec] or chunk.max() > GREATEST_CODE[codec]
+        else:
+            bad = _check_values(chunk.astype(np.float32))
+        if bad:
+            raise WireError(Reason.BAD_CODE, f"a code of the shard is not a valid {codec} code")
+
+
+def _check_values(values: npt.NDArray[np.float32]) -> bool:
+    """Whether a value is too large or too small but not zero.
+
+    Raises:
+        WireError: a value is infinite or NaN.
+    """
+    magnitudes = np.abs(values)
+    greatest = magnitudes.max()
+    if not math.isfinite(greatest):
+        raise WireError(Reason.NON_FINITE, "a value of the shard is infinite or not a number")
+    # Bits of zero less one wrap to the greatest integer.
+    least_bits = (magnitudes.view(np.uint32) - np.uint32(1)).min()
+    return bool(greatest > GREATEST_VALUE or least_bits < _LEAST_BITS)
 
 
 def aligned_zeros(size: int) -> npt.NDArray[np.float32]:

@@ -6,12 +6,12 @@ the vector is cut before it is encoded or its scales and codes after.
 
     offset  size  field (little endian)
     0       4     magic "DLS2"
-    4       1     codec: 1 float32, 2 bfloat16, 3 int8, 4 int4
+    4       1     number of the codec: `codec.py`
     5       1     zero
     6       2     block: elements that share a scale
     8       8     count: elements
-    16            scales: bfloat16 [count / block]; none for float32 and bfloat16
-                  codes: see `quantize.py`
+    16            scales: bfloat16 [count / block]; none for the float codecs
+                  codes: see `codec.py`
 
 The delta of a version is one shard of the whole vector, with checksums at its end for readers of
 parts. Each chunk of 1024 blocks, the last may have fewer, has one:
@@ -23,7 +23,6 @@ In CPython the payload of a large `bytes` object begins 48 bytes after a page, s
 header is aligned to 64 and reaches JAX without a copy.
 """
 
-import math
 import struct
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
@@ -37,11 +36,12 @@ import xxhash
 
 from diloco.common.protocol.buffers import Data, Parts, parts_of
 from diloco.common.protocol.codec import (
+    FORMS,
     GREATEST_SCALE,
-    GREATEST_VALUE,
     LEAST_SCALE,
     Codec,
     Encoded,
+    check_codes,
     code_count,
     code_dtype,
     encoded_bytes,
@@ -55,11 +55,6 @@ MAGIC: Final = b"DLS2"
 CHUNK_BLOCKS: Final = 1024
 # Between two chunks of a delta that are wanted: what is shorter is read rather than asked around.
 GAP_BYTES: Final = 256 << 10
-_CODEC_IDS: Final[dict[Codec, int]] = {"float32": 1, "bfloat16": 2, "int8": 3, "int4": 4}
-# Elements of a chunk that the checks look at, so that their temporaries stay in cache.
-_CHUNK: Final = 1 << 18
-# As the bits of the least value less one: those of zero wrap to the greatest integer.
-_LEAST_BITS: Final = np.float32(LEAST_SCALE).view(np.uint32) - np.uint32(1)
 _CHECKSUM: Final = np.dtype("<u4")
 
 Read = Callable[[int, int], bytes]
@@ -136,7 +131,7 @@ def unpack(data: bytes | memoryview, *, codec: Codec, count: int, block: int) ->
         np.frombuffer(data, code_dtype(codec), code_count(codec, count), HEADER.size + 2 * scales),
     )
     _check_scales(encoded.scales)
-    _check_codes(codec, encoded.codes)
+    check_codes(codec, encoded.codes)
     return encoded
 
 
@@ -190,7 +185,7 @@ def read_blocks(
         codes_nxc[first:last] = np.frombuffer(codes, dtype).reshape(-1, codes_nxc.shape[1])[rows]
     encoded = Encoded(scales_n, codes_nxc.reshape(-1))
     _check_scales(encoded.scales)
-    _check_codes(codec, encoded.codes)
+    check_codes(codec, encoded.codes)
     return encoded
 
 
@@ -222,7 +217,7 @@ class _DeltaForm:
     """Where the parts of a delta's object lie, in bytes."""
 
     def __init__(self, codec: Codec, count: int, block: int) -> None:
-        self.header = HEADER.pack(MAGIC, _CODEC_IDS[codec], 0, block, count)
+        self.header = HEADER.pack(MAGIC, FORMS[codec].number, 0, block, count)
         self.blocks = count // block
         self.chunks = -(-self.blocks // CHUNK_BLOCKS)
         self.scale_bytes = 2 * scale_count(codec, block, block)  # Of a block, as the next.
@@ -288,8 +283,8 @@ def _pieces(codec: Codec, encoded: Encoded, block: int) -> tuple[bytes, memoryvi
     """Header, scales and codes of a shard."""
     scales = np.ascontiguousarray(encoded.scales)
     codes = np.ascontiguousarray(encoded.codes)
-    count = codes.size * (2 if codec == "int4" else 1)
-    header = HEADER.pack(MAGIC, _CODEC_IDS[codec], 0, block, count)
+    form = FORMS[codec]
+    header = HEADER.pack(MAGIC, form.number, 0, block, codes.size * form.elements)
     return header, scales.view(np.uint8).data, codes.view(np.uint8).data
 
 
@@ -334,7 +329,7 @@ def _check_header(data: bytes | memoryview, codec: Codec, count: int, block: int
     magic, *fields = HEADER.unpack_from(data)
     if magic != MAGIC:
         raise WireError(Reason.BAD_MAGIC, f"a shard begins with {MAGIC!r}, this one with {magic!r}")
-    expected = [_CODEC_IDS[codec], 0, block, count]
+    expected = [FORMS[codec].number, 0, block, count]
     if fields != expected:
         raise WireError(
             Reason.CODEC_MISMATCH,
@@ -353,31 +348,3 @@ def _check_scales(scales_B: npt.NDArray[Any]) -> None:
     )
     if bits_B.min() < least or bits_B.max() > greatest:
         raise WireError(Reason.BAD_SCALE, "a block's scale is not within 2^-64 and 2^40")
-
-
-def _check_codes(codec: Codec, codes: npt.NDArray[Any]) -> None:
-    for start in range(0, codes.size, _CHUNK):
-        chunk = codes[start : start + _CHUNK]
-        if codec == "int4":
-            bad = chunk.min() < 16 or np.bitwise_and(chunk, 15).min() == 0
-        elif codec == "int8":
-            bad = chunk.min() == -128
-        else:
-            bad = _check_values(chunk.astype(np.float32))
-        if bad:
-            raise WireError(Reason.BAD_CODE, f"a code of the shard is not a valid {codec} code")
-
-
-def _check_values(values: npt.NDArray[np.float32]) -> bool:
-    """Whether a value is too large or too small but not zero.
-
-    Raises:
-        WireError: a value is infinite or NaN.
-    """
-    magnitudes = np.abs(values)
-    greatest = magnitudes.max()
-    if not math.isfinite(greatest):
-        raise WireError(Reason.NON_FINITE, "a value of the shard is infinite or not a number")
-    # Bits of zero less one wrap to the greatest integer.
-    least_bits = (magnitudes.view(np.uint32) - np.uint32(1)).min()
-    return bool(greatest > GREATEST_VALUE or least_bits < _LEAST_BITS)

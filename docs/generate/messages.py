@@ -1,9 +1,10 @@
-"""docs/protocol.md: each message, from the classes of `diloco.common.protocol.wire`."""
+"""docs/protocol.md: each message, from the classes of `diloco.common.protocol.wire`; the codecs."""
 
 import inspect
 import typing
 
 from diloco.common.protocol import wire
+from diloco.common.protocol.codec import FORMS
 from docs.generate.markdown import table
 
 WORDS: list[tuple[object, str]] = [
@@ -68,6 +69,19 @@ def section(message: type[wire.Part]) -> str:
     return f"### {message.__name__}{kind}\n\n{text}\n\n{table(['field', 'type', 'meaning'], rows)}"
 
 
+def codecs() -> str:
+    """The table of codecs."""
+    rows = [
+        (
+            *(str(form.number), f"`{codec}`", form.codes),
+            f"absmax / {form.greatest}" if form.greatest else "none",
+        )
+        for codec, form in FORMS.items()
+    ]
+    return table(["number", "codec", "codes of a block", "its scale"], rows)
+
+
 def blocks() -> dict[str, str]:
-    """A block for each message."""
-    return {f"message {message.__name__}": section(message) for message in messages()}
+    """A block for each message, and one for the codecs."""
+    made = {f"message {message.__name__}": section(message) for message in messages()}
+    return made | {"codecs": codecs()}

@@ -217,9 +217,9 @@ def _codes(
     codec: Codec,
 ) -> tuple[jax.Array, ...]:
     """Codes of the integer codecs, [*G, items]."""
-    pack = _codes_int4 if codec == "int4" else _round_int8
+    codes_of = _codes_int4 if codec == "int4" else partial(_rounded, codec=codec)
     return tuple(
-        pack(values * each[..., None])
+        codes_of(values * each[..., None])
         for values, each in zip(_differences(new, old), inverse, strict=True)
     )
 
@@ -237,7 +237,8 @@ def _round_int4(quotients: jax.Array) -> jax.Array:
     return _bits_of(jnp.clip(quotients, -7, 7) + _ROUND_INT4) & 15
 
 
-def _round_int8(quotients: jax.Array) -> jax.Array:
-    """Rounded, int8 [*G, block]; 0 for NaN, whose block has no valid scale anyway."""
-    finite = jnp.where(jnp.isnan(quotients), np.float32(0), jnp.clip(quotients, -127, 127))
-    return jnp.rint(finite).astype(jnp.int8)
+def _rounded(quotients: jax.Array, *, codec: Codec) -> jax.Array:
+    """One code for each element, [*G, block]; 0 for NaN, whose block has no valid scale anyway."""
+    most = GREATEST_CODE[codec]
+    finite = jnp.where(jnp.isnan(quotients), np.float32(0), jnp.clip(quotients, -most, most))
+    return jnp.rint(finite).astype(code_dtype(codec))

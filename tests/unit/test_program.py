@@ -8,8 +8,8 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from diloco.common.protocol.errors import ConfigError, Exit
-from diloco.program import app
-from diloco.run.cli.help import FORMER, PARTS
+from diloco.program import Program, app
+from diloco.run.cli.help import FORMER
 
 SCREEN = (40, 80)
 
@@ -20,7 +20,7 @@ def test_the_help_fits_one_screen_and_has_every_command() -> None:
     assert len(shown) <= SCREEN[0]
     assert max(map(len, shown)) < SCREEN[1]
     assert not [line for line in shown if line.endswith("...") and "COMMAND" not in line]
-    listed = [name for names in PARTS.values() for name in names]
+    listed = [name for names in Program.parts.values() for name in names]
     assert set(listed) == found
     assert len(listed) <= 22
 

@@ -51,8 +51,8 @@ class StoreSection(Section):
     """Where objects are."""
 
     url: str = Field(
-        description="`gs://bucket/prefix`, `s3://bucket/prefix`, `az://container/prefix`, or a"
-        " folder that all daemons share: a path, or `file:///absolute/path`"
+        description="a bucket of a kind in docs/stores.md, such as `gs://bucket/prefix`, or"
+        " a folder that all daemons share: a path, or `file:///absolute/path`"
     )
     emulator: bool = Field(
         default=False,

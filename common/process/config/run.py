@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from diloco.common.protocol.codec import Codec
 from diloco.common.protocol.errors import ConfigError, RunMismatchError
 from diloco.common.protocol.layout import Rhythm
 from diloco.common.protocol.names import NAME
@@ -23,8 +24,6 @@ class Section(BaseModel):
 # JAX counts steps in 32 bits.
 STEPS_MAX = 2**31 - 1
 BUILT_IN_TASK = "diloco.models.bytes_lm:build"
-
-CodecName = Literal["float32", "bfloat16", "int8", "int4"]
 
 
 class RunSection(Section):
@@ -117,8 +116,8 @@ class SyncSection(Section):
     fragments: Annotated[int, Field(ge=1, le=4096)] = Field(
         default=8, description="P: number of fragments; with more than H several are due at a step"
     )
-    codec: CodecName = Field(default="int4", description="codec of updates")
-    delta_codec: CodecName = Field(default="int4", description="codec of version deltas")
+    codec: Codec = Field(default="int4", description="codec of updates")
+    delta_codec: Codec = Field(default="int4", description="codec of version deltas")
     block: Literal[16, 32, 64, 128, 256, 512] = Field(
         default=64, description="quantization block: elements that share one scale"
     )

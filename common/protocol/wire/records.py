@@ -4,6 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from diloco.common.protocol.codec import Codec
 from diloco.common.protocol.wire.fields import (
     MAX_AXES,
     MAX_SHARDS,
@@ -80,9 +81,7 @@ class Manifest(Body):
     base_version: Count = Field(description="version whose view the outer gradient is anchored on")
     base_digest: Digest = Field(description="of that view")
     layout: Digest = Field(description="the run's")
-    codec: Literal["float32", "bfloat16", "int8", "int4"] = Field(
-        description="the run's `sync.codec`"
-    )
+    codec: Codec = Field(description="the run's `sync.codec`")
     shards: Annotated[Several[Shard], Field(min_length=1, max_length=MAX_SHARDS)] = Field(
         description="1 to 4096, in any order; together they hold each block of the fragment once,"
         " in at most 8192 slices; none is longer than `sync.shard_elements` cuts them"

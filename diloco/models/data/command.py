@@ -34,7 +34,8 @@ class PrepareArguments:
     out: Annotated[
         str,
         typer.Option(
-            help="a new folder; or gs://bucket/prefix, s3://, az://", metavar="FOLDER|URL"
+            help="a new folder, or a store's URL, such as gs://bucket/prefix",
+            metavar="FOLDER|URL",
         ),
     ]
     field: Annotated[
@@ -104,7 +105,10 @@ def copy(
         str, typer.Argument(metavar="FOLDER|URL", help="folder of prepared data, or its URL")
     ],
     out: Annotated[
-        str, typer.Argument(metavar="OUT", help="a new folder, or gs://bucket/prefix, s3://, az://")
+        str,
+        typer.Argument(
+            metavar="OUT", help="a new folder, or a store's URL, such as gs://bucket/prefix"
+        ),
     ],
 ) -> None:
     """Copy prepared data, such as from a bucket to a learner's disk; each shard is verified.

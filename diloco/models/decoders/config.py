@@ -75,8 +75,16 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Reading:
-    """How a family's files are read: what they may hold, and what they may leave out."""
+    """How a family's files are read: what they may hold, and what they may leave out.
 
+    Attributes:
+        architecture: the class that exported files name.
+        honoured: keys beside the common ones that are read.
+        must_be: values with which a key changes nothing.
+        defaults: what a key has that a file leaves out.
+    """
+
+    architecture: str
     honoured: frozenset[str]
     must_be: dict[str, tuple[Any, ...]]
     defaults: dict[str, Any]
@@ -84,6 +92,7 @@ class _Reading:
 
 _READINGS: dict[Family, _Reading] = {
     "llama": _Reading(
+        architecture="LlamaForCausalLM",
         honoured=frozenset({"hidden_act"}),
         must_be={"mlp_bias": (False,), "pretraining_tp": (1, None)},
         defaults={
@@ -94,6 +103,7 @@ _READINGS: dict[Family, _Reading] = {
         },
     ),
     "qwen3": _Reading(
+        architecture="Qwen3ForCausalLM",
         honoured=frozenset(
             {
                 "hidden_act",
@@ -116,6 +126,7 @@ _READINGS: dict[Family, _Reading] = {
         },
     ),
     "gemma3_text": _Reading(
+        architecture="Gemma3ForCausalLM",
         honoured=frozenset(
             {
                 "hidden_activation",
@@ -422,7 +433,7 @@ _KINDS = ("rope_type", "type")
 def config_document(config: DecoderConfig, dtype: str) -> dict[str, Any]:
     """A `config.json` that says the same, in both spellings of rotary positions."""
     document: dict[str, Any] = {
-        "architectures": [_ARCHITECTURES[config.family]],
+        "architectures": [_READINGS[config.family].architecture],
         "model_type": config.family,
         "dtype": dtype,
         "vocab_size": config.vocab,
@@ -441,13 +452,6 @@ def config_document(config: DecoderConfig, dtype: str) -> dict[str, Any]:
     if config.positions:
         document["max_position_embeddings"] = config.positions
     return document | _family_document(config)
-
-
-_ARCHITECTURES: dict[Family, str] = {
-    "llama": "LlamaForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-}
 
 
 def _family_document(config: DecoderConfig) -> dict[str, Any]:

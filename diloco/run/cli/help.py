@@ -1,24 +1,12 @@
 """`diloco --help` on one screen, in the order of a day; and what old commands are called now."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from typer.core import TyperGroup
 
 from diloco.common.protocol.errors import ConfigError
 from diloco.run.cli.command import group
 
-# A part's title, and its commands.
-PARTS: dict[str, tuple[str, ...]] = {
-    "A day": (
-        "local", "run", "aggregator", "learner", "status", "report", "doctor", "replay",
-    ),
-    "A run and its model": (
-        "dashboard", "show", "export", "evaluate", "sample", "bundle", "restore",
-    ),
-    "Before a run, and beside it": (
-        "check", "data", "plan", "watch", "track", "auth", "host",
-    ),
-}  # fmt: skip
 # A command of an earlier commit, and what is typed now.
 FORMER = {
     "archive": "diloco bundle RUN FILE; then diloco run delete RUN --bundle FILE",
@@ -51,12 +39,18 @@ host = group("Set up machines: systemd units, a fleet's variables, a guard.")
 
 
 class Parted(TyperGroup):
-    """The program's commands, which its help shows part by part."""
+    """The program's commands, which its help shows part by part.
+
+    Attributes:
+        parts: a part's title, and its commands.
+    """
+
+    parts: ClassVar[dict[str, tuple[str, ...]]]
 
     def __init__(self, **attributes: Any) -> None:
         """Sort the commands."""
         super().__init__(**attributes)
-        self.commands = {name: self.commands[name] for names in PARTS.values() for name in names}
+        self.commands = {name: self.commands[name] for part in self.parts.values() for name in part}
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command that arguments begin with.
@@ -77,7 +71,7 @@ class Parted(TyperGroup):
         formatter.write(f"\n{self.help}\n")
         # Of the columns two are a margin, and two part a name from its sentence.
         room = formatter.width - max(map(len, self.commands)) - 4
-        for title, names in PARTS.items():
+        for title, names in self.parts.items():
             with formatter.section(title):
                 found = [(name, self.commands[name]) for name in names]
                 formatter.write_dl([(name, one.get_short_help_str(room)) for name, one in found])
