@@ -36,13 +36,28 @@ from diloco.learner.tensors.quantize import encode
 SNAPSHOT = 3
 
 
-async def made(**sync: Any) -> tuple[Lab, wire.Record, FragmentArrays]:
-    """A lab of four versions, the record of the last, and the arrays of the one before."""
-    lab = Lab(enabled=False, sections={"sync": sync})
+async def made(*learners: str, **sync: Any) -> tuple[Lab, wire.Record, FragmentArrays]:
+    """A lab of four versions, the record of the last, and the arrays of the one before.
+
+    Args:
+        learners: of whom each has an update in each version; `a` alone if none is named.
+        sync: settings of the section.
+    """
+    learners = learners or ("a",)
+    quorum = {"min_learners": len(learners), "deadline_s": 300.0}
+    lab = Lab(enabled=False, sections={"sync": sync, "quorum": quorum})
+    # Far above the parameters, so that the last bits of a sum are not lost beside them.
+    lab.loudness = dict.fromkeys(learners, 1e4)
     await lab.create()
     async with lab.aggregating():
-        await lab.join("a")
-        await lab.send_many("a", 4)
+        for learner in learners:
+            await lab.join(learner)
+        for _ in range(SNAPSHOT + 1):
+            sent = [lab.upload(learner) for learner in learners]
+            for manifest in sent:
+                await lab.announce(manifest)
+            for manifest in sent:
+                await lab.answered(manifest)
     before, newest = [item.record for item in await lab.records()][-2:]
     arrays = FragmentArrays.from_objects(
         lab.context.settings, lab.context.layout, 0,
@@ -59,6 +74,17 @@ def test_a_version_that_does_not_come_out_again_is_refused(run_async, digest):
         wrong = record.model_copy(update={digest: "f" * 32})
         with pytest.raises(IntegrityError, match="cannot be recomputed: digests"):
             arrays.merge_again(wrong, partial(read_input, lab.store, arrays.grid))
+
+    run_async(scenario())
+
+
+def test_inputs_are_added_in_the_order_of_the_record(run_async):
+    """Another order gives other bits."""
+
+    async def scenario() -> None:
+        lab, record, arrays = await made("a", "b", "c", codec="float32")
+        assert len(record.inputs) == 3
+        arrays.merge_again(record, partial(read_input, lab.store, arrays.grid))
 
     run_async(scenario())
 
