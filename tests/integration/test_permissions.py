@@ -427,6 +427,37 @@ def test_a_reader_reads_everything_and_publishes_nothing(guarded: Guarded, run_a
     run_async(scenario())
 
 
+def test_no_consumer_outlives_its_use_by_long(guarded: Guarded, run_async: Run) -> None:
+    """Those of a learner whose credentials are revoked would cost the server memory for years."""
+
+    async def scenario() -> None:
+        await make_run(guarded)
+        client, own = await guarded.raw("a"), names.update(RUN, "a", 0)
+        for stream, subject in ((TAPE, own), (OPS, names.rejected(RUN, "a"))):
+            for name, asked_s in (
+                ("ours", 30),
+                ("short", 1),
+                ("default", None),
+                ("years", 3 << 30),
+            ):
+                config = {"durable_name": name, "filter_subject": subject, "ack_policy": "none"}
+                if asked_s is not None:
+                    config["inactive_threshold"] = asked_s * 10**9
+                answer = await client.request(
+                    f"{SHARED_API}.CONSUMER.CREATE.{stream}.{name}.{subject}",
+                    json.dumps({"stream_name": stream, "config": config}).encode(),
+                    timeout=300,
+                )
+                told = json.loads(answer.data)
+                if name == "years":
+                    assert "inactive threshold" in told["error"]["description"]
+                else:
+                    assert told["config"]["inactive_threshold"] == (asked_s or 30) * 10**9
+        await client.close()
+
+    run_async(scenario())
+
+
 def test_no_answer_is_stored_where_a_learner_asks_for_it(guarded: Guarded, run_async: Run) -> None:
     """The server would send acknowledgements and what it reads to any subject a request names."""
     own = names.update(RUN, "a", 0)

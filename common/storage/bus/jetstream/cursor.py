@@ -16,6 +16,7 @@ from diloco.common.storage.bus.jetstream.connection import Connection
 from diloco.common.storage.bus.jetstream.faults import RefusedError, vendor_errors
 from diloco.common.storage.bus.jetstream.link import CALL_TIMEOUT_S, Link
 from diloco.common.storage.bus.jetstream.streams import (
+    CONSUMER_IDLE_S,
     imported_to,
     message_of,
     says_time,
@@ -28,7 +29,6 @@ _PULL_BYTES = 8 << 20  # what a reader holds at most; a pull ends early rather t
 _PULL_EXPIRES_S = 5.0
 _HEARTBEAT_S = 1.5
 _SILENCE_S = 4.0  # without a heartbeat for so long, the consumer or the server is gone
-_CONSUMER_IDLE_S = 30.0  # after so long without a pull the server drops a consumer
 _PULL_ENDED = {"Batch Completed", "Message Size Exceeds MaxBytes"}
 
 
@@ -189,7 +189,7 @@ def _consumer_config(consumer: str, subjects: list[str], position: int) -> api.C
         ack_policy=api.AckPolicy.NONE,
         filter_subject=subjects[0] if len(subjects) == 1 else None,
         filter_subjects=subjects if len(subjects) > 1 else None,
-        inactive_threshold=_CONSUMER_IDLE_S,
+        inactive_threshold=CONSUMER_IDLE_S,
         mem_storage=True,
         num_replicas=1,
     )

@@ -14,6 +14,8 @@ _STORED_AT, _EXPORTED_ID = "Diloco-Stored-At", "Diloco-Msg-Id"
 # Of an imported stream, in its configuration, which no learner can write: its last such message.
 _IMPORTED_TO = "diloco-imported-to"
 _RESTORED_AT_ONCE = 256
+# After so long without a pull the server drops a consumer.
+CONSUMER_IDLE_S = 30.0
 # Readers that a stream takes: as many as a record can name learners. A server that is asked for no
 # number takes 1,000.
 MOST_READERS = 65_536
@@ -63,6 +65,8 @@ def stream_config(
         max_bytes=limits.max_bytes or -1,
         max_msg_size=limits.max_message_bytes or -1,
         max_consumers=most_readers,
+        # Also of durable ones: whoever may read could have them outlive its credentials.
+        consumer_limits=api.StreamConsumerLimits(inactive_threshold=CONSUMER_IDLE_S),
         duplicate_window=limits.duplicate_window_s,
         num_replicas=limits.replicas,
         first_seq=first_seq,
