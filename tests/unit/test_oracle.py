@@ -296,7 +296,7 @@ def test_a_trimmed_tape_is_judged_from_where_all_is_known(eventful_tape):
 def test_every_rule_has_its_line_in_the_runbook():
     runbook = Path("runbooks/broken-invariant.md").read_text()
     for rule, sentence in RULES.items():
-        assert f"| `{rule}` | {sentence} |" in runbook
+        assert f"- `{rule}`: {sentence}" in runbook
 
 
 def test_what_it_merges_is_compared_with_its_manifest(eventful_tape):

@@ -79,7 +79,7 @@ def test_every_public_name_is_there_and_found() -> None:
 def test_every_public_name_is_documented() -> None:
     page = (ROOT / "docs" / "tasks.md").read_text()
     table = page.partition("## What to import")[2].partition("\n## ")[0]
-    rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("|")]
+    rows = [row.partition(": ")[0] for row in table.splitlines() if row.startswith("- ")]
     named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
     assert sorted(named) == sorted(diloco.__all__)
 

@@ -374,9 +374,7 @@ def test_a_finding(tmp_path: Path) -> None:
 
     '''.replace("RUNBOOK", RUNBOOK))  # fmt: skip
     tree.write(f"runbooks/{RUNBOOK}", "# Rounds are small\n")
-    tree.before(
-        "runbooks/README.md", "| clocks differ |", f"| small rounds | [small]({RUNBOOK}) |\n"
-    )
+    tree.before("runbooks/README.md", "- clocks differ:", f"- small rounds: [small]({RUNBOOK})\n")
     shown = tree.run("-m", "diloco", "--store", str(run.store), "status", str(run.tape), "--once")
     assert "updates each" in shown
     assert RUNBOOK in shown

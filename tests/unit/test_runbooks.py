@@ -111,7 +111,8 @@ def test_links_lead_somewhere(path: Path) -> None:
 
 @pytest.mark.parametrize("path", RUNBOOKS, ids=lambda path: path.stem)
 def test_a_page_has_its_parts(path: Path) -> None:
-    assert re.findall(r"^## (.+)", path.read_text(), re.MULTILINE) == PARTS
+    found = re.findall(r"^## (.+)", path.read_text(), re.MULTILINE)
+    assert found in (PARTS, PARTS[:-1]), "only an aftermath may be absent"
 
 
 @pytest.mark.parametrize("path", [*RUNBOOKS, INDEX], ids=lambda path: path.stem)
