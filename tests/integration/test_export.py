@@ -71,6 +71,14 @@ def test_a_run_that_goes_on_is_exported_as_it_is_and_as_it_was(new_world, option
         for fragment, chain in tape.records.items()
         for _, record in chain
     }
+    # Each fragment counts the work of all the steps that its updates cover.
+    credited = [
+        record.totals.tokens_credited
+        for fragment, chain in sorted(tape.records.items())
+        for _, record in chain
+        if record.version == now["versions"][fragment]
+    ]
+    assert min(credited) <= now["tokens"] <= max(credited)
     assert all(a <= b for a, b in zip(before, now["versions"], strict=True))
     assert all(a < b for a, b in zip(now["versions"], went_on, strict=True))
     assert old["versions"] == [2, 2, 2]

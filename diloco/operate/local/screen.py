@@ -77,8 +77,8 @@ def picture(frame: Frame) -> RenderableType:
 def sentence(summary: dict[str, Any]) -> str:
     """The result in words, for rich."""
     return (
-        f"held-out loss [bold]{summary['eval_loss_first']:.3f}[/] → "
-        f"[bold]{summary['eval_loss_last']:.3f}[/] after {summary['steps']} steps and "
+        f"held-out loss [bold]{summary['eval_loss_first']:.4g}[/] → "
+        f"[bold]{summary['eval_loss_last']:.4g}[/] after {summary['steps']} steps and "
         f"{summary['tokens']:,} tokens in {summary['wall_s']:.0f} s; "
         f"{summary['updates_merged']} updates merged, {summary['updates_rejected']} rejected, "
         f"{summary['restarts']} restart(s); stalled {summary['stall_fraction']:.2%} of the time"

@@ -124,7 +124,8 @@ def _about(context: RunContext, records: Mapping[int, wire.Record]) -> dict[str,
         "versions": [record.version for record in ordered],
         "view_digests": [record.view_digest for record in ordered],
         "global_step": max(record.global_step for record in ordered),
-        "tokens": sum(record.totals.tokens_credited for record in ordered),
+        # Each fragment counts the tokens of its updates, which all fragments share.
+        "tokens": sum(record.totals.tokens_credited for record in ordered) // len(ordered),
         "closed_at_s": max(record.closed_at_s for record in ordered),
     }
 
