@@ -164,7 +164,7 @@ async def _beginning(context: Context, at: Recorded, quarantined: tuple[str, ...
 async def _data_positions(
     context: Context, specification: wire.Specification, newest: Sequence[Recorded]
 ) -> dict[str, int]:
-    """Where the data of each learner goes on: behind all that its manifests and leaves cover."""
+    """The data position of each learner: behind all that its manifests and leaves cover."""
     earlier = await context.runtime.call(read_positions, context.store, specification)
     learners = {m.learner for at in newest for m in at.record.policy.members}
     known = sorted(learners | earlier.keys())

@@ -17,8 +17,8 @@ from diloco.common.storage.tape import last_record, parse_changed, read_record
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Newest:
-    """What the newest record of a fragment says, as far as the run's end is concerned."""
+class NewestRecord:
+    """The fields of a fragment's newest record that decide the run's end."""
 
     version: int
     record_seq: int
@@ -27,7 +27,7 @@ class Newest:
     final: bool
 
 
-def stop_reason(settings: RunSettings, newest: dict[int, Newest]) -> str | None:
+def stop_reason(settings: RunSettings, newest: dict[int, NewestRecord]) -> str | None:
     """Why the run stops now, or None: each fragment has all its versions, or enough tokens."""
     run, sync = settings.run, settings.sync
     if run.tokens and min(n.tokens for n in newest.values()) >= run.tokens:
@@ -42,7 +42,7 @@ class Conductor:
 
     context: Context
     _settings: RunSettings = field(init=False)
-    _newest: dict[int, Newest] = field(default_factory=dict)
+    _newest: dict[int, NewestRecord] = field(default_factory=dict)
     _settings_seq: int = 0
     _stopped: bool = False
 
@@ -111,7 +111,7 @@ class Conductor:
     def _note(self, record: wire.Record, seq: int) -> None:
         known = self._newest.get(record.fragment)
         if known is None or known.record_seq < seq:
-            self._newest[record.fragment] = Newest(
+            self._newest[record.fragment] = NewestRecord(
                 version=record.version,
                 record_seq=seq,
                 global_step=record.global_step,

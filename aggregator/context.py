@@ -1,4 +1,4 @@
-"""What all parts of one aggregator process share, and the two ways it writes.
+"""The context that all parts of one aggregator process share, and the two ways it writes.
 
 Objects go to names that hold their content; messages that commit go by compare-and-swap.
 """
@@ -12,7 +12,7 @@ from diloco.common.process.config import AggregatorSection, GcSection
 from diloco.common.process.health import Health
 from diloco.common.process.metrics import Metrics
 from diloco.common.protocol import names, shards, wire
-from diloco.common.protocol.buffers import Parts
+from diloco.common.protocol.buffers import Buffers
 from diloco.common.protocol.errors import RunMismatchError
 from diloco.common.storage.tape import RunContext
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Context(RunContext):
-    """What all parts of one aggregator process share; `name` stands in its records.
+    """The state that all parts of one aggregator process share; `name` stands in its records.
 
     `record_bytes`: a longer record keeps its body in an object.
     `most_positions`: a specification with more data positions keeps them in one.
@@ -61,7 +61,7 @@ async def store_version_object(
     fragment: int,
     version: int,
     what: str,
-    data: bytes | Parts,
+    data: bytes | Buffers,
     logger: log.Logger,
 ) -> wire.ObjectRef:
     """Store an object of a version under a name that holds its content; retried for ever."""

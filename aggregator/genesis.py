@@ -14,7 +14,7 @@ from diloco.aggregator.context import Context, store_version_object
 from diloco.aggregator.core import memory
 from diloco.aggregator.core.decisions import Decided
 from diloco.aggregator.owner.committer import commit_record
-from diloco.aggregator.owner.records import NOTHING, Contents, compose
+from diloco.aggregator.owner.records import NOTHING, RecordContents, compose
 from diloco.common.protocol import names, shards, wire
 from diloco.common.protocol.errors import RunMismatchError, SwapLostError
 from diloco.common.storage.tape import decode
@@ -61,7 +61,7 @@ async def _commit(context: Context, fragment: int, vector: np.ndarray) -> None:
         quorum_at_s=now_s,
         closed_at_s=now_s,
     )
-    contents = Contents(
+    contents = RecordContents(
         inputs=(),
         factors=b"",
         kept=b"",

@@ -1,4 +1,4 @@
-"""What an aggregator counts, as `common/process/metrics.py` defines it."""
+"""The metrics of an aggregator, as `common/process/metrics.py` defines them."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from diloco.aggregator.core.state import State
 from diloco.common.process import metrics
-from diloco.common.process.health import View
+from diloco.common.process.health import HealthView
 from diloco.common.process.metrics import Metrics
 from diloco.common.protocol import wire
 
@@ -92,13 +92,13 @@ def timing(counted: Metrics, clock: Callable[[], float], part: str) -> Iterator[
 
 def describe(
     tenures: Mapping[int, "Tenure | None"], damaged: Mapping[int, str], fragments: int
-) -> View:
-    """What an aggregator does, and which of its fragments it cannot serve yet, or no more."""
+) -> HealthView:
+    """An aggregator's state, and the fragments that it cannot serve yet, or no more."""
     recovering = [fragment for fragment, tenure in tenures.items() if tenure is None]
     why = [f"fragment {fragment} stands still: {error}" for fragment, error in damaged.items()]
     why += [f"fragment {f} is being recovered" for f in recovering if f not in damaged]
     versions = [tenure.state.version for tenure in tenures.values() if tenure is not None]
     if not tenures:
-        return View("stands by", tuple(why))
+        return HealthView("stands by", tuple(why))
     span = f" at versions {min(versions)} to {max(versions)}" if versions else ""
-    return View(f"owns {len(tenures)} of {fragments} fragments{span}", tuple(why))
+    return HealthView(f"owns {len(tenures)} of {fragments} fragments{span}", tuple(why))

@@ -21,7 +21,7 @@ _LOCK: Final = "lock"
 LOOK_S: Final = 0.05
 
 
-class KeptKernel(FunctionCache):
+class CachedKernel(FunctionCache):
     """One kernel's compiled forms: what cannot be read is compiled again.
 
     So is what was made before any file of the kernel's folder changed: kernels are made of each
@@ -70,7 +70,7 @@ class KeptKernel(FunctionCache):
                     break
                 except BlockingIOError:
                     if time.monotonic() >= until_s:
-                        KeptKernel.patience_s = 0.0
+                        CachedKernel.patience_s = 0.0
                         raise
                 time.sleep(LOOK_S)
             yield

@@ -1,4 +1,4 @@
-"""Who owns which fragment: leases in a bucket of keys with a time to live.
+"""Leases: which aggregator owns which fragment, in a bucket of keys with a time to live.
 
 Any number of aggregators divide a run's fragments among them; when one is not heard of for the
 length of its leases, the others take over what it had. A lease only avoids wasted work: what keeps
@@ -37,7 +37,7 @@ RELEASED_S = 1.0
 FAREWELL_S = 2.0
 
 
-class _Seen(NamedTuple):
+class _LastMessage(NamedTuple):
     """The newest message of a key, and when it was heard."""
 
     lease: wire.Lease
@@ -64,7 +64,7 @@ class Leases:
         self._ttl_s = ttl_s
         self._pinned = pinned
         self._life = identity(context)
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[str, _LastMessage] = {}
         self._held: dict[int, int] = {}
         self._membership = 0
         self._renewed_at_s = 0.0
@@ -124,7 +124,7 @@ class Leases:
             known = self._seen.get(message.subject)
             # What is delivered again has said what it had to say.
             if known is None or known.revision < message.seq:
-                self._seen[message.subject] = _Seen(lease, message.seq, _now_s())
+                self._seen[message.subject] = _LastMessage(lease, message.seq, _now_s())
 
     def _standing(self, subject: str, now_s: float) -> wire.Lease | None:
         """The lease that a key stands for, unless it has been given up or has expired."""
@@ -276,13 +276,13 @@ class Leases:
             self._held.pop(fragment, None)
             self._done.add(fragment)
 
-    async def _last(self, subject: str) -> _Seen | None:
-        """What stands under a key; None also when nobody can tell now."""
+    async def _last(self, subject: str) -> _LastMessage | None:
+        """The last lease under a key; None also when nobody can tell now."""
         try:
             last = await self._context.bus.last(names.leases_stream(self._context.run), subject)
             if last is None:
                 return None
-            return _Seen(decode_as(wire.Lease, subject, last.payload), last.seq, 0.0)
+            return _LastMessage(decode_as(wire.Lease, subject, last.payload), last.seq, 0.0)
         except (BusUnavailableError, WireError):
             return None
 

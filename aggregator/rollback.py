@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from diloco.aggregator.context import Context
 from diloco.aggregator.core.decisions import Decided
 from diloco.aggregator.owner.committer import commit_record
-from diloco.aggregator.owner.records import Contents, compose, contents_of, with_snapshot
+from diloco.aggregator.owner.records import RecordContents, compose, contents_of, with_snapshot
 from diloco.aggregator.owner.recovery import Recovered, missing_object, rebuild
 from diloco.aggregator.settings import check_goes_on
 from diloco.common.protocol import wire
@@ -166,7 +166,7 @@ async def _again(
 
 async def whole(
     context: Context, source: wire.Record, recovered: Recovered, version: int
-) -> Contents:
+) -> RecordContents:
     """Contents that stand alone: view and outer state stored as a version's, nothing merged."""
     contents = contents_of(source)._replace(inputs=(), factors=b"", delta=None)
     return await with_snapshot(

@@ -1,4 +1,4 @@
-"""What an aggregator looks at now and then beside its fragments: the run's checkpoints and scores.
+"""Watches of an aggregator beside its fragments: the run's checkpoints and scores.
 
 Without a checkpoint a run whose NATS servers are lost with their disks is lost with them. One is
 made as it comes due, by whichever aggregator looks first: each looks at times of its own, and that

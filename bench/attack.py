@@ -26,7 +26,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from bench.emulate import Life, Outcome, Start, Weather, World, begin
+from bench.emulate import LifeSpan, RunOutcome, Start, Weather, World, begin
 from bench.failover import filling
 from bench.tasks import student
 from diloco.common.process.config import RunSettings, load_config, make_config
@@ -44,7 +44,7 @@ GREATEST = {"steps": 60_000, "tokens": 60_000 << 32}
 
 
 class Attack(NamedTuple):
-    """What liars make of their updates.
+    """The changes that liars make to their updates.
 
     Attributes:
         claims: of the manifest, other than they are.
@@ -157,7 +157,7 @@ class Attacked(World):
 
 
 def settings(seed: int, steps: int, merge: str) -> RunSettings:
-    """Of a run of the student; `merge` may name a radius: centered_clipping:0.5."""
+    """Settings of a run of the student; `merge` may name a radius: centered_clipping:0.5."""
     rule, _, radius = merge.partition(":")
     document: dict[str, dict[str, object]] = {
         "run": {"name": "attack", "steps": steps, "seed": seed},
@@ -175,12 +175,12 @@ def _start(seed: int, steps: int, merge: str) -> Start:
     return begin(settings(seed, steps, merge), student(steps=steps, seed=seed))
 
 
-def play(seed: int, steps: int, merge: str, attack: Attack) -> Outcome:
+def play(seed: int, steps: int, merge: str, attack: Attack) -> RunOutcome:
     """One run; without liars, of the honest alone."""
     run, start = settings(seed, steps, merge), _start(seed, steps, merge)
     weather = Weather((1.0,) * (attack.honest + attack.liars))
     if attack.joins_s:
-        lives = ((Life(),),) * attack.honest + ((Life(attack.joins_s),),) * attack.liars
+        lives = ((LifeSpan(),),) * attack.honest + ((LifeSpan(attack.joins_s),),) * attack.liars
         weather = weather._replace(lives=lives)
     outcome = Attacked(run, start, weather, attack).run()
     assert outcome is not None
@@ -188,7 +188,7 @@ def play(seed: int, steps: int, merge: str, attack: Attack) -> Outcome:
 
 
 @functools.cache
-def _alone(seed: int, steps: int, merge: str, honest: int) -> Outcome:
+def _alone(seed: int, steps: int, merge: str, honest: int) -> RunOutcome:
     return play(seed, steps, merge, Attack("nobody", liars=0, honest=honest))
 
 
@@ -288,7 +288,7 @@ class Liar:
                 yield item.body
 
     async def first(self) -> tuple[wire.Record, wire.Input]:
-        """The next record with an honest learner's update, and that."""
+        """The next record that merges an honest learner's update, and that update."""
         async for record in self.records():
             taken = self.model(record)
             if taken is not None:
@@ -456,7 +456,7 @@ ACTS: dict[str, Act] = {
 }
 
 
-class Span(NamedTuple):
+class AttackSpan(NamedTuple):
     """An attack, when its name had joined, and when it ended; what ended it early."""
 
     name: str
@@ -466,7 +466,7 @@ class Span(NamedTuple):
 
 
 def liar_name(index: int) -> str:
-    """Of the attack at an index."""
+    """The name of the attack at an index."""
     return f"liar-{index}"
 
 
@@ -488,7 +488,7 @@ async def lie(folder: Path, attacks: Sequence[str], span_s: float) -> None:
         await asyncio.sleep(GAP_S)
 
 
-async def _act(liar: Liar, attack: str, span_s: float) -> Span:
+async def _act(liar: Liar, attack: str, span_s: float) -> AttackSpan:
     if attack:
         await liar.join()
     began_s, wrong = time.time(), ""
@@ -499,7 +499,7 @@ async def _act(liar: Liar, attack: str, span_s: float) -> Span:
         pass
     except DilocoError as error:
         wrong = error.message
-    return Span(attack, began_s, time.time(), wrong)
+    return AttackSpan(attack, began_s, time.time(), wrong)
 
 
 if __name__ == "__main__":

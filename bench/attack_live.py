@@ -35,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 import tomli_w
 
-from bench.attack import ACTS, CODEC, FIRST, GAP_S, HONEST, RUN, STEP_S, Span, liar_name, lie
+from bench.attack import ACTS, CODEC, FIRST, GAP_S, HONEST, RUN, STEP_S, AttackSpan, liar_name, lie
 from bench.failover import cpu_s
 from diloco import Task
 from diloco.common.process import log
@@ -77,7 +77,7 @@ class Used(NamedTuple):
     machine_s: float
 
 
-class Fleet:
+class AttackedRun:
     """A run's server, daemons and files below a folder."""
 
     def __init__(self, folder: Path, liars: int, settings: dict[str, Any]) -> None:
@@ -176,8 +176,8 @@ class Fleet:
             )
 
 
-class Outcome(NamedTuple):
-    """Of a span, the run with the liar over the other, less 1; the rates of each of its parts.
+class SpanOutcome(NamedTuple):
+    """A span's rates: the run with the liar over the other, less 1; and the rates of each part.
 
     `loss` is the change of that within the span.
 
@@ -195,15 +195,15 @@ class Outcome(NamedTuple):
     wrong: str
 
 
-def play(folder: Path, attacks: Sequence[str], span_s: float, merge: str) -> list[Outcome]:
+def play(folder: Path, attacks: Sequence[str], span_s: float, merge: str) -> list[SpanOutcome]:
     """Two runs from beginning to end.
 
     Raises:
         TimeoutError: one of them does not begin, or does not end.
     """
     document = settings(merge, steps=int(3 * (len(attacks) * (span_s + GAP_S) + 60) / STEP_S))
-    alone = Fleet(folder / "alone", 0, document)
-    lied = Fleet(folder / "lied", len(attacks), document)
+    alone = AttackedRun(folder / "alone", 0, document)
+    lied = AttackedRun(folder / "lied", len(attacks), document)
     try:
         for fleet in (alone, lied):
             fleet.start()
@@ -214,10 +214,10 @@ def play(folder: Path, attacks: Sequence[str], span_s: float, merge: str) -> lis
 
 
 async def _compare(
-    alone: Fleet, lied: Fleet, attacks: Sequence[str], span_s: float, steps: int
-) -> list[Outcome]:
+    alone: AttackedRun, lied: AttackedRun, attacks: Sequence[str], span_s: float, steps: int
+) -> list[SpanOutcome]:
     evaluate: Any = build_task(DIGITS, steps=steps, seed=0, options={}).evaluate
-    found: list[Outcome] = []
+    found: list[SpanOutcome] = []
 
     async def losses() -> list[float]:
         return [
@@ -251,20 +251,22 @@ async def _compare(
     return found
 
 
-async def _spans(command: list[str]) -> AsyncIterator[Span]:
-    """What the liar's process tells of its attacks."""
+async def _spans(command: list[str]) -> AsyncIterator[AttackSpan]:
+    """The attacks that the liar's process reports."""
     process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
     assert process.stdout is not None
     try:
         async for line in process.stdout:
-            yield Span(*json.loads(line))
+            yield AttackSpan(*json.loads(line))
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
 
 
-def _outcome(span: Span, alone: Fleet, lied: Fleet, loss: float, alone_loss: float) -> Outcome:
+def _outcome(
+    span: AttackSpan, alone: AttackedRun, lied: AttackedRun, loss: float, alone_loss: float
+) -> SpanOutcome:
     edges = np.linspace(span.began_s, span.ended_s, PARTS + 1)
     versions, before = _change(*(_grown(f.seen, [1] * len(f.seen), edges) for f in (alone, lied)))
     merged, _ = _change(*(_grown(f.seen, [one for _, one in f.seen], edges) for f in (alone, lied)))
@@ -272,7 +274,7 @@ def _outcome(span: Span, alone: Fleet, lied: Fleet, loss: float, alone_loss: flo
     (lied_s, machine_s), (alone_s, _) = (_spent(fleet, span) for fleet in (lied, alone))
     cores = (lied_s / took_s, alone_s / took_s, machine_s / took_s, os.getloadavg()[0])
     rate = before / took_s
-    return Outcome(span.name, loss, versions, merged, cores, rate, alone_loss, span.wrong)
+    return SpanOutcome(span.name, loss, versions, merged, cores, rate, alone_loss, span.wrong)
 
 
 def _grown(seen: list[tuple[float, int]], counts: list[int], edges: FloatArray) -> FloatArray:
@@ -286,7 +288,7 @@ def _change(before: FloatArray, after: FloatArray) -> tuple[tuple[float, ...], f
     return tuple(map(float, (after - before) / before.mean())), float(before.sum())
 
 
-def _spent(fleet: Fleet, span: Span) -> tuple[float, float]:
+def _spent(fleet: AttackedRun, span: AttackSpan) -> tuple[float, float]:
     """Processor seconds of the run and of the machine within a span."""
     times, run_s, machine_s = np.array(fleet.used[1:]).T
     edges = np.array([span.began_s, span.ended_s])
@@ -313,7 +315,7 @@ def rows(attacks: Sequence[str], span_s: float, merges: Sequence[str]) -> Iterat
     yield f"\nWithout a liar: {rate:.2f} versions a second, held-out loss {loss:.4f}"
 
 
-def _cells(one: Outcome) -> str:
+def _cells(one: SpanOutcome) -> str:
     lied, alone, machine, load = one.cores
     used = f"{lied:.2f}, {alone:.2f}, {machine:.1f}; {load:.0f}"
     rates = " | ".join(map(_percent, (one.versions, one.merged)))
@@ -321,7 +323,7 @@ def _cells(one: Outcome) -> str:
 
 
 def settings(merge: str, steps: int) -> dict[str, Any]:
-    """Of a run, but for where its bus and store are."""
+    """Settings of a run, but for its bus and store."""
     return {
         "run": {"name": RUN, "steps": steps, "seed": 0},
         "task": {"build": "bench.attack_live:build"},

@@ -213,7 +213,7 @@ def _proof_label(name: str) -> str:
 
 
 def proof_plot(results: Results, path: Path) -> None:
-    """What each system of the proof exceeds data-parallel AdamW by, the best first."""
+    """Plot how far each system of the proof exceeds data-parallel AdamW, the best first."""
     rows = []
     for name, budget in results.names("proof"):
         base = results.losses("proof", PROOF_BASES[0], budget)

@@ -1,4 +1,4 @@
-"""What the page costs: live, of a long run or a large fleet that goes on, and as a report.
+"""The page's cost: live, of a long run or a large fleet that goes on, and as a report.
 
     .venv/bin/python -m bench.dashboard [--versions 400] [--learners 1000] [--seconds 30]
     .venv/bin/python -m bench.dashboard report [--versions 100000] [--learners 4] [--keep DIR]

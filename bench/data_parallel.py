@@ -49,7 +49,7 @@ POLL_S = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a job is; a file of it is all that an agent is told.
+    """The parameters of a job; a file of them is all that an agent is told.
 
     Attributes:
         folder: shared by all machines: progress and checkpoints.
@@ -90,7 +90,7 @@ class Job:
         return path
 
 
-class Progress(NamedTuple):
+class StepDone(NamedTuple):
     """One step of the job was finished at `at_s`, by the start number `life` of the job."""
 
     at_s: float
@@ -101,7 +101,7 @@ class Progress(NamedTuple):
 # --- A worker: one process of the job, for as long as all of them live
 
 
-class Worker:
+class JobWorker:
     """Rank `rank` of life number `life` of the job, in a process forked by an agent."""
 
     def __init__(self, job: Job, task: Any, like: Any, rank: int, life: int, address: str) -> None:
@@ -122,7 +122,7 @@ class Worker:
         self.replicated = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
         self.split = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec("data"))
         self.inner_step: Any = None
-        self.saver = Checkpoints(job, rank)
+        self.saver = JobCheckpoints(job, rank)
 
     def run(self) -> None:
         """Train to the last step, or until killed."""
@@ -246,7 +246,7 @@ def make_step(task: Any, mesh: Any, gradient_dtype: str) -> Any:
     return jax.jit(mapped, donate_argnums=(0, 1))
 
 
-class Checkpoints:
+class JobCheckpoints:
     """The job's checkpoints: rank 0 writes, everybody reads."""
 
     def __init__(self, job: Job, rank: int) -> None:
@@ -340,11 +340,11 @@ def agent(path: Path, rank: int) -> None:
                 return
             if word == "start":
                 life = int(rest[0])
-                worker = _fork(partial(Worker, job, task, like, rank, life, rest[1]))
+                worker = _fork(partial(JobWorker, job, task, like, rank, life, rest[1]))
                 print(f"worker {life} {worker}", flush=True)
 
 
-def _fork(make: Callable[[], Worker]) -> int:
+def _fork(make: Callable[[], JobWorker]) -> int:
     """A worker; its process id. The agent has one thread and no JAX backend: forking is safe."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # JAX warns of any fork
@@ -494,7 +494,7 @@ class Scheduler:
                 self._reaper.forget(machine.worker)
                 machine.worker = None
 
-    def progress(self) -> list[Progress]:
+    def progress(self) -> list[StepDone]:
         """Every step that was finished, in order of time; a step taken again comes again."""
         return progress_of(self.job.path)
 
@@ -509,12 +509,12 @@ class Scheduler:
         self._log.close()
 
 
-def progress_of(folder: Path) -> list[Progress]:
+def progress_of(folder: Path) -> list[StepDone]:
     """Every step that a job finished, in order of time."""
     path = folder / "progress"
     lines = path.read_text().splitlines() if path.exists() else []
     fields = [line.split() for line in lines]
-    return [Progress(float(at_s), int(life), int(step)) for at_s, life, step in fields]
+    return [StepDone(float(at_s), int(life), int(step)) for at_s, life, step in fields]
 
 
 def best_interval_steps(stall_s: float, took_s: float, mtbf_s: float, step_s: float) -> int:

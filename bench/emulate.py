@@ -5,8 +5,8 @@ Learners run `diloco.learner.core.sync` over a `Replica`, fragments `diloco.aggr
 ordered by virtual time. A full-speed step takes a second. So the outer settings can be swept in
 a fraction of the time that processes would need, with speeds and latencies as chosen.
 
-Learners may be killed, come back and join late (`Life`). Who is killed loses what is unsent, and
-begins its next life as a daemon does: with the newest views, the data behind its last manifest,
+Learners may be killed, come back and join late (`LifeSpan`). A killed learner loses what is unsent,
+and begins its next life as a daemon does: with the newest views, the data behind its last manifest,
 and the inner optimizer of its last checkpoint, if it has one.
 
 Learners train on JAX's default device, aggregators merge on the CPU, as in a real run. What is to
@@ -24,7 +24,7 @@ import numpy as np
 
 from diloco.aggregator.arrays import merge
 from diloco.aggregator.arrays.fragment import FragmentArrays, Payload
-from diloco.aggregator.conductor import Newest, stop_reason
+from diloco.aggregator.conductor import NewestRecord, stop_reason
 from diloco.aggregator.core import events, policy, rounds
 from diloco.aggregator.core.events import AskCut, Commit, Effect, Fetch, Ignored, Merge, OpenRound
 from diloco.aggregator.core.updates import UpdateId, update_id
@@ -40,23 +40,23 @@ from diloco.learner.tensors.checkpoint import copied
 from diloco.learner.tensors.delta import vector_of
 from diloco.learner.tensors.inner_step import InnerStep, make_inner_step
 from diloco.learner.tensors.replica import Replica
-from diloco.plan.virtual import Fragment, Timeline
+from diloco.plan.virtual import Timeline, VirtualFragment
 
 
-class Life(NamedTuple):
+class LifeSpan(NamedTuple):
     """A learner lives from one virtual time to another; the end is a SIGKILL."""
 
     from_s: float = 0.0
     until_s: float = math.inf
 
 
-ALWAYS = (Life(),)
+ALWAYS = (LifeSpan(),)
 # Virtual time at which a run begins: to the machine, a time of 0 means never.
 BEGAN_S = 1.0
 
 
 class Weather(NamedTuple):
-    """What a run meets.
+    """The speeds, latencies and failures that a run meets.
 
     Attributes:
         speeds: shares of full speed, by learner.
@@ -72,14 +72,14 @@ class Weather(NamedTuple):
     speeds: tuple[float, ...]
     latency_steps: float = 0.5
     jitter: float = 0.05
-    lives: tuple[tuple[Life, ...], ...] = ()
+    lives: tuple[tuple[LifeSpan, ...], ...] = ()
     checkpoint_steps: int = 60
     stop_steps: int = 0
     look_steps: int = 0
 
 
-class Outcome(NamedTuple):
-    """What a run came to.
+class RunOutcome(NamedTuple):
+    """The result of a run.
 
     Attributes:
         loss: of the last versions, on held-out data.
@@ -104,7 +104,7 @@ class Outcome(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """Where every loop begins: parameters as the run's creation makes them, and the inner step."""
+    """The state with which every loop begins: the created parameters, and the inner step."""
 
     params: Params
     inner_step: InnerStep
@@ -125,7 +125,7 @@ def never() -> bool:
 
 
 class Start(NamedTuple):
-    """What runs of one task share, so that they compile once."""
+    """The task, layout and parameters that runs of one task share, so that they compile once."""
 
     task: Task
     layout: Layout
@@ -137,7 +137,7 @@ def begin(settings: RunSettings, task: Task) -> Start:
     return Start(task, tree.task_layout(task, settings.sync), first(task, settings.run.seed))
 
 
-def emulate(settings: RunSettings, start: Start, weather: Weather) -> Outcome:
+def emulate(settings: RunSettings, start: Start, weather: Weather) -> RunOutcome:
     """Train a run to its end."""
     outcome = World(settings, start, weather).run()
     assert outcome is not None
@@ -149,7 +149,7 @@ def _merging() -> Any:
     return jax.default_device(jax.local_devices(backend="cpu")[0])
 
 
-class _Owner(Fragment):
+class _VirtualOwner(VirtualFragment):
     """The aggregator of one fragment, which merges tensors."""
 
     def __init__(self, world: "World", rules: policy.FragmentRules, arrays: FragmentArrays) -> None:
@@ -204,7 +204,7 @@ class _Owner(Fragment):
 
 
 @dataclass
-class _Learner:
+class _VirtualLearner:
     """One life of a learner: `learner.synchronizer` with virtual time for its clock."""
 
     world: "World"
@@ -319,7 +319,7 @@ class World:
         self.stopped = False
         self._rng = np.random.default_rng(settings.run.seed)
         self.owners = [self._owner(f.index) for f in start.layout.fragments]
-        self.learners: dict[str, _Learner] = {}
+        self.learners: dict[str, _VirtualLearner] = {}
         self.checkpoints: dict[str, Any] = {}
         self.positions: dict[str, int] = {}
         self.steps = 0
@@ -328,7 +328,7 @@ class World:
         self.looks: list[tuple[int, float]] = []
         self._schedule_lives()
 
-    def run(self, pause: Pause = never) -> Outcome | None:
+    def run(self, pause: Pause = never) -> RunOutcome | None:
         """Train to the end; None if it has paused before, and is to go on."""
         while not all(owner.state.final for owner in self.owners):
             if pause():
@@ -336,7 +336,7 @@ class World:
             self.time.advance()
         versions = sum(owner.state.version for owner in self.owners)
         staleness = [s for owner in self.owners for s in owner.inputs]
-        return Outcome(
+        return RunOutcome(
             loss=held_out_loss(self.start.task, self.view()),
             steps=self.steps / len(self.weather.speeds),
             lost=self.lost / self.steps,
@@ -351,7 +351,7 @@ class World:
     def forge(
         self, manifest: wire.Manifest, parts: tuple[Encoded, ...]
     ) -> tuple[wire.Manifest, tuple[Encoded, ...]]:
-        """What a learner announces and stores in place of this; here the same."""
+        """The manifest and codes that a learner sends in place of these; here the same."""
         return manifest, parts
 
     def later(self, call: Callable[..., None], *args: Any) -> None:
@@ -360,14 +360,16 @@ class World:
     def step_s(self, speed: float) -> float:
         return (1 + self.weather.jitter * float(self._rng.uniform(-1, 1))) / speed
 
-    def tell(self, learner: _Learner, event: sync.Event, payload: Encoded | None = None) -> None:
+    def tell(
+        self, learner: _VirtualLearner, event: sync.Event, payload: Encoded | None = None
+    ) -> None:
         self.later(learner.hear, event, payload)
 
     def tell_all(self, event: sync.Event) -> None:
         for learner in self.learners.values():
             self.tell(learner, event)
 
-    def finished(self, learner: _Learner, fragments: tuple[int, ...]) -> None:
+    def finished(self, learner: _VirtualLearner, fragments: tuple[int, ...]) -> None:
         self.later(self._finished, learner.name, learner.incarnation, fragments)
 
     def _finished(self, name: str, incarnation: int, fragments: tuple[int, ...]) -> None:
@@ -396,11 +398,11 @@ class World:
         for owner in self.owners:
             owner.decide(events.Stopped(self.time.now_s, seq))
 
-    def _owner(self, fragment: int) -> _Owner:
+    def _owner(self, fragment: int) -> _VirtualOwner:
         settings, layout = self.settings, self.start.layout
         view = vector_of(layout, fragment, tree.by_name(self.start.params.params))
         arrays = FragmentArrays.from_view(settings, layout, fragment, view, cores.available())
-        return _Owner(self, policy.fragment_rules(settings, layout, fragment), arrays)
+        return _VirtualOwner(self, policy.fragment_rules(settings, layout, fragment), arrays)
 
     def _has_its_steps(self) -> bool:
         stop_steps = self.weather.stop_steps
@@ -432,14 +434,14 @@ class World:
         if until_s < math.inf:
             self.time.at(BEGAN_S + until_s, learner.die)
 
-    def _learner(self, name: str, speed: float) -> _Learner:
+    def _learner(self, name: str, speed: float) -> _VirtualLearner:
         settings, start = self.settings, self.start
         incarnation, position = self.time.next_seq(), self.positions.get(name, 0)
         starts = [owner.join(name, incarnation) for owner in self.owners]
         replica = self.make_replica()
         checkpoint = self.checkpoints.get(name)
         fresh = checkpoint is None
-        return _Learner(
+        return _VirtualLearner(
             world=self,
             name=name,
             incarnation=incarnation,
@@ -464,9 +466,9 @@ class World:
         return self.make_replica().trained
 
 
-def _newest(owner: _Owner) -> Newest:
+def _newest(owner: _VirtualOwner) -> NewestRecord:
     state = owner.state
-    return Newest(
+    return NewestRecord(
         version=state.version,
         record_seq=state.record_seq,
         global_step=state.global_step,

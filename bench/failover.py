@@ -61,7 +61,7 @@ TOKENS = STEPS * 8192
 GOAL_S = 3.0
 
 
-class Committed(NamedTuple):
+class CommittedVersion(NamedTuple):
     """A version of a fragment, who made it, and when it was read."""
 
     fragment: int
@@ -141,7 +141,7 @@ class Sender:
 
 
 @dataclass
-class Fleet:
+class AggregatorProcesses:
     """The aggregators' processes."""
 
     config_path: Path
@@ -220,12 +220,12 @@ def store_updates(config: Config, layout: Layout) -> list[tuple[wire.Shard, ...]
     return found
 
 
-class Watch:
+class RecordWatch:
     """Follows the records, lets the senders answer each, and tells who made what when."""
 
     def __init__(self, config: Config, bus: Bus, senders: list[Sender]) -> None:
         self._config, self._bus, self._senders = config, bus, senders
-        self.newest: dict[int, Committed] = {}
+        self.newest: dict[int, CommittedVersion] = {}
         self._changed = asyncio.Event()
 
     async def follow(self) -> None:
@@ -233,7 +233,7 @@ class Watch:
         run = self._config.run.name
         async for message in self._bus.read(names.tape_stream(run), [names.record(run, "*")], 1):
             record = wire.decode(wire.Record, message.payload)
-            self.newest[record.fragment] = Committed(
+            self.newest[record.fragment] = CommittedVersion(
                 record.fragment, record.version, record.aggregator, time.monotonic()
             )
             self._changed.set()
@@ -258,9 +258,9 @@ class Watch:
 
 
 @contextlib.contextmanager
-def fleet_in(config_path: Path, logs: Path) -> Iterator[Fleet]:
+def fleet_in(config_path: Path, logs: Path) -> Iterator[AggregatorProcesses]:
     """Aggregators, none of which outlives the block."""
-    fleet = Fleet(config_path, logs)
+    fleet = AggregatorProcesses(config_path, logs)
     try:
         yield fleet
     finally:
@@ -278,7 +278,7 @@ async def measure(folder: Path, url: str, options: argparse.Namespace) -> list[l
     ]
     for sender in senders:
         await sender.join()
-    watch = Watch(config, bus, senders)
+    watch = RecordWatch(config, bus, senders)
     following = asyncio.ensure_future(watch.follow())
     try:
         with fleet_in(folder / "run.toml", folder) as fleet:
@@ -288,7 +288,7 @@ async def measure(folder: Path, url: str, options: argparse.Namespace) -> list[l
         await bus.close()
 
 
-async def _trials(fleet: Fleet, watch: Watch, options: argparse.Namespace):  # type: ignore[no-untyped-def]
+async def _trials(fleet: AggregatorProcesses, watch: RecordWatch, options: argparse.Namespace):  # type: ignore[no-untyped-def]
     nothing = dict.fromkeys(range(FRAGMENTS), -1)
     owner = fleet.start("owner-0")
     await watch.until_all_by("owner-0", nothing)
@@ -418,7 +418,7 @@ def _flooding(
     )  # fmt: skip
 
 
-class Span(NamedTuple):
+class Throughput(NamedTuple):
     """Versions a second, and the part of a core that the aggregator used."""
 
     versions: float
@@ -427,7 +427,7 @@ class Span(NamedTuple):
 
 async def measure_flood(
     folder: Path, url: str, options: argparse.Namespace
-) -> tuple[list[Span], list[Span], list[int]]:
+) -> tuple[list[Throughput], list[Throughput], list[int]]:
     """Each span without and with the flood, and what was sent a second."""
     config = prepare(folder, url, PARAMETERS, deadline_s=DEADLINE_S)
     bus = await jetstream.connect(url, name="bench-flood")
@@ -440,9 +440,9 @@ async def measure_flood(
     # The first rounds wait for the flooder as well: it has joined, and never works.
     for sender in [*senders, Sender(NAME, bus, layout, config, stored)]:
         await sender.join()
-    watch = Watch(config, bus, senders)
+    watch = RecordWatch(config, bus, senders)
     following = asyncio.ensure_future(watch.follow())
-    calm, flooded, sent = list[Span](), list[Span](), list[int]()
+    calm, flooded, sent = list[Throughput](), list[Throughput](), list[int]()
     try:
         with fleet_in(folder / "run.toml", folder) as fleet:
             owner = fleet.start("owner").pid
@@ -474,11 +474,11 @@ def _start_flooder(config_path: Path, options: argparse.Namespace) -> "subproces
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
-async def _span(watch: Watch, owner: int, span_s: float) -> Span:
+async def _span(watch: RecordWatch, owner: int, span_s: float) -> Throughput:
     before, used_s, began_s = sum(watch.versions().values()), cpu_s(owner), time.monotonic()
     await asyncio.sleep(span_s)
     took_s = time.monotonic() - began_s
-    return Span(
+    return Throughput(
         (sum(watch.versions().values()) - before) / took_s, (cpu_s(owner) - used_s) / took_s
     )
 

@@ -1,4 +1,4 @@
-"""What the benches share: a machine's streaming bandwidth, tables, runs as an operator starts them.
+"""Code that the benches share: memory bandwidth, tables, runs as an operator starts them.
 
 Every ratio of the array benchmarks is to the bandwidth that is measured in the same run, between
 the repeats of what it is compared with, as the machines are shared and their speed changes.
@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from diloco.operate.local.fleet import Fleet
+from diloco.operate.local.fleet import LocalDaemons
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -93,7 +93,7 @@ def run_local(
     return summary
 
 
-def create(fleet: Fleet, config_path: Path) -> None:
+def create(fleet: LocalDaemons, config_path: Path) -> None:
     """`diloco run create`; ends this program if that fails."""
     creation = fleet.start("create", ["run", "create", "--config", str(config_path)])
     while (status := creation.status) is None:

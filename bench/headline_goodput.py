@@ -36,11 +36,11 @@ import tomli_w
 from matplotlib.axes import Axes
 
 from bench.curves import BLUE, VERMILLION, look, panels
-from bench.data_parallel import POLL_S, Job, Progress, Scheduler, best_interval_steps
+from bench.data_parallel import POLL_S, Job, Scheduler, StepDone, best_interval_steps
 from bench.harness import create, run_part, table
 from diloco.common.process.nats_server import NatsServer
 from diloco.common.storage.tape import records_of
-from diloco.operate.local.fleet import Fleet
+from diloco.operate.local.fleet import LocalDaemons
 from diloco.run.cli.opening import open_run
 
 STEPS = 100_000  # of either system: more than a span holds
@@ -60,7 +60,7 @@ class Outage(NamedTuple):
 
 
 class Conditions(NamedTuple):
-    """What both systems meet. `mtbf_s` is of one machine while it is there; 0: none fails."""
+    """The failures that both systems meet; `mtbf_s` of one machine while it is there, 0: none."""
 
     machines: int
     mtbf_s: float
@@ -116,7 +116,7 @@ class Ours:
     folder: Path
     conditions: Conditions
     server: NatsServer
-    fleet: Fleet
+    fleet: LocalDaemons
     away: set[str] = field(default_factory=set)
     unplanned: int = 0
     spawned_s: dict[str, list[float]] = field(default_factory=dict)
@@ -225,14 +225,14 @@ def _seconds(line: dict[str, Any]) -> float:
 # --- Data-parallel
 
 
-def useful_steps(progress: list[Progress], from_s: float, until_s: float) -> int:
+def useful_steps(progress: list[StepDone], from_s: float, until_s: float) -> int:
     """How much further the job is at the end of a span than at its beginning, in steps."""
     before = [step.step for step in progress if step.at_s <= from_s]
     after = [step.step for step in progress if step.at_s <= until_s]
     return after[-1] - before[-1]
 
 
-def restarts_s(progress: list[Progress], there_s: list[float]) -> list[float]:
+def restarts_s(progress: list[StepDone], there_s: list[float]) -> list[float]:
     """From the moment that all machines were there again to the first step after it."""
     took = []
     for at_s, next_s in itertools.pairwise([*there_s, float("inf")]):
@@ -241,7 +241,7 @@ def restarts_s(progress: list[Progress], there_s: list[float]) -> list[float]:
     return took
 
 
-def lost_steps(progress: list[Progress]) -> list[int]:
+def lost_steps(progress: list[StepDone]) -> list[int]:
     """Steps that each restart took back."""
     pairs = itertools.pairwise(progress)
     return [one.step + 1 - two.step for one, two in pairs if one.life != two.life]
@@ -253,7 +253,7 @@ def lost_steps(progress: list[Progress]) -> list[int]:
 def measure(
     conditions: Conditions, folder: Path, checkpoint: tuple[float, float]
 ) -> dict[str, Any]:
-    """What both systems did in one span of these conditions."""
+    """Measure both systems in one span of these conditions."""
     folder.mkdir(parents=True)
     (folder.parent / "compiled").mkdir(exist_ok=True)  # both systems', for all rates
     stall_s, took_s = checkpoint
@@ -272,7 +272,7 @@ def measure(
     outages = make_schedule(conditions)
     with (
         NatsServer(folder / "nats") as server,
-        Fleet(folder / "logs") as fleet,
+        LocalDaemons(folder / "logs") as fleet,
         Scheduler(job) as scheduler,
     ):
         fleet.adopt(server)

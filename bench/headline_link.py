@@ -44,22 +44,22 @@ READY_S = 600.0
 NATS_PORT, STORE_PORT = 14222, 14223
 
 
-class Place(NamedTuple):
-    """Where a process runs: its address, and what its command begins with."""
+class Endpoint(NamedTuple):
+    """The place where a process runs: its address, and the first words of its command."""
 
     address: str
     prefix: tuple[str, ...] = ()
 
 
-class Link(NamedTuple):
-    """What joins the islands; `rtt_ms` 0 for the loopback interface."""
+class EmulatedLink(NamedTuple):
+    """The link between the islands; `rtt_ms` 0 for the loopback interface."""
 
     rtt_ms: float = 0.0
     mbit: float = 0.0
 
 
-class Fleet(NamedTuple):
-    """What is measured: islands with a model of so many parameters, its size alone counts."""
+class LinkCase(NamedTuple):
+    """A case to measure: islands with a model of so many parameters, its size alone counts."""
 
     islands: int
     parameters: int
@@ -73,7 +73,7 @@ class Fleet(NamedTuple):
         return {"matrices": self.parameters}
 
 
-class Moved(NamedTuple):
+class LinkBytes(NamedTuple):
     """Bytes that crossed the link each way, headers and all, as the first namespace counts."""
 
     sent: int
@@ -81,10 +81,10 @@ class Moved(NamedTuple):
 
 
 @contextmanager
-def joined(link: Link, program: Path) -> Iterator[tuple[Place, Place]]:
+def joined(link: EmulatedLink, program: Path) -> Iterator[tuple[Endpoint, Endpoint]]:
     """The two places, for as long as the block lasts."""
     if not link.rtt_ms:
-        yield Place("127.0.0.1"), Place("127.0.0.1")
+        yield Endpoint("127.0.0.1"), Endpoint("127.0.0.1")
         return
     names = [f"headline{os.getpid()}{side}" for side in "ab"]
     command = [sys.executable, str(program), *names, str(link.rtt_ms), str(link.mbit), "0"]
@@ -94,7 +94,7 @@ def joined(link: Link, program: Path) -> Iterator[tuple[Place, Place]]:
         if relay.stdout.readline().strip() != "up":
             sys.exit(f"{program} could not make the link; is this root?")
         enter = [("ip", "netns", "exec", name) for name in names]
-        yield Place("10.99.0.1", enter[0]), Place("10.99.0.2", enter[1])
+        yield Endpoint("10.99.0.1", enter[0]), Endpoint("10.99.0.2", enter[1])
     finally:
         relay.terminate()
         relay.wait()
@@ -102,17 +102,17 @@ def joined(link: Link, program: Path) -> Iterator[tuple[Place, Place]]:
             subprocess.run(["ip", "netns", "del", name], check=False)
 
 
-def moved(place: Place) -> Moved:
-    """What has crossed since the link was made; nothing on loopback."""
+def moved(place: Endpoint) -> LinkBytes:
+    """Bytes that have crossed since the link was made; nothing on loopback."""
     if not place.prefix:
-        return Moved(0, 0)
+        return LinkBytes(0, 0)
     command = [*place.prefix, "cat", "/proc/net/dev"]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     fields = next(line for line in lines.splitlines() if "wan" in line).split(":")[1].split()
-    return Moved(sent=int(fields[8]), received=int(fields[0]))
+    return LinkBytes(sent=int(fields[8]), received=int(fields[0]))
 
 
-def rates(before: Moved, after: Moved, took_s: float) -> dict[str, float]:
+def rates(before: LinkBytes, after: LinkBytes, took_s: float) -> dict[str, float]:
     """Mbit/s each way."""
     sent, received = after.sent - before.sent, after.received - before.received
     return {"mbit_out": sent * 8e-6 / took_s, "mbit_in": received * 8e-6 / took_s}
@@ -129,7 +129,7 @@ class Processes:
         self._reaper = Reaper()
         self.running: list[subprocess.Popen[bytes]] = []
 
-    def start(self, place: Place, *command: str) -> subprocess.Popen[bytes]:
+    def start(self, place: Endpoint, *command: str) -> subprocess.Popen[bytes]:
         """Start a program; its log has its number."""
         with (self._folder / f"{len(self.running)}.log").open("ab") as log:
             process = subprocess.Popen(
@@ -151,7 +151,7 @@ class Processes:
         self._reaper.__exit__()
 
 
-def ours(fleet: Fleet, places: tuple[Place, Place], folder: Path) -> dict[str, Any]:
+def ours(fleet: LinkCase, places: tuple[Endpoint, Endpoint], folder: Path) -> dict[str, Any]:
     """Speed, utilization and traffic of a run."""
     here = places[0]
     folder.mkdir(parents=True)
@@ -188,7 +188,7 @@ def ours(fleet: Fleet, places: tuple[Place, Place], folder: Path) -> dict[str, A
             watching.wait()
 
 
-def _write_config(fleet: Fleet, here: Place, folder: Path) -> Path:
+def _write_config(fleet: LinkCase, here: Endpoint, folder: Path) -> Path:
     document = {
         "run": {"name": "link", "steps": STEPS, "seed": fleet.seed},
         "task": {
@@ -265,7 +265,7 @@ def _difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, floa
 
 
 def data_parallel(
-    fleet: Fleet, places: tuple[Place, Place], folder: Path, gradient: str
+    fleet: LinkCase, places: tuple[Endpoint, Endpoint], folder: Path, gradient: str
 ) -> dict[str, Any]:
     """Speed and traffic of a job."""
     programs = folder.parent / f"programs-{fleet.islands}-{gradient}"
@@ -305,13 +305,15 @@ def data_parallel(
 # --- Both
 
 
-def measure(fleet: Fleet, link: Link, program: Path, folder: Path) -> list[dict[str, Any]]:
+def measure(
+    fleet: LinkCase, link: EmulatedLink, program: Path, folder: Path
+) -> list[dict[str, Any]]:
     """Rows of all systems, each with its speed as a share of its own on loopback."""
     rows = []
     systems = ("ours", "data-parallel float32", "data-parallel bfloat16")
     for system in systems:
         found = {}
-        for where, joins in (("loopback", Link()), ("link", link)):
+        for where, joins in (("loopback", EmulatedLink()), ("link", link)):
             with joined(joins, program) as places:
                 inner = folder / f"{system.replace(' ', '-')}-{where}-{fleet.islands}"
                 if system == "ours":
@@ -375,8 +377,8 @@ def main() -> None:
     rows = json.loads(args.out.read_text()) if args.out and args.out.exists() else []
     with tempfile.TemporaryDirectory() as temporary:
         for islands in map(int, args.islands.split(",")):
-            fleet = Fleet(islands, args.parameters, args.step_s, args.seconds, args.seed)
-            link = Link(args.rtt_ms, args.mbit)
+            fleet = LinkCase(islands, args.parameters, args.step_s, args.seconds, args.seed)
+            link = EmulatedLink(args.rtt_ms, args.mbit)
             rows += measure(fleet, link, args.link, args.folder or Path(temporary))
             if args.out:
                 args.out.write_text(json.dumps(rows, indent=1))

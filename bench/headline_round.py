@@ -33,7 +33,7 @@ from bench.harness import create, run_part, table
 from bench.tasks import plain
 from diloco.common.process.nats_server import NatsServer
 from diloco.learner.task import Params, params_shapes
-from diloco.operate.local.fleet import Fleet
+from diloco.operate.local.fleet import LocalDaemons
 
 PARAMETERS = 1 << 24
 WARM_ROUNDS = 3
@@ -49,7 +49,7 @@ THEIRS = ("torchft float32", "torchft float32, stored")
 def ours(codec: str, workers: int, parameters: int, rounds: int, folder: Path) -> list[float]:
     """Mean seconds of a round, by worker."""
     folder.mkdir(parents=True)
-    with NatsServer(folder / "nats") as server, Fleet(folder / "logs") as fleet:
+    with NatsServer(folder / "nats") as server, LocalDaemons(folder / "logs") as fleet:
         document = {
             "run": {"name": "round", "steps": 100_000},
             "task": {"build": "bench.tasks:plain", "options": {"matrices": parameters}},

@@ -27,7 +27,7 @@ import jax
 import numpy as np
 
 from bench import emulate, quality, sweep, tasks
-from bench.sweep import Case, Settings, known, settings_of
+from bench.sweep import Settings, SweepCase, known, settings_of
 from diloco.aggregator.arrays.fragment import FragmentArrays
 from diloco.aggregator.arrays.outer import OuterOptimizer
 from diloco.common.protocol.shards import digest
@@ -55,7 +55,7 @@ def save(thing: Any, path: Path, named: Named) -> None:
 
 
 def load(path: Path, named: Named) -> Any:
-    """What `save` put there, with the same names of what stays outside."""
+    """Load the object that `save` stored, with the same names of what stays outside."""
     with path.open("rb") as file:
         return _Unpickler(file, named).load()
 
@@ -113,7 +113,7 @@ LOOKS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """What a case is measured at."""
+    """The model and batch at which a case is measured."""
 
     preset: str
     batch: int
@@ -123,7 +123,7 @@ class Size:
     tokens_per_parameter: float
 
     def options(self) -> dict[str, Any]:
-        """Of the built-in task."""
+        """The options of the built-in task."""
         return {
             "preset": self.preset,
             "batch": self.batch,
@@ -142,16 +142,16 @@ class Size:
         return round(steps)
 
 
-def matrix(size: Size, settings: Settings, latency_steps: float, seed: int) -> list[Case]:
-    """What is compared, the case that carries the claim and what it must beat first."""
+def matrix(size: Size, settings: Settings, latency_steps: float, seed: int) -> list[SweepCase]:
+    """The cases to compare, the one that carries the claim and the one it must beat first."""
     budget = size.budget()
 
-    def case(name: str, optimizer: sweep.Inner = "muon", **fields: Any) -> Case:
-        return Case(
+    def case(name: str, optimizer: sweep.Inner = "muon", **fields: Any) -> SweepCase:
+        return SweepCase(
             group=size.preset, name=name, budget=budget, seed=seed, optimizer=optimizer, **fields
         )
 
-    def system(name: str, optimizer: sweep.Inner = "muon", **fields: Any) -> Case:
+    def system(name: str, optimizer: sweep.Inner = "muon", **fields: Any) -> SweepCase:
         return case(name, optimizer, settings=settings, latency_steps=latency_steps, **fields)
 
     return [
@@ -165,7 +165,7 @@ def matrix(size: Size, settings: Settings, latency_steps: float, seed: int) -> l
     ]
 
 
-def task_of(case: Case, size: Size) -> Task:
+def task_of(case: SweepCase, size: Size) -> Task:
     """The case's task, whose rate goes through its schedule once in the case's run."""
     return tasks.build(
         steps=case.steps(),
@@ -176,7 +176,7 @@ def task_of(case: Case, size: Size) -> Task:
     )
 
 
-class Piece:
+class CasePart:
     """The part of a case that is run now.
 
     Args:
@@ -185,7 +185,7 @@ class Piece:
         path: of the file that holds the case between two pieces.
     """
 
-    def __init__(self, case: Case, size: Size, path: Path) -> None:
+    def __init__(self, case: SweepCase, size: Size, path: Path) -> None:
         self._case, self._path = case, path
         task = task_of(case, size)
         began = emulate.first(task, case.seed)
@@ -209,23 +209,23 @@ class Piece:
             save(self._run, self._path, self._named)
             return None
         self._path.unlink(missing_ok=True)
-        if isinstance(done, emulate.Outcome):
+        if isinstance(done, emulate.RunOutcome):
             return done._asdict()
         return {"loss": done, "looks": self._run.looks}
 
 
-def key_of(case: Case, size: Size) -> str:
+def key_of(case: SweepCase, size: Size) -> str:
     """Names a result by all that was chosen."""
     settings = ", ".join(f"{key}={value}" for key, value in case.settings.items())
     chosen = (case.group, case.name, case.budget, case.seed, case.rate, case.latency_steps)
     return "/".join(map(str, (*chosen, settings, size.batch, size.length, size.dtype)))
 
 
-def run_piece(case: Case, size: Size, folder: Path, until_s: float) -> dict[str, Any] | None:
+def run_piece(case: SweepCase, size: Size, folder: Path, until_s: float) -> dict[str, Any] | None:
     """Go on with a case; its line of results, or None if time was up before."""
     key = key_of(case, size)
     began_s = time.monotonic()
-    piece = Piece(case, size, folder / f"{digest(key.encode())}.half")
+    piece = CasePart(case, size, folder / f"{digest(key.encode())}.half")
     result = piece.run(lambda: time.monotonic() > until_s)
     if result is None:
         return None
@@ -237,7 +237,7 @@ def run_piece(case: Case, size: Size, folder: Path, until_s: float) -> dict[str,
     return line
 
 
-def table(wanted: list[Case], size: Size, found: dict[str, dict[str, Any]]) -> None:
+def table(wanted: list[SweepCase], size: Size, found: dict[str, dict[str, Any]]) -> None:
     """Print what is there: losses, and what they exceed both data-parallel baselines by."""
     losses = {
         case.name: found[key_of(case, size)]["loss"]
@@ -276,7 +276,7 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _matrix(options: argparse.Namespace, size: Size) -> list[Case]:
+def _matrix(options: argparse.Namespace, size: Size) -> list[SweepCase]:
     settings: Settings = {
         "sync.interval_steps": options.h,
         "sync.fragments": options.p,

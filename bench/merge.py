@@ -122,12 +122,12 @@ def _stage_bytes(size: int, learners: int) -> dict[str, float]:
 
 
 def _least_bytes(size: int, learners: int) -> float:
-    """What the whole round moves at least: sum, parameters, momentum and view twice, codes once."""
+    """Bytes that the round moves at least: sum, parameters, momentum, view twice, codes once."""
     return 32 * size + (learners + 1) * (size / 2 + 2 * size / BLOCK)
 
 
 class Taken(NamedTuple):
-    """Of a stage; processor time of all threads.
+    """The time of a stage; processor time of all threads.
 
     Attributes:
         processor_s: divided by the cores.
@@ -149,7 +149,7 @@ def total_of(taken: dict[str, Taken]) -> tuple[float, float]:
     return wall_s, sum(one.processor_s for one in taken.values()) * cores.available()
 
 
-class Round:
+class MergeRound:
     """One round on arrays that are kept from repeat to repeat, as in an aggregator."""
 
     def __init__(self, grid: Grid) -> None:
@@ -160,7 +160,7 @@ class Round:
         self._state = self._optimizer.init(grid.size)
 
     def times(self, updates: Iterator[Encoded] | list[Encoded]) -> dict[str, Taken]:
-        """What each stage takes."""
+        """The time of each stage."""
         taken = dict.fromkeys(STAGES, Taken())
         contributions: list[Contribution] = []
         self._sum.reset()
@@ -218,7 +218,7 @@ class Round:
 
 def _print_speed(size: int, learners: int) -> float:
     grid = grid_of(size)
-    stream, round_ = Stream(size), Round(grid)
+    stream, round_ = Stream(size), MergeRound(grid)
     updates = list(updates_of(grid, learners))
     round_.times(updates)  # Compiles, and touches the memory.
     taken: list[dict[str, Taken]] = []
@@ -283,10 +283,10 @@ def _print_memory(size: int) -> None:
 def _round_growth_bytes(size: int, learners: int) -> int:
     """Growth of the peak resident memory from a small round's to a large one's."""
     small = grid_of(1 << 16)
-    Round(small).times(updates_of(small, 2))
+    MergeRound(small).times(updates_of(small, 2))
     before = _peak_bytes()
     grid = grid_of(size)
-    round_ = Round(grid)
+    round_ = MergeRound(grid)
     round_.times(updates_of(grid, learners))
     round_.store(updates_of(grid, min(learners, MOST_WAITING["int4"] - 1)))
     return _peak_bytes() - before
@@ -343,7 +343,7 @@ def _turns(
 ) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
     """Wall and processor seconds, of ours and of Flower's."""
     grid = grid_of(size)
-    round_, updates = Round(grid), list(updates_of(grid, learners))
+    round_, updates = MergeRound(grid), list(updates_of(grid, learners))
     round_.times(updates)  # Compiles, and touches the memory.
     ours, flowers = [], []
     with subprocess.Popen(

@@ -46,7 +46,7 @@ from diloco.learner.core import sync
 from diloco.learner.tensors.quantize import encode
 from diloco.operate.create import create_run
 from diloco.plan import traffic as plan_traffic
-from diloco.plan.forecast import DAY_S, Fleet, Island, make_plan
+from diloco.plan.forecast import DAY_S, Fleet, PlannedIsland, make_plan
 from diloco.plan.rounds import JITTER
 from tests.gcs_server import GcsServer
 
@@ -59,7 +59,7 @@ COMMANDS = (("status", "--once", "--json"), ("doctor",), ("status", "--learners"
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
-class Seen(NamedTuple):
+class VersionSample(NamedTuple):
     """A version, and what had been used when its record was read."""
 
     fragment: int
@@ -72,7 +72,7 @@ class Seen(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """What is forecast and measured, of one version of one fragment; the interval is a median."""
+    """Figures of one version of one fragment, forecast or measured; the interval is a median."""
 
     merged: float
     staleness: float
@@ -271,9 +271,9 @@ def peak_bytes(pid: int) -> int:
 
 async def observe(
     store: Store, bus: Bus, pids: list[int], options: argparse.Namespace
-) -> list[Seen]:
+) -> list[VersionSample]:
     """Versions as they come, until each fragment has as many as are wanted."""
-    found: list[Seen] = []
+    found: list[VersionSample] = []
     server = store.server
     left = dict.fromkeys(range(options.fragments), options.settle + options.versions)
     async for message in bus.read(names.tape_stream(RUN), [names.record(RUN, "*")], 1):
@@ -285,7 +285,7 @@ async def observe(
         staleness = tuple(taken.staleness for taken in record.inputs)
         used_s = sum(map(cpu_s, pids))
         found.append(
-            Seen(
+            VersionSample(
                 record.fragment, record.aggregator, message.time_s, staleness, used_s,
                 server.down.carried, server.up.carried,
             )
@@ -299,7 +299,7 @@ async def observe(
     return found
 
 
-def measured(seen: list[Seen], settle: int, fragments: int) -> Figures:
+def measured(seen: list[VersionSample], settle: int, fragments: int) -> Figures:
     """Per version, after the first ones of each fragment."""
     begin, made = 0, Counter[int]()
     while len(made) < fragments or min(made.values()) < settle:
@@ -319,10 +319,10 @@ def measured(seen: list[Seen], settle: int, fragments: int) -> Figures:
 
 
 def forecast(config: Config, layout: Layout, options: argparse.Namespace) -> Figures:
-    """What `diloco plan` says of the same."""
+    """The forecast of `diloco plan` for the same fleet."""
     settings = config.settings()
     sized = plan_traffic.sizes(settings, [fragment.size for fragment in layout.fragments])
-    island = Island(
+    island = PlannedIsland(
         step_s=options.step_s, step_tokens=TOKENS, gbit=options.learner_gbit, rtt_s=0.001
     )
     fleet = Fleet(islands=(island,) * options.learners, aggregator_gbit=options.gbit, tls=False)
@@ -428,7 +428,10 @@ def time_command(command: tuple[str, ...], path: Path) -> None:
 
 
 async def fail_over(
-    folder: Path, seen: list[Seen], processes: dict[str, "subprocess.Popen[bytes]"], lease_s: float
+    folder: Path,
+    seen: list[VersionSample],
+    processes: dict[str, "subprocess.Popen[bytes]"],
+    lease_s: float,
 ) -> None:
     """Kill an aggregator, and say when others stood where it was with each of its fragments."""
     owners = {one.fragment: one.owner for one in seen}
@@ -455,7 +458,7 @@ async def fail_over(
 
 
 def show_owners(
-    seen: list[Seen], processes: dict[str, "subprocess.Popen[bytes]"], fragments: int
+    seen: list[VersionSample], processes: dict[str, "subprocess.Popen[bytes]"], fragments: int
 ) -> None:
     """Each aggregator's fragments at the end, and what it used."""
     owners = dict(zip((one.fragment for one in seen), (one.owner for one in seen), strict=True))

@@ -184,7 +184,7 @@ LABELS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What is compared; `settings` are of `--set`, `speeds` shares of full speed."""
+    """The parameters of a comparison; `settings` are of `--set`, `speeds` shares of full speed."""
 
     steps: int
     preset: str
@@ -334,7 +334,7 @@ FLOOR = 0.55
 
 @dataclass
 class Direction:
-    """What went one way: objects and messages, in bytes; parameters that the objects cover."""
+    """Traffic one way: objects and messages, in bytes; parameters that the objects cover."""
 
     objects_bytes: int = 0
     messages_bytes: int = 0
@@ -355,8 +355,8 @@ class Direction:
 
 
 @dataclass
-class Traffic:
-    """What a run's tape says of its traffic.
+class TapeTraffic:
+    """A run's traffic, from its tape.
 
     `up` sums over all learners; `down` is what one learner reads; `steps` are inner steps by
     learner.
@@ -394,8 +394,8 @@ class Traffic:
         return ours / (FLOAT32_BYTES * self.parameters * steps)
 
 
-async def read_traffic(config: Config, url: str) -> Traffic:
-    """What the tape of a finished run says."""
+async def read_traffic(config: Config, url: str) -> TapeTraffic:
+    """Read the traffic of a finished run from its tape."""
     bus = await jetstream.connect(url, name="bench-wire")
     try:
         return await _read(config, bus)
@@ -403,12 +403,12 @@ async def read_traffic(config: Config, url: str) -> Traffic:
         await bus.close()
 
 
-async def _read(config: Config, bus: Bus) -> Traffic:
+async def _read(config: Config, bus: Bus) -> TapeTraffic:
     run = config.run.name
     specification = await load_specification(bus, run)
     stored = open_store(config.store.url).get(names.layout_object(run, specification.layout))
     layout = parse_layout(stored, specification.layout)
-    traffic = Traffic(sum(fragment.elements for fragment in layout.fragments))
+    traffic = TapeTraffic(sum(fragment.elements for fragment in layout.fragments))
     subjects = [names.update(run, "*", "*"), names.record(run, "*"), names.end(run)]
     async for message in bus.read(names.tape_stream(run), subjects, 1):
         match names.parse_subject(message.subject):
@@ -421,7 +421,7 @@ async def _read(config: Config, bus: Bus) -> Traffic:
     return traffic
 
 
-def measure_wire(folder: Path, *, learners: int, steps: int, settings: list[str]) -> Traffic:
+def measure_wire(folder: Path, *, learners: int, steps: int, settings: list[str]) -> TapeTraffic:
     """Run the system in a folder and read its tape."""
     run_dir = folder / "run"
     run_local(run_dir, learners=learners, steps=steps, settings=settings)
@@ -430,7 +430,7 @@ def measure_wire(folder: Path, *, learners: int, steps: int, settings: list[str]
         return asyncio.run(read_traffic(config, server.url))
 
 
-def show_wire(traffic: Traffic) -> None:
+def show_wire(traffic: TapeTraffic) -> None:
     """Print the table, and whether the floor is held."""
     steps = sum(traffic.steps.values()) / len(traffic.steps)
     print(

@@ -41,7 +41,7 @@ from diloco.common.protocol import names, shards, slices, wire
 from diloco.common.protocol.layout import Tensor, make_layout
 from diloco.plan import rounds as plan_rounds
 from diloco.plan.outages import Trace, always
-from diloco.plan.rounds import Aggregator, Rounds, Worker
+from diloco.plan.rounds import PlannedAggregator, PlannedLearner, RoundTotals
 from tests.records import make_input, make_record
 
 # --- Rounds
@@ -61,7 +61,7 @@ GROWTH = 0.03
 NO_STEPS = 0.01
 
 
-class Case(NamedTuple):
+class RoundsCase(NamedTuple):
     """One cell's fleet and settings; `store_steps` that storing a delta takes."""
 
     learners: int
@@ -74,7 +74,7 @@ class Case(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """What came of a case."""
+    """The result of a case."""
 
     merged: float
     interval: float
@@ -84,20 +84,20 @@ class Cell(NamedTuple):
     worst: float
 
 
-def cases() -> list[Case]:
+def cases() -> list[RoundsCase]:
     """The table of the scale, then every combination for 16 learners."""
     scale = [
-        *(Case(learners) for learners in (8, 16, 32, 64)),
-        Case(8, store_steps=1.6),
-        Case(8, reads="fast", speeds="unequal"),
+        *(RoundsCase(learners) for learners in (8, 16, 32, 64)),
+        RoundsCase(8, store_steps=1.6),
+        RoundsCase(8, reads="fast", speeds="unequal"),
     ]
     choices = product(
         (1, 8, 16), (6, INTERVAL), ("together", "spread"), READS, ("equal", "unequal")
     )
-    return [*scale, *(Case(16, *chosen) for chosen in choices)]
+    return [*scale, *(RoundsCase(16, *chosen) for chosen in choices)]
 
 
-def settings_of(case: Case) -> RunSettings:
+def settings_of(case: RoundsCase) -> RunSettings:
     """Of the run."""
     return parse_settings(
         {
@@ -108,7 +108,7 @@ def settings_of(case: Case) -> RunSettings:
     )
 
 
-def workers_of(case: Case, horizon_s: float) -> list[Worker]:
+def workers_of(case: RoundsCase, horizon_s: float) -> list[PlannedLearner]:
     """The fleet; where phases are spread, learners begin one after another within H steps."""
     found = []
     for number in range(case.learners):
@@ -118,7 +118,7 @@ def workers_of(case: Case, horizon_s: float) -> list[Worker]:
         if case.phases == "spread" and number:
             begins_s = share * INTERVAL * STEP_S
             trace = Trace(horizon_s, np.asarray([0.0, begins_s]), np.asarray([0.0, 1.0]), (), ())
-        worker = Worker(
+        worker = PlannedLearner(
             step_s=STEP_S * slower, step_tokens=100, upload_s=0.1 * STEP_S,
             download_s=0.1 * STEP_S, trace=trace,
         )  # fmt: skip
@@ -126,9 +126,9 @@ def workers_of(case: Case, horizon_s: float) -> list[Worker]:
     return found
 
 
-def simulated(case: Case, workers: list[Worker], horizon_s: float) -> Rounds:
+def simulated(case: RoundsCase, workers: list[PlannedLearner], horizon_s: float) -> RoundTotals:
     """The rounds of a case."""
-    aggregator = Aggregator(
+    aggregator = PlannedAggregator(
         read_s=STEP_S / READS[case.reads], make_s=0.02 * STEP_S,
         store_s=case.store_steps * STEP_S, message_s=0.005,
     )  # fmt: skip
@@ -138,8 +138,8 @@ def simulated(case: Case, workers: list[Worker], horizon_s: float) -> Rounds:
     )  # fmt: skip
 
 
-def cell(case: Case, rounds: int) -> Cell:
-    """What comes of a case, after the first versions."""
+def cell(case: RoundsCase, rounds: int) -> Cell:
+    """Simulate a case; the first versions are left out."""
     horizon_s = rounds * INTERVAL * STEP_S
     found = simulated(case, workers_of(case, horizon_s), horizon_s)
     merged = found.merged[SETTLE:]
@@ -179,8 +179,8 @@ def rounds_main() -> None:
     parser.add_argument("--against", type=Path, help="cells of another commit")
     options = parser.parse_args()
     before = _read(options.against) if options.against else {}
-    print("| " + " | ".join((*Case._fields, *Cell._fields, "before")) + " |")
-    found: list[tuple[Case, Cell]] = []
+    print("| " + " | ".join((*RoundsCase._fields, *Cell._fields, "before")) + " |")
+    found: list[tuple[RoundsCase, Cell]] = []
     for case in cases():
         found.append((case, cell(case, options.rounds)))
         print(_row(*found[-1], before.get(case)), flush=True)
@@ -193,11 +193,11 @@ def rounds_main() -> None:
     sys.exit(1 if bad else 0)
 
 
-def _read(path: Path) -> dict[Case, Cell]:
-    return {Case(*case): Cell(*found) for case, found in json.loads(path.read_text())}
+def _read(path: Path) -> dict[RoundsCase, Cell]:
+    return {RoundsCase(*case): Cell(*found) for case, found in json.loads(path.read_text())}
 
 
-def _row(case: Case, after: Cell, before: Cell | None) -> str:
+def _row(case: RoundsCase, after: Cell, before: Cell | None) -> str:
     cells = [str(field) for field in case] + _figures(after)
     cells.append(", ".join(_figures(before)) if before else "")
     return "| " + " | ".join(cells) + " |"

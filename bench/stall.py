@@ -1,4 +1,4 @@
-"""What synchronization costs a learner.
+"""The cost of synchronization for a learner.
 
     python -m bench.stall [--pairs 10] [--preset 1m] [--devices 4 --mesh fsdp=2,tensor=2]
     python -m bench.stall cost [--intervals 10] [--step-ms 50] [--preset 1m] [--profile FOLDER]
@@ -136,7 +136,7 @@ def report_encode(loop: Loop, settings: RunSettings) -> None:
 
 
 def report_checkpoint(loop: Loop, context: Context, folder: Path) -> None:
-    """What a checkpoint costs: the training thread's part, and all of it on this one core."""
+    """Report a checkpoint's cost: the training thread's part, and all of it on this one core."""
     section = LearnerSection(checkpoint_dir=str(folder))
     kept = Folder(folder, section.checkpoint_keep)
     dispatched_s, made_s = [], []
@@ -232,7 +232,7 @@ def learning(config: Config) -> Iterator[tuple[Loop, Life]]:
 
 
 def measure(config: Config, folder: Path, rounds: int) -> list[dict[Way, Took]]:
-    """What each way took, round by round."""
+    """Measure each way, round by round."""
     with learning(config) as (loop, life):
         timings = measure_rounds(loop, rounds)
         print(f"updates sent: {life.context.traffic.updates_sent}")
@@ -298,7 +298,7 @@ BATCH = 2  # so that a step of the demo's model fits in 50 ms on one core
 TRAINING, LOOP = "MainThread", "background"
 
 
-class Spent(NamedTuple):
+class ProcessorTime(NamedTuple):
     """Processor seconds of this process, by who took them; `rest_s`: no threads of Python's."""
 
     training_s: float
@@ -307,7 +307,7 @@ class Spent(NamedTuple):
     rest_s: float
 
     @classmethod
-    def now(cls) -> "Spent":
+    def now(cls) -> "ProcessorTime":
         """Read the clocks of all threads that there are."""
         taken = {TRAINING: 0.0, LOOP: 0.0, "pool": 0.0}
         for thread in threading.enumerate():
@@ -318,12 +318,12 @@ class Spent(NamedTuple):
         rest_s = time.process_time() - sum(taken.values())
         return cls(taken[TRAINING], taken[LOOP], taken["pool"], rest_s)
 
-    def since(self, before: "Spent") -> "Spent":
-        """What was taken between two readings."""
-        return Spent(*(now - then for now, then in zip(self, before, strict=True)))
+    def since(self, before: "ProcessorTime") -> "ProcessorTime":
+        """The time taken between two readings."""
+        return ProcessorTime(*(now - then for now, then in zip(self, before, strict=True)))
 
 
-class Cost(NamedTuple):
+class UpdateCost(NamedTuple):
     """Milliseconds of processor time for an update and the version that answers it."""
 
     training: float
@@ -333,12 +333,12 @@ class Cost(NamedTuple):
 
 
 def devices_ms(loop: Loop, settings: RunSettings) -> float:
-    """What XLA's own threads take to send and to adopt every fragment once."""
+    """Milliseconds that XLA's own threads take to send and to adopt every fragment once."""
     replica, section = loop.synchronizer.replica, settings.sync
     replica.trained = loop.params
     payloads = []
     for fragment in range(section.fragments):
-        zeros = np.zeros(len(replica.held(fragment)) * section.block, np.float32)
+        zeros = np.zeros(len(replica.local_blocks(fragment)) * section.block, np.float32)
         encoded = encode(section.delta_codec, zeros, section.block)
         payloads.append(Encoded(*map(np.asarray, encoded)))
 
@@ -349,11 +349,11 @@ def devices_ms(loop: Loop, settings: RunSettings) -> float:
             jax.block_until_ready(replica.trained)
 
     turn()
-    began = Spent.now()
+    began = ProcessorTime.now()
     for _ in range(TURNS):
         turn()
     loop.params = replica.trained
-    return 1000 * Spent.now().since(began).rest_s / TURNS
+    return 1000 * ProcessorTime.now().since(began).rest_s / TURNS
 
 
 def step(loop: Loop, step_s: float) -> float:
@@ -367,16 +367,18 @@ def step(loop: Loop, step_s: float) -> float:
     return time.thread_time() - began_cpu_s
 
 
-def measure_cost(loop: Loop, life: Life, steps: int, step_s: float) -> tuple[Cost, float, float]:
+def measure_cost(
+    loop: Loop, life: Life, steps: int, step_s: float
+) -> tuple[UpdateCost, float, float]:
     """The cost of an update and its version, how many a step there were, and its milliseconds."""
     traffic = life.context.traffic
-    began, began_s, sent = Spent.now(), time.monotonic(), traffic.updates_sent
+    began, began_s, sent = ProcessorTime.now(), time.monotonic(), traffic.updates_sent
     training_s = sum(step(loop, step_s) for _ in range(steps))
-    took, took_s = Spent.now().since(began), time.monotonic() - began_s
+    took, took_s = ProcessorTime.now().since(began), time.monotonic() - began_s
     updates = traffic.updates_sent - sent
     each = 1000 / updates
     devices = devices_ms(loop, life.context.settings) / life.context.settings.sync.fragments
-    cost = Cost(each * training_s, each * took.loop_s, each * took.pool_s, devices)
+    cost = UpdateCost(each * training_s, each * took.loop_s, each * took.pool_s, devices)
     return cost, updates / steps, 1000 * took_s / steps
 
 

@@ -30,7 +30,7 @@ BUCKET = "bench"
 
 
 class Transfers(Protocol):
-    """What is measured."""
+    """The transfers that are measured."""
 
     def put(self, name: str, data: bytes) -> None:
         """Upload."""

@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple, Self, get_args
 import numpy as np
 
 from bench import emulate, tasks
-from bench.emulate import Life, Weather
+from bench.emulate import LifeSpan, Weather
 from bench.quality import data_parallel
 from diloco.common.process.config import RunSettings, make_config
 from diloco.learner.task import Batch, Params, Task
@@ -72,7 +72,7 @@ FLOAT32: Settings = {"sync.codec": "float32", "sync.delta_codec": "float32"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class SweepCase:
     """One run.
 
     Attributes:
@@ -110,7 +110,7 @@ class Case:
         return f"{self.task}/{self.group}/{self.name}/{self.budget}/{self.seed}"
 
     def weather(self) -> Weather:
-        """What its learners meet."""
+        """The weather of the case's learners."""
         latency = 0.0 if self.settings.get("sync.mode") == "lockstep" else self.latency_steps
         return Weather(
             self._speeds(),
@@ -134,13 +134,13 @@ class Case:
             return UNEQUAL
         return (1.0,) * round(LEARNERS * (1 + self.extra))
 
-    def _lives(self) -> tuple[tuple[Life, ...], ...]:
-        always = ((Life(),),) * LEARNERS
+    def _lives(self) -> tuple[tuple[LifeSpan, ...], ...]:
+        always = ((LifeSpan(),),) * LEARNERS
         if self.fleet == "kills":
             rng = np.random.default_rng([self.seed, self.budget])
             return tuple(_drawn_lives(rng, 2.0 * self.budget) for _ in range(LEARNERS))
         if self.fleet == "scavenging":
-            joined = (Life(self.budget / 2),)
+            joined = (LifeSpan(self.budget / 2),)
             return always + (joined,) * round(LEARNERS * self.extra)
         return ()
 
@@ -150,17 +150,17 @@ def expected_time(extra: float) -> float:
     return 0.5 + 0.5 / (1 + extra)
 
 
-def _drawn_lives(rng: np.random.Generator, until_s: float) -> tuple[Life, ...]:
+def _drawn_lives(rng: np.random.Generator, until_s: float) -> tuple[LifeSpan, ...]:
     """A learner's lives, from a Poisson process of kills and exponential times away."""
     lives, now_s = [], 0.0
     while now_s < until_s:
         ends_s = now_s + rng.exponential(LIFE_STEPS)
-        lives.append(Life(now_s, ends_s))
+        lives.append(LifeSpan(now_s, ends_s))
         now_s = ends_s + rng.exponential(AWAY_STEPS)
     return tuple(lives)
 
 
-def _steps_until(wanted: float, lives: tuple[tuple[Life, ...], ...], lost: float) -> int:
+def _steps_until(wanted: float, lives: tuple[tuple[LifeSpan, ...], ...], lost: float) -> int:
     """Virtual time by which learners at full speed have taken so many steps that count.
 
     With each learner that is killed `lost` steps die, on average over fragments.
@@ -175,11 +175,11 @@ def _steps_until(wanted: float, lives: tuple[tuple[Life, ...], ...], lost: float
     return step
 
 
-def main_cases(budget: int, seed: int) -> list[Case]:
+def main_cases(budget: int, seed: int) -> list[SweepCase]:
     """The five systems that are compared at every budget."""
 
-    def case(name: str, **fields: Any) -> Case:
-        return Case(group="main", name=name, budget=budget, seed=seed, **fields)
+    def case(name: str, **fields: Any) -> SweepCase:
+        return SweepCase(group="main", name=name, budget=budget, seed=seed, **fields)
 
     return [
         case("data-parallel", data_parallel=True),
@@ -190,11 +190,11 @@ def main_cases(budget: int, seed: int) -> list[Case]:
     ]
 
 
-def proof(budget: int, seed: int) -> list[Case]:
+def proof(budget: int, seed: int) -> list[SweepCase]:
     """Muon inside against both data-parallel baselines, the case that carries the claim first."""
 
-    def case(name: str, optimizer: Inner = "muon", **fields: Any) -> Case:
-        return Case(
+    def case(name: str, optimizer: Inner = "muon", **fields: Any) -> SweepCase:
+        return SweepCase(
             group="proof", name=name, budget=budget, seed=seed, optimizer=optimizer, **fields
         )
 
@@ -237,11 +237,11 @@ def proof(budget: int, seed: int) -> list[Case]:
     ]
 
 
-def rates(kind: Kind) -> list[Case]:
+def rates(kind: Kind) -> list[SweepCase]:
     """Peak rates of each inner optimizer, in data-parallel and in the system."""
     choices = {"adamw": (4e-3, 8e-3, 1.6e-2), "muon": (4e-3, 8e-3, 1.6e-2, 3.2e-2)}
     return [
-        Case(
+        SweepCase(
             group="rates",
             name=f"{optimizer}, {system}, {rate:g}",
             budget=LONG if kind != "student" else MIDDLE,
@@ -257,7 +257,7 @@ def rates(kind: Kind) -> list[Case]:
     ]
 
 
-def outer_cases(seed: int) -> list[Case]:
+def outer_cases(seed: int) -> list[SweepCase]:
     """Outer optimizers and merges, of this system and of synchronous DiLoCo."""
     choices: dict[str, Settings] = {
         f"{merge} {text}": {"outer.merge": merge, **outer(text)}
@@ -276,13 +276,13 @@ def outer_cases(seed: int) -> list[Case]:
         for text in texts
     }
     cases = [
-        Case(group="outer", name=name, budget=MIDDLE, seed=seed, settings=settings)
+        SweepCase(group="outer", name=name, budget=MIDDLE, seed=seed, settings=settings)
         for name, settings in choices.items()
     ]
     lockstep = ("average sgd 1.0", "average nesterov 0.9/0.3", "average nesterov 0.7/0.9")
     choices["average nesterov 0.7/0.9"] = {"outer.merge": "average", **outer("nesterov 0.7/0.9")}
     return cases + [
-        Case(
+        SweepCase(
             group="outer",
             name=f"synchronous, {name}",
             budget=MIDDLE,
@@ -301,14 +301,16 @@ def outer(text: str) -> Settings:
     return settings | ({"outer.momentum": float(momentum)} if momentum else {})
 
 
-def ablations(seed: int) -> list[Case]:
+def ablations(seed: int) -> list[SweepCase]:
     """One thing changed at a time, at the middle budget; the rows that are not changed are main's.
 
     An overlap is what an update and its version travel together, in three messages.
     """
 
-    def case(group: str, name: str, settings: Settings, **fields: Any) -> Case:
-        return Case(group=group, name=name, budget=MIDDLE, seed=seed, settings=settings, **fields)
+    def case(group: str, name: str, settings: Settings, **fields: Any) -> SweepCase:
+        return SweepCase(
+            group=group, name=name, budget=MIDDLE, seed=seed, settings=settings, **fields
+        )
 
     overwrite: Settings = {"sync.adopt": "overwrite"}
     short, whole = 2 / 3, 23 / 3
@@ -341,8 +343,8 @@ def ablations(seed: int) -> list[Case]:
     ]
 
 
-def long_cases(seed: int) -> list[Case]:
-    """What could make long runs better, or tell why they are not."""
+def long_cases(seed: int) -> list[SweepCase]:
+    """Cases that could make long runs better, or tell why they are not."""
     overwrite: Settings = {"sync.adopt": "overwrite"}
     choices: dict[str, tuple[Settings, dict[str, Any]]] = {
         "overwrite": (overwrite, {}),
@@ -358,15 +360,15 @@ def long_cases(seed: int) -> list[Case]:
         "synchronous, nesterov 0.4/0.5": (SYNCHRONOUS | outer("nesterov 0.4/0.5"), {}),
     }
     return [
-        Case(group="long", name=name, budget=LONG, seed=seed, settings=settings, **fields)
+        SweepCase(group="long", name=name, budget=LONG, seed=seed, settings=settings, **fields)
         for name, (settings, fields) in choices.items()
     ]
 
 
-def scavenging(seed: int) -> list[Case]:
+def scavenging(seed: int) -> list[SweepCase]:
     """Learners that join at half of the tokens."""
     return [
-        Case(
+        SweepCase(
             group="scavenging",
             name=f"+{extra:.0%}",
             budget=MIDDLE,
@@ -378,7 +380,7 @@ def scavenging(seed: int) -> list[Case]:
     ]
 
 
-def matrix(task: Kind) -> list[Case]:
+def matrix(task: Kind) -> list[SweepCase]:
     """All cases of a task, the most telling first."""
     seeds, cases = SEEDS[task], rates(task)
     proofs = [proof(LONG, seed) for seed in PROOF_SEEDS]
@@ -417,14 +419,14 @@ SCHEDULE_STEPS = 1000
 
 
 class Recipe(NamedTuple):
-    """What is compiled: a task and its inner optimizer; a rate of 0 is the task's own."""
+    """A task and its inner optimizer, to compile; a rate of 0 is the task's own."""
 
     kind: Kind
     optimizer: Inner
     rate: float
 
     @classmethod
-    def of(cls, case: Case) -> Self:
+    def of(cls, case: SweepCase) -> Self:
         """A case's."""
         return cls(case.task, case.optimizer, case.rate or 0.0)
 
@@ -449,8 +451,8 @@ def _inner_step(recipe: Recipe) -> InnerStep:
     return emulate.first(task_of(recipe, 0), 0).inner_step
 
 
-def start_of(case: Case) -> emulate.Begun:
-    """Where the case begins; its learning rate goes through its schedule once in its run."""
+def start_of(case: SweepCase) -> emulate.Begun:
+    """The start of a case; its learning rate goes through its schedule once in its run."""
     recipe = Recipe.of(case)
     inner_step, scale = _inner_step(recipe), SCHEDULE_STEPS / case.steps()
     began = emulate.first(task_of(recipe, case.seed), case.seed)
@@ -461,7 +463,7 @@ def start_of(case: Case) -> emulate.Begun:
     return began._replace(inner_step=scaled)
 
 
-def settings_of(case: Case) -> RunSettings:
+def settings_of(case: SweepCase) -> RunSettings:
     """The case's settings, checked as those of any run."""
     document: dict[str, Any] = {
         # Never at its end by its clock, which runs ahead of the steps of most learners.
@@ -476,8 +478,8 @@ def settings_of(case: Case) -> RunSettings:
     return make_config(document, source=case.key).settings()
 
 
-def run(case: Case) -> dict[str, Any]:
-    """What a case came to: its loss, and for the system what `emulate.Outcome` says."""
+def run(case: SweepCase) -> dict[str, Any]:
+    """Run a case: its loss, and for the system the fields of `emulate.RunOutcome`."""
     task, start = task_of(Recipe.of(case), case.seed), start_of(case)
     if case.data_parallel or case.alone:
         learners = 1 if case.alone else LEARNERS
@@ -504,7 +506,7 @@ def known(path: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _is_wanted(case: Case, options: argparse.Namespace) -> bool:
+def _is_wanted(case: SweepCase, options: argparse.Namespace) -> bool:
     groups = options.only.split(",") if options.only else [case.group]
     seeds = options.seeds.split(",") if options.seeds else [str(case.seed)]
     named = re.search(options.named, case.name)

@@ -451,7 +451,7 @@ def measure(folder: Path, commands: list[str], more: list[str]) -> None:
 
 
 def index(versions: int) -> None:
-    """What a history and a bundle index of such a run's messages, without the messages."""
+    """Print the memory that history and bundle take to index such a run, without its messages."""
     from diloco.common.storage.bundle.reader import Log
     from diloco.run.spool import Spool, Spooled, Times
 
@@ -476,7 +476,7 @@ def index(versions: int) -> None:
 
 
 def resident_mib() -> float:
-    """What this process has in memory now; on Linux."""
+    """MiB that this process has in memory now; on Linux."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
 
 

@@ -18,7 +18,7 @@ import jax
 from diloco.common.process.config import make_config
 from diloco.common.protocol.codec import CODECS
 from diloco.learner.dry_run import (
-    Program,
+    CompiledProgram,
     compile_step,
     device_bytes,
     exchanges,
@@ -68,7 +68,7 @@ def step_row(island: Island) -> Row:
     """The inner step, which must read and write parameters and optimizer's state."""
     state = device_bytes(island.params_lying()) + device_bytes(island.state_lying())
     with island.context():
-        return row("inner step", [Program(compile_step(island), 2 * state)], 2 * state)
+        return row("inner step", [CompiledProgram(compile_step(island), 2 * state)], 2 * state)
 
 
 def fragment_rows(island: Island) -> Iterator[Row]:
@@ -89,8 +89,8 @@ def fragment_rows(island: Island) -> Iterator[Row]:
             yield row(name, programs(call, largest.leaves, *given, touched=touched), must)
 
 
-def row(name: str, started: list[Program], must: int) -> Row:
-    """What the compiler says of programs that follow each other."""
+def row(name: str, started: list[CompiledProgram], must: int) -> Row:
+    """The compiler's figures for programs that follow each other."""
     counts: list[Any] = [one.compiled.cost_analysis() or {} for one in started]
     memory: list[Any] = [one.compiled.memory_analysis() for one in started]
     return Row(

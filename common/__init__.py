@@ -1,1 +1,1 @@
-"""What the learner and the aggregator both speak: wire format, names, codecs, store and bus."""
+"""The code that learner and aggregator share: wire format, names, codecs, store and bus."""

@@ -1,4 +1,4 @@
-"""`diloco check`: what a file is, and whether it would do."""
+"""`diloco check`: the kind of a file, and whether it would do."""
 
 import tomllib
 from pathlib import Path

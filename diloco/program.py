@@ -100,9 +100,9 @@ def options(
 
         keep_off_accelerators()
     if bus is not None or store is not None:
-        from diloco.run.cli.opening import Place, use_place
+        from diloco.run.cli.opening import RunLocation, use_place
 
-        use_place(Place(bus, store))
+        use_place(RunLocation(bus, store))
 
 
 def main() -> None:
@@ -133,5 +133,5 @@ def _fail(error: DilocoError) -> NoReturn:
 
 
 def _silence() -> None:
-    """What is still to be written to standard output goes nowhere: it takes no more."""
+    """Discard further writes to standard output, which takes no more."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

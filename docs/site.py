@@ -1,4 +1,4 @@
-"""What MkDocs does not do by itself: the runbooks' pages, and links that hold in both places.
+"""MkDocs hooks: pages for the runbooks, and links that hold in repository and site.
 
 Pages link to each other as files of the repository, so that they can be read there. On the site the
 runbooks lie below docs/, and what is no page of it cannot be linked to.

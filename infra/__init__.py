@@ -1,1 +1,1 @@
-"""What operators deploy beside the daemons."""
+"""Tools that operators deploy beside the daemons."""

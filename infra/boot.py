@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a machine of infra/terraform runs at each boot, as root: from an empty disk to units.
+"""The boot program of a machine of infra/terraform, as root: from an empty disk to units.
 
 It needs no more than Python 3.10 and a service account. The instance's metadata say what to do
 (`Parameters`), and hold no secret: secrets come from Secret Manager into files of mode 0600.
@@ -26,11 +26,11 @@ from typing import NamedTuple
 from diloco.infra.cloud import Google
 from diloco.infra.cloud_units import ACCELERATORS, KEEPER, LIVEZ, LOGS, UNITS
 from diloco.infra.ended import DROP_IN
-from diloco.infra.release import Refused, Releases, Run, run_command, say, write
+from diloco.infra.release import ReleaseRefused, Releases, Run, run_command, say, write
 
 _AGAIN_S = 60.0
 # Beside logs.
-_BESIDE = {"learner": (LIVEZ,), "keeper": (KEEPER,)}
+_ALSO_STARTED = {"learner": (LIVEZ,), "keeper": (KEEPER,)}
 
 
 class Parameters(NamedTuple):
@@ -88,7 +88,7 @@ class Boot:
         say(
             f"{parameters.role} {parameters.name}: {parameters.release.get('object', 'no release')}"
         )
-        self.start_beside(LOGS, *_BESIDE.get(parameters.role, ()))
+        self.start_units(LOGS, *_ALSO_STARTED.get(parameters.role, ()))
         if parameters.role == "keeper":
             return True
         if parameters.role == "learner":
@@ -105,7 +105,7 @@ class Boot:
         home = self._releases.settle(home, before, parameters.units)
         return home == self._releases.home(parameters.release["sha256"])
 
-    def start_beside(self, *units: str) -> None:
+    def start_units(self, *units: str) -> None:
         """Have the machine say that it lives and what it does, whatever else happens on it."""
         for unit in units:
             write(self._root / "etc/systemd/system" / unit, UNITS[unit].encode(), 0o644)
@@ -113,7 +113,7 @@ class Boot:
         self._run(["systemctl", "enable", "--now", *units])
 
     def _prepare(self, kind: str) -> None:
-        """What a learner's unit has on such a machine beside what it has everywhere."""
+        """Write the additions to a learner's unit that only such a machine needs."""
         drop_in = self._root / "etc/systemd/system/diloco-learner@.service.d/40-ended.conf"
         write(drop_in, DROP_IN.encode(), 0o644)
         if kind == "tpu":
@@ -135,9 +135,9 @@ class Boot:
         try:
             found = self._google.save(parameters.bucket, parameters.release["object"], archive)
             if found != digest:
-                raise Refused(f"{parameters.release['object']} has sha256 {found}")
+                raise ReleaseRefused(f"{parameters.release['object']} has sha256 {found}")
             return self._releases.unpack(archive, digest, parameters.kind)
-        except Refused as error:
+        except ReleaseRefused as error:
             say(f"refused: {error}")
             if before is None:
                 raise

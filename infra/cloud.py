@@ -1,4 +1,4 @@
-"""What a machine reads of Google Cloud, and says to it, as its service account."""
+"""Reads and writes of a machine at Google Cloud, as its service account."""
 
 import base64
 import hashlib
@@ -18,7 +18,7 @@ LOGGING = "https://logging.googleapis.com/v2/entries:write"
 
 
 class Google:
-    """What the machine's service account reads of Google Cloud."""
+    """Reads Google Cloud as the machine's service account."""
 
     def __init__(
         self, metadata: str = METADATA, storage: str = STORAGE, secrets: str = SECRETS
@@ -28,12 +28,12 @@ class Google:
         self._secrets = secrets
 
     def parameters(self) -> dict[str, Any]:
-        """What Terraform has written for this machine."""
+        """The parameters that Terraform has written for this machine."""
         told: dict[str, Any] = json.loads(self.about_me("attributes/diloco"))
         return told
 
     def about_me(self, path: str) -> bytes:
-        """What the metadata say of this machine."""
+        """One entry of this machine's metadata."""
         return _fetch(self._metadata + path, _FLAVOR)
 
     def tell(self, attribute: str, value: str) -> None:

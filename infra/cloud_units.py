@@ -1,4 +1,4 @@
-"""What runs on a machine of Google Cloud beside its release, and before it is there.
+"""Units that run on a machine of Google Cloud beside its release, and before it is there.
 
 Answers to health checks, logs that leave the machine, and on one machine of a run the keeper of its
 groups. Units of this program, on the system's own Python: infra/terraform/startup.py.tftpl.
@@ -103,7 +103,7 @@ class _Livez(BaseHTTPRequestHandler):
 
 
 def livez_server(address: str = "", port: int = LIVEZ_PORT) -> ThreadingHTTPServer:
-    """What answers health checks: that it can is the answer."""
+    """The server that answers health checks: that it can answer is the answer."""
     return ThreadingHTTPServer((address, port), _Livez)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from diloco.infra.release import (
-    Refused,
+    ReleaseRefused,
     Releases,
     Run,
     digest_of,
@@ -39,8 +39,8 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
 _FIELD = re.compile(r'^(\w+) = "([^"]*)"$', re.MULTILINE)
 
 
-class Wanted(NamedTuple):
-    """What is asked for.
+class JoinRequest(NamedTuple):
+    """The files and settings with which a machine joins a run.
 
     Attributes:
         release: the archive.
@@ -57,7 +57,7 @@ class Wanted(NamedTuple):
     environment: Mapping[str, str]
 
 
-class Host:
+class JoiningMachine:
     """The machine.
 
     Args:
@@ -70,11 +70,11 @@ class Host:
         self._root = root
         self._releases = Releases(run, root / "opt")
 
-    def join(self, wanted: Wanted) -> bool:
+    def join(self, wanted: JoinRequest) -> bool:
         """Join; whether it runs this release, and not the release before.
 
         Raises:
-            Refused: what was given is not right for this machine. Nothing has changed.
+            ReleaseRefused: what was given is not right for this machine. Nothing has changed.
         """
         name, role = identity(wanted.credentials)
         unit = (
@@ -96,7 +96,7 @@ class Host:
         kind = manifest_of(release).kind
         drivers = _DRIVERS.get(kind, ())
         if drivers and not any((self._root / path).exists() for path in drivers):
-            raise Refused(
+            raise ReleaseRefused(
                 f"the release is for {kind}, and there is no /{' or /'.join(drivers)} here"
             )
         digest = digest_of(release)
@@ -109,7 +109,7 @@ class Host:
             write(self._root / drop_in, _NVIDIA.encode(), 0o644)
         return home
 
-    def _write(self, wanted: Wanted, name: str, role: str) -> bool:
+    def _write(self, wanted: JoinRequest, name: str, role: str) -> bool:
         etc = self._root / "etc/diloco"
         who = "aggregator" if role == "aggregator" else f"learner-{name}"
         file = "aggregator" if role == "aggregator" else name
@@ -129,22 +129,22 @@ def identity(credentials: Path) -> tuple[str, str]:
     """Name and role in a file of `diloco auth`.
 
     Raises:
-        Refused: it is none, or of nobody who has a unit.
+        ReleaseRefused: it is none, or of nobody who has a unit.
     """
     fields = dict(_FIELD.findall(credentials.read_text()))
     if fields.get("role") not in ("learner", "aggregator") or not fields.get("identity"):
-        raise Refused(
+        raise ReleaseRefused(
             f"{credentials} is no credentials file of a learner or an aggregator; make one with: "
             "diloco auth add-learner DIR NAME"
         )
     if not _NAME.fullmatch(fields["identity"]):
-        raise Refused(
+        raise ReleaseRefused(
             f"{credentials} is of {fields['identity']!r}, which is no name of a {fields['role']}"
         )
     return fields["identity"], fields["role"]
 
 
-def parse(words: Sequence[str]) -> Wanted:
+def parse(words: Sequence[str]) -> JoinRequest:
     """The command line."""
     parser = argparse.ArgumentParser(prog="join", description="Have this machine join a run.")
     parser.add_argument("release", type=Path, help="the archive that make release has made")
@@ -159,14 +159,14 @@ def parse(words: Sequence[str]) -> Wanted:
     if wrong := [pair for pair in pairs if not re.fullmatch(r"\w+=[^\n]*", pair)]:
         parser.error(f"--set {wrong[0]!r} is no KEY=VALUE")
     environment = dict(pair.split("=", 1) for pair in pairs)
-    return Wanted(given.release, given.run, given.credentials, given.ca, environment)
+    return JoinRequest(given.release, given.run, given.credentials, given.ca, environment)
 
 
 def main() -> None:
     """Join, or say why not."""
     try:
-        joined = Host().join(parse(sys.argv[1:]))
-    except (Refused, OSError) as error:
+        joined = JoiningMachine().join(parse(sys.argv[1:]))
+    except (ReleaseRefused, OSError) as error:
         sys.exit(f"error: {error}")
     sys.exit(0 if joined else 1)
 

@@ -31,7 +31,7 @@ _EVERY_S = 60.0
 GONE = frozenset({"STOPPING", "STOPPED", "TERMINATED", "SUSPENDING", "SUSPENDED"})
 
 
-class Wanted(NamedTuple):
+class GroupSpec(NamedTuple):
     """A group as Terraform wants it.
 
     Attributes:
@@ -47,13 +47,13 @@ class Wanted(NamedTuple):
 
     @property
     def url(self) -> str:
-        """Of the group."""
+        """The URL of the group."""
         return (
             f"{COMPUTE}projects/{self.project}/zones/{self.zone}/instanceGroupManagers/{self.name}"
         )
 
 
-class Seen(NamedTuple):
+class GroupState(NamedTuple):
     """A group as it is.
 
     Attributes:
@@ -67,7 +67,7 @@ class Seen(NamedTuple):
     ended: int
 
 
-def decide(wanted: Wanted, seen: Seen, has_ended: bool) -> tuple[int | None, bool]:
+def decide(wanted: GroupSpec, seen: GroupState, has_ended: bool) -> tuple[int | None, bool]:
     """To which size the group is to be resized, if at all, and whether its run has ended. Pure."""
     if wanted.hosts == 0:
         return None, False
@@ -97,7 +97,7 @@ class Keeper:
     def look(self) -> None:
         """Look at each group once, and do what is to be done."""
         ended = set(json.loads(self._state.read_text())) if self._state.exists() else set()
-        for wanted in self._wanted():
+        for wanted in self._specs():
             try:
                 size, over = decide(wanted, self._see(wanted), wanted.name in ended)
                 if size is not None:
@@ -109,16 +109,16 @@ class Keeper:
             ended = ended | {wanted.name} if over else ended - {wanted.name}
         self._state.write_text(json.dumps(sorted(ended)))
 
-    def _wanted(self) -> Iterable[Wanted]:
-        return [Wanted(**group) for group in self._google.parameters()["groups"]]
+    def _specs(self) -> Iterable[GroupSpec]:
+        return [GroupSpec(**group) for group in self._google.parameters()["groups"]]
 
-    def _see(self, wanted: Wanted) -> Seen:
+    def _see(self, wanted: GroupSpec) -> GroupState:
         size = int(self._google.call(wanted.url).get("targetSize", 0))
         machines = self._machines(wanted)
         ended = sum(self._says_ended(machine["instance"]) for machine in machines)
-        return Seen(size, [machine.get("instanceStatus", "") for machine in machines], ended)
+        return GroupState(size, [machine.get("instanceStatus", "") for machine in machines], ended)
 
-    def _machines(self, wanted: Wanted) -> list[Mapping[str, Any]]:
+    def _machines(self, wanted: GroupSpec) -> list[Mapping[str, Any]]:
         found: list[Mapping[str, Any]] = []
         page = ""
         while True:

@@ -35,7 +35,7 @@ _SEVERITIES = ("EMERGENCY", "ALERT", "CRITICAL", "ERROR", "WARNING", "NOTICE", "
 
 
 class Where(NamedTuple):
-    """Whose entries they are."""
+    """The project, machine and zone of the entries."""
 
     project: str
     zone: str
@@ -44,7 +44,7 @@ class Where(NamedTuple):
 
 
 def request(lines: Sequence[Mapping[str, Any]], where: Where) -> dict[str, Any]:
-    """What is sent of lines of the journal."""
+    """The request that sends lines of the journal."""
     return {
         "logName": f"projects/{where.project}/logs/diloco",
         "resource": {
@@ -121,7 +121,7 @@ def command(cursor: Path = CURSOR) -> list[str]:
 
 
 def unit_of(line: Mapping[str, Any]) -> str:
-    """Whose line it is: a unit's own, or systemd's of a unit."""
+    """The unit of a line: the line is the unit's own, or systemd's on a unit."""
     own = str(line.get("_SYSTEMD_UNIT") or "")
     return own if own and own != "init.scope" else str(line.get("UNIT") or own)
 

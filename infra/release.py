@@ -63,11 +63,11 @@ _SOURCES = ("--no-binary", "nkeys")
 _INTERPRETER = re.compile(r"python3\.\d+")
 
 
-class Refused(Exception):  # noqa: N818 - no fault of this machine's
+class ReleaseRefused(Exception):  # noqa: N818 - no fault of this machine's
     """A release that this machine cannot use; the text says why."""
 
 
-class Manifest(NamedTuple):
+class ReleaseManifest(NamedTuple):
     """The first file of a release.
 
     Attributes:
@@ -108,11 +108,11 @@ class Releases:
         return self._linked("diloco")
 
     def home(self, digest: str) -> Path:
-        """Where the release of this sha256 is, or would be."""
+        """The folder of the release of this sha256, there or not."""
         return self._opt / f"diloco-{digest[:16]}"
 
     def archive(self, digest: str) -> Path:
-        """Where its archive is while it is unpacked."""
+        """The path of its archive while it is unpacked."""
         self._opt.mkdir(parents=True, exist_ok=True)
         return self._opt / f"diloco-{digest[:16]}.tar.gz"
 
@@ -120,7 +120,7 @@ class Releases:
         """Unpack a release beside the others, and see whether its programs run.
 
         Raises:
-            Refused: this machine cannot use it. Nothing has changed.
+            ReleaseRefused: this machine cannot use it. Nothing has changed.
         """
         home = self.home(digest)
         part = home.with_suffix(".part")
@@ -146,7 +146,7 @@ class Releases:
             )
             self._run([f"{programs}/nats-server", "--version"])
         except (OSError, subprocess.CalledProcessError) as error:
-            raise Refused(f"its programs do not run here: {error}") from error
+            raise ReleaseRefused(f"its programs do not run here: {error}") from error
 
     def install(self, home: Path) -> None:
         """Have it be `diloco`, and write its units, which name its folder."""
@@ -201,11 +201,11 @@ class Releases:
         part.replace(self._opt / name)
 
 
-def manifest_of(archive: Path) -> Manifest:
-    """What a release is.
+def manifest_of(archive: Path) -> ReleaseManifest:
+    """Read the manifest of a release.
 
     Raises:
-        Refused: it is none, or one that this program does not know.
+        ReleaseRefused: it is none, or one that this program does not know.
     """
     try:
         with tarfile.open(archive, "r|gz") as tar:
@@ -213,12 +213,12 @@ def manifest_of(archive: Path) -> Manifest:
             file = tar.extractfile(first) if first and first.name == MANIFEST else None
             document = json.loads(file.read(1 << 16)) if file else {}
         if document.get("format") != FORMAT:
-            raise Refused(
+            raise ReleaseRefused(
                 f"{archive.name} is no release of format {FORMAT}; make it with: make release"
             )
-        return Manifest(**{name: document[name] for name in Manifest._fields})
+        return ReleaseManifest(**{name: document[name] for name in ReleaseManifest._fields})
     except (OSError, EOFError, tarfile.TarError, ValueError, KeyError, AttributeError) as error:
-        raise Refused(
+        raise ReleaseRefused(
             f"{archive.name} is no release ({error}); make it with: make release"
         ) from error
 
@@ -232,19 +232,23 @@ def digest_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _check(manifest: Manifest, kind: str, free_bytes: int) -> None:
+def _check(manifest: ReleaseManifest, kind: str, free_bytes: int) -> None:
     here, glibc = platform.machine(), _glibc()
     if manifest.kind != kind:
-        raise Refused(f"the release is for {manifest.kind}, and this machine is of kind {kind}")
+        raise ReleaseRefused(
+            f"the release is for {manifest.kind}, and this machine is of kind {kind}"
+        )
     if manifest.architecture != here:
-        raise Refused(f"the release is for {manifest.architecture}, and this machine is {here}")
+        raise ReleaseRefused(
+            f"the release is for {manifest.architecture}, and this machine is {here}"
+        )
     if _numbers(manifest.glibc) > _numbers(glibc):
-        raise Refused(
+        raise ReleaseRefused(
             f"the release needs glibc {manifest.glibc}, and this machine has {glibc}: take a newer "
             "image, or an older interpreter for the release"
         )
     if free_bytes < manifest.unpacked_bytes:
-        raise Refused(
+        raise ReleaseRefused(
             f"the release takes {manifest.unpacked_bytes >> 20} MiB, and the disk has "
             f"{free_bytes >> 20}: give the machine a larger one"
         )
@@ -408,11 +412,11 @@ def _compile(python: Path, stage: Path) -> None:
     _run(python, "-m", "compileall", "-q", "-q", *where, stage / "python/lib", check=False)
 
 
-def _describe(kind: str, python: Path, stage: Path) -> Manifest:
+def _describe(kind: str, python: Path, stage: Path) -> ReleaseManifest:
     files = _files(stage)
     version, interpreter = _run(python, "-s", "-P", "-c", _WHICH).split()
     commit = _run("git", "-C", ROOT, "describe", "--always", "--dirty", "--abbrev=12").strip()
-    return Manifest(
+    return ReleaseManifest(
         format=FORMAT, version=version, commit=commit, kind=kind,
         architecture=platform.machine(), glibc=least_glibc(files), python=interpreter,
         unpacked_bytes=sum(path.stat().st_size for path in files),
@@ -435,7 +439,7 @@ def _files(stage: Path) -> list[Path]:
     return sorted(path for path in stage.rglob("*") if path.is_file() and not path.is_symlink())
 
 
-def _pack(stage: Path, manifest: Manifest, archive: Path) -> None:
+def _pack(stage: Path, manifest: ReleaseManifest, archive: Path) -> None:
     """The archive: the manifest first, then all else by name, without times and owners."""
     (stage / "manifest.json").write_text(json.dumps(manifest._asdict(), indent=2) + "\n")
     (stage / "digests").write_text("".join(_digests(stage)))

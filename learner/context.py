@@ -1,4 +1,4 @@
-"""What the parts of one learner share: its run, its counters, what is asked of its tensors."""
+"""The state that the parts of one learner share: run, counters, requests to its tensors."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -78,7 +78,7 @@ def longest_round_s(settings: RunSettings, step_time_s: float) -> float:
     return settings.quorum.deadline_s + 2 * sync.interval_steps * step_time_s
 
 
-class Traffic:
+class TrafficCounts:
     """Bytes and updates of this life, for heartbeats."""
 
     def __init__(self) -> None:
@@ -89,10 +89,10 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Context(RunContext):
-    """What the background side of one learner shares."""
+    """The state that the background side of one learner shares."""
 
     learner: str
-    traffic: Traffic = dataclasses.field(default_factory=Traffic)
+    traffic: TrafficCounts = dataclasses.field(default_factory=TrafficCounts)
     answers: Answers = dataclasses.field(default_factory=Answers)
     metrics: Metrics = dataclasses.field(default_factory=Metrics)
     health: Health = dataclasses.field(default_factory=Health)

@@ -1,4 +1,4 @@
-"""What a learner will need of its slice, before there is one: `diloco learner --dry-run`.
+"""A forecast of a learner's needs, before there is a slice: `diloco learner --dry-run`.
 
 The learner's own programs are lowered and compiled from shapes alone, for its mesh: the inner
 step, and what sending and adopting a fragment start. No parameter is allocated, so that a model
@@ -40,7 +40,7 @@ _ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)[a-z0-9]*)\[([\d,]*)\]")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Memory:
+class MemoryNeed:
     """Bytes of one device, and of one host.
 
     Attributes:
@@ -67,19 +67,19 @@ class Memory:
 
     @property
     def training(self) -> int:
-        """Of a device, while it trains."""
+        """Bytes of a device, while it trains."""
         kept = self.parameters + self.optimizer + self.anchor + self.in_flight + self.batch
         return kept + self.activations + self.synchronization
 
     @property
     def start(self) -> int:
-        """Of a device while programs are compiled, and tried on a copy of the parameters."""
+        """Bytes of a device while programs are compiled, and tried on a copy of the parameters."""
         kept = 2 * self.parameters + self.optimizer + self.anchor + self.batch
         return kept + self.activations
 
 
-class Cost(NamedTuple):
-    """What some programs need, on one device.
+class ProgramCost(NamedTuple):
+    """The memory traffic and memory of some programs, on one device.
 
     Attributes:
         moved_bytes: read and written, at least.
@@ -101,8 +101,8 @@ class FragmentFigures:
 
     index: int
     elements: int
-    send: Cost
-    adopt: Cost
+    send: ProgramCost
+    adopt: ProgramCost
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,7 +134,7 @@ class DryRun:
     tokens_per_batch: int
     interval_steps: int
     overlap_steps: int
-    memory: Memory
+    memory: MemoryNeed
     fragments: tuple[FragmentFigures, ...]
     traffic: tuple[HostTraffic, ...]
 
@@ -206,7 +206,7 @@ def _memory(
     fragments: "Sequence[FragmentShapes]",
     figures: Iterable[FragmentFigures],
     per_host: int,
-) -> Memory:
+) -> MemoryNeed:
     step = _analysis(compile_step(island))
     parameters = device_bytes(island.params_lying())
     optimizer = device_bytes(island.state_lying())
@@ -214,7 +214,7 @@ def _memory(
     on_device = anchor_memory(island.anchor) is None
     # A view that is kept elsewhere is fetched for as long as the operation lasts.
     fetched = 0 if on_device else max(device_bytes(each.view) for each in fragments)
-    return Memory(
+    return MemoryNeed(
         parameters=parameters,
         optimizer=optimizer,
         anchor=views if on_device else 0,
@@ -269,7 +269,7 @@ class FragmentShapes:
         scales = self._placed((), code_dtype("bfloat16"))
         return tuple(map(Encoded, scales, codes))
 
-    def measure(self) -> tuple[Cost, Cost]:
+    def measure(self) -> tuple[ProgramCost, ProgramCost]:
         """Of a send and of an adoption that also settles an update."""
         send, adopt = _sending(self.kernels, self.blends), _adoption(self.kernels, self.sync)
         brought = (self.view, self.delta, self.update) + ((self.view,) if self.blends else ())
@@ -295,7 +295,7 @@ class FragmentShapes:
 
 
 def fragment_figures(island: Island) -> tuple[FragmentFigures, ...]:
-    """What each fragment costs, within the island's context."""
+    """Measure each fragment, within the island's context."""
     return _measured(fragment_shapes(island))
 
 
@@ -307,7 +307,7 @@ def fragment_shapes(island: Island) -> list[FragmentShapes]:
 
 def _measured(fragments: Sequence[FragmentShapes]) -> tuple[FragmentFigures, ...]:
     """Their figures; fragments of equal shapes share their programs, so they cost the same."""
-    found: dict[Any, tuple[Cost, Cost]] = {}
+    found: dict[Any, tuple[ProgramCost, ProgramCost]] = {}
     for each in fragments:
         if each.kernels.geometry not in found:
             found[each.kernels.geometry] = each.measure()
@@ -323,14 +323,14 @@ def _measured(fragments: Sequence[FragmentShapes]) -> tuple[FragmentFigures, ...
 
 
 def _sending(kernels: Kernels, blends: bool) -> Callable[[Leaves, Blocks], Any]:
-    """What `Replica.send` does."""
+    """The function that `Replica.send` runs."""
     if not blends:
         return kernels.send
     return lambda leaves, view: (kernels.send(leaves, view), kernels.ahead(leaves, view))
 
 
 def _adoption(kernels: Kernels, sync: SyncSection) -> Callable[..., tuple[Leaves, Blocks]]:
-    """What `Replica.adopt` does with a version's delta that resolves an update."""
+    """The function that `Replica.adopt` runs for a delta that resolves an update."""
 
     def rebase(leaves: Leaves, view: Blocks, delta: Codes, update: Codes) -> tuple[Leaves, Blocks]:
         leaves, view = kernels.apply(leaves, view, delta)
@@ -401,7 +401,7 @@ def _fragment_traffic(
 # --- Programs and shapes
 
 
-class Program(NamedTuple):
+class CompiledProgram(NamedTuple):
     """A compiled program, and the bytes of a device that it reads and writes at least."""
 
     compiled: jax.stages.Compiled
@@ -410,7 +410,7 @@ class Program(NamedTuple):
 
 def programs(
     function: Callable[..., Any], *given: Any, touched: Mapping[str, int]
-) -> list[Program]:
+) -> list[CompiledProgram]:
     """The programs that a call starts one after another, compiled for shapes and where they lie.
 
     Each is compiled by itself, as JAX does when the function is called with arrays, and takes
@@ -446,12 +446,12 @@ def programs(
             one: device_bytes(values[one]) for one in (*taken, *call.outvars) if one not in bytes_of
         }
         moved = sum(bytes_of[one] for one in (*taken, *call.outvars))
-        found.append(Program(compiled, moved))
+        found.append(CompiledProgram(compiled, moved))
     return found
 
 
-def cost(started: Iterable[Program]) -> Cost:
-    """What programs need that follow each other, on one device; all their results are kept."""
+def cost(started: Iterable[CompiledProgram]) -> ProgramCost:
+    """The cost on one device of programs that follow each other; all their results are kept."""
     moved = results = temporary = accessed = 0
     exchanged = [0]
     for program in started:
@@ -463,7 +463,7 @@ def cost(started: Iterable[Program]) -> Cost:
         moved += program.moved_bytes + 2 * sum(between)
         accessed += round((program.compiled.cost_analysis() or {}).get("bytes accessed", 0))
         exchanged += between
-    return Cost(moved, results + temporary, sum(exchanged), max(exchanged), accessed)
+    return ProgramCost(moved, results + temporary, sum(exchanged), max(exchanged), accessed)
 
 
 def exchanges(text: str) -> list[int]:

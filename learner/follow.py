@@ -13,7 +13,7 @@ from diloco.common.storage.views import assemble_view
 from diloco.learner.context import Context
 from diloco.learner.hosts import messages
 from diloco.learner.hosts.messages import exchange_secret
-from diloco.learner.hosts.worker import Link, Worker, check_same, connect
+from diloco.learner.hosts.worker import HostLink, Worker, check_same, connect
 from diloco.learner.life import (
     Host,
     Life,
@@ -24,12 +24,12 @@ from diloco.learner.life import (
     make_saver,
     never,
     own_folder,
-    read_held,
+    read_frozen,
 )
 from diloco.learner.synchronizer import Meter, Synchronizer
 from diloco.learner.tensors import tree
-from diloco.learner.wire.claims import Shares
-from diloco.learner.wire.fetch import Fetcher
+from diloco.learner.wire.claims import GrantedShares
+from diloco.learner.wire.fetch import VersionFetcher
 from diloco.learner.wire.publish import Uploader
 from diloco.learner.wire.recovery import Restored, readable_parts
 
@@ -53,16 +53,18 @@ def follow(host: Host) -> Iterator[Life]:
             yield _following_life(host, context, link, begin.constants)
 
 
-def _following_life(host: Host, context: Context, link: Link, constants_object: str | None) -> Life:
+def _following_life(
+    host: Host, context: Context, link: HostLink, constants_object: str | None
+) -> Life:
     background = host.background
     replica = make_replica(host, context, _told_views(context, link))
-    held = read_held(host, context, constants_object)
+    held = read_frozen(host, context, constants_object)
     compile_programs(host, replica, held)
     folder = own_folder(host, context)
     go = link.receive(messages.Go)
-    fetcher = Fetcher(context, replica)
+    fetcher = VersionFetcher(context, replica)
     uploader = Uploader(context, replica, jax.process_index(), jax.process_count())
-    shares = Shares(context, link.check, never)
+    shares = GrantedShares(context, link.check, never)
     worker = Worker(
         context, link, fetcher, uploader, background.spawn, host.asked_to_leave, go, shares
     )
@@ -98,7 +100,7 @@ def _following_life(host: Host, context: Context, link: Link, constants_object: 
     )
 
 
-def _told_views(context: Context, link: Link) -> Iterator[np.ndarray]:
+def _told_views(context: Context, link: HostLink) -> Iterator[np.ndarray]:
     """Every fragment's view, as host 0 has it."""
     for _ in context.layout.fragments:
         change = link.receive(messages.Load).change

@@ -27,7 +27,7 @@ from diloco.learner.tensors.replica import Replica
 
 
 class Island:
-    """What a learner computes with.
+    """A learner's task, devices, mesh and compiled parts.
 
     Args:
         config: the learner's.

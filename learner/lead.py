@@ -35,7 +35,7 @@ from diloco.learner.life import (
     never,
     own_folder,
     prove_store,
-    read_held,
+    read_frozen,
     show_series,
 )
 from diloco.learner.peers import Alone
@@ -45,10 +45,10 @@ from diloco.learner.tensors import tree
 from diloco.learner.tensors.checkpoint import CheckpointFolder
 from diloco.learner.tensors.replica import Replica
 from diloco.learner.wire.claims import Claims
-from diloco.learner.wire.fetch import Fetcher, start_at, whole
+from diloco.learner.wire.fetch import VersionFetcher, start_at, whole
 from diloco.learner.wire.incarnation import (
+    DataPosition,
     Joined,
-    Place,
     end_when_superseded,
     join,
     place_after_join,
@@ -88,7 +88,7 @@ def lead(host: Host) -> Iterator[Life]:
         host = host if alone else replace(host, gives_up=never)
         stack.callback(background.close)
         _check_run(context, specification)
-        held = read_held(host, context, specification.constants)
+        held = read_frozen(host, context, specification.constants)
         try:
             with host.naming_lost():
                 life = _leading_life(host, context, specification, held, peers)
@@ -224,7 +224,9 @@ def _leading_life(
     )
 
 
-def _shares(host: Host, context: Context, peers: Alone, life: Joined, place: Place) -> Claims:
+def _shares(
+    host: Host, context: Context, peers: Alone, life: Joined, place: DataPosition
+) -> Claims:
     """This learner's shares of the data, which all its hosts are told of."""
 
     def told(holding: Holding, end: int) -> None:
@@ -269,7 +271,7 @@ def _publish_and_adopt(
     background = host.background
     uploader = Uploader(context, tensors, hosts=peers.hosts)
     publisher = Publisher(context, background.post, uploader, peers, life)
-    fetcher = Fetcher(context, tensors)
+    fetcher = VersionFetcher(context, tensors)
     receiver = Receiver(context, background.post, fetcher, peers, starts, life.incarnation)
     background.spawn(receiver.follow())
     background.spawn(end_when_superseded(context, life))

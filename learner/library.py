@@ -94,7 +94,7 @@ class Learner:
         return self._synchronizer.position
 
     def restore(self, state: Any) -> Any:
-        """What `step` was given to `save` in an earlier life, where there is a checkpoint of it.
+        """The state that `step` was given to `save` in an earlier life, if a checkpoint has it.
 
         Args:
             state: the same tree, of arrays or shapes as they begin; it is given back where there
@@ -241,7 +241,7 @@ class Learner:
         return boundary
 
     def _trained(self) -> Params:
-        """What is synchronized of what the loop has given back, which must be the same tensors."""
+        """The synchronized tensors of the loop; names and shapes are compared if they changed."""
         if self._known is None or _kinds(self._params) != self._known:
             self._compare()
         return tree.split(self._params, self._synced)[0] if self._held else self._params
@@ -403,7 +403,7 @@ def member_of(
     tokens_per_step: int | None,
     warm_up: Callable[[Params], object] | None,
 ) -> Member:
-    """What a loop brings with it; arguments and errors as of `join`."""
+    """Make the loop's `Member`; arguments and errors as of `join`."""
     check_name(learner)
     return Member.of(
         like,
@@ -426,7 +426,7 @@ class _Hanging:
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
-        """What a collective breaks with is, if that is said within seconds, that a host is gone."""
+        """Name a broken collective's cause: a lost host, if it is told of within seconds."""
         try:
             yield
         except jax.errors.JaxRuntimeError as error:
@@ -466,7 +466,7 @@ def check_name(learner: str) -> None:
 
 
 def _tokens_per_step(config: Config, learner: str, given: int | None) -> int:
-    """What the run's specification says of this learner's steps, or leaves to its loop.
+    """Tokens a step of this learner: from the run's specification, or from its loop.
 
     Raises:
         ConfigError: nobody says it, or the two disagree.

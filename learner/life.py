@@ -17,13 +17,20 @@ import numpy as np
 
 from diloco.common.process import log, metrics
 from diloco.common.process.config import Config, RunSettings
-from diloco.common.process.health import PHASE_S, View, report, step_limit_s, tell, tell_stopping
+from diloco.common.process.health import (
+    PHASE_S,
+    HealthView,
+    report,
+    step_limit_s,
+    tell,
+    tell_stopping,
+)
 from diloco.common.process.metrics import Metrics
 from diloco.common.process.probes import Probes
 from diloco.common.process.service import Runtime, unless_asked
 from diloco.common.protocol import names
 from diloco.common.protocol.errors import ConfigError, DilocoError, Exit, HostLostError
-from diloco.common.protocol.frozen import Held, Index
+from diloco.common.protocol.frozen import Frozen, Index
 from diloco.common.protocol.layout import Layout, parse_layout
 from diloco.common.protocol.wire import LEARNER_STATES
 from diloco.common.storage.bus import Bus
@@ -40,7 +47,7 @@ from diloco.learner.tensors.mesh import open_groups
 from diloco.learner.tensors.placement import placed
 from diloco.learner.tensors.replica import Replica
 from diloco.learner.wire.background import Background
-from diloco.learner.wire.claims import Shares
+from diloco.learner.wire.claims import GrantedShares
 from diloco.learner.wire.recovery import (
     Checkpoints,
     NoCheckpoints,
@@ -66,13 +73,13 @@ class RunEndedError(DilocoError):
 
 
 def never() -> bool:
-    """What is asked of nobody."""
+    """Return False: nobody asks this learner to leave."""
     return False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """What a host has before its life begins.
+    """The objects that a host has before its life begins.
 
     Attributes:
         asked_to_leave: whether somebody wants this learner to end.
@@ -139,7 +146,7 @@ class Host:
         return found
 
     def context(self, bus: Bus, store: ObjectStore, layout: Layout, epoch: int) -> Context:
-        """What the parts of a life share."""
+        """Make the context that the parts of a life share."""
         learner = self.member.learner
         logger = log.get(run=self.settings.run.name, learner=learner)
         return Context(
@@ -176,7 +183,7 @@ class Life:
     leave_run: Callable[[], str]
     give_up: Callable[[], None]
     find: Callable[[Any, Any], Restored | None]
-    shares: Shares
+    shares: GrantedShares
     last_word: Callable[[], None] = lambda: None
 
     def begin(self) -> None:
@@ -244,7 +251,7 @@ def prove_store(host: Host, context: Context) -> None:
     host.wait_for("proving the store", context.store.put, name, name.encode())
 
 
-def read_held(host: Host, context: Context, name: str | None) -> Params:
+def read_frozen(host: Host, context: Context, name: str | None) -> Params:
     """The leaves that are not synchronized, each as the loop has it; a host reads its slices.
 
     Args:
@@ -255,14 +262,14 @@ def read_held(host: Host, context: Context, name: str | None) -> Params:
     Raises:
         IntegrityError: it is damaged, or what was loaded here is not the run's.
     """
-    like = host.member.held(context.layout)
+    like = host.member.frozen_shapes(context.layout)
     if name is None:
         return like
 
     def get(name: str) -> bytes:
         return host.wait_for("reading held leaves", context.store.get, name)
 
-    held = Held(context.run, get, name)
+    held = Frozen(context.run, get, name)
     loaded = host.member.load_frozen() if host.member.load_frozen is not None else {}
     for leaf in loaded:
         held.check(leaf, loaded[leaf])
@@ -274,7 +281,7 @@ def read_held(host: Host, context: Context, name: str | None) -> Params:
     return tree.from_names(like, found)
 
 
-def _slice(held: Held, loaded: Mapping[str, Any], name: str, index: Index) -> np.ndarray:
+def _slice(held: Frozen, loaded: Mapping[str, Any], name: str, index: Index) -> np.ndarray:
     if name in loaded:
         # Of a leaf that has not been read, only this part is.
         return np.asarray(loaded[name][index])
@@ -321,7 +328,7 @@ def log_restored(context: Context, found: Restored) -> None:
 def make_saver(
     host: Host, context: Context, folder: CheckpointFolder | None, incarnation: int
 ) -> Checkpoints:
-    """What makes this life's checkpoints."""
+    """Make the writer of this life's checkpoints."""
     if folder is None:
         return NoCheckpoints()
     return Saver(context, host.config.learner, folder, incarnation, jax.process_count())
@@ -353,11 +360,11 @@ WHY_NOT = {
 }
 
 
-def view_of(meter: Meter) -> View:
-    """What a learner does, and what keeps it from training."""
+def view_of(meter: Meter) -> HealthView:
+    """A learner's state, and the reason why it does not train."""
     why = (WHY_NOT[meter.state],) if meter.state in WHY_NOT else ()
     loss = "" if meter.loss is None else f", loss {meter.loss:.4f}"
-    return View(f"{meter.state}: step {meter.local_step:,}{loss}", why)
+    return HealthView(f"{meter.state}: step {meter.local_step:,}{loss}", why)
 
 
 def show_series(counted: Metrics, learner: Synchronizer, state: sync.State) -> None:

@@ -1,4 +1,4 @@
-"""What a training loop brings with it when it joins a run."""
+"""A training loop's parameters and facts, which it brings when it joins a run."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -63,12 +63,12 @@ class Member:
         """How those lie."""
         return {tensor.name: self.shardings[tensor.name] for tensor in layout.tensors}
 
-    def held(self, layout: Layout) -> Params:
+    def frozen_shapes(self, layout: Layout) -> Params:
         """Shapes of the others."""
         return tree.split(self.like, tree.synced_marks(self.like, layout))[1]
 
     def layout(self, fragments: int, block: int) -> Layout | None:
-        """What its own hints make of its tensors."""
+        """The layout of its tensors by its own hints; None without hints."""
         if self.hint is None:
             return None
         tensors = self._tensors()

@@ -1,4 +1,4 @@
-"""What one host does at a step boundary: adopt what has arrived, send what is due.
+"""The synchronizer of one host, at each step boundary: adopt versions, send updates.
 
 Nothing here waits for the network: `Background` has a thread for it. What to adopt and to send is
 planned (`planner.py`). A learner of several hosts has one of these on each of them, with
@@ -18,12 +18,12 @@ from diloco.common.process.service import Clock
 from diloco.common.protocol import wire
 from diloco.common.protocol.errors import DilocoError, DivergedError
 from diloco.common.protocol.wire import METRIC_NAME, MOST_METRICS
-from diloco.learner.context import Traffic
+from diloco.learner.context import TrafficCounts
 from diloco.learner.core import sync
 from diloco.learner.core.boundary import Boundary, Done, Outbox, Outgoing
 from diloco.learner.task import Params
-from diloco.learner.tensors.replica import Delta, Replica, View
-from diloco.learner.wire.recovery import Checkpoints, Progress
+from diloco.learner.tensors.replica import Delta, PendingView, Replica
+from diloco.learner.wire.recovery import Checkpoints, TrainingProgress
 
 # Weight of the newest step in the averages of loss, metrics and step time.
 EMA = 0.1
@@ -104,7 +104,7 @@ class Losses:
 
 @dataclass
 class Meter:
-    """What a learner knows of its own work; read by the heartbeat from another thread.
+    """A learner's counters of its own work; the heartbeat reads them from another thread.
 
     `local_step` goes on from a checkpoint, and so does the sum of `earlier_tokens` and `tokens`.
     `version` is the newest that was adopted. `stall_s` is the training thread's time in
@@ -113,7 +113,7 @@ class Meter:
     """
 
     learner: str
-    traffic: Traffic
+    traffic: TrafficCounts
     state: str = "starting"
     local_step: int = 0
     global_step: int = 0
@@ -203,7 +203,7 @@ class Meter:
 
 
 class Boundaries(Protocol):
-    """Where they come from: this host's `Planner`, or that of host 0."""
+    """The source of boundaries: this host's `Planner`, or that of host 0."""
 
     def first_step(self) -> int:
         """The run's clock for the step before the first boundary."""
@@ -211,8 +211,8 @@ class Boundaries(Protocol):
     def next(self) -> Boundary:
         """The next boundary."""
 
-    def payload(self, fragment: int, record_seq: int) -> Delta | View | None:
-        """What a record brought, on the devices; once."""
+    def payload(self, fragment: int, record_seq: int) -> Delta | PendingView | None:
+        """Take the tensors that a record brought, on the devices; once."""
 
 
 @dataclass
@@ -239,11 +239,11 @@ class Synchronizer:
     clock: Callable[[], float] = field(default_factory=Clock)
     losses: Losses = field(default_factory=Losses)
 
-    def progress(self) -> Progress:
+    def progress(self) -> TrainingProgress:
         """How far this learner is."""
         meter = self.meter
         tokens = meter.earlier_tokens + meter.tokens
-        return Progress(meter.local_step, tokens, self.position, meter.global_step)
+        return TrainingProgress(meter.local_step, tokens, self.position, meter.global_step)
 
     def turn(self, trained: Callable[[], Params] | None = None) -> Boundary:
         """A step boundary: ask what is to be done, and do it.
@@ -270,7 +270,7 @@ class Synchronizer:
                 payload = self.boundaries.payload(ready.fragment, ready.record_seq)
                 self.meter.version = max(self.meter.version, ready.version)
                 if ready.rolled_back:
-                    assert isinstance(payload, View)
+                    assert isinstance(payload, PendingView)
                     self.replica.roll_back(ready.fragment, payload)
                 else:
                     self.replica.adopt(ready.fragment, payload, resolved=resolved, blended=blended)

@@ -55,14 +55,14 @@ COMPUTE_DTYPES = (None, "bfloat16")
 
 
 class Holder(Protocol):
-    """Who reads shares of the data: `Learner.divide` gives it."""
+    """A learner as reader of shares of the data: `Learner.divide` gives it."""
 
     @property
     def epoch(self) -> int:
-        """Of the run's tape: each begins with epochs of the data of its own."""
+        """The epoch of the run's tape: each begins with epochs of the data of its own."""
 
     def at(self, position: int) -> Holding | None:
-        """What it holds at a data position; waits for it. None: no batch is wanted any more."""
+        """The holding at a data position; waits for it. None: no batch is wanted any more."""
 
 
 class Shared(Protocol):
@@ -86,7 +86,7 @@ class Files(Protocol):
         """The folder that the run begins with, if the task names one."""
 
     def read(self, folder: Path) -> Mapping[str, Any]:
-        """What a folder has, by the parameters' names.
+        """Read a folder's leaves, by the parameters' names.
 
         Leaves have a shape, and are asked for rows of their first axis.
         """
@@ -119,7 +119,7 @@ class Variables(NamedTuple):
 
 
 class Evaluated(NamedTuple):
-    """What a loss has said of a batch."""
+    """The result of a loss on a batch."""
 
     loss: jax.Array
     metrics: Metrics
@@ -128,7 +128,7 @@ class Evaluated(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """What a learner trains.
+    """A training task: parameters, loss, data and optimizer of a learner.
 
     Attributes:
         init: a typed PRNG key -> parameters, any pytree of arrays, of which floating leaves are
@@ -225,7 +225,7 @@ class Task:
             )
 
     def evaluated(self, params: Params, batch: Batch, key: jax.Array) -> Evaluated:
-        """What the loss says of a batch.
+        """Call the loss on a batch, and bring its result into one form.
 
         Raises:
             TaskError: it says it in another form.
@@ -255,7 +255,7 @@ def held_out_loss(task: Task, params: Params) -> float:
 
 
 def scores(said: float | Metrics) -> dict[str, float]:
-    """What `evaluate` says, by name: `loss`, and what else there is.
+    """The scores that `evaluate` returned, by name: `loss`, and any others.
 
     Raises:
         TaskError: it says no loss, or what is no number.
@@ -451,7 +451,7 @@ def checked_options(task: str, hint: str) -> Callable[[Callable[P, "Task"]], Cal
 
 
 def kind(value: Any) -> str:
-    """What somebody gave, for an error."""
+    """A value's type and text, for an error message."""
     text = repr(value)
     return f"a {type(value).__name__} ({text if len(text) <= 60 else text[:57] + '...'})"
 

@@ -15,7 +15,7 @@ from diloco.common.protocol.errors import ConfigError
 
 
 class Gpu(NamedTuple):
-    """What XLA must be told of a GPU; by NVIDIA's data sheets and tuning guides.
+    """The properties of a GPU that XLA must be told; by NVIDIA's data sheets and tuning guides.
 
     Attributes:
         name: as the driver gives it.

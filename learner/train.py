@@ -51,11 +51,11 @@ class Program:
         """
         island = self._island
         params, state, restored = _restored(island, learner)
-        judge = Judge(done=restored)
+        judge = SignCheck(done=restored)
         shared = island.task.shared
         holder = None if shared is None else learner.divide(shared)
         batches = learner.reading(island.feed(learner.position, holder))
-        watch = Watch(island)
+        watch = GradientWatch(island)
         while not learner.done and (batch := next(batches, None)) is not None:
             began_s = time.perf_counter()
             inner_step = self._step if judge.done else self._judging
@@ -79,7 +79,7 @@ class Program:
                 _slow_down(params, began_s, speed)
 
 
-class Judge:
+class SignCheck:
     """Finds an optimizer whose updates have the wrong sign, over the first steps that move.
 
     A fresh optimizer's first move is made from one gradient alone, so it goes down: that one
@@ -96,7 +96,7 @@ class Judge:
         self._sum = 0.0
 
     def look(self, descent: float) -> None:
-        """A step's word; 0 where nothing moved.
+        """Take a step's descent, 0 where nothing moved.
 
         Raises:
             TaskError: it goes uphill.
@@ -114,7 +114,7 @@ class Judge:
             )
 
 
-class Watch:
+class GradientWatch:
     """Warns of trained leaves whose gradient is zero for long: the loss does not use them.
 
     Args:
@@ -158,7 +158,7 @@ def _restored(island: Island, learner: Learner) -> tuple[Params, Any, bool]:
 
 
 def _saved(island: Island, params: Params, state: Any) -> Any:
-    """What a checkpoint holds."""
+    """The state that a checkpoint saves: the optimizer's, and local leaves where there are any."""
     if not any(island.division.local):
         return state
     return state, tree.split(params, island.division.local)[0]

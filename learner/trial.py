@@ -16,8 +16,8 @@ from diloco.common.protocol.layout import Layout
 from diloco.learner.contract import build_task, refusals
 from diloco.learner.task import Params, Task, params_shapes, scores
 from diloco.learner.tensors import tree
-from diloco.learner.tensors.inner_step import Outcome, make_inner_step
-from diloco.learner.train import Judge
+from diloco.learner.tensors.inner_step import StepOutcome, make_inner_step
+from diloco.learner.train import SignCheck
 
 # A step that waits longer for its batch than this share of its time is slow by its data.
 SLOW_DATA = 0.1
@@ -25,7 +25,7 @@ SLOW_DATA = 0.1
 
 @dataclass
 class Trial:
-    """What a trial found.
+    """The findings of a trial.
 
     Attributes:
         refused: errors for which a learner would end.
@@ -102,7 +102,9 @@ def _train(trial: Trial, task: Task, learner: str, seed: int, steps: int) -> Non
         trial.warned.append(f"Task.evaluate gives no finite {', '.join(wrong)}")
 
 
-def _steps(trial: Trial, task: Task, params: Params, learner: str, steps: int) -> Iterator[Outcome]:
+def _steps(
+    trial: Trial, task: Task, params: Params, learner: str, steps: int
+) -> Iterator[StepOutcome]:
     division = tree.division_of(task, params_shapes(task))
     state: Any = task.optimizer.init(division.trained_of(params))
     inner_step, batches = make_inner_step(task), task.batches(learner, 0)
@@ -128,7 +130,7 @@ def _steps(trial: Trial, task: Task, params: Params, learner: str, steps: int) -
         )
 
 
-def _judge(trial: Trial, task: Task, outcomes: list[Outcome]) -> None:
+def _judge(trial: Trial, task: Task, outcomes: list[StepOutcome]) -> None:
     losses = [float(outcome.loss) for outcome in outcomes]
     trial.facts.append(("loss", ", ".join(f"{loss:.4g}" for loss in losses)))
     for name in outcomes[-1].metrics:
@@ -140,7 +142,7 @@ def _judge(trial: Trial, task: Task, outcomes: list[Outcome]) -> None:
                 hint="lower the learning rate, or look in Task.loss for a division by 0",
             )
         )
-    judge = Judge()
+    judge = SignCheck()
     try:
         for outcome in outcomes:
             if not judge.done and outcome.descent is not None:

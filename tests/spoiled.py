@@ -39,7 +39,7 @@ from diloco.learner.tensors.quantize import encode
 from diloco.operate.create import create_run
 from diloco.replay.bundle import run_bundle
 from diloco.replay.options import BundleOptions
-from diloco.run.cli.opening import Place, use_place
+from diloco.run.cli.opening import RunLocation, use_place
 from diloco.run.model.view import GlobalModel
 
 FEATURES, HIDDEN, BATCH, STEPS = 12, 48, 16, 8
@@ -119,11 +119,11 @@ def make_run(
 def bundled(folder: Path, spoiled: str = "", *, versions: int) -> Path:
     """The bundle of such a run, made of its files as an operator would make it."""
     run = make_run(folder, spoiled, versions=versions)
-    use_place(Place(None, str(run.store)))
+    use_place(RunLocation(None, str(run.store)))
     try:
         run_bundle(str(run.tape), folder / "run.bundle", BundleOptions())
     finally:
-        use_place(Place())
+        use_place(RunLocation())
     return folder / "run.bundle"
 
 

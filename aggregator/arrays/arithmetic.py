@@ -1,4 +1,4 @@
-"""What a fragment's arrays calculate with, so that a simulation may bring arithmetic of its own."""
+"""The arithmetic of a fragment's arrays, as one value, so that a simulation may bring its own."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -46,7 +46,7 @@ def distances(
     center_N: Vector,
     radius_S: Vector,
 ) -> Norms:
-    """How far each segment of an update, as it counts, is from the center; float64 [S].
+    """Distance of each segment of an update, as it counts, from the center; float64 [S].
 
     Where no radius is known, from zero.
     """
@@ -97,11 +97,11 @@ def middle(found: Mapping[str, Norms]) -> Norms:
 
 
 def scaled(factors_S: Vector, radius_S: Vector, found: Mapping[str, Norms]) -> Vector:
-    """What the sum is multiplied by, float32 [S]: directions get the round's median length."""
+    """The factors of the sum, float32 [S]: directions get the round's median length."""
     return np.where(radius_S > 0, factors_S, factors_S * middle(found)).astype(np.float32)
 
 
-def kept(updates: Sequence[Contribution], radius_S: Vector) -> Vector:
+def center_share(updates: Sequence[Contribution], radius_S: Vector) -> Vector:
     """The share of the merge that is the center, float32 [S]; exactly 0 where all count in full."""
     unit = updates[-1].unit
     weights = [share_of(update.weight, unit) for update in updates]

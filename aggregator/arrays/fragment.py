@@ -18,7 +18,7 @@ from diloco.aggregator.core.updates import Admitted
 from diloco.common.process.averaged import averaged, settings_of
 from diloco.common.process.config import RunSettings
 from diloco.common.protocol import shards, wire
-from diloco.common.protocol.buffers import Parts
+from diloco.common.protocol.buffers import Buffers
 from diloco.common.protocol.codec import Codec, Encoded, aligned_empty, aligned_zeros
 from diloco.common.protocol.errors import IntegrityError, ObjectMissingError, WireError
 from diloco.common.protocol.layout import Layout
@@ -37,8 +37,8 @@ class Payload(NamedTuple):
     norm: float
 
 
-class Made(NamedTuple):
-    """What closing a round made, for the record."""
+class ClosedRound(NamedTuple):
+    """The result of closing a round, as its record states it."""
 
     inputs: tuple[wire.Input, ...]
     factors: bytes
@@ -145,24 +145,24 @@ class FragmentArrays:
             )
         return cls(settings, grid, view_N, theta, arrays, arithmetic, threads)
 
-    def view_object(self) -> Parts:
+    def view_object(self) -> Buffers:
         """The view as an object, no copy: raw little-endian float32."""
-        return Parts(self.view.data)
+        return Buffers(self.view.data)
 
-    def outer_object(self) -> Parts:
+    def outer_object(self) -> Buffers:
         """Master parameters and outer-optimizer state as an object, no copy: msgpack of arrays."""
         arrays = {"theta": self.theta, **self.state}
         runs: list[bytes | memoryview] = [msgpack.Packer().pack_map_header(len(arrays))]
         for name, array in arrays.items():
             runs += [msgpack.packb(name) + _binary_header(array.nbytes), array.data]
-        return Parts(*runs)
+        return Buffers(*runs)
 
     def outer_digest(self) -> str:
         """xxh3-128 over the digests of master parameters and outer-optimizer state."""
         return self.digests()[1]
 
     def digests(self) -> tuple[str, str]:
-        """Of the view, and `outer_digest`."""
+        """The digests of the view, and of the outer state."""
         vectors = (self.view, self.theta, *self.state.values())
         # Each takes as long: two threads for three would leave one with nothing to do.
         view, *each = share_out(shards.digest, vectors, len(vectors) if self.threads > 1 else 1)
@@ -202,7 +202,7 @@ class FragmentArrays:
             self.state["radius"],
         )
 
-    def close_round(self, admitted: Sequence[Admitted], share: float) -> Made:
+    def close_round(self, admitted: Sequence[Admitted], share: float) -> ClosedRound:
         """Take the outer step over what was merged, and move the view.
 
         Args:
@@ -218,7 +218,7 @@ class FragmentArrays:
         delta = self._step(factors_S, kept_S, radius_S, learning_rate, momentum)
         view_digest, outer_digest = self.digests()
         merged, self._merged = self._merged, []
-        return Made(
+        return ClosedRound(
             inputs=tuple(
                 make_input(each.admitted, each.coefficients, each.contribution.unit)
                 for each in merged
@@ -248,7 +248,7 @@ class FragmentArrays:
         radius_S = self.state["radius"]
         return (
             centering.scaled(factors_S, radius_S, found),
-            centering.kept(contributions, radius_S),
+            centering.center_share(contributions, radius_S),
             centering.radius_after(radius_S, found),
         )
 
@@ -362,14 +362,14 @@ class FragmentArrays:
 
 
 def _binary_header(size: int) -> bytes:
-    """What stands before as many bytes in msgpack, which has no call for it without the bytes."""
+    """The msgpack header of `size` bytes; msgpack writes none without the bytes."""
     sizes = ((0xC4, 1), (0xC5, 2), (0xC6, 4))
     marker, length = next(each for each in sizes if size < 1 << 8 * each[1])
     return bytes([marker]) + size.to_bytes(length, "big")
 
 
 def make_grid(settings: RunSettings, layout: Layout, fragment: int) -> Grid:
-    """How a fragment's vector divides under a run's settings."""
+    """The division of a fragment's vector under a run's settings."""
     return grids.make_grid(
         layout.fragments[fragment],
         layout.block,
@@ -413,7 +413,7 @@ def _optimizer(settings: RunSettings) -> OuterOptimizer:
 
 
 def _fresh_state(settings: RunSettings, grid: Grid) -> State:
-    """Of the outer optimizer, and what centered clipping keeps beside it."""
+    """The first state of the outer optimizer, and of centered clipping beside it."""
     state = _optimizer(settings).init(grid.size)
     if grid.centered:
         state["center"] = aligned_zeros(grid.size)
@@ -430,7 +430,7 @@ def step_size(settings: RunSettings, share: float) -> tuple[float, float]:
 
 
 def make_input(admitted: Admitted, coefficients: bytes, unit: int) -> wire.Input:
-    """What a record says of an update that was merged with these coefficients, in this unit."""
+    """The record's entry for an update that was merged with these coefficients, in this unit."""
     manifest = admitted.manifest
     return wire.Input(
         learner=manifest.learner,

@@ -1,4 +1,4 @@
-"""How a fragment's vector divides, also among threads; without JAX, for those who only look on."""
+"""The division of a fragment's vector, also among threads; without JAX."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +22,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-class Run(NamedTuple):
+class PieceRun(NamedTuple):
     """Neighbouring pieces of one shard's range, which one thread works on.
 
     A piece has at most `PIECE_BLOCKS` and crosses no segment and no shard.
@@ -68,18 +68,18 @@ class Grid:
     averaged: bool = False
     centered: bool = False
 
-    def runs(self, threads: int) -> list[Run]:
+    def runs(self, threads: int) -> list[PieceRun]:
         """All pieces; several runs a thread, so that one that is held up does not hold up all."""
         edges, segment_P = self._edges(), self.segments()
         longest = max(LEAST_PIECES, -(-len(segment_P) // (4 * threads)))
-        runs: list[Run] = []
+        runs: list[PieceRun] = []
         for shard, (start, stop) in enumerate(self.ranges):
             begin, end = start // self.block, stop // self.block
             low, high = (int(index) for index in np.searchsorted(edges, [begin, end]))
             for first in range(low, high, longest):
                 last = min(first + longest, high)
                 pieces = edges[first : last + 1], segment_P[first:last]
-                runs.append(Run(*pieces, begin, shard, first))
+                runs.append(PieceRun(*pieces, begin, shard, first))
         return runs
 
     def segments(self) -> npt.NDArray[np.int64]:

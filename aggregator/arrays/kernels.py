@@ -37,8 +37,8 @@ import numpy.typing as npt
 from numba.extending import overload
 
 from diloco.aggregator.arrays.fetch import fetch
-from diloco.aggregator.arrays.grid import Run
-from diloco.aggregator.kernel_cache import KeptKernel
+from diloco.aggregator.arrays.grid import PieceRun
+from diloco.aggregator.kernel_cache import CachedKernel
 from diloco.common.protocol.codec import GREATEST_SCALE, GREATEST_VALUE, LEAST_SCALE, Encoded
 from diloco.common.protocol.errors import ConfigError
 
@@ -83,7 +83,7 @@ class Step(NamedTuple):
     constants: Constants
 
 
-class Merged(NamedTuple):
+class MergedGradient(NamedTuple):
     """A round's merged gradient, not yet formed; arrays of centered clipping may be empty.
 
     Attributes:
@@ -100,7 +100,7 @@ class Merged(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """What an outer step moves; what its rule has none of is empty."""
+    """The arrays that an outer step moves; those that its rule does not use are empty."""
 
     theta_Bxb: Vector  # noqa: N815 - shapes live in names of arrays
     momentum_Bxb: Vector  # noqa: N815 - as above
@@ -131,7 +131,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     # Where neither this package's folder nor the user's cache can be written, it is not kept.
     with contextlib.suppress(RuntimeError):
         # As "cache=True" does.
-        kernel._cache = KeptKernel(function)  # type: ignore  # noqa: SLF001, PGH003
+        kernel._cache = CachedKernel(function)  # type: ignore  # noqa: SLF001, PGH003
     return kernel
 
 
@@ -146,7 +146,7 @@ def _fetch_row(rows: Any, row: Any) -> None:
 
 
 @compiled
-def measure(run: Run, elements: Lanes, update: Encoded, squares_P: npt.NDArray[Any]) -> None:
+def measure(run: PieceRun, elements: Lanes, update: Encoded, squares_P: npt.NDArray[Any]) -> None:
     """Put the sum of squares of an update's values in each piece, float64."""
     scales, codes = update
     squares_b = np.zeros(len(elements))
@@ -161,7 +161,7 @@ def measure(run: Run, elements: Lanes, update: Encoded, squares_P: npt.NDArray[A
 
 @compiled
 def add(
-    run: Run,
+    run: PieceRun,
     elements: Lanes,
     scales: tuple[Bits, ...],
     codes: tuple[Any, ...],
@@ -216,7 +216,7 @@ def add(
 
 @compiled
 def advance(  # noqa: C901 - in parts it would be slower
-    run: Run, elements: Lanes, step: Step, merged: Merged, moved: Moved, delta: Encoded
+    run: PieceRun, elements: Lanes, step: Step, merged: MergedGradient, moved: Moved, delta: Encoded
 ) -> None:
     """Take the outer step, encode what the view is behind, and move the view by that."""
     theta_Bxb, momentum_Bxb, delayed_Bxb, view_Bxb = moved
@@ -263,7 +263,7 @@ def advance(  # noqa: C901 - in parts it would be slower
 
 @compiled
 def _recenter(elements: Lanes, kept: Any, g_b: Vector, center_b: Vector) -> None:
-    """Add what stays of the merge before, and put the new one in its place."""
+    """Add the share of the merge before that stays, and put the new merge in its place."""
     for j in range(len(elements)):
         merged = g_b[j] + center_b[j] * kept
         g_b[j] = merged
@@ -315,7 +315,7 @@ def _wide(bits: Any) -> Any:
 
 @compiled
 def _step(scale: Any, factor: Any) -> Any:
-    """What a block's codes are multiplied by."""
+    """The number that a block's codes are multiplied by."""
     product = _wide(scale) * factor
     normal = f32(0) if abs(product) < LEAST_PRODUCT else product
     # Only a block of zeros may reach the limit, and must not become a NaN.
@@ -489,14 +489,14 @@ def _product(value: Any, factor: Any) -> Any:
 
 @compiled
 def _bfloat16_bits(value: Any) -> Any:
-    """Of the nearest bfloat16, half to even."""
+    """The bits of the nearest bfloat16, half to even."""
     bits = f32(value).view(np.uint32)
     return u32((bits + u32(0x7FFF) + ((bits >> u32(16)) & u32(1))) >> u32(16))
 
 
 @compiled
 def _scale_bits(elements: Lanes, values_b: Vector, inverse_of_greatest: Any) -> Any:
-    """Of the block's greatest magnitude; a bfloat16's bits, those of a NaN if it is not finite."""
+    """The scale of a block by its greatest magnitude: a bfloat16's bits, or NaN's."""
     greatest = u32(0)
     for j in range(len(elements)):
         greatest = max(greatest, u32(f32(values_b[j]).view(np.uint32) & _MAGNITUDE))
@@ -520,7 +520,7 @@ def _nibble(code: Any) -> Any:
 
 @compiled
 def _bounded(value: Any) -> Any:
-    """Zero for what is too small, the greatest value for what is too large; NaN and inf stay."""
+    """Zero for values that are too small, the greatest for those too large; NaN and inf stay."""
     if abs(value) < _LEAST_SCALE:
         return f32(0)
     if np.isinf(value):
@@ -532,7 +532,7 @@ def _bounded(value: Any) -> Any:
 
 
 class Operations(NamedTuple):
-    """What a codec does with a block.
+    """A codec's operations on blocks.
 
     Attributes:
         square: add the squares of its values to float64 [b], in whatever places.

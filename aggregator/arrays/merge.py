@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco.aggregator.arrays import kernels
-from diloco.aggregator.arrays.grid import Grid, Run, share_out
+from diloco.aggregator.arrays.grid import Grid, PieceRun, share_out
 from diloco.common.protocol.codec import (
     FORMS,
     Codec,
@@ -62,7 +62,7 @@ CHUNK: Final = 1 << 16
 
 
 class Contribution(NamedTuple):
-    """What the merge must know of one update, besides its codes.
+    """One update's norms, weight and discounts, which the merge needs besides its codes.
 
     Attributes:
         norms: `segment_norms` of the codes as they came, float64 [S].
@@ -101,7 +101,7 @@ def segment_norms(grid: Grid, codec: Codec, shards: Sequence[Encoded], threads: 
     squares_P = np.zeros(len(grid.segments()))
     parts = _as_parts(grid, codec, shards)
 
-    def measure(run: Run) -> None:
+    def measure(run: PieceRun) -> None:
         kernels.measure(run, kernels.lanes(grid.block), parts[run.shard], run.of(squares_P))
 
     share_out(measure, grid.runs(threads), threads)
@@ -109,7 +109,7 @@ def segment_norms(grid: Grid, codec: Codec, shards: Sequence[Encoded], threads: 
 
 
 def coefficients(grid: Grid, update: Contribution) -> npt.NDArray[Any]:
-    """What each code x scale of an update is multiplied by; bfloat16 [S], to be recorded.
+    """The multiplier of each code x scale of an update; bfloat16 [S], to be recorded.
 
     With u = w / 2^unit: u S c for an average, times its pull where that is centered, and u S / |v|
     for RDA, which adds directions: a clip changes none, and enters by the magnitudes in `factors`.
@@ -123,7 +123,7 @@ def coefficients(grid: Grid, update: Contribution) -> npt.NDArray[Any]:
 
 
 def factors(grid: Grid, accumulator: "Accumulator", updates: Sequence[Contribution]) -> Vector:
-    """What the accumulated sum is multiplied by to give the merged outer gradient.
+    """The numbers that turn the accumulated sum into the merged outer gradient.
 
     float32 [S], to be recorded. With A the accumulated sum of a segment, in the last unit:
 
@@ -240,7 +240,7 @@ class Accumulator:
         share_out(work, self._grid.runs(self._threads), self._threads)
         self._added += len(waiting)
 
-    def _add_pieces(self, waiting: Sequence[_Waiting], run: Run) -> None:
+    def _add_pieces(self, waiting: Sequence[_Waiting], run: PieceRun) -> None:
         # The kernel takes as many updates each time, and looks at those that it has numbers for.
         spare = [waiting[0]] * (kernels.MOST_UPDATES - len(waiting))
         shards = [one.shards[run.shard] for one in (*waiting, *spare)]

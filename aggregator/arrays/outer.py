@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco.aggregator.arrays import kernels
-from diloco.aggregator.arrays.grid import Grid, Run, share_out
-from diloco.aggregator.arrays.kernels import Merged, Moved, Step
+from diloco.aggregator.arrays.grid import Grid, PieceRun, share_out
+from diloco.aggregator.arrays.kernels import MergedGradient, Moved, Step
 from diloco.aggregator.arrays.merge import Accumulator, Vector, as_bits
 from diloco.common.protocol.codec import (
     Codec,
@@ -152,7 +152,7 @@ def close_round(
     def rows(values_N: Vector) -> Vector:
         return values_N.reshape(-1, grid.block)
 
-    merged = Merged(
+    merged = MergedGradient(
         rows(accumulator.total()),
         factors_S.astype(np.float32),
         nothing_N if kept_S is None else np.array(kept_S),
@@ -167,7 +167,7 @@ def close_round(
     codes = as_bits(delta.codes).reshape(-1, code_count(delta_codec, grid.block))
     bits = Encoded(as_bits(delta.scales), codes)
 
-    def advance(run: Run) -> None:
+    def advance(run: PieceRun) -> None:
         kernels.advance(run, kernels.lanes(grid.block), step, merged, moved, bits)
 
     share_out(advance, grid.runs(threads), threads)

@@ -5,7 +5,7 @@ import math
 from diloco.aggregator.core import events, policy
 from diloco.aggregator.core.policy import FragmentRules
 from diloco.aggregator.core.state import Allowance, Quarantine, State
-from diloco.aggregator.core.updates import Refused, Resolved, UpdateId
+from diloco.aggregator.core.updates import RejectedUpdate, Resolved, UpdateId
 from diloco.common.protocol import wire
 from diloco.common.protocol.reasons import Reason
 
@@ -59,7 +59,7 @@ def spend(
     learner: str,
     event: events.Announced | events.Undecoded,
 ) -> tuple[State, bool]:
-    """Take what a message costs from its sender's allowance; whether it had any."""
+    """Take a message's price from its sender's allowance; return whether it had any left."""
     # A bucket of tokens for each learner: a flood of manifests would otherwise fill the records of
     # everybody, and long ones our time. It may go below zero: whoever sends what is long waits the
     # longer for its next.
@@ -80,7 +80,7 @@ def _allowance(
     learner: str,
     event: events.Announced | events.Undecoded,
 ) -> Allowance:
-    """What a learner has when its message was stored."""
+    """A learner's allowance when its message was stored."""
     buckets = state.met_again if event.stream_seq <= state.known_seq else state.allowances
     # Also backwards: a server's clock that was set back must not end the filling. What is then
     # earned twice is no more than the most that an allowance holds.
@@ -89,7 +89,7 @@ def _allowance(
     return Allowance(left, event.stored_at_s)
 
 
-def charge(state: State, refused: Refused) -> State:
+def charge(state: State, refused: RejectedUpdate) -> State:
     """Take from the sender's allowance what its rejection costs, if it was not taken before."""
     # The life before this one has charged for it.
     if refused.stream_seq <= state.known_seq:
@@ -143,7 +143,7 @@ def wrong_base(
 
 
 def offenders(
-    rules: FragmentRules, state: State, resolved: Resolved[Refused]
+    rules: FragmentRules, state: State, resolved: Resolved[RejectedUpdate]
 ) -> tuple[Quarantine, ...]:
     """Whom to shut out, once the record stands that rejects what is `resolved`."""
     # Counted in rejected less merged, so that an honest learner with a rare fault is never shut

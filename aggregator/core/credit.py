@@ -1,4 +1,4 @@
-"""What an update is credited with: what can be measured is not asked, and nobody judges himself.
+"""The credit of an update: steps that can be measured are not asked, and nobody judges himself.
 
 Steps take time, and the tape says how much of it a learner had. Tokens and weight nobody can
 measure: there others' claims say what is usual, by upper medians that no single learner moves up,
@@ -10,7 +10,7 @@ import math
 from diloco.aggregator.core import policy
 from diloco.aggregator.core.members import GREATEST, Member
 from diloco.aggregator.core.state import State
-from diloco.aggregator.core.updates import Credit
+from diloco.aggregator.core.updates import UpdateCredit
 from diloco.common.process.config import BoundsSection
 from diloco.common.protocol import wire
 
@@ -69,8 +69,8 @@ def greatest_weight(
 
 def credit(
     rules: policy.FragmentRules, state: State, manifest: wire.Manifest, stored_at_s: float
-) -> Credit:
-    """What an announced update counts for."""
+) -> UpdateCredit:
+    """The credit of an announced update."""
     bounds = rules.bounds
     learner, members = manifest.learner, state.members
     had_s = available_s(members[learner], stored_at_s, state.now_s)
@@ -84,13 +84,17 @@ def credit(
     heaviest = greatest_weight(bounds, learner, members.others_tokens_rate(learner), had_s)
     if policy.weight(tokens, steps) > heaviest * (1 + ROUNDING):
         tokens = max(1, int(math.sqrt(heaviest * steps)))
-    return Credit(steps, tokens, policy.weight(tokens, steps, averaged=rules.averaged))
+    return UpdateCredit(steps, tokens, policy.weight(tokens, steps, averaged=rules.averaged))
 
 
 def observed(
-    bounds: BoundsSection, state: State, manifest: wire.Manifest, given: Credit, stored_at_s: float
+    bounds: BoundsSection,
+    state: State,
+    manifest: wire.Manifest,
+    given: UpdateCredit,
+    stored_at_s: float,
 ) -> Member:
-    """What is known of a learner after it has announced an update."""
+    """A learner's member state after it has announced an update."""
     learner, member = manifest.learner, state.members[manifest.learner]
     had_s = available_s(member, stored_at_s, state.now_s)
     most = steps_per_s(bounds, learner, member, state.members.others_rate(learner))
@@ -127,7 +131,9 @@ def greatest_norm(bounds: BoundsSection, state: State, learner: str) -> float:
     return math.inf if usual is None else bounds.norm_clip * usual
 
 
-def clip(bounds: BoundsSection, state: State, learner: str, given: Credit, norm: float) -> float:
-    """What an update is shortened by; 1: by nothing."""
+def clip(
+    bounds: BoundsSection, state: State, learner: str, given: UpdateCredit, norm: float
+) -> float:
+    """The factor that shortens an update; 1 leaves it as it is."""
     most = greatest_norm(bounds, state, learner) * given.steps
     return 1.0 if norm <= most else most / norm

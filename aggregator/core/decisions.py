@@ -1,4 +1,4 @@
-"""What the machine decided, as a record says it; and the same decisions made again from a tape.
+"""The machine's decisions, as a record states them; and the same decisions made again from a tape.
 
 A record's observations are every input of the machine since the record before that is not on the
 tape, each with the stream sequence up to which the tape had been read. So the tape, the records
@@ -18,7 +18,7 @@ from diloco.aggregator.core import events, machine, memory, rounds
 from diloco.aggregator.core.events import Commit
 from diloco.aggregator.core.policy import FragmentRules
 from diloco.aggregator.core.state import State, Storing
-from diloco.aggregator.core.updates import Refused, UpdateId
+from diloco.aggregator.core.updates import RejectedUpdate, UpdateId
 from diloco.common.protocol import wire
 
 
@@ -44,12 +44,12 @@ class Decided(NamedTuple):
 
 
 def decided_of(record: wire.Record) -> Decided:
-    """What a record states as decided."""
+    """The decisions that a record states."""
     return Decided(**{name: getattr(record, name) for name in Decided._fields})
 
 
 def decide(rules: FragmentRules, commit: Commit) -> Decided:
-    """What the machine says in the record of a commit."""
+    """The machine's decisions for the record of a commit."""
     state = commit.state
     # A verdict leaves version and clock where they are: learners have nothing to adopt
     # (invariant 1).
@@ -71,7 +71,7 @@ def decide(rules: FragmentRules, commit: Commit) -> Decided:
     )
 
 
-def _rejected(refused: Refused) -> wire.Rejected:
+def _rejected(refused: RejectedUpdate) -> wire.Rejected:
     manifest = refused.manifest
     return wire.Rejected(
         learner=manifest.learner,
@@ -85,7 +85,7 @@ def _rejected(refused: Refused) -> wire.Rejected:
     )
 
 
-class Heard(NamedTuple):
+class TapeEvent(NamedTuple):
     """An event of the tape; `rules` are those that a change of settings puts in force."""
 
     stream_seq: int
@@ -94,7 +94,7 @@ class Heard(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """A record, and what became of deciding it again.
+    """A record, and the result of deciding it again.
 
     Attributes:
         outcome: "same"; "different", with `fields`; "unknown", with the reason `why`.
@@ -116,7 +116,7 @@ Beside = Callable[[Commit, wire.Record], Mapping[str, Any]]
 
 def decide_again(
     chain: Sequence[tuple[int, wire.Record]],
-    tape: Sequence[Heard],
+    tape: Sequence[TapeEvent],
     *,
     rules_at: Callable[[int], FragmentRules],
     whole_from: int,
@@ -168,7 +168,7 @@ class _Follower:
     rules: FragmentRules
 
     def __init__(
-        self, tape: Sequence[Heard], rules_at: Callable[[int], FragmentRules], whole_from: int
+        self, tape: Sequence[TapeEvent], rules_at: Callable[[int], FragmentRules], whole_from: int
     ) -> None:
         self.state: State | None = None
         self.commit: Commit | None = None
@@ -271,7 +271,7 @@ class _Follower:
 def _event(
     observation: wire.Observation, base: wire.Record, base_seq: int, record: wire.Record
 ) -> events.Event:
-    """What the machine was told; why an update failed stands in its rejection."""
+    """The event that an observation stands for; why an update failed stands in its rejection."""
     at_s, learner = observation.at_s, observation.learner
     update = UpdateId(learner, observation.incarnation, observation.seq)
     match observation.what:

@@ -13,8 +13,8 @@ from diloco.common.protocol import shards
 Pinned = frozenset[int] | None
 
 
-class Division(NamedTuple):
-    """What an aggregator takes, the likeliest to be left to it first, and gives up."""
+class OwnershipDivision(NamedTuple):
+    """The fragments that an aggregator acquires, those it likeliest keeps first, and releases."""
 
     acquire: tuple[int, ...]
     release: tuple[int, ...]
@@ -22,7 +22,7 @@ class Division(NamedTuple):
 
 def divide(
     me: str, members: Mapping[str, Pinned], holders: Mapping[int, str | None], fragments: int
-) -> Division:
+) -> OwnershipDivision:
     """The step of one aggregator towards an even division.
 
     Args:
@@ -36,14 +36,14 @@ def divide(
     pinned = members[me]
     if pinned is not None:
         # An operator has said which: nothing is shared out, and nothing else is taken.
-        return Division(_by_rank(me, free & pinned), tuple(sorted(held - pinned)))
+        return OwnershipDivision(_by_rank(me, free & pinned), tuple(sorted(held - pinned)))
     reserved: set[int] = set().union(*(kept for kept in members.values() if kept is not None))
     target = _share(me, members, [f for f in range(fragments) if f in holders.keys() - reserved])
     keep = _by_rank(me, held - reserved)[:target]
     # Only what is free: a fragment that is taken from a live owner costs a recovery, so it is the
     # owner that gives up what is too much.
     wanted = _by_rank(me, free - reserved)[: target - len(keep)]
-    return Division(wanted, tuple(sorted(held - set(keep))))
+    return OwnershipDivision(wanted, tuple(sorted(held - set(keep))))
 
 
 def _share(me: str, members: Mapping[str, Pinned], fragments: Collection[int]) -> int:

@@ -136,7 +136,7 @@ class Made(NamedTuple):
 
 
 class Tick(NamedTuple):
-    """What the time is, before a message of the tape that comes long after the last event."""
+    """The time, told before a message of the tape that comes long after the last event."""
 
     at_s: float
 
@@ -168,7 +168,7 @@ class Merge(NamedTuple):
 
 
 class Discard(NamedTuple):
-    """Forget the round's accumulator: what it holds is read again."""
+    """Forget the round's accumulator: the updates in it are read again."""
 
 
 class OpenRound(NamedTuple):

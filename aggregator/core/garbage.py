@@ -1,4 +1,4 @@
-"""What of a run may go: a plan for one fragment, from its records and what the store holds.
+"""Garbage of a run: a plan for one fragment, from its records and the store's listing.
 
 Rules of this file:
 - No IO, no clock: the newest record's time is "now". Whoever deletes does it as `collector.py`
@@ -104,8 +104,8 @@ class Ledger:
         self.entries = [entry for entry in self.entries if entry.record_seq >= record_seq]
 
 
-class Fleet(NamedTuple):
-    """Who may still announce what: known before the ledger's newest record was read.
+class Announcers(NamedTuple):
+    """Learners that may still announce: read before the ledger's newest record.
 
     Attributes:
         lives: newest incarnation of each learner. Nothing that an older one announces from now
@@ -117,7 +117,7 @@ class Fleet(NamedTuple):
     pending: Collection[UpdateId]
 
 
-class Garbage(NamedTuple):
+class GarbageObject(NamedTuple):
     """An object that may go; `kind` is "delta", "view", "outer", "record" or "shard"."""
 
     kind: str
@@ -133,7 +133,7 @@ class Trim(NamedTuple):
 
 
 class GarbagePlan(NamedTuple):
-    """What of a fragment may go; the tape is to be trimmed first.
+    """Messages and objects of a fragment that may be removed; the tape is to be trimmed first.
 
     `floor_version` and `floor_seq`: the oldest version that stays, and its record; what stands on
     the tape before `answered_seq` is of no use to the fragment.
@@ -143,18 +143,18 @@ class GarbagePlan(NamedTuple):
     floor_seq: int
     answered_seq: int
     trims: tuple[Trim, ...]
-    objects: tuple[Garbage, ...]
+    objects: tuple[GarbageObject, ...]
 
 
 def plan(
     ledger: Ledger,
     found: Iterable[tuple[str, int]],
     *,
-    fleet: Fleet,
+    fleet: Announcers,
     pinned: Collection[int],
     replay_window_s: float,
 ) -> GarbagePlan | None:
-    """What of a fragment may go; None if its records hold no snapshot to begin from.
+    """Plan which messages and objects of a fragment to remove; None if no record holds a snapshot.
 
     Args:
         ledger: the fragment's records, up to one that was read after `found` and `fleet`.
@@ -169,9 +169,9 @@ def plan(
     if index is None:
         return None
     floor = ledger.entries[index]
-    keep = _Kept.of(ledger, index, fleet, pinned)
+    keep = _Retention.of(ledger, index, fleet, pinned)
     garbage = [
-        Garbage(kind, name, size_bytes)
+        GarbageObject(kind, name, size_bytes)
         for name, size_bytes in found
         if (kind := keep.judge(name)) is not None
     ]
@@ -228,17 +228,19 @@ def newer_than_tape(ledger: Ledger, found: Iterable[tuple[str, int]]) -> Iterato
             yield name
 
 
-class _Kept(NamedTuple):
-    """What stays, and why."""
+class _Retention(NamedTuple):
+    """The facts that decide which objects of a fragment stay."""
 
     ledger: Ledger
-    fleet: Fleet
+    fleet: Announcers
     pinned: Collection[int]
     named: frozenset[str]
     inputs: frozenset[UpdateId]
 
     @classmethod
-    def of(cls, ledger: Ledger, floor: int, fleet: Fleet, pinned: Collection[int]) -> "_Kept":
+    def of(
+        cls, ledger: Ledger, floor: int, fleet: Announcers, pinned: Collection[int]
+    ) -> "_Retention":
         staying, above = ledger.entries[floor:], ledger.entries[floor + 1 :]
         named = {name for entry in staying for name in (*entry.states, entry.body) if name}
         named |= {entry.delta for entry in above if entry.delta}
@@ -278,7 +280,7 @@ class _Kept(NamedTuple):
 
 
 def plan_run(run: str, answered: Iterable[int], learners: Iterable[str]) -> tuple[Trim, ...]:
-    """What may go of learners' joins and leaves.
+    """Plan which joins and leaves of learners to trim.
 
     Args:
         run: the run's name.

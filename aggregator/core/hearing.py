@@ -12,7 +12,7 @@ from diloco.aggregator.core.memory import LIVES
 
 
 class Hearing:
-    """What an aggregator has heard, for all of its fragments.
+    """Heartbeats and other signs of life that an aggregator has heard, for all fragments.
 
     Args:
         now_s: when it begins to listen.

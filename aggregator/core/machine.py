@@ -1,4 +1,4 @@
-"""What happens to each update of one fragment, event by event.
+"""The state machine of one fragment: it decides what happens to each update, event by event.
 
     idle --announced, and pace allows--> open --quorum announced--> grace --time--> cut
     any of these --all in, or all that the cut has is read--> closing --version made--> idle

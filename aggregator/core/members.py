@@ -1,10 +1,10 @@
-"""The learners that a machine knows, and what they say together, kept with each change."""
+"""The learners that a machine knows, and counts over all of them, updated with each change."""
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from diloco.aggregator.core.persistent import Kept, Ranked, Tally
+from diloco.aggregator.core.persistent import PersistentMap, Ranked, Tally
 
 # A round waits for a learner that had work in one of the last so many in which anybody's work came.
 PATIENCE = 3
@@ -15,7 +15,7 @@ GREATEST = 1e150
 
 
 class Member(NamedTuple):
-    """What this fragment knows of a learner."""
+    """One learner's state in this fragment."""
 
     incarnation: int
     # Whether rounds wait for it. A learner is live from its join on: it has something to add to the
@@ -48,7 +48,7 @@ class Member(NamedTuple):
 
 
 class _Voice(NamedTuple):
-    """What one who is here adds to what all say; None and False: nothing."""
+    """One member's contribution to the counts over all members; None and False: nothing."""
 
     present: bool = False
     awaited: bool = False
@@ -63,14 +63,14 @@ _ABSENT = _Voice()
 
 
 class _Known(NamedTuple):
-    """A member, and what it adds."""
+    """A member, and its contribution to the counts."""
 
     member: Member
     voice: _Voice
 
 
 class _Chorus(NamedTuple):
-    """What all say: by name, and in order."""
+    """Counts over all members: names, and ordered values."""
 
     present: Tally[str] = Tally()
     awaited: Tally[str] = Tally()
@@ -115,9 +115,9 @@ class Members(Mapping[str, Member]):
         norms: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         self._shut_out = shut_out
-        self._norms = Kept(norms)
+        self._norms = PersistentMap(norms)
         known = {name: _Known(one, self._voice(name, one)) for name, one in members.items()}
-        self._members = Kept(known)
+        self._members = PersistentMap(known)
         present = {name: one.voice for name, one in known.items() if one.voice.present}
         voices = present.values()
         self._chorus = _Chorus(
@@ -160,12 +160,12 @@ class Members(Mapping[str, Member]):
 
     @property
     def present(self) -> Tally[str]:
-        """Who is here: the run's end and lockstep wait for all of them."""
+        """The learners that are here: the run's end and lockstep wait for all of them."""
         return self._chorus.present
 
     @property
     def awaited(self) -> Tally[str]:
-        """Those whom a round waits for: who is here, and had work of late.
+        """The learners that a round waits for: those that are here, and had work of late.
 
         Heartbeats cost nothing: whoever sends nothing else would make every round wait.
         """
@@ -173,7 +173,7 @@ class Members(Mapping[str, Member]):
 
     @property
     def unfinished(self) -> Tally[str]:
-        """Who is here and has not announced its last update."""
+        """The learners that are here and have not announced their last update."""
         return self._chorus.unfinished
 
     def usual_step_s(self) -> float:
@@ -209,7 +209,7 @@ class Members(Mapping[str, Member]):
         return (known.member for known in self._members.unordered())
 
     def __getitem__(self, name: str) -> Member:
-        """What is known of a learner."""
+        """The member state of a learner."""
         return self._members[name].member
 
     def __contains__(self, name: object) -> bool:
@@ -245,7 +245,7 @@ class Members(Mapping[str, Member]):
         )
 
     def _made(
-        self, members: Kept[str, _Known], norms: Kept[str, float], chorus: _Chorus
+        self, members: PersistentMap[str, _Known], norms: PersistentMap[str, float], chorus: _Chorus
     ) -> "Members":
         made = object.__new__(Members)
         made._members, made._norms, made._chorus = members, norms, chorus

@@ -1,9 +1,9 @@
-"""What outlives a machine: the memory that a record carries, and what is known of past updates."""
+"""The memory that a record carries from one machine to the next, and past updates' answers."""
 
 from collections.abc import Mapping
 
 from diloco.aggregator.core.members import PATIENCE, Member, Members
-from diloco.aggregator.core.persistent import Kept
+from diloco.aggregator.core.persistent import PersistentMap
 from diloco.aggregator.core.state import (
     NOBODY,
     Allowance,
@@ -13,7 +13,14 @@ from diloco.aggregator.core.state import (
     to_resolve,
     with_observation,
 )
-from diloco.aggregator.core.updates import Admitted, Credit, Refused, UpdateId, Waiting, update_id
+from diloco.aggregator.core.updates import (
+    Admitted,
+    RejectedUpdate,
+    UpdateCredit,
+    UpdateId,
+    WaitingUpdates,
+    update_id,
+)
 from diloco.common.protocol import wire
 from diloco.common.protocol.reasons import is_offence
 
@@ -33,7 +40,7 @@ def beginning(
     quorum_s: float = 0.0,
     sync_s: float = 0.0,
 ) -> wire.PolicyState:
-    """What the first record of a tape remembers: nothing that has a sequence number.
+    """The memory of a tape's first record: nothing that has a sequence number.
 
     Args:
         quarantined: who is shut out already.
@@ -78,7 +85,9 @@ def resume(record: wire.Record, record_seq: int, now_s: float) -> State:
         floor=memory.floor,
         settings_seq=memory.settings_seq,
         quarantined=frozenset(memory.quarantined),
-        allowances=Kept({one.learner: Allowance(one.left, one.at_s) for one in memory.allowances}),
+        allowances=PersistentMap(
+            {one.learner: Allowance(one.left, one.at_s) for one in memory.allowances}
+        ),
         final=record.final,
         members=Members(
             {m.learner: Member(**m.model_dump(exclude={"learner"})) for m in memory.members},
@@ -86,14 +95,14 @@ def resume(record: wire.Record, record_seq: int, now_s: float) -> State:
         ),
         marks=Marks({(mark.learner, mark.incarnation): mark for mark in memory.marks}),
         # What waited lies at or above the position, and is announced again by the reading.
-        pending=Waiting(),
+        pending=WaitingUpdates(),
         # A predecessor whose clock was an hour ahead must not make us wait an hour.
         closed_at_s=min(memory.closed_at_s, now_s),
         stopping_at_s=min(memory.stopping_at_s, now_s),
         quorum_s=memory.quorum_s,
         sync_s=memory.sync_s,
         credits={
-            UpdateId(c.learner, c.incarnation, c.seq): Credit(c.steps, c.tokens, c.weight)
+            UpdateId(c.learner, c.incarnation, c.seq): UpdateCredit(c.steps, c.tokens, c.weight)
             for c in memory.credits
         },
         # Up to here the predecessor's averages and allowances have everything; what it did not read
@@ -105,7 +114,7 @@ def resume(record: wire.Record, record_seq: int, now_s: float) -> State:
 
 
 def policy_after(state: State) -> wire.PolicyState:
-    """What the record that commits `state` must keep for `resume`."""
+    """The memory that the record that commits `state` must keep for `resume`."""
     # As it will be once this very record stands, since it is read only then.
     committed = after_record(state)
     members = tuple(
@@ -134,7 +143,7 @@ def policy_after(state: State) -> wire.PolicyState:
 
 
 def _credits(state: State) -> tuple[wire.Credit, ...]:
-    """What is to be met again counts as it does now: the time that its sender had has passed."""
+    """Credits of updates that will be met again, as of now: their senders' time has passed."""
     unresolved = dict(state.credits) if not has_met_all(state) else {}
     unresolved |= {update: pending.credit for update, pending in state.pending.items()}
     return tuple(
@@ -214,17 +223,17 @@ def after_record(state: State) -> State:
     return state._replace(marks=Marks(marks), members=members, credits=owed)
 
 
-def _judged(state: State, resolved: tuple[Admitted | Refused, ...]) -> Mapping[str, Member]:
+def _judged(state: State, resolved: tuple[Admitted | RejectedUpdate, ...]) -> Mapping[str, Member]:
     """The members with their offences once these updates are answered."""
     members = dict(state.members)
     for taken in resolved:
         learner = taken.manifest.learner
         if learner not in members:
             continue
-        if isinstance(taken, Refused) and not is_offence(taken.reason):
+        if isinstance(taken, RejectedUpdate) and not is_offence(taken.reason):
             continue
         # Merged work makes up for offences, or every learner would be shut out some day.
-        change = 1 if isinstance(taken, Refused) else -1
+        change = 1 if isinstance(taken, RejectedUpdate) else -1
         count = max(0, members[learner].offences + change)
         members[learner] = members[learner]._replace(offences=count)
     if state.admitted:

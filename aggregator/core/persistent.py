@@ -15,7 +15,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-class Kept(Mapping[K, V]):
+class PersistentMap(Mapping[K, V]):
     """A mapping in the order in which its keys were first put, as a dictionary's.
 
     Args:
@@ -29,13 +29,13 @@ class Kept(Mapping[K, V]):
         self._map: Map[K, tuple[int, V]] = Map({key: (at, value) for at, (key, value) in numbered})
         self._next = len(self._map)
 
-    def put(self, key: K, value: V) -> "Kept[K, V]":
+    def put(self, key: K, value: V) -> "PersistentMap[K, V]":
         """With this value; a key that is there keeps its place."""
         there = self._map.get(key)
         place = self._next if there is None else there[0]
         return self._made(self._map.set(key, (place, value)), self._next + (there is None))
 
-    def drop(self, key: K) -> "Kept[K, V]":
+    def drop(self, key: K) -> "PersistentMap[K, V]":
         """Without this key, which must be there."""
         return self._made(self._map.delete(key), self._next)
 
@@ -68,7 +68,7 @@ class Kept(Mapping[K, V]):
         """The keys, in order."""
         return iter(sorted(self._map, key=self.place))
 
-    def _made(self, entries: "Map[K, tuple[int, V]]", following: int) -> "Kept[K, V]":
+    def _made(self, entries: "Map[K, tuple[int, V]]", following: int) -> "PersistentMap[K, V]":
         made = object.__new__(type(self))
         made._map, made._next = entries, following
         return made
@@ -124,7 +124,7 @@ class Ranked:
 
 
 class Tally(Mapping[K, int]):
-    """How often what is there: counts above 0."""
+    """Counts of items, all above 0."""
 
     __slots__ = ("_map",)
 

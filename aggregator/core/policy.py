@@ -170,7 +170,7 @@ def malformed(rules: FragmentRules, manifest: wire.Manifest) -> tuple[Reason, st
     return _wrong_shards(rules, manifest)
 
 
-class _Cut(NamedTuple):
+class _FragmentCut(NamedTuple):
     """The run's own cut of a fragment: slices and blocks of each shard."""
 
     slices: list[tuple[wire.Slice, ...]]
@@ -178,10 +178,10 @@ class _Cut(NamedTuple):
 
 
 @lru_cache
-def _cut(size: int, block: int, shard_elements: int) -> _Cut:
+def _cut(size: int, block: int, shard_elements: int) -> _FragmentCut:
     """Kept, since the updates of every learner on one device are cut so."""
     ranges = shard_ranges(size, block, shard_elements)
-    return _Cut(
+    return _FragmentCut(
         [slices.of_range(start, stop, block) for start, stop in ranges],
         [(stop - start) // block for start, stop in ranges],
     )
@@ -234,7 +234,7 @@ def _wrong_shards(rules: FragmentRules, manifest: wire.Manifest) -> tuple[Reason
 
 
 def cost(size_bytes: int) -> float:
-    """What a message of an update's subject takes from its sender's allowance."""
+    """The price of a message of an update's subject, taken from its sender's allowance."""
     return max(1.0, size_bytes / ANNOUNCEMENT_BYTES)
 
 

@@ -17,7 +17,7 @@ from diloco.aggregator.core.state import (
     is_answered_in_round,
     with_round_of,
 )
-from diloco.aggregator.core.updates import Refused, Resolved, Waiting, refuse
+from diloco.aggregator.core.updates import RejectedUpdate, Resolved, WaitingUpdates, refuse
 from diloco.common.protocol.layout import next_step
 from diloco.common.protocol.reasons import Reason
 
@@ -54,7 +54,7 @@ def has_next(rules: FragmentRules, state: State) -> bool:
 
 
 def step_share(state: State, *, participation: bool) -> float:
-    """How much of an outer step the round takes, in (0, 1]."""
+    """The share of an outer step that the round takes, in (0, 1]."""
     # Nobody moves the model for all: who is alone in a round takes its own part of a step.
     alone = len(state.admitted.senders) == 1
     return share(state) if participation or alone else 1.0
@@ -84,7 +84,7 @@ def may_follow(rules: FragmentRules, state: State) -> bool:
 
 
 def go_on(rules: FragmentRules, state: State, now_s: float) -> Result:
-    """What may follow from a change of the rules, or of what the machine stands at."""
+    """Go on after a change of the rules or of the machine's state: fetch, advance the round."""
     state, effects = fetch_waiting(rules, state)
     state, more = advance(rules, state, now_s)
     return state, effects + more
@@ -108,7 +108,7 @@ def fetch_waiting(rules: FragmentRules, state: State) -> Result:
 
 
 def advance(rules: FragmentRules, state: State, now_s: float) -> Result:
-    """What the round comes to now: it opens, has its quorum, is complete, or closes."""
+    """Move the round on: it opens, has its quorum, is complete, or closes."""
     state = _without_empty_round(state)
     if state.phase == "idle" and state.rejected and state.storing is None:
         # At once: the sender has its update in flight until a record says what became of it, and no
@@ -155,7 +155,7 @@ def close(
 def give_verdicts(
     rules: FragmentRules, state: State, now_s: float, reason: str, *, final: bool
 ) -> Result:
-    """A record of what was rejected; what the round has merged stays in it, unresolved."""
+    """Record the rejections; the round's merged updates stay in it, unresolved."""
     # It makes no version, but it is a record by the same compare-and-swap: no stale owner can
     # reject what its successor merges (invariant 2).
     said = awaiting(state)._replace(final=final)
@@ -171,7 +171,7 @@ def give_verdicts(
     return after, (Commit("verdict", reason, final, now_s, said),)
 
 
-def reject(rules: FragmentRules, state: State, refused: Refused, now_s: float) -> Result:
+def reject(rules: FragmentRules, state: State, refused: RejectedUpdate, now_s: float) -> Result:
     """Note a rejection; with no round open it gets a record of its own, else the round's."""
     # Outside of a round a rejection costs a record, which is what a sender of rubbish would spend
     # for us.
@@ -222,7 +222,7 @@ def _grace_ends_s(rules: FragmentRules, state: State) -> float:
 
 
 def _without_empty_round(state: State) -> State:
-    """Who announced for the round was rejected: it waits for somebody else, as if never opened.
+    """Undo a round whose updates were all rejected: it waits, as if it had never opened.
 
     Not while the leader is being asked: its answer would be taken for that of the next question.
     """
@@ -324,4 +324,6 @@ def _refuse_late(state: State) -> State:
         for pending in state.pending.values()
     )
     rejected = Resolved((*state.rejected, *late))
-    return state._replace(pending=Waiting(), rejected=rejected, voices=state.admitted.senders)
+    return state._replace(
+        pending=WaitingUpdates(), rejected=rejected, voices=state.admitted.senders
+    )

@@ -1,20 +1,20 @@
-"""What the machine of one fragment knows, and the smallest questions and changes of it."""
+"""The state of one fragment's machine, and the smallest questions and changes of it."""
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from diloco.aggregator.core.members import Member, Members
-from diloco.aggregator.core.persistent import Kept, Tally
+from diloco.aggregator.core.persistent import PersistentMap, Tally
 from diloco.aggregator.core.updates import (
     Admitted,
-    Credit,
-    Merged,
+    MergedUpdates,
     Pending,
-    Refused,
+    RejectedUpdate,
     Resolved,
+    UpdateCredit,
     UpdateId,
-    Waiting,
+    WaitingUpdates,
     update_id,
 )
 from diloco.common.protocol import wire
@@ -24,7 +24,7 @@ NOBODY = UpdateId("", 0, 0)
 
 
 class Allowance(NamedTuple):
-    """How many updates a learner may announce at once: `left` of them at the time `at_s`."""
+    """A learner's allowance of announcements: `left` of them at the time `at_s`."""
 
     # In updates, not in messages of any kind: joins and leaves cost next to nothing.
     left: float
@@ -71,7 +71,7 @@ class Quarantine(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """The end of a round: what was announced by then belongs to it, what comes later does not.
+    """The end of a round: updates announced by then belong to it, later ones do not.
 
     `reason`: why the round ends; `final`: it is the fragment's last. `stream_seq` is the last
     update that the stream's leader had, known since `known_at_s` (0: it is being asked).
@@ -84,7 +84,7 @@ class Cut(NamedTuple):
 
 
 class Storing(NamedTuple):
-    """A record that is on its way to the tape, and who is shut out once it stands."""
+    """A record on its way to the tape, and the learners to quarantine once it stands."""
 
     published: bool
     offenders: tuple[Quarantine, ...]
@@ -117,7 +117,7 @@ class State(NamedTuple):
     # By (learner, incarnation). They alone tell an update that is announced once more from a new
     # one (invariant 2), so they outlive every record.
     marks: Marks = Marks()
-    pending: Waiting = Waiting()
+    pending: WaitingUpdates = WaitingUpdates()
     # The run's clock at `version`. It is carried and not computed from `version`, since a rollback
     # sets it back while versions go on.
     global_step: int = 0
@@ -128,16 +128,16 @@ class State(NamedTuple):
     settings_seq: int = 0
     quarantined: frozenset[str] = frozenset()
     # Everybody who ever announced something: a learner that restarts must not get a full allowance.
-    allowances: Kept[str, Allowance] = Kept()
+    allowances: PersistentMap[str, Allowance] = PersistentMap()
     # Theirs for what this life meets again, which an earlier one has paid from `allowances`.
-    met_again: Kept[str, Allowance] = Kept()
+    met_again: PersistentMap[str, Allowance] = PersistentMap()
     phase: Phase = "idle"
     # The fragment's last version is committed, or is being so: nothing follows it (invariant 1).
     final: bool = False
     # What the open round has merged, in this order: additions of floats do not commute, and
     # recovery repeats them (invariant 3).
-    admitted: Merged = Merged()
-    rejected: Resolved[Refused] = Resolved()
+    admitted: MergedUpdates = MergedUpdates()
+    rejected: Resolved[RejectedUpdate] = Resolved()
     observations: tuple[wire.Observation, ...] = ()
     # How many updates of each learner belong to the round, read or not, until it is cut.
     voices: Tally[str] = Tally()
@@ -152,7 +152,7 @@ class State(NamedTuple):
     quorum_s: float = 0.0
     sync_s: float = 0.0
     # What updates were credited with that an earlier life met and no record has resolved.
-    credits: Mapping[UpdateId, Credit] = MappingProxyType({})
+    credits: Mapping[UpdateId, UpdateCredit] = MappingProxyType({})
     # This life began at `began_at_s` from a record whose maker had met everything up to
     # `known_seq`: it counted it in the averages and allowances, which must not be done again.
     known_seq: int = 0
@@ -161,8 +161,8 @@ class State(NamedTuple):
     now_s: float = 0.0
 
 
-def to_resolve(state: State) -> tuple[Admitted | Refused, ...]:
-    """What the next record resolves."""
+def to_resolve(state: State) -> tuple[Admitted | RejectedUpdate, ...]:
+    """The updates that the next record resolves."""
     return (*state.admitted, *state.rejected)
 
 
@@ -177,7 +177,7 @@ def has_unread(state: State) -> bool:
 
 
 def unread(state: State) -> list[Pending]:
-    """What belongs to the round and is not merged; once it is cut, what was announced by then."""
+    """Updates of the round that are not merged; once it is cut, those announced by then."""
     waited_for = [one for one in state.pending.values() if not one.passed]
     if state.cut is None or not state.cut.known_at_s:
         return waited_for
@@ -185,14 +185,14 @@ def unread(state: State) -> list[Pending]:
 
 
 def passed_on(state: State) -> State:
-    """The state in which the round waits no more for what it has not read."""
+    """The state in which the round no longer waits for updates that were not read."""
     for one in unread(state):
         state = with_pending(state, update_id(one.manifest), one._replace(passed=True))
     return state
 
 
 def awaiting(state: State) -> State:
-    """The state with what the round has merged waiting again, as if it had not been read."""
+    """The state in which the round's merged updates wait again, as if they had not been read."""
     if not state.admitted:
         return state
     pending = state.pending
@@ -201,7 +201,7 @@ def awaiting(state: State) -> State:
         pending = pending.put(update_id(one.manifest), again)
     members = state.members.but(norms={})
     # Each of them counts as before, merged or waiting.
-    return state._replace(admitted=Merged(), pending=pending, members=members)
+    return state._replace(admitted=MergedUpdates(), pending=pending, members=members)
 
 
 def with_admitted(state: State, update: UpdateId, admitted: Admitted) -> State:
@@ -217,7 +217,7 @@ def with_admitted(state: State, update: UpdateId, admitted: Admitted) -> State:
 
 
 def with_round_of(state: State, other: State) -> State:
-    """The state with another one's open round: what it has merged, and what waits."""
+    """The state with the open round of another state: its merged and its waiting updates."""
     norms = {one.manifest.learner: one.norm_per_step for one in other.admitted}
     return state._replace(
         admitted=other.admitted,
@@ -229,7 +229,9 @@ def with_round_of(state: State, other: State) -> State:
 
 def without_round(state: State) -> State:
     """The state with nothing merged or refused, once a record has resolved it."""
-    return state._replace(admitted=Merged(), rejected=Resolved(), voices=state.pending.awaited_from)
+    return state._replace(
+        admitted=MergedUpdates(), rejected=Resolved(), voices=state.pending.awaited_from
+    )
 
 
 def is_answered_in_round(state: State, learner: str) -> bool:
@@ -267,7 +269,7 @@ def without_pending(state: State, update: UpdateId) -> State:
     return _with_waiting(state, update, state.pending.drop(update))
 
 
-def _with_waiting(state: State, update: UpdateId, pending: Waiting) -> State:
+def _with_waiting(state: State, update: UpdateId, pending: WaitingUpdates) -> State:
     learner = update.learner
     by = pending.awaited_from.of(learner) - state.pending.awaited_from.of(learner)
     voices = state.voices.more(learner, by) if by else state.voices

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Generic, NamedTuple, Self, TypeVar, overload
 
-from diloco.aggregator.core.persistent import Kept, Ranked, Tally
+from diloco.aggregator.core.persistent import PersistentMap, Ranked, Tally
 from diloco.common.protocol import wire
 
 
@@ -16,8 +16,8 @@ class UpdateId(NamedTuple):
     seq: int
 
 
-class Credit(NamedTuple):
-    """What an update counts for: of what it claims, as much as can be believed (`credit.py`)."""
+class UpdateCredit(NamedTuple):
+    """An update's credit: as much of its claims as can be believed (`credit.py`)."""
 
     steps: int
     tokens: int
@@ -35,7 +35,7 @@ class Pending(NamedTuple):
     manifest: wire.Manifest
     stream_seq: int
     announced_at_s: float
-    credit: Credit
+    credit: UpdateCredit
     fetching: bool = False
     passed: bool = False
     broke: int = 0
@@ -46,7 +46,7 @@ class Admitted(NamedTuple):
 
     manifest: wire.Manifest
     stream_seq: int
-    credit: Credit
+    credit: UpdateCredit
     staleness: int
     discount: float
     clip: float
@@ -64,7 +64,7 @@ class Admitted(NamedTuple):
         return self.clip * self.norm / self.credit.steps
 
 
-class Refused(NamedTuple):
+class RejectedUpdate(NamedTuple):
     """An update that the next record rejects; made by `refuse`."""
 
     manifest: wire.Manifest
@@ -73,13 +73,13 @@ class Refused(NamedTuple):
     detail: str
 
 
-def refuse(manifest: wire.Manifest, stream_seq: int, reason: str, detail: str) -> Refused:
+def refuse(manifest: wire.Manifest, stream_seq: int, reason: str, detail: str) -> RejectedUpdate:
     """The rejection of an update.
 
     Its detail may quote the sender: bounded here, so that no manifest makes a record that cannot be
     written.
     """
-    return Refused(manifest, stream_seq, reason, wire.note(detail))
+    return RejectedUpdate(manifest, stream_seq, reason, wire.note(detail))
 
 
 def update_id(manifest: wire.Manifest) -> UpdateId:
@@ -87,7 +87,7 @@ def update_id(manifest: wire.Manifest) -> UpdateId:
     return UpdateId(manifest.learner, manifest.incarnation, manifest.seq)
 
 
-T = TypeVar("T", bound=Admitted | Refused)
+T = TypeVar("T", bound=Admitted | RejectedUpdate)
 
 
 class Resolved(Sequence[T], Generic[T]):
@@ -155,8 +155,8 @@ class Resolved(Sequence[T], Generic[T]):
     __hash__ = None  # type: ignore[assignment]
 
 
-class Merged(Resolved[Admitted]):
-    """What the open round has merged, in the order of the sum.
+class MergedUpdates(Resolved[Admitted]):
+    """The updates that the open round has merged, in the order of the sum.
 
     Args:
         updates: them.
@@ -181,7 +181,7 @@ class Merged(Resolved[Admitted]):
         return self._first_s
 
 
-class Waiting(Mapping[UpdateId, Pending]):
+class WaitingUpdates(Mapping[UpdateId, Pending]):
     """Updates that are announced and in no round yet, in the order in which they came to wait.
 
     Args:
@@ -191,18 +191,18 @@ class Waiting(Mapping[UpdateId, Pending]):
     __slots__ = ("_lives", "_times", "_unfetched", "_updates", "_voices")
 
     def __init__(self, updates: Mapping[UpdateId, Pending] = MappingProxyType({})) -> None:
-        self._updates = Kept(updates)
+        self._updates = PersistentMap(updates)
         waited_for = [(key, one) for key, one in updates.items() if not one.passed]
         self._lives = Tally(key[:2] for key in updates)
         self._unfetched = Tally(key for key, one in updates.items() if not one.fetching)
         self._voices = Tally(key.learner for key, _ in waited_for)
         self._times = Ranked(one.announced_at_s for _, one in waited_for)
 
-    def put(self, update: UpdateId, pending: Pending) -> "Waiting":
+    def put(self, update: UpdateId, pending: Pending) -> "WaitingUpdates":
         """With this update; one that waits already keeps its place."""
         return self._made(update, pending, self._updates.put(update, pending))
 
-    def drop(self, update: UpdateId) -> "Waiting":
+    def drop(self, update: UpdateId) -> "WaitingUpdates":
         """Without it; it need not be there."""
         if update not in self._updates:
             return self
@@ -237,7 +237,7 @@ class Waiting(Mapping[UpdateId, Pending]):
         return self._updates.unordered()
 
     def __getitem__(self, update: UpdateId) -> Pending:
-        """What waits under a name."""
+        """The update that waits under a name."""
         return self._updates[update]
 
     def __contains__(self, update: object) -> bool:
@@ -253,10 +253,10 @@ class Waiting(Mapping[UpdateId, Pending]):
         return iter(self._updates)
 
     def _made(
-        self, update: UpdateId, after: Pending | None, updates: Kept[UpdateId, Pending]
-    ) -> "Waiting":
+        self, update: UpdateId, after: Pending | None, updates: PersistentMap[UpdateId, Pending]
+    ) -> "WaitingUpdates":
         before = self._updates.find(update)
-        made = object.__new__(Waiting)
+        made = object.__new__(WaitingUpdates)
         made._updates = updates
         made._lives = _moved(self._lives, update[:2], before is not None, after is not None)
         made._unfetched = _moved(self._unfetched, update, _unread(before), _unread(after))

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from diloco.aggregator.context import Context, resumed_since
 from diloco.aggregator.core import garbage, memory
-from diloco.aggregator.core.garbage import Fleet, Ledger, Trim
+from diloco.aggregator.core.garbage import Announcers, Ledger, Trim
 from diloco.aggregator.core.state import State
 from diloco.aggregator.core.updates import UpdateId
 from diloco.common.process import log, metrics
@@ -78,7 +78,7 @@ class Collector:
         self._woken = asyncio.Event()
 
     def wake(self) -> None:
-        """A snapshot is committed: there may be garbage."""
+        """Look for garbage: a snapshot is committed."""
         self._woken.set()
 
     async def work(self) -> None:
@@ -151,8 +151,8 @@ class Collector:
         )
 
 
-def fleet_of(state: State) -> Fleet:
-    """Who may still announce what, as the machine knows it."""
+def fleet_of(state: State) -> Announcers:
+    """Learners that may still announce, as the machine knows them."""
     manifests = [
         *(waiting.manifest for waiting in state.pending.values()),
         *(admitted.manifest for admitted in state.admitted),
@@ -160,7 +160,7 @@ def fleet_of(state: State) -> Fleet:
     ]
     pending = {UpdateId(sent.learner, sent.incarnation, sent.seq) for sent in manifests}
     lives = {learner: member.incarnation for learner, member in state.members.items()}
-    return Fleet(lives, pending)
+    return Announcers(lives, pending)
 
 
 async def read_retained(context: RunContext, keep: int, logger: log.Logger) -> RetainedCheckpoints:

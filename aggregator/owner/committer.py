@@ -145,7 +145,7 @@ SAMPLE_S = 1.0
 
 
 class Samples:
-    """Counts what is no update of a fragment, and shows one of a kind now and then."""
+    """Counts messages that are no update of a fragment, and logs one of a kind now and then."""
 
     def __init__(self, context: Context, fragment: int, logger: log.Logger) -> None:
         self._context = context
@@ -187,7 +187,7 @@ class Samples:
 
 
 class Committer:
-    """Commits what the machine decides, one record at a time.
+    """Commits the machine's decisions, one record at a time.
 
     Args:
         context: the aggregator's.

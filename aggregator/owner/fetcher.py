@@ -56,7 +56,7 @@ class Limited:
 
 
 class Patience:
-    """Of one update's reading, over all attempts."""
+    """The time limits for reading one update, over all attempts."""
 
     def __init__(self, manifest: wire.Manifest) -> None:
         size_bytes = sum(shard.size_bytes for shard in manifest.shards)
@@ -93,7 +93,7 @@ LAST_PAUSE_S = 30.0
 Answer = Callable[[events.Fetched | events.Failed, Payload | None], Awaitable[None]]
 
 
-class Fetcher:
+class UpdateFetcher:
     """Reads the shards of one fragment's updates.
 
     Args:
@@ -187,7 +187,7 @@ class Fetcher:
         began_s = context.runtime.clock()
         store = Limited(context.store, patience.within_s)
         try:
-            payload = await context.runtime.call(self._read_kept, store, fetch.manifest)
+            payload = await context.runtime.call(self._read_and_keep, store, fetch.manifest)
         except StoreSlowError as error:
             self._free.release()
             patience.lost(error, others_read=self._others_read_since(began_s, learner))
@@ -198,7 +198,7 @@ class Fetcher:
         self._began_s[learner] = began_s
         return payload
 
-    def _read_kept(self, store: Limited, manifest: wire.Manifest) -> Payload:
+    def _read_and_keep(self, store: Limited, manifest: wire.Manifest) -> Payload:
         """Verify what recovery will read again, though its sender may remove it by then."""
         if isinstance(self._context.store, Keeps):
             for shard in manifest.shards:

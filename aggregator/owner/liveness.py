@@ -95,7 +95,7 @@ class LivenessWatch:
 
 
 class Expiry:
-    """Watches who holds shares, and who of them is heard of.
+    """Watches the holders of shares: which of them are still heard of.
 
     Args:
         context: the aggregator's.

@@ -29,7 +29,7 @@ async def quarantine(context: Context, learner: str, *, active: bool, reason: st
 
 
 async def quarantined_learners(context: Context) -> frozenset[str]:
-    """Who is shut out by now: the last word on each counts, else what records brought along.
+    """The quarantined learners: by the last word on each, else by what records brought along.
 
     Words stay on their tape for ever; those of the tapes before it are in the records alone.
 

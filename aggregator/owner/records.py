@@ -1,13 +1,13 @@
 """Builds records: every field of one is named here, from typed parts.
 
 A record has three parts: what the machine decided (`core/decisions.py`), what of it lies in arrays
-and objects (`Contents`), and who makes it. Whoever publishes one states all three.
+and objects (`RecordContents`), and who makes it. Whoever publishes one states all three.
 """
 
 from typing import NamedTuple
 
 from diloco.aggregator import instruments
-from diloco.aggregator.arrays.fragment import FragmentArrays, Made
+from diloco.aggregator.arrays.fragment import ClosedRound, FragmentArrays
 from diloco.aggregator.context import Context, identity, store_version_object
 from diloco.aggregator.core import rounds
 from diloco.aggregator.core.decisions import Decided
@@ -17,8 +17,8 @@ from diloco.common.protocol import wire
 from diloco.common.storage.tape import record_digest
 
 
-class Contents(NamedTuple):
-    """What a record says of the vectors at its version, and of the objects that hold them.
+class RecordContents(NamedTuple):
+    """The record's fields on the vectors at its version, and on the objects that hold them.
 
     Field by field as in `wire.Record`.
     """
@@ -41,12 +41,12 @@ class Contents(NamedTuple):
     merged_at_s: float
 
 
-def contents_of(record: wire.Record) -> Contents:
+def contents_of(record: wire.Record) -> RecordContents:
     """The contents that a record states."""
-    return Contents(**{name: getattr(record, name) for name in Contents._fields})
+    return RecordContents(**{name: getattr(record, name) for name in RecordContents._fields})
 
 
-def unchanged(previous: wire.Record, merged_at_s: float) -> Contents:
+def unchanged(previous: wire.Record, merged_at_s: float) -> RecordContents:
     """Contents of a verdict: the version before it stands, and nothing was merged."""
     return contents_of(previous)._replace(
         inputs=(), factors=b"", kept=b"", radii=b"", delta=None, merged_at_s=merged_at_s
@@ -57,7 +57,7 @@ def compose(
     context: Context,
     fragment: int,
     decided: Decided,
-    contents: Contents,
+    contents: RecordContents,
     *,
     previous: wire.Record | None,
     totals: wire.Totals,
@@ -121,7 +121,7 @@ def _sum(*counts: int) -> int:
 class Version(NamedTuple):
     """A version that is made and not stored, the time of it, and whether its arrays are due."""
 
-    made: Made
+    made: ClosedRound
     merged_at_s: float
     with_snapshot: bool
 
@@ -149,8 +149,8 @@ async def store_version(
     made_version: Version,
     previous: wire.Record,
     logger: log.Logger,
-) -> Contents:
-    """Store what a round made, while the next one may merge already.
+) -> RecordContents:
+    """Store the objects of a round's version, while the next round may merge already.
 
     Args:
         context: the aggregator's.
@@ -178,9 +178,9 @@ async def with_snapshot(
     fragment: int,
     version: int,
     arrays: FragmentArrays,
-    contents: Contents,
+    contents: RecordContents,
     logger: log.Logger,
-) -> Contents:
+) -> RecordContents:
     """The contents once view and outer state of this very version are stored."""
     view, outer = arrays.view_object(), arrays.outer_object()
     return contents._replace(

@@ -1,4 +1,4 @@
-"""How an aggregator comes back: from the newest outer state and the records after it.
+"""Recovery of an aggregator: from the newest outer state and the records after it.
 
 Every version since that state is merged again from the inputs its record names, and its digests
 are compared. Nothing else is needed, and nothing is trusted that does not reproduce.
@@ -72,7 +72,7 @@ async def recover(context: Context, fragment: int) -> Recovered:
 
 
 def missing_object(error: DilocoError) -> ObjectMissingError | None:
-    """What was missing when a version could not be made again, if that is why."""
+    """The missing object because of which a version could not be made again; else None."""
     why = error if isinstance(error, ObjectMissingError) else error.__cause__
     return why if isinstance(why, ObjectMissingError) else None
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Reads(Protocol):
-    """What reading an update needs of a store."""
+    """The calls of a store that reading an update needs."""
 
     def get(
         self, name: str, limit_bytes: int | None = None, within_s: float | None = None

@@ -1,4 +1,4 @@
-"""What the tape tells the owner of a fragment, message by message."""
+"""The tape's messages as events for the owner of a fragment."""
 
 from typing import NamedTuple
 
@@ -11,20 +11,20 @@ from diloco.common.storage.bus import Message
 from diloco.common.storage.tape import RunContext, check_length, decode, parse_changed
 
 
-class RecordStored(NamedTuple):
+class TapeRecord(NamedTuple):
     """A record of the fragment is on the tape, ours or another's."""
 
     stream_seq: int
 
 
-class SettingsStored(NamedTuple):
+class TapeSettings(NamedTuple):
     """Changed settings, with the machine's event of them."""
 
     settings: RunSettings
     event: events.Changed
 
 
-class UpdateStored(NamedTuple):
+class TapeUpdate(NamedTuple):
     """A message under an update's subject: the machine knows whether its sender can pay for more.
 
     What is too long for its fragment comes without its bytes, and with `why`.
@@ -35,7 +35,7 @@ class UpdateStored(NamedTuple):
     why: WireError | None = None
 
 
-class EndStored(NamedTuple):
+class TapeEnd(NamedTuple):
     """The run's end is on the tape."""
 
 
@@ -55,33 +55,33 @@ def subjects(run: str, fragment: int) -> list[str]:
 
 def decode_message(
     context: RunContext, fragment: int, message: Message
-) -> events.Event | UpdateStored | RecordStored | SettingsStored | EndStored | None:
-    """What a message of `subjects` is for the fragment's owner; None if it is for another's.
+) -> events.Event | TapeUpdate | TapeRecord | TapeSettings | TapeEnd | None:
+    """Decode a message of `subjects` for the fragment's owner; None if it is for another's.
 
     Raises:
         WireError: as `decode_event`.
     """
     if message.subject == names.end(context.run):
-        return EndStored()
+        return TapeEnd()
     if message.subject == names.record(context.run, fragment):
-        return RecordStored(message.seq)
+        return TapeRecord(message.seq)
     if message.subject == names.settings(context.run):
         settings = parse_changed(context.settings, message)
-        return SettingsStored(settings, events.Changed(message.time_s, message.seq))
+        return TapeSettings(settings, events.Changed(message.time_s, message.seq))
     parsed = names.parse_subject(message.subject)
     if parsed is not None and parsed.kind == "update" and parsed.learner is not None:
         return _update_stored(context.layout, message, parsed.learner)
     return decode_event(message, fragment)
 
 
-def _update_stored(layout: Layout, message: Message, learner: str) -> UpdateStored:
+def _update_stored(layout: Layout, message: Message, learner: str) -> TapeUpdate:
     size_bytes = len(message.payload)
     event = events.Undecoded(message.time_s, message.seq, learner, size_bytes)
     try:
         check_length(layout, message.subject, size_bytes)
     except WireError as error:
-        return UpdateStored(message._replace(payload=b""), event, error)
-    return UpdateStored(message, event)
+        return TapeUpdate(message._replace(payload=b""), event, error)
+    return TapeUpdate(message, event)
 
 
 def decode_event(message: Message, fragment: int) -> events.Event | None:

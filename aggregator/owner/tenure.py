@@ -25,14 +25,14 @@ from diloco.aggregator.core.policy import FragmentRules
 from diloco.aggregator.core.state import Quarantine
 from diloco.aggregator.core.updates import UpdateId, update_id
 from diloco.aggregator.owner.committer import Committer, Samples
-from diloco.aggregator.owner.fetcher import Fetcher
+from diloco.aggregator.owner.fetcher import UpdateFetcher
 from diloco.aggregator.owner.quarantine import quarantine
 from diloco.aggregator.owner.recovery import Recovered
 from diloco.aggregator.owner.tape_events import (
-    EndStored,
-    RecordStored,
-    SettingsStored,
-    UpdateStored,
+    TapeEnd,
+    TapeRecord,
+    TapeSettings,
+    TapeUpdate,
     decode_event,
     decode_message,
     subjects,
@@ -49,9 +49,7 @@ QUEUE = 1024
 QUEUE_BYTES = 16 << 20
 
 # What the tape and the fetches have for the machine, with the payload that it is about.
-Item = tuple[
-    events.Event | UpdateStored | RecordStored | SettingsStored | EndStored, Payload | None
-]
+Item = tuple[events.Event | TapeUpdate | TapeRecord | TapeSettings | TapeEnd, Payload | None]
 
 
 # After a sum that broke: lack of memory passes, and a bug must not fill the log.
@@ -101,7 +99,7 @@ class Tenure:
         self._room = asyncio.Event()
         self._heard_seq = recovered.record_seq
         self._tasks = Tasks()
-        self._fetcher = Fetcher(
+        self._fetcher = UpdateFetcher(
             context, recovered.arrays.grid, self._put, self._tasks, self._logger
         )
         self._last_update = LastUpdate(
@@ -134,7 +132,7 @@ class Tenure:
         return self._queue.qsize()
 
     def work(self) -> tuple[Coroutine[object, object, None], ...]:
-        """What is to be done at the same time, until one of them ends.
+        """The coroutines to run at the same time, until one of them ends.
 
         Raises:
             SwapLostError: somebody else has committed a record of the fragment.
@@ -171,7 +169,7 @@ class Tenure:
             except WireError as error:
                 event = None
                 await self._samples.take(message.subject, error.reason, error.message)
-            if isinstance(event, UpdateStored):
+            if isinstance(event, TapeUpdate):
                 await self._await_room(len(event.message.payload))
             if event is not None:
                 await self._queue.put((event, None))
@@ -190,14 +188,14 @@ class Tenure:
         while not ended or self.state.storing is not None:
             event, payload = await self._next_item()
             match event:
-                case EndStored():
+                case TapeEnd():
                     ended = True
-                case RecordStored():
+                case TapeRecord():
                     self._heard_seq = event.stream_seq
                     self._check_ours()
-                case SettingsStored():
+                case TapeSettings():
                     await self._change(event)
-                case UpdateStored():
+                case TapeUpdate():
                     await self._take(await self._decoded(event), None)
                 case _:
                     await self._take(event, payload)
@@ -221,7 +219,7 @@ class Tenure:
                     return await self._queue.get()
         return events.Timer(max(due_s, clock())), None
 
-    async def _decoded(self, stored: UpdateStored) -> events.Event:
+    async def _decoded(self, stored: TapeUpdate) -> events.Event:
         """A message of an update's subject, decoded if its sender can pay for that."""
         self._undecoded_bytes -= len(stored.message.payload)
         self._room.set()
@@ -247,7 +245,7 @@ class Tenure:
         subject = names.record(self._context.run, self.fragment)
         return SwapLostError(subject, self.state.record_seq)
 
-    async def _change(self, change: SettingsStored) -> None:
+    async def _change(self, change: TapeSettings) -> None:
         if change.event.stream_seq > self.state.settings_seq:
             self.rules = self._rules(change.settings)
             self._arrays.settings = change.settings

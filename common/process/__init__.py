@@ -1,1 +1,1 @@
-"""What every process of a run has: configuration, log, metrics, health, credentials."""
+"""The parts that every process of a run has: configuration, log, metrics, health, credentials."""

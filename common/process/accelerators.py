@@ -43,7 +43,7 @@ class Accelerators:
 
     @property
     def noun(self) -> str:
-        """What one of them is called."""
+        """The noun for one of them."""
         return "GPU" if self.kind == "cuda" else "TPU chip"
 
     def count(self, number: int) -> str:
@@ -71,7 +71,7 @@ def find_accelerators(root: Path = Path("/")) -> Accelerators | None:
 
 
 def unused(found: Accelerators) -> str:
-    """What to say where JAX sees none of them."""
+    """The sentence to print where JAX sees none of the machine's accelerators."""
     has = f"this machine has {found.count(len(found.names))}"
     if not found.usable:
         return (

@@ -1,4 +1,4 @@
-"""Who a client of NATS is: a file with the seed of its key, written by `diloco auth`.
+"""Credentials of a client of NATS: a file with the seed of its key, written by `diloco auth`.
 
     run = "demo"
     identity = "berlin"
@@ -76,7 +76,7 @@ def _forbidden(status: os.stat_result) -> int:
 
 
 def load_credentials(path: Path) -> Credentials | None:
-    """What the file holds; None for a `.creds` file of NATS's own tools.
+    """Read a credentials file; None for a `.creds` file of NATS's own tools.
 
     Raises:
         ConfigError: no such file, others can read it, or it is not a credentials file.

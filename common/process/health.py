@@ -53,8 +53,8 @@ class Answer(NamedTuple):
         return "; ".join((self.state, *self.why, *waits, *self.troubles))
 
 
-class View(NamedTuple):
-    """What a daemon says of itself: what it does, and why it cannot do its work."""
+class HealthView(NamedTuple):
+    """A daemon's state, and the reasons why it cannot do its work."""
 
     state: str
     why_not: tuple[str, ...] = ()
@@ -72,7 +72,7 @@ class Health:
     """
 
     limit_s: Callable[[], float] = lambda: EVENT_LOOP_S
-    view: Callable[[], View] = lambda: View("starting", NOT_YET)
+    view: Callable[[], HealthView] = lambda: HealthView("starting", NOT_YET)
     waiting: Callable[[], tuple[str, ...]] = tuple
     clock: Callable[[], float] = time.monotonic
     troubles: dict[str, str] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class Health:
 
     def begin_phase(self, what: str) -> None:
         """A daemon that is not ready yet begins with this."""
-        self.view = lambda: View(what, NOT_YET)
+        self.view = lambda: HealthView(what, NOT_YET)
         self._phase_at_s = self.clock()
 
     def progresses(self) -> bool:
@@ -151,7 +151,7 @@ def tell_stopping(manager: ServiceManager) -> None:
 
 
 def tell_error(manager: ServiceManager, message: str, hint: str | None) -> None:
-    """What ends the process, for `systemctl status`; one line, as all of systemd's statuses."""
+    """Show the error that ends the process in `systemctl status`, in one line as systemd asks."""
     sentence = f"error: {message}; hint: {hint}" if hint else f"error: {message}"
     tell(manager, STATUS=" ".join(sentence.split()))
 

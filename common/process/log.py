@@ -126,7 +126,7 @@ def take_stderr() -> None:
     os.close(theirs)
     sys.stderr = os.fdopen(real, "w", buffering=1, errors="backslashreplace", closefd=False)
     faulthandler.enable(STDERR)
-    logging.getLogger().addHandler(_Handler(logging.WARNING))
+    logging.getLogger().addHandler(_LoggingHandler(logging.WARNING))
 
     def give_back() -> None:
         sys.stdout.flush()
@@ -146,8 +146,8 @@ def _for_relay(real: int) -> list[str]:
     return ["--plain"] if os.isatty(real) else []
 
 
-class _Handler(logging.Handler):
-    """What libraries log by Python's own `logging`."""
+class _LoggingHandler(logging.Handler):
+    """Passes on the log records that libraries write by Python's own `logging`."""
 
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()

@@ -1,4 +1,4 @@
-"""What a daemon counts, and how Prometheus reads it; docs/metrics.md explains each.
+"""The metrics of a daemon, for Prometheus to read; docs/metrics.md explains each.
 
 The only module that imports prometheus_client. Rules:
 - Cores count nothing. Drivers count effects and events; figures that somebody keeps anyway (the

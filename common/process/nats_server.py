@@ -81,7 +81,7 @@ class NatsServer:
 
     @property
     def url(self) -> str:
-        """Where clients connect."""
+        """The URL to which clients connect."""
         return f"nats://{LOOPBACK}:{self.port}"
 
     @property

@@ -1,4 +1,4 @@
-"""What looks into a daemon from outside: /metrics for Prometheus, /livez, /readyz, and systemd.
+"""The probes of a daemon: /metrics for Prometheus, /livez, /readyz, and systemd's watchdog.
 
 HTTP is answered from threads of their own, so that a main loop that hangs can be seen.
 """
@@ -95,7 +95,7 @@ def _answer(health: Health, well: Callable[[Answer], bool]) -> tuple[HTTPStatus,
     return status, "application/json", json.dumps(answer._asdict()).encode() + b"\n"
 
 
-class _Server(ThreadingHTTPServer):
+class _ProbeServer(ThreadingHTTPServer):
     daemon_threads = True
     # What a scraper that hangs up half-way leaves is no news.
     block_on_close = False
@@ -104,7 +104,7 @@ class _Server(ThreadingHTTPServer):
         """A connection that broke is the client's affair."""
 
 
-def _listen(section: MetricsSection, pages: dict[str, Page]) -> _Server:
+def _listen(section: MetricsSection, pages: dict[str, Page]) -> _ProbeServer:
     class Handler(BaseHTTPRequestHandler):
         timeout = ANSWER_S
         server_version = "diloco"
@@ -126,7 +126,7 @@ def _listen(section: MetricsSection, pages: dict[str, Page]) -> _Server:
             """Scrapes are no events."""
 
     try:
-        return _Server((section.listen, section.port), Handler)
+        return _ProbeServer((section.listen, section.port), Handler)
     except OSError as error:
         raise ConfigError(
             f"cannot listen on metrics.listen {section.listen!r}, port {section.port}: "

@@ -18,7 +18,7 @@ def release() -> str:
 
 @cache
 def packages() -> tuple[str, ...]:
-    """What is installed of what the program requires, as `name==version`, by name."""
+    """The installed packages among those that the program requires, as `name==version`, by name."""
     required = [line for line in metadata.requires("diloco") or () if "extra ==" not in line]
     return tuple(sorted(filter(None, map(_installed, required))))
 

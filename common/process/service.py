@@ -1,4 +1,4 @@
-"""What every daemon does: retry transient faults, take signals, keep time.
+"""The runtime of every daemon: retrying transient faults, taking signals, keeping time.
 
 `Runtime` holds the clock, the thread pool and the randomness that drivers use, so that a
 simulation can give them virtual time and a seed.
@@ -85,7 +85,7 @@ def run_to_end(coroutine: Coroutine[Any, Any, T]) -> T:
 
 @dataclass
 class Retries:
-    """What transient faults keep waiting now, and how many attempts have met one.
+    """Counts of attempts that wait because of transient faults, and of those that have met one.
 
     Counted by what was attempted and whose fault it was: "bus", "store" or "other". Changed on
     the event loop; read from other threads.
@@ -115,7 +115,7 @@ class Retries:
             end()
 
     def now(self) -> tuple[str, ...]:
-        """What waits now."""
+        """The attempts that wait now."""
         return tuple(what for (what, _), count in sorted(self.waiting.copy().items()) if count)
 
 
@@ -270,7 +270,7 @@ class AskedToStopError(Exception):
 
 
 async def unless_asked(coroutine: Coroutine[Any, Any, T], asked: Callable[[], bool]) -> T:
-    """What a part of a start gives, unless the daemon is asked to stop first.
+    """Await one step of a start, unless the daemon is asked to stop first.
 
     A start waits for others, for ever if need be; it must not wait so when its machine goes down.
 

@@ -1,1 +1,1 @@
-"""What is said between the parties of a run, as bytes and names. Pure: no IO, clock or log."""
+"""The protocol between the parties of a run, as bytes and names. Pure: no IO, clock or log."""

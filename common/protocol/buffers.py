@@ -6,7 +6,7 @@ from typing import TypeAlias
 PIECE_BYTES = 1 << 20
 
 
-class Parts:
+class Buffers:
     """Some runs of bytes, one behind the other. They must stay as they are while this is used.
 
     Iterating gives them in pieces of at most `PIECE_BYTES`; `bytes` gives a copy of all.
@@ -31,9 +31,9 @@ class Parts:
 
     def __eq__(self, other: object) -> bool:
         """Whether `bytes` or others hold the same bytes; compared piece by piece."""
-        if not isinstance(other, bytes | memoryview | Parts):
+        if not isinstance(other, bytes | memoryview | Buffers):
             return NotImplemented
-        view, at = memoryview(bytes(other) if isinstance(other, Parts) else other).cast("B"), 0
+        view, at = memoryview(bytes(other) if isinstance(other, Buffers) else other).cast("B"), 0
         if len(self) != view.nbytes:
             return False
         for piece in self:
@@ -44,18 +44,18 @@ class Parts:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def behind(self, start: int) -> "Parts":
+    def behind(self, start: int) -> "Buffers":
         """Those from a byte on."""
         left = []
         for run in self._runs:
             left.append(run[start:])
             start = max(0, start - run.nbytes)
-        return Parts(*left)
+        return Buffers(*left)
 
 
-Data: TypeAlias = bytes | memoryview | Parts
+Data: TypeAlias = bytes | memoryview | Buffers
 
 
-def parts_of(data: Data) -> Parts:
+def parts_of(data: Data) -> Buffers:
     """The same bytes, in however many places."""
-    return data if isinstance(data, Parts) else Parts(data)
+    return data if isinstance(data, Buffers) else Buffers(data)

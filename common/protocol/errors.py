@@ -92,7 +92,7 @@ class TaskError(DilocoError):
 
 
 class DataError(TaskError):
-    """What is to become tokens, or a folder of tokens, is not what it must be."""
+    """Documents that are to become tokens, or a folder of tokens, are not as they must be."""
 
 
 class DivergedError(TaskError):
@@ -218,7 +218,7 @@ class ObjectMissingError(StoreError):
 
 
 class ObjectUnreadableError(StoreError):
-    """What stands under a name is no plain object: it is encoded, or a link, a pipe, a device."""
+    """The object under a name is no plain one: it is encoded, or a link, a pipe, a device."""
 
     status = Exit.DAMAGED
 

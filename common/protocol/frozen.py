@@ -24,7 +24,7 @@ Index = tuple[slice, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Leaf:
+class FrozenLeaf:
     """One leaf in the index.
 
     Attributes:
@@ -41,7 +41,7 @@ class Leaf:
     stored: bool
 
 
-class Held:
+class Frozen:
     """The leaves that a run holds, which are read as they are asked for.
 
     Args:
@@ -59,7 +59,7 @@ class Held:
         self.leaves = _parse(data)
 
     def names(self) -> list[str]:
-        """Of all leaves that the run stores."""
+        """The names of all leaves that the run stores."""
         return [name for name, leaf in self.leaves.items() if leaf.stored]
 
     def read(self, name: str, index: Index | None = None) -> np.ndarray:
@@ -94,14 +94,14 @@ class Held:
                 hint="load the same base that the run was created with",
             )
 
-    def _tile(self, leaf: Leaf, digest: str, tile: list[tuple[int, int]]) -> np.ndarray:
+    def _tile(self, leaf: FrozenLeaf, digest: str, tile: list[tuple[int, int]]) -> np.ndarray:
         name = names.tile_object(self._run, digest)
         data = _checked(self._get(name), digest, name)
         shape = [stop - start for start, stop in tile]
         return np.frombuffer(data, np.dtype(leaf.dtype)).reshape(shape)
 
 
-def store_held(
+def store_frozen(
     run: str,
     put: Callable[[str, bytes], None],
     arrays: Mapping[str, np.ndarray],
@@ -127,13 +127,15 @@ def store_held(
     return name
 
 
-def _named(name: str, array: np.ndarray) -> Leaf:
+def _named(name: str, array: np.ndarray) -> FrozenLeaf:
     return _leaf(
         name, array, tile=array.shape, digests=(shards.digest(np.asarray(array)),), stored=False
     )
 
 
-def _stored(run: str, put: Callable[[str, bytes], None], name: str, array: np.ndarray) -> Leaf:
+def _stored(
+    run: str, put: Callable[[str, bytes], None], name: str, array: np.ndarray
+) -> FrozenLeaf:
     tile = tile_of(array.shape, array.itemsize)
     digests = []
     for bounds in _tiles(array.shape, tile):
@@ -143,8 +145,8 @@ def _stored(run: str, put: Callable[[str, bytes], None], name: str, array: np.nd
     return _leaf(name, array, tile=tile, digests=tuple(digests), stored=True)
 
 
-def _leaf(name: str, array: np.ndarray, **rest: Any) -> Leaf:
-    return Leaf(name=name, dtype=str(array.dtype), shape=tuple(array.shape), **rest)
+def _leaf(name: str, array: np.ndarray, **rest: Any) -> FrozenLeaf:
+    return FrozenLeaf(name=name, dtype=str(array.dtype), shape=tuple(array.shape), **rest)
 
 
 def tile_of(shape: tuple[int, ...], item_bytes: int) -> tuple[int, ...]:
@@ -172,7 +174,7 @@ def _bounds(index: Index, shape: tuple[int, ...]) -> list[tuple[int, int]]:
 def _meeting(
     tile: list[tuple[int, int]], wanted: list[tuple[int, int]]
 ) -> tuple[Index, Index] | None:
-    """Where a tile meets what is wanted: in that, and in the tile."""
+    """The overlap of a tile with the slices wanted: its place in those, and in the tile."""
     there, here = [], []
     for (start, stop), (first, last) in zip(tile, wanted, strict=True):
         low, high = max(start, first), min(stop, last)
@@ -192,12 +194,12 @@ def _checked(data: bytes, digest: str, name: str) -> bytes:
     return data
 
 
-def _parse(data: bytes) -> dict[str, Leaf]:
+def _parse(data: bytes) -> dict[str, FrozenLeaf]:
     import ml_dtypes  # noqa: F401 - so that NumPy knows bfloat16
 
     try:
         found = msgpack.unpackb(data, use_list=False)["leaves"]
-        leaves = [Leaf(**fields) for fields in found]
+        leaves = [FrozenLeaf(**fields) for fields in found]
     except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
         raise IntegrityError(
             f"the index of the leaves that are not synchronized is none: {error}"[:300],

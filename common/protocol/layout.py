@@ -41,7 +41,7 @@ STATE = "state"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorHint:
-    """What a task knows of a tensor that its shape does not tell.
+    """Facts on a tensor that a task knows and its shape does not tell.
 
     Attributes:
         merge: "rda" (radial-directional averaging) or "average"; embeddings want "average"
@@ -225,7 +225,7 @@ def make_layout(
 
 
 def kind_of(tensor: Tensor, hint: Hint) -> Kind:
-    """What becomes of a leaf; one that is no float is frozen, unless the hint says "local"."""
+    """The kind of a leaf; one that is no float is frozen, unless the hint says "local"."""
     kind = hint(tensor.name, tensor.shape).kind
     if tensor.dtype in FLOATING:
         return kind
@@ -332,7 +332,7 @@ def _cuts(tensors: tuple[Tensor, ...], fragments: int, hint: Hint) -> list[_Cut]
 
 
 def _edges(rows: int, parts: int) -> list[int]:
-    """Where parts of about equal size begin and end.
+    """The places where parts of about equal size begin and end.
 
     Long ones begin at multiples of a power of two, so that a mesh whose size is one divides each if
     it divides the tensor; they differ by a PARTS_OF_A_PART-th at most.

@@ -69,7 +69,7 @@ def ops_stream(run: str) -> str:
 
 
 def leases_bucket(run: str) -> str:
-    """Who owns which fragment: a bucket of keys and values, in NATS's words."""
+    """The bucket of leases: keys and values, in NATS's words."""
     return f"diloco-{run}_leases"
 
 
@@ -192,7 +192,7 @@ Kind = Literal[
 
 
 class Subject(NamedTuple):
-    """What a subject says; None where its kind says no such thing."""
+    """The parts of a subject; None where its kind has no such part."""
 
     kind: Kind
     run: str
@@ -203,7 +203,7 @@ class Subject(NamedTuple):
 
 @lru_cache(maxsize=1 << 14)
 def parse_subject(subject: str) -> Subject | None:
-    """What a subject says, wildcards aside; None if it is none of ours."""
+    """Parse a subject, without wildcards; None if it is none of ours."""
     for form in _SUBJECTS:
         if found := form.fullmatch(subject):
             said = found.groupdict()
@@ -284,14 +284,14 @@ def version_object(run: str, fragment: int, version: int, what: str, digest: str
 
 
 class VersionObject(NamedTuple):
-    """What the name of a version's object says; its name has the form of `version_object`."""
+    """The parts of the name of a version's object; the name has the form of `version_object`."""
 
     version: int
     what: str
 
 
 def parse_version_object(run: str, fragment: int, name: str) -> VersionObject | None:
-    """What a name below `fragment_prefix` says; None if it is none of ours."""
+    """Parse a name below `fragment_prefix`; None if it is none of ours."""
     found = _VERSION_OBJECT.fullmatch(name.removeprefix(fragment_prefix(run, fragment)))
     return VersionObject(int(found[1]), found[2]) if found else None
 
@@ -307,7 +307,7 @@ class ShardName(NamedTuple):
 
 
 def parse_shard(run: str, name: str) -> ShardName | None:
-    """What a name below `learners_prefix` says; None if it is no shard's."""
+    """Parse a name below `learners_prefix`; None if it is no shard's."""
     found = _SHARD.fullmatch(name.removeprefix(learners_prefix(run)))
     return ShardName(found[1], *(int(found[part]) for part in range(2, 6))) if found else None
 

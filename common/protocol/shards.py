@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from diloco.common.protocol.buffers import Data, Parts, parts_of
+from diloco.common.protocol.buffers import Buffers, Data, parts_of
 from diloco.common.protocol.codec import (
     FORMS,
     GREATEST_SCALE,
@@ -199,13 +199,13 @@ def crc32c(data: Data) -> int:
     return value
 
 
-def digest(data: npt.NDArray[Any] | bytes | Parts) -> str:
+def digest(data: npt.NDArray[Any] | bytes | Buffers) -> str:
     """xxh3-128 of the bytes, as 32 hex digits."""
     # In one call it would hold the interpreter, and so every other thread, to its end.
     hashed = xxhash.xxh3_128()
     if isinstance(data, bytes):
         hashed.update(data)
-    elif isinstance(data, Parts):
+    elif isinstance(data, Buffers):
         for piece in data:
             hashed.update(piece)
     else:
@@ -214,7 +214,7 @@ def digest(data: npt.NDArray[Any] | bytes | Parts) -> str:
 
 
 class _DeltaForm:
-    """Where the parts of a delta's object lie, in bytes."""
+    """The places of the parts of a delta's object, in bytes."""
 
     def __init__(self, codec: Codec, count: int, block: int) -> None:
         self.header = HEADER.pack(MAGIC, FORMS[codec].number, 0, block, count)
@@ -237,7 +237,7 @@ class _DeltaForm:
         )
 
     def ranges_of(self, chunks: list[int]) -> list[Span]:
-        """What to read for some chunks and all checksums, in order."""
+        """The byte ranges to read for some chunks and all checksums, in order."""
         if 4 * len(chunks) > 3 * self.chunks:
             return [(0, self.size_bytes)]
         scales, codes = zip(*map(self.spans_of, chunks), strict=True)
@@ -252,7 +252,7 @@ class _DeltaForm:
 
 
 class _Ranges:
-    """What was read of an object.
+    """Bytes of an object that were read, in ranges.
 
     Raises:
         IntegrityError: the object is shorter than that.

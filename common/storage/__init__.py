@@ -1,1 +1,1 @@
-"""What a run consists of outside any process: tape, objects, and both in one file."""
+"""The storage of a run outside any process: tape, objects, and both in one file."""

@@ -1,4 +1,4 @@
-"""Who holds which share of the data, as the claims on the tape say it. Pure.
+"""Holdings: which learner reads which share of the data, from the claims on the tape. Pure.
 
 Rules:
 1. A pass over the data, an epoch, is `shares` fixed shares of `batches` batches each. A share's
@@ -53,7 +53,7 @@ def end_of(sizes: Sizes, holding: Holding) -> int:
 def lost_batches(
     position: int, reached: Mapping[int | None, int], fragments: int
 ) -> tuple[int, ...]:
-    """Of each fragment, how many batches before a position are in no update of it.
+    """For each fragment, the number of batches before a position that are in none of its updates.
 
     Args:
         position: where a learner's data goes on.
@@ -76,8 +76,8 @@ def declared_sizes(settings: RunSettings) -> Sizes | None:
 
 
 @dataclass
-class _Learner:
-    """What a learner holds; its next holding begins no earlier than at `least`."""
+class _LearnerHoldings:
+    """A learner's holdings; its next holding begins no earlier than at `least`."""
 
     incarnation: int = 0
     least: int = 0
@@ -100,14 +100,14 @@ class Holdings:
     ahead: set[int] = field(default_factory=set)
     # Least first: those of `partial`, and some that were.
     _given_up: list[int] = field(default_factory=list)
-    _learners: dict[str, _Learner] = field(default_factory=dict)
+    _learners: dict[str, _LearnerHoldings] = field(default_factory=dict)
 
     def take(self, claim: wire.Claim, seq: int) -> bool:
         """A claim that the tape has at a sequence, in the tape's order; whether it counts."""
         # A life is the sequence of a join. One that was not there yet nobody could ever end.
         if claim.incarnation >= seq:
             return False
-        known = self._learners.setdefault(claim.learner, _Learner())
+        known = self._learners.setdefault(claim.learner, _LearnerHoldings())
         self.sizes = self.sizes or sizes_of(claim)
         if claim.incarnation < known.incarnation or sizes_of(claim) != self.sizes:
             return False
@@ -119,7 +119,7 @@ class Holdings:
         return True
 
     def of(self, learner: str) -> tuple[Holding, ...]:
-        """What a learner holds, oldest first."""
+        """A learner's holdings, oldest first."""
         return self._learners[learner].held if learner in self._learners else ()
 
     def newest_life(self, learner: str) -> int:
@@ -131,8 +131,8 @@ class Holdings:
         return tuple(name for name, one in self._learners.items() if one.held)
 
     def next_position(self, learner: str) -> int:
-        """Where a learner's next holding begins at the earliest."""
-        known = self._learners.get(learner, _Learner())
+        """The earliest position at which a learner's next holding begins."""
+        known = self._learners.get(learner, _LearnerHoldings())
         if self.sizes is None or not known.held:
             return known.least
         return end_of(self.sizes, known.held[-1])
@@ -146,7 +146,7 @@ class Holdings:
         return free[zlib.crc32(learner.encode()) % len(free)]
 
     def _free(self, sizes: Sizes) -> Iterator[tuple[int, int]]:
-        """What is free of the earliest epoch that has anything free."""
+        """Free shares, and their first free batches, of the earliest epoch that has any."""
         epoch = self._earliest() // sizes.shares
         for share in range(epoch * sizes.shares, (epoch + 1) * sizes.shares):
             if share in self.partial:
@@ -169,7 +169,7 @@ class Holdings:
             return self.partial[share] == claim.first
         return claim.first == 0 and share >= self.unclaimed and share not in self.ahead
 
-    def _give(self, claim: wire.Claim, known: _Learner) -> bool:
+    def _give(self, claim: wire.Claim, known: _LearnerHoldings) -> bool:
         begun = known.incarnation == claim.incarnation
         behind = claim.position >= self.next_position(claim.learner)
         if not (begun and behind and self._is_free(claim)):
@@ -182,7 +182,7 @@ class Holdings:
             self.unclaimed += 1
         return True
 
-    def _end(self, position: int, known: _Learner) -> None:
+    def _end(self, position: int, known: _LearnerHoldings) -> None:
         assert self.sizes is not None
         for holding in known.held:
             reached = holding.first + max(0, position - holding.position)

@@ -33,7 +33,7 @@ class Breach(NamedTuple):
 
 @dataclass
 class Objects:
-    """What became of a run's objects.
+    """The state of a run's objects.
 
     Attributes:
         needed: how many recovery and learners need; `needed_bytes` of them.
@@ -68,7 +68,7 @@ class Account:
 
 @dataclass(kw_only=True)
 class Audit:
-    """What an audit found.
+    """The findings of an audit.
 
     Attributes:
         deep: decisions and versions were made again: `followed` and `remade`; `unknown` decisions
@@ -84,7 +84,7 @@ class Audit:
 
 
 def audit(history: History, *, deep: bool = False) -> Audit:
-    """What a tape says against its rules; blocks.
+    """Check a tape against its rules; blocks.
 
     Args:
         history: the tape.

@@ -43,11 +43,11 @@ from diloco.judge.objects import check_objects, list_now, read_listing
 from diloco.run import agreement
 from diloco.run.cli.opening import OpenRun, open_run, run_config
 from diloco.run.cli.screen import SEVERITY_STYLES, say_json
-from diloco.run.cli.subprocess import beside
+from diloco.run.cli.subprocess import call_isolated
 from diloco.run.findings import NATS_AWAY, failed
 from diloco.run.history import History, read_history
-from diloco.run.model.scores import kept, scores_of
-from diloco.run.state import Finding, Run
+from diloco.run.model.scores import read_scores, scores_of
+from diloco.run.state import Finding, RunStatus
 from diloco.run.timeseries import read_time_series
 from diloco.run.watch import Watch
 
@@ -63,7 +63,7 @@ SCORES = 8
 
 @dataclass
 class Report:
-    """What the doctor found; `account` and `run_now` are None when the tape could not be read.
+    """The doctor's findings; `account` and `run_now` are None when the tape could not be read.
 
     `exists` is False where nothing is amiss but that the run was not created yet.
     """
@@ -71,7 +71,7 @@ class Report:
     run: str
     findings: list[Finding] = field(default_factory=list)
     account: Account | None = None
-    run_now: Run | None = None
+    run_now: RunStatus | None = None
     exists: bool = True
 
     @property
@@ -81,7 +81,7 @@ class Report:
 
     @property
     def deeper(self) -> list[Finding]:
-        """What the whole tape and the store say, beyond the run as it is now."""
+        """Findings from the whole tape and the store, beyond those on the run as it is now."""
         now = self.run_now.findings if self.run_now is not None else ()
         return [one for one in self.findings if one not in now]
 
@@ -170,12 +170,12 @@ async def examine(target: str, *, deep: bool = False, progress: "Heard | None" =
 
 def said_once(findings: Iterable[Finding]) -> list[Finding]:
     """Without what is said already, and as something worse."""
-    kept: dict[tuple[str, str], Finding] = {}
+    read_scores: dict[tuple[str, str], Finding] = {}
     for finding in findings:
-        other = kept.setdefault((finding.about, finding.sentence), finding)
+        other = read_scores.setdefault((finding.about, finding.sentence), finding)
         if ORDER.index(finding.severity) < ORDER.index(other.severity):
-            kept[finding.about, finding.sentence] = finding
-    return [*kept.values()]
+            read_scores[finding.about, finding.sentence] = finding
+    return [*read_scores.values()]
 
 
 def _no_run(config: Config, error: DilocoError, store: ObjectStore | None) -> Iterator[Finding]:
@@ -291,7 +291,7 @@ def _compare(run: OpenRun) -> list[Finding]:
 def _try_task(config: Config, layout: str | None = None) -> list[Finding]:
     """Whether the task can be built here, and gives the run's layout."""
     try:
-        return beside(try_task, config, layout)
+        return call_isolated(try_task, config, layout)
     except TaskError as error:
         return [_not_built(config, error)]
 
@@ -350,7 +350,7 @@ async def _examine_run(
 
 
 def _copy() -> Finding:
-    """What a file has that nothing makes again."""
+    """The finding on parts of a file that nothing can make again."""
     return Finding(
         severity="note", about="file",
         sentence="this is a copy in a file: what it has of heartbeats, held-out losses and logs is "
@@ -360,7 +360,7 @@ def _copy() -> Finding:
 
 
 def in_force(findings: list[Finding], history: History) -> Iterator[Finding]:
-    """What was found, with the judgement of the settings that the run has now, not the file's."""
+    """The findings, with the judgement of the settings that the run has now, not the file's."""
     if not history.changes:
         yield from findings
         return
@@ -375,25 +375,25 @@ async def _scores(context: RunContext, *, deep: bool) -> list[wire.Score]:
         StoreError: the store is away.
     """
     if not deep:
-        return await kept(context)
+        return await read_scores(context)
     series = await read_time_series(context, 0.0)
     try:
         return await scores_of(context, series, SCORES)
     except (TaskError, ConfigError, ImportError):
-        return await kept(context)  # The task cannot be built here; that is told elsewhere.
+        return await read_scores(context)  # The task cannot be built here; that is told elsewhere.
 
 
-class _Look(NamedTuple):
-    """What tape and store say; `now` is of when the tape had been read, and no later."""
+class _Inspection(NamedTuple):
+    """Tape and store, as they were read; `now` is of when the tape had been read."""
 
     history: History
     watch: Watch
-    now: Run
+    now: RunStatus
     audit: Audit
     objects: Objects
 
 
-async def _look(context: RunContext, *, deep: bool, progress: "Heard | None") -> _Look:
+async def _look(context: RunContext, *, deep: bool, progress: "Heard | None") -> _Inspection:
     """Read tape and store, again if something was amiss and the run has gone on meanwhile."""
     for look in range(1, LOOKS + 1):
         before = await read_listing(context)
@@ -413,7 +413,7 @@ async def _look(context: RunContext, *, deep: bool, progress: "Heard | None") ->
             break
         if await context.bus.last_sequence(context.tape) == history.last_seq:
             break
-    return _Look(history, watch, now, found, objects)
+    return _Inspection(history, watch, now, found, objects)
 
 
 def show(report: Report, console: Console) -> None:

@@ -56,13 +56,13 @@ def missing_objects(history: History, there: Container[str]) -> dict[str, int]:
     found: dict[str, int] = {}
     for chain in history.records.values():
         for index, (seq, record) in enumerate(chain):
-            for ref in _kept_for(record, oldest=index == 0):
+            for ref in _needed_for(record, oldest=index == 0):
                 if ref.name not in there:
                     found.setdefault(ref.name, seq)
     return found
 
 
-def _kept_for(record: wire.Record, *, oldest: bool) -> Iterator[wire.ObjectRef | wire.Shard]:
+def _needed_for(record: wire.Record, *, oldest: bool) -> Iterator[wire.ObjectRef | wire.Shard]:
     yield from (record.snapshot, record.outer)
     # A replay begins with the oldest: what it was made of may go.
     if oldest:
@@ -80,10 +80,10 @@ def newer_objects(history: History, listed: Iterable[str]) -> Iterator[str]:
         history: the tape; read after the store was listed, or once the run has ended.
         listed: names of the run's objects.
     """
-    newest: dict[int, Newest | None] = dict.fromkeys(range(len(history.layout.fragments)))
+    newest: dict[int, LastRecord | None] = dict.fromkeys(range(len(history.layout.fragments)))
     for fragment, chain in history.records.items():
         for seq, record in chain[-1:]:
-            newest[fragment] = Newest(seq, record, history.times_s[seq])
+            newest[fragment] = LastRecord(seq, record, history.times_s[seq])
     epoch = history.specification.epoch
     yield from newer_than(history.run, epoch, newest, [*listed], history.last_seq)
 
@@ -103,7 +103,7 @@ def under_way(history: History, listed: Iterable[str]) -> Iterator[str]:
                 yield name
 
 
-class Newest(NamedTuple):
+class LastRecord(NamedTuple):
     """A fragment's last record, with its sequence and time."""
 
     seq: int
@@ -114,7 +114,7 @@ class Newest(NamedTuple):
 def newer_than(
     run: str,
     epoch: int,
-    newest: Mapping[int, Newest | None],
+    newest: Mapping[int, LastRecord | None],
     listed: Sequence[str],
     last_seq: int,
 ) -> Iterator[str]:

@@ -59,7 +59,7 @@ class Listing:
         return self._rows
 
     def size(self, name: str) -> int | None:
-        """Of an object; None if it is not there."""
+        """The size of an object; None if it is not there."""
         rows, wanted = self._table(), _hash(name)
         index = int(np.searchsorted(rows[:, 0], wanted))
         found = index < len(rows) and rows[index, 0] == wanted
@@ -71,8 +71,8 @@ class Listing:
     def __len__(self) -> int:
         return len(self._table())
 
-    def beside(self, other: "Listing") -> "Listing":
-        """What of this the other one lacks, or has with another size."""
+    def missing_from(self, other: "Listing") -> "Listing":
+        """The objects of this listing that the other lacks, or has with another size."""
         found, rows = Listing(), self._table()
         found._rows = rows[~_stand_in(other._table(), rows)]  # noqa: SLF001 - of this class
         return found
@@ -198,7 +198,7 @@ def check_objects(history: History, before: Listing | None = None) -> Objects:
     found.needed_bytes = sum(ref.size_bytes for _, ref in wanted.values())
     known = Listing((ref.name, ref.size_bytes) for ref in all_named(history))
     there = list_now(history.store, run, _unknown(history, known))
-    if amiss := known.beside(there):
+    if amiss := known.missing_from(there):
         _check_named(found, history, amiss, there, wanted)
     newer = {*newer_objects(history, (there if before is None else before).picked)}
     sizes = {name: there.size(name) for name in sorted(newer)}

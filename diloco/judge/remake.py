@@ -1,8 +1,9 @@
 """Makes a run's versions again from its objects, for everybody who does: one fragment's, in order.
 
-`Remaker` merges each version again from its recorded inputs and compares digests, bit for bit; who
-verifies also has its delta and stored states compared. Garbage collection takes what recovery no
-longer needs; remaking then begins at the oldest version whose view and outer state are still there.
+`FragmentRemaker` merges each version again from its recorded inputs and compares digests, bit
+for bit; `verify` also has its delta and stored states compared. Garbage collection takes what
+recovery no longer needs; remaking then begins at the oldest version whose view and outer state
+are still there.
 `merge_round` makes a version that was not: of other inputs, or under other settings.
 `objects.py` has which objects are to be there.
 """
@@ -15,7 +16,7 @@ from functools import partial
 from diloco.aggregator.arrays.fragment import FragmentArrays
 from diloco.aggregator.arrays.merge import Vector
 from diloco.aggregator.core import policy
-from diloco.aggregator.core.updates import Admitted, Credit
+from diloco.aggregator.core.updates import Admitted, UpdateCredit
 from diloco.aggregator.owner.shard_reader import read_input, read_payload
 from diloco.common.process import cores
 from diloco.common.process.averaged import sync_of
@@ -41,7 +42,7 @@ def remake(history: History, found: Objects, progress: Progress | None = None) -
     total = sum(len(chain) for chain in history.records.values())
     done = 0
     for fragment in sorted(history.records):
-        remaker = Remaker(history, fragment)
+        remaker = FragmentRemaker(history, fragment)
         for seq, record in history.records[fragment]:
             try:
                 remaker.take(seq, record)
@@ -59,7 +60,7 @@ def is_stored(record: wire.Record) -> bool:
     return record.outer_version == record.version and record.what != "verdict"
 
 
-class Remaker:
+class FragmentRemaker:
     """Follows one fragment's records, with its arrays once they can be had.
 
     Args:
@@ -242,7 +243,7 @@ def admitted_again(record: wire.Record, taken: wire.Input, settings: RunSettings
     return Admitted(
         _manifest(record, taken),
         taken.stream_seq,
-        Credit(taken.steps_credited, taken.tokens_credited, taken.weight),
+        UpdateCredit(taken.steps_credited, taken.tokens_credited, taken.weight),
         taken.staleness,
         discount,
         taken.clip,

@@ -1,4 +1,4 @@
-"""What the doctor says of checkpoints and of the store's owner."""
+"""The doctor's findings on checkpoints and on the store's owner."""
 
 import os
 from collections.abc import Iterator
@@ -67,11 +67,11 @@ def checkpoints(
 
 
 def store_owner(store: ObjectStore) -> Iterator[Finding]:
-    """Of a store that is a folder: folders below it that are somebody else's."""
+    """The finding on a store that is a folder: folders below it that are somebody else's."""
     if not isinstance(store, DirectoryStore):
         return
     root = store.root
-    foreign = [*_foreign(root)]
+    foreign = [*_owned_by_others(root)]
     if foreign:
         listed = ", ".join(str(path) for path in foreign[:LISTED])
         more = f" and {len(foreign) - LISTED} more" if len(foreign) > LISTED else ""
@@ -86,7 +86,7 @@ def store_owner(store: ObjectStore) -> Iterator[Finding]:
 
 
 def store_fence(store: ObjectStore, *, credentials: bool) -> Iterator[Finding]:
-    """Of a run whose parties have credentials each: a folder as store has nothing of the kind."""
+    """The finding on a folder as store, of a run whose parties have credentials each."""
     if credentials and isinstance(store, DirectoryStore):
         yield Finding(
             severity="warning",
@@ -98,7 +98,7 @@ def store_fence(store: ObjectStore, *, credentials: bool) -> Iterator[Finding]:
         )
 
 
-def _foreign(root: Path) -> Iterator[Path]:
+def _owned_by_others(root: Path) -> Iterator[Path]:
     """Folders below the store's that belong to somebody else."""
     owner = root.stat().st_uid
     for folder, names, _ in os.walk(root):

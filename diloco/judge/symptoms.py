@@ -1,4 +1,4 @@
-"""What the whole tape and the objects say about a run's health, beside `run/findings.py`.
+"""Findings on a run's health from the whole tape and the objects, beside `run/findings.py`.
 
 Functions from what was read to findings; `doctor.py` does the reading. Each finding that asks for
 something names its runbook.
@@ -86,7 +86,7 @@ def aggregator_clocks(history: History) -> Iterator[Finding]:
 
 
 def tape(history: History, found: Audit) -> Iterator[Finding]:
-    """What the audit of the tape found, by rule."""
+    """The findings of the tape's audit, by rule."""
     yield from _breaches(found.breaches, "tape", BROKEN_INVARIANT)
     account = found.account
     since = "since the oldest record, " if history.trimmed else ""
@@ -136,7 +136,7 @@ def readers(filled: Filled) -> Iterator[Finding]:
 
 
 def objects(found: Objects, *, deep: bool) -> Iterator[Finding]:
-    """What became of the objects that the tape names."""
+    """The findings on the objects that the tape names."""
     gone = [b for b in found.breaches if b.rule == "objects"]
     yield from _breaches(gone, "store", MISSING_OBJECT)
     wrong = [b for b in found.breaches if b.rule == "digests"]

@@ -1,1 +1,1 @@
-"""What is trained: the built-in model, decoders, their data, loops of other frameworks."""
+"""Models to train: the built-in one, decoders, their data, loops of other frameworks."""

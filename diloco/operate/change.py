@@ -33,7 +33,7 @@ from diloco.run.watch import Watch
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Preview:
-    """What a change of settings would do, in sentences; none of them if it would do nothing."""
+    """The effect of a change of settings, in sentences; none of them if it would do nothing."""
 
     changed: list[str]
     rates: list[str]
@@ -41,7 +41,7 @@ class Preview:
 
 
 async def preview(target: str, assignments: Sequence[str]) -> Preview:
-    """What `change` would do.
+    """Preview the effect of `change`.
 
     Raises:
         ConfigError: no setting of that name, no such value, or one that is fixed.
@@ -67,7 +67,7 @@ def _assigned(before: RunSettings, assignments: Sequence[str]) -> RunSettings:
 
 
 def _rates(created: RunSettings, old: int, new: int) -> list[str]:
-    """What the inner learning rate is at the end as it was, and as it will be."""
+    """Sentences on the inner learning rate at the end, before and after the change."""
     horizon = created.run.steps
     stays = f"the schedule's horizon stays {horizon:,} steps"
     if not created.task.build:
@@ -129,7 +129,7 @@ async def end(target: str) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Move:
+class RollbackMove:
     """A fragment's way back: from its newest version to the contents of an earlier one."""
 
     fragment: int
@@ -137,8 +137,8 @@ class Move:
     target: Recorded
 
 
-async def plan_rollback(target: str, to: str) -> list[Move]:
-    """What a rollback would do.
+async def plan_rollback(target: str, to: str) -> list[RollbackMove]:
+    """Plan a rollback.
 
     Args:
         target: RUN.
@@ -152,10 +152,10 @@ async def plan_rollback(target: str, to: str) -> list[Move]:
         context = operator_context(opened)
         targets = await find_targets(context, to)
         newest = {f: (await last_record(context, f))[0].version for f in targets}
-        return [Move(f, newest[f], at) for f, at in targets.items()]
+        return [RollbackMove(f, newest[f], at) for f, at in targets.items()]
 
 
-async def roll_back(target: str, moves: Sequence[Move]) -> list[wire.Record]:
+async def roll_back(target: str, moves: Sequence[RollbackMove]) -> list[wire.Record]:
     """Do it; the record that each fragment is at now.
 
     Raises:

@@ -13,7 +13,7 @@ import typer
 from rich.table import Table
 
 from diloco.aggregator.core import garbage
-from diloco.aggregator.core.garbage import Fleet, Garbage, Ledger, Trim
+from diloco.aggregator.core.garbage import Announcers, GarbageObject, Ledger, Trim
 from diloco.aggregator.core.updates import UpdateId
 from diloco.aggregator.owner.collector import (
     check_epoch,
@@ -25,7 +25,7 @@ from diloco.aggregator.owner.collector import (
 )
 from diloco.common.process import log
 from diloco.common.process.config import GcSection, service_manager
-from diloco.common.process.health import Health, Starting, View, tell
+from diloco.common.process.health import Health, HealthView, Starting, tell
 from diloco.common.process.service import Runtime
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import Exit
@@ -37,23 +37,23 @@ KINDS = ("shard", "delta", "view", "outer", "record", "checkpoint")
 
 
 @dataclass
-class Found:
+class GarbageFound:
     """All garbage of a run; `messages` counts those that `trims` remove from the tape."""
 
     trims: list[Trim] = field(default_factory=list)
-    objects: list[Garbage] = field(default_factory=list)
+    objects: list[GarbageObject] = field(default_factory=list)
     messages: int = 0
 
 
-class Stored(NamedTuple):
-    """What the store holds: objects by fragment, and the learners that have shards."""
+class StoreListing(NamedTuple):
+    """The store's contents: objects by fragment, and the learners that have shards."""
 
     objects: dict[int, list[ObjectInfo]]
     learners: set[str]
 
 
-class Heard(NamedTuple):
-    """What the tape says.
+class TapeFacts(NamedTuple):
+    """The tape's contents, as far as collecting garbage needs them.
 
     Attributes:
         sequences: of all messages, by subject.
@@ -68,7 +68,7 @@ class Heard(NamedTuple):
     extent: Extent
 
 
-async def collect(target: str, *, dry_run: bool) -> Found:
+async def collect(target: str, *, dry_run: bool) -> GarbageFound:
     """Find a run's garbage, and remove it unless told not to.
 
     Raises:
@@ -84,7 +84,7 @@ async def collect(target: str, *, dry_run: bool) -> Found:
     return found
 
 
-async def find(context: RunContext, section: GcSection) -> Found:
+async def find(context: RunContext, section: GcSection) -> GarbageFound:
     """A run's garbage; read in the order that `aggregator/owner/collector.py` gives.
 
     Raises:
@@ -94,7 +94,7 @@ async def find(context: RunContext, section: GcSection) -> Found:
     heard = await _hear(context)
     lives = _lives(heard, stored.learners)
     retained = await read_retained(context, section.keep_checkpoints, context.logger)
-    found, answered = Found(), []
+    found, answered = GarbageFound(), []
     for fragment in range(len(context.layout.fragments)):
         ledger = Ledger(context.run, fragment, context.epoch)
         await read_on(context, ledger)
@@ -103,7 +103,7 @@ async def find(context: RunContext, section: GcSection) -> Found:
         plan = garbage.plan(
             ledger,
             stored.objects[fragment],
-            fleet=Fleet(lives, pending),
+            fleet=Announcers(lives, pending),
             pinned=retained.of(fragment),
             replay_window_s=section.replay_window_s,
         )
@@ -113,14 +113,14 @@ async def find(context: RunContext, section: GcSection) -> Found:
             found.trims += plan.trims
     await check_epoch(context)
     found.trims += garbage.plan_run(context.run, answered, lives)
-    found.objects += [Garbage("checkpoint", *info) for info in retained.stale]
+    found.objects += [GarbageObject("checkpoint", *info) for info in retained.stale]
     found.messages = sum(_count(heard.sequences[trim.subject], trim) for trim in found.trims)
     return found
 
 
-def _listing(context: RunContext) -> Stored:
+def _listing(context: RunContext) -> StoreListing:
     """Every object that is a fragment's; blocks."""
-    stored = Stored(defaultdict(list), set())
+    stored = StoreListing(defaultdict(list), set())
     for info in context.store.list(names.learners_prefix(context.run)):
         shard = names.parse_shard(context.run, info.name)
         if shard is not None:
@@ -132,9 +132,9 @@ def _listing(context: RunContext) -> Stored:
     return stored
 
 
-async def _hear(context: RunContext) -> Heard:
+async def _hear(context: RunContext) -> TapeFacts:
     """The tape, of which no message is kept."""
-    heard = Heard(defaultdict(list), {}, defaultdict(list), Extent())
+    heard = TapeFacts(defaultdict(list), {}, defaultdict(list), Extent())
     async for item in read_tape(context):
         heard.extent.take(item)
         heard.sequences[item.subject].append(item.seq)
@@ -147,7 +147,7 @@ async def _hear(context: RunContext) -> Heard:
     return heard
 
 
-def _lives(heard: Heard, learners: set[str]) -> dict[str, int]:
+def _lives(heard: TapeFacts, learners: set[str]) -> dict[str, int]:
     """Newest incarnation of every learner that has a message or a shard.
 
     Who has never joined this tape has no life on it yet: whatever it has stored before the tape
@@ -167,8 +167,8 @@ def _count(sequences: Sequence[int], trim: Trim) -> int:
     return sum(seq < min(trim.below_seq, sequences[-1]) for seq in sequences)
 
 
-def table(found: Found, *, dry_run: bool) -> Table:
-    """What was found, by kind."""
+def table(found: GarbageFound, *, dry_run: bool) -> Table:
+    """A table of the garbage found, by kind."""
     shown = Table(title="would be removed" if dry_run else "removed")
     for column in ("kind", "count", "bytes"):
         shown.add_column(column, justify="left" if column == "kind" else "right")
@@ -188,7 +188,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class TimerOptions:
-    """What a timer asks for beside the work."""
+    """The options that a timer adds to those of the work."""
 
     wait_s: Annotated[
         float,
@@ -206,13 +206,15 @@ class TimerOptions:
 
 
 async def timed(target: str, work: Callable[[], Awaitable[T]], options: TimerOptions) -> T:
-    """The result of the work, once NATS and the store are there; systemd hears what it waits for.
+    """Run the work once NATS and the store are there; systemd is told what it waits for.
 
     Raises:
         DilocoError: what the work meets, or met last when its time was over.
     """
     runtime, manager = Runtime(), service_manager()
-    told = Starting(Health(view=lambda: View("working"), waiting=runtime.retries.now), manager)
+    told = Starting(
+        Health(view=lambda: HealthView("working"), waiting=runtime.retries.now), manager
+    )
     told.begin()
     try:
         result = await runtime.retry(

@@ -24,7 +24,7 @@ from diloco.common.process.service import Runtime, run_to_end
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.codec import canonical
 from diloco.common.protocol.errors import ConfigError, RunMismatchError, SwapLostError, TaskError
-from diloco.common.protocol.frozen import store_held
+from diloco.common.protocol.frozen import store_frozen
 from diloco.common.protocol.layout import Hint, Layout, default_hint, layout_bytes, make_layout
 from diloco.common.storage.bus import Bus, jetstream
 from diloco.common.storage.store import ObjectStore, open_store
@@ -91,7 +91,7 @@ def create_from(config: Config, source: Path | None, *, tasked: bool = True) -> 
 
 
 def _beginning(task: Task, seed: int, *, bare: bool) -> Params:
-    """What `init` gives; `bare`, without the frozen leaves, which nobody computes then."""
+    """The parameters that `init` gives; `bare`: without frozen leaves, which nobody computes."""
 
     def begin(key: jax.Array) -> Params:
         first = task.init(key)
@@ -217,7 +217,7 @@ async def create_run(
         positions={},
         layout=layout.digest,
         settings=settings.model_dump(),
-        constants=await runtime.call(store_held, run, store.put, _arrays(held, loaded), loaded),
+        constants=await runtime.call(store_frozen, run, store.put, _arrays(held, loaded), loaded),
         created_at_s=runtime.clock(),
         positions_object=None,
     )

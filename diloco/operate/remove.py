@@ -37,7 +37,7 @@ class Belongings:
     places: tuple[str, str]
 
     def sentences(self) -> list[str]:
-        """What it is, for people."""
+        """Sentences on the belongings, for people."""
         bus, store = self.places
         size = sum(info.size_bytes for info in self.objects)
         state = "has ended" if self.ended else "has NOT ended"
@@ -72,7 +72,7 @@ async def check_bundled(target: str, file: Path) -> None:
 
 
 async def belongings(target: str, *, going_on: bool) -> Belongings:
-    """What there is of a run.
+    """List the belongings of a run.
 
     Args:
         target: RUN.

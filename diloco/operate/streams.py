@@ -7,7 +7,7 @@ from diloco.common.storage.tape import first_sequence
 
 
 def tape_limits(streams: BusSection) -> StreamLimits:
-    """What the tape's stream keeps: everything."""
+    """The limits of the tape's stream: it keeps everything."""
     return StreamLimits(
         duplicate_window_s=streams.duplicate_window_s,
         replicas=streams.replicas,

@@ -73,7 +73,7 @@ ReadWritePaths={folder}
 
 @dataclass(frozen=True, kw_only=True)
 class UnitOptions:
-    """What is asked for.
+    """Options of `diloco units`.
 
     Attributes:
         units: write only these, `.service` or not; an instance stands for its template.
@@ -254,7 +254,7 @@ def _store_files(folder: Path) -> dict[str, str]:
 
 
 def choose(files: Mapping[str, str], units: Sequence[str]) -> dict[str, str]:
-    """Of the files, those of the units that are named, and what is of no unit.
+    """The files of the units that are named, and those that are of no unit.
 
     Raises:
         ConfigError: there is no unit of such a name.
@@ -271,7 +271,7 @@ def choose(files: Mapping[str, str], units: Sequence[str]) -> dict[str, str]:
 
 
 def _stem(name: str) -> str:
-    """What a unit, its timer and its drop-ins are named after; an instance, after its template."""
+    """The name that a unit shares with its timer and drop-ins; an instance's: its template's."""
     before, at, _ = name.partition("@")
     return before + at if at else name.partition(".")[0]
 

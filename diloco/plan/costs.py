@@ -1,4 +1,4 @@
-"""What a run costs a day, by where its bucket is: pure.
+"""The cost of a run a day, by where its bucket is: pure.
 
 Left out: the learners' own machines, logs, and bytes between zones.
 """
@@ -59,7 +59,7 @@ class Prices(Section):
         return self.egress.get(" ".join(pair), self.other)
 
 
-class Cost(NamedTuple):
+class DailyCost(NamedTuple):
     """Dollars a day of one arrangement, by part."""
 
     name: str
@@ -72,11 +72,11 @@ class Cost(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Of a day."""
+        """The total of a day."""
         return sum(self[1:])
 
 
-def compare(prices: Prices, regions: Sequence[str], made: Plan) -> list[Cost]:
+def compare(prices: Prices, regions: Sequence[str], made: Plan) -> list[DailyCost]:
     """A regional bucket with the aggregator beside it, and a multi-region one; cheapest first."""
     regional = [_regional(prices, regions, place, made) for place in sorted(set(regions))]
     best = min(regional, key=lambda cost: cost.total)
@@ -90,16 +90,16 @@ def _machines(prices: Prices, made: Plan) -> float:
 
 
 def _each_gib(made: Plan) -> tuple[float, float]:
-    """What each learner sends and reads."""
+    """GiB a day that each learner sends and reads."""
     daily = made.daily
     read = daily.bytes_read - daily.bytes_merged
     return daily.bytes_merged / made.learners / GIB, read / made.learners / GIB
 
 
-def _regional(prices: Prices, regions: Sequence[str], place: str, made: Plan) -> Cost:
+def _regional(prices: Prices, regions: Sequence[str], place: str, made: Plan) -> DailyCost:
     between = sum(prices.between(region, place) for region in regions)
     daily, (up_gib, down_gib) = made.daily, _each_gib(made)
-    return Cost(
+    return DailyCost(
         f"regional bucket in {place}, aggregator beside it",
         (daily.objects_written * prices.regional_a + daily.gets * prices.regional_b) / 1000,
         made.retained_bytes / GIB * prices.regional_storage / MONTH_DAYS,
@@ -110,7 +110,7 @@ def _regional(prices: Prices, regions: Sequence[str], place: str, made: Plan) ->
     )
 
 
-def _multi_region(prices: Prices, regions: Sequence[str], made: Plan) -> Cost:
+def _multi_region(prices: Prices, regions: Sequence[str], made: Plan) -> DailyCost:
     """On the continent of most learners; whoever is on another pays for the way there too."""
     counts = Counter(prices.continent(region) for region in regions)
     place, _ = counts.most_common(1)[0]
@@ -119,7 +119,7 @@ def _multi_region(prices: Prices, regions: Sequence[str], made: Plan) -> Cost:
     between = sum(prices.between(region, home) for region in away)
     near = len(regions) - len(away)
     daily, (up_gib, down_gib) = made.daily, _each_gib(made)
-    return Cost(
+    return DailyCost(
         f"multi-region bucket in {place}",
         (daily.objects_written * prices.multi_region_a + daily.gets * prices.multi_region_b) / 1000,
         made.retained_bytes / GIB * prices.multi_region_storage / MONTH_DAYS,

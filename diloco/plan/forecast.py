@@ -1,4 +1,4 @@
-"""What to expect of a fleet before it is paid for: the simulations and formulas put together.
+"""The forecast of a fleet before it is paid for: the simulations and formulas put together.
 
 Pure, and the same for the same seed. `diloco/plan/outages.py` says when jobs train,
 `diloco/plan/rounds.py` what becomes of their updates, `diloco/plan/traffic.py` what it moves and
@@ -16,8 +16,8 @@ from diloco.plan import outages as plan_outages
 from diloco.plan import rounds as plan_rounds
 from diloco.plan import traffic as plan_traffic
 from diloco.plan.outages import Outages, Trace
-from diloco.plan.rounds import Aggregator, Rounds, Worker
-from diloco.plan.traffic import Sizes
+from diloco.plan.rounds import PlannedAggregator, PlannedLearner, RoundTotals
+from diloco.plan.traffic import RoundTraffic
 
 DAY_S = 86400.0
 UTILIZATIONS = (0.5, 0.75, 0.9, 0.95, 0.99)
@@ -34,7 +34,7 @@ MESSAGE_S = 0.005
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Island:
+class PlannedIsland:
     """A learner's machines: `gbit` and `rtt_s` are of its link to store and bus.
 
     `step_tokens` are taken in a step of `step_s` with all of its slices.
@@ -62,7 +62,7 @@ class Fleet:
         hidden: share of data-parallel's step under which its exchange may lie.
     """
 
-    islands: tuple[Island, ...]
+    islands: tuple[PlannedIsland, ...]
     outages: Outages | None = None
     elastic: bool = False
     learner_restart_s: float | None = None
@@ -74,7 +74,7 @@ class Fleet:
 
     @property
     def chips(self) -> int:
-        """Of all islands."""
+        """The chips of all islands."""
         return sum(island.chips for island in self.islands)
 
     @property
@@ -86,12 +86,12 @@ class Fleet:
 
     @property
     def step_tokens(self) -> int:
-        """Of a step of all learners."""
+        """The tokens of a step of all learners."""
         return sum(island.step_tokens for island in self.islands)
 
 
 class System(NamedTuple):
-    """What to expect of one way of training.
+    """The forecast for one way of training.
 
     Attributes:
         goodput: work that ends in the model, as a share of what the same job does without failures.
@@ -119,7 +119,7 @@ class Bandwidth(NamedTuple):
 
 
 class Daily(NamedTuple):
-    """Of a day: objects written and read, bytes written to and read from the store.
+    """Totals of a day: objects written and read, bytes written to and read from the store.
 
     Attributes:
         gets: requests that read: a large object takes several.
@@ -155,7 +155,7 @@ class Plan:
 
     learners: int
     chips: int
-    sizes: Sizes
+    sizes: RoundTraffic
     systems: tuple[System, ...]
     bandwidth: tuple[Bandwidth, ...]
     daily: Daily
@@ -176,13 +176,13 @@ def make_plan(
     settings: RunSettings,
     fleet: Fleet,
     parameters: int,
-    sized: Sizes,
+    sized: RoundTraffic,
     *,
     tokens: int = 0,
     seed: int = 0,
     updates: int = UPDATES,
 ) -> Plan:
-    """What to expect of a run on a fleet.
+    """Forecast a run on a fleet.
 
     Args:
         settings: of the run.
@@ -207,7 +207,7 @@ def make_plan(
     rounds_s = max(interval_s, cycle_s) * _rounds(len(fleet.islands) // stands_for, updates)
     traces = _learners(fleet, _horizon_s(fleet, rounds_s), rng)
     workers = [
-        Worker(
+        PlannedLearner(
             step_s=island.step_s,
             step_tokens=island.step_tokens,
             upload_s=up_s,
@@ -247,12 +247,12 @@ def make_plan(
 
 def _simulated(
     settings: RunSettings,
-    workers: list[Worker],
-    aggregator: Aggregator,
+    workers: list[PlannedLearner],
+    aggregator: PlannedAggregator,
     stands_for: int,
     horizon_s: float,
     rng: np.random.Generator,
-) -> Rounds:
+) -> RoundTotals:
     """The rounds of the fleet; one update stands for several of learners as fast.
 
     Reading it takes as long as reading all of them, so that a round has the same times.
@@ -279,7 +279,7 @@ def over_learners(
     settings: RunSettings,
     fleet: Fleet,
     parameters: int,
-    sized: Sizes,
+    sized: RoundTraffic,
     counts: list[int],
     *,
     seed: int = 0,
@@ -337,7 +337,9 @@ def _learners(fleet: Fleet, horizon_s: float, rng: np.random.Generator) -> list[
     ]
 
 
-def _travels_s(settings: RunSettings, island: Island, sized: Sizes) -> tuple[float, float]:
+def _travels_s(
+    settings: RunSettings, island: PlannedIsland, sized: RoundTraffic
+) -> tuple[float, float]:
     """From sending to announcement, and from a record to its delta."""
     interval_s = settings.sync.interval_steps * island.step_s
     up_s, down_s = plan_traffic.travel_s(sized, interval_s, island.gbit)
@@ -348,9 +350,9 @@ def _travels_s(settings: RunSettings, island: Island, sized: Sizes) -> tuple[flo
 
 
 def _aggregator(
-    fleet: Fleet, sized: Sizes, cores: int, interval_s: float, in_lockstep: int
-) -> Aggregator:
-    """What one fragment's rounds have of the aggregator; in lockstep one stands for all in turn.
+    fleet: Fleet, sized: RoundTraffic, cores: int, interval_s: float, in_lockstep: int
+) -> PlannedAggregator:
+    """One fragment's share of the aggregator; in lockstep one stands for all in turn.
 
     Fragments are read in turn, since their offsets are spread over the interval. When all
     together take longer than that, each has only its share of the link.
@@ -363,7 +365,7 @@ def _aggregator(
     read_s = max(link_s * sized.update_bytes, update_core_s / cores) / sized.fragments
     if read_s * sized.fragments * len(fleet.islands) > interval_s:
         read_s *= sized.fragments
-    return Aggregator(
+    return PlannedAggregator(
         read_s=in_lockstep * read_s,
         make_s=in_lockstep * sized.largest * plan_traffic.VERSION_CORE_S / threads,
         store_s=in_lockstep * link_s * sized.delta_bytes * share,
@@ -372,14 +374,16 @@ def _aggregator(
     )
 
 
-def _aggregator_gbit(fleet: Fleet, sized: Sizes, interval_s: float) -> float:
-    """The larger of what it reads and what it writes."""
+def _aggregator_gbit(fleet: Fleet, sized: RoundTraffic, interval_s: float) -> float:
+    """The larger of the rates at which it reads and writes."""
     read = len(fleet.islands) * sized.update_bytes
     written = sized.delta_bytes + sized.snapshot_bytes / sized.snapshot_interval_versions
     return 8 * max(read, written) / interval_s / 1e9
 
 
-def _decoupled(fleet: Fleet, traces: list[Trace], rounds: Rounds, settings: RunSettings) -> System:
+def _decoupled(
+    fleet: Fleet, traces: list[Trace], rounds: RoundTotals, settings: RunSettings
+) -> System:
     speeds = [island.step_tokens / island.step_s for island in fleet.islands]
     done = sum(speed * trace.goodput for speed, trace in zip(speeds, traces, strict=True)) / sum(
         speeds
@@ -428,7 +432,7 @@ def _until(system: System, tokens: int) -> System:
 
 
 def _bandwidth(
-    fleet: Fleet, parameters: int, sized: Sizes, interval_s: float, round_s: float
+    fleet: Fleet, parameters: int, sized: RoundTraffic, interval_s: float, round_s: float
 ) -> tuple[Bandwidth, ...]:
     step_s = max(island.step_s for island in fleet.islands)
     rtt_s = max(island.rtt_s for island in fleet.islands)
@@ -445,7 +449,7 @@ def _bandwidth(
     )
 
 
-def _daily(sized: Sizes, rounds: Rounds, learners: int) -> Daily:
+def _daily(sized: RoundTraffic, rounds: RoundTotals, learners: int) -> Daily:
     """Learners that return, and garbage collection, are not counted."""
     each = DAY_S / rounds.interval_s  # Versions of every fragment.
     snapshots = each / sized.snapshot_interval_versions

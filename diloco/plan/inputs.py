@@ -15,10 +15,10 @@ from diloco.common.process.config import RunSettings, explain, load_config
 from diloco.common.protocol.errors import ConfigError
 from diloco.plan import traffic as plan_traffic
 from diloco.plan.costs import Prices
-from diloco.plan.forecast import Fleet, Island
+from diloco.plan.forecast import Fleet, PlannedIsland
 from diloco.plan.options import PlanOptions
 from diloco.plan.outages import Outages, Spread
-from diloco.plan.traffic import Sizes
+from diloco.plan.traffic import RoundTraffic
 from diloco.run.cli.settings import assign, parse_assigned
 
 T = TypeVar("T")
@@ -36,12 +36,12 @@ class Model:
     """
 
     parameters: int
-    sizes_of: Callable[[RunSettings], Sizes]
+    sizes_of: Callable[[RunSettings], RoundTraffic]
     step_tokens: int
 
 
 def read_settings(options: PlanOptions) -> RunSettings:
-    """Of the file, or the defaults; --set goes before both."""
+    """The settings of the file, or the defaults; --set goes before both."""
     document: dict[str, Any] = {"run": {"name": "plan", "steps": 1}}
     if options.config is not None:
         document = load_config(options.config, connects=False).settings().model_dump()
@@ -51,14 +51,14 @@ def read_settings(options: PlanOptions) -> RunSettings:
 
 
 def read_model(options: PlanOptions, settings: RunSettings) -> Model:
-    """Of the options, else of the file's task, else the paper's of five billion."""
+    """The model of the options, else of the file's task, else the paper's of five billion."""
     if options.parameters is None and options.config is not None:
         from diloco.learner.contract import model_of
         from diloco.learner.tensors.tree import task_layout
 
         task = model_of(settings)
 
-        def of_task(settings: RunSettings) -> Sizes:
+        def of_task(settings: RunSettings) -> RoundTraffic:
             fragments = task_layout(task, settings.sync).fragments
             return plan_traffic.sizes(settings, [fragment.size for fragment in fragments])
 
@@ -67,14 +67,14 @@ def read_model(options: PlanOptions, settings: RunSettings) -> Model:
         return Model(elements, of_task, task.tokens_per_batch)
     parameters = _count("--parameters", options.parameters or "5B")
 
-    def of_parameters(settings: RunSettings) -> Sizes:
+    def of_parameters(settings: RunSettings) -> RoundTraffic:
         return plan_traffic.sizes(settings, plan_traffic.equal_fragments(settings, parameters))
 
     return Model(parameters, of_parameters, 0)
 
 
 def read_fleet(options: PlanOptions, step_tokens: int) -> Fleet:
-    """Who trains where; `step_tokens` are the task's, 0 where no task says it."""
+    """Read the fleet; `step_tokens` are the task's, 0 where no task says it."""
     count = options.learners
     chips = _chips(options.chips or str(count), count)
     tokens = [step_tokens or 1] * count
@@ -86,7 +86,7 @@ def read_fleet(options: PlanOptions, step_tokens: int) -> Fleet:
     steps_s = _each("--step-s", options.step_s, count, _positive)
     rtts_ms = _each("--rtt-ms", options.rtt_ms, count, _rtt)
     islands = tuple(
-        Island(chips=each, step_s=step, step_tokens=over, gbit=gbit, rtt_s=rtt / 1000)
+        PlannedIsland(chips=each, step_s=step, step_tokens=over, gbit=gbit, rtt_s=rtt / 1000)
         for each, step, over, gbit, rtt in zip(chips, steps_s, tokens, gbits, rtts_ms, strict=True)
     )
     return Fleet(

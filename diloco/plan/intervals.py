@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from diloco.common.process.config import RunSettings
 from diloco.plan.forecast import Fleet, Plan, make_plan
-from diloco.plan.traffic import Sizes
+from diloco.plan.traffic import RoundTraffic
 
 INTERVALS = (6, 12, 24, 48, 96)
 # Percent of loss per e-fold of H, on the task where H mattered least and where most.
@@ -73,11 +73,11 @@ def intervals(
     settings: RunSettings,
     fleet: Fleet,
     parameters: int,
-    sizes_of: Callable[[RunSettings], Sizes],
+    sizes_of: Callable[[RunSettings], RoundTraffic],
     *,
     seed: int = 0,
 ) -> list[Interval]:
-    """What each H of `INTERVALS` and the run's own would be on this fleet, while nothing fails."""
+    """Forecast the fleet for each H of `INTERVALS` and the run's own, while nothing fails."""
     fleet = replace(fleet, outages=None)
     chosen = sorted({*INTERVALS, settings.sync.interval_steps})
     return [
@@ -90,7 +90,7 @@ def _interval(
     settings: RunSettings,
     fleet: Fleet,
     parameters: int,
-    sizes_of: Callable[[RunSettings], Sizes],
+    sizes_of: Callable[[RunSettings], RoundTraffic],
     seed: int,
 ) -> Interval:
     sized = sizes_of(settings)
@@ -107,8 +107,8 @@ def _interval(
     )
 
 
-def _full(fleet: Fleet, sized: Sizes, steps: int, aggregator_gbit: float) -> float:
-    """Of the fullest link: each learner sends by its own steps, and reads by the fastest one's."""
+def _full(fleet: Fleet, sized: RoundTraffic, steps: int, aggregator_gbit: float) -> float:
+    """The use of the fullest link: a learner sends by its own steps, and reads by the fastest's."""
     fastest_s = min(island.step_s for island in fleet.islands)
     shares = [aggregator_gbit / fleet.aggregator_gbit]
     for island in fleet.islands:

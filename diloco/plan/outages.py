@@ -26,7 +26,7 @@ Spread = Literal["exponential", "uniform", "fixed"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outages:
-    """How machines fail and come back; all times in seconds.
+    """The failures and returns of machines; all times in seconds.
 
     Attributes:
         mtbi_s: mean time between two interruptions of one chip.
@@ -58,7 +58,7 @@ class Outages:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What a job did from 0 to `horizon_s`.
+    """A job's training and losses from 0 to `horizon_s`.
 
     Attributes:
         times_s: ascending, the first is 0; from each on the job trains at `shares` of its capacity,
@@ -149,7 +149,7 @@ def simulate(
     elastic: bool,
     step_s: float = 1.0,
 ) -> Trace:
-    """What a job of `chips` chips does until `horizon_s`; all slices are there at the beginning."""
+    """Simulate a job of `chips` chips until `horizon_s`; all slices are there at the beginning."""
     slices = max(1, round(chips / outages.slice_chips))
     job = _Job(slices, chips / slices / outages.mtbi_s, step_s, horizon_s)
     return (_elastic if elastic else _rigid)(outages, job, rng).trace(horizon_s)

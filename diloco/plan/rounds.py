@@ -20,7 +20,7 @@ from diloco.common.protocol import wire
 from diloco.common.protocol.layout import Tensor, make_layout
 from diloco.learner.core import sync
 from diloco.plan.outages import Trace
-from diloco.plan.virtual import NEVER_S, Fragment, Timeline
+from diloco.plan.virtual import NEVER_S, Timeline, VirtualFragment
 
 # No two uploads take the same time: uniformly this much more or less.
 JITTER = 0.2
@@ -28,7 +28,7 @@ _ENDLESS = 1 << 50
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Worker:
+class PlannedLearner:
     """A learner as its rounds see it; times in seconds.
 
     Attributes:
@@ -46,8 +46,8 @@ class Worker:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Aggregator:
-    """What its work takes; times in seconds.
+class PlannedAggregator:
+    """The times of an aggregator's work, in seconds.
 
     Attributes:
         read_s: of its link and its cores, to read and verify one update.
@@ -65,8 +65,8 @@ class Aggregator:
 
 
 @dataclass(kw_only=True, slots=True)
-class Rounds:
-    """What came of the rounds.
+class RoundTotals:
+    """The result of the rounds.
 
     Attributes:
         committed_s: when each version was; `merged` how many updates it has.
@@ -120,12 +120,12 @@ class Rounds:
 
 def simulate(
     settings: RunSettings,
-    workers: list[Worker],
+    workers: list[PlannedLearner],
     *,
-    aggregator: Aggregator,
+    aggregator: PlannedAggregator,
     horizon_s: float,
     rng: np.random.Generator,
-) -> Rounds:
+) -> RoundTotals:
     """The rounds of one fragment until `horizon_s`.
 
     Args:
@@ -136,7 +136,7 @@ def simulate(
         rng: of the uploads' times.
     """
     timeline = Timeline()
-    owner = _Owner(settings, aggregator, timeline)
+    owner = _PlannedOwner(settings, aggregator, timeline)
     rules = sync.sync_rules(settings.sync)
     for number, worker in enumerate(workers):
         owner.learners.append(_Learner(f"learner-{number}", worker, owner, rules, rng))
@@ -161,7 +161,7 @@ def _digest(version: int) -> str:
     return f"{version:032x}"
 
 
-class _Owner(Fragment):
+class _PlannedOwner(VirtualFragment):
     """The aggregator: it reads one update after another, for its link is one for all of them.
 
     Attributes:
@@ -169,16 +169,18 @@ class _Owner(Fragment):
         trained: tokens of lives that are over; `sent` those that were not lost with them.
     """
 
-    def __init__(self, settings: RunSettings, aggregator: Aggregator, timeline: Timeline) -> None:
+    def __init__(
+        self, settings: RunSettings, aggregator: PlannedAggregator, timeline: Timeline
+    ) -> None:
         super().__init__(_planned_rules(settings), timeline, _digest(0))
         self.learners: list[_Learner] = []
-        self.found = Rounds()
+        self.found = RoundTotals()
         self.trained = self.sent = 0.0
         self._aggregator = aggregator
         self._snapshots = settings.sync.snapshot_interval_versions
         self._read_until_s = 0.0
 
-    def result(self) -> Rounds:
+    def result(self) -> RoundTotals:
         possible = 0.0
         for learner in self.learners:
             learner.feed()
@@ -245,7 +247,7 @@ def _version_of(commit: Commit) -> int:
 class _Work:
     """Steps and tokens of a trace, as functions of time and back."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: PlannedLearner) -> None:
         trace = worker.trace
         lengths_s = np.diff(np.append(trace.times_s, trace.horizon_s))
         trains = trace.shares > 0
@@ -284,8 +286,8 @@ class _Learner:
     def __init__(
         self,
         name: str,
-        worker: Worker,
-        owner: _Owner,
+        worker: PlannedLearner,
+        owner: _PlannedOwner,
         rules: sync.SyncRules,
         rng: np.random.Generator,
     ) -> None:

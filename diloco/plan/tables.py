@@ -11,13 +11,13 @@ import numpy as np
 from rich.table import Table
 
 from diloco.common.process.config import RunSettings
-from diloco.plan.costs import AGGREGATORS, BUS_NODES, Cost, Prices
+from diloco.plan.costs import AGGREGATORS, BUS_NODES, DailyCost, Prices
 from diloco.plan.forecast import DAY_S, Bandwidth, Fleet, Plan
 from diloco.plan.intervals import MEASURED_AT, Interval, advice
 from diloco.run.cli import units
 from diloco.run.cli.screen import titled_table
 from diloco.show.page.page import write_figure
-from diloco.show.page.svg import DASHES, Axis, Column, Mark, Panel, line, points, rules
+from diloco.show.page.svg import DASHES, Axis, Column, Panel, PlotMark, line, points, rules
 
 
 def as_json(made: Plan, possible: list[Interval], parameters: int, tokens: int) -> dict[str, Any]:
@@ -162,12 +162,12 @@ def _intervals(found: list[Interval], current: int) -> Table:
     return table
 
 
-def cost_table(costs: list[Cost], prices: Prices, regions: Sequence[str], made: Plan) -> Table:
+def cost_table(costs: list[DailyCost], prices: Prices, regions: Sequence[str], made: Plan) -> Table:
     """Dollars a day, and of the run, by where its bucket is."""
     run = made.systems[-1].days
     columns = ["$ a day", *(cost.name for cost in costs)]
     table = titled_table("What it costs", *columns)
-    for part in Cost._fields[1:]:
+    for part in DailyCost._fields[1:]:
         table.add_row(part, *(_dollars(getattr(cost, part)) for cost in costs))
     table.add_row("a day", *(_dollars(cost.total) for cost in costs))
     if run is not None and math.isfinite(run):
@@ -178,7 +178,7 @@ def cost_table(costs: list[Cost], prices: Prices, regions: Sequence[str], made: 
 
 
 def costs_as_json(
-    costs: list[Cost], prices: Prices, regions: Sequence[str], made: Plan
+    costs: list[DailyCost], prices: Prices, regions: Sequence[str], made: Plan
 ) -> dict[str, Any]:
     """The same for programs; the first arrangement is the cheapest."""
     run = made.systems[-1].days
@@ -192,7 +192,7 @@ def costs_as_json(
     }
 
 
-def _assumed(costs: list[Cost], prices: Prices, regions: Sequence[str]) -> str:
+def _assumed(costs: list[DailyCost], prices: Prices, regions: Sequence[str]) -> str:
     counts = ", ".join(f"{count} in {name}" for name, count in sorted(Counter(regions).items()))
     uploads = "charged as downloads" if prices.uploads_charged else "free"
     return (
@@ -250,7 +250,7 @@ def draw(plans: list[Plan], asked: Plan, path: Path) -> None:
     write_figure("The plan", panels, path)
 
 
-def _shares(counts: Column, plans: Sequence[Plan]) -> list[Mark]:
+def _shares(counts: Column, plans: Sequence[Plan]) -> list[PlotMark]:
     marks = []
     looks = (("orange", DASHES[2]), ("red", DASHES[1]), ("blue", ""))
     for index, (look, dash) in enumerate(looks):
@@ -261,7 +261,7 @@ def _shares(counts: Column, plans: Sequence[Plan]) -> list[Mark]:
     return [*marks, line(counts, uptime, "sky", "its uptime", DASHES[3])]
 
 
-def _links(counts: Column, plans: Sequence[Plan]) -> list[Mark]:
+def _links(counts: Column, plans: Sequence[Plan]) -> list[PlotMark]:
     needs: tuple[tuple[str, str, str, Callable[[Bandwidth], float]], ...] = (
         ("data-parallel", "orange", DASHES[2], lambda row: row.data_parallel),
         ("it, in lockstep", "green", DASHES[1], lambda row: row.lockstep),

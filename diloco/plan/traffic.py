@@ -1,4 +1,4 @@
-"""What a run moves and what its aggregator needs, in closed form: bytes, Gbit/s, cores, memory.
+"""Traffic of a run and needs of its aggregator, in closed form: bytes, Gbit/s, cores, memory.
 
 Pure. The bytes are those of the codecs themselves; processor times are of `bench.merge`
 (docs/benchmarks.md), on the machine described there.
@@ -34,7 +34,7 @@ PAYLOADS = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sizes:
+class RoundTraffic:
     """Bytes and objects of one round of every fragment: H steps' worth.
 
     Attributes:
@@ -67,7 +67,7 @@ def equal_fragments(settings: RunSettings, parameters: int) -> list[int]:
     return [math.ceil(parameters / settings.sync.fragments / pair) * pair] * settings.sync.fragments
 
 
-def sizes(settings: RunSettings, fragments: Sequence[int]) -> Sizes:
+def sizes(settings: RunSettings, fragments: Sequence[int]) -> RoundTraffic:
     """Bytes and objects of a run whose fragments have so many elements."""
     run = settings.sync
     shards = [
@@ -85,7 +85,7 @@ def sizes(settings: RunSettings, fragments: Sequence[int]) -> Sizes:
     # View, master parameters and the open round's sum stay, and what the outer optimizer keeps.
     deltas = [encoded_bytes(run.delta_codec, size, run.block) for size in fragments]
     payloads = PAYLOADS * encoded_bytes(run.codec, largest, run.block)
-    return Sizes(
+    return RoundTraffic(
         elements=elements,
         largest=largest,
         fragments=len(fragments),
@@ -137,7 +137,7 @@ def data_parallel_gbit(
 
 
 def lockstep_gbit(
-    sized: Sizes, interval_s: float, round_s: float, rtt_s: float, utilization: float
+    sized: RoundTraffic, interval_s: float, round_s: float, rtt_s: float, utilization: float
 ) -> float:
     """Gbit/s each site needs in lockstep mode, where learners wait for each version.
 
@@ -153,7 +153,7 @@ def lockstep_gbit(
     return bits / wait_s / 1e9 if wait_s > 0 else math.inf
 
 
-def steady_gbit(sized: Sizes, interval_s: float) -> float:
+def steady_gbit(sized: RoundTraffic, interval_s: float) -> float:
     """Gbit/s each site needs so that every fragment makes a version in `interval_s`.
 
     With less, nobody waits either; the versions come later.
@@ -161,7 +161,7 @@ def steady_gbit(sized: Sizes, interval_s: float) -> float:
     return 8 * max(sized.update_bytes, sized.delta_bytes) / interval_s / 1e9
 
 
-def travel_s(sized: Sizes, interval_s: float, gbit: float) -> tuple[float, float]:
+def travel_s(sized: RoundTraffic, interval_s: float, gbit: float) -> tuple[float, float]:
     """Seconds that a fragment's (update, delta) takes on a link without delay.
 
     A link that is too slow for a version of each fragment in `interval_s` is always full: each
@@ -175,7 +175,7 @@ def travel_s(sized: Sizes, interval_s: float, gbit: float) -> tuple[float, float
     return max(up_s, cycle_s - down_s), down_s
 
 
-def core_s(sized: Sizes, updates: float, *, tls: bool) -> float:
+def core_s(sized: RoundTraffic, updates: float, *, tls: bool) -> float:
     """Core-seconds of the aggregator for a version of every fragment out of so many updates."""
     snapshots = sized.snapshot_bytes / sized.snapshot_interval_versions
     moved = updates * sized.update_bytes + sized.delta_bytes + snapshots
@@ -188,19 +188,21 @@ def byte_core_s(*, tls: bool) -> float:
     return TLS_CORE_S if tls else PLAIN_CORE_S
 
 
-def cores(sized: Sizes, updates: float, interval_s: float, *, tls: bool) -> int:
+def cores(sized: RoundTraffic, updates: float, interval_s: float, *, tls: bool) -> int:
     """Cores of the aggregator that are busy for half of the time."""
     return max(1, math.ceil(core_s(sized, updates, tls=tls) / interval_s / BUSY))
 
 
-def tape_bytes(sized: Sizes, updates: float) -> float:
+def tape_bytes(sized: RoundTraffic, updates: float) -> float:
     """Bytes on the tape of a version of every fragment out of so many updates."""
     manifests = updates * (sized.fragments * MANIFEST_BYTES + sized.update_objects * SHARD_BYTES)
     inputs = updates * (sized.fragments * INPUT_BYTES + sized.update_objects * SHARD_BYTES)
     return manifests + sized.fragments * RECORD_BYTES + inputs
 
 
-def retained_bytes(sized: Sizes, updates: float, interval_s: float, window_s: float) -> float:
+def retained_bytes(
+    sized: RoundTraffic, updates: float, interval_s: float, window_s: float
+) -> float:
     """Bytes in the store once garbage is collected: of the window, and what a snapshot reaches.
 
     The floor is a snapshot before the window, and at least the older of the two newest.

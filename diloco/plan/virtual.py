@@ -28,7 +28,7 @@ _Call = tuple[float, int, Callable[[], None]]
 
 
 class Timeline:
-    """What is still to come, and the tape's sequence numbers.
+    """The calls that are still to come, and the tape's sequence numbers.
 
     Attributes:
         now_s: the time of what happens now.
@@ -65,7 +65,7 @@ class Timeline:
         return self._seq
 
 
-class Fragment:
+class VirtualFragment:
     """The aggregator of one fragment: its machine, told what happens when it happens.
 
     Attributes:
@@ -122,7 +122,7 @@ class Fragment:
     def manifest(
         self, learner: str, incarnation: int, send: sync.Send, position: int, step_time_s: float
     ) -> wire.Manifest:
-        """What announces an update."""
+        """The manifest that announces an update."""
         rules = self.rules
         prefix = names.shards_prefix(
             rules.run, learner, rules.fragment, rules.epoch, incarnation, send.seq
@@ -158,7 +158,7 @@ class Fragment:
     def read_by(
         self, commit: Commit, record_seq: int, digest: str
     ) -> Callable[[str, int], sync.Ready]:
-        """What each life of a learner, by name and incarnation, reads in a commit's record."""
+        """A function of a life, by name and incarnation: what it reads in a commit's record."""
         # What the record says, not what was decided since.
         state, made = commit.state, commit.what == "version"
         marks = memory.after_record(state).marks

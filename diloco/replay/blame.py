@@ -25,8 +25,8 @@ from diloco.common.protocol.layout import Fragment
 from diloco.common.storage.tape import RunContext
 from diloco.common.storage.views import next_view
 from diloco.judge.remake import (
+    FragmentRemaker,
     Progress,
-    Remaker,
     admitted_again,
     copy_arrays,
     is_stored,
@@ -46,7 +46,7 @@ Evaluate = Callable[[Sequence[Vector]], float]
 
 
 class TensorEffect(NamedTuple):
-    """What the part of an update in one tensor did."""
+    """The effect of the part of an update that lies in one tensor."""
 
     effect: Effect
     tensor: str
@@ -60,8 +60,8 @@ Fate = Literal["judged", "early", "damaged", "behind", "beside", "unreadable"]
 
 
 @dataclass
-class Rounds:
-    """What became of every round; and why, of the first that are damaged."""
+class BlamedRounds:
+    """The fate of every round; and the reason, for the first rounds that are damaged."""
 
     fates: Counter[Fate] = field(default_factory=Counter)
     why: list[str] = field(default_factory=list)
@@ -82,7 +82,7 @@ class Rounds:
 class Blame:
     """Every update's effect in order of time, those of the worst by tensor; what is left out."""
 
-    rounds: Rounds = field(default_factory=Rounds)
+    rounds: BlamedRounds = field(default_factory=BlamedRounds)
     effects: Effects = field(default_factory=lambda: Effects(Effect))
     tensors: list[TensorEffect] = field(default_factory=list)
     _worst: list[Effect] = field(default_factory=list)
@@ -155,7 +155,7 @@ class _Walk:
         self._history = history
         self._evaluate = evaluate
         self._remakers = {
-            fragment: Remaker(history, fragment, compare=False) for fragment in chains
+            fragment: FragmentRemaker(history, fragment, compare=False) for fragment in chains
         }
         self._begun: set[int] = set()
         # Until a fragment begins, its first view stands beside the others'.
@@ -243,7 +243,7 @@ class _Walk:
         after, views = self._loss_now(), self._known_views()
         assert after is not None
         assert views is not None
-        judged = _Round(self._history, views, base, seq, record, (before, after))
+        judged = _MergedRound(self._history, views, base, seq, record, (before, after))
         for effect, without in judged.effects(self._evaluate):
             if self.found.add(effect):
                 self.found.tensors += judged.by_tensor(effect, without, self._evaluate)
@@ -269,7 +269,7 @@ def _first_view(history: History, fragment: int, chain: Chain) -> Vector:
     )
 
 
-class _Round:
+class _MergedRound:
     """One round that was merged, and without each of its inputs.
 
     Args:
@@ -298,7 +298,7 @@ class _Round:
         self._record = record
 
     def effects(self, evaluate: Evaluate) -> Iterator[tuple[Effect, Vector]]:
-        """What each input did, with the view that there is without it."""
+        """The effect of each input, with the view that there is without it."""
         record, base = self._record, self._base
         for index, taken in enumerate(record.inputs):
             others = [*record.inputs[:index], *record.inputs[index + 1 :]]
@@ -332,7 +332,7 @@ class _Round:
     def by_tensor(
         self, effect: Effect, without: Vector, evaluate: Evaluate
     ) -> Iterator[TensorEffect]:
-        """What an update did in each of its fragment's tensors, the others being as they were."""
+        """The effect of an update in each of its fragment's tensors, the others unchanged."""
         view = self._views[effect.fragment]
         for name, where in tensor_ranges(self._history.layout.fragments[effect.fragment]):
             mixed = view.copy()
@@ -342,7 +342,7 @@ class _Round:
 
 
 def tensor_ranges(fragment: Fragment) -> list[tuple[str, list[tuple[int, int]]]]:
-    """Where each tensor of a fragment lies in its vector, in order."""
+    """The ranges of each tensor in its fragment's vector, in order."""
     found: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for piece in fragment.pieces:
         found[piece.tensor].append((piece.offset, piece.offset + piece.groups * piece.group_stride))

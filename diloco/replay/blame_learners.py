@@ -1,4 +1,4 @@
-"""What is held against each learner, by what its updates did beside those of the others.
+"""Judgement of each learner, by what its updates did beside those of the others.
 
 Without one of many that agree little changes, so a learner is judged by what its updates do alone,
 beside what those of the others in the same rounds do.
@@ -34,7 +34,7 @@ AGAINST: tuple[Word, ...] = ("harmful", "useless")
 
 
 class Effect(NamedTuple):
-    """What one update did to the held-out loss, within its round.
+    """The effect of one update on the held-out loss, within its round.
 
     Attributes:
         training_loss: that its learner said of it.
@@ -68,7 +68,7 @@ Effects = Columns[Effect]
 
 
 class Sentence(NamedTuple):
-    """What is held against a learner, or for it.
+    """The judgement of one learner.
 
     Attributes:
         total: sum of what its updates did; `worse` of its `updates` made the loss worse.
@@ -87,7 +87,7 @@ class Sentence(NamedTuple):
     since: Effect | None
 
 
-class _Beside:
+class _UpdateColumns:
     """Every update and what the others of its round do alone, in columns.
 
     Attributes:
@@ -109,7 +109,7 @@ class _Beside:
         return np.flatnonzero(self._learner == learner)
 
     def others(self, place: int) -> list[float]:
-        """What the other learners' updates in the round of an update do alone."""
+        """The effects, each alone, of the other learners' updates in the round of an update."""
         within = slice(*self._edges[self._round[place] :][:2])
         mine = self._learner[within] == self._learner[place]
         return [float(value) for value in self.alone[within][~mine]]
@@ -132,10 +132,10 @@ class _Beside:
 
 
 def judge(effects: Effects) -> list[Sentence]:
-    """What is held against each learner, the worst first."""
+    """Judge each learner; the worst comes first."""
     if not effects:
         return []
-    beside = _Beside(effects)
+    beside = _UpdateColumns(effects)
     found = [
         _judge(learner, effects, beside, beside.own(place))
         for place, learner in enumerate(effects.texts)
@@ -144,7 +144,7 @@ def judge(effects: Effects) -> list[Sentence]:
     return sorted(found, key=lambda one: (order.index(one.word), -one.total))
 
 
-def _judge(learner: str, effects: Effects, beside: _Beside, own: Places) -> Sentence:
+def _judge(learner: str, effects: Effects, beside: _UpdateColumns, own: Places) -> Sentence:
     begin = _turn(beside, own)
     late = own[begin:] if len(own) - begin >= FEWEST else own
     # All of them show who does harm; who is of no use shows only where the others are of some.
@@ -169,12 +169,12 @@ def _judge(learner: str, effects: Effects, beside: _Beside, own: Places) -> Sent
     )  # fmt: skip
 
 
-def _means(beside: _Beside, own: Places) -> tuple[float, float]:
+def _means(beside: _UpdateColumns, own: Places) -> tuple[float, float]:
     others = beside.all_others(own)
     return float(beside.alone[own].mean()), float(others.mean()) if others.size else 0.0
 
 
-def _is_sure(beside: _Beside, own: Places, chance: float) -> bool:
+def _is_sure(beside: _UpdateColumns, own: Places, chance: float) -> bool:
     """Whether it is no accident that a learner's updates lie where they do."""
     if _is_worst(beside, own, chance):
         return True
@@ -185,7 +185,7 @@ def _is_sure(beside: _Beside, own: Places, chance: float) -> bool:
     return bool(alone - usual > SURE * float(others.std()) / len(own) ** 0.5)
 
 
-def _is_worst(beside: _Beside, own: Places, chance: float) -> bool:
+def _is_worst(beside: _UpdateColumns, own: Places, chance: float) -> bool:
     """Whether a learner is the worst of its rounds too often for chance."""
     if len(own) < FEWEST:
         return False
@@ -195,7 +195,7 @@ def _is_worst(beside: _Beside, own: Places, chance: float) -> bool:
 
 
 def _word(alone: float, usual: float) -> Word:
-    """What a learner is whose updates do `alone` on average, where the others' do `usual`."""
+    """The word for a learner whose updates do `alone` on average, where the others' do `usual`."""
     if alone > max(0.0, -USELESS * usual):
         return "harmful"
     return "useless" if alone > USELESS * min(usual, 0.0) else "helpful"
@@ -213,7 +213,7 @@ def _tail(hits: int, trials: int, chance: float) -> float:
     )
 
 
-def _turn(beside: _Beside, own: Places) -> int:
+def _turn(beside: _UpdateColumns, own: Places) -> int:
     """Index of the update from which on a learner did most worse than half of what others did."""
     best, at, summed = 0.0, len(own), 0.0
     for index in range(len(own) - 1, -1, -1):

@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from diloco.replay.blame import Blame, Fate, Rounds
+from diloco.replay.blame import Blame, BlamedRounds, Fate
 from diloco.replay.blame_learners import AGAINST, Effect, Effects, Sentence, judge
 from diloco.show.page.page import write_figure
-from diloco.show.page.svg import CYCLE, Axis, Panel, held
+from diloco.show.page.svg import CYCLE, Axis, Panel, step_line
 
 WORST = 10
 _FATES: dict[Fate, str] = {
@@ -31,7 +31,7 @@ _COLOURS = {"harmful": "bold red", "useless": "yellow", "unclear": "dim", "helpf
 
 
 def tell(found: Blame, console: Console) -> None:
-    """Who did harm, which updates, in which tensors."""
+    """Print who did harm, which updates, in which tensors."""
     sentences = judge(found.effects)
     console.print(_learners(sentences), soft_wrap=False)
     worst = nlargest(WORST, found.effects, key=attrgetter("did"))
@@ -47,8 +47,8 @@ def tell(found: Blame, console: Console) -> None:
         console.print(line, markup=False)
 
 
-def _coverage(rounds: Rounds) -> list[str]:
-    """What became of the rounds, and why some are left out."""
+def _coverage(rounds: BlamedRounds) -> list[str]:
+    """Lines on the fate of the rounds, and on why some are left out."""
     listed = [
         f"{rounds.fates[fate]:,} {said}" for fate, said in _FATES.items() if rounds.fates[fate]
     ]
@@ -75,7 +75,7 @@ def _nobody(effects: Effects, sentences: Sequence[Sentence]) -> str:
 
 
 def in_words(one: Sentence) -> str:
-    """What is held against a learner."""
+    """The sentence on a learner, in words."""
     since = ""
     if one.since is not None:
         at = one.since
@@ -179,7 +179,7 @@ def draw(run: str, found: Blame, path: Path) -> None:
     effects = found.effects
     learner, steps, did = (effects.column(name) for name in ("learner", "global_step", "did"))
     marks = [
-        held(steps[own], np.cumsum(did[own]), CYCLE[rank % len(CYCLE)], name)
+        step_line(steps[own], np.cumsum(did[own]), CYCLE[rank % len(CYCLE)], name)
         for rank, (place, name) in enumerate(sorted(enumerate(effects.texts), key=itemgetter(1)))
         for own in [learner == place]
     ]

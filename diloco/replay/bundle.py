@@ -30,7 +30,7 @@ from diloco.common.storage.tape import (
     read_item,
     records_of,
 )
-from diloco.judge.evidence import Newest, newer_than
+from diloco.judge.evidence import LastRecord, newer_than
 from diloco.judge.objects import named
 from diloco.replay.options import BundleOptions
 from diloco.replay.redact import Redactor, names_in, task_of
@@ -46,7 +46,7 @@ ABOUT, PACKAGES, LOGS = "about.json", "packages.txt", "logs/"
 
 
 def run_bundle(target: str, path: Path, wanted: BundleOptions) -> None:
-    """Write a bundle, and say what is in it.
+    """Write a bundle, and print its contents.
 
     Raises:
         DilocoError: there is no such run, or the file is there.
@@ -65,8 +65,8 @@ def run_bundle(target: str, path: Path, wanted: BundleOptions) -> None:
         say(f"[yellow]mind:[/] {WARNING}")
 
 
-class Done(NamedTuple):
-    """What a bundle holds."""
+class BundleSummary(NamedTuple):
+    """The contents of a bundle, counted."""
 
     messages: int
     objects: int
@@ -74,7 +74,7 @@ class Done(NamedTuple):
     lost: str
 
 
-async def _bundle(target: str, path: Path, wanted: BundleOptions) -> Done:
+async def _bundle(target: str, path: Path, wanted: BundleOptions) -> BundleSummary:
     async with open_run(target, name="bundle", reads=True, salvage=wanted.salvage) as opened:
         context = opened.context
         # Before the tape: what it does not know of then is newer than it.
@@ -102,14 +102,14 @@ async def _bundle(target: str, path: Path, wanted: BundleOptions) -> Done:
             files += _earlier(opened, {name for name, _ in files})
             for name, data in files:
                 writer.file(*(copy.hidden(name, data) if redactor else (name, data)))
-    return Done(writer.messages, writer.objects, [name for name, _ in files], lost)
+    return BundleSummary(writer.messages, writer.objects, [name for name, _ in files], lost)
 
 
 # What part of the tape
 
 
 @dataclass
-class Part:
+class TapeRange:
     """Messages up to a sequence, and of each subject from one on."""
 
     last_seq: int
@@ -120,19 +120,19 @@ class Part:
         return message.seq >= self.below.get(message.subject, 0)
 
 
-async def _part(context: RunContext, wanted: BundleOptions) -> Part:
+async def _part(context: RunContext, wanted: BundleOptions) -> TapeRange:
     last_seq = await context.bus.last_sequence(context.tape)
     if wanted.until is not None:
         targets = await find_targets(context, wanted.until, option="--until")
         last_seq = max(at.record_seq for at in targets.values())
-    part = Part(last_seq)
+    part = TapeRange(last_seq)
     if wanted.first is not None:
         for fragment in range(len(context.layout.fragments)):
             await _begin(context, fragment, wanted.first, part)
     return part
 
 
-async def _begin(context: RunContext, fragment: int, first: int, part: Part) -> None:
+async def _begin(context: RunContext, fragment: int, first: int, part: TapeRange) -> None:
     """Leave out what came before a fragment's newest stored state up to a version.
 
     Raises:
@@ -155,7 +155,7 @@ async def _begin(context: RunContext, fragment: int, first: int, part: Part) -> 
         part.below[names.update(context.run, learner, fragment)] = begin[1]
 
 
-async def _messages(context: RunContext, part: Part | None = None) -> AsyncIterator[Message]:
+async def _messages(context: RunContext, part: TapeRange | None = None) -> AsyncIterator[Message]:
     subjects = names.tape_subjects(context.run)
     async for message in messages_of(context.bus, context.tape, subjects):
         if part is None or (message.seq <= part.last_seq and part.has(message)):
@@ -207,11 +207,11 @@ class _Copy:
         self._needed: set[str] = set()
         self._pinned: tuple[str, ...] = ()
         fragments = range(len(opened.context.layout.fragments))
-        self._newest: dict[int, Newest | None] = dict.fromkeys(fragments)
+        self._newest: dict[int, LastRecord | None] = dict.fromkeys(fragments)
         self._oldest: dict[int, int] = {}
         self._last_seq = 0
 
-    async def tape(self, part: Part) -> None:
+    async def tape(self, part: TapeRange) -> None:
         """Every message of a part."""
         context = self._context
         async for message in _messages(context, part):
@@ -256,7 +256,7 @@ class _Copy:
             case wire.Record() as record:
                 self._needed |= {ref.name for ref in named(record)}
                 self._oldest.setdefault(record.fragment, item.seq)
-                self._newest[record.fragment] = Newest(item.seq, record, item.time_s)
+                self._newest[record.fragment] = LastRecord(item.seq, record, item.time_s)
             case wire.Checkpoint() as checkpoint:
                 self._needed.add(names.checkpoint_object(run, checkpoint.name))
                 self._pinned += tuple(
@@ -325,7 +325,7 @@ class _Copy:
 
 
 def _notes(about: Mapping[str, Any]) -> Iterator[tuple[str, bytes]]:
-    """Of this machine: records name the packages of their makers by a digest."""
+    """Notes on this machine: records name the packages of their makers by a digest."""
     host = {"release": release(), "python": sys.version, "platform": platform.platform()}
     made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(about["made_s"]))
     yield ABOUT, (json.dumps({**about, "made": made, **host}, indent=1) + "\n").encode()

@@ -1,4 +1,4 @@
-"""How much of a run a verdict is about: the tape's range, and what became of every version.
+"""The coverage of a verdict: the tape's range, and the fate of every version.
 
 A verdict is "verified" only if nothing is left out of it. What the tape itself says garbage
 collection has taken makes it "incomplete", and what is gone without that, or is not as recorded,
@@ -66,7 +66,7 @@ class Tape:
 
 @dataclass(kw_only=True)
 class Versions:
-    """What became of the versions that were asked for; each is counted once.
+    """The fate of the versions that were asked for; each is counted once.
 
     Attributes:
         again: made again, and as recorded.
@@ -112,7 +112,7 @@ def check_readable(history: History) -> None:
 def tape_of(
     history: History, listing: Listing, *, window_s: float, now_s: float, lost: str = ""
 ) -> Tape:
-    """What a tape and the listing of its store say of its wholeness.
+    """Compare a tape with the listing of its store: which objects it has lost.
 
     Args:
         history: the tape.
@@ -176,7 +176,7 @@ def before_the_tape(history: History, chosen: Mapping[int, Chain]) -> int:
 
 
 def verdict(tape: Tape, versions: Versions) -> Verdict:
-    """What can be said of all of it."""
+    """The verdict on the whole of a tape and its versions."""
     if tape.wrong or versions.wrong or (versions.missing and not tape.lost):
         return "wrong"
     if tape.newer or tape.lost or versions.trimmed or versions.unreached:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from diloco.aggregator.arrays.fragment import make_input, step_size
 from diloco.aggregator.core import events, rounds
-from diloco.aggregator.core.decisions import Decision, Heard, decide_again
+from diloco.aggregator.core.decisions import Decision, TapeEvent, decide_again
 from diloco.aggregator.core.events import Commit
 from diloco.aggregator.core.policy import FragmentRules, fragment_rules
 from diloco.aggregator.core.updates import Admitted
@@ -14,7 +14,7 @@ from diloco.aggregator.owner.tape_events import event_of
 from diloco.common.process.averaged import settings_of
 from diloco.common.process.config import RunSettings
 from diloco.common.protocol import names, wire
-from diloco.common.storage.tape import Entry, Garbage
+from diloco.common.storage.tape import Entry, InvalidMessage
 from diloco.run.history import Chain, History
 from diloco.run.spool import Lazy
 
@@ -35,7 +35,7 @@ def decide(history: History, fragment: int, chain: Chain) -> Iterator[Decision]:
         heard(history, fragment, chain[0][1].position if chain else 0),
         rules_at=lambda seq: rules_of(history, history.settings_at(seq), fragment),
         whole_from=whole_from(history, fragment),
-        beside=lambda commit, record: _beside(history, commit, record),
+        beside=lambda commit, record: _inputs_and_step(history, commit, record),
     )
 
 
@@ -65,7 +65,7 @@ def rules_of(history: History, settings: RunSettings, fragment: int) -> Fragment
     return fragment_rules(settings, history.layout, fragment, history.specification.epoch)
 
 
-class _Told(Lazy[Heard]):
+class _Told(Lazy[TapeEvent]):
     """Events of a fragment, made of the tape's messages when they are asked for.
 
     `order` has the index of each in `entries`, or, less than 0, from the end of `undecoded`.
@@ -76,7 +76,7 @@ class _Told(Lazy[Heard]):
         history: History,
         fragment: int,
         entries: Sequence[Entry],
-        undecoded: Sequence[Garbage],
+        undecoded: Sequence[InvalidMessage],
         order: Sequence[int],
     ) -> None:
         self._history = history
@@ -88,7 +88,7 @@ class _Told(Lazy[Heard]):
     def __len__(self) -> int:
         return len(self._order)
 
-    def item(self, index: int) -> Heard:
+    def item(self, index: int) -> TapeEvent:
         """The event at an index."""
         at = self._order[index]
         if at < 0:
@@ -98,8 +98,8 @@ class _Told(Lazy[Heard]):
         return event
 
 
-def heard(history: History, fragment: int, first_seq: int = 0) -> Sequence[Heard]:
-    """What the tape tells the machine of a fragment from a sequence on, up to the run's end."""
+def heard(history: History, fragment: int, first_seq: int = 0) -> Sequence[TapeEvent]:
+    """The events of the tape for the machine of a fragment, from a sequence to the run's end."""
     about = history.entries.concerning(fragment, first_seq)
     undecoded = [
         one for one in history.undecoded if one.seq >= first_seq and _is_update(one, fragment)
@@ -118,29 +118,29 @@ def heard(history: History, fragment: int, first_seq: int = 0) -> Sequence[Heard
     return _Told(history, fragment, about, undecoded, order)
 
 
-def _is_update(message: Garbage, fragment: int) -> bool:
+def _is_update(message: InvalidMessage, fragment: int) -> bool:
     parsed = names.parse_subject(message.subject)
     return parsed is not None and (parsed.kind, parsed.fragment) == ("update", fragment)
 
 
-def _undecoded(message: Garbage) -> Heard:
+def _undecoded(message: InvalidMessage) -> TapeEvent:
     learner = names.subject_learner(message.subject) or ""
     event = events.Undecoded(message.time_s, message.seq, learner, message.size_bytes)
-    return Heard(message.seq, event)
+    return TapeEvent(message.seq, event)
 
 
-def _heard(history: History, fragment: int, entry: Entry) -> Heard | None:
+def _heard(history: History, fragment: int, entry: Entry) -> TapeEvent | None:
     if isinstance(entry.body, wire.Settings):
         if (settings := history.changes.get(entry.seq)) is None:
             return None
         changed = events.Changed(entry.time_s, entry.seq)
-        return Heard(entry.seq, changed, rules_of(history, settings, fragment))
+        return TapeEvent(entry.seq, changed, rules_of(history, settings, fragment))
     event = event_of(entry.body, entry.seq, entry.time_s, fragment, entry.size_bytes)
-    return None if event is None else Heard(entry.seq, event)
+    return None if event is None else TapeEvent(entry.seq, event)
 
 
-def _beside(history: History, commit: Commit, record: wire.Record) -> dict[str, object]:
-    """What a record says of its inputs and its outer step, as far as the machine decides it."""
+def _inputs_and_step(history: History, commit: Commit, record: wire.Record) -> dict[str, object]:
+    """A record's fields on its inputs and its outer step, as far as the machine decides them."""
     if commit.what != "version":
         return {"inputs": ()}
     state = commit.state
@@ -153,7 +153,7 @@ def _beside(history: History, commit: Commit, record: wire.Record) -> dict[str, 
 
 
 def inputs_again(admitted: Sequence[Admitted], record: wire.Record) -> tuple[wire.Input, ...]:
-    """What a record would say of these inputs.
+    """The inputs that a record would state for these updates.
 
     Of their arrays it is what the record does say, which merging again verifies.
     """

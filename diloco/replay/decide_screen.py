@@ -1,4 +1,4 @@
-"""What `diloco replay --decide` says: how many decisions came out the same, and which did not."""
+"""The screen of `diloco replay --decide`: how many decisions came out the same, and which not."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -22,8 +22,8 @@ SHOWN = 5
 
 
 @dataclass
-class Decided:
-    """What became of the decisions; `different` has the first that differ."""
+class DecisionCounts:
+    """Counts of decisions by outcome; `different` has the first that differ."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
@@ -40,7 +40,7 @@ class Decided:
 
 def tell(history: History, chosen: Mapping[int, Chain], console: Console, *, as_json: bool) -> int:
     """Decide again, and tell; the exit status."""
-    found = Decided()
+    found = DecisionCounts()
     for fragment, chain in chosen.items():
         for decision in decide(history, fragment, chain):
             found.take(decision)
@@ -54,7 +54,7 @@ def tell(history: History, chosen: Mapping[int, Chain], console: Console, *, as_
     return STATUSES[said]
 
 
-def _tell(history: History, found: Decided, console: Console) -> None:
+def _tell(history: History, found: DecisionCounts, console: Console) -> None:
     for decision in found.different:
         show_decision(decision, console)
     for why, count in found.reasons.items():
@@ -69,7 +69,7 @@ def _tell(history: History, found: Decided, console: Console) -> None:
     )
 
 
-def _tell_json(history: History, found: Decided, said: Verdict) -> None:
+def _tell_json(history: History, found: DecisionCounts, said: Verdict) -> None:
     document = {
         "run": history.run,
         "verdict": said,
@@ -112,7 +112,7 @@ def show_decision(decision: Decision, console: Console) -> None:
 
 def _parts(name: str, said: Any, found: Any) -> Iterator[tuple[str, str, str]]:
     """The smallest parts of a field that differ."""
-    if isinstance(said, wire.Part) and type(said) is type(found):
+    if isinstance(said, wire.NestedRecord) and type(said) is type(found):
         for key in type(said).model_fields:
             yield from _parts(f"{name}.{key}", getattr(said, key), getattr(found, key))
     elif isinstance(said, tuple) and isinstance(found, tuple) and len(said) == len(found):

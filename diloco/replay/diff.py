@@ -91,7 +91,7 @@ def _view(at: tuple[int, wire.Record]) -> str:
 
 
 def _round(one: tuple[int, wire.Record], other: tuple[int, wire.Record]) -> Iterator[str]:
-    """What two rounds of one version differ in."""
+    """Lines on the differences between two rounds of one version."""
     for which, (seq, record) in (("first", one), ("second", other)):
         inputs = ", ".join(
             f"{taken.learner} (norm {taken.norm:.4g}, loss {taken.loss:.4g}, stale "

@@ -95,7 +95,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class BundleOptions:
-    """What goes into a bundle.
+    """Options on the contents of a bundle.
 
     Attributes:
         first: a version; each fragment begins at its newest stored state up to it. None: all.

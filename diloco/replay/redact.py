@@ -75,7 +75,7 @@ def _names_of(key: str, value: Any) -> Iterator[str]:
 
 
 def _ref(name: str, data: bytes) -> dict[str, Any]:
-    """What names an object of other bytes than before."""
+    """Name, size and checksum of an object whose bytes have changed."""
     return {
         "name": f"{name.rpartition('-')[0]}-{shards.digest(data)}",
         "size_bytes": len(data),
@@ -120,7 +120,7 @@ class Redactor:
         return self._hash("task", module).replace("-", "_")
 
     def name(self, name: str) -> str:
-        """What a name is called now."""
+        """The name that stands for a name now."""
         return self._names.get(name, name)
 
     def _somebody(self, name: str) -> str:

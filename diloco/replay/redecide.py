@@ -1,4 +1,4 @@
-"""What would have been decided under other rules: the machine in virtual time, over a real tape.
+"""Decisions under other rules: the machine in virtual time, over a real tape.
 
 Updates are those that were sent, when they were sent: learners do not react. What depends on the
 machine's own answer is carried over: an update's base becomes the version that stood when its
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from diloco.aggregator.core import events, machine, memory, rounds
-from diloco.aggregator.core.decisions import Heard
+from diloco.aggregator.core.decisions import TapeEvent
 from diloco.aggregator.core.events import AskCut, Commit, Effect, Fetch
 from diloco.aggregator.core.policy import FragmentRules
 from diloco.aggregator.core.state import State, awaiting
@@ -21,8 +21,8 @@ from diloco.aggregator.core.updates import Resolved, UpdateId
 from diloco.common.protocol import wire
 
 
-class Seen(NamedTuple):
-    """What a run's records say of an update's shards, and when it was known.
+class ShardCheck(NamedTuple):
+    """The time when a run's records knew an update's shards, and the shards' norm.
 
     `norm` is None if they were not what the manifest says.
     """
@@ -31,7 +31,7 @@ class Seen(NamedTuple):
     norm: float | None
 
 
-class Made(NamedTuple):
+class RemadeVersion(NamedTuple):
     """A version that would have been: its inputs, the share of the fleet, and when it closed."""
 
     at_s: float
@@ -39,7 +39,7 @@ class Made(NamedTuple):
     settings_seq: int
 
 
-class Stored(NamedTuple):
+class RecordCommitted(NamedTuple):
     """The record under way stands."""
 
     record_seq: int
@@ -47,9 +47,9 @@ class Stored(NamedTuple):
 
 def redecide(
     chain: Sequence[tuple[int, wire.Record]],
-    tape: Iterable[Heard],
+    tape: Iterable[TapeEvent],
     rules_at: Callable[[int], FragmentRules],
-) -> list[Made]:
+) -> list[RemadeVersion]:
     """The versions of a fragment under other rules.
 
     Args:
@@ -61,7 +61,7 @@ def redecide(
 
 
 def _digest(version: int) -> str:
-    """What the view of a version is called here."""
+    """The name of a version's view here."""
     return f"{version:032x}"
 
 
@@ -71,7 +71,7 @@ class _Rerun:
     def __init__(
         self,
         chain: Sequence[tuple[int, wire.Record]],
-        tape: Iterable[Heard],
+        tape: Iterable[TapeEvent],
         rules_at: Callable[[int], FragmentRules],
     ) -> None:
         (first_seq, first), *later = chain
@@ -84,7 +84,7 @@ class _Rerun:
         self._rules = rules_at(first.policy.settings_seq)
         self._first_version = first.version
         self._now_s = began_s
-        self._made: list[Made] = []
+        self._made: list[RemadeVersion] = []
         # When each version stood: of the run that was, and of this one.
         self._was = {record.version: record.closed_at_s for record in (first, *records)}
         self._stood = [(began_s, first.version)]
@@ -104,7 +104,7 @@ class _Rerun:
                     about = (told.learner, told.incarnation, told.what == "live")
                     self._expect(told.at_s, events.Liveness(told.at_s, *about))
 
-    def run(self) -> list[Made]:
+    def run(self) -> list[RemadeVersion]:
         """Everything up to the last event, and the timers after it."""
         while self._coming or self._due_s() is not None:
             at_s = self._coming[0][0] if self._coming else float("inf")
@@ -132,7 +132,7 @@ class _Rerun:
         self._now_s = max(self._now_s, at_s)
         if isinstance(event, wire.Record):
             self._roll_back(event)
-        elif isinstance(event, Stored):
+        elif isinstance(event, RecordCommitted):
             self._stored(event)
         elif isinstance(event, events.Announced):
             self._announce(event)
@@ -217,14 +217,16 @@ class _Rerun:
             self._expect(at_s, events.Fetched(at_s, fetch.update, seen.norm))
 
     def _commit(self, commit: Commit) -> None:
-        self._expect(max(self._now_s, commit.at_s) + self._commit_s, Stored(self.state.record_seq))
+        self._expect(
+            max(self._now_s, commit.at_s) + self._commit_s, RecordCommitted(self.state.record_seq)
+        )
         if commit.what == "version":
             version = commit.state.version + 1
-            self._made.append(Made(commit.at_s, commit, commit.state.settings_seq))
+            self._made.append(RemadeVersion(commit.at_s, commit, commit.state.settings_seq))
             self._stood.append((commit.at_s, version))
             self._step(events.Made(max(self._now_s, commit.at_s), _digest(version)))
 
-    def _stored(self, stored: Stored) -> None:
+    def _stored(self, stored: RecordCommitted) -> None:
         if self.state.storing is None:
             return  # A rollback came before it.
         self._step(events.Committed(self._now_s, stored.record_seq))
@@ -234,18 +236,18 @@ class _Rerun:
                 self._expect(self._now_s, event)
 
 
-def _seen(records: Iterable[wire.Record]) -> dict[UpdateId, Seen]:
-    found: dict[UpdateId, Seen] = {}
+def _seen(records: Iterable[wire.Record]) -> dict[UpdateId, ShardCheck]:
+    found: dict[UpdateId, ShardCheck] = {}
     for record in records:
         for told in record.observations:
             if told.what in ("fetched", "failed"):
                 norm = told.value if told.what == "fetched" else None
                 update = UpdateId(told.learner, told.incarnation, told.seq)
-                found.setdefault(update, Seen(told.at_s, norm))
+                found.setdefault(update, ShardCheck(told.at_s, norm))
     return found
 
 
-def _quickest_fetch(records: Iterable[wire.Record], tape: Iterable[Heard]) -> float:
+def _quickest_fetch(records: Iterable[wire.Record], tape: Iterable[TapeEvent]) -> float:
     """Seconds from a manifest to its shards where nothing held them back."""
     seen = _seen(records)
     took_s = [

@@ -78,7 +78,7 @@ async def _restore(bundle: Bundle, place: Config, *, objects: bool) -> int:
 
 
 def put_objects(bundle: Bundle, store: ObjectStore) -> None:
-    """Store what a bundle has; an object that is there already stays.
+    """Store the objects of a bundle; an object that is there already stays.
 
     Raises:
         ObjectExistsError: the store has other bytes under the name of one.

@@ -113,7 +113,7 @@ async def _verify(
     options: Options,
     console: Console,
 ) -> int:
-    memory = verify.Memory(options.resume, history)
+    memory = verify.VerifyProgress(options.resume, history)
     keep = options.export is not None
     with progress_bar(console, "verifying") as hear:
         found = await asyncio.to_thread(

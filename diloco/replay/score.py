@@ -30,10 +30,10 @@ from diloco.replay.columns import Columns
 from diloco.replay.options import Options
 from diloco.run.cli.screen import say_json
 from diloco.run.history import Chain, History, in_order, up_to
-from diloco.run.model.scores import Scorer, kept_losses
+from diloco.run.model.scores import Scorer, read_losses
 from diloco.run.model.scores import keep as keep_score
 from diloco.show.page.page import write_figure
-from diloco.show.page.svg import Axis, Panel, held, points
+from diloco.show.page.svg import Axis, Panel, points, step_line
 
 RISES = 5
 
@@ -53,7 +53,7 @@ Moments = Columns[Moment]
 
 
 class Rise(NamedTuple):
-    """How much more the loss is at a moment than at the scored one before; indices of both."""
+    """A rise of the loss from one scored moment to the next; indices of both."""
 
     by: float
     before: int
@@ -195,7 +195,7 @@ async def run_score(
     every = moments(chosen)
     if not every:
         raise ConfigError("no version of every fragment is on the tape: nothing can be scored")
-    scores = _Scores(context, await Scorer.of_run(context), await kept_losses(context))
+    scores = _Scores(context, await Scorer.of_run(context), await read_losses(context))
     with progress_bar(console, "scoring") as hear:
         find = _bisected if options.bisect else _all
         found = await find(chosen, every, scores, hear)
@@ -229,7 +229,7 @@ async def score_all(
     Raises:
         StoreError: the store is away.
     """
-    scores = _Scores(context, scorer, await kept_losses(context))
+    scores = _Scores(context, scorer, await read_losses(context))
     every = moments(chains)
     found = await _all(chains, every, scores, lambda *_: None)
     return {moment.record_seq: loss for _, moment, loss in found.points()}
@@ -269,7 +269,7 @@ async def _bisected(
 
 
 def learners_of(history: History, moment: Moment) -> list[str]:
-    """Who was merged in the round that led to a moment."""
+    """The learners that were merged in the round that led to a moment."""
     chain = history.records[moment.fragment]
     index = bisect_left(chain, moment.record_seq, key=itemgetter(0))
     return [taken.learner for taken in chain[index][1].inputs]
@@ -314,7 +314,7 @@ def table(found: Scored) -> Table:
 
 
 def came_along(count: int) -> str:
-    """Of losses that whoever made a file has put into it."""
+    """A sentence on the losses that came with a file, of its maker."""
     return (
         f"{count} of the losses came with the file: nothing here has made them again "
         "(diloco evaluate RUN --version VERSION does)"
@@ -348,7 +348,7 @@ def draw(run: str, found: Scored, path: Path) -> None:
     """
     at = found.moments.column("global_step")[found.indices].astype(np.float64)
     losses = np.asarray(found.losses, np.float64)
-    marks = [held(at, losses, "blue", "held-out loss"), points(at, losses, "blue")]
+    marks = [step_line(at, losses, "blue", "held-out loss"), points(at, losses, "blue")]
     x, y = Axis(label="global step"), Axis(label="held-out loss")
     panel = Panel(marks=marks, x=x, y=y, width=800, height=400)
     write_figure(f"{run}: every scored version", [panel], path)

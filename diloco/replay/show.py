@@ -18,7 +18,7 @@ from diloco.common.process.averaged import sync_of
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.codec import decode_numpy
 from diloco.common.protocol.errors import ConfigError, ObjectMissingError, WireError
-from diloco.common.storage.tape import Garbage, Unreadable
+from diloco.common.storage.tape import InvalidMessage, Unreadable
 from diloco.replay.blame import tensor_ranges
 from diloco.run.cli.opening import open_run
 from diloco.run.cli.screen import say_plainly
@@ -40,8 +40,8 @@ HINT = (
 
 
 @dataclass(frozen=True)
-class Found:
-    """What is meant: a message by its sequence, or an update in some fragments."""
+class Selection:
+    """The messages that a person asks for: one by its sequence, or an update in some fragments."""
 
     seqs: tuple[int, ...] = ()
     updates: tuple[Sent, ...] = ()
@@ -64,8 +64,8 @@ async def _show(target: str, what: str) -> list[str]:
         return await asyncio.to_thread(lambda: [*tell(history, find(history, what))])
 
 
-def find(history: History, what: str) -> Found:
-    """What a person means.
+def find(history: History, what: str) -> Selection:
+    """Find the messages that a person means.
 
     Raises:
         ConfigError: the run has nothing of the kind.
@@ -73,7 +73,7 @@ def find(history: History, what: str) -> Found:
     if what.isdecimal():
         return _message(history, int(what))
     if version := _VERSION.fullmatch(what):
-        return Found((_record_seq(history, int(version[1]), int(version[2])),))
+        return Selection((_record_seq(history, int(version[1]), int(version[2])),))
     if update := _UPDATE.fullmatch(what):
         return _update(history, update[1], int(update[2]), int(update[3]))
     if what.startswith(f"{history.run}/"):
@@ -82,18 +82,18 @@ def find(history: History, what: str) -> Found:
         return _message(history, int(seq[1]))
     fragment, version = _FRAGMENT_IN_LOG.search(what), _VERSION_IN_LOG.search(what)
     if fragment and version:
-        return Found((_record_seq(history, int(fragment[1]), int(version[1])),))
+        return Selection((_record_seq(history, int(fragment[1]), int(version[1])),))
     if update := _UPDATE.search(what):
         return _update(history, update[1], int(update[2]), int(update[3]))
     raise ConfigError(f"{what!r} names nothing of run {history.run!r}", hint=HINT)
 
 
-def _message(history: History, seq: int) -> Found:
+def _message(history: History, seq: int) -> Selection:
     if seq not in history.times_s:
         last = history.last_seq
         gone = "it was trimmed, or is gone" if seq <= last else f"the tape ends at {last}"
         raise ConfigError(f"the tape has no message {seq}: {gone}", hint=HINT)
-    return Found((seq,))
+    return Selection((seq,))
 
 
 def _record_seq(history: History, fragment: int, version: int) -> int:
@@ -107,7 +107,7 @@ def _record_seq(history: History, fragment: int, version: int) -> int:
     raise ConfigError(f"the tape has no version {version} of fragment {fragment}, {has}", hint=HINT)
 
 
-def _update(history: History, learner: str, incarnation: int, seq: int) -> Found:
+def _update(history: History, learner: str, incarnation: int, seq: int) -> Selection:
     known = {*history.sent(), *history.merged(), *history.rejected()}
     found = [one for one in known if (one.learner, one.incarnation, one.seq) == (
         learner, incarnation, seq)]  # fmt: skip
@@ -116,10 +116,10 @@ def _update(history: History, learner: str, incarnation: int, seq: int) -> Found
             f"the tape has no update {learner}:{incarnation}-{seq}",
             hint=f"lives of {learner}: {history.lives(learner) or 'none'}",
         )
-    return Found(updates=tuple(sorted(found)))
+    return Selection(updates=tuple(sorted(found)))
 
 
-def _object(history: History, name: str) -> Found:
+def _object(history: History, name: str) -> Selection:
     shard = names.parse_shard(history.run, name)
     if shard is not None:
         return _update(history, shard.learner, shard.incarnation, shard.seq)
@@ -127,7 +127,7 @@ def _object(history: History, name: str) -> Found:
         for seq, record in chain:
             own = (record.delta, record.snapshot, record.outer)
             if name in {ref.name for ref in own if ref is not None}:
-                return Found((seq,))
+                return Selection((seq,))
     raise ConfigError(
         f"no record on the tape names the object {name!r}",
         hint="it was made by an attempt that did not stand, or its record was trimmed",
@@ -137,7 +137,7 @@ def _object(history: History, name: str) -> Found:
 # Telling
 
 
-def tell(history: History, found: Found) -> Iterator[str]:
+def tell(history: History, found: Selection) -> Iterator[str]:
     """Lines on what was found."""
     for seq in found.seqs:
         record = record_at(history, seq)
@@ -176,7 +176,7 @@ def _tell_message(history: History, seq: int) -> Iterator[str]:
             for field in type(entry.body).model_fields:
                 yield f"  {field:<14} {str(getattr(entry.body, field))[:300]}"
         return
-    unread: list[Unreadable | Garbage] = [*history.unreadable, *history.garbage]
+    unread: list[Unreadable | InvalidMessage] = [*history.unreadable, *history.garbage]
     for bad in unread:
         if bad.seq == seq:
             yield f"message {seq}: cannot be read, stored {at}, on {bad.subject}: {bad.why}"

@@ -21,14 +21,14 @@ from diloco.common.protocol.errors import ConfigError
 from diloco.common.protocol.layout import Piece
 from diloco.common.storage.tape import RunContext
 from diloco.common.storage.views import load_version
-from diloco.judge.remake import Remaker, is_stored
+from diloco.judge.remake import FragmentRemaker, is_stored
 from diloco.learner.wire.background import running_loop
 from diloco.replay import score, show, verify
 from diloco.run.cli.opening import open_run
 from diloco.run.history import History, Sent, answered, identity, read_history, resolves
 from diloco.run.model.load import piece_values
-from diloco.run.model.scores import Scorer, kept
-from diloco.run.state import Run
+from diloco.run.model.scores import Scorer, read_scores
+from diloco.run.state import RunStatus
 from diloco.run.watch import Watch
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Update(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Step:
+class VersionStep:
     """One version of a fragment: parameters before and after it, and the updates between.
 
     Attributes:
@@ -123,7 +123,7 @@ class Past:
         """The tape, as the commands read it, up to when it is first asked for."""
         return self._call(read_history(self._context))
 
-    def now(self) -> Run:
+    def now(self) -> RunStatus:
         """The run as its whole tape has it: learners, fragments, findings."""
         return self._call(Watch(self._context).begin(1))
 
@@ -145,18 +145,18 @@ class Past:
         Raises:
             DilocoError: the task cannot be built.
         """
-        made = self._make_scores() if make else self._kept_scores()
+        made = self._make_scores() if make else self._stored_scores()
         return _table(_scores(self.history, self._call(made)))
 
-    async def _kept_scores(self) -> dict[int, float]:
-        return {max(one.record_seqs): one.loss for one in await kept(self._context)}
+    async def _stored_scores(self) -> dict[int, float]:
+        return {max(one.record_seqs): one.loss for one in await read_scores(self._context)}
 
     async def _make_scores(self) -> dict[int, float]:
         context, history = self._context, self.history
         chosen = verify.chains(history, range(len(history.layout.fragments)), None, {})
         return await score.score_all(context, await Scorer.of_run(context), chosen)
 
-    def step(self, version: str) -> Step:
+    def step(self, version: str) -> VersionStep:
         """A version of a fragment, such as "0@12", with its arrays.
 
         Raises:
@@ -180,7 +180,7 @@ class Past:
             for said, vector in zip(record.inputs, gradients(history, record), strict=True)
         )
         again = partial(_again, history, seq, record)
-        return Step(record, seq, cut(views[0]), cut(views[1]), updates, lambda: cut(again()))
+        return VersionStep(record, seq, cut(views[0]), cut(views[1]), updates, lambda: cut(again()))
 
 
 def open(run: str | Path) -> Past:  # noqa: A001 - `diloco.open`, as `tarfile.open`
@@ -226,7 +226,7 @@ def _again(history: History, seq: int, record: wire.Record) -> np.ndarray:
         IntegrityError: it does not come out as it was recorded.
     """
     until = verify.chains(history, [record.fragment], record.version - 1, {record.fragment: seq})
-    remaker = Remaker(history, record.fragment, compare=False)
+    remaker = FragmentRemaker(history, record.fragment, compare=False)
     for at in until[record.fragment]:
         remaker.take(*at)
     return np.asarray(remaker.view)
@@ -277,7 +277,7 @@ def _updates(history: History) -> Rows:
 
 
 def _answer(seq: int, record: wire.Record, place: int) -> dict[str, Any]:
-    """What became of an update; columns of another fate are null."""
+    """The columns for an update's answer; columns of another fate are null."""
     taken = resolves(record)[place]
     found = {name: getattr(taken, name, None) for name in UNANSWERED}
     fate = "merged" if isinstance(taken, wire.Input) else "rejected"

@@ -17,7 +17,7 @@ from diloco.aggregator.arrays.merge import Vector
 from diloco.common.protocol import wire
 from diloco.common.protocol.errors import ConfigError, IntegrityError, ObjectMissingError
 from diloco.common.storage.store import ObjectStore, check_size
-from diloco.judge.remake import Progress, Remaker, is_stored
+from diloco.judge.remake import FragmentRemaker, Progress, is_stored
 from diloco.replay.coverage import Versions
 from diloco.run.history import Chain, History, up_to
 
@@ -46,7 +46,7 @@ class Lost(NamedTuple):
 
 @dataclass
 class Verified:
-    """What came of it.
+    """The result of verifying.
 
     Attributes:
         records: looked at.
@@ -67,8 +67,8 @@ class Verified:
         return fragment not in broken | {one.fragment for one in self.lost}
 
 
-class Memory:
-    """How far earlier calls came: of each fragment the last record with a stored state.
+class VerifyProgress:
+    """The progress of earlier calls: of each fragment the last record with a stored state.
 
     Args:
         path: the file, which need not be there yet; None to remember nothing.
@@ -153,7 +153,7 @@ def chains(
 def verify(
     history: History,
     chosen: Mapping[int, Chain],
-    memory: Memory,
+    memory: VerifyProgress,
     progress: Progress | None = None,
     *,
     keep_views: bool = False,
@@ -178,7 +178,7 @@ def verify(
             earlier = chain[: begins[fragment]]
             found.versions.earlier += sum(_is_version(record) for _, record in earlier)
             ahead = _ReadAhead(history.store, pool)
-            remaker = Remaker(replace(history, store=ahead), fragment)
+            remaker = FragmentRemaker(replace(history, store=ahead), fragment)
             for seq, record in _announced(ahead, chain[begins[fragment] :]):
                 _take(found, remaker, seq, record)
                 if is_stored(record) and remaker.arrays is not None and found.unbroken(fragment):
@@ -196,7 +196,7 @@ def _is_version(record: wire.Record) -> bool:
     return record.what != "verdict"
 
 
-def _take(found: Verified, remaker: Remaker, seq: int, record: wire.Record) -> None:
+def _take(found: Verified, remaker: FragmentRemaker, seq: int, record: wire.Record) -> None:
     """The next record, made again if that can be; what became of it is counted."""
     began, versions = remaker.arrays is not None, found.versions
     found.records += 1
@@ -235,7 +235,7 @@ def _announced(ahead: "_ReadAhead", chain: Chain) -> Iterator[tuple[int, wire.Re
 
 
 def _read_names(record: wire.Record) -> Iterator[str]:
-    """What making a record's version again reads, in that order."""
+    """Names of the objects that making a record's version again reads, in that order."""
     for taken in record.inputs:
         yield from (shard.name for shard in taken.shards)
     if record.delta is not None and record.what == "version":

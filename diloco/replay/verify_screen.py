@@ -1,4 +1,4 @@
-"""What came of verifying a run, on a terminal or as JSON."""
+"""The result of verifying a run, on a terminal or as JSON."""
 
 from collections.abc import Iterable
 from typing import Any

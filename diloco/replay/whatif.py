@@ -32,8 +32,8 @@ from diloco.common.protocol.errors import ConfigError
 from diloco.common.storage.tape import RunContext
 from diloco.judge.objects import list_now
 from diloco.judge.remake import (
+    FragmentRemaker,
     Progress,
-    Remaker,
     admitted_again,
     copy_arrays,
     is_stored,
@@ -57,7 +57,7 @@ WITHOUT = (
 )
 
 
-class Round(NamedTuple):
+class VersionPlan(NamedTuple):
     """A version that is to be made; `restored_version`: of a rollback to it, without inputs."""
 
     at_s: float
@@ -70,7 +70,7 @@ class Round(NamedTuple):
 
 @dataclass
 class MergePlan:
-    """What is to be merged, beside what was.
+    """The merges of a run with other settings or without some updates, beside those that were.
 
     Attributes:
         changed: sentences on the settings, of the specification's.
@@ -83,12 +83,12 @@ class MergePlan:
     changed: list[str]
     settings: RunSettings
     chains: dict[int, Chain]
-    rounds: list[Round]
+    rounds: list[VersionPlan]
     sentences: list[str]
     decided: bool
 
 
-class Point(NamedTuple):
+class LossPair(NamedTuple):
     """Held-out loss of both models at one time; `global_step` is the run's as it was."""
 
     at_s: float
@@ -101,7 +101,7 @@ class Point(NamedTuple):
 class Result:
     """Both models on the way, and the views of the one that would have been."""
 
-    points: list[Point] = field(default_factory=list)
+    points: list[LossPair] = field(default_factory=list)
     views: dict[int, Vector] = field(default_factory=dict)
 
 
@@ -140,7 +140,7 @@ def make_plan(
     assignments: Sequence[str],
     without: Sequence[Without] = (),
 ) -> MergePlan:
-    """What would have been merged.
+    """Plan the merges of a run with other settings or without some updates.
 
     Raises:
         ConfigError: a setting that cannot be replayed, or nothing is left to merge.
@@ -211,7 +211,7 @@ def _check_sections(changed: Sequence[str]) -> None:
 def _sentences(
     chosen: Mapping[int, Chain], chains: Mapping[int, Chain], *, deciding: bool
 ) -> list[str]:
-    """What the reader must know."""
+    """Sentences on the limits of the result, which the reader must know."""
     reactions = (
         "learners do not react: their updates are those they sent, based on the views that were; "
         "a real run would have trained on from other views"
@@ -264,7 +264,7 @@ def _recorded(
     chain: Chain,
     change: Change,
     without: Sequence[Without] = (),
-) -> list[Round]:
+) -> list[VersionPlan]:
     """The rounds as they were, under other settings of the outer step, less some inputs."""
     found = []
     for _, record in chain[1:]:
@@ -274,7 +274,7 @@ def _recorded(
         )
         if record.what == "restore":
             restored = record.restored_version
-            found.append(Round(record.closed_at_s, fragment, (), 1.0, settings, restored))
+            found.append(VersionPlan(record.closed_at_s, fragment, (), 1.0, settings, restored))
         if record.what != "version":
             continue
         admitted = tuple(
@@ -283,7 +283,7 @@ def _recorded(
             if not any(one.leaves_out(record, taken) for one in without)
         )
         part = record.learning_rate / before.outer.learning_rate
-        found.append(Round(record.closed_at_s, fragment, admitted, part, settings))
+        found.append(VersionPlan(record.closed_at_s, fragment, admitted, part, settings))
     return found
 
 
@@ -312,7 +312,7 @@ def _decides_as_it_was(
     return all(made.outcome == "same" for made in decisions)
 
 
-def _redecided(history: History, fragment: int, chain: Chain, change: Change) -> list[Round]:
+def _redecided(history: History, fragment: int, chain: Chain, change: Change) -> list[VersionPlan]:
     """The rounds that there would have been under other rules."""
 
     def rules_at(seq: int) -> policy.FragmentRules:
@@ -330,12 +330,12 @@ def _redecided(history: History, fragment: int, chain: Chain, change: Change) ->
         state = made.commit.state
         part = rounds.step_share(state, participation=settings.outer.participation)
         admitted = tuple(state.admitted)
-        found.append(Round(made.at_s, fragment, admitted, part, settings))
+        found.append(VersionPlan(made.at_s, fragment, admitted, part, settings))
     for _, record in chain[1:]:
         if record.what == "restore":
             settings = change(history.settings_at(record.policy.settings_seq))
             restored = record.restored_version
-            found.append(Round(record.closed_at_s, fragment, (), 1.0, settings, restored))
+            found.append(VersionPlan(record.closed_at_s, fragment, (), 1.0, settings, restored))
     return found
 
 
@@ -347,7 +347,7 @@ class _Models:
 
     def __init__(self, history: History, plan: MergePlan) -> None:
         self._history = history
-        self.was: dict[int, Remaker] = {}
+        self.was: dict[int, FragmentRemaker] = {}
         self.would: dict[int, FragmentArrays] = {}
         # Copies of what rollbacks go back to, by fragment and recorded version.
         self._kept: dict[tuple[int, int | None], FragmentArrays | None] = {
@@ -361,17 +361,17 @@ class _Models:
             record = chain[0][1]
             settings = first.get(fragment, plan.settings)
             self.would[fragment] = _under(load_arrays(history, record), history, fragment, settings)
-            self.was[fragment] = Remaker(history, fragment, compare=False)
+            self.was[fragment] = FragmentRemaker(history, fragment, compare=False)
             self.follow(*chain[0])
 
     def follow(self, seq: int, record: wire.Record) -> None:
-        """What was: the next record of its fragment."""
+        """Follow the run as it was: the next record of its fragment."""
         self.was[record.fragment].take(seq, record)
         if (record.fragment, record.version) in self._kept and record.what != "verdict":
             self._kept[record.fragment, record.version] = copy_arrays(self.would[record.fragment])
 
-    def make(self, made: Round) -> None:
-        """What would have been: the next round of its fragment."""
+    def make(self, made: VersionPlan) -> None:
+        """Follow the run as it would have been: the next round of its fragment."""
         arrays = self.would[made.fragment]
         if made.restored_version is not None:
             kept = self._kept[made.fragment, made.restored_version]
@@ -425,9 +425,9 @@ async def play(
     views, _ = models.views()
     loss = await asyncio.to_thread(held_out_loss, task, model.params(views))
     at_s = max(record.closed_at_s for record in begins)
-    result = Result([Point(at_s, step, loss, loss)])
+    result = Result([LossPair(at_s, step, loss, loss)])
     for index, (at_s, _, item) in enumerate(line):
-        if isinstance(item, Round):
+        if isinstance(item, VersionPlan):
             await asyncio.to_thread(models.make, item)
         else:
             await asyncio.to_thread(models.follow, *item)
@@ -438,13 +438,13 @@ async def play(
                 (await asyncio.to_thread(held_out_loss, task, model.params(views)))
                 for views in models.views()
             ]
-            result.points.append(Point(at_s, step, losses[0], losses[1]))
+            result.points.append(LossPair(at_s, step, losses[0], losses[1]))
     result.views = {fragment: arrays.view for fragment, arrays in models.would.items()}
     return result
 
 
 def _marks(times_s: Sequence[float], points: int) -> set[int]:
-    """Where to score, evenly over the items of a time line: behind the last item of its time.
+    """The moments to score, evenly over the items of a time line: behind the last item of a time.
 
     A round that was and the one that would have been close at one time, one item after the other:
     between them the two models are a round apart.

@@ -163,7 +163,7 @@ def strangers(cosines: Mapping[str, Sequence[float]]) -> Iterator[Finding]:
 
 
 def cosines_of(context: RunContext, rounds: Iterable[wire.Record]) -> dict[str, list[float]]:
-    """Of each learner, in each of these rounds, the mean cosine to the others' updates. Blocks.
+    """For each learner, in each of these rounds, its mean cosine to the others. Blocks.
 
     Of rounds whose shards are gone there is none.
 

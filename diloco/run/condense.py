@@ -7,7 +7,7 @@ lose detail that no screen shows.
 
 import numpy as np
 
-from diloco.run.timeseries import Column, Table, TimeSeries
+from diloco.run.timeseries import Column, Columns, TimeSeries
 
 SUMS = frozenset({"tokens", "steps", "bytes", "updates"})
 LATER = frozenset({"time_s", "position", "round"})
@@ -20,7 +20,7 @@ def condense(series: TimeSeries, most_rows: int = MOST_ROWS) -> bool:
     keys = {"updates": ("learner", "incarnation", "fragment"), "inputs": ("learner", "fragment")}
     done = False
     for name, key in keys.items():
-        table: Table = getattr(series, name)
+        table: Columns = getattr(series, name)
         if len(table) > most_rows:
             table.replace(_halved(table.newest(len(table)), key))
             done = True

@@ -1,8 +1,9 @@
-"""What is amiss with a run, in sentences, and what is well: status, alerts and doctor say the same.
+"""Findings on a run's health, in sentences: status, alerts and doctor say the same.
 
-From one `Run`, which is a moment; `diloco/judge` looks deeper, into the whole tape and the store. A
-learner is called well only where nothing else can be said of it: whoever is quarantined, ended by
-an error, superseded, silent, or of no use is told of as that, also once it has left.
+They follow from one `RunStatus`, which is a moment; `diloco/judge` looks deeper, into the whole
+tape and the store. A learner is called well only where nothing else can be said of it: a learner
+that is quarantined, ended by an error, superseded, silent, or of no use is told of as that, also
+once it has left.
 """
 
 from collections import Counter
@@ -15,7 +16,7 @@ from diloco.common.protocol.errors import DilocoError
 from diloco.common.protocol.reasons import find
 from diloco.common.protocol.wire import note
 from diloco.run.cli.units import human_bytes
-from diloco.run.state import RECENT, Finding, Learner, Run, Severity
+from diloco.run.state import RECENT, Finding, LearnerStatus, RunStatus, Severity
 
 DISK_FULL = "runbooks/disk-full.md"
 FRAGMENT_STOPPED = "runbooks/fragment-stopped.md"
@@ -55,7 +56,7 @@ CURE = {
 }
 
 
-def judged(run: Run, settings: RunSettings, *, copied: bool = False) -> Iterator[Finding]:
+def judged(run: RunStatus, settings: RunSettings, *, copied: bool = False) -> Iterator[Finding]:
     """Everything that is said of a run at a moment.
 
     Args:
@@ -80,7 +81,7 @@ def judged(run: Run, settings: RunSettings, *, copied: bool = False) -> Iterator
 
 
 def failed(about: str, error: DilocoError, runbook: str) -> Finding:
-    """What a look met with an error."""
+    """The finding that a look met an error."""
     return Finding(
         severity="error",
         about=about,
@@ -110,8 +111,8 @@ def room(size_bytes: int, limit_bytes: int) -> Iterator[Finding]:
 # Learners
 
 
-def _of_learner(one: Learner, *, whole: bool, stopped: bool) -> Iterator[Finding]:
-    """What is amiss with a learner; if nothing is, how it fares."""
+def _of_learner(one: LearnerStatus, *, whole: bool, stopped: bool) -> Iterator[Finding]:
+    """The faults of a learner; if it has none, how it fares."""
     found = [*_amiss(one, stopped=stopped)]
     if not found and stopped and not one.left and not one.live:
         known = one.live is not None
@@ -132,7 +133,11 @@ def _of_learner(one: Learner, *, whole: bool, stopped: bool) -> Iterator[Finding
 
 
 def _of(
-    one: Learner, severity: Severity, sentence: str, advice: str = "", runbook: str | None = None
+    one: LearnerStatus,
+    severity: Severity,
+    sentence: str,
+    advice: str = "",
+    runbook: str | None = None,
 ) -> Finding:
     return Finding(
         severity=severity,
@@ -143,7 +148,7 @@ def _of(
     )
 
 
-def _amiss(one: Learner, *, stopped: bool) -> Iterator[Finding]:
+def _amiss(one: LearnerStatus, *, stopped: bool) -> Iterator[Finding]:
     if one.state == "quarantined":
         # Whatever else it does: nothing of it is merged.
         why = f"is quarantined{f': {one.why}' if one.why else ''}"
@@ -179,8 +184,8 @@ def _amiss(one: Learner, *, stopped: bool) -> Iterator[Finding]:
         yield _of(one, "warning", f"says: {note(one.trouble)}", advice, DISK_FULL)
 
 
-def _of_little_use(one: Learner) -> Iterator[Finding]:
-    """Of what a learner sent last: how stale it was, and how much was cut or rejected."""
+def _of_little_use(one: LearnerStatus) -> Iterator[Finding]:
+    """Findings on a learner's last updates: their staleness, and how many were cut or rejected."""
     count = len(one.recent)
     reasons = Counter(answer.reason for answer in one.recent if answer.reason)
     less = Counter(what for answer in one.recent for what in answer.less)
@@ -200,7 +205,7 @@ def _of_little_use(one: Learner) -> Iterator[Finding]:
         yield _of(one, "warning", why, advice, most.runbook if most else REJECTED_UPDATES)
 
 
-def _far_off(one: Learner) -> Iterator[Finding]:
+def _far_off(one: LearnerStatus) -> Iterator[Finding]:
     """A learner whose loss or norms are far from those of the others in the same rounds.
 
     So neither the fragment nor the time of the run matters.
@@ -233,7 +238,7 @@ def _of_no_life(name: str, life: int) -> Finding:
     )
 
 
-def _nobody(learners: Sequence[Learner]) -> Iterator[Finding]:
+def _nobody(learners: Sequence[LearnerStatus]) -> Iterator[Finding]:
     """A run that goes on, of whose learners all have left, are silent or were ended by an error."""
     left = [one for one in learners if one.left]
     silent = [one for one in learners if not one.left and (one.silent or one.failed)]
@@ -258,7 +263,7 @@ def patience_s(settings: RunSettings) -> float:
     return PATIENCE * settings.quorum.deadline_s + settings.sync.reannounce_timeout_s
 
 
-def _fragments(run: Run, settings: RunSettings) -> Iterator[Finding]:
+def _fragments(run: RunStatus, settings: RunSettings) -> Iterator[Finding]:
     """Fragments whose updates wait, and nobody merges them; and a stop that does not come."""
     longest_s, stalled = patience_s(settings), False
     for one in run.fragments if run.state != "ended" else ():
@@ -293,7 +298,7 @@ def _fragments(run: Run, settings: RunSettings) -> Iterator[Finding]:
     )
 
 
-def _quiet(run: Run, settings: RunSettings) -> Iterator[Finding]:
+def _quiet(run: RunStatus, settings: RunSettings) -> Iterator[Finding]:
     """Learners train, and nothing comes to the tape: it stores nothing, or they cannot send."""
     training = [one for one in run.learners if one.state == "training"]
     if not training or run.state in ("stopping", "ended"):
@@ -310,7 +315,7 @@ def _quiet(run: Run, settings: RunSettings) -> Iterator[Finding]:
         )
 
 
-def _owners(run: Run) -> Iterator[Finding]:
+def _owners(run: RunStatus) -> Iterator[Finding]:
     """Fragments that no aggregator has a lease of, while the run goes on."""
     free = [one.fragment for one in run.fragments if one.free]
     if free and run.learners:

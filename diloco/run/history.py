@@ -25,7 +25,7 @@ from diloco.common.storage.store import ObjectStore
 from diloco.common.storage.tape import (
     Entry,
     Extent,
-    Garbage,
+    InvalidMessage,
     Item,
     RunContext,
     Unreadable,
@@ -34,7 +34,7 @@ from diloco.common.storage.tape import (
     read_tape,
     same_tape,
 )
-from diloco.run.spool import Part, Spool, Spooled, Times
+from diloco.run.spool import Spool, Spooled, Subset, Times
 
 Body = TypeVar("Body", bound=wire.Body)
 
@@ -107,7 +107,7 @@ class Entries(Spooled[Entry]):
         chosen = {index for index, one in enumerate(about) if one in (None, fragment)}
         first = bisect_left(self.seqs, first_seq)
         rows = (row for row in range(first, len(self._whose)) if self._whose[row] in chosen)
-        return Part(self, array("q", rows))
+        return Subset(self, array("q", rows))
 
 
 @dataclass
@@ -134,8 +134,8 @@ class History:
     times_s: Times = field(default_factory=Times)
     # Made of the spool, unless they come from another history.
     entries: Entries = None  # type: ignore[assignment]
-    garbage: list[Garbage] = field(default_factory=list)
-    undecoded: list[Garbage] = field(default_factory=list)
+    garbage: list[InvalidMessage] = field(default_factory=list)
+    undecoded: list[InvalidMessage] = field(default_factory=list)
     unreadable: list[Unreadable] = field(default_factory=list)
     bodies: set[str] = field(default_factory=set)
     joins: list[tuple[int, wire.Join]] = field(default_factory=list)
@@ -183,7 +183,7 @@ class History:
         """Add the tape's next message."""
         self.extent.take(item)
         self.times_s.add(item.seq, item.time_s)
-        if isinstance(item, Garbage):
+        if isinstance(item, InvalidMessage):
             self.garbage.append(item)
             self.undecoded.append(item)
             return
@@ -244,7 +244,7 @@ class History:
             self._refuse(entry, error.message)
 
     def _refuse(self, entry: Entry, why: str) -> None:
-        self.garbage.append(Garbage(entry.seq, entry.time_s, entry.subject, why))
+        self.garbage.append(InvalidMessage(entry.seq, entry.time_s, entry.subject, why))
 
     def let_go_of_messages(self) -> None:
         """Keep records and times alone, where what learners announced has been looked at.
@@ -266,7 +266,7 @@ class History:
 
     def announced(self, fragment: int) -> Sequence[tuple[int, wire.Manifest]]:
         """The manifests of a fragment."""
-        return Part(self.manifests, self.manifests_of.get(fragment, ()))
+        return Subset(self.manifests, self.manifests_of.get(fragment, ()))
 
     def manifest_at(self, seq: int) -> wire.Manifest | None:
         """The manifest at a sequence of the tape."""
@@ -274,7 +274,7 @@ class History:
         return None if found is None else found[1]
 
     def sent(self, fragment: int | None = None) -> dict[Sent, int]:
-        """Where each update, of a fragment or all, was announced first."""
+        """The first announcement of each update, of a fragment or all."""
         found: dict[Sent, int] = {}
         for seq, sent in self.manifests if fragment is None else self.announced(fragment):
             found.setdefault(identity(sent), seq)
@@ -377,7 +377,7 @@ class Event:
 
 
 def act_of(body: wire.Body, at_s: float) -> Event | None:
-    """What was done to the run, if this message says something of the kind."""
+    """The event in a run's history that this message stands for, if it does."""
     match body:
         case wire.Join() as join:
             return Event(at_s, f"{join.learner} joined", "")
@@ -409,7 +409,7 @@ def _change(changed: Sequence[str]) -> str:
 
 
 async def happened(context: RunContext, created_at_s: float, *, everything: bool) -> list[Event]:
-    """What operators and aggregators did to a run, oldest first.
+    """Acts of operators and aggregators on a run, oldest first.
 
     Args:
         context: the run's.

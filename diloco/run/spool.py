@@ -39,7 +39,7 @@ class Spool:
         return place
 
     def get(self, place: int) -> bytes:
-        """What begins there."""
+        """The item that begins at a place."""
         if place >= self._flushed:
             self._file.flush()
             self._flushed = self._end
@@ -63,7 +63,7 @@ class Lazy(Sequence[T]):
     def __getitem__(self, index: slice) -> Sequence[T]: ...
     def __getitem__(self, index: int | slice) -> T | Sequence[T]:
         chosen = range(len(self))[index]
-        return Part(self, chosen) if isinstance(chosen, range) else self.item(chosen)
+        return Subset(self, chosen) if isinstance(chosen, range) else self.item(chosen)
 
     def __iter__(self) -> Iterator[T]:
         return (self.item(index) for index in range(len(self)))
@@ -125,7 +125,7 @@ class Spooled(Lazy[T]):
         self._recent.pop(index, None)
 
 
-class Part(Lazy[T]):
+class Subset(Lazy[T]):
     """Some items of a list, in order, of which no copy is made."""
 
     def __init__(self, whole: Sequence[T], indices: Sequence[int]) -> None:

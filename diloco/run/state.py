@@ -1,8 +1,9 @@
 """A run as it is now: one fold of its tape and heartbeats, and the records that it comes to.
 
 `Observed` takes messages one by one and holds no more than there are learners and fragments. `run`
-returns what they say at a moment: a `Run` with its `Learner`s, `Fragment`s and `Finding`s, which
-status, page, alerts, trackers and doctor show. Pure.
+returns what they say at a moment: a `RunStatus` with a `LearnerStatus` for each learner, a
+`FragmentStatus` for each fragment, and `Finding`s; status, page, alerts, trackers and doctor show
+them. Pure.
 
 What records say is a fact. What heartbeats say is a learner's word of itself, and may be false.
 """
@@ -52,7 +53,7 @@ class Finding:
     runbook: str | None = None
 
 
-class Point(NamedTuple):
+class MergedPoint(NamedTuple):
     """A merged update: its training loss, and its norm relative to the median of its round."""
 
     at_s: float
@@ -60,8 +61,8 @@ class Point(NamedTuple):
     norm: float
 
 
-class Answer(NamedTuple):
-    """What became of an update: it was rejected for a reason, or merged with staleness and loss.
+class UpdateAnswer(NamedTuple):
+    """The answer to an update: rejected for a reason, or merged with staleness and loss.
 
     Attributes:
         less: in which ways a merged one counts for less than it claims.
@@ -78,7 +79,7 @@ class Answer(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Learner:
+class LearnerStatus:
     """One learner, at a moment.
 
     Attributes:
@@ -141,14 +142,14 @@ class Learner:
     staleness: float | None
     merged_loss: float | None
     norm: float | None
-    recent: tuple[Answer, ...]
-    beside: tuple[Answer, ...]
-    trend: tuple[Point, ...]
+    recent: tuple[UpdateAnswer, ...]
+    beside: tuple[UpdateAnswer, ...]
+    trend: tuple[MergedPoint, ...]
     cosine: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fragment:
+class FragmentStatus:
     """One fragment, at a moment.
 
     Attributes:
@@ -173,7 +174,7 @@ class Fragment:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RunStatus:
     """A run at a moment; times are ages in seconds.
 
     Attributes:
@@ -214,11 +215,11 @@ class Run:
     quiet_s: float
     stopping_s: float
     strangers: Mapping[str, int]
-    learners: tuple[Learner, ...]
-    fragments: tuple[Fragment, ...]
+    learners: tuple[LearnerStatus, ...]
+    fragments: tuple[FragmentStatus, ...]
     findings: tuple[Finding, ...] = ()
 
-    def learner(self, name: str) -> Learner | None:
+    def learner(self, name: str) -> LearnerStatus | None:
         """The learner of a name."""
         return next((one for one in self.learners if one.name == name), None)
 
@@ -237,11 +238,11 @@ class Trend:
     """Points spread over all that came, in few points whatever the length."""
 
     def __init__(self) -> None:
-        self.points: list[Point] = []
+        self.points: list[MergedPoint] = []
         self._stride = 1
         self._came = 0
 
-    def add(self, point: Point) -> None:
+    def add(self, point: MergedPoint) -> None:
         """The next one."""
         if self._came % self._stride == 0:
             self.points.append(point)
@@ -251,16 +252,16 @@ class Trend:
             self._stride *= 2
 
 
-class Spent(NamedTuple):
-    """What lives of a learner say that they took: bytes read, seconds stalled and in all."""
+class LifeTotals(NamedTuple):
+    """Totals that lives of a learner report: bytes read, seconds stalled and in all."""
 
     bytes_down: int = 0
     stall_s: float = 0.0
     run_s: float = 0.0
 
-    def and_of(self, beat: wire.Heartbeat) -> "Spent":
+    def and_of(self, beat: wire.Heartbeat) -> "LifeTotals":
         """With what another life says."""
-        return Spent(
+        return LifeTotals(
             self.bytes_down + beat.bytes_down,
             self.stall_s + beat.stall_s,
             self.run_s + beat.run_s,
@@ -276,8 +277,8 @@ class LastHeartbeat:
 
 
 @dataclass
-class Known:
-    """What was read of one learner, in the same memory however long it takes part.
+class LearnerHistory:
+    """Facts read of one learner, in the same memory however long it takes part.
 
     Attributes:
         joined: its newest life that joined; `left` the newest that ended on purpose.
@@ -299,11 +300,11 @@ class Known:
     tokens: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
     less: Counter[str] = field(default_factory=Counter)
-    recent: deque[Answer] = field(default_factory=lambda: deque(maxlen=RECENT))
-    beside: deque[Answer] = field(default_factory=lambda: deque(maxlen=RECENT))
+    recent: deque[UpdateAnswer] = field(default_factory=lambda: deque(maxlen=RECENT))
+    beside: deque[UpdateAnswer] = field(default_factory=lambda: deque(maxlen=RECENT))
     trend: Trend = field(default_factory=Trend)
     _newest: wire.Heartbeat | None = None
-    _earlier: Spent = field(default_factory=Spent)
+    _earlier: LifeTotals = field(default_factory=LifeTotals)
 
     def hear(self, beat: wire.Heartbeat, at_s: float) -> None:
         """The next heartbeat; of one that a newer life has superseded nothing is summed up."""
@@ -315,13 +316,13 @@ class Known:
             self._newest = beat
 
     @property
-    def spent(self) -> Spent:
-        """What all lives took."""
+    def spent(self) -> LifeTotals:
+        """Totals of all lives."""
         return self._earlier.and_of(self._newest) if self._newest is not None else self._earlier
 
 
 class _Round(NamedTuple):
-    """What rates and averages need of a round."""
+    """The figures of a round that rates and averages need."""
 
     closed_at_s: float
     inputs: int
@@ -330,7 +331,7 @@ class _Round(NamedTuple):
 
 
 class Observed:
-    """What was read of a run so far.
+    """The state of a run, from what was read so far.
 
     Args:
         name: the run's.
@@ -359,7 +360,7 @@ class Observed:
         self.from_start = False
         self.extent = Extent()
         self.ended = False
-        self.known: dict[str, Known] = defaultdict(Known)
+        self.known: dict[str, LearnerHistory] = defaultdict(LearnerHistory)
         self.records: dict[int, Recorded] = {}
         self.rounds: deque[wire.Record] = deque(maxlen=WHOLE_ROUNDS)
         self._recent: deque[_Round] = deque(maxlen=ROUNDS)
@@ -440,7 +441,7 @@ class Observed:
             one = self.known[refused.learner]
             one.rejected += 1
             one.reasons[refused.reason] += 1
-            one.recent.append(Answer(refused.reason))
+            one.recent.append(UpdateAnswer(refused.reason))
         if record.inputs:
             self._note_round(record)
 
@@ -458,7 +459,7 @@ class Observed:
             one.recent.append(answer)
             if answer.others_loss is not None:
                 one.beside.append(answer)
-            one.trend.add(Point(record.closed_at_s, answer.loss, answer.norm))
+            one.trend.add(MergedPoint(record.closed_at_s, answer.loss, answer.norm))
 
     def _note_update(self, manifest: wire.Manifest, at_s: float) -> None:
         if manifest.attempt == 0:
@@ -469,7 +470,7 @@ class Observed:
         if marks is not None and manifest.seq > marks.get(life, 0):
             self._waiting[manifest.fragment].setdefault((*life, manifest.seq), at_s)
 
-    def run(self, now_s: float, *, current: bool = True) -> Run:
+    def run(self, now_s: float, *, current: bool = True) -> RunStatus:
         """The run at a moment, without findings (`findings.judged`)."""
         found = [one.record.totals for one in self.records.values()]
         learners, unborn = self._learners(now_s)
@@ -478,7 +479,7 @@ class Observed:
         stored_s = [one.stored_at_s for one in self.records.values()]
         stopped_s = max([self._stopped[1], *stored_s]) if self._stopped is not None else now_s
         per_s = self._per_s(now_s)
-        return Run(
+        return RunStatus(
             run=self._name,
             state=self._state(learners),
             current=current,
@@ -518,8 +519,8 @@ class Observed:
             return 0.0
         return 1 / max(1e-3, now_s - self._recent[0].closed_at_s)
 
-    def _state(self, learners: Sequence[Learner]) -> str:
-        """What the run does; one that everybody has left waits as one that nobody has joined."""
+    def _state(self, learners: Sequence[LearnerStatus]) -> str:
+        """The run's state; a run that everybody has left waits as one that nobody has joined."""
         if self.ended:
             return "ended"
         if self._stopped is not None:
@@ -529,13 +530,13 @@ class Observed:
         there = any(not one.left for one in learners)
         return "under way" if there else "waiting for learners"
 
-    def _fragment(self, index: int, now_s: float) -> Fragment:
+    def _fragment(self, index: int, now_s: float) -> FragmentStatus:
         record, _, stored_at_s, _ = self.records[index]
         # Who left once it had sent its last update was there for the round.
         there = {one.learner for one in record.policy.members if one.live and not one.left}
         there |= {one.learner for one in record.inputs}
         lease, waiting = self.leases.get(index), self._waiting[index]
-        return Fragment(
+        return FragmentStatus(
             fragment=index,
             version=record.version,
             global_step=record.global_step,
@@ -549,8 +550,8 @@ class Observed:
             live_learners=len(there),
         )
 
-    def _learners(self, now_s: float) -> tuple[tuple[Learner, ...], dict[str, int]]:
-        """Everybody who has joined or is heard of, by name; and `Run.strangers`."""
+    def _learners(self, now_s: float) -> tuple[tuple[LearnerStatus, ...], dict[str, int]]:
+        """Everybody who has joined or is heard of, by name; and `RunStatus.strangers`."""
         members: dict[str, list[wire.MemberState]] = defaultdict(list)
         quarantined: set[str] = set()
         for recorded in self.records.values():
@@ -560,7 +561,7 @@ class Observed:
         unborn: dict[str, int] = {}
         found = []
         for name in sorted(self.known.keys() | members.keys() | quarantined):
-            known = self.known.get(name, Known())
+            known = self.known.get(name, LearnerHistory())
             newest = max([known.joined, *(one.incarnation for one in members[name])])
             last = known.last
             if last is not None and self._is_unborn(last.heartbeat.incarnation, newest):
@@ -582,7 +583,7 @@ class Observed:
             return True
         return self.from_start and newest < life <= self.extent.last_seq
 
-    def _learner(self, name: str, read: "_Reading", now_s: float) -> Learner:
+    def _learner(self, name: str, read: "_Reading", now_s: float) -> LearnerStatus:
         known, recent = read.known, [*read.known.recent]
         beat, heard_s = read.beat(now_s)
         merged = [one for one in recent if not one.reason]
@@ -593,7 +594,7 @@ class Observed:
         own = beat.state if beat is not None and (failed or not silent) else "silent"
         own = own if own in (*LEARNER_STATES, "silent") else "unknown"
         current = [one for one in read.members if one.incarnation == read.newest]
-        return Learner(
+        return LearnerStatus(
             name=name,
             state="quarantined" if read.quarantined else "left" if left else own,
             why=known.word.reason if known.word is not None and known.word.active else "",
@@ -637,7 +638,7 @@ class Observed:
 class _Reading(NamedTuple):
     """One learner: its last heartbeat if it counts, and what the fragments' machines remember."""
 
-    known: Known
+    known: LearnerHistory
     last: LastHeartbeat | None
     newest: int
     members: Sequence[wire.MemberState]
@@ -667,20 +668,20 @@ class _Reading(NamedTuple):
         return self.last.heartbeat.incarnation
 
 
-def answers(inputs: Sequence[wire.Input]) -> Iterator[Answer]:
-    """What became of each update of a round."""
+def answers(inputs: Sequence[wire.Input]) -> Iterator[UpdateAnswer]:
+    """The answer to each update of a round."""
     # Of two the shorter: a long one must not make strangers of those beside it.
     usual = median_low([one.norm for one in inputs] or [1.0])
     others = others_losses(inputs)
     for taken in inputs:
-        yield Answer(
+        yield UpdateAnswer(
             "", taken.less_for, taken.staleness, taken.loss,
             taken.norm / usual if usual > 0 else 1.0, others[taken.learner],
         )  # fmt: skip
 
 
 def others_losses(inputs: Sequence[wire.Input]) -> dict[str, float | None]:
-    """Of each learner the median of the others' losses in a round, if there are others."""
+    """For each learner the median of the others' losses in a round, if there are others."""
     order = sorted(range(len(inputs)), key=lambda index: inputs[index].loss)
     ranks: dict[str, list[int]] = defaultdict(list)
     for rank, index in enumerate(order):

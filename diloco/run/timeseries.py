@@ -22,7 +22,7 @@ from diloco.common.protocol.layout import Layout
 from diloco.common.storage.tape import (
     Entry,
     Extent,
-    Garbage,
+    InvalidMessage,
     Item,
     RunContext,
     Unreadable,
@@ -47,7 +47,7 @@ TAKEN = ("staleness", "weight", "discount", "clip", "norm", "tokens", "steps", "
 PROGRESS_EVERY = 2000
 
 
-class Table:
+class Columns:
     """Rows of numbers under named columns, appended one by one."""
 
     def __init__(self, *columns: str) -> None:
@@ -79,7 +79,7 @@ class Table:
         return np.frombuffer(self._values, np.float64).reshape(-1, len(self._index))
 
 
-class Refused(NamedTuple):
+class RejectionRow(NamedTuple):
     """A rejected update, in words."""
 
     at_s: float
@@ -90,7 +90,7 @@ class Refused(NamedTuple):
 
 
 @dataclass
-class Life:
+class Incarnation:
     """A life of a learner: one incarnation.
 
     `left_s` is None unless it said that it leaves; `position` is where its data had come to then.
@@ -129,25 +129,25 @@ class TimeSeries:
     layout: Layout
     created_s: float
     learners: list[str] = field(default_factory=list)
-    lives: list[Life] = field(default_factory=list)
-    updates: Table = field(
-        default_factory=lambda: Table(
+    lives: list[Incarnation] = field(default_factory=list)
+    updates: Columns = field(
+        default_factory=lambda: Columns(
             "learner", "incarnation", "fragment", "time_s", *SENT, "bytes", "updates"
         )
     )
-    rounds: Table = field(
-        default_factory=lambda: Table(
+    rounds: Columns = field(
+        default_factory=lambda: Columns(
             "seq", "fragment", "version", "inputs", "opened_s", "quorum_s", "closed_s",
             "merged_s", "stored_s", "tokens", "down_bytes", "live",
         )
     )  # fmt: skip
-    inputs: Table = field(
-        default_factory=lambda: Table("round", "learner", "fragment", "time_s", *TAKEN, "updates")
+    inputs: Columns = field(
+        default_factory=lambda: Columns("round", "learner", "fragment", "time_s", *TAKEN, "updates")
     )
-    cosines: Table = field(default_factory=lambda: Table("fragment", "time_s", "cosine"))
-    versions: Table = field(default_factory=lambda: Table("seq", "fragment", "time_s"))
-    refusals: Table = field(default_factory=lambda: Table("learner", "time_s"))
-    refused: deque[Refused] = field(default_factory=lambda: deque(maxlen=WORDS))
+    cosines: Columns = field(default_factory=lambda: Columns("fragment", "time_s", "cosine"))
+    versions: Columns = field(default_factory=lambda: Columns("seq", "fragment", "time_s"))
+    refusals: Columns = field(default_factory=lambda: Columns("learner", "time_s"))
+    refused: deque[RejectionRow] = field(default_factory=lambda: deque(maxlen=WORDS))
     refusal_reasons: Counter[tuple[str, str]] = field(default_factory=Counter)
     events: deque[Event] = field(default_factory=lambda: deque(maxlen=WORDS))
     totals: dict[int, wire.Totals] = field(default_factory=dict)
@@ -232,7 +232,7 @@ class Builder:
         self._epoch = epoch
         self._every = 1
         self._indices: dict[str, int] = {}
-        self._lives: dict[tuple[str, int], Life] = {}
+        self._lives: dict[tuple[str, int], Incarnation] = {}
         self._announced: dict[tuple[str, int, int], int] = {}
         radial = series.settings.outer.merge == "rda"
         self._radial = [
@@ -248,7 +248,7 @@ class Builder:
         """Add the tape's next message."""
         self._series.extent.take(item)
         match item:
-            case Garbage():
+            case InvalidMessage():
                 self._series.garbage += 1
             case Unreadable():
                 self._series.unreadable += 1
@@ -284,7 +284,7 @@ class Builder:
 
     def _join(self, join: wire.Join, entry: Entry) -> None:
         self._index(join.learner)
-        life = Life(join.learner, entry.seq, entry.time_s, join.host)
+        life = Incarnation(join.learner, entry.seq, entry.time_s, join.host)
         self._lives[join.learner, entry.seq] = life
         self._series.lives.append(life)
 
@@ -331,7 +331,7 @@ class Builder:
         series.refusals.add(self._index(refused.learner), at_s)
         series.refusal_reasons[refused.reason, refused.learner] += 1
         series.refused.append(
-            Refused(at_s, refused.learner, fragment, refused.reason, refused.detail)
+            RejectionRow(at_s, refused.learner, fragment, refused.reason, refused.detail)
         )
 
     def _merged(self, record: wire.Record, entry: Entry) -> None:

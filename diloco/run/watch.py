@@ -34,7 +34,7 @@ from diloco.common.storage.tape import (
 )
 from diloco.run.cli.opening import CONNECT_S, find_config
 from diloco.run.findings import NATS_AWAY, failed, judged
-from diloco.run.state import LastHeartbeat, Observed, Run
+from diloco.run.state import LastHeartbeat, Observed, RunStatus
 
 # Messages at the end of the tape that are read where a part of it will do.
 WINDOW = 2000
@@ -72,7 +72,7 @@ class Watch:
         context = self._context
         return max(1, await context.bus.last_sequence(context.tape) - WINDOW)
 
-    async def begin(self, start_seq: int | None = None) -> Run:
+    async def begin(self, start_seq: int | None = None) -> RunStatus:
         """Read what there is, from `first_seq` on, or from another sequence: 1 for all."""
         self._next_seq = start_seq or await self.first_seq()
         self.observed.from_start = self._next_seq == 1
@@ -84,7 +84,7 @@ class Watch:
                 self.observed.note_record(Recorded(record, seq, record.closed_at_s))
         return await self.caught_up()
 
-    async def caught_up(self) -> Run:
+    async def caught_up(self) -> RunStatus:
         """The run, once what its tape has was taken: with its heartbeats and leases."""
         context, observed = self._context, self.observed
         if not observed.from_start:
@@ -133,7 +133,7 @@ class Watch:
                 if self._heard is not None:
                     self._heard(beat, message.time_s)
 
-    async def now(self) -> Run:
+    async def now(self) -> RunStatus:
         """The run as it is now; where the bus is away, as it was."""
         context, observed = self._context, self.observed
         try:
@@ -146,11 +146,11 @@ class Watch:
         self._as_of_s = context.runtime.clock()
         return self._run(current=True)
 
-    def as_it_was(self) -> Run:
+    def as_it_was(self) -> RunStatus:
         """The run as the bus last told of it."""
         return self._run(current=False)
 
-    def _run(self, *, current: bool) -> Run:
+    def _run(self, *, current: bool) -> RunStatus:
         observed = self.observed
         run = observed.run(self._as_of_s, current=current)
         found = judged(run, observed.settings, copied=observed.copied)
@@ -176,7 +176,7 @@ async def read_heartbeats(context: RunContext, learners: Iterable[str]) -> dict[
 
 
 async def read_leases(context: RunContext) -> dict[int, wire.Lease]:
-    """Who has a lease of which fragment."""
+    """Read the leases: the owner of each fragment."""
     found: dict[int, wire.Lease] = {}
     stream = names.leases_stream(context.run)
     for fragment in range(len(context.layout.fragments)):
@@ -200,7 +200,7 @@ def bus_section(target: str | None) -> BusSection:
     return BusSection(url=target) if is_bus(target) else load_config(find_config(target)).bus
 
 
-async def read_runs(section: BusSection) -> list[Run]:
+async def read_runs(section: BusSection) -> list[RunStatus]:
     """Every run of a bus, the one with the newest record first; of learners only who is merged.
 
     Raises:
@@ -227,7 +227,7 @@ async def read_runs(section: BusSection) -> list[Run]:
     return sorted(runs, key=lambda one: one.quiet_s)
 
 
-async def _read(bus: Bus, run: str) -> Run:
+async def _read(bus: Bus, run: str) -> RunStatus:
     """A run by the last messages of its subjects."""
     specification = await load_specification(bus, run)
     settings, stream = parse_settings(specification.settings), names.tape_stream(run)

@@ -21,7 +21,7 @@ def state_of(optimizer: torch.optim.Optimizer) -> State:
 
 @contextlib.contextmanager
 def begun(optimizer: torch.optim.Optimizer) -> Iterator[tuple[State, Callable[[State], None]]]:
-    """What its state will look like, and what takes one of that look.
+    """Give the shape of the optimizer's state, and a function that takes a state of that shape.
 
     PyTorch makes the state in the first step: here by one without a rate or gradients, which
     moves nothing. It is forgotten again unless a state is taken.

@@ -47,17 +47,17 @@ def kind_of(annotation: object) -> str:
     return annotation.__name__
 
 
-def messages() -> list[type[wire.Part]]:
+def messages() -> list[type[wire.NestedRecord]]:
     """Every message and every record within one."""
     found = [
         value
         for value in vars(wire).values()
-        if isinstance(value, type) and issubclass(value, wire.Part)
+        if isinstance(value, type) and issubclass(value, wire.NestedRecord)
     ]
-    return [value for value in found if value not in (wire.Part, wire.Body)]
+    return [value for value in found if value not in (wire.NestedRecord, wire.Body)]
 
 
-def section(message: type[wire.Part]) -> str:
+def section(message: type[wire.NestedRecord]) -> str:
     """A message's heading, what it is for, and its fields."""
     kind = f", kind `{message.kind}`" if issubclass(message, wire.Body) else ""
     hints = typing.get_type_hints(message, include_extras=True)

@@ -5,7 +5,7 @@ import json
 import numpy as np
 
 from diloco.aggregator.arrays.fragment import FragmentArrays
-from diloco.aggregator.core.updates import Admitted, Credit
+from diloco.aggregator.core.updates import Admitted, UpdateCredit
 from diloco.aggregator.owner.shard_reader import read_payload
 from diloco.common.process.config import RunSettings
 from diloco.common.protocol import names, shards, slices, wire
@@ -52,7 +52,7 @@ def manifest_of(packed: bytes, base_digest: str) -> wire.Manifest:
 
 
 def sent(packed: bytes, manifest: wire.Manifest) -> dict[str, str]:
-    """What the learner says and stores."""
+    """The messages and objects of the learner."""
     join = wire.Join(run=RUN, learner=LEARNER, layout=LAYOUT.digest, host="island-a")
     decoded = decode_numpy(CODEC, shards.unpack(packed, codec=CODEC, count=32, block=BLOCK), BLOCK)
     return {
@@ -67,12 +67,12 @@ def sent(packed: bytes, manifest: wire.Manifest) -> dict[str, str]:
 
 
 def merged(packed: bytes, manifest: wire.Manifest, arrays: FragmentArrays) -> dict[str, str]:
-    """What the aggregator makes of it."""
+    """The aggregator's part: its question, the merge, the delta and the view."""
     store = MemoryStore()
     store.put(manifest.shards[0].name, packed)
     payload = read_payload(store, manifest, arrays.grid)
     weight = manifest.tokens**2 / manifest.steps
-    credit = Credit(manifest.steps, manifest.tokens, weight)
+    credit = UpdateCredit(manifest.steps, manifest.tokens, weight)
     admitted = Admitted(manifest, 9, credit, 0, 1.0, 1.0, payload.norm)
     arrays.merge(payload, admitted)
     made = arrays.close_round([admitted], 1.0)

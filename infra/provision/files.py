@@ -8,8 +8,8 @@ from pathlib import Path
 from diloco.common.process.config import Config, make_config, read_document
 from diloco.common.process.credentials import load_credentials
 from diloco.common.protocol.errors import ConfigError
-from diloco.infra.provision.fleet import Finding, Fleet, region_of
-from diloco.infra.release import Refused, manifest_of
+from diloco.infra.provision.fleet import Fleet, FleetFinding, region_of
+from diloco.infra.release import ReleaseRefused, manifest_of
 from diloco.operate.auth.files import identities
 
 INSTALLED_AT, STREAMS_AT = "/etc/nats", "/var/lib/nats/jetstream"
@@ -20,7 +20,7 @@ _OURS = {"bus": {}, "store": {"url": "gs://bucket"}, "metrics": {}}
 
 
 def nats_addresses(fleet: Fleet) -> list[str]:
-    """Of the three servers: infra/terraform/main.tf counts them in the same way."""
+    """The addresses of the three servers: infra/terraform/main.tf counts them in the same way."""
     ranges = [ipaddress.ip_network(fleet.subnets[region_of(zone)]) for zone in fleet.nats.zones]
     return [str(one[11 + index]) for index, one in enumerate(ranges)]
 
@@ -37,56 +37,56 @@ def read_run(path: Path) -> Config:
     return make_config(document | _OURS, source=str(path))
 
 
-def check_names(fleet: Fleet, run: str) -> Iterator[Finding]:
+def check_names(fleet: Fleet, run: str) -> Iterator[FleetFinding]:
     """Names that Google's are made of."""
     if run.endswith("-"):
-        yield Finding(f"the run's name {run!r} ends in a hyphen: names of machines must not")
+        yield FleetFinding(f"the run's name {run!r} ends in a hyphen: names of machines must not")
     if len(f"{fleet.project}-{run}") > 49:
-        yield Finding(
+        yield FleetFinding(
             "project and run have more than 48 characters together: too many for a bucket"
         )
     for name in [*fleet.aggregators, *fleet.learners]:
         if len(run + name) > 45:
-            yield Finding(f"{name!r} and the run's name have more than 45 characters together")
+            yield FleetFinding(f"{name!r} and the run's name have more than 45 characters together")
 
 
-def check_releases(fleet: Fleet, paths: dict[str, Path]) -> Iterator[Finding]:
+def check_releases(fleet: Fleet, paths: dict[str, Path]) -> Iterator[FleetFinding]:
     """The releases that machines run."""
     if "tpu" not in paths and any(one.kind != "cpu" for one in fleet.learners.values()):
-        yield Finding(
+        yield FleetFinding(
             "a learner has TPUs, and releases has no tpu; make it with: make release KIND=tpu"
         )
     for kind, path in paths.items():
         if not path.name.endswith(".tar.gz"):
-            yield Finding(f"releases.{kind}: {path} is no .tar.gz; make it with: make release")
+            yield FleetFinding(f"releases.{kind}: {path} is no .tar.gz; make it with: make release")
             continue
         try:
             manifest = manifest_of(path)
-        except Refused as error:
-            yield Finding(f"releases.{kind}: {error} KIND={kind}")
+        except ReleaseRefused as error:
+            yield FleetFinding(f"releases.{kind}: {error} KIND={kind}")
             continue
         if manifest.kind != kind:
-            yield Finding(f"releases.{kind}: {path} is a release for {manifest.kind}")
+            yield FleetFinding(f"releases.{kind}: {path} is a release for {manifest.kind}")
         if manifest.architecture != ARCHITECTURE:
-            yield Finding(
+            yield FleetFinding(
                 f"releases.{kind}: {path} is for {manifest.architecture}; the machines of these "
                 f"modules are {ARCHITECTURE}"
             )
 
 
-def check_auth(fleet: Fleet, folder: Path, run: str) -> Iterator[Finding]:
+def check_auth(fleet: Fleet, folder: Path, run: str) -> Iterator[FleetFinding]:
     """The folder of `diloco auth`."""
     try:
         known = {one.name: one.role for one in identities(folder)}
     except ConfigError as error:
-        yield Finding(f"auth_folder: {error.message}; {_make_auth(fleet, folder, run)}")
+        yield FleetFinding(f"auth_folder: {error.message}; {_make_auth(fleet, folder, run)}")
         return
     wanted: dict[str, str] = dict.fromkeys(fleet.aggregators, "aggregator")
     wanted |= dict.fromkeys(fleet.learners, "learner")
     for name, role in wanted.items():
         if known.get(name) != role:
             has = f"those of a {known[name]}" if name in known else "none"
-            yield Finding(
+            yield FleetFinding(
                 f"auth_folder has no credentials of a {role} {name!r}, but {has}; make them with: "
                 f"diloco auth add-{role} {folder} {name}"
             )
@@ -96,34 +96,36 @@ def check_auth(fleet: Fleet, folder: Path, run: str) -> Iterator[Finding]:
         yield from _servers(fleet, folder, run)
 
 
-def _credentials(path: Path, name: str, role: str, run: str) -> Iterator[Finding]:
+def _credentials(path: Path, name: str, role: str, run: str) -> Iterator[FleetFinding]:
     try:
         found = load_credentials(path)
     except ConfigError as error:
-        yield Finding(f"auth_folder: {error.message}")
+        yield FleetFinding(f"auth_folder: {error.message}")
         return
     stated = found and (found.run, found.identity, found.role)
     if stated != (run, name, role):
-        yield Finding(f"{path} is not of the {role} {name!r} of the run {run!r}, but of {stated}")
+        yield FleetFinding(
+            f"{path} is not of the {role} {name!r} of the run {run!r}, but of {stated}"
+        )
 
 
-def _servers(fleet: Fleet, folder: Path, run: str) -> Iterator[Finding]:
+def _servers(fleet: Fleet, folder: Path, run: str) -> Iterator[FleetFinding]:
     addresses = nats_addresses(fleet)
     most_bytes = fleet.nats.disk_gib * (1 << 30) * 0.9
     for number in (1, 2, 3):
         path = folder / f"nats-{number}.conf"
         text = path.read_text() if path.is_file() else ""
         if not text:
-            yield Finding(f"auth_folder has no {path.name}: {_make_auth(fleet, folder, run)}")
+            yield FleetFinding(f"auth_folder has no {path.name}: {_make_auth(fleet, folder, run)}")
             return
         wanted = [f'"tls://{one}:6222"' for one in addresses]
         wanted += [f'"{INSTALLED_AT}/tls/', f'store_dir: "{STREAMS_AT}/', "sync_interval: always"]
         if missing := [one for one in wanted if one not in text]:
-            yield Finding(f"{path} lacks {missing[0]}: {_make_auth(fleet, folder, run)}")
+            yield FleetFinding(f"{path} lacks {missing[0]}: {_make_auth(fleet, folder, run)}")
             return
         stated = re.search(r"max_file_store: ([0-9]+)", text)
         if stated and int(stated[1]) > most_bytes:
-            yield Finding(
+            yield FleetFinding(
                 f"the streams in {path} take more than nine tenths of nats.disk_gib: give more "
                 "there, or less with: diloco auth init --max-file-gib"
             )

@@ -65,20 +65,20 @@ Disk = Annotated[int, Field(ge=20, le=65536)]
 FilePath = Annotated[str, Field(min_length=1), AfterValidator(_text)]
 
 
-class Finding(NamedTuple):
-    """What is wrong with a fleet, in a sentence; `refused` where it must be mended first."""
+class FleetFinding(NamedTuple):
+    """A fault of a fleet, in a sentence; `refused` where it must be mended first."""
 
     sentence: str
     refused: bool = True
 
 
-class Part(BaseModel):
+class FileSection(BaseModel):
     """A part of the file: no other keys, and no values of other types."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class Nats(Part):
+class Nats(FileSection):
     """The three servers."""
 
     zones: list[Zone]
@@ -95,7 +95,7 @@ class Nats(Part):
         return self
 
 
-class Aggregator(Part):
+class Aggregator(FileSection):
     """One aggregator; `machine_type` follows from the model's size where it is not given."""
 
     zone: Zone
@@ -103,7 +103,7 @@ class Aggregator(Part):
     disk_gib: Disk = 50
 
 
-class Learner(Part):
+class Learner(FileSection):
     """One learner."""
 
     zone: Zone
@@ -134,14 +134,14 @@ class Learner(Part):
         return self
 
 
-class Backstops(Part):
+class Backstops(FileSection):
     """Ages in days at which the bucket itself deletes."""
 
     updates: Annotated[int, Field(ge=7)] = 30
     checkpoints: Annotated[int, Field(ge=7)] = 90
 
 
-class Images(Part):
+class Images(FileSection):
     """Other images than the default, by kind."""
 
     v5p: Image | None = None
@@ -150,14 +150,14 @@ class Images(Part):
     cpu: Image | None = None
 
 
-class ReleaseFiles(Part):
-    """What machines run, by kind."""
+class ReleaseFiles(FileSection):
+    """The releases that machines run, by kind."""
 
     cpu: FilePath
     tpu: FilePath | None = None
 
 
-class Fleet(Part):
+class Fleet(FileSection):
     """The file.
 
     Attributes:
@@ -192,7 +192,7 @@ class Fleet(Part):
     allow_unlisted: bool = False
 
     def bucket(self) -> str:
-        """Where the objects are: beside the first aggregator, where nothing else is said."""
+        """The region of the bucket: that of the first aggregator, unless the file says another."""
         return self.bucket_location or region_of(self.aggregators[min(self.aggregators)].zone)
 
 

@@ -11,7 +11,7 @@ _MACHINE = re.compile(r"(?P<series>[a-z][a-z0-9]+)-(?P<class>standard|highmem)-(
 
 
 class Accelerator(NamedTuple):
-    """What a kind of accelerator comes as.
+    """The topologies, zones and runtime of a kind of accelerator.
 
     Attributes:
         chips: that a learner of one host may have.
@@ -46,7 +46,7 @@ class Known(NamedTuple):
     gb_of_core: dict[str, int]
 
     def memory_bytes(self, machine_type: str) -> int | None:
-        """Of a machine; None where it is not known."""
+        """The memory of a machine; None where it is not known."""
         found = _MACHINE.fullmatch(machine_type)
         if found is None or found["series"] not in self.series:
             return None

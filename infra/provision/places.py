@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from diloco.infra.provision.fleet import MULTI_REGIONS, Finding, Fleet, Learner, region_of
+from diloco.infra.provision.fleet import MULTI_REGIONS, Fleet, FleetFinding, Learner, region_of
 from diloco.infra.provision.known import Accelerator, Known
 
 # Accounts of learners, each with three bindings of the bucket: docs/security.md has the limits.
@@ -18,7 +18,7 @@ _CUBE = (4, 8, 12, 16, 20, 24)
 _SMALL = ("2x2x2", "2x2x4", "2x4x4")
 
 
-def check_places(fleet: Fleet, known: Known) -> Iterator[Finding]:
+def check_places(fleet: Fleet, known: Known) -> Iterator[FleetFinding]:
     """Networks, names, zones and accelerators."""
     yield from _subnets(fleet)
     yield from _names(fleet)
@@ -29,14 +29,16 @@ def check_places(fleet: Fleet, known: Known) -> Iterator[Finding]:
             yield from _accelerated(name, learner, known, unlisted=fleet.allow_unlisted)
     yield from _images(fleet, known)
     if fleet.metrics_port == LIVENESS_PORT:
-        yield Finding(f"metrics_port {LIVENESS_PORT} is where machines answer health checks")
+        yield FleetFinding(f"metrics_port {LIVENESS_PORT} is where machines answer health checks")
 
 
-def _subnets(fleet: Fleet) -> Iterator[Finding]:
+def _subnets(fleet: Fleet) -> Iterator[FleetFinding]:
     ranges = {region: ipaddress.ip_network(text) for region, text in fleet.subnets.items()}
     for (one, first), (other, second) in itertools.combinations(ranges.items(), 2):
         if first.overlaps(second):
-            yield Finding(f"subnets: the ranges of {one} and {other} overlap: {first}, {second}")
+            yield FleetFinding(
+                f"subnets: the ranges of {one} and {other} overlap: {first}, {second}"
+            )
     placed = [
         *((f"nats.zones: {zone}", zone) for zone in fleet.nats.zones),
         *((f"aggregators.{name}", one.zone) for name, one in fleet.aggregators.items()),
@@ -44,92 +46,104 @@ def _subnets(fleet: Fleet) -> Iterator[Finding]:
     ]
     for where, zone in placed:
         if region_of(zone) not in fleet.subnets:
-            yield Finding(f"{where}: the region {region_of(zone)} has no range in subnets")
+            yield FleetFinding(f"{where}: the region {region_of(zone)} has no range in subnets")
 
 
-def _names(fleet: Fleet) -> Iterator[Finding]:
+def _names(fleet: Fleet) -> Iterator[FleetFinding]:
     for name in sorted(fleet.learners.keys() & fleet.aggregators.keys()):
-        yield Finding(f"{name!r} is a learner and an aggregator: their credentials are one file")
+        yield FleetFinding(
+            f"{name!r} is a learner and an aggregator: their credentials are one file"
+        )
     for name in [*fleet.aggregators, *fleet.learners]:
         if name in _RESERVED or _NODE.fullmatch(name):
-            yield Finding(f"{name!r} is what the run calls its own: take another name")
+            yield FleetFinding(f"{name!r} is what the run calls its own: take another name")
     if len(fleet.aggregators) == 1:
-        yield Finding("there is one aggregator: nobody takes over when it is lost", refused=False)
+        yield FleetFinding(
+            "there is one aggregator: nobody takes over when it is lost", refused=False
+        )
 
 
-def _sites(fleet: Fleet) -> Iterator[Finding]:
+def _sites(fleet: Fleet) -> Iterator[FleetFinding]:
     """Learners of a site are named after it, so that one prefix is theirs and nobody else's."""
     sites = {one.site for one in fleet.learners.values() if one.site}
     for name, learner in fleet.learners.items():
         if learner.site and not name.startswith(f"{learner.site}-"):
-            yield Finding(f"learners.{name}: of the site {learner.site!r}, so name it after that: "
-                          f"'{learner.site}-1' and so on")  # fmt: skip
+            yield FleetFinding(
+                f"learners.{name}: of the site {learner.site!r}, so name it after that: "
+                f"'{learner.site}-1' and so on"
+            )
         for site in sorted(sites - {learner.site}):
             if name == site or name.startswith(f"{site}-"):
-                yield Finding(f"learners.{name}: is named like a learner of the site {site!r}, "
-                              "whose account could write its objects")  # fmt: skip
+                yield FleetFinding(
+                    f"learners.{name}: is named like a learner of the site {site!r}, "
+                    "whose account could write its objects"
+                )
     accounts = len(sites) + sum(one.site is None for one in fleet.learners.values())
     if accounts > MOST_IDENTITIES:
-        yield Finding(
+        yield FleetFinding(
             f"{accounts} learners without a site, and sites, are more than the {MOST_IDENTITIES} "
             "accounts that a bucket and a project take easily: give learners a site, whose account "
             "they share; docs/security.md says what they may then do to each other"
         )
 
 
-def _bucket(fleet: Fleet) -> Iterator[Finding]:
+def _bucket(fleet: Fleet) -> Iterator[FleetFinding]:
     place = fleet.bucket()
     regions = {region_of(one.zone) for one in fleet.aggregators.values()}
     if place in MULTI_REGIONS:
-        yield Finding(
+        yield FleetFinding(
             f"bucket_location {place!r} is a multi-region: it survives the loss of a region, and "
             "the copy of every byte is billed, and every read; leave it out for one beside the "
             f"aggregators; compare: diloco plan --regions {','.join(sorted(fleet.subnets))}",
             refused=False,
         )
     elif place not in regions:
-        yield Finding(
+        yield FleetFinding(
             f"bucket_location {place!r} is the region of no aggregator: each update that one reads "
             "is billed as traffic between regions",
             refused=False,
         )
 
 
-def _accelerated(name: str, learner: Learner, known: Known, *, unlisted: bool) -> Iterator[Finding]:
+def _accelerated(
+    name: str, learner: Learner, known: Known, *, unlisted: bool
+) -> Iterator[FleetFinding]:
     kind = known.kinds[learner.kind]
     where = f"learners.{name}"
     if learner.chips is not None and learner.chips not in kind.chips:
         have = ", ".join(map(str, kind.chips))
-        yield Finding(f"{where}: a host of {learner.kind} has {have} chips, not {learner.chips}")
+        yield FleetFinding(
+            f"{where}: a host of {learner.kind} has {have} chips, not {learner.chips}"
+        )
     if learner.topology is not None:
         yield from _topology(where, learner.kind, learner.topology, kind)
     if learner.zone in kind.zones:
         return
     if region_of(learner.zone).partition("-")[0] in kind.read:
         zones = ", ".join(sorted(kind.zones))
-        yield Finding(
+        yield FleetFinding(
             f"{where}: {learner.zone} has no {learner.kind} (read on {known.as_of}: {zones}); "
             "allow_unlisted = true if Google has it since, or has promised it to you",
             refused=not unlisted,
         )
     else:
-        yield Finding(
+        yield FleetFinding(
             f"{where}: whether {learner.zone} has {learner.kind} is not known here", refused=False
         )
 
 
-def _topology(where: str, name: str, topology: str, kind: Accelerator) -> Iterator[Finding]:
+def _topology(where: str, name: str, topology: str, kind: Accelerator) -> Iterator[FleetFinding]:
     sides = [int(side) for side in topology.split("x")]
     whole = len(sides) == kind.dimensions and all(side in _CUBE for side in sides)
     right = topology in kind.topologies if kind.topologies else whole or topology in _SMALL
     if not right:
         shapes = ", ".join(kind.topologies) or f"{', '.join(_SMALL)}, or three multiples of 4"
-        yield Finding(f"{where}: {topology} is no slice of several hosts of {name}: {shapes}")
+        yield FleetFinding(f"{where}: {topology} is no slice of several hosts of {name}: {shapes}")
     elif kind.most_chips and math.prod(sides) > kind.most_chips:
-        yield Finding(f"{where}: a slice of {name} has {kind.most_chips} chips at most")
+        yield FleetFinding(f"{where}: a slice of {name} has {kind.most_chips} chips at most")
 
 
-def _images(fleet: Fleet, known: Known) -> Iterator[Finding]:
+def _images(fleet: Fleet, known: Known) -> Iterator[FleetFinding]:
     """An image is for one kind of machine: Google names the kinds in it."""
     given = [(f"images.{kind}", kind, image) for kind, image in fleet.images if image]
     given += [(f"learners.{n}.image", one.kind, one.image) for n, one in fleet.learners.items()]
@@ -138,6 +152,10 @@ def _images(fleet: Fleet, known: Known) -> Iterator[Finding]:
             continue
         named = {one for one in known.kinds if re.search(rf"\b{one}\b", image)}
         if named and kind not in named:
-            yield Finding(f"{where}: {image} is for {', '.join(sorted(named))}, not for {kind}")
+            yield FleetFinding(
+                f"{where}: {image} is for {', '.join(sorted(named))}, not for {kind}"
+            )
         elif kind != "cpu" and not named:
-            yield Finding(f"{where}: whether {image} fits {kind} is not known here", refused=False)
+            yield FleetFinding(
+                f"{where}: whether {image} fits {kind} is not known here", refused=False
+            )

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from diloco.common.process.config import Config, MeshSection, RunSettings
 from diloco.common.protocol.errors import ConfigError
 from diloco.infra.provision.files import check_auth, check_names, check_releases, read_run
-from diloco.infra.provision.fleet import Finding, Fleet, Learner, read_fleet
+from diloco.infra.provision.fleet import Fleet, FleetFinding, Learner, read_fleet
 from diloco.infra.provision.known import Known, known
 from diloco.infra.provision.places import check_places
 from diloco.plan.traffic import equal_fragments, sizes
@@ -30,12 +30,12 @@ class Checked(NamedTuple):
         variables: what Terraform is given; None where something is refused.
     """
 
-    findings: list[Finding]
+    findings: list[FleetFinding]
     variables: dict[str, Any] | None
 
     @property
-    def refused(self) -> list[Finding]:
-        """What must be mended first."""
+    def refused(self) -> list[FleetFinding]:
+        """The findings that must be mended first."""
         return [one for one in self.findings if one.refused]
 
 
@@ -55,7 +55,7 @@ def check(path: Path) -> Checked:
     try:
         config = read_run(files["run_toml"])
     except ConfigError as error:
-        return Checked([*findings, Finding(f"run_toml: {error.message}")], None)
+        return Checked([*findings, FleetFinding(f"run_toml: {error.message}")], None)
     run = config.run.name
     needed = memory_needed(fleet, config.settings())
     findings += check_names(fleet, run)
@@ -79,7 +79,7 @@ def _variables(fleet: Fleet, given: dict[str, Any], found: dict[str, str | None]
 
 
 def memory_needed(fleet: Fleet, settings: RunSettings) -> int:
-    """Of one aggregator: each must be able to own every fragment when the others are lost."""
+    """The memory of one aggregator: able to own every fragment if the others are lost."""
     return sizes(settings, equal_fragments(settings, fleet.parameters)).resident_bytes + REST_BYTES
 
 
@@ -89,28 +89,28 @@ def machines(fleet: Fleet, known: Known, needed_bytes: int) -> dict[str, str | N
     return {name: one.machine_type or found for name, one in fleet.aggregators.items()}
 
 
-def check_memory(fleet: Fleet, known: Known, needed_bytes: int) -> Iterator[Finding]:
+def check_memory(fleet: Fleet, known: Known, needed_bytes: int) -> Iterator[FleetFinding]:
     """Whether the model fits into each aggregator."""
     needed = f"{needed_bytes / 1e9:.0f} GB for {fleet.parameters / 1e9:g} billion parameters"
     fitting = known.machine_with(needed_bytes)
     hint = f"the smallest known here is {fitting}" if fitting else "none known here has as much"
     for name, machine in machines(fleet, known, needed_bytes).items():
         if machine is None:
-            yield Finding(f"aggregators.{name}: needs {needed}; {hint}: name a machine_type")
+            yield FleetFinding(f"aggregators.{name}: needs {needed}; {hint}: name a machine_type")
         elif (has := known.memory_bytes(machine)) is None:
-            yield Finding(
+            yield FleetFinding(
                 f"aggregators.{name}: the memory of {machine} is not known here; it must have "
                 f"{needed}",
                 refused=False,
             )
         elif has < needed_bytes:
-            yield Finding(
+            yield FleetFinding(
                 f"aggregators.{name}: {machine} has {has / 1e9:.0f} GB of memory, and needs "
                 f"{needed}; {hint}"
             )
 
 
-def check_meshes(fleet: Fleet, config: Config) -> Iterator[Finding]:
+def check_meshes(fleet: Fleet, config: Config) -> Iterator[FleetFinding]:
     """Meshes that do not fit their slices, and islands of nobody."""
     for name, learner in fleet.learners.items():
         chips = chips_of(learner)
@@ -119,20 +119,20 @@ def check_meshes(fleet: Fleet, config: Config) -> Iterator[Finding]:
         mesh = config.learner.island(name).mesh or config.learner.mesh
         if not _fits(mesh, chips):
             words = f"data={mesh.data}, fsdp={mesh.fsdp}, tensor={mesh.tensor}"
-            yield Finding(
+            yield FleetFinding(
                 f"learners.{name}: the mesh of the run's file ({words}) does not fit its {chips} "
                 "chips: sizes must multiply to them, and 0 takes what the others leave; give it "
                 f"one of its own under [learner.islands.{name}]"
             )
     for name in sorted(config.learner.islands.keys() - fleet.learners.keys()):
-        yield Finding(
+        yield FleetFinding(
             f"the run's file has [learner.islands.{name}], and the fleet no such learner",
             refused=False,
         )
 
 
 def chips_of(learner: Learner) -> int:
-    """Of all its hosts; 0 of a machine without."""
+    """The chips of all its hosts; 0 for a machine without."""
     if learner.topology is None:
         return learner.chips or 0
     return math.prod(int(side) for side in learner.topology.split("x"))

@@ -1,1 +1,1 @@
-"""What a learner decides: what is due, in flight and adopted at a step boundary. No IO."""
+"""The learner's decisions: what is due, in flight and adopted at a step boundary. No IO."""

@@ -1,4 +1,4 @@
-"""What passes between the training loop and what runs beside it, at each step boundary.
+"""The data that training loop and background pass to each other at each step boundary.
 
 In come a `Boundary` (what to do now) and the payloads of versions; out go what the learner has to
 say. Plain data: whoever makes it and whoever carries it out need not know each other.
@@ -13,7 +13,7 @@ Then = Literal["step", "hold", "end"]
 
 
 class Boundary(NamedTuple):
-    """What to do at one step boundary.
+    """The plan for one step boundary.
 
     Attributes:
         effects: in order.
@@ -35,7 +35,7 @@ class Boundary(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """What a record brings, on the devices; `release` is called when it is adopted."""
+    """A record's tensors on the devices; `release` is called when they are adopted."""
 
     tensors: Any
     release: Callable[[], object] = lambda: None

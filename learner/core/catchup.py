@@ -1,4 +1,4 @@
-"""What a learner reads of a fragment next, of the records that wait for it. Pure.
+"""The choice of the next read of a fragment, among the records that wait. Pure.
 
 Rules of this file:
 - Every record is read, also those whose delta is not: it may resolve an update in flight.
@@ -15,7 +15,7 @@ from diloco.common.protocol import wire
 
 
 class Change(NamedTuple):
-    """What leads from the version adopted to a record's: a delta, or a stored view and deltas.
+    """The step from the version adopted to a record's: a delta, or a stored view and deltas.
 
     Attributes:
         fragment, record_seq: of the record.
@@ -51,39 +51,39 @@ class Adopted(NamedTuple):
     view_digest: str
 
 
-class Waiting(NamedTuple):
+class UnfetchedRecord(NamedTuple):
     """A record that was read; None if its body is gone or damaged."""
 
     record_seq: int
     record: wire.Record | None
 
 
-class Move(NamedTuple):
-    """What to fetch next (None: nothing), and how many of the waiting records it covers."""
+class FetchMove(NamedTuple):
+    """The next change to fetch (None: nothing), and how many of the waiting records it covers."""
 
     covers: int
     change: Change | None
 
 
-def next_move(adopted: Adopted, waiting: Sequence[Waiting]) -> Move | None:
+def next_move(adopted: Adopted, waiting: Sequence[UnfetchedRecord]) -> FetchMove | None:
     """The next move towards the newest of the waiting records; None: none of them leads on."""
     first, newest = waiting[0], waiting[-1]
     if first.record is not None and _stays(adopted, first.record):
-        return Move(1, None)
+        return FetchMove(1, None)
     chain_bytes = _chain_bytes(adopted, waiting)
     if newest.record is None:
         return None
     if chain_bytes is None and _stays(adopted, newest.record):
         # Only verdicts came, and one of them cannot be read: the newest has the same marks.
-        return Move(len(waiting), None)
+        return FetchMove(len(waiting), None)
     jump = _jump(newest.record_seq, newest.record)
     if chain_bytes is None or chain_bytes > jump.read_bytes:
-        return Move(len(waiting), jump)
+        return FetchMove(len(waiting), jump)
     record = first.record
     assert record is not None
     assert record.delta is not None
     deltas = (record.delta,)
-    return Move(1, Change(record.fragment, first.record_seq, record.view_digest, None, deltas))
+    return FetchMove(1, Change(record.fragment, first.record_seq, record.view_digest, None, deltas))
 
 
 def _stays(adopted: Adopted, record: wire.Record) -> bool:
@@ -91,7 +91,7 @@ def _stays(adopted: Adopted, record: wire.Record) -> bool:
     return record.version == adopted.version and record.view_digest == adopted.view_digest
 
 
-def _chain_bytes(adopted: Adopted, waiting: Sequence[Waiting]) -> int | None:
+def _chain_bytes(adopted: Adopted, waiting: Sequence[UnfetchedRecord]) -> int | None:
     """Bytes of all deltas from the view adopted to the newest; None if the chain is broken."""
     version, digest, found = adopted.version, adopted.view_digest, 0
     for _, record in waiting:

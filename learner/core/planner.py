@@ -20,7 +20,7 @@ HOLD_S = 0.05
 
 
 class Inbox(Protocol):
-    """Where events come from."""
+    """The source of events."""
 
     def events(self, wait_s: float = 0.0) -> list[Arrived]:
         """As `Background.events`."""
@@ -62,7 +62,7 @@ class Planner:
         return sync.clock(self.rules, self.state)
 
     def payload(self, fragment: int, record_seq: int) -> Any:
-        """What a record brought, once: there is room for another one."""
+        """Take the tensors that a record brought, once: this makes room for others."""
         payload = self._payloads.pop((fragment, record_seq))
         payload.release()
         return payload.tensors

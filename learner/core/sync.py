@@ -31,7 +31,7 @@ from diloco.common.protocol.layout import Layout, Rhythm, next_step, offset_step
 # at any message, and what the state says must not depend on which were in force before.
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyncRules:
-    """What the core must know of the run."""
+    """The run's settings that the core needs."""
 
     interval_steps: int
     warmup_steps: int

@@ -47,7 +47,7 @@ from diloco.learner.wire.recovery import CheckpointId
 LOOKAHEAD = 2
 
 
-class Connection(NamedTuple):
+class WorkerConnection(NamedTuple):
     """One worker's."""
 
     reader: asyncio.StreamReader
@@ -55,27 +55,27 @@ class Connection(NamedTuple):
 
 
 class Listener:
-    """Where workers connect, before it is known who they are."""
+    """The socket to which workers connect, before it is known who they are."""
 
     def __init__(
-        self, server: asyncio.Server, came: "asyncio.Queue[tuple[Hello, Connection]]"
+        self, server: asyncio.Server, came: "asyncio.Queue[tuple[Hello, WorkerConnection]]"
     ) -> None:
         self._server = server
         self._came = came
 
     @property
     def address(self) -> str:
-        """Where it listens."""
+        """The address at which it listens."""
         host, port = self._server.sockets[0].getsockname()[:2]
         return f"{host}:{port}"
 
-    async def meet(self, hosts: int, secret: str) -> dict[int, Connection]:
+    async def meet(self, hosts: int, secret: str) -> dict[int, WorkerConnection]:
         """Wait until all workers of a learner of so many hosts are connected; then let nobody in.
 
         Raises:
             HostLostError: one did not come.
         """
-        found: dict[int, Connection] = {}
+        found: dict[int, WorkerConnection] = {}
         try:
             async with asyncio.timeout(MEET_S):
                 while len(found) < hosts - 1:
@@ -100,7 +100,7 @@ class Listener:
 
 async def listen(interface: str) -> Listener:
     """Begin to listen for workers."""
-    came: asyncio.Queue[tuple[Hello, Connection]] = asyncio.Queue()
+    came: asyncio.Queue[tuple[Hello, WorkerConnection]] = asyncio.Queue()
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -109,7 +109,7 @@ async def listen(interface: str) -> Listener:
             writer.close()
             return
         if isinstance(hello, Hello):
-            came.put_nowait((hello, Connection(reader, writer)))
+            came.put_nowait((hello, WorkerConnection(reader, writer)))
         else:
             writer.close()
 
@@ -117,7 +117,7 @@ async def listen(interface: str) -> Listener:
 
 
 class _Answers:
-    """What all workers answer to one thing."""
+    """The answers of all workers to one message."""
 
     def __init__(self, count: int, loop: asyncio.AbstractEventLoop) -> None:
         self._count = count
@@ -171,7 +171,7 @@ class Coordinator(Alone):
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        connections: Mapping[int, Connection],
+        connections: Mapping[int, WorkerConnection],
         lost: Callable[[BaseException], None],
     ) -> None:
         self.hosts = len(connections) + 1
@@ -222,7 +222,7 @@ class Coordinator(Alone):
         return _Attempt(self, number, answers)
 
     def forget(self, attempt: int) -> None:
-        """What still comes of an attempt matters to nobody."""
+        """Forget an attempt: answers to it that still come are dropped."""
         self._attempts.pop(attempt, None)
 
     async def stored(self, fragment: int, seq: int) -> tuple[wire.Shard, ...]:

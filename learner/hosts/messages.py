@@ -1,4 +1,4 @@
-"""What the hosts of one learner say to each other: typed, with named fields, of one version.
+"""Messages between the hosts of one learner: typed, with named fields, of one version.
 
     host 0 -> workers  Begin     what the run is
                        Load      where a fragment's first view is
@@ -37,7 +37,7 @@ from diloco.common.process import log
 from diloco.common.protocol import wire
 from diloco.common.protocol.errors import DilocoError, HostLostError, WireError, find
 from diloco.common.protocol.reasons import Reason
-from diloco.common.protocol.wire import Part
+from diloco.common.protocol.wire import NestedRecord
 from diloco.common.storage.holdings import Holding
 from diloco.learner.core.boundary import Boundary
 from diloco.learner.core.catchup import Change
@@ -48,7 +48,7 @@ LENGTH: Final = struct.Struct(">I")
 FRAME_BYTES: Final = 64 << 20
 
 
-class HostMessage(Part):
+class HostMessage(NestedRecord):
     """A message; the name of its class names it on the wire."""
 
 
@@ -61,7 +61,7 @@ class Begin(HostMessage):
 
 
 class Load(HostMessage):
-    """What leads to a fragment's first view."""
+    """Names the change that leads to a fragment's first view."""
 
     change: Change
 
@@ -107,7 +107,7 @@ class Drop(HostMessage):
 
 
 class Ending(HostMessage):
-    """What ends the life of this learner, on all hosts alike; `status` as of `Exit`."""
+    """The error that ends this learner's life, on all hosts alike; `status` as of `Exit`."""
 
     status: int
     message: str
@@ -127,7 +127,7 @@ class Have(HostMessage):
     checkpoints: tuple[CheckpointId, ...]
 
 
-class Failure(Part):
+class Failure(NestedRecord):
     """Why a host cannot read a version: an object is `missing`, or else damaged."""
 
     missing: bool
@@ -135,7 +135,7 @@ class Failure(Part):
 
 
 class Prepared(HostMessage):
-    """How an attempt went."""
+    """The result of an attempt."""
 
     attempt: int
     failure: Failure | None
@@ -249,7 +249,7 @@ def wait_for_hosts(within_s: float = MEET_S) -> None:
 
 
 def exchange_secret(address: str) -> tuple[str, str]:
-    """What host 0 says of itself, on every host: its address and a secret. A collective of JAX.
+    """Send host 0's address and a secret to every host. A collective of JAX.
 
     Args:
         address: where host 0 listens; of the others' it does not matter.

@@ -31,14 +31,14 @@ from diloco.learner.hosts.messages import (
     host_gone,
     read_message,
 )
-from diloco.learner.wire.claims import Shares
-from diloco.learner.wire.fetch import Fetcher
+from diloco.learner.wire.claims import GrantedShares
+from diloco.learner.wire.fetch import VersionFetcher
 from diloco.learner.wire.publish import Uploader
 
 M = TypeVar("M", bound=HostMessage)
 
 
-class Link:
+class HostLink:
     """The connection to host 0.
 
     Args:
@@ -129,18 +129,18 @@ class Link:
 
 async def connect(
     host: int, address: str, secret: str, lost: Callable[[BaseException], None]
-) -> Link:
-    """Connect to host 0, as host number `host`; `lost` as of `Link`."""
+) -> HostLink:
+    """Connect to host 0, as host number `host`; `lost` as of `HostLink`."""
     name, _, port = address.rpartition(":")
     async with asyncio.timeout(MEET_S):
         reader, writer = await asyncio.open_connection(name, int(port))
-    link = Link(asyncio.get_running_loop(), reader, writer, lost)
+    link = HostLink(asyncio.get_running_loop(), reader, writer, lost)
     link.tell(Hello(secret=secret, host=host))
     return link
 
 
-class _Held(NamedTuple):
-    """What an attempt has brought onto the devices."""
+class _LoadedAttempt(NamedTuple):
+    """The tensors that an attempt has brought onto the devices."""
 
     attempt: int
     tensors: Any
@@ -162,13 +162,13 @@ class Worker:
     def __init__(
         self,
         context: Context,
-        link: Link,
-        fetcher: Fetcher,
+        link: HostLink,
+        fetcher: VersionFetcher,
         uploader: Uploader,
         spawn: Callable[[Coroutine[Any, Any, None]], None],
         asked_to_leave: Callable[[], bool],
         go: Go,
-        shares: Shares,
+        shares: GrantedShares,
     ) -> None:
         self._context = context
         self._link = link
@@ -179,7 +179,7 @@ class Worker:
         self._go = go
         self._shares = shares
         self._told = False
-        self._held: dict[tuple[int, int], _Held] = {}
+        self._held: dict[tuple[int, int], _LoadedAttempt] = {}
         self._fetching: dict[int, asyncio.Task[None]] = {}
 
     # For the training loop
@@ -201,7 +201,7 @@ class Worker:
         return self._link.receive(Turn).boundary
 
     def payload(self, fragment: int, record_seq: int) -> Any:
-        """What a record brought, once; host 0 plans it only when it is here."""
+        """Take the tensors that a record brought, once; host 0 plans it only when it is here."""
         held = self._held.pop((fragment, record_seq), None)
         return None if held is None else held.tensors
 
@@ -248,7 +248,7 @@ class Worker:
                 lambda: self._fetcher.fetch(change),
                 logger=self._context.logger,
             )
-            self._held[change.fragment, change.record_seq] = _Held(attempt, tensors)
+            self._held[change.fragment, change.record_seq] = _LoadedAttempt(attempt, tensors)
         except (ObjectMissingError, IntegrityError) as error:
             failure = Failure(missing=isinstance(error, ObjectMissingError), text=error.message)
         self._link.tell(Prepared(attempt=attempt, failure=failure))

@@ -24,7 +24,7 @@ from pydantic import ValidationError
 
 from diloco.common.protocol import names, shards
 from diloco.common.protocol.errors import CheckpointError
-from diloco.common.protocol.wire import Count, Digest, Name, Part
+from diloco.common.protocol.wire import Count, Digest, Name, NestedRecord
 from diloco.common.storage.store import DirectoryStore, ObjectStore
 
 # What the object may be larger than its arrays: the header, by leaf and in all.
@@ -34,8 +34,8 @@ _FACTS_BYTES = 1 << 16
 Arrays = dict[str, np.ndarray]
 
 
-class Leaf(Part):
-    """What one leaf of the state must be; `digest` is of its bytes."""
+class LeafSpec(NestedRecord):
+    """Path, shape and dtype that one leaf of the state must have; `digest` is of its bytes."""
 
     path: str
     shape: tuple[Count, ...]
@@ -43,7 +43,7 @@ class Leaf(Part):
     digest: Digest
 
 
-class Facts(Part):
+class Facts(NestedRecord):
     """The small part of a checkpoint.
 
     `incarnation` and `epoch` say which life made it; `local_step` and `tokens` go on from it,
@@ -59,10 +59,10 @@ class Facts(Part):
     tokens: Count
     position: Count
     global_step: Count
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[LeafSpec, ...]
 
 
-class Checkpoint(NamedTuple):
+class HostCheckpoint(NamedTuple):
     """One checkpoint on the host."""
 
     facts: Facts
@@ -83,7 +83,7 @@ def on_host(state: Any) -> Arrays:
 
 
 def local_part(state: Any) -> dict[str, jax.Array]:
-    """What this host's devices hold of a state, each piece once, by its leaf and place."""
+    """The pieces of a state on this host's devices, each once, by its leaf and place."""
     part: dict[str, jax.Array] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         bits = jax.random.key_data(leaf) if _is_key(leaf) else leaf
@@ -93,7 +93,7 @@ def local_part(state: Any) -> dict[str, jax.Array]:
 
 
 def local_shapes(like: Any, shardings: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    """What `local_part` gives of a state of these shapes that lies so."""
+    """Shapes of the pieces that `local_part` gives of a state with these shapes and shardings."""
     part: dict[str, jax.ShapeDtypeStruct] = {}
     for path, bits, sharding in _lying(like, shardings):
         local = sharding.shard_shape(bits.shape)
@@ -130,8 +130,8 @@ def _piece(path: Any, index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
     return f"{jax.tree_util.keystr(path)}[{box}]"
 
 
-def describe(like: Any, arrays: Arrays) -> tuple[Leaf, ...]:
-    """What the leaves of a state are.
+def describe(like: Any, arrays: Arrays) -> tuple[LeafSpec, ...]:
+    """The specification of each leaf of a state.
 
     Raises:
         CheckpointError: one is not finite.
@@ -140,12 +140,14 @@ def describe(like: Any, arrays: Arrays) -> tuple[Leaf, ...]:
     for (path, _), array in zip(_shapes(like), arrays.values(), strict=True):
         _check_finite(path, array)
         leaves.append(
-            Leaf(path=path, shape=array.shape, dtype=array.dtype.name, digest=shards.digest(array))
+            LeafSpec(
+                path=path, shape=array.shape, dtype=array.dtype.name, digest=shards.digest(array)
+            )
         )
     return tuple(leaves)
 
 
-def rebuild(like: Any, checkpoint: Checkpoint) -> Any:
+def rebuild(like: Any, checkpoint: HostCheckpoint) -> Any:
     """The optimizer's state again, on the device.
 
     Args:
@@ -164,7 +166,7 @@ def rebuild(like: Any, checkpoint: Checkpoint) -> Any:
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def part_of(like: dict[str, jax.ShapeDtypeStruct], checkpoint: Checkpoint) -> Arrays:
+def part_of(like: dict[str, jax.ShapeDtypeStruct], checkpoint: HostCheckpoint) -> Arrays:
     """One host's part of a state again, on the host; `like` as of `local_shapes`.
 
     Raises:
@@ -174,7 +176,7 @@ def part_of(like: dict[str, jax.ShapeDtypeStruct], checkpoint: Checkpoint) -> Ar
     return part
 
 
-def _checked(like: Any, checkpoint: Checkpoint) -> list[np.ndarray]:
+def _checked(like: Any, checkpoint: HostCheckpoint) -> list[np.ndarray]:
     """The arrays, which are what their facts say and suit `like`."""
     arrays = []
     shapes = zip(_shapes(like), checkpoint.facts.leaves, strict=True)
@@ -235,7 +237,7 @@ class Folder:
         self._manager: Any = None
 
     def numbers(self) -> list[int]:
-        """What is there, newest first; one that was never finished may be among them."""
+        """Numbers of the checkpoints in the folder, newest first; one may be unfinished."""
         if not self._path.is_dir():
             return []
         names_there = [path.name for path in self._path.iterdir()]
@@ -279,7 +281,7 @@ class Folder:
             found = self._opened().restore(number, args=ocp.args.Composite(state=state))
             return np.asarray(found["state"][key])
 
-    def write(self, checkpoint: Checkpoint) -> int:
+    def write(self, checkpoint: HostCheckpoint) -> int:
         """Write the next checkpoint, whole or not at all; its number.
 
         Raises:
@@ -322,7 +324,7 @@ class PartFolder:
         self._keep = keep
 
     def numbers(self) -> list[int]:
-        """What is there, newest first."""
+        """Numbers of the checkpoint parts in the folder, newest first."""
         found = [path.stem for path in self._path.glob("*.safetensors")]
         return sorted((int(stem) for stem in found if stem.isdecimal()), reverse=True)
 
@@ -343,7 +345,7 @@ class PartFolder:
         del facts
         return self._read(number).arrays
 
-    def write(self, checkpoint: Checkpoint) -> int:
+    def write(self, checkpoint: HostCheckpoint) -> int:
         """Write the next checkpoint, whole or not at all; its number.
 
         Raises:
@@ -358,7 +360,7 @@ class PartFolder:
                 store.delete(_file(old))
             return number
 
-    def _read(self, number: int) -> Checkpoint:
+    def _read(self, number: int) -> HostCheckpoint:
         with _refused():
             data = (self._path / _file(number)).read_bytes()
         return unpack(data)
@@ -375,7 +377,7 @@ CheckpointFolder = Folder | PartFolder
 # --- In the object store
 
 
-class Stored(NamedTuple):
+class CheckpointObject(NamedTuple):
     """A checkpoint in the object store, by its name; `size_bytes` as listed."""
 
     name: str
@@ -385,7 +387,7 @@ class Stored(NamedTuple):
     size_bytes: int
 
 
-def stored(store: ObjectStore, run: str, learner: str | None = None) -> list[Stored]:
+def stored(store: ObjectStore, run: str, learner: str | None = None) -> list[CheckpointObject]:
     """Checkpoints of a learner, or of all of them, most steps first.
 
     Raises:
@@ -399,14 +401,14 @@ def stored(store: ObjectStore, run: str, learner: str | None = None) -> list[Sto
         f"{names.learners_prefix(run)}({any_learner})/checkpoint/([0-9]{{12}})-([0-9a-f]{{32}})"
     )
     found = [
-        Stored(info.name, match[1], int(match[2]), match[3], info.size_bytes)
+        CheckpointObject(info.name, match[1], int(match[2]), match[3], info.size_bytes)
         for info in store.list(prefix)
         if (match := name.fullmatch(info.name))
     ]
     return sorted(found, key=lambda one: one.local_step, reverse=True)
 
 
-def pack(checkpoint: Checkpoint) -> bytes:
+def pack(checkpoint: HostCheckpoint) -> bytes:
     """The bytes of a checkpoint's object."""
     from safetensors.numpy import save
 
@@ -416,8 +418,8 @@ def pack(checkpoint: Checkpoint) -> bytes:
     return save(contiguous, metadata={"facts": checkpoint.facts.model_dump_json()})
 
 
-def unpack(data: bytes) -> Checkpoint:
-    """A checkpoint from an object, whose bytes may be anybody's; nothing in it is checked.
+def unpack(data: bytes) -> HostCheckpoint:
+    """Unpack a checkpoint from an object, whose bytes may be anybody's; nothing is checked.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -433,7 +435,7 @@ def unpack(data: bytes) -> Checkpoint:
             tensor = tensors[_key(index)]
             raw = np.frombuffer(tensor["data"], np.dtype(leaf.dtype))
             arrays[_key(index)] = raw.reshape(tensor["shape"])
-        return Checkpoint(facts, arrays)
+        return HostCheckpoint(facts, arrays)
 
 
 def largest_object(like: Any) -> int:

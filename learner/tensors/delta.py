@@ -1,4 +1,4 @@
-"""What a learner does with the parameters of one fragment: send, settle, adopt. Pure arrays, JAX.
+"""Kernels for the parameters of one fragment: send, settle, adopt. Pure arrays, JAX.
 
 Shapes: a piece (`common/protocol/layout.py`) is held as its blocks: float32 [*G, n, b], b the
 elements of a block. These are the blocks of the fragment's vector in their order, so that nothing
@@ -46,7 +46,7 @@ Blocks = tuple[jax.Array, ...]
 Codes = tuple[Encoded, ...]
 
 
-class _Part(NamedTuple):
+class _KernelPiece(NamedTuple):
     """A piece of a fragment as a kernel sees it: shapes and places, no names.
 
     Attributes:
@@ -76,12 +76,12 @@ class _Part(NamedTuple):
 class _Geometry(NamedTuple):
     """Static argument of the kernels: equal for fragments whose pieces have equal shapes."""
 
-    parts: tuple[_Part, ...]
+    parts: tuple[_KernelPiece, ...]
     block: int
 
 
 class Placed(NamedTuple):
-    """Where a piece's blocks are: [*G, n] of them, the first one's number in the fragment."""
+    """The places of a piece's blocks: [*G, n] of them, the first one's number in the fragment."""
 
     first: int
     grid: tuple[int, ...]
@@ -256,7 +256,7 @@ def _part(
     tensor: Tensor,
     lies: NamedSharding,
     block: int,
-) -> _Part:
+) -> _KernelPiece:
     mesh = lies.mesh
     assert isinstance(mesh, Mesh)
     last = _last_axis(piece, block)
@@ -270,7 +270,7 @@ def _part(
     fitted = fit(grid, (*cuts[:axis], behind), mesh)
     before = _before(piece.shape, fitted, axis, mesh, padded=padded)
     rows = sharding_of(mesh, before)
-    return _Part(
+    return _KernelPiece(
         leaf=leaf,
         lies=lies,
         whole=piece.shape == tensor.shape,
@@ -315,7 +315,7 @@ def _before(shape: tuple[int, ...], fitted: Cuts, axis: int, mesh: Mesh, *, padd
 # --- Kernels over the leaves
 
 
-def _rows(leaf: jax.Array, start: jax.Array, part: _Part) -> jax.Array:
+def _rows(leaf: jax.Array, start: jax.Array, part: _KernelPiece) -> jax.Array:
     """A piece's values, in the leaf's dtype."""
     if part.whole:
         return leaf
@@ -324,7 +324,9 @@ def _rows(leaf: jax.Array, start: jax.Array, part: _Part) -> jax.Array:
     return _lying(rows, part.lies)
 
 
-def _with_rows(leaf: jax.Array, start: jax.Array, part: _Part, values: jax.Array) -> jax.Array:
+def _with_rows(
+    leaf: jax.Array, start: jax.Array, part: _KernelPiece, values: jax.Array
+) -> jax.Array:
     """The leaf with a piece replaced; `values` are rounded to its dtype."""
     values = _lying(values.astype(leaf.dtype), part.lies)
     if part.whole:
@@ -332,7 +334,7 @@ def _with_rows(leaf: jax.Array, start: jax.Array, part: _Part, values: jax.Array
     return _lying(jax.lax.dynamic_update_slice_in_dim(leaf, values, start, axis=0), part.lies)
 
 
-def _in_blocks(values: jax.Array, part: _Part, block: int) -> jax.Array:
+def _in_blocks(values: jax.Array, part: _KernelPiece, block: int) -> jax.Array:
     """A piece's values as blocks; float32 [*G, n, b]."""
     values = _lying(values.astype(jnp.float32), part.rows)
     if part.kept is not None:
@@ -343,7 +345,7 @@ def _in_blocks(values: jax.Array, part: _Part, block: int) -> jax.Array:
     return _lying(values.reshape(*part.grid, block), part.blocks)
 
 
-def _of_blocks(blocks: jax.Array, part: _Part) -> jax.Array:
+def _of_blocks(blocks: jax.Array, part: _KernelPiece) -> jax.Array:
     """The values of a piece's blocks, without the padding; float32, the piece's shape."""
     if part.kept is not None:
         rows = blocks.reshape(*part.grid[:-1], -1)
@@ -434,7 +436,7 @@ def _ahead(values: Blocks, view: Blocks) -> Blocks:
 
 @partial(jax.jit, donate_argnames="sent")
 def _fading(values: Blocks, view: Blocks, sent: Blocks, share: jax.Array) -> Blocks:
-    """What a blend adds: of what was trained since the update, all but a share is taken away."""
+    """The term that a blend adds: it removes all but a share of the training since the update."""
     return tuple(
         (share - 1) * (one - base - before)
         for one, base, before in zip(values, view, sent, strict=True)

@@ -20,8 +20,8 @@ from diloco.learner.task import (
 from diloco.learner.tensors.tree import Division, division_of
 
 
-class Outcome(NamedTuple):
-    """What a step tells of itself.
+class StepOutcome(NamedTuple):
+    """The results of one inner step.
 
     Attributes:
         loss: of its batch, before it.
@@ -39,7 +39,7 @@ class Outcome(NamedTuple):
 
 
 # (parameters, optimizer's state, batch, the run's global step, this learner's position).
-InnerStep = Callable[..., tuple[Params, Any, Outcome]]
+InnerStep = Callable[..., tuple[Params, Any, StepOutcome]]
 # States of optax that count an optimizer's own updates, by which it looks up its schedule. By name:
 # one of them is not public.
 _COUNTING = frozenset(
@@ -82,7 +82,7 @@ def make_inner_step(
         batch: Batch,
         global_step: jax.Array,
         position: Any = 0,
-    ) -> tuple[Params, Any, Outcome]:
+    ) -> tuple[Params, Any, StepOutcome]:
         drawn = jax.random.fold_in(first_key, position)
         said, gradient = _gradient(task, division, params, batch, drawn)
         trained = division.trained_of(params)
@@ -100,7 +100,7 @@ def make_inner_step(
             down = direction
         params = _with_state(division.with_trained(params, moved), said.state)
         descent = _product(gradient, down) if judging else None
-        outcome = Outcome(said.loss, descent, dict(said.metrics), _still(gradient))
+        outcome = StepOutcome(said.loss, descent, dict(said.metrics), _still(gradient))
         return params, optimizer_state, outcome
 
     options: dict[str, Any] = {"donate_argnums": (0, 1)}
@@ -122,7 +122,7 @@ def key_of(seed: int, learner: str) -> jax.Array:
 def _gradient(
     task: Task, division: Division, params: Params, batch: Batch, key: jax.Array
 ) -> tuple[Evaluated, Params]:
-    """What the loss says of a batch, and its gradient: the mean over parts, where there are any."""
+    """Loss and gradient of a batch: the mean over parts, if the batch is accumulated in parts."""
     if task.accumulate == 1:
         return _gradient_of_part(task, division, params, batch, key)
     parts = jax.tree.map(lambda leaf: _in_parts(leaf, task.accumulate), batch)
@@ -166,7 +166,7 @@ def _gradient_of_part(
 
 
 def _rounded(trained: Params, dtype: str | None) -> Params:
-    """What the loss computes with: a copy in its dtype, of what stays as it is."""
+    """A copy of the trained leaves in the dtype of the loss; the leaves themselves stay."""
     if dtype is None:
         return trained
     return jax.tree.map(lambda leaf: leaf.astype(dtype) if is_floating(leaf) else leaf, trained)

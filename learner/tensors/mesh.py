@@ -138,7 +138,7 @@ def split_tensors(layout: Layout) -> set[str]:
 
 
 def fit(shape: tuple[int, ...], wanted: Cuts, mesh: Mesh, whole: set[int] = frozenset()) -> Cuts:  # type: ignore[assignment]
-    """What of `wanted` divides; what does not goes along another axis, or nowhere.
+    """The cuts of `wanted` that divide the shape; the others move to another axis, or are dropped.
 
     Args:
         shape: of the tensor.
@@ -288,10 +288,10 @@ class BatchPlacer:
                 "parts of the learner's mesh",
                 hint="choose a batch size that they divide: learner.options = { batch = ... }",
             )
-        self.rows = self._held()
+        self.rows = self._local_rows()
         self.whole = self.rows == (0, self._count)
 
-    def _held(self) -> tuple[int, int]:
+    def _local_rows(self) -> tuple[int, int]:
         if not self._count:
             return 0, 0
         indices = self._rows.addressable_devices_indices_map((self._count,)).values()
@@ -340,7 +340,7 @@ class BatchPlacer:
 
 @contextlib.contextmanager
 def within(mesh: Mesh, precision: str | None = None) -> Iterator[None]:
-    """What is traced inside sees the mesh, and multiplies matrices with this precision."""
+    """Trace under the mesh, with this precision of matrix products, while a block lasts."""
     with jax.set_mesh(mesh), jax.default_matmul_precision(precision or "default"):
         yield
 

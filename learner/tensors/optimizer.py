@@ -27,7 +27,7 @@ MUON_RMS = 0.2
 
 
 class Matrices(NamedTuple):
-    """How a tensor falls apart into the matrices that Muon orthogonalizes, each by itself.
+    """The division of a tensor into the matrices that Muon orthogonalizes, each by itself.
 
     Attributes:
         shape: the tensor's elements, in their order, by these axes.
@@ -131,7 +131,7 @@ def direction_by(
 
 
 def matrices_by_hint(hint: Hint) -> MatrixHint:
-    """What follows from a task's `TensorHint`: two axes beside the stacked ones are a matrix.
+    """Derive a `MatrixHint` from a `TensorHint`: two axes beside the stacked ones are a matrix.
 
     A tensor that is averaged is none: embeddings are, and each of their rows learns for itself.
     """

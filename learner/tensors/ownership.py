@@ -25,8 +25,8 @@ ProcessOf = Callable[[Any], int]
 Box = tuple[tuple[int, int], ...]  # [start, stop) along each axis
 
 
-class _Part(NamedTuple):
-    """What a host has of one piece.
+class _OwnedPiece(NamedTuple):
+    """The blocks of one piece that a host holds, and those that it uploads.
 
     Attributes:
         placed: the piece.
@@ -44,7 +44,7 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Ownership:
-    """What one host has of one fragment.
+    """The blocks of one fragment that one host holds, and those that it uploads.
 
     Attributes:
         held: numbers of the blocks in the fragment, ascending, int64 [n].
@@ -56,7 +56,7 @@ class Ownership:
     block: int
     held: np.ndarray
     owned: np.ndarray
-    parts: tuple[_Part, ...]
+    parts: tuple[_OwnedPiece, ...]
 
     def collect(self, codes: Codes) -> Encoded:
         """The rows owned of an update, on this host: scales [n], codes [n, items].
@@ -97,13 +97,13 @@ class Ownership:
         return tuple(placed)
 
     def place_view(self, view_N: np.ndarray) -> tuple[jax.Array, ...]:
-        """What this host holds of a view, given whole as float32 [N], on its devices."""
+        """Put this host's blocks of a view on its devices; the view is whole, float32 [N]."""
         rows = view_N.reshape(-1, self.block)
         if len(self.held) != len(rows):
             rows = rows[self.held]
         return tuple(self._place(part, rows, copy=True) for part in self.parts)
 
-    def _place(self, part: _Part, rows: np.ndarray, *, copy: bool = False) -> jax.Array:
+    def _place(self, part: _OwnedPiece, rows: np.ndarray, *, copy: bool = False) -> jax.Array:
         """Rows of a piece on the devices; on CPU they may be the same memory, but for a copy."""
         sides = tuple(stop - start for start, stop in part.box)
         items = rows.shape[1:]
@@ -141,7 +141,7 @@ def process_of(device: Any) -> int:
 def make_ownership(
     kernels: Kernels, process: int | None = None, process_of: ProcessOf = process_of
 ) -> Ownership:
-    """What one host has of the fragment that `kernels` works on.
+    """The blocks that one host holds and uploads of the fragment that `kernels` works on.
 
     Args:
         kernels: the fragment's.
@@ -168,7 +168,7 @@ def make_ownership(
         held=held,
         owned=owned_blocks,
         parts=tuple(
-            _Part(
+            _OwnedPiece(
                 placed,
                 box,
                 int(first),

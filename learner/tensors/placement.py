@@ -1,4 +1,4 @@
-"""Where the parameters lie for the caller's loop, and where for synchronization.
+"""Placement of the parameters on devices: for the caller's loop, and for synchronization.
 
 A loop of the user's own has its parameters where it wants them: on one device, cut over a mesh of
 its own, or as arrays of the host. Synchronization needs a `NamedSharding`, and keeps the rules of
@@ -24,7 +24,7 @@ Shardings = Mapping[str, Sharding | None]
 
 
 class Placement(NamedTuple):
-    """How each leaf lies, by name.
+    """The sharding of each leaf, by name.
 
     Attributes:
         inner: for synchronization.
@@ -60,7 +60,7 @@ class Placement(NamedTuple):
 
 
 def make_placement(layout: Layout, like: Params, asked: Shardings | None = None) -> Placement:
-    """Where the leaves of a tree lie.
+    """The placement of a tree's leaves.
 
     Args:
         layout: the run's.

@@ -26,12 +26,12 @@ from diloco.learner.tensors.quantize import encode
 
 
 class Delta(NamedTuple):
-    """What a version that follows the adopted one changes: new view less old, on the devices."""
+    """The codes of a version that follows the adopted one: new view less old, on the devices."""
 
     codes: Codes
 
 
-class View(NamedTuple):
+class PendingView(NamedTuple):
     """The whole view of a version that does not follow the one adopted, on the devices."""
 
     values: Blocks
@@ -87,7 +87,7 @@ class Replica:
         for kernels, owned, view in zip(self._kernels, self._ownership, views, strict=True):
             blocks = owned.place_view(view)
             leaves |= kernels.overwrite(_part(leaves, kernels), blocks)
-            self._views.append(self._kept(blocks))
+            self._views.append(self._at_anchor(blocks))
         self.trained = tree.from_names(like, self._placement.outward(leaves))
 
     def send(self, fragment: int) -> Codes:
@@ -97,14 +97,14 @@ class Replica:
         codes = kernels.send(leaves, self._view(fragment))
         self._in_flight[fragment] = codes
         if self._settings[fragment].adopt == "blend":
-            self._ahead[fragment] = self._kept(kernels.ahead(leaves, self._view(fragment)))
+            self._ahead[fragment] = self._at_anchor(kernels.ahead(leaves, self._view(fragment)))
         return codes
 
     def owned(self, fragment: int) -> np.ndarray:
         """Numbers of the blocks that this host uploads, ascending, int64 [n]."""
         return self._ownership[fragment].owned
 
-    def held(self, fragment: int) -> np.ndarray:
+    def local_blocks(self, fragment: int) -> np.ndarray:
         """Numbers of the blocks that this host's devices hold, ascending, int64 [n]."""
         return self._ownership[fragment].held
 
@@ -116,14 +116,14 @@ class Replica:
         """A version delta, of the blocks that this host holds, on its devices."""
         return Delta(self._ownership[fragment].place(rows))
 
-    def place_view(self, fragment: int, view: np.ndarray) -> View:
+    def place_view(self, fragment: int, view: np.ndarray) -> PendingView:
         """A whole view, float32 [N], on the devices."""
-        return View(self._ownership[fragment].place_view(view))
+        return PendingView(self._ownership[fragment].place_view(view))
 
     def adopt(
         self,
         fragment: int,
-        payload: Delta | View | None,
+        payload: Delta | PendingView | None,
         *,
         resolved: bool,
         blended: bool = False,
@@ -154,7 +154,7 @@ class Replica:
             part = self._settled(fragment, part)
         self._take(leaves, part)
 
-    def roll_back(self, fragment: int, view: View) -> None:
+    def roll_back(self, fragment: int, view: PendingView) -> None:
         """Set view and parameters to those of a rollback; forget what is in flight."""
         kernels = self._kernels[fragment]
         leaves = tree.by_name(self.trained)
@@ -162,7 +162,7 @@ class Replica:
         self._ahead.pop(fragment, None)
         part = self._placement.inward(_part(leaves, kernels))
         part = kernels.overwrite(part, view.values)
-        self._views[fragment] = self._kept(view.values)
+        self._views[fragment] = self._at_anchor(view.values)
         self._take(leaves, part)
 
     def view(self, fragment: int) -> np.ndarray:
@@ -218,7 +218,7 @@ class Replica:
         return self._fetched(fragment, self._views[fragment])
 
     def _fetched(self, fragment: int, kept: Blocks) -> Blocks:
-        """What is kept where views are, on the devices."""
+        """Blocks of a view, moved from where views are kept onto the devices."""
         if self._anchor is None:
             return kept
         placed = self._kernels[fragment].placed
@@ -226,7 +226,7 @@ class Replica:
             jax.device_put(piece, where.sharding) for piece, where in zip(kept, placed, strict=True)
         )
 
-    def _kept(self, blocks: Blocks) -> Blocks:
+    def _at_anchor(self, blocks: Blocks) -> Blocks:
         """Blocks where views are kept."""
         if self._anchor is None:
             return blocks
@@ -234,22 +234,22 @@ class Replica:
             jax.device_put(piece, piece.sharding.with_memory_kind(self._anchor)) for piece in blocks
         )
 
-    def _rebase(self, fragment: int, part: Leaves, payload: Delta | View) -> Leaves:
+    def _rebase(self, fragment: int, part: Leaves, payload: Delta | PendingView) -> Leaves:
         kernels, view = self._kernels[fragment], self._view(fragment)
         if isinstance(payload, Delta):
             part, view = kernels.apply(part, view, payload.codes)
         else:
             part, view = kernels.jump(part, view, payload.values)
-        self._views[fragment] = self._kept(view)
+        self._views[fragment] = self._at_anchor(view)
         return part
 
-    def _overwrite(self, fragment: int, part: Leaves, payload: Delta | View) -> Leaves:
+    def _overwrite(self, fragment: int, part: Leaves, payload: Delta | PendingView) -> Leaves:
         kernels = self._kernels[fragment]
         if isinstance(payload, Delta):
             view = kernels.advance(self._view(fragment), payload.codes)
         else:
             view = payload.values
-        self._views[fragment] = self._kept(view)
+        self._views[fragment] = self._at_anchor(view)
         if alpha := self._settings[fragment].alpha:
             return kernels.mix(part, view, alpha)
         return kernels.overwrite(part, view)

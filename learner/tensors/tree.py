@@ -28,7 +28,7 @@ from diloco.learner.task import (
 
 
 class Division(NamedTuple):
-    """How the leaves of a task's parameters divide, in their order.
+    """The division of a task's leaves by kind, in their order.
 
     Attributes:
         trained: whether a leaf is moved by the inner optimizer.
@@ -41,7 +41,7 @@ class Division(NamedTuple):
     local: tuple[bool, ...]
 
     def trained_of(self, params: Params) -> Params:
-        """What the inner optimizer sees."""
+        """The leaves that the inner optimizer sees."""
         masked, _ = split(params, self.trained)
         return masked.trained if isinstance(params, Variables) else masked
 
@@ -53,7 +53,7 @@ class Division(NamedTuple):
 
 
 def division_of(task: Task, shapes: Params) -> Division:
-    """How a task's parameters divide."""
+    """The division of a task's parameters."""
     hint = hint_of(task, shapes)
     kinds = [kind_of(tensor, hint) for tensor in tensors_of(shapes)]
     return Division(
@@ -154,7 +154,7 @@ def from_names(like: Params, leaves: dict[str, Any]) -> Params:
 
 
 def loaded_frozen(task: Task) -> dict[str, Any]:
-    """What `Task.load_frozen` gives, by the leaves' names; empty without one.
+    """The leaves that `Task.load_frozen` gives, by name; empty without one.
 
     A leaf may be one that is read as it is asked for: it has a shape and a dtype, is sliced as an
     array is, and becomes one by `numpy.asarray`.

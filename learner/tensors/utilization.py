@@ -39,7 +39,7 @@ def flops_per_token(multiplied: int, attended: int) -> float:
 
 
 def peak_flops(kind: str) -> float | None:
-    """Of a device of that kind, as JAX names it; None if it is not known here."""
+    """FLOP/s of a device of that kind at its peak, as JAX names it; None if it is not known."""
     fitting = [beginning for beginning in PEAK_FLOPS if kind.startswith(beginning)]
     return PEAK_FLOPS[max(fitting, key=len)] if fitting else None
 

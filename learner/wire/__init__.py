@@ -1,1 +1,1 @@
-"""What a learner sends and receives beside training: updates, versions, claims, checkpoints."""
+"""The learner's traffic beside training: updates, versions, claims, checkpoints."""

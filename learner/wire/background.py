@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Background:
-    """What of one learner runs on the event loop, as its training thread sees it."""
+    """A learner's tasks on the event loop, as its training thread sees them."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -41,7 +41,7 @@ class Background:
         self.loop.call_soon_threadsafe(self._begin, coroutine)
 
     def events(self, wait_s: float = 0.0) -> list[Arrived]:
-        """What has arrived; with `wait_s`, wait so long for a first one.
+        """The events that have arrived; with `wait_s`, wait so long for a first one.
 
         Raises:
             BaseException: what ended a part of the background for good.

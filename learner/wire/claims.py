@@ -26,14 +26,14 @@ from diloco.common.storage.holdings import Holding, Holdings, Sizes, declared_si
 from diloco.common.storage.tape import decode_as, publish_once
 from diloco.learner.context import Context
 from diloco.learner.wire.background import Background
-from diloco.learner.wire.incarnation import Joined, Place, last_at_leader
+from diloco.learner.wire.incarnation import DataPosition, Joined, last_at_leader
 
 # A reader that waits looks so often whether somebody wants it to end.
 LOOK_S = 0.1
 What = Literal["begin", "claim", "end"]
 
 
-class Shares:
+class GrantedShares:
     """Holdings as they are granted, for the thread that reads data.
 
     Args:
@@ -82,7 +82,7 @@ class Shares:
         return next(holds, None)
 
 
-class Claims(Shares):
+class Claims(GrantedShares):
     """The shares of host 0, which claims them.
 
     Args:
@@ -99,7 +99,7 @@ class Claims(Shares):
         context: Context,
         ends: Callable[[], bool],
         life: Joined,
-        place: Place,
+        place: DataPosition,
         *,
         background: Background,
         told: Callable[[Holding, int], None],
@@ -131,7 +131,7 @@ class Claims(Shares):
         self._background.spawn(first_of(self._follow(), self._hold(sizes)))
 
     def at(self, position: int) -> Holding | None:
-        """As `Shares.at`; the share behind the one that is found is claimed from now on."""
+        """As `GrantedShares.at`; the share behind the one that is found is claimed from now on."""
         found = super().at(position)
         if found is not None and self._sizes is not None:
             self._position = end_of(self._sizes, found)

@@ -13,7 +13,7 @@ from diloco.learner.tensors.replica import Replica
 
 
 def start_at(loaded: Loaded) -> sync.Start:
-    """Where the core begins with a fragment of which a learner has loaded this version."""
+    """The core's start with a fragment of which a learner has loaded this version."""
     record = loaded.record
     return sync.Start(record.version, record.view_digest, loaded.record_seq, record.global_step)
 
@@ -26,7 +26,7 @@ def whole(loaded: Loaded) -> Change:
     )
 
 
-class Fetcher:
+class VersionFetcher:
     """Fetches and decodes what one host holds of versions, and puts it on its devices."""
 
     def __init__(self, context: Context, tensors: Replica) -> None:
@@ -53,7 +53,7 @@ class Fetcher:
         context, (ref,) = self._context, change.deltas
         fragment = context.layout.fragments[change.fragment]
         section, size = sync_of(context.settings.sync, fragment), fragment.size
-        held = self._tensors.held(change.fragment)
+        held = self._tensors.local_blocks(change.fragment)
         codec, block = section.delta_codec, section.block
         if held.size * block == size:
             data = get_object(context.store, ref)

@@ -141,8 +141,8 @@ class _Joining:
 # --- Where a learner's data goes on
 
 
-class Place(NamedTuple):
-    """Where a learner's data goes on; of each fragment, the batches before that a crash has lost.
+class DataPosition(NamedTuple):
+    """A learner's data position; of each fragment, the batches before that a crash has lost.
 
     Those are in no update of the fragment, and not trained again: others have them.
     """
@@ -151,8 +151,8 @@ class Place(NamedTuple):
     lost: tuple[int, ...]
 
 
-async def place_after_join(context: Context) -> Place:
-    """Where the data of a learner goes on whose join is on the tape.
+async def place_after_join(context: Context) -> DataPosition:
+    """The data position of a learner whose join is on the tape.
 
     Before the join an update of an earlier life could still come, and be merged; what is stored
     behind the join is rejected as superseded.
@@ -160,7 +160,7 @@ async def place_after_join(context: Context) -> Place:
     reached = await data_reached(context, context.learner, lambda subject: _last(context, subject))
     position = max(reached.values())
     lost = lost_batches(position, reached, len(context.layout.fragments))
-    return Place(position, lost if any(lost) else ())
+    return DataPosition(position, lost if any(lost) else ())
 
 
 async def _last(context: Context, subject: str) -> Message | None:

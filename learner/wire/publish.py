@@ -34,8 +34,8 @@ SILENT_S = 8.0
 NAMED = 8
 
 
-class Stored(NamedTuple):
-    """What a host has stored of an update, and when its codes were there."""
+class UploadResult(NamedTuple):
+    """The shards of an update that a host has stored, and the time when its codes were there."""
 
     shards: tuple[wire.Shard, ...]
     encoded_at_s: float
@@ -65,13 +65,13 @@ class Uploader:
         # Of each shard, by fragment and index: what a host owns it owns for all its life.
         self._slices: dict[tuple[int, int], tuple[wire.Slice, ...]] = {}
 
-    async def store(self, incarnation: int, send: sync.Send, codes: Any) -> Stored:
+    async def store(self, incarnation: int, send: sync.Send, codes: Any) -> UploadResult:
         """Store this host's shards of an update."""
         context = self._context
         packed: _Packed | None = None
 
         def begin() -> _Packed:
-            """Pack, and store what is one shard: each way to a thread and back costs as much."""
+            """Pack the shards; store a single one here, since a change of threads costs as much."""
             nonlocal packed
             if packed is None:
                 packed = _Packed(self._pack(incarnation, send, codes), context.runtime.clock())
@@ -83,10 +83,10 @@ class Uploader:
         if len(found.shards) > 1:
             await asyncio.gather(*(self._retry(partial(self._put, *one)) for one in found.shards))
         context.traffic.bytes_up += sum(shard.size_bytes for shard, _ in found.shards)
-        return Stored(tuple(shard for shard, _ in found.shards), found.encoded_at_s)
+        return UploadResult(tuple(shard for shard, _ in found.shards), found.encoded_at_s)
 
     async def _retry(self, function: Callable[[], T]) -> T:
-        """What a blocking call gives, off the event loop, once no transient fault meets it."""
+        """Call a blocking function off the event loop until no transient fault meets it."""
         context = self._context
         return await context.runtime.retry(
             "storing a shard", lambda: context.runtime.call(function), logger=context.logger

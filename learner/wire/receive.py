@@ -28,9 +28,9 @@ from diloco.common.storage.views import Loaded, load_view
 from diloco.learner.context import Context
 from diloco.learner.core import sync
 from diloco.learner.core.boundary import NOTHING, Decoded, Post
-from diloco.learner.core.catchup import Adopted, Change, Move, Waiting, next_move
+from diloco.learner.core.catchup import Adopted, Change, FetchMove, UnfetchedRecord, next_move
 from diloco.learner.peers import Alone
-from diloco.learner.wire.fetch import Fetcher, whole
+from diloco.learner.wire.fetch import VersionFetcher, whole
 
 # Decoded versions may wait for as many bytes as views of the largest fragment: two, so that one is
 # fetched while another waits for its boundary.
@@ -104,7 +104,7 @@ class Receiver:
         self,
         context: Context,
         post: Post,
-        fetcher: Fetcher,
+        fetcher: VersionFetcher,
         peers: Alone,
         starts: Sequence[sync.Start],
         incarnation: int,
@@ -142,7 +142,7 @@ class Receiver:
                 self._queues[fragment].put_nowait(message)
 
     async def _follow_fragment(self, fragment: int) -> None:
-        waiting: list[Waiting] = []
+        waiting: list[UnfetchedRecord] = []
         while True:
             waiting += await self._arrived(fragment, waiting)
             if not waiting:
@@ -157,7 +157,9 @@ class Receiver:
             newest_seq = await self._take(fragment, move, covered)
             waiting = [one for one in waiting if one.record_seq > newest_seq]
 
-    async def _arrived(self, fragment: int, waiting: Sequence[Waiting]) -> list[Waiting]:
+    async def _arrived(
+        self, fragment: int, waiting: Sequence[UnfetchedRecord]
+    ) -> list[UnfetchedRecord]:
         """Records that have come since; if none waits yet, wait for the first."""
         queue = self._queues[fragment]
         messages = [] if waiting else [await queue.get()]
@@ -166,7 +168,7 @@ class Receiver:
         newest_seq = waiting[-1].record_seq if waiting else self._adopted[fragment].record_seq
         return [await self._read(one) for one in messages if one.seq > newest_seq]
 
-    async def _read(self, message: Message) -> Waiting:
+    async def _read(self, message: Message) -> UnfetchedRecord:
         context = self._context
         context.answers.heard(context.health, context.logger)
         try:
@@ -177,10 +179,12 @@ class Receiver:
             )
         except (ObjectMissingError, IntegrityError) as error:
             context.logger.warning("record_skipped", record_seq=message.seq, why=error.message)
-            return Waiting(message.seq, None)
-        return Waiting(message.seq, record)
+            return UnfetchedRecord(message.seq, None)
+        return UnfetchedRecord(message.seq, record)
 
-    async def _take(self, fragment: int, move: Move | None, covered: Sequence[Waiting]) -> int:
+    async def _take(
+        self, fragment: int, move: FetchMove | None, covered: Sequence[UnfetchedRecord]
+    ) -> int:
         """Fetch what a move brings and hand it over; the sequence of the newest record covered."""
         newest = covered[-1]
         if move is not None:
@@ -199,8 +203,8 @@ class Receiver:
         self._hand_over(loaded.record_seq, loaded.record, covered, payload)
         return loaded.record_seq
 
-    async def _moved(self, move: Move) -> Decoded:
-        """What a move brings.
+    async def _moved(self, move: FetchMove) -> Decoded:
+        """Fetch the tensors of a move.
 
         Raises:
             ObjectMissingError: an object was collected.
@@ -223,7 +227,7 @@ class Receiver:
         return Decoded(tensors, partial(self._room.give_back, size_bytes))
 
     async def _prepare(self, change: Change) -> Any:
-        """What a change brings, on the devices of all hosts; this host's is returned."""
+        """Fetch a change onto the devices of all hosts; this host's tensors are returned."""
         preparation = self._peers.prepare(change)
         try:
             tensors = await self._fetcher.fetch(change)
@@ -283,7 +287,11 @@ class Receiver:
         return tensors
 
     def _hand_over(
-        self, record_seq: int, record: wire.Record, covered: Sequence[Waiting], payload: Decoded
+        self,
+        record_seq: int,
+        record: wire.Record,
+        covered: Sequence[UnfetchedRecord],
+        payload: Decoded,
     ) -> None:
         context, fragment = self._context, record.fragment
         before = self._adopted[fragment].version

@@ -19,12 +19,12 @@ from diloco.common.protocol.errors import CheckpointError, DilocoError
 from diloco.learner.context import Context
 from diloco.learner.tensors import checkpoint as checkpoints
 from diloco.learner.tensors.checkpoint import (
-    Checkpoint,
     CheckpointFolder,
+    CheckpointObject,
     Facts,
     Folder,
+    HostCheckpoint,
     PartFolder,
-    Stored,
 )
 
 T = TypeVar("T")
@@ -35,11 +35,11 @@ class Fetch(Protocol):
     """Calls a function that reads the store, until it does not meet a transient fault."""
 
     def __call__(self, what: str, function: Callable[[], T]) -> T:
-        """What `function` gives; `what` is named in the log."""
+        """Call `function` and return its result; the log names `what`."""
 
 
-class Progress(NamedTuple):
-    """How far a learner is: `position` in batches of its data, `global_step` of the run."""
+class TrainingProgress(NamedTuple):
+    """A learner's progress: `position` in batches of its data, `global_step` of the run."""
 
     local_step: int
     tokens: int
@@ -76,7 +76,7 @@ class Checkpoints(Protocol):
     def due(self) -> bool:
         """Whether it is time for one."""
 
-    def save(self, state: Any, progress: Progress) -> None:
+    def save(self, state: Any, progress: TrainingProgress) -> None:
         """Make one."""
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ class NoCheckpoints:
         """Never."""
         return False
 
-    def save(self, state: Any, progress: Progress) -> None:
+    def save(self, state: Any, progress: TrainingProgress) -> None:
         """Nowhere."""
 
     def close(self) -> None:
@@ -131,7 +131,7 @@ class Saver:
         idle = self._running is None or self._running.done()
         return waited_s >= self._section.checkpoint_interval_s and idle
 
-    def save(self, state: Any, progress: Progress) -> None:
+    def save(self, state: Any, progress: TrainingProgress) -> None:
         """Make a checkpoint, after the one that is being made."""
         self._made_s = time.monotonic()
         copies = checkpoints.copied(state)
@@ -144,7 +144,7 @@ class Saver:
         """Wait for what is being made."""
         self._worker.shutdown()
 
-    def _make(self, copies: Any, progress: Progress, stall_s: float) -> None:
+    def _make(self, copies: Any, progress: TrainingProgress, stall_s: float) -> None:
         context, began_s = self._context, time.monotonic()
         try:
             arrays = checkpoints.on_host(copies)
@@ -157,7 +157,7 @@ class Saver:
                 leaves=checkpoints.describe(copies, arrays),
                 **progress._asdict(),
             )
-            number = self._folder.write(Checkpoint(facts, arrays))
+            number = self._folder.write(HostCheckpoint(facts, arrays))
             context.logger.info(
                 "checkpoint_saved",
                 number=number,
@@ -167,7 +167,7 @@ class Saver:
                 stall_s=round(stall_s, 6),
             )
             if self._section.checkpoint_upload:
-                self._upload(Checkpoint(facts, arrays))
+                self._upload(HostCheckpoint(facts, arrays))
             context.metrics.set(metrics.CHECKPOINTED_AT, context.runtime.clock())
             context.health.troubles.pop("checkpoint", None)
         except Exception as error:  # noqa: BLE001 - training goes on without this checkpoint
@@ -177,7 +177,7 @@ class Saver:
             context.metrics.add(metrics.CHECKPOINT_FAILURES)
             context.health.troubles["checkpoint"] = f"checkpoints fail: {error}"
 
-    def _upload(self, checkpoint: Checkpoint) -> None:
+    def _upload(self, checkpoint: HostCheckpoint) -> None:
         """Put it into the store, and delete this learner's others there but the newest.
 
         What has more steps is of a line of checkpoints that this life has not gone on from.
@@ -302,14 +302,14 @@ def _healthy(
 
 
 class _Search(NamedTuple):
-    """Where to look for a checkpoint, in order; `build` makes a state of what was read."""
+    """The order in which to look for a checkpoint; `build` makes a state of the bytes read."""
 
     context: Context
     section: LearnerSection
     folder: CheckpointFolder | None
     like: Any
     fetch: Fetch
-    build: Callable[[Any, Checkpoint], Any]
+    build: Callable[[Any, HostCheckpoint], Any]
 
     def candidates(self) -> Iterator[_Candidate]:
         own = self.context.learner
@@ -343,9 +343,9 @@ class _Search(NamedTuple):
         facts = self.folder.facts(number)
         self._check(facts, self.context.learner)
         arrays = self.folder.arrays(number, facts)
-        return facts, self.build(self.like, Checkpoint(facts, arrays))
+        return facts, self.build(self.like, HostCheckpoint(facts, arrays))
 
-    def _read_stored(self, stored: Stored) -> tuple[Facts, Any]:
+    def _read_stored(self, stored: CheckpointObject) -> tuple[Facts, Any]:
         largest = checkpoints.largest_object(self.like)
         if stored.size_bytes > largest:
             raise CheckpointError(f"{stored.size_bytes} bytes, more than {largest}")

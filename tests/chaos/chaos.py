@@ -53,7 +53,7 @@ from diloco.judge.audit import audit  # noqa: E402
 from diloco.judge.doctor import examine, show  # noqa: E402
 from diloco.judge.objects import check_objects  # noqa: E402
 from diloco.operate.create import create_from  # noqa: E402
-from diloco.operate.local.fleet import Fleet  # noqa: E402
+from diloco.operate.local.fleet import LocalDaemons  # noqa: E402
 from diloco.run.cli.opening import open_run  # noqa: E402
 from diloco.run.history import History, read_history  # noqa: E402
 
@@ -296,7 +296,7 @@ def perform(seed: int, seconds: float, folder: Path, console: Console) -> dict[s
     (folder / "notes").mkdir()
     with (
         NatsServer(folder / "nats") as server,
-        Fleet(folder / "logs") as fleet,
+        LocalDaemons(folder / "logs") as fleet,
         Network() as network,
     ):
         fleet.adopt(server)

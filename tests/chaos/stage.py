@@ -15,7 +15,7 @@ from proxy import Network, Proxy
 from schedule import ALL, Fault
 
 from diloco.common.process.nats_server import NatsServer
-from diloco.operate.local.fleet import Fleet
+from diloco.operate.local.fleet import LocalDaemons
 
 
 class BrokenError(Exception):
@@ -46,7 +46,7 @@ class Stage:
     learners: list[str]
     aggregators: list[str]
     server: NatsServer
-    fleet: Fleet
+    fleet: LocalDaemons
     network: Network
     proxies: dict[str, Proxy] = field(default_factory=dict)
     suffered: list[Suffered] = field(default_factory=list)

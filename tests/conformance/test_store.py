@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import diloco.common.storage.store.directory
-from diloco.common.protocol.buffers import Parts
+from diloco.common.protocol.buffers import Buffers
 from diloco.common.protocol.errors import (
     ConfigError,
     ObjectExistsError,
@@ -124,15 +124,15 @@ def test_bytes_from_several_places_are_one_object(
     store: ObjectStore, lengths: tuple[int, ...]
 ) -> None:
     runs = [bytes([index + 1]) * length for index, length in enumerate(lengths)]
-    store.put("o", Parts(*runs))
+    store.put("o", Buffers(*runs))
     assert store.get("o") == b"".join(runs)
-    store.put("o", Parts(*runs))
+    store.put("o", Buffers(*runs))
     store.put("o", b"".join(runs))
     with pytest.raises(ObjectExistsError):
-        store.put("o", Parts(*runs, b"more"))
+        store.put("o", Buffers(*runs, b"more"))
     if any(lengths):
         with pytest.raises(ObjectExistsError):
-            store.put("o", Parts(*runs[1:], runs[0]))
+            store.put("o", Buffers(*runs[1:], runs[0]))
 
 
 def test_the_callers_buffer_may_change_afterwards(store: ObjectStore) -> None:

@@ -28,7 +28,7 @@ from diloco.common.protocol.errors import (
     TaskError,
 )
 from diloco.run.cli.opening import open_run
-from diloco.run.state import Run
+from diloco.run.state import RunStatus
 from diloco.run.watch import Watch
 
 TRUTH = np.random.default_rng(3).normal(size=(12, 3)).astype(np.float32)
@@ -492,6 +492,6 @@ def test_a_task_whose_optimizer_goes_uphill_ends_before_anything_is_sent(new_wor
     assert [one.state for one in status.learners] == ["failed"]
 
 
-async def _look(world: World) -> Run:
+async def _look(world: World) -> RunStatus:
     async with open_run(world.config_path, reads=True) as opened:
         return await Watch(opened.context).begin()

@@ -24,7 +24,7 @@ from diloco.operate.remove import belongings, check_bundled, remove
 from diloco.replay.bundle import run_bundle
 from diloco.replay.options import BundleOptions
 from diloco.replay.restore import run_restore
-from diloco.run.cli.opening import Place, open_run, use_place
+from diloco.run.cli.opening import RunLocation, open_run, use_place
 
 FRAGMENTS = 3
 
@@ -109,18 +109,18 @@ def test_a_run_that_is_bundled_and_removed_can_be_restored(
     with pytest.raises(IntegrityError, match="is not the whole run"):
         asyncio.run(check_bundled(str(copy), tmp_path / "short"))
     with NatsServer(tmp_path / "other") as server:
-        use_place(Place(server.url, str(tmp_path / "objects")))
+        use_place(RunLocation(server.url, str(tmp_path / "objects")))
         try:
             run_restore(file, None, objects=True)
             assert opened(ended_run.name)[0] == ended_run.name
             asyncio.run(check_bundled(ended_run.name, file))
             # Nothing is put beside the objects of a run that is there.
-            use_place(Place(server.url, str(tmp_path / "untouched")))
+            use_place(RunLocation(server.url, str(tmp_path / "untouched")))
             with pytest.raises(BusError, match="exists already"):
                 run_restore(file, None, objects=True)
             assert not (tmp_path / "untouched").exists()
         finally:
-            use_place(Place())
+            use_place(RunLocation())
 
 
 def without_last_message(frames: Frames) -> Frames:

@@ -24,14 +24,14 @@ from diloco.replay.bundle import run_bundle
 from diloco.replay.export import run_export
 from diloco.replay.options import BundleOptions, Options
 from diloco.replay.restore import run_restore
-from diloco.run.cli.opening import Place, use_place
+from diloco.run.cli.opening import RunLocation, use_place
 
 
 @pytest.fixture(autouse=True)
 def _places(eventful):
-    use_place(Place(None, str(eventful.store)))
+    use_place(RunLocation(None, str(eventful.store)))
     yield
-    use_place(Place())
+    use_place(RunLocation())
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def eventful(made_once):
     world = World(folder, tomllib.loads((folder / "run.toml").read_text()))
     # Most is asked of the file: no server need be started for it.
     world.tape_file = folder / "run.tape"
-    use_place(Place(None, str(world.store)))
+    use_place(RunLocation(None, str(world.store)))
     world.tape = read_tape(world, world.tape_file)
     return world
 
@@ -125,7 +125,7 @@ def test_every_version_is_made_again_and_every_decision_is_made_again(eventful):
 
 def test_a_tape_in_a_file_is_the_same_tape(eventful, tmp_path, own_nats_server):
     one, other = eventful.tape_file, tmp_path / "other.tape"
-    use_place(Place(own_nats_server.url, str(eventful.store)))
+    use_place(RunLocation(own_nats_server.url, str(eventful.store)))
     with pytest.raises(ConfigError, match="exists already"):
         run_bundle(str(eventful.folder), one, BundleOptions(objects=False))
     # From the file alone, beside the store.
@@ -185,7 +185,7 @@ def test_a_turned_bit_is_found(eventful, tmp_path):
     """In each kind of object; and the report says where to look."""
     store = tmp_path / "store"
     shutil.copytree(eventful.store, store)
-    use_place(Place(None, str(store)))
+    use_place(RunLocation(None, str(store)))
     tape = eventful.tape
     _, record = tape.records[1][3]
     assert record.what == "version"

@@ -16,7 +16,7 @@ from diloco.common.process import log
 from diloco.program import app
 from diloco.replay.bundle import run_bundle
 from diloco.replay.options import BundleOptions
-from diloco.run.cli.opening import Place, use_place
+from diloco.run.cli.opening import RunLocation, use_place
 
 pytestmark = pytest.mark.slow
 
@@ -30,11 +30,11 @@ VERDICTS = {"labels": "harmful", "rate": "harmful", "noise": "useless"}
 def case(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     run = spoiled.make_run(folder, request.param)
-    use_place(Place(None, str(run.store)))
+    use_place(RunLocation(None, str(run.store)))
     try:
         run_bundle(str(run.tape), folder / "run.bundle", BundleOptions())
     finally:
-        use_place(Place())
+        use_place(RunLocation())
     return request.param, folder
 
 

@@ -13,7 +13,7 @@ from tiny_task import BATCH
 
 from diloco.common.process.config import BusSection
 from diloco.run.cli.opening import open_run
-from diloco.run.state import Run
+from diloco.run.state import RunStatus
 from diloco.run.watch import Watch, read_runs
 from diloco.show.status.screen import picture
 
@@ -46,21 +46,21 @@ def loaded_by(world: World, command: list[str]) -> list[str]:
     return found
 
 
-def status_of(world: World) -> Run:
-    async def look() -> Run:
+def status_of(world: World) -> RunStatus:
+    async def look() -> RunStatus:
         async with open_run(world.config_path) as opened:
             return await Watch(opened.context).begin()
 
     return asyncio.run(look())
 
 
-def drawn(status: Run) -> str:
+def drawn(status: RunStatus) -> str:
     console = Console(width=80, file=io.StringIO(), record=True)
     console.print(picture(status))
     return console.export_text()
 
 
-def about(status: Run) -> set[str]:
+def about(status: RunStatus) -> set[str]:
     return {finding.about for finding in status.alerts}
 
 

@@ -82,7 +82,7 @@ def test_logits_loss_and_gradient_are_those_of_transformers(made, case):
     assert apart(loss, wanted["loss"]) <= TOLERANCE
     leaves = tree.by_name(gradient)
     for name, entry in table(config).items():
-        for layer, foreign in enumerate(entry.foreign_names()):
+        for layer, foreign in enumerate(entry.checkpoint_names()):
             found = leaves[name][layer] if entry.stacked else leaves[name]
             found = found.T if entry.transposed else found
             assert apart(found, wanted[f"gradient/{foreign}"]) <= TOLERANCE, foreign

@@ -35,7 +35,7 @@ def merged(vectors, center, radius, times=1.0, codec="float32", weights=None) ->
     total = accumulator.total().copy()
     factors_S = centering.scaled(factors(GRID, accumulator, contributions), radius_S, found)
     summed = total * GRID.per_block(factors_S).repeat(BLOCK)
-    return summed + center * centering.kept(contributions, radius_S)[0]
+    return summed + center * centering.center_share(contributions, radius_S)[0]
 
 
 def drawn(seed: int, count: int, spread: float) -> tuple[np.ndarray, list[np.ndarray]]:

@@ -9,7 +9,7 @@ import pytest
 
 from diloco.common.process.config import parse_settings
 from diloco.plan import traffic as plan_traffic
-from diloco.plan.forecast import Fleet, Island, make_plan
+from diloco.plan.forecast import Fleet, PlannedIsland, make_plan
 from diloco.plan.outages import Outages
 
 YEAR_S = 365.25 * 86400
@@ -30,7 +30,7 @@ def planned(learners: int, chips: int, **options):
     settings = parse_settings(RUN)
     sized = plan_traffic.sizes(settings, plan_traffic.equal_fragments(settings, PARAMETERS))
     fleet = Fleet(
-        islands=(Island(chips=chips // learners),) * learners,
+        islands=(PlannedIsland(chips=chips // learners),) * learners,
         outages=Outages(mtbi_s=YEAR_S),
         elastic=True,
     )

@@ -9,7 +9,7 @@ import functools
 import pytest
 
 from bench import sweep
-from bench.sweep import FLOAT32, SYNCHRONOUS, Case, Recipe
+from bench.sweep import FLOAT32, SYNCHRONOUS, Recipe, SweepCase
 
 BUDGET = 240
 BATCH = sweep.task_of(Recipe("student", "adamw", 0.0), 0).tokens_per_batch
@@ -18,7 +18,7 @@ BATCH = sweep.task_of(Recipe("student", "adamw", 0.0), 0).tokens_per_batch
 @functools.cache
 def outcome(fleet="equal", extra=0.0, settings=(), **fields):
     """What a case of the student comes to."""
-    case = Case(
+    case = SweepCase(
         group="test",
         name="",
         budget=BUDGET,

@@ -13,7 +13,7 @@ import pytest
 from records import make_input, make_record, make_ref
 
 from diloco.aggregator.core import garbage, memory
-from diloco.aggregator.core.garbage import Fleet, Ledger
+from diloco.aggregator.core.garbage import Announcers, Ledger
 from diloco.aggregator.core.updates import UpdateId
 from diloco.common.protocol import names, slices, wire
 
@@ -258,9 +258,9 @@ class History:
 
     # Collecting
 
-    def fleet(self) -> Fleet:
+    def fleet(self) -> Announcers:
         lives = {name: life.incarnation for name, life in self.lives.items()}
-        return Fleet(lives, frozenset(self.pending))
+        return Announcers(lives, frozenset(self.pending))
 
     def pinned(self) -> set[int]:
         kept = garbage.pinned_checkpoints(self.checkpoints, self.whole, self.keep)

@@ -14,9 +14,9 @@ from test_machine_properties import ACTIONS, History, OneLearner, name_of
 
 from diloco.aggregator.core import events
 from diloco.common.protocol import names, wire
-from diloco.common.storage.tape import Entry, Garbage, record_digest
+from diloco.common.storage.tape import Entry, InvalidMessage, record_digest
 from diloco.judge.oracle.chain import Chain
-from diloco.judge.oracle.finding import Finding
+from diloco.judge.oracle.finding import Violation
 
 HISTORIES = 60
 EVENTS = 600
@@ -154,14 +154,14 @@ class Judged(History):
                 )  # fmt: skip
         return wire.Stop(run="lab", global_step=0, reason="steps", by="test")
 
-    def item(self, event: events.Event) -> Entry | Garbage:
+    def item(self, event: events.Event) -> Entry | InvalidMessage:
         """The message of an event, as a reader of the tape has it."""
         at, size_bytes = (event.stream_seq, event.stored_at_s), getattr(event, "size_bytes", 1)
         if isinstance(event, events.Undecoded):
-            return Garbage(*at, names.update("lab", event.learner, 0), "", size_bytes)
+            return InvalidMessage(*at, names.update("lab", event.learner, 0), "", size_bytes)
         return Entry(*at, "", self.body(event), size_bytes)
 
-    def items(self) -> list[Entry | Garbage]:
+    def items(self) -> list[Entry | InvalidMessage]:
         """The tape, with completed records."""
         found = [self.item(event) for event in self.lab.tape]
         before = None
@@ -201,13 +201,13 @@ class Judged(History):
             }  # fmt: skip
         return record.model_copy(update=fields)
 
-    def judge(self) -> tuple[list[Finding], Chain]:
+    def judge(self) -> tuple[list[Violation], Chain]:
         """What the oracle says."""
         chain = Chain(LAYOUT, self.settings, {}, 0)
         chain.late_s = 1e-6
         findings = []
         for entry in self.items():
-            if isinstance(entry, Garbage):
+            if isinstance(entry, InvalidMessage):
                 chain.pass_over(entry)
                 continue
             chain.hear(entry)

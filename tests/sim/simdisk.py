@@ -17,8 +17,8 @@ from diloco.common.process.config import LearnerSection
 from diloco.learner.context import Context
 from diloco.learner.synchronizer import Synchronizer
 from diloco.learner.tensors import checkpoint as checkpoints
-from diloco.learner.tensors.checkpoint import Checkpoint, Facts, PartFolder
-from diloco.learner.wire.recovery import Progress, Restored, restore
+from diloco.learner.tensors.checkpoint import Facts, HostCheckpoint, PartFolder
+from diloco.learner.wire.recovery import Restored, TrainingProgress, restore
 
 KEEP = 12
 EVERY_STEPS = 3
@@ -54,7 +54,7 @@ class Disk:
         if step % EVERY_STEPS:
             return
         arrays = {key: np.full(4, step, np.float32) for key in checkpoints.on_host(LIKE)}
-        progress = Progress(step, synchronizer.meter.tokens, synchronizer.position, 0)
+        progress = TrainingProgress(step, synchronizer.meter.tokens, synchronizer.position, 0)
         facts = Facts(
             run=context.run,
             learner=context.learner,
@@ -64,10 +64,10 @@ class Disk:
             leaves=checkpoints.describe(LIKE, arrays),
             **progress._asdict(),
         )
-        actor.effect("save", str(step), lambda: self._write(Checkpoint(facts, arrays)))
+        actor.effect("save", str(step), lambda: self._write(HostCheckpoint(facts, arrays)))
         actor.world.injected["checkpoints"] += 1
 
-    def _write(self, checkpoint: Checkpoint) -> None:
+    def _write(self, checkpoint: HostCheckpoint) -> None:
         self._parts.write(checkpoint)
         self._written = True
         self._whole = [*self._whole, checkpoint.facts.local_step][-KEEP:]

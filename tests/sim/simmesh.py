@@ -14,7 +14,7 @@ from simtensors import LightReplica
 from diloco.common.protocol.codec import Encoded
 from diloco.learner.context import Context
 from diloco.learner.core import sync
-from diloco.learner.wire.publish import Stored, Uploader
+from diloco.learner.wire.publish import Uploader, UploadResult
 
 # Runs of blocks of one host, of any length.
 RUNS = 6
@@ -65,10 +65,10 @@ class MeshUploader:
             for host in range(hosts)
         ]  # fmt: skip
 
-    async def store(self, incarnation: int, send: sync.Send, codes: Any) -> Stored:
+    async def store(self, incarnation: int, send: sync.Send, codes: Any) -> UploadResult:
         """As `Uploader.store`, of all hosts."""
         stored = await asyncio.gather(
             *(uploader.store(incarnation, send, codes) for uploader in self._uploaders)
         )
         entries = [entry for each in stored for entry in each.shards]
-        return Stored(tuple(entries), max(each.encoded_at_s for each in stored))
+        return UploadResult(tuple(entries), max(each.encoded_at_s for each in stored))

@@ -13,7 +13,7 @@ from diloco.common.protocol.layout import Layout
 from diloco.common.storage.bus import Message
 from diloco.common.storage.store import ObjectStore
 from diloco.common.storage.tape import read_message, read_positions
-from diloco.judge.oracle import Finding, Oracle, Remaker
+from diloco.judge.oracle import Oracle, Remaker, Violation
 from diloco.judge.oracle.arrays import Arrays, Grid, Numbers
 
 
@@ -70,7 +70,7 @@ class Beside:
 
     def take(
         self, message: Message, store: ObjectStore, injected: Mapping[str, int]
-    ) -> list[Finding]:
+    ) -> list[Violation]:
         """The tape's next message; what it breaks, given the faults so far."""
         item = read_message(message, store, self._layout)
         body = getattr(item, "body", None)

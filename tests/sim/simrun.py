@@ -439,7 +439,7 @@ def _freeze() -> None:
 
 @contextlib.contextmanager
 def _without_collector() -> Iterator[None]:
-    """No cycle is worth looking for while a world stands, which is one itself; then now and then."""
+    """Stop Python's garbage collector while a world stands; collect after every few worlds."""
     _freeze()
     gc.disable()
     try:

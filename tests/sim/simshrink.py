@@ -85,7 +85,7 @@ Event = tuple[float, str, str, str]
 
 
 def _concerns(about: str, event: Event) -> bool:
-    """Whether an event is of the learner or fragment that a violation is about; else all are."""
+    """Whether an event is of the learner or fragment of a violation; if it has neither, all are."""
     _, actor, what, name = event
     if "heartbeat" in name or "rejected" in name:
         return False

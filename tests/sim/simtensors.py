@@ -32,7 +32,7 @@ from diloco.common.protocol import shards, slices, wire
 from diloco.common.protocol.codec import Encoded, decode_numpy
 from diloco.common.protocol.layout import Layout
 from diloco.common.storage.store import ObjectStore
-from diloco.learner.tensors.replica import Delta, Replica, View
+from diloco.learner.tensors.replica import Delta, PendingView, Replica
 
 TOKENS = 100
 # What every block of a light update begins with: learner, start, stop.
@@ -106,8 +106,8 @@ class LightReplica:
     def place(self, fragment: int, rows: Encoded) -> Delta:
         return Delta(rows.codes.reshape(self.views[fragment].shape))
 
-    def place_view(self, _fragment: int, view: np.ndarray) -> View:
-        return View(view)
+    def place_view(self, _fragment: int, view: np.ndarray) -> PendingView:
+        return PendingView(view)
 
     def send(self, fragment: int) -> Encoded:
         self._in_flight[fragment] = self.position
@@ -119,7 +119,7 @@ class LightReplica:
     def adopt(
         self,
         fragment: int,
-        payload: Delta | View | None,
+        payload: Delta | PendingView | None,
         *,
         resolved: bool,
         blended: bool = False,
@@ -136,7 +136,7 @@ class LightReplica:
         if payload is not None and self._overwritten[fragment]:
             self._starts[fragment] = self.position
 
-    def roll_back(self, fragment: int, view: View) -> None:
+    def roll_back(self, fragment: int, view: PendingView) -> None:
         self.views[fragment] = view.values
         self._in_flight.pop(fragment, None)
         self._starts[fragment] = self.position

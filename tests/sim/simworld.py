@@ -52,7 +52,7 @@ from diloco.learner.core.boundary import NOTHING, Arrived, Decoded
 from diloco.learner.core.planner import HOLD_S, Planner
 from diloco.learner.peers import Alone
 from diloco.learner.synchronizer import Meter, Synchronizer
-from diloco.learner.wire.fetch import Fetcher, start_at
+from diloco.learner.wire.fetch import VersionFetcher, start_at
 from diloco.learner.wire.incarnation import Joined, end_when_superseded, join, place_after_join
 from diloco.learner.wire.publish import Publisher, Uploader
 from diloco.learner.wire.receive import Receiver, load
@@ -496,7 +496,12 @@ class SimLearner:
         uploader = self._uploader(actor, context, replica)
         publisher = Publisher(context, background.post, uploader, peers, life)
         receiver = Receiver(
-            context, background.post, Fetcher(context, replica), peers, starts, life.incarnation
+            context,
+            background.post,
+            VersionFetcher(context, replica),
+            peers,
+            starts,
+            life.incarnation,
         )
         background.spawn(receiver.follow())
         background.spawn(self._end_when_superseded(context, life))

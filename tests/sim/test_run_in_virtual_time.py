@@ -8,7 +8,7 @@ from simtensors import Ledger, Light
 from simworld import SimLearner, World, ended
 
 from diloco.common.protocol import names, wire
-from diloco.learner.context import Traffic
+from diloco.learner.context import TrafficCounts
 from diloco.learner.synchronizer import Meter
 
 LEDGER = {
@@ -223,7 +223,7 @@ def test_a_superseded_life_that_goes_on_is_not_waited_for():
     async def beat_for_ever():
         bus = Actor("ghost", world).bus
         subject = names.heartbeat(world.run_name, first.name)
-        beat = Meter(first.name, Traffic()).heartbeat(first.incarnation)
+        beat = Meter(first.name, TrafficCounts()).heartbeat(first.incarnation)
         while True:
             await bus.publish(subject, wire.encode(beat))
             await asyncio.sleep(1.0)

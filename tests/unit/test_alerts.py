@@ -15,7 +15,7 @@ from diloco.judge import symptoms
 from diloco.judge.doctor import Report
 from diloco.run import findings
 from diloco.run.state import Finding, Observed
-from diloco.show.alerts.ledger import Ledger, Notice
+from diloco.show.alerts.ledger import AlertLedger, Notice
 from diloco.show.alerts.watching import is_blind
 from diloco.show.alerts.webhook import Outbox, Webhook, WebhookAwayError, WebhookError
 
@@ -43,7 +43,7 @@ def told(notices: list[Notice]) -> list[tuple[str, str]]:
 
 
 def test_an_alert_is_told_once_however_its_sentence_changes_and_once_when_it_is_over() -> None:
-    ledger = Ledger()
+    ledger = AlertLedger()
     assert told(ledger.look([silent(5), FINE, NOTE], 10.0)) == [("warning", "learner a")]
     assert ledger.look([silent(15)], 20.0) == []
     assert told(ledger.look([silent(25), silent(1, "b")], 30.0)) == [("warning", "learner b")]
@@ -56,7 +56,7 @@ def test_an_alert_is_told_once_however_its_sentence_changes_and_once_when_it_is_
 
 
 def test_findings_of_one_thing_and_page_are_one_alert_and_a_worse_one_is_told_again() -> None:
-    ledger = Ledger()
+    ledger = AlertLedger()
     (first,) = ledger.look([silent(5)], 10.0)
     (worse,) = ledger.look([silent(15), error()], 20.0)
     assert worse.alert.severity == "error"
@@ -69,7 +69,7 @@ def test_findings_of_one_thing_and_page_are_one_alert_and_a_worse_one_is_told_ag
 
 
 def test_what_comes_and_goes_within_the_hold_is_not_told() -> None:
-    ledger = Ledger(hold_s=30.0)
+    ledger = AlertLedger(hold_s=30.0)
     assert ledger.look([silent(5)], 0.0) == []
     assert ledger.look([], 10.0) == []
     assert ledger.look([silent(5)], 20.0) == []
@@ -83,7 +83,7 @@ def test_what_comes_and_goes_within_the_hold_is_not_told() -> None:
 
 
 def test_who_cannot_look_says_of_nothing_that_it_is_over() -> None:
-    ledger = Ledger()
+    ledger = AlertLedger()
     ledger.look([silent(5)], 0.0)
     away = error("bus", findings.NATS_AWAY)
     assert is_blind([away])
@@ -94,16 +94,16 @@ def test_who_cannot_look_says_of_nothing_that_it_is_over() -> None:
 
 
 def test_only_what_is_severe_enough_is_told() -> None:
-    ledger = Ledger(least="error")
+    ledger = AlertLedger(least="error")
     assert ledger.look([silent(5)], 0.0) == []
     assert told(ledger.look([silent(5), error()], 10.0)) == [("error", "learner a")]
 
 
 def test_another_process_goes_on_from_what_was_told() -> None:
-    ledger = Ledger()
+    ledger = AlertLedger()
     (before,) = ledger.look([silent(5)], 10.0)
     kept = json.loads(json.dumps([asdict(alert) for alert in ledger.firing()]))
-    after = Ledger()
+    after = AlertLedger()
     after.restore(kept)
     assert after.look([silent(65)], 70.0) == []
     (over,) = after.look([], 80.0)
@@ -120,7 +120,7 @@ def test_of_the_doctor_only_what_the_status_does_not_say_is_taken() -> None:
 
 
 def test_the_body_says_all_of_an_alert() -> None:
-    (fires,) = Ledger().look([silent(5)], 1_700_000_000.0)
+    (fires,) = AlertLedger().look([silent(5)], 1_700_000_000.0)
     ident = fires.alert.id("demo")
     assert fires.body("demo") == {
         "version": 1, "status": "firing", "id": ident, "run": "demo", "severity": "warning",
@@ -145,7 +145,7 @@ def deliver(receiver: Receiver, *findings: Finding, url: str | None = None) -> i
 
     async def run() -> int:
         outbox = Outbox(Webhook(url or receiver.url), "demo", Runtime())
-        for notice in Ledger().look(findings, 1.0):
+        for notice in AlertLedger().look(findings, 1.0):
             outbox.add(notice)
         return await outbox.close(60.0)
 
@@ -171,7 +171,7 @@ def test_what_a_receiver_refuses_is_said_and_not_sent_again(status: int) -> None
 def test_an_outbox_that_is_closed_says_what_waits() -> None:
     async def run() -> int:
         outbox = Outbox(Webhook("http://127.0.0.1:9/hook"), "demo", Runtime())
-        for notice in Ledger().look([silent(5), silent(5, "b")], 1.0):
+        for notice in AlertLedger().look([silent(5), silent(5, "b")], 1.0):
             outbox.add(notice)
         return await outbox.close(0.2)
 

@@ -5,7 +5,7 @@ import pytest
 
 from diloco.aggregator.arrays.fragment import FragmentArrays, payload_of
 from diloco.aggregator.core import policy
-from diloco.aggregator.core.updates import Admitted, Credit
+from diloco.aggregator.core.updates import Admitted, UpdateCredit
 from diloco.common.process.averaged import settings_of
 from diloco.common.process.config import make_config
 from diloco.common.protocol import slices, wire
@@ -41,7 +41,7 @@ def admitted(learner, tokens, steps, staleness=0):
     )  # fmt: skip
     weight = policy.weight(tokens, steps, averaged=RULES.averaged)
     discount = policy.discount(RULES.staleness, staleness)
-    return Admitted(manifest, 1, Credit(steps, tokens, weight), staleness, discount, 1.0, 0.0)
+    return Admitted(manifest, 1, UpdateCredit(steps, tokens, weight), staleness, discount, 1.0, 0.0)
 
 
 def version_of(view, updates):

@@ -17,7 +17,7 @@ from diloco.replay.diff import run_diff
 from diloco.replay.options import Options
 from diloco.replay.run import run_replay
 from diloco.replay.show import run_show
-from diloco.run.cli.opening import Place, use_place
+from diloco.run.cli.opening import RunLocation, use_place
 
 KINDS = ("labels", "rate", "noise")
 
@@ -47,7 +47,7 @@ def runs(tmp_path_factory):
 @pytest.fixture
 def asked(runs, capsys):
     def ask(kind, *, store=None, status=0, **options):
-        use_place(Place(None, str(store or runs[kind].store)))
+        use_place(RunLocation(None, str(store or runs[kind].store)))
         # Its making is logged to the same output.
         capsys.readouterr()
         console = Console(file=io.StringIO(), width=200)
@@ -55,7 +55,7 @@ def asked(runs, capsys):
         return capsys.readouterr().out if options.get("json") else console.file.getvalue()
 
     yield ask
-    use_place(Place())
+    use_place(RunLocation())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -91,11 +91,11 @@ def test_nobody_is_blamed_for_an_honest_run(asked, tmp_path):
 
 @pytest.mark.parametrize(("kind", "told"), [("step", True), ("", False)])
 def test_an_outer_step_that_ruins_the_model_is_told_by_the_doctor(runs, kind, told, capsys):
-    use_place(Place(None, str(runs[kind].store)))
+    use_place(RunLocation(None, str(runs[kind].store)))
     try:
         report = asyncio.run(examine(str(runs[kind].tape), deep=True))
     finally:
-        use_place(Place())
+        use_place(RunLocation())
     found = [one for one in report.findings if one.about == "held-out loss"]
     assert bool(found) == told
     assert not told or "outer.learning_rate" in found[0].advice

@@ -21,8 +21,7 @@ from typing import Any
 import pytest
 from small_release import archive_of
 
-from diloco.infra import boot, release
-from diloco.infra import cloud_units as beside
+from diloco.infra import boot, cloud_units, release
 from diloco.infra.cloud import Google
 
 ROOT = Path(__file__).parents[2]
@@ -189,20 +188,20 @@ def test_nothing_is_fetched_but_the_release(machine: Machine, word: str) -> None
 
 def test_a_learners_machine_answers_health_checks_first(machine: Machine, cloud: Cloud) -> None:
     commands = machine.boot()
-    units = f"{beside.LOGS} {beside.LIVEZ}"
+    units = f"{cloud_units.LOGS} {cloud_units.LIVEZ}"
     assert commands[:2] == ["systemctl daemon-reload", f"systemctl enable --now {units}"]
-    unit = (machine.root / "etc/systemd/system" / beside.LIVEZ).read_text()
+    unit = (machine.root / "etc/systemd/system" / cloud_units.LIVEZ).read_text()
     (folder,) = re.findall(r"^WorkingDirectory=(\S+)$", unit, re.MULTILINE)
     template = (ROOT / "infra/terraform/startup.py.tftpl").read_text()
     assert f'home = pathlib.Path("{folder}")' in template
     cloud.parameters |= {"role": "aggregator", "units": ["diloco-aggregator.service"]}
     said = " ".join(machine.boot())
-    assert beside.LIVEZ not in said
-    assert beside.LOGS in said
+    assert cloud_units.LIVEZ not in said
+    assert cloud_units.LOGS in said
 
 
 def test_the_answer_to_health_checks() -> None:
-    server = beside.livez_server("127.0.0.1", 0)
+    server = cloud_units.livez_server("127.0.0.1", 0)
     thread = threading.Thread(target=server.serve_forever, args=[0.01])
     thread.start()
     url = f"http://127.0.0.1:{server.server_port}"
@@ -218,7 +217,7 @@ def test_the_answer_to_health_checks() -> None:
 
 def test_terraform_asks_where_machines_answer() -> None:
     text = (ROOT / "infra/terraform/main.tf").read_text()
-    assert re.findall(r"livez_port\s+= (\d+)", text) == [str(beside.LIVEZ_PORT)]
+    assert re.findall(r"livez_port\s+= (\d+)", text) == [str(cloud_units.LIVEZ_PORT)]
 
 
 def test_a_second_boot_installs_nothing_and_disturbs_nobody(machine: Machine) -> None:
@@ -315,7 +314,7 @@ def test_a_release_that_does_not_fit_is_refused_with_a_sentence_and_the_old_one_
 
 def test_a_first_release_that_does_not_fit_starts_nothing(machine: Machine, cloud: Cloud) -> None:
     cloud.release("first", architecture="s390x")
-    with pytest.raises(release.Refused, match="is for s390x"):
+    with pytest.raises(release.ReleaseRefused, match="is for s390x"):
         machine.boot()
     assert machine.kept == set()
     assert not (machine.root / "opt/diloco").is_symlink()
@@ -339,7 +338,7 @@ def test_programs_that_do_not_run_here_are_never_switched_to(
 
 def test_a_release_with_other_bytes_is_refused(machine: Machine, cloud: Cloud) -> None:
     cloud.objects["common/first.tar.gz"] += b"\0"
-    with pytest.raises(release.Refused, match="has sha256"):
+    with pytest.raises(release.ReleaseRefused, match="has sha256"):
         machine.boot()
     assert not (machine.root / "opt/diloco").is_symlink()
     assert not any(command.startswith("tar ") for command in machine.commands)

@@ -26,8 +26,8 @@ from diloco.replay.options import BundleOptions, Options
 from diloco.replay.restore import run_unpack
 from diloco.replay.run import run_replay
 from diloco.replay.show import run_show
-from diloco.run.cli.opening import Place, open_run, use_place
-from diloco.run.state import Run
+from diloco.run.cli.opening import RunLocation, open_run, use_place
+from diloco.run.state import RunStatus
 from diloco.run.watch import Watch
 
 
@@ -43,11 +43,11 @@ def whole(run, tmp_path_factory):
 
 def made(run, path, target=None, **wanted):
     """A bundle of a tape file and its store."""
-    use_place(Place(None, str(run.store)))
+    use_place(RunLocation(None, str(run.store)))
     try:
         run_bundle(str(target or run.tape), path, BundleOptions(**wanted))
     finally:
-        use_place(Place())
+        use_place(RunLocation())
     return path
 
 
@@ -133,7 +133,7 @@ def test_what_is_stored_while_the_tape_is_read_is_in_the_file_too(run, tmp_path,
 def test_of_a_run_in_a_file_nobody_is_told_to_start_an_aggregator(whole):
     """It has no leases, and the run may go on without it."""
 
-    async def look() -> tuple[Run, Report]:
+    async def look() -> tuple[RunStatus, Report]:
         async with open_run(str(whole), name="test", reads=True) as opened:
             status = await Watch(opened.context).begin()
         return status, await examine(str(whole))

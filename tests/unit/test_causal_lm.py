@@ -37,7 +37,9 @@ def arrays_of(case, config):
     """A case's tensors by their names here."""
     found = {}
     for name, entry in table(config).items():
-        each = [weight(case, foreign, entry.foreign_shape) for foreign in entry.foreign_names()]
+        each = [
+            weight(case, foreign, entry.checkpoint_shape) for foreign in entry.checkpoint_names()
+        ]
         each = [values.T if entry.transposed else values for values in each]
         found[name] = np.stack(each) if entry.stacked else each[0]
     return found
@@ -80,7 +82,7 @@ def samples_of(config, gradient):
     """What the fixture keeps of a gradient, in the order of foreign names."""
     leaves, found = tree.by_name(gradient), {}
     for name, entry in table(config).items():
-        for layer, foreign in enumerate(entry.foreign_names()):
+        for layer, foreign in enumerate(entry.checkpoint_names()):
             values = np.asarray(leaves[name][layer] if entry.stacked else leaves[name])
             found[foreign] = (values.T if entry.transposed else values).reshape(-1)[::STRIDE]
     return [values for _, values in sorted(found.items())]

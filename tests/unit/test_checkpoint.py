@@ -22,15 +22,15 @@ from diloco.learner.tensors import checkpoint
 from diloco.learner.tensors.mesh import make_mesh
 from diloco.learner.tensors.optimizer import Matrices, adamw, muon
 from diloco.learner.wire.recovery import (
-    Progress,
     Restored,
     Saver,
+    TrainingProgress,
     open_folder,
     readable_parts,
     restore,
 )
 
-PROGRESS = Progress(local_step=12, tokens=96, position=14, global_step=11)
+PROGRESS = TrainingProgress(local_step=12, tokens=96, position=14, global_step=11)
 PARAMS = {
     "kernel": jnp.linspace(-1, 1, 24).reshape(4, 6),
     "half": jnp.linspace(0, 1, 6).astype(jnp.bfloat16),

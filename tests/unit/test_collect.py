@@ -8,12 +8,12 @@ from diloco.common.process.config import GcSection
 from diloco.common.protocol import names
 from diloco.common.storage.store import ObjectInfo
 from diloco.common.storage.views import load_view
-from diloco.operate.collect import Found, find, table
+from diloco.operate.collect import GarbageFound, find, table
 
 NOW = GcSection(replay_window_s=0, keep_checkpoints=1)
 
 
-def kinds(found: Found) -> dict[str, int]:
+def kinds(found: GarbageFound) -> dict[str, int]:
     counts: dict[str, int] = {}
     for item in found.objects:
         counts[item.kind] = counts.get(item.kind, 0) + 1
@@ -113,10 +113,13 @@ def test_the_replay_window_of_the_file_holds(run_async):
 def test_the_table_has_a_row_for_each_kind(capsys):
     from rich.console import Console
 
-    from diloco.aggregator.core.garbage import Garbage
+    from diloco.aggregator.core.garbage import GarbageObject
 
-    objects = [Garbage("shard", *ObjectInfo("x", 1500)), Garbage("view", *ObjectInfo("y", 20))]
-    Console(width=60).print(table(Found(objects=objects, messages=7), dry_run=True))
+    objects = [
+        GarbageObject("shard", *ObjectInfo("x", 1500)),
+        GarbageObject("view", *ObjectInfo("y", 20)),
+    ]
+    Console(width=60).print(table(GarbageFound(objects=objects, messages=7), dry_run=True))
     shown = capsys.readouterr().out
     rows = [line.replace("│", " ").split() for line in shown.splitlines()]
     assert "would be removed" in shown

@@ -9,10 +9,10 @@ from structlog.testing import capture_logs
 
 from diloco.aggregator.checkpoint import mark
 from diloco.aggregator.core import memory
-from diloco.aggregator.core.garbage import Fleet
+from diloco.aggregator.core.garbage import Announcers
 from diloco.aggregator.core.members import Member, Members
 from diloco.aggregator.core.state import State
-from diloco.aggregator.core.updates import Merged, Resolved, UpdateId, Waiting
+from diloco.aggregator.core.updates import MergedUpdates, Resolved, UpdateId, WaitingUpdates
 from diloco.aggregator.owner.collector import Collector, fleet_of, read_retained
 from diloco.aggregator.owner.recovery import recover
 from diloco.common.protocol import names, wire
@@ -238,11 +238,11 @@ def test_whatever_the_machine_has_not_committed_is_pending():
     state = State(
         version=1, record_seq=1, view_digest="", seen_seq=1,
         members=Members({"a": Member(4), "b": Member(9, left=True)}),
-        pending=Waiting({UpdateId("a", 4, 1): waiting}), admitted=Merged([merged]),
+        pending=WaitingUpdates({UpdateId("a", 4, 1): waiting}), admitted=MergedUpdates([merged]),
         rejected=Resolved([sent("b", 3)]),
     )  # fmt: skip
     pending = {UpdateId("a", 4, 1), UpdateId("a", 4, 2), UpdateId("b", 4, 3)}
-    assert fleet_of(state) == Fleet({"a": 4, "b": 9}, pending)
+    assert fleet_of(state) == Announcers({"a": 4, "b": 9}, pending)
 
 
 def test_a_newer_epoch_is_left_alone(run_async):

@@ -24,7 +24,7 @@ from diloco.judge import symptoms
 from diloco.run import findings
 from diloco.run.condense import condense
 from diloco.run.model.scores import keep
-from diloco.run.state import Finding, Run
+from diloco.run.state import Finding, RunStatus
 from diloco.run.timeseries import read_time_series
 from diloco.show.page import live, sections
 from diloco.show.page.lanes import make_lanes
@@ -94,7 +94,7 @@ def test_its_figures_are_those_of_the_report() -> None:
     assert sections.figures(followed) == sections.figures(of_report)
 
 
-def versions_of(status: Run) -> int:
+def versions_of(status: RunStatus) -> int:
     return sum(one.version for one in status.fragments)
 
 

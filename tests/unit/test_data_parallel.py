@@ -16,7 +16,7 @@ def task_of() -> Task:
 
 @pytest.fixture(scope="module")
 def alone() -> Params:
-    """What a learner's step makes of the first parameters."""
+    """The parameters after a learner's step from the first ones."""
     task = task_of()
     params, state = first_state(task, 3)
     batch = next(task.batches("learner-0", 0))

@@ -15,7 +15,7 @@ from diloco.judge.audit import Objects
 from diloco.judge.remake import remake
 from diloco.replay import whatif
 from diloco.replay.decide import decide
-from diloco.replay.verify import Memory, chains, verify
+from diloco.replay.verify import VerifyProgress, chains, verify
 from diloco.run.history import History, read_history
 
 WHOLE = {"enabled": False}
@@ -116,7 +116,7 @@ def test_a_tape_that_was_trimmed_is_followed_from_where_it_can_be():
     found = outcomes(history)
     assert "different" not in found
     assert found[-1] == "same"
-    made = verify(history, chains(history, [0], None, {}), Memory(None, history))
+    made = verify(history, chains(history, [0], None, {}), VerifyProgress(None, history))
     assert not made.differences
     assert made.versions.again >= 3
 
@@ -127,7 +127,7 @@ def test_verify_begins_at_a_stored_state_and_ends_where_it_is_told():
     (part,) = chains(history, [0], 5, {0: whole[9][0]}).values()
     assert part[0][1].version == 3
     assert part[-1] == whole[9]
-    found = verify(history, {0: part}, Memory(None, history), keep_views=True)
+    found = verify(history, {0: part}, VerifyProgress(None, history), keep_views=True)
     assert not found.differences
     assert shards.digest(found.views[0]) == part[-1][1].view_digest
     with pytest.raises(ConfigError, match="no view is stored"):

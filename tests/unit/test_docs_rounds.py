@@ -33,7 +33,7 @@ def literals(node: ast.expr) -> Iterator[str]:
 
 
 def observed() -> set[str]:
-    """What the machine notes of what it was told."""
+    """Names of the observations that the machine's code notes."""
     return {
         what
         for name, call in calls(CORE)

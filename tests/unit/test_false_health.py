@@ -18,8 +18,8 @@ from diloco.judge import doctor, symptoms
 from diloco.judge.audit import Audit, Breach, audit
 from diloco.run.findings import DISK_FULL, NO_LEARNERS, PATIENCE, judged, patience_s
 from diloco.run.history import History, read_history
-from diloco.run.model.scores import keep, kept
-from diloco.run.state import Finding, Observed, Run
+from diloco.run.model.scores import keep, read_scores
+from diloco.run.state import Finding, Observed, RunStatus
 from diloco.run.watch import Watch
 
 MINUTE_S = 60.0
@@ -198,19 +198,19 @@ def test_who_has_not_taken_a_step_or_hangs_does_not_train() -> None:
 # `diloco status`
 
 
-def status_of(story: Callable[[Lab], Coroutine[Any, Any, None]]) -> Run:
-    async def look() -> Run:
+def status_of(story: Callable[[Lab], Coroutine[Any, Any, None]]) -> RunStatus:
+    async def look() -> RunStatus:
         lab = await played(story)
         for name, life in lab.lives.items():
             if name != "odd":
                 await say(lab, names.heartbeat(RUN, name), beat(name, life))
         return await Watch(lab.context).begin()
 
-    found: Run = ask(look())
+    found: RunStatus = ask(look())
     return found
 
 
-def state_in(status: Run, learner: str) -> str:
+def state_in(status: RunStatus, learner: str) -> str:
     return next(one.state for one in status.learners if one.name == learner)
 
 
@@ -367,11 +367,11 @@ def test_a_kept_score_that_was_edited_is_none() -> None:
             loss=9.5,
         )  # fmt: skip
         await keep(lab.context, score)
-        before = [one.loss for one in await kept(lab.context)]
+        before = [one.loss for one in await read_scores(lab.context)]
         (name,) = lab.objects(names.scores_prefix(RUN))
         lab.store.delete(name)
         lab.store.put(name, wire.encode(score.model_copy(update={"loss": 0.5})))
-        return before, [one.loss for one in await kept(lab.context)]
+        return before, [one.loss for one in await read_scores(lab.context)]
 
     assert ask(edits()) == ([9.5], [])
 

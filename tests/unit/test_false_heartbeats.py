@@ -19,7 +19,7 @@ from diloco.common.process.service import cancel
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import WireError
 from diloco.common.storage.tape import decode_as
-from diloco.run.state import Known, Run
+from diloco.run.state import LearnerHistory, RunStatus
 from diloco.run.timeseries import read_time_series
 from diloco.run.watch import Watch
 from diloco.show.page import sections
@@ -78,7 +78,7 @@ async def both(**fields: Any) -> Lab:
     return lab
 
 
-def shown_of(status: Run) -> str:
+def shown_of(status: RunStatus) -> str:
     json.dumps(asdict(status), allow_nan=False)
     console = Console(file=io.StringIO(), width=200)
     console.print(picture(status))
@@ -87,7 +87,7 @@ def shown_of(status: Run) -> str:
 
 @pytest.mark.parametrize("case", WORST)
 def test_whoever_looks_at_the_run_sees_it_whatever_one_learner_says(case: str) -> None:
-    async def work() -> tuple[Run, Shown, dict[str, str]]:
+    async def work() -> tuple[RunStatus, Shown, dict[str, str]]:
         lab = await both(**WORST[case])
         page = LiveRun(lab.context, 0.0, goes_on=False)
         following = asyncio.ensure_future(page.follow())
@@ -117,8 +117,8 @@ def test_whoever_looks_at_the_run_sees_it_whatever_one_learner_says(case: str) -
             assert sentence.startswith("says: ")
 
 
-def unborn_of(life: Callable[[Lab], int]) -> tuple[Run, list[tuple[str, str]]]:
-    async def work() -> tuple[Run, list[tuple[str, str]]]:
+def unborn_of(life: Callable[[Lab], int]) -> tuple[RunStatus, list[tuple[str, str]]]:
+    async def work() -> tuple[RunStatus, list[tuple[str, str]]]:
         lab = Lab()
         await lab.create()
         async with lab.aggregating():
@@ -132,7 +132,7 @@ def unborn_of(life: Callable[[Lab], int]) -> tuple[Run, list[tuple[str, str]]]:
         assert {*status.strangers} == {one.about.removeprefix("learner ") for one in found}
         return status, said(found, f"learner {LIAR}")
 
-    result: tuple[Run, list[tuple[str, str]]] = ask(work())
+    result: tuple[RunStatus, list[tuple[str, str]]] = ask(work())
     return result
 
 
@@ -150,7 +150,7 @@ def test_a_life_that_never_joined_counts_for_nothing() -> None:
 
 
 def test_ten_thousand_lives_take_the_memory_of_one() -> None:
-    known = Known()
+    known = LearnerHistory()
     known.hear(beat(LIAR, 1, bytes_down=5, run_s=2.0, stall_s=1.0), 0.0)
     for life in range(2, 10_001):
         known.hear(beat(LIAR, life, bytes_down=1, run_s=2.0, stall_s=1.0), 0.0)

@@ -15,9 +15,9 @@ from diloco.common.protocol import wire
 from diloco.common.storage.tape import Recorded
 from diloco.judge import symptoms
 from diloco.run import agreement
-from diloco.run.cli.opening import Place, open_run, use_place
+from diloco.run.cli.opening import RunLocation, open_run, use_place
 from diloco.run.findings import LOSS_SPIKE, judged
-from diloco.run.state import POINTS, Observed, Point, Trend, others_losses
+from diloco.run.state import POINTS, MergedPoint, Observed, Trend, others_losses
 from diloco.run.watch import Watch
 from diloco.show.status import screen
 
@@ -77,12 +77,12 @@ def test_updates_that_point_elsewhere_are_told_of(tmp_path, run_async):
             cosines = agreement.cosines_of(opened.context, watch.observed.rounds)
             return [*agreement.strangers(cosines)]
 
-    use_place(Place(None, str(run.store)))
+    use_place(RunLocation(None, str(run.store)))
     try:
         found = run_async(look())
         known = run_async(screen.look_at_learners(str(run.tape)))
     finally:
-        use_place(Place())
+        use_place(RunLocation())
     cosines = {one.name: one.cosine for one in known}
     assert min(cosines, key=cosines.__getitem__) == spoiled.CULPRIT
     assert {len(one.trend) for one in known} == {5 * spoiled.FRAGMENTS}
@@ -120,7 +120,7 @@ def test_a_ruined_held_out_loss_is_told_of(losses, ruined):
 def test_trends_keep_few_points_of_however_many():
     trend = Trend()
     for index in range(10_000):
-        trend.add(Point(float(index), 1.0, 1.0))
+        trend.add(MergedPoint(float(index), 1.0, 1.0))
     assert 16 <= len(trend.points) <= POINTS
     assert trend.points[0].at_s == 0.0
     assert trend.points[-1].at_s > 9000
@@ -130,7 +130,7 @@ def test_a_curve_is_a_line_of_bars():
     assert screen.spark([1.0, 2.0, 3.0, 8.0]) == "▁▂▃█"
     assert screen.spark([5.0] * 100) == "▁" * screen.WIDTH
     assert screen.spark([float("nan")]) == ""
-    points = (Point(0.0, 2.0, 1.0), Point(1.0, 1.0, 3.0))
+    points = (MergedPoint(0.0, 2.0, 1.0), MergedPoint(1.0, 1.0, 3.0))
     told = [
         SimpleNamespace(name="a", trend=points, cosine=0.6),
         SimpleNamespace(name="b", trend=(), cosine=None),

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from bench import headline_goodput as goodput
-from bench.data_parallel import Progress, best_interval_steps
+from bench.data_parallel import StepDone, best_interval_steps
 from bench.tasks import Device, paced
 
 CONDITIONS = goodput.Conditions(
@@ -47,13 +47,13 @@ def test_shares_of_the_span() -> None:
 
 def test_steps_that_are_taken_again_count_once() -> None:
     progress = [
-        Progress(1.0, 1, 8),
-        Progress(2.0, 1, 9),
-        Progress(3.0, 1, 10),
-        Progress(6.0, 2, 9),
-        Progress(7.0, 2, 10),
-        Progress(8.0, 2, 11),
-        Progress(9.0, 2, 12),
+        StepDone(1.0, 1, 8),
+        StepDone(2.0, 1, 9),
+        StepDone(3.0, 1, 10),
+        StepDone(6.0, 2, 9),
+        StepDone(7.0, 2, 10),
+        StepDone(8.0, 2, 11),
+        StepDone(9.0, 2, 12),
     ]
     assert goodput.useful_steps(progress, 2.5, 8.5) == 2
     assert goodput.lost_steps(progress) == [2]

@@ -12,8 +12,8 @@ from diloco.common.process.config import MetricsSection, ServiceManager, service
 from diloco.common.process.health import (
     PHASE_S,
     Health,
+    HealthView,
     Starting,
-    View,
     report,
     step_limit_s,
     tell,
@@ -33,8 +33,8 @@ class Clock:
         return self.now_s
 
 
-def working() -> View:
-    return View("trains")
+def working() -> HealthView:
+    return HealthView("trains")
 
 
 def test_a_main_loop_that_does_not_turn_is_dead() -> None:

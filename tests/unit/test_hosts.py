@@ -33,10 +33,10 @@ from diloco.learner.core.catchup import Change
 from diloco.learner.hosts import messages
 from diloco.learner.hosts.coordinator import Coordinator, listen
 from diloco.learner.hosts.messages import host_gone
-from diloco.learner.hosts.worker import Link, Worker, connect
+from diloco.learner.hosts.worker import HostLink, Worker, connect
 from diloco.learner.library import _Hanging
 from diloco.learner.life import never
-from diloco.learner.wire.claims import Shares
+from diloco.learner.wire.claims import GrantedShares
 from diloco.learner.wire.receive import Receiver
 
 REF = wire.ObjectRef(name="r/global/0/x", size_bytes=7, crc32c=9)
@@ -133,7 +133,7 @@ class Hands:
 class Pair:
     """A coordinator and one worker, over a real connection."""
 
-    def __init__(self, coordinator: Coordinator, link: Link, worker: Worker) -> None:
+    def __init__(self, coordinator: Coordinator, link: HostLink, worker: Worker) -> None:
         self.coordinator = coordinator
         self.link = link
         self.worker = worker
@@ -159,7 +159,7 @@ async def pair(hands: Hands) -> AsyncIterator[Pair]:
     coordinator = Coordinator(loop, await listener.meet(2, "secret"), lambda error: None)
     go = messages.Go(incarnation=1, position=0, global_step=0)
     context = make_context()
-    shares = Shares(context, link.check, never)
+    shares = GrantedShares(context, link.check, never)
     worker = Worker(context, link, hands, None, spawn, never, go, shares)
     spawn(worker.serve())
     try:

@@ -15,7 +15,7 @@ from diloco.learner.dry_run import exchanges
 from diloco.learner.task import Task
 from diloco.learner.tensors.inner_step import by_clock, make_inner_step
 from diloco.learner.tensors.mesh import make_mesh, within
-from diloco.learner.train import Judge
+from diloco.learner.train import SignCheck
 
 RATE = optax.linear_schedule(0.0, 1.0, 100)
 AFTER = 40
@@ -75,7 +75,7 @@ def test_an_ordinary_optimizer_moves_as_its_direction_and_schedule_do():
 def test_an_ordinary_optimizer_beside_a_schedule_goes_uphill_and_is_found():
     _, _, outcome = steps(task_of(optax.adam(1e-3), RATE), [AFTER])
     with pytest.raises(TaskError, match="go uphill"):
-        Judge().look(float(outcome.descent))
+        SignCheck().look(float(outcome.descent))
 
 
 @pytest.mark.parametrize("schedule", [None, RATE], ids=["ordinary", "apart"])
@@ -84,7 +84,7 @@ def test_what_goes_downhill_is_judged_over_three_steps_that_move(schedule):
     _, _, outcome = steps(task_of(optimizer, schedule), [AFTER])
     _, _, still = steps(task_of(optax.adam(RATE)), [0])
     assert float(still.descent) == 0
-    judge = Judge()
+    judge = SignCheck()
     for down in (still, outcome, still, outcome, still):
         judge.look(float(down.descent))
         assert not judge.done
@@ -93,15 +93,15 @@ def test_what_goes_downhill_is_judged_over_three_steps_that_move(schedule):
 
 
 def test_a_later_step_may_go_up_for_once_but_not_the_first_three_together():
-    judge = Judge()
+    judge = SignCheck()
     for descent in (2.0, -1.0, 0.5):
         judge.look(descent)
     assert judge.done
-    judge = Judge()
+    judge = SignCheck()
     judge.look(2.0)
     with pytest.raises(TaskError, match="wrong sign"):
         judge.look(-3.0)
-    assert Judge(done=True).done
+    assert SignCheck(done=True).done
 
 
 def test_a_step_that_does_not_judge_moves_as_one_that_does():

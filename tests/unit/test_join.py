@@ -10,7 +10,7 @@ import pytest
 from small_release import archive_of
 
 from diloco.infra import join
-from diloco.infra.release import Refused, write_join
+from diloco.infra.release import ReleaseRefused, write_join
 
 LEARNER = '# Secret.\nrun = "demo"\nidentity = "cellar"\nrole = "learner"\nseed = "SU"\n'
 UNIT = "diloco-learner@cellar.service"
@@ -28,7 +28,7 @@ class Machine:
         (self.files / "ca.pem").write_text("CERTIFICATE")
         (self.files / "who.toml").write_text(LEARNER)
         self.release = archive_of(self.files / "b.tar.gz", "bin/diloco")
-        self.host = join.Host(self.run, root)
+        self.host = join.JoiningMachine(self.run, root)
 
     def run(self, command: Sequence[str]) -> str:
         self.commands.append(" ".join(command).replace(str(self.root), ""))
@@ -89,14 +89,14 @@ def test_an_aggregators_credentials_make_an_aggregator(machine: Machine) -> None
 @pytest.mark.parametrize("text", ["", LEARNER.replace('"learner"', '"operator"')])
 def test_credentials_of_nobody_who_has_a_unit_are_refused(machine: Machine, text: str) -> None:
     (machine.files / "who.toml").write_text(text)
-    with pytest.raises(Refused, match="is no credentials file of a learner"):
+    with pytest.raises(ReleaseRefused, match="is no credentials file of a learner"):
         machine.join()
     assert machine.commands == []
 
 
 def test_a_release_for_gpus_wants_a_driver_and_lets_them_in(machine: Machine) -> None:
     archive_of(machine.release, "bin/diloco", kind="cuda")
-    with pytest.raises(Refused, match="there is no /dev/nvidiactl here"):
+    with pytest.raises(ReleaseRefused, match="there is no /dev/nvidiactl here"):
         machine.join()
     assert machine.commands == []
     (machine.root / "dev").mkdir()
@@ -132,7 +132,7 @@ def test_a_file_says_by_no_name_where_root_writes(machine: Machine, name: str) -
     """Whoever makes a credentials file chooses the name in it."""
     (machine.files / "who.toml").write_text(LEARNER.replace("cellar", name))
     before = {*machine.root.rglob("*")}
-    with pytest.raises(Refused, match="which is no name of a learner"):
+    with pytest.raises(ReleaseRefused, match="which is no name of a learner"):
         machine.join()
     assert machine.commands == []
     assert {*machine.root.rglob("*")} == before

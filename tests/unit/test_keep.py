@@ -5,12 +5,12 @@ import itertools
 import pytest
 
 from bench import emulate, large, quality, sweep
-from bench.sweep import Case
+from bench.sweep import SweepCase
 from diloco.learner.tensors import tree
 
 
 def world_of(fleet):
-    case = Case(group="test", name="", budget=60, seed=0, task="student", fleet=fleet)
+    case = SweepCase(group="test", name="", budget=60, seed=0, task="student", fleet=fleet)
     task, began = sweep.task_of(sweep.Recipe.of(case), 0), sweep.start_of(case)
     settings = sweep.settings_of(case)
     start = emulate.Start(task, tree.task_layout(task, settings.sync), began)
@@ -39,7 +39,7 @@ def test_an_emulated_run_goes_on_from_a_file(fleet, tmp_path):
 
 
 def test_a_data_parallel_run_goes_on_from_a_file(tmp_path):
-    case = Case(group="test", name="", budget=30, seed=0, task="student", data_parallel=True)
+    case = SweepCase(group="test", name="", budget=30, seed=0, task="student", data_parallel=True)
     task = sweep.task_of(sweep.Recipe.of(case), 0)
     whole = quality.DataParallel(task, sweep.start_of(case), 4, 30, look_steps=10)
     loss = whole.run()

@@ -12,39 +12,39 @@ import pytest
 from diloco.infra import keeper
 from diloco.infra.cloud import Google
 from diloco.infra.ended import ATTRIBUTE, DROP_IN, ENDED, STATUS
-from diloco.infra.keeper import Keeper, Seen, Wanted, decide
+from diloco.infra.keeper import GroupSpec, GroupState, Keeper, decide
 
 RUNS = ("RUNNING",) * 4
-SLICE = Wanted("p", "z", "diloco-demo-slice", 4, spot=True)
+SLICE = GroupSpec("p", "z", "diloco-demo-slice", 4, spot=True)
 ONE = SLICE._replace(hosts=1)
 
 
 @pytest.mark.parametrize(
     ("wanted", "seen", "has_ended", "decided"),
     [
-        pytest.param(SLICE, Seen(4, RUNS, 0), False, (None, False), id="all is well"),
-        pytest.param(SLICE, Seen(4, (*RUNS[1:], "TERMINATED"), 0), False, (0, False),
+        pytest.param(SLICE, GroupState(4, RUNS, 0), False, (None, False), id="all is well"),
+        pytest.param(SLICE, GroupState(4, (*RUNS[1:], "TERMINATED"), 0), False, (0, False),
                      id="a host was preempted: all go"),
-        pytest.param(SLICE, Seen(4, (*RUNS[1:], "STOPPING"), 0), False, (0, False), id="is being preempted"),
-        pytest.param(SLICE, Seen(0, RUNS, 0), False, (None, False), id="they are going"),
-        pytest.param(SLICE, Seen(0, (), 0), False, (4, False), id="they are gone: all come"),
-        pytest.param(SLICE, Seen(4, (), 0), False, (None, False), id="no capacity: the group asks"),
-        pytest.param(SLICE, Seen(4, ("PROVISIONING",) * 4, 0), False, (None, False), id="they come"),
-        pytest.param(ONE, Seen(1, ("TERMINATED",), 0), False, (None, False), id="Google mends one host"),
-        pytest.param(SLICE._replace(spot=False), Seen(4, ("TERMINATED",) * 4, 0), False, (None, False),
+        pytest.param(SLICE, GroupState(4, (*RUNS[1:], "STOPPING"), 0), False, (0, False), id="is being preempted"),
+        pytest.param(SLICE, GroupState(0, RUNS, 0), False, (None, False), id="they are going"),
+        pytest.param(SLICE, GroupState(0, (), 0), False, (4, False), id="they are gone: all come"),
+        pytest.param(SLICE, GroupState(4, (), 0), False, (None, False), id="no capacity: the group asks"),
+        pytest.param(SLICE, GroupState(4, ("PROVISIONING",) * 4, 0), False, (None, False), id="they come"),
+        pytest.param(ONE, GroupState(1, ("TERMINATED",), 0), False, (None, False), id="Google mends one host"),
+        pytest.param(SLICE._replace(spot=False), GroupState(4, ("TERMINATED",) * 4, 0), False, (None, False),
                      id="and what is not spot"),
-        pytest.param(SLICE, Seen(4, RUNS, 3), False, (None, False), id="three of four say the end"),
-        pytest.param(SLICE, Seen(4, RUNS, 4), False, (0, True), id="all say the end"),
-        pytest.param(ONE, Seen(1, RUNS[:1], 1), False, (0, True), id="one host says the end"),
-        pytest.param(SLICE, Seen(0, RUNS[:2], 2), True, (None, True), id="after the end they go"),
-        pytest.param(SLICE, Seen(0, (), 0), True, (None, True), id="and none comes"),
-        pytest.param(SLICE, Seen(4, (), 0), True, (None, False), id="somebody wants them back"),
-        pytest.param(SLICE._replace(hosts=0), Seen(0, (), 0), False, (None, False), id="is paused"),
-        pytest.param(SLICE._replace(hosts=0), Seen(4, RUNS, 4), True, (None, False), id="a pause begins"),
+        pytest.param(SLICE, GroupState(4, RUNS, 3), False, (None, False), id="three of four say the end"),
+        pytest.param(SLICE, GroupState(4, RUNS, 4), False, (0, True), id="all say the end"),
+        pytest.param(ONE, GroupState(1, RUNS[:1], 1), False, (0, True), id="one host says the end"),
+        pytest.param(SLICE, GroupState(0, RUNS[:2], 2), True, (None, True), id="after the end they go"),
+        pytest.param(SLICE, GroupState(0, (), 0), True, (None, True), id="and none comes"),
+        pytest.param(SLICE, GroupState(4, (), 0), True, (None, False), id="somebody wants them back"),
+        pytest.param(SLICE._replace(hosts=0), GroupState(0, (), 0), False, (None, False), id="is paused"),
+        pytest.param(SLICE._replace(hosts=0), GroupState(4, RUNS, 4), True, (None, False), id="a pause begins"),
     ],
 )  # fmt: skip
 def test_decisions(
-    wanted: Wanted, seen: Seen, has_ended: bool, decided: tuple[int | None, bool]
+    wanted: GroupSpec, seen: GroupState, has_ended: bool, decided: tuple[int | None, bool]
 ) -> None:
     assert decide(wanted, seen, has_ended) == decided
 

@@ -6,14 +6,14 @@ import pytest
 from diloco.common.process.config import RunSettings
 from diloco.common.protocol.layout import Tensor, make_layout
 from diloco.common.storage.tape import Extent
-from diloco.run.timeseries import Life, TimeSeries
+from diloco.run.timeseries import Incarnation, TimeSeries
 from diloco.show.page.lanes import Lane, make_lanes
 
 STEP_S = 0.5
 EVERY = 4  # steps between two updates
 
 
-def series(*lives: Life, ends_s: float = 400.0) -> TimeSeries:
+def series(*lives: Incarnation, ends_s: float = 400.0) -> TimeSeries:
     settings = RunSettings.model_validate({"run": {"name": "r", "steps": 9}, "sync": {"block": 16}})
     layout = make_layout([Tensor(name="w", shape=(64,), dtype="float32")], fragments=1, block=16)
     made = TimeSeries("r", settings, layout, 0.0)
@@ -23,7 +23,7 @@ def series(*lives: Life, ends_s: float = 400.0) -> TimeSeries:
     return made
 
 
-def update(made: TimeSeries, life: Life, at_s: float, position: float) -> None:
+def update(made: TimeSeries, life: Incarnation, at_s: float, position: float) -> None:
     made.updates.add(
         made.learners.index(life.learner), life.incarnation, 0, at_s, 1, EVERY, position, 1.0,
         STEP_S, 1, 1,
@@ -31,7 +31,7 @@ def update(made: TimeSeries, life: Life, at_s: float, position: float) -> None:
 
 
 def trained(
-    made: TimeSeries, life: Life, begins_s: float, ends_s: float, position: float = 0
+    made: TimeSeries, life: Incarnation, begins_s: float, ends_s: float, position: float = 0
 ) -> float:
     """Steady updates; the position after them."""
     for at_s in np.arange(begins_s, ends_s, EVERY * STEP_S)[1:]:
@@ -45,7 +45,7 @@ def states(lane: Lane) -> dict[str, float]:
 
 
 def test_a_life_that_trains_and_leaves() -> None:
-    life = Life("a", 1, 0.0, "host", left_s=200.0, merged_s=10.0)
+    life = Incarnation("a", 1, 0.0, "host", left_s=200.0, merged_s=10.0)
     made = series(life)
     life.position = int(trained(made, life, 0.0, 200.0)) + EVERY
     (lane,) = make_lanes(made)
@@ -56,8 +56,8 @@ def test_a_life_that_trains_and_leaves() -> None:
 
 
 def test_a_killed_life_is_down_until_it_joins_again() -> None:
-    first = Life("a", 1, 0.0, "host", merged_s=0.0)
-    second = Life("a", 9, 150.0, "host", left_s=400.0, merged_s=160.0)
+    first = Incarnation("a", 1, 0.0, "host", merged_s=0.0)
+    second = Incarnation("a", 9, 150.0, "host", left_s=400.0, merged_s=160.0)
     made = series(first, second)
     position = trained(made, first, 0.0, 100.0)
     trained(made, second, 150.0, 400.0, position)
@@ -69,8 +69,8 @@ def test_a_killed_life_is_down_until_it_joins_again() -> None:
 
 
 def test_a_killed_life_that_never_returns_is_down_to_the_end() -> None:
-    gone = Life("a", 1, 0.0, "host", merged_s=0.0)
-    stays = Life("b", 2, 0.0, "host", merged_s=0.0)
+    gone = Incarnation("a", 1, 0.0, "host", merged_s=0.0)
+    stays = Incarnation("b", 2, 0.0, "host", merged_s=0.0)
     made = series(gone, stays)
     trained(made, gone, 0.0, 100.0)
     trained(made, stays, 0.0, 400.0)
@@ -80,7 +80,7 @@ def test_a_killed_life_that_never_returns_is_down_to_the_end() -> None:
 
 
 def test_a_pause_is_a_stall() -> None:
-    life = Life("a", 1, 0.0, "host", left_s=400.0, merged_s=0.0)
+    life = Incarnation("a", 1, 0.0, "host", left_s=400.0, merged_s=0.0)
     made = series(life)
     position = trained(made, life, 0.0, 100.0)
     life.position = int(trained(made, life, 160.0, 400.0, position))
@@ -89,7 +89,7 @@ def test_a_pause_is_a_stall() -> None:
 
 
 def test_work_that_an_outage_kept_back_is_no_stall() -> None:
-    life = Life("a", 1, 0.0, "host", left_s=400.0, merged_s=0.0)
+    life = Incarnation("a", 1, 0.0, "host", left_s=400.0, merged_s=0.0)
     made = series(life)
     position = trained(made, life, 0.0, 100.0)
     for _ in range(29):  # of 60 s, all at once
@@ -101,14 +101,14 @@ def test_work_that_an_outage_kept_back_is_no_stall() -> None:
 
 
 def test_a_life_of_which_nothing_was_merged_is_catching_up() -> None:
-    life = Life("a", 1, 0.0, "host", left_s=50.0)
+    life = Incarnation("a", 1, 0.0, "host", left_s=50.0)
     made = series(life)
     (lane,) = make_lanes(made)
     assert [span.state for span in lane.spans] == ["catching up"]
 
 
 def test_of_a_life_that_began_before_a_trimmed_tape_the_rest_is_shown() -> None:
-    life = Life("a", 1, -5000.0, "host", left_s=400.0, merged_s=150.0)
+    life = Incarnation("a", 1, -5000.0, "host", left_s=400.0, merged_s=150.0)
     made = series(life)
     made.extent = Extent(whole_from=77, whole_s=100.0)
     life.position = int(trained(made, life, 100.0, 400.0, position=10_000))

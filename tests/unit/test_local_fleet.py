@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from diloco.common.protocol.errors import DilocoError
-from diloco.operate.local.fleet import ALIKE, Fleet, last_words, way_of
+from diloco.operate.local.fleet import ALIKE, LocalDaemons, last_words, way_of
 
 PATIENCE_S = 300.0
 DIVERGED = """{"action": "started"}
@@ -45,7 +45,7 @@ def test_a_learner_that_fails_alike_is_given_up_and_the_last_one_ends_the_run(
     tmp_path: Path,
 ) -> None:
     logs, absent = tmp_path / "logs", str(tmp_path / "absent.toml")
-    with Fleet(logs) as fleet:
+    with LocalDaemons(logs) as fleet:
         for name in ("learner-0", "learner-1"):
             # As if a first life had trained: one that never did is misconfigured.
             (logs / f"{name}.log").write_text('{"action": "started"}\n')
@@ -63,7 +63,7 @@ def test_a_learner_that_fails_alike_is_given_up_and_the_last_one_ends_the_run(
 
 def test_who_comes_back_is_told(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
-    with Fleet(logs) as fleet:
+    with LocalDaemons(logs) as fleet:
         (logs / "learner-0.log").write_text('{"action": "started"}\n')
         command = ["learner", "--config", str(tmp_path / "absent.toml"), "--learner", "learner-0"]
         daemon = fleet.start("learner-0", command, spare=True)
@@ -76,7 +76,7 @@ def test_who_comes_back_is_told(tmp_path: Path) -> None:
         assert fleet.came_back == ["learner-0 was ended by SIGKILL, and starts again"]
 
 
-def look_after(fleet: Fleet) -> None:
+def look_after(fleet: LocalDaemons) -> None:
     deadline_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline_s:
         fleet.look_after()

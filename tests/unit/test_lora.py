@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from diloco.common.protocol.errors import ConfigError, IntegrityError, TaskError
-from diloco.common.protocol.frozen import Held, store_held
+from diloco.common.protocol.frozen import Frozen, store_frozen
 from diloco.learner.contract import load_task
 from diloco.learner.task import Variables, named_leaves
 from diloco.learner.tensors import tree
@@ -138,8 +138,8 @@ def test_a_base_that_is_not_the_runs_is_refused(folders):
     task = loaded(folders)
     objects = {}
     leaves = loaded_frozen(task)
-    name = store_held("r", objects.__setitem__, leaves, set(leaves))
-    held = Held("r", objects.__getitem__, name)
+    name = store_frozen("r", objects.__setitem__, leaves, set(leaves))
+    held = Frozen("r", objects.__getitem__, name)
     assert len(objects) == 1
     for leaf in leaves:
         held.check(leaf, leaves[leaf])

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from diloco.infra import cloud_units as beside
-from diloco.infra import logs
+from diloco.infra import cloud_units, logs
 from diloco.infra.cloud import LOGGING, Google
 
 WHERE = logs.Where("p", "us-central1-a", "123", "diloco-demo-east-x1")
@@ -102,6 +101,6 @@ def test_lines_of_the_runs_units_leave_the_machine_and_no_others(tmp_path: Path)
 
 
 def test_the_units_beside_a_release_need_no_package() -> None:
-    for unit in beside.UNITS.values():
+    for unit in cloud_units.UNITS.values():
         assert "ExecStart=/usr/bin/python3 -m diloco.infra." in unit
-        assert f"WorkingDirectory={beside.PROGRAM}\n" in unit
+        assert f"WorkingDirectory={cloud_units.PROGRAM}\n" in unit

@@ -16,7 +16,7 @@ from diloco.aggregator.arrays import merge
 from diloco.aggregator.arrays.fragment import FragmentArrays, payload_of
 from diloco.aggregator.arrays.grid import make_grid
 from diloco.aggregator.core import policy
-from diloco.aggregator.core.updates import Admitted, Credit
+from diloco.aggregator.core.updates import Admitted, UpdateCredit
 from diloco.common.process.config import make_config
 from diloco.common.protocol import slices, wire
 from diloco.common.protocol.codec import CODECS, Encoded, decode_numpy
@@ -64,7 +64,7 @@ def merged(codec, updates):
     for values, tokens, steps, discount in updates:
         parts = tuple(encode(codec, values[a:b], BLOCK) for a, b in arrays.grid.ranges)
         payload = payload_of(arrays.grid, codec, parts)
-        credit = Credit(steps, tokens, policy.weight(tokens, steps))
+        credit = UpdateCredit(steps, tokens, policy.weight(tokens, steps))
         one = Admitted(manifest(codec, tokens, steps), 1, credit, 0, discount, 1.0, payload.norm)
         arrays.merge(payload, one)
         admitted.append(one)

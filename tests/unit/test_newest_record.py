@@ -9,7 +9,7 @@ from test_false_health import five_versions
 from diloco.common.protocol import wire
 from diloco.common.protocol.errors import IntegrityError
 from diloco.judge.audit import audit
-from diloco.judge.remake import Remaker
+from diloco.judge.remake import FragmentRemaker
 from diloco.replay.decide import decide_newest
 
 Path = tuple[str | int, ...]
@@ -83,7 +83,7 @@ def is_found(path: Path, value: Any) -> bool:
         assert decision is not None
         if decision.outcome == "different":
             return True
-        remaker = Remaker(history, 0)
+        remaker = FragmentRemaker(history, 0)
         for each in chain:
             remaker.take(*each)
     except IntegrityError:

@@ -27,7 +27,7 @@ from diloco.plan import rounds as plan_rounds
 from diloco.plan import traffic as plan_traffic
 from diloco.plan.options import PlanOptions
 from diloco.plan.outages import Outages
-from diloco.plan.rounds import Aggregator, Worker
+from diloco.plan.rounds import PlannedAggregator, PlannedLearner
 from diloco.plan.run import run_plan, write_interval
 from diloco.program import app
 
@@ -175,7 +175,7 @@ def test_a_fleet_that_fails_more_does_less(outages, chips, elastic, seed):
 
 # Rounds
 
-QUICK = Aggregator(read_s=0.01, make_s=0.02, store_s=0.02, message_s=0.005)
+QUICK = PlannedAggregator(read_s=0.01, make_s=0.02, store_s=0.02, message_s=0.005)
 
 
 def rounds_of(workers, horizon_s=2000.0, aggregator=QUICK, seed=0, **sections):
@@ -189,7 +189,7 @@ def rounds_of(workers, horizon_s=2000.0, aggregator=QUICK, seed=0, **sections):
 
 
 def worker(step_s=1.0, trace=None, upload_s=0.1, download_s=0.1, horizon_s=2000.0):
-    return Worker(
+    return PlannedLearner(
         step_s=step_s,
         step_tokens=100,
         upload_s=upload_s,
@@ -293,7 +293,7 @@ def test_a_snapshot_excludes_nobody_from_the_next_round(read_s):
 
 def test_a_learner_with_too_few_steps_sends_once_it_has_them():
     """A round is open; the slow one has four of six steps then, and the round waits for both."""
-    slower = Worker(
+    slower = PlannedLearner(
         step_s=4.4, step_tokens=100, upload_s=0.1, download_s=0.1,
         trace=plan_outages.always(2000.0),
     )  # fmt: skip
@@ -458,7 +458,7 @@ def small_plan(learners=4, mtbi_s=YEAR_S, seed=0, chips=100_000, **island):
     run = run_settings()
     sized = plan_traffic.sizes(run, plan_traffic.equal_fragments(run, 10**9))
     fleet = plan.Fleet(
-        islands=(plan.Island(chips=chips, **island),) * learners,
+        islands=(plan.PlannedIsland(chips=chips, **island),) * learners,
         outages=Outages(mtbi_s=mtbi_s),
         elastic=True,
     )
@@ -499,7 +499,7 @@ def test_what_a_dead_learner_had_not_sent_is_no_goodput():
     run = run_settings()
     sized = plan_traffic.sizes(run, plan_traffic.equal_fragments(run, 10**6))
     outages = Outages(mtbi_s=240.0, slice_chips=1, return_s=50.0, spread="fixed", restart_s=0.0)
-    fleet = plan.Fleet(islands=(plan.Island(),) * 4, outages=outages)
+    fleet = plan.Fleet(islands=(plan.PlannedIsland(),) * 4, outages=outages)
     ours = plan.make_plan(run, fleet, 10**6, sized).systems[2]
     assert ours.goodput == pytest.approx(240 / 290 * (1 - 12 / 240), abs=0.02)
 
@@ -508,7 +508,7 @@ def test_learners_stop_whole_unless_they_are_planned_elastic():
     run = run_settings()
     sized = plan_traffic.sizes(run, plan_traffic.equal_fragments(run, 10**9))
     outages = Outages(mtbi_s=YEAR_S, spread="fixed", return_s=600.0)
-    fleet = plan.Fleet(islands=(plan.Island(chips=4096),) * 4, outages=outages)
+    fleet = plan.Fleet(islands=(plan.PlannedIsland(chips=4096),) * 4, outages=outages)
     elastic, whole, quick = (
         plan.make_plan(run, one, 10**9, sized, updates=100).systems[2].goodput
         for one in (replace(fleet, elastic=True), fleet, replace(fleet, learner_restart_s=0.0))
@@ -522,7 +522,7 @@ def test_learners_stop_whole_unless_they_are_planned_elastic():
 def test_an_aggregator_s_link_that_is_full_makes_versions_late():
     run = run_settings()
     sized = plan_traffic.sizes(run, plan_traffic.equal_fragments(run, 10**9))
-    fleet = plan.Fleet(islands=(plan.Island(),) * 4)
+    fleet = plan.Fleet(islands=(plan.PlannedIsland(),) * 4)
     made = plan.make_plan(run, fleet, 10**9, sized, updates=100)
     enough = replace(fleet, aggregator_gbit=2 * made.aggregator_gbit)
     full = replace(fleet, aggregator_gbit=made.aggregator_gbit / 4)
@@ -538,7 +538,7 @@ def test_an_aggregator_s_link_that_is_full_makes_versions_late():
 def test_versions_over_a_link_that_is_too_slow_come_later():
     run = run_settings()
     sized = plan_traffic.sizes(run, plan_traffic.equal_fragments(run, 10**12))
-    fleet = plan.Fleet(islands=(plan.Island(gbit=0.5),) * 4)
+    fleet = plan.Fleet(islands=(plan.PlannedIsland(gbit=0.5),) * 4)
     made = plan.make_plan(run, fleet, 10**12, sized, updates=100)
     took_s = 8 * made.sizes.update_bytes / 0.5e9
     # Of one learner; they are not in step with each other.
@@ -550,7 +550,9 @@ def test_versions_over_a_link_that_is_too_slow_come_later():
 def test_the_slowest_learner_holds_data_parallel_up():
     run = run_settings()
     sized = plan_traffic.sizes(run, plan_traffic.equal_fragments(run, 10**9))
-    islands = tuple(plan.Island(step_s=step_s, step_tokens=100) for step_s in (1.0, 1.0, 4.0))
+    islands = tuple(
+        plan.PlannedIsland(step_s=step_s, step_tokens=100) for step_s in (1.0, 1.0, 4.0)
+    )
     made = plan.make_plan(run, plan.Fleet(islands=islands), 10**9, sized, updates=100)
     rigid, _, decoupled = made.systems
     assert rigid.tokens_per_s == pytest.approx(75)
@@ -560,7 +562,7 @@ def test_the_slowest_learner_holds_data_parallel_up():
 def test_of_a_large_fleet_one_stands_for_several(monkeypatch):
     run = run_settings(quorum={"min_learners": 60})
     sized = plan_traffic.sizes(run, plan_traffic.equal_fragments(run, 10**8))
-    islands = tuple(plan.Island(step_s=step_s) for step_s in [1.0, 1.2] * 30)
+    islands = tuple(plan.PlannedIsland(step_s=step_s) for step_s in [1.0, 1.2] * 30)
     fleet = plan.Fleet(islands=islands)
     whole = plan.make_plan(run, fleet, 10**8, sized, updates=100)
     monkeypatch.setattr(plan, "MOST_LEARNERS", 20)
@@ -574,7 +576,7 @@ def test_a_version_is_made_on_the_threads_that_make_it():
     """However many cores the updates need."""
     run = run_settings(sync={"fragments": 1})
     sized = plan_traffic.sizes(run, [1 << 30])
-    fleet = plan.Fleet(islands=(plan.Island(),) * 64, aggregator_gbit=1000.0)
+    fleet = plan.Fleet(islands=(plan.PlannedIsland(),) * 64, aggregator_gbit=1000.0)
     made = plan.make_plan(run, fleet, 1 << 30, sized, updates=100)
     assert made.cores > 4
     assert made.close_s > (1 << 30) * plan_traffic.VERSION_CORE_S / 2
@@ -647,15 +649,15 @@ def test_a_table_of_prices_of_one_s_own(tmp_path):
 
 
 def test_the_same_chips_in_more_islands():
-    fleet = plan.Fleet(islands=(plan.Island(chips=1000, step_tokens=600),) * 2)
-    assert plan.divided(fleet, 8).islands == (plan.Island(chips=250, step_tokens=150),) * 8
+    fleet = plan.Fleet(islands=(plan.PlannedIsland(chips=1000, step_tokens=600),) * 2)
+    assert plan.divided(fleet, 8).islands == (plan.PlannedIsland(chips=250, step_tokens=150),) * 8
 
 
 # H
 
 
 def intervals_of(gbit, **sync):
-    fleet = plan.Fleet(islands=(plan.Island(gbit=gbit, rtt_s=0.05),) * 4)
+    fleet = plan.Fleet(islands=(plan.PlannedIsland(gbit=gbit, rtt_s=0.05),) * 4)
 
     def sizes_of(settings):
         return plan_traffic.sizes(settings, plan_traffic.equal_fragments(settings, 10**9))

@@ -7,7 +7,7 @@ from diloco.aggregator.arrays import kernels
 from diloco.aggregator.arrays.fragment import FragmentArrays, Payload
 from diloco.aggregator.arrays.merge import segment_norms
 from diloco.aggregator.core import policy
-from diloco.aggregator.core.updates import Admitted, Credit
+from diloco.aggregator.core.updates import Admitted, UpdateCredit
 from diloco.aggregator.prepare import main, prepare
 from diloco.common.process.config import make_config
 from diloco.common.protocol import shards, slices, wire
@@ -50,7 +50,7 @@ def test_a_round_compiles_nothing_more(codec, delta_codec, optimizer, merge):
     arrays = FragmentArrays.from_view(run, layout, 0, np.zeros(size, np.float32), threads=2)
     for _ in range(2):
         payload = received(arrays, codec, np.ones(size, np.float32))
-        credit = Credit(6, 600, policy.weight(600, 6))
+        credit = UpdateCredit(6, 600, policy.weight(600, 6))
         admitted = Admitted(manifest(codec, layout), 1, credit, 0, 1.0, 1.0, payload.norm)
         arrays.merge(payload, admitted)
         arrays.close_round([admitted], 1.0)

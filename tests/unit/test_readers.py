@@ -27,10 +27,10 @@ from diloco.common.storage.views import load_view
 from diloco.learner.context import Context as LearnerContext
 from diloco.learner.core import sync
 from diloco.learner.core.boundary import NOTHING, Decoded
-from diloco.learner.core.catchup import Adopted, Waiting, next_move
+from diloco.learner.core.catchup import Adopted, UnfetchedRecord, next_move
 from diloco.learner.peers import Alone
-from diloco.learner.tensors.replica import Delta, Replica, View
-from diloco.learner.wire.fetch import Fetcher, start_at
+from diloco.learner.tensors.replica import Delta, PendingView, Replica
+from diloco.learner.wire.fetch import VersionFetcher, start_at
 from diloco.learner.wire.receive import WAITING_VIEWS, Receiver
 from diloco.learner.wire.receive import load as load_newest
 from diloco.operate.streams import make_streams
@@ -350,7 +350,7 @@ class Followed:
 
     def _begin(self, replica: Replica, starts: list[sync.Start]) -> None:
         self.replica, self.starts = replica, starts
-        fetcher, life = Fetcher(self.context, replica), self.incarnation
+        fetcher, life = VersionFetcher(self.context, replica), self.incarnation
         self.receiver = Receiver(self.context, self.post, fetcher, Alone(), starts, life)
 
     def post(self, event: sync.Event, payload: Decoded = NOTHING) -> None:
@@ -413,7 +413,7 @@ def test_a_learner_that_misses_an_object_goes_on_with_the_newest_view(run_async,
         else:
             lose(lab, second.record.delta, loss.removeprefix("delta "))
         with capture_logs() as logs:
-            assert await followed.follow_to(lab, 4) == [(4, View)]
+            assert await followed.follow_to(lab, 4) == [(4, PendingView)]
         assert [entry["event"] for entry in logs if entry["event"] == "reloading"]
 
     run_async(scenario())
@@ -428,7 +428,7 @@ def test_a_record_that_cannot_be_read_is_jumped_over(run_async, monkeypatch):
         await followed.load()
         await more(lab, SNAPSHOT_EVERY)
         lab.remove([(await lab.records())[3].body])
-        assert await followed.follow_to(lab, 4) == [(4, View)]
+        assert await followed.follow_to(lab, 4) == [(4, PendingView)]
 
     run_async(scenario())
 
@@ -472,7 +472,7 @@ def test_a_reload_takes_nothing_older_than_the_record_that_called_for_it(run_asy
         second = (await lab.records())[2]
         held.until_seq = second.record_seq
         lab.remove([second.record.delta])
-        assert await followed.follow_to(lab, 4) == [(4, View)]
+        assert await followed.follow_to(lab, 4) == [(4, PendingView)]
 
     run_async(scenario())
 
@@ -483,7 +483,7 @@ def test_a_learner_that_slept_across_collections_jumps_to_the_newest_view(run_as
         followed = Followed(lab)
         await followed.load()
         await more(lab, ODD)
-        assert await followed.follow_to(lab, ODD + 1) == [(ODD + 1, View)]
+        assert await followed.follow_to(lab, ODD + 1) == [(ODD + 1, PendingView)]
 
     run_async(scenario())
 
@@ -498,7 +498,7 @@ def test_a_paused_learner_fetches_no_more_than_a_jump_needs(run_async):
         before = followed.context.traffic.bytes_down
         await more(lab, ODD)
         newest, _ = await lab.newest()
-        assert await followed.follow_to(lab, newest.version) == [(newest.version, View)]
+        assert await followed.follow_to(lab, newest.version) == [(newest.version, PendingView)]
         jump = [newest.snapshot, *newest.deltas]
         fetched = followed.context.traffic.bytes_down - before
         assert fetched == sum(ref.size_bytes for ref in jump)
@@ -529,7 +529,7 @@ def test_a_delta_leads_on_only_from_the_view_that_it_was_made_from(run_async):
         lab = await made(SNAPSHOT_EVERY + 2)
         records = [(at.record_seq, at.record) for at in await lab.records()]
         (seq, base), *later = records[SNAPSHOT_EVERY:]
-        waiting = [Waiting(*one) for one in later]
+        waiting = [UnfetchedRecord(*one) for one in later]
         adopted = Adopted(seq, base.version, base.view_digest)
         step, newest = next_move(adopted, waiting), later[-1][1]
         assert step is not None
@@ -576,7 +576,7 @@ def test_what_is_decoded_and_not_adopted_stays_within_its_bound(run_async):
 
             await lab.until(settled, "the newest version")
             kinds = [type(payload.tensors) for _, payload in followed.readies[before:]]
-            assert kinds[0] is View
+            assert kinds[0] is PendingView
         finally:
             await cancel(work)
 
@@ -614,7 +614,7 @@ def test_a_rollback_that_is_jumped_over_is_adopted_all_the_same(run_async):
         await followed.load()
         await roll_back(lab.context, await find_versions(lab.context, {0: 1}))
         await more(lab, 2)
-        assert await followed.follow_to(lab, 6) == [(6, View)]
+        assert await followed.follow_to(lab, 6) == [(6, PendingView)]
         ((ready, _),) = followed.readies
         assert ready.rolled_back
 

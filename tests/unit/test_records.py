@@ -3,7 +3,7 @@
 from records import make_record
 
 from diloco.aggregator.core.decisions import Decided
-from diloco.aggregator.owner.records import Contents, contents_of, sum_up, unchanged
+from diloco.aggregator.owner.records import RecordContents, contents_of, sum_up, unchanged
 from diloco.common.protocol import wire
 
 # What `compose` adds: who makes the record, and what it follows.
@@ -12,7 +12,7 @@ BASIS = {"base_digest", "previous", "restored_version", "totals"}
 
 
 def test_each_field_of_a_record_is_stated_by_one_part() -> None:
-    stated = [*Decided._fields, *Contents._fields, *MAKER, *BASIS]
+    stated = [*Decided._fields, *RecordContents._fields, *MAKER, *BASIS]
     assert sorted(stated) == sorted(wire.Record.model_fields)
 
 

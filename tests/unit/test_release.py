@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from diloco.infra import release
-from diloco.infra.release import MANIFEST, Manifest, manifest_of
+from diloco.infra.release import MANIFEST, ReleaseManifest, manifest_of
 
-WHAT = Manifest(1, "0.1.0", "abc", "cpu", "x86_64", "2.35", "3.11.2", 3)
+WHAT = ReleaseManifest(1, "0.1.0", "abc", "cpu", "x86_64", "2.35", "3.11.2", 3)
 
 
 def interpreter(folder: Path, name: str = "python3.12") -> Path:

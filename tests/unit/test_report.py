@@ -23,8 +23,8 @@ from diloco.common.protocol import wire
 from diloco.common.protocol.errors import ConfigError
 from diloco.run.agreement import Pairs
 from diloco.run.model.scores import _missing as missing
-from diloco.run.model.scores import keep, kept, scores_of
-from diloco.run.state import Run
+from diloco.run.model.scores import keep, read_scores, scores_of
+from diloco.run.state import RunStatus
 from diloco.run.timeseries import read_time_series
 from diloco.run.watch import Watch
 from diloco.show.page import page, svg
@@ -32,8 +32,8 @@ from diloco.show.page.figures import DRAWINGS, agreement
 from diloco.show.page.lanes import make_lanes
 from diloco.show.page.numbers import Shown
 from diloco.show.page.report import comparison, differing, in_short, named, report, sample_pairs
-from diloco.show.page.summary import Table, settings
-from diloco.show.page.svg import Axis, Mark, Panel, bars, data_block, element, line
+from diloco.show.page.summary import SummaryTable, settings
+from diloco.show.page.svg import Axis, Panel, PlotMark, bars, data_block, element, line
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 HOSTILE = "</p></script><script>alert(1)</script><img src=http://example.com/x>\u2028"
@@ -44,10 +44,10 @@ def quiet(*_: object) -> None:
     """Nobody watches."""
 
 
-def look_at(lab: Lab) -> tuple[Shown, Run]:
-    async def look() -> tuple[Shown, Run]:
+def look_at(lab: Lab) -> tuple[Shown, RunStatus]:
+    async def look() -> tuple[Shown, RunStatus]:
         series = await read_time_series(lab.context, 0.0)
-        shown = Shown(series, make_lanes(series), await kept(lab.context))
+        shown = Shown(series, make_lanes(series), await read_scores(lab.context))
         shown.pairs = await sample_pairs(lab.context, series, quiet)
         return shown, await Watch(lab.context).begin()
 
@@ -55,7 +55,7 @@ def look_at(lab: Lab) -> tuple[Shown, Run]:
 
 
 @pytest.fixture(scope="module")
-def looked() -> tuple[Shown, Run]:
+def looked() -> tuple[Shown, RunStatus]:
     """A run of 400 versions with everything that a figure can show."""
     lab = Lab(fragments=2)
 
@@ -73,7 +73,7 @@ def looked() -> tuple[Shown, Run]:
 
 
 @pytest.fixture(scope="module")
-def shown(looked: tuple[Shown, Run]) -> Shown:
+def shown(looked: tuple[Shown, RunStatus]) -> Shown:
     return looked[0]
 
 
@@ -85,7 +85,7 @@ def score(step: int) -> wire.Score:
 
 
 @pytest.fixture(scope="module")
-def html(looked: tuple[Shown, Run]) -> str:
+def html(looked: tuple[Shown, RunStatus]) -> str:
     return report(*looked)
 
 
@@ -187,7 +187,7 @@ def test_a_view_has_one_score_however_often_it_was_scored() -> None:
         await keep(lab.context, score(24).model_copy(update={"loss": 4.0000001}))
         await keep(lab.context, score(48).model_copy(update={"epoch": 1}))
         lab.store.put("lab/score/0000-000000000072-strange", b"rubbish")
-        assert [found.global_step for found in await kept(lab.context)] == [0, 24]
+        assert [found.global_step for found in await read_scores(lab.context)] == [0, 24]
 
     asyncio.run(twice())
 
@@ -254,13 +254,13 @@ def test_what_comes_from_the_run_is_text() -> None:
         marks=[
             line(np.arange(3.0), np.arange(3.0), "blue", HOSTILE),
             bars((np.zeros(1), np.ones(1)), (np.zeros(1), np.ones(1)), "yellow", HOSTILE),
-            Mark(kind="texts", x=np.zeros(1), y=np.zeros(1), texts=[HOSTILE]),
+            PlotMark(kind="texts", x=np.zeros(1), y=np.zeros(1), texts=[HOSTILE]),
         ],
         title=HOSTILE, x=Axis(label=HOSTILE), y=Axis(names=[HOSTILE]),
     )  # fmt: skip
-    table = Table((HOSTILE,), ((HOSTILE,),), frozenset({HOSTILE}))
+    table = SummaryTable((HOSTILE,), ((HOSTILE,),), frozenset({HOSTILE}))
     section = page.section("k", HOSTILE, HOSTILE, panels=[panel], table=table)
-    seen = Elements(page.kept(HOSTILE, element("p", {"title": HOSTILE}, HOSTILE), [section]))
+    seen = Elements(page.saved_page(HOSTILE, element("p", {"title": HOSTILE}, HOSTILE), [section]))
     assert "img" not in {tag for tag, _ in seen.found}
     assert [kind for kind, _ in seen.texts] == ["style", "script", "data", "script"]
     (data,) = [json.loads(text) for kind, text in seen.texts if kind == "data"]

@@ -21,7 +21,7 @@ from diloco.common.storage.bus import MemoryBus, Message
 from diloco.common.storage.tape import (
     Entry,
     Extent,
-    Garbage,
+    InvalidMessage,
     Item,
     Unreadable,
     decode,
@@ -31,7 +31,7 @@ from diloco.common.storage.tape import (
     read_tape,
 )
 from diloco.run.history import History, read_history
-from diloco.run.state import Run
+from diloco.run.state import RunStatus
 from diloco.run.timeseries import read_time_series
 from diloco.run.watch import Watch, read_heartbeats, read_leases
 
@@ -181,8 +181,8 @@ def test_what_is_none_of_the_protocol_is_an_item_of_its_own(lab):
         return (await items(lab))[-5:]
 
     rubbish, other, damaged, stolen, elsewhere = run(spoil)
-    assert isinstance(rubbish, Garbage)
-    assert isinstance(other, Garbage)
+    assert isinstance(rubbish, InvalidMessage)
+    assert isinstance(other, InvalidMessage)
     assert "names learner 'b', its subject 'a'" in other.why
     bad = (damaged, stolen, elsewhere)
     assert [(type(item), item.fragment) for item in bad] == [
@@ -226,7 +226,7 @@ def test_the_body_of_a_large_record_is_fetched(lab, fault):
 def test_the_extent_says_from_where_on_nothing_is_missing(seqs):
     extent, held = Extent(), sorted(seqs)
     for seq in held:
-        extent.take(Garbage(seq, float(seq), "", ""))
+        extent.take(InvalidMessage(seq, float(seq), "", ""))
     last = held[-1] if held else 0
     assert extent.last_seq == extent.last_s == last
     missing = [seq for seq in range(1, last) if seq not in seqs]
@@ -238,7 +238,7 @@ def test_the_extent_says_from_where_on_nothing_is_missing(seqs):
 
 
 def test_all_folds_say_the_same(lab):
-    async def look() -> tuple[History, Any, Run]:
+    async def look() -> tuple[History, Any, RunStatus]:
         run = await Watch(lab.context).begin(1)
         return await read_history(lab.context), await read_time_series(lab.context, 0.0), run
 

@@ -14,11 +14,11 @@ from diloco.common.protocol import names, wire
 from diloco.common.storage.tape import Recorded
 from diloco.run.history import History, read_history
 from diloco.run.state import Observed
-from diloco.run.timeseries import Table, TimeSeries, read_time_series
+from diloco.run.timeseries import Columns, TimeSeries, read_time_series
 
 
 def test_a_table_has_columns() -> None:
-    table = Table("a", "b")
+    table = Columns("a", "b")
     assert (len(table), table["b"].size) == (0, 0)
     table.add(1, 2)
     table.add(3, 4)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from diloco.common.protocol.errors import TaskError
-from diloco.learner.context import Traffic
+from diloco.learner.context import TrafficCounts
 from diloco.learner.synchronizer import Meter
 from diloco.learner.tensors.utilization import full_tokens_per_s, peak_flops
 from diloco.models.bytes_lm import model
@@ -58,7 +58,10 @@ def test_of_devices_that_are_not_known_nothing_is_told():
 
 
 def test_a_heartbeat_tells_it():
-    told, untold = Meter("a", Traffic(), full_tokens_per_s=1000.0), Meter("a", Traffic())
+    told, untold = (
+        Meter("a", TrafficCounts(), full_tokens_per_s=1000.0),
+        Meter("a", TrafficCounts()),
+    )
     for meter in (told, untold):
         meter.stepped(2.0, 400, None)
         meter.stepped(2.0, 400, 1.0)

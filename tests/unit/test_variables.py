@@ -11,7 +11,7 @@ import pytest
 from diloco.common.process.config import SyncSection
 from diloco.common.protocol.errors import ConfigError, DilocoError, TaskError
 from diloco.common.protocol.layout import TensorHint
-from diloco.learner.context import Traffic
+from diloco.learner.context import TrafficCounts
 from diloco.learner.contract import check_task, refusals
 from diloco.learner.synchronizer import EMA, Meter
 from diloco.learner.task import Task, Variables, params_shapes, scores
@@ -194,7 +194,7 @@ def test_what_evaluate_says_has_a_loss():
 
 
 def test_metrics_are_averaged_and_held_out_figures_shown_as_they_are():
-    meter = Meter("a", Traffic())
+    meter = Meter("a", TrafficCounts())
     for accuracy in (0.0, 1.0):
         meter.measured({"accuracy": np.float32(accuracy), "other": jnp.float32(2.0)})
     meter.show({"held_out_loss": 0.25, "held_out_wrong": float("nan")})

@@ -24,7 +24,7 @@ from diloco.operate.collect import find
 from diloco.replay.coverage import Versions, sentences, tape_of
 from diloco.replay.options import Options
 from diloco.replay.run import run_replay
-from diloco.run.cli.opening import Place, use_place
+from diloco.run.cli.opening import RunLocation, use_place
 from diloco.run.history import read_history
 
 
@@ -37,9 +37,9 @@ def honest(tmp_path_factory):
 def copy(honest, tmp_path):
     """The run in a folder of its own, to be damaged."""
     shutil.copytree(honest.store, tmp_path / "store")
-    use_place(Place(None, str(tmp_path / "store")))
+    use_place(RunLocation(None, str(tmp_path / "store")))
     yield spoiled.Run(honest.name, honest.tape, tmp_path / "store")
-    use_place(Place())
+    use_place(RunLocation())
 
 
 def replay(tape: Path, **options) -> tuple[int, str]:

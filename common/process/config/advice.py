@@ -22,7 +22,7 @@ class Broken(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """What is known of a region of settings.
+    """Advice on a region of settings.
 
     Attributes:
         about: the settings it looks at.

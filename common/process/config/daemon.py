@@ -9,7 +9,7 @@ from diloco.common.protocol.names import NAME
 
 
 class BusSection(Section):
-    """Where NATS is, who connects, and how the run's streams are made."""
+    """The NATS servers, the client's identity, and the settings of the run's streams."""
 
     url: str = Field(
         default="nats://127.0.0.1:4222",
@@ -48,7 +48,7 @@ class BusSection(Section):
 
 
 class StoreSection(Section):
-    """Where objects are."""
+    """The object store."""
 
     url: str = Field(
         description="a bucket of a kind in docs/stores.md, such as `gs://bucket/prefix`, or"
@@ -101,7 +101,7 @@ class MeshSection(Section):
 
 
 class IslandSection(Section):
-    """What is special about one learner's hardware; None: as the section `learner` says."""
+    """Settings of one learner's hardware; None: as the section `learner` has it."""
 
     mesh: MeshSection | None = Field(default=None, description="instead of `learner.mesh`")
     anchor: Literal["device", "host"] | None = Field(
@@ -117,7 +117,7 @@ class IslandSection(Section):
 
 
 class LearnerSection(Section):
-    """How a learner works."""
+    """The settings of a learner."""
 
     mesh: MeshSection = Field(
         default=MeshSection(), description="mesh over the devices of all its hosts"
@@ -205,7 +205,7 @@ class LearnerSection(Section):
         return self
 
     def island(self, learner: str) -> IslandSection:
-        """What a learner's hardware is, with all that is said for all learners."""
+        """The settings of a learner's hardware, together with those for all learners."""
         own = self.islands.get(learner, IslandSection())
         return IslandSection(
             mesh=own.mesh or self.mesh,
@@ -217,7 +217,7 @@ class LearnerSection(Section):
 
 
 class AggregatorSection(Section):
-    """How an aggregator works."""
+    """The settings of an aggregator."""
 
     name: Annotated[str, Field(pattern=f"^{NAME.pattern}$")] = Field(
         default="aggregator",
@@ -241,7 +241,7 @@ class AggregatorSection(Section):
 
 
 class GcSection(Section):
-    """What garbage collection keeps beyond what recovery needs."""
+    """The retention of garbage collection beyond what recovery needs."""
 
     enabled: bool = Field(
         default=True,
@@ -256,7 +256,7 @@ class GcSection(Section):
 
 
 class MetricsSection(Section):
-    """Where a daemon serves /metrics, /livez and /readyz."""
+    """The address at which a daemon serves /metrics, /livez and /readyz."""
 
     listen: str = Field(
         default="127.0.0.1",

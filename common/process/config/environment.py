@@ -1,4 +1,4 @@
-"""What the environment says. The only module that reads it.
+"""The environment's variables; the only module that reads them. The only module that reads it.
 
 DILOCO_<SECTION>_<KEY> overrides a key of the daemon sections.
 """
@@ -65,14 +65,14 @@ class ServiceManager(NamedTuple):
 
 
 def service_manager() -> ServiceManager:
-    """Who started this process and asks to be told how it fares."""
+    """The service manager that started this process and asks for its status."""
     watched = os.environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
     watchdog_us = os.environ.get("WATCHDOG_USEC", "0") if watched else "0"
     return ServiceManager(os.environ.get("NOTIFY_SOCKET", ""), int(watchdog_us) / 1e6)
 
 
 class _Platforms:
-    """What JAX would have chosen from, had `keep_off_accelerators` not been called."""
+    """The platforms that JAX would have chosen from without `keep_off_accelerators`."""
 
     pinned = False
     found: str | None = None

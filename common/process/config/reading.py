@@ -35,7 +35,7 @@ def load_config(path: Path | str, *, connects: bool = True) -> Config:
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """What the TOML file `path` holds, not yet checked.
+    """Read the TOML file `path`, unchecked.
 
     Raises:
         ConfigError: no such file, or not TOML.
@@ -108,7 +108,7 @@ def parse_settings(fields: Mapping[str, Any]) -> RunSettings:
 
 
 def explain(error: ValidationError) -> str:
-    """What is wrong with which keys, in one line."""
+    """The keys of a validation error and what is wrong with them, in one line."""
     lines = []
     for item in error.errors(include_url=False):
         key = ".".join(str(part) for part in item["loc"])

@@ -27,7 +27,7 @@ BUILT_IN_TASK = "diloco.models.bytes_lm:build"
 
 
 class RunSection(Section):
-    """What is trained, and for how long."""
+    """The run's name and length."""
 
     name: Annotated[str, Field(pattern=f"^{NAME.pattern}$")] = Field(
         description="name of the run: `[a-z0-9][a-z0-9-]{0,39}`; part of streams, subjects and"
@@ -85,7 +85,7 @@ def _with_lists(value: Any) -> Any:
 
 
 class TaskSection(Section):
-    """What a learner trains."""
+    """The task that learners train."""
 
     build: Annotated[str, Field(pattern=r"^([\w.]+:\w+)?$")] = Field(
         default=BUILT_IN_TASK,
@@ -102,7 +102,7 @@ class TaskSection(Section):
 
 
 class SyncSection(Section):
-    """How learners send and adopt."""
+    """The settings of sending and adopting."""
 
     interval_steps: Steps = Field(
         default=24, description="H: inner steps between two updates of a fragment"
@@ -228,7 +228,7 @@ class OuterSection(Section):
 
 
 class StalenessSection(Section):
-    """How much an old update still counts."""
+    """The discount of old updates."""
 
     rule: Literal["constant", "polynomial", "hinge", "exponential", "inverse"] = Field(
         default="polynomial", description="discount S(s) of an update s versions old"
@@ -276,7 +276,7 @@ class QuorumSection(Section):
 
 
 class LearnerBounds(Section):
-    """What an operator knows of one learner; 0: not declared."""
+    """Bounds that an operator declares for one learner; 0: not declared."""
 
     max_steps_per_s: NonNegative = Field(
         default=0.0,
@@ -291,7 +291,7 @@ UNDECLARED = LearnerBounds()
 
 
 class BoundsSection(Section):
-    """What the aggregator believes of a manifest."""
+    """Bounds on the claims of manifests that the aggregator believes."""
 
     max_tokens_per_step: Annotated[int, Field(ge=1)] = Field(
         default=1 << 32, description="most tokens of one inner step that a learner is credited with"
@@ -324,7 +324,7 @@ class BoundsSection(Section):
     )
 
     def of(self, learner: str) -> LearnerBounds:
-        """What is declared of a learner."""
+        """The bounds that are declared for a learner."""
         return self.learners.get(learner, UNDECLARED)
 
 

@@ -1,4 +1,4 @@
-"""What messages are made of: types of fields and their limits; and to bytes and back."""
+"""The fields of messages: their types and limits; and messages to bytes and back."""
 
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -82,13 +82,13 @@ def note(text: str) -> str:
     return cleaned if len(cleaned) <= NOTE else f"{cleaned[: NOTE - 3]}..."
 
 
-class Part(BaseModel):
+class NestedRecord(BaseModel):
     """A record within a message."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
 
-class Body(Part):
+class Body(NestedRecord):
     """A message; `kind` names it on the wire."""
 
     kind: ClassVar[str]

@@ -16,8 +16,8 @@ from diloco.common.protocol.wire.fields import (
     Loss,
     Measure,
     Name,
+    NestedRecord,
     ObjectName,
-    Part,
     Positive,
     PowerOfTwo,
     Seconds,
@@ -28,7 +28,7 @@ from diloco.common.protocol.wire.fields import (
 )
 
 
-class Slice(Part):
+class Slice(NestedRecord):
     """Blocks `start` + Σ i_k × `strides_k` of a fragment, for all 0 ≤ i_k < `shape_k`.
 
     In row-major order: a box of a tensor's rows and columns, in blocks. A contiguous range is
@@ -45,7 +45,7 @@ class Slice(Part):
     )
 
 
-class Shard(Part):
+class Shard(NestedRecord):
     """One object of an update: whole blocks of the fragment's vector.
 
     Blocks of `sync.block` elements, one after the other as its slices name them. The slices of a
@@ -105,7 +105,7 @@ class Manifest(Body):
     final: bool = Field(description="the learner sends no other update of this fragment")
 
 
-class ObjectRef(Part):
+class ObjectRef(NestedRecord):
     """An object that the aggregator stored."""
 
     name: ObjectName = Field(description="name of the object")
@@ -113,7 +113,7 @@ class ObjectRef(Part):
     crc32c: Annotated[int, Field(ge=0, lt=1 << 32)] = Field(description="of the object")
 
 
-class Input(Part):
+class Input(NestedRecord):
     """One merged update, with all that merging it again needs."""
 
     learner: Name = Field(description="whose")
@@ -154,7 +154,7 @@ class Input(Part):
         return tuple(what for what, so in found.items() if so)
 
 
-class Rejected(Part):
+class Rejected(NestedRecord):
     """One well-formed update that was not merged, and why."""
 
     learner: Name = Field(description="whose")
@@ -167,7 +167,7 @@ class Rejected(Part):
     detail: Text = Field(description="a sentence for people")
 
 
-class Observation(Part):
+class Observation(NestedRecord):
     """An input of the machine that is not on the tape, in the order it was taken."""
 
     what: str = Field(
@@ -191,7 +191,7 @@ class Observation(Part):
     )
 
 
-class Mark(Part):
+class Mark(NestedRecord):
     """The highest resolved update of an incarnation.
 
     A learner finds in it what became of its update.
@@ -203,8 +203,8 @@ class Mark(Part):
     stream_seq: Count = Field(description="of that update's manifest in the stream")
 
 
-class MemberState(Part):
-    """What the machine of one fragment knows of a learner."""
+class MemberState(NestedRecord):
+    """The state of a learner in the machine of one fragment."""
 
     learner: Name = Field(description="who")
     incarnation: Positive = Field(description="its newest life")
@@ -237,8 +237,8 @@ class MemberState(Part):
     )
 
 
-class Allowance(Part):
-    """How many updates of the fragment a learner may announce at once.
+class Allowance(NestedRecord):
+    """The number of updates of the fragment that a learner may announce at once.
 
     `bounds.max_updates_per_s` more for each second, up to those of ten seconds. A message under an
     update's subject takes one, whatever it says, and a longer one as many as it has times 4 KiB;
@@ -250,8 +250,8 @@ class Allowance(Part):
     at_s: float = Field(description="at this time")
 
 
-class Credit(Part):
-    """What an update counts for that no record has resolved yet."""
+class Credit(NestedRecord):
+    """The credit of an update that no record has resolved yet."""
 
     learner: Name = Field(description="whose")
     incarnation: Positive = Field(description="of which life")
@@ -261,7 +261,7 @@ class Credit(Part):
     weight: float = Field(description="that it is merged with")
 
 
-class PolicyState(Part):
+class PolicyState(NestedRecord):
     """The machine's memory after a record."""
 
     members: Several[MemberState] = Field(description="the learners")
@@ -288,7 +288,7 @@ class PolicyState(Part):
     rules: float = Field(description="number of the rules by which the machine decides; now 3")
 
 
-class Totals(Part):
+class Totals(NestedRecord):
     """Sums over all records of a fragment, up to and including this one."""
 
     updates_merged: Count = Field(description="updates merged")

@@ -14,8 +14,8 @@ from diloco.common.protocol.wire.fields import (
     Figures,
     Loss,
     Name,
+    NestedRecord,
     ObjectName,
-    Part,
     Passage,
     Positive,
     Rate,
@@ -26,8 +26,8 @@ from diloco.common.protocol.wire.fields import (
 from diloco.common.protocol.wire.records import ObjectRef, Record
 
 
-class DataPosition(Part):
-    """Where a learner's data goes on."""
+class DataPosition(NestedRecord):
+    """The position at which a learner's data goes on."""
 
     learner: Name = Field(description="the learner")
     position: Count = Field(description="in batches")
@@ -46,7 +46,7 @@ class Positions(Body):
 
 
 class Specification(Body):
-    """What a run is: the tape's first message.
+    """The specification of a run: the tape's first message.
 
     Sequence numbers are of their epoch: of the tape that holds this message.
     """
@@ -226,7 +226,7 @@ class End(Body):
 
 
 class Lease(Body):
-    """Who owns a fragment; or, under a key of its own, that an aggregator is there."""
+    """The lease of a fragment's owner; or, under a key of its own, an aggregator's sign of life."""
 
     kind: ClassVar[str] = "lease"
     aggregator: Name = Field(description="for people")

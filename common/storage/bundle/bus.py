@@ -100,7 +100,7 @@ class BundleBus:
         yield subject, b""
 
     async def close(self) -> None:
-        """Who opened the file closes it."""
+        """Do nothing: the opener of the file closes it."""
 
 
 def _matching(log: Log, patterns: list[str]) -> set[int]:

@@ -1,4 +1,4 @@
-"""What the frames of a bundle must be: who made it may be anybody.
+"""Checks of a bundle's frames, which may have been made by anybody.
 
 Nothing here says that a file tells the truth of a run: that is for `diloco replay` to find out.
 """
@@ -22,7 +22,7 @@ IMPORTED = (".py", ".pyc", ".so")
 
 
 def check_header(path: Path, header: Any) -> None:
-    """Hold what a file says of itself to its format.
+    """Check a file's header against its format.
 
     Raises:
         IntegrityError: it has no run's name, no time, or no word on its objects.

@@ -1,4 +1,4 @@
-"""What a bundle holds under names: some 40 bytes for each, however many they are.
+"""An index of a bundle's contents by name: some 40 bytes for each, however many they are.
 
 Names are looked up by their hashes, and kept compressed for who lists them.
 """
@@ -18,7 +18,7 @@ import xxhash
 BLOCK = 256
 
 
-class Piece(NamedTuple):
+class FilePiece(NamedTuple):
     """A piece of an object or a file: where its frame stands, and its bytes within the whole."""
 
     frame_at: int
@@ -31,7 +31,7 @@ class Whole:
     """An object or a file, in pieces."""
 
     size_bytes: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[FilePiece, ...]
 
     @property
     def complete(self) -> bool:
@@ -68,7 +68,7 @@ class _Names:
         yield from self._open
 
 
-class Contents:
+class BundleContents:
     """Objects or files, by name; filled first, and then read."""
 
     def __init__(self) -> None:
@@ -76,9 +76,9 @@ class Contents:
         # (hash, size, place of its frame, or -1 if it has several), as added, and then sorted.
         self._added = array("q")
         self._rows = np.empty((0, 3), np.int64)
-        self._pieces: dict[int, list[Piece]] = {}
+        self._pieces: dict[int, list[FilePiece]] = {}
 
-    def add(self, name: str, size_bytes: int, piece: Piece) -> None:
+    def add(self, name: str, size_bytes: int, piece: FilePiece) -> None:
         """A piece of what has a size in all; the first piece of it comes first."""
         key, single = _hash(name), piece.stop - piece.start == size_bytes
         if not single:
@@ -96,7 +96,7 @@ class Contents:
         return self._rows
 
     def get(self, name: str) -> Whole | None:
-        """What stands under a name."""
+        """The object or file under a name."""
         rows, key = self._table(), _hash(name)
         index = int(np.searchsorted(rows[:, 0], key))
         if index == len(rows) or rows[index, 0] != key:
@@ -104,7 +104,7 @@ class Contents:
         size_bytes, frame_at = int(rows[index, 1]), int(rows[index, 2])
         if frame_at < 0:
             return Whole(size_bytes, tuple(self._pieces[key]))
-        return Whole(size_bytes, (Piece(frame_at, 0, size_bytes),))
+        return Whole(size_bytes, (FilePiece(frame_at, 0, size_bytes),))
 
     def __contains__(self, name: str) -> bool:
         return self.get(name) is not None
@@ -124,7 +124,7 @@ class Contents:
         return len(self) - int(self._sound().sum())
 
     def drop_damaged(self) -> None:
-        """Forget what lacks a piece; of what is there more than once one stays."""
+        """Forget entries that lack a piece; of entries that are there more than once one stays."""
         sound = self._sound()
         self._rows = self._rows[sound]
 

@@ -21,7 +21,7 @@ HEAD = struct.Struct("<II")
 
 
 class Frame(NamedTuple):
-    """What a frame holds, and where it begins."""
+    """A frame's content, and its place in the file."""
 
     at: int
     content: Any
@@ -79,7 +79,7 @@ def read_frames(path: Path, file: BinaryIO) -> Iterator[Frame]:
 
 
 def read_frame(path: Path, data: bytes) -> Any:
-    """What a frame holds whose bytes are at hand.
+    """Read the content of a frame from its bytes.
 
     Raises:
         IntegrityError: it is damaged.

@@ -1,4 +1,4 @@
-"""Where everything stands in a bundle; the file itself stays on disk.
+"""Reads a bundle through an index of its frames; the file itself stays on disk.
 
 A message takes some 20 bytes here, whatever its length.
 """
@@ -20,7 +20,7 @@ from diloco.common.storage.bundle.check import (
     check_oldest,
     check_piece,
 )
-from diloco.common.storage.bundle.contents import Contents, Piece, Whole
+from diloco.common.storage.bundle.contents import BundleContents, FilePiece, Whole
 from diloco.common.storage.bundle.frames import (
     HEAD,
     Frame,
@@ -34,7 +34,7 @@ from diloco.common.storage.bus import Message
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """What a bundle says of itself: at least `run`, `made_s` and `objects`.
+    """Read the header of a bundle: at least `run`, `made_s` and `objects`.
 
     Raises:
         IntegrityError: it is damaged.
@@ -107,7 +107,7 @@ class Bundle:
         self.path = path
         self.header: dict[str, Any] = {}
         self.tape, self.ops = Log(), Log()
-        self.objects, self.files = Contents(), Contents()
+        self.objects, self.files = BundleContents(), BundleContents()
         self.lost = ""
         self._file = path.open("rb")
 
@@ -126,7 +126,7 @@ class Bundle:
         self._file.close()
 
     def content(self, at: int) -> Any:
-        """What the frame at a place holds; from any thread.
+        """The content of the frame at a place; from any thread.
 
         Raises:
             IntegrityError: the file has changed since.
@@ -199,7 +199,7 @@ def _fill(bundle: Bundle, *, salvage: bool) -> None:
         if not salvage:
             raise
         bundle.header, bundle.tape, bundle.ops = {}, Log(), Log()
-        bundle.objects, bundle.files = Contents(), Contents()
+        bundle.objects, bundle.files = BundleContents(), BundleContents()
         bundle.lost = error.message
         _take_all(bundle, whole_frames(bundle.path), strict=False)
         bundle.objects.drop_damaged()
@@ -242,7 +242,7 @@ def _take(bundle: Bundle, at: int, content: Any) -> None:
     check_piece(bundle.path, bundle.run, named, content)
     of = bundle.objects if named == "object" else bundle.files
     begin = content["at"]
-    of.add(content[named], content["of"], Piece(at, begin, begin + len(content["data"])))
+    of.add(content[named], content["of"], FilePiece(at, begin, begin + len(content["data"])))
 
 
 def _take_message(bundle: Bundle, log: Log, at: int, content: Any) -> None:

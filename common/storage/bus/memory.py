@@ -265,7 +265,7 @@ class MemoryBroker:
 
 
 class _Listener:
-    """What one `listen` call has not taken yet."""
+    """The messages that one `listen` call has not taken yet."""
 
     def __init__(self, pattern: str, ready: asyncio.Event) -> None:
         self.pattern = pattern

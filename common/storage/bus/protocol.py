@@ -40,7 +40,7 @@ class Message(NamedTuple):
 
 
 class StreamLimits(NamedTuple):
-    """What a stream keeps; 0 means no limit. Of the tape nothing goes but by garbage collection.
+    """The limits of a stream; 0 means no limit. Of the tape nothing goes but by garbage collection.
 
     `keep_old`: a stream at `max_bytes` takes no new message, instead of dropping its oldest.
     `last_only`: of each subject its last message alone, which may have a time to live: a bucket
@@ -57,7 +57,7 @@ class StreamLimits(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """How much a stream holds and how many read it, and the most that may (0: none is known)."""
+    """The fill of a stream and its readers, and the most there may be (0: none is known)."""
 
     size_bytes: int
     max_bytes: int
@@ -66,7 +66,7 @@ class Filled(NamedTuple):
 
 
 class Bus(Protocol):
-    """What the daemons need of a bus; see the module's rules."""
+    """The bus that daemons use; see the module's rules."""
 
     async def create_stream(
         self, stream: str, subjects: list[str], limits: StreamLimits, *, first_seq: int = 1
@@ -253,7 +253,7 @@ def check_ttl(ttl_s: float | None, *, allowed: bool) -> None:
 
 
 def stream_settings(subjects: list[str], limits: StreamLimits) -> dict[str, object]:
-    """What makes two creations of a stream the same, by name."""
+    """The settings, by name, in which two creations of one stream must be equal."""
     return {"subjects": sorted(subjects), **limits._asdict()}
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from diloco.common.protocol.buffers import Data, Parts, parts_of
+from diloco.common.protocol.buffers import Buffers, Data, parts_of
 from diloco.common.protocol.errors import (
     ObjectMissingError,
     ObjectTooLargeError,
@@ -202,7 +202,7 @@ class DirectoryStore(ObjectStore):
 
     def _keep_copy(self, name: str, kept: Path, limit_bytes: int) -> None:
         with contextlib.suppress(ObjectMissingError, ObjectTooLargeError, ObjectUnreadableError):
-            temp = self._write_temp(Parts(self.get(name, limit_bytes)))
+            temp = self._write_temp(Buffers(self.get(name, limit_bytes)))
             try:
                 _link(temp, kept)
             finally:
@@ -218,7 +218,7 @@ class DirectoryStore(ObjectStore):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.root))
 
     def _read(self, name: str, read: Callable[[BinaryIO, int], bytes]) -> bytes:
-        """What `read` takes of an object's file, which it is given with its size."""
+        """Call `read` with an object's open file and its size, and return the result."""
         check_object_name(name)
         with _os_errors("read", name):
             with contextlib.suppress(ObjectMissingError):
@@ -248,7 +248,7 @@ class DirectoryStore(ObjectStore):
                 error
             )
 
-    def _write_temp(self, data: Parts) -> Path:
+    def _write_temp(self, data: Buffers) -> Path:
         temp = self.root / TEMP / secrets.token_hex(16)
         descriptor = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o444)
         try:

@@ -42,7 +42,7 @@ class ObjectInfo(NamedTuple):
 
 
 class ObjectStore(Protocol):
-    """What the daemons need of a store; see the module's rules."""
+    """The store that daemons use; see the module's rules."""
 
     def put(self, name: str, data: Data) -> None:
         """Store `data` under `name`.
@@ -187,7 +187,7 @@ def split_url(url: str) -> tuple[str, str]:
 
 
 def object_exists(name: str) -> ObjectExistsError:
-    """What `put` raises when other bytes stand under `name`."""
+    """The error that `put` raises when other bytes stand under `name`."""
     return ObjectExistsError(
         f"an object {name!r} with other bytes exists",
         hint="names are create-only; two writers used one name for different contents",
@@ -195,7 +195,7 @@ def object_exists(name: str) -> ObjectExistsError:
 
 
 def object_unreadable(name: str, why: str) -> ObjectUnreadableError:
-    """What reading raises when no plain object stands under `name`."""
+    """The error that reading raises when no plain object stands under `name`."""
     return ObjectUnreadableError(
         f"object {name!r} cannot be read: {why}",
         hint="nothing of this project stores such an object; see who may write there",
@@ -203,7 +203,7 @@ def object_unreadable(name: str, why: str) -> ObjectUnreadableError:
 
 
 def object_missing(name: str) -> ObjectMissingError:
-    """What `get` raises when there is no `name`."""
+    """The error that `get` raises when there is no `name`."""
     return ObjectMissingError(f"no object {name!r}")
 
 

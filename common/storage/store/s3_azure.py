@@ -19,7 +19,7 @@ from obstore import exceptions as theirs
 from obstore.store import AzureStore, S3Store
 
 from diloco.common.process.config import allows_http
-from diloco.common.protocol.buffers import Data, Parts
+from diloco.common.protocol.buffers import Buffers, Data
 from diloco.common.protocol.errors import (
     ConfigError,
     ObjectExistsError,
@@ -63,29 +63,29 @@ CREDENTIALS = {
 HTTP = {"s3": "AWS_ALLOW_HTTP", "az": "AZURE_ALLOW_HTTP"}
 
 
-class Place(NamedTuple):
-    """Where a store's objects are; `prefix` is '' or ends in '/'."""
+class BucketLocation(NamedTuple):
+    """The place of a store's objects; `prefix` is '' or ends in '/'."""
 
     scheme: str
     bucket: str
     prefix: str
 
     def url(self, name: str) -> str:
-        """Of an object, for messages."""
+        """The URL of an object, for messages."""
         return f"{self.scheme}://{self.bucket}/{self.prefix}{name}"
 
 
-def parse(url: str) -> Place:
-    """What a URL like "s3://bucket/prefix" names.
+def parse(url: str) -> BucketLocation:
+    """Parse a URL like "s3://bucket/prefix".
 
     Raises:
         ConfigError: it names no bucket, or a prefix that cannot be one.
     """
     bucket, prefix = split_url(url)
-    return Place(url.partition("://")[0], bucket, f"{prefix}/" if prefix else "")
+    return BucketLocation(url.partition("://")[0], bucket, f"{prefix}/" if prefix else "")
 
 
-def connect(place: Place) -> S3Store | AzureStore:
+def connect(place: BucketLocation) -> S3Store | AzureStore:
     """A client for a bucket; nothing is asked of the service yet.
 
     Raises:
@@ -123,7 +123,7 @@ def names_no_bucket(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def our_errors(action: str, place: Place, name: str) -> Iterator[None]:
+def our_errors(action: str, place: BucketLocation, name: str) -> Iterator[None]:
     """Turn what the client raises into our errors.
 
     Args:
@@ -147,8 +147,8 @@ def our_errors(action: str, place: Place, name: str) -> Iterator[None]:
         raise _fault(action, where, place, error) from error
 
 
-def _fault(action: str, where: str, place: Place, error: BaseException) -> StoreError:
-    """What an error without a class of its own means."""
+def _fault(action: str, where: str, place: BucketLocation, error: BaseException) -> StoreError:
+    """The error of ours for an error that has no class of its own."""
     text, status = str(error), _status_of(error)
     told = f"cannot {action} {where!r}: {_brief(error)}"
     if names_no_bucket(error):
@@ -169,7 +169,7 @@ def _fault(action: str, where: str, place: Place, error: BaseException) -> Store
     return StoreError(told)
 
 
-def _no_bucket(action: str, where: str, place: Place) -> StoreError:
+def _no_bucket(action: str, where: str, place: BucketLocation) -> StoreError:
     return StoreError(
         f"cannot {action} {where!r}: there is no bucket {place.bucket!r}",
         hint="correct store.url, or make the bucket",
@@ -218,7 +218,7 @@ class BucketStore(ObjectStore):
         place: where.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: BucketLocation) -> None:
         self._place = place
         self._client = connect(place)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="bucket")
@@ -252,7 +252,7 @@ class BucketStore(ObjectStore):
         """
         check_object_name(name)
         # Its client takes them in one place, or makes a copy itself.
-        view = memoryview(bytes(data) if isinstance(data, Parts) else data).cast("B")
+        view = memoryview(bytes(data) if isinstance(data, Buffers) else data).cast("B")
         with our_errors("store", self._place, name):
             while True:
                 try:

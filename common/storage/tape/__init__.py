@@ -1,4 +1,4 @@
-"""The run's tape: its messages decoded, its reader, what a run's parts look up on it.
+"""The run's tape: its messages decoded, its reader, and look-ups of a run's parts.
 
 - `messages.py`: the decoder, typed, each body checked against its subject.
 - `lengths.py`: how long an update's message may be.
@@ -26,7 +26,7 @@ from diloco.common.storage.tape.positions import (
 from diloco.common.storage.tape.reader import (
     Entry,
     Extent,
-    Garbage,
+    InvalidMessage,
     Item,
     Unreadable,
     messages_of,

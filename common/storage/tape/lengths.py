@@ -1,4 +1,4 @@
-"""How long an update's message may be: what none of the layout can need is dropped undecoded. Pure.
+"""The lengths that an update's message may have: longer ones are dropped undecoded. Pure.
 
 A manifest holds each block of its fragment once. So it has at most as many shards and slices as the
 fragment has blocks, and a message that is longer than such a manifest with the longest names and

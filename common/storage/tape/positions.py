@@ -1,4 +1,4 @@
-"""Where the data of earlier epochs' learners goes on, however many there are.
+"""The data positions of earlier epochs' learners, however many there are.
 
 A specification holds the positions itself, or names an object with them: a map of a message holds
 no more than `wire.MAX_KEYS`.

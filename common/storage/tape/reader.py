@@ -51,7 +51,7 @@ class Entry(NamedTuple):
     raw: bytes = b""
 
 
-class Garbage(NamedTuple):
+class InvalidMessage(NamedTuple):
     """A message that is none of the protocol, or speaks for somebody else than its subject.
 
     Under an update's subject it takes from its sender's allowance what its bytes cost.
@@ -75,7 +75,7 @@ class Unreadable(NamedTuple):
     stored: wire.ObjectRef | None = None
 
 
-Item = Entry | Garbage | Unreadable
+Item = Entry | InvalidMessage | Unreadable
 
 
 @dataclass
@@ -174,7 +174,7 @@ def _decoded(message: Message, layout: Layout) -> Item:
         parsed = names.parse_subject(subject)
         if parsed is not None and parsed.kind == "record" and parsed.fragment is not None:
             return Unreadable(seq, time_s, subject, parsed.fragment, error.message)
-        return Garbage(seq, time_s, subject, error.message, len(payload))
+        return InvalidMessage(seq, time_s, subject, error.message, len(payload))
     return Entry(seq, time_s, subject, body, len(payload), raw=payload)
 
 

@@ -29,7 +29,7 @@ from diloco.common.storage.tape.positions import read_positions, same_tape
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
-    """What all parts of one daemon share of its run."""
+    """The objects that all parts of one daemon share of its run."""
 
     settings: RunSettings
     layout: Layout
@@ -189,7 +189,7 @@ async def data_position(
     last: Callable[[str], Awaitable[Message | None]] | None = None,
     earlier: Mapping[str, int] | None = None,
 ) -> int:
-    """Where a learner's data goes on, in batches: behind all that its messages cover.
+    """The data position of a learner, in batches: behind all that its messages cover.
 
     Arguments as of `data_reached`.
     """

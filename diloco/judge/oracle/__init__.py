@@ -21,7 +21,7 @@ here as well. Pure: messages come in, findings come out.
 """
 
 from diloco.judge.oracle.arrays import Remaker
-from diloco.judge.oracle.finding import RULES, Finding
+from diloco.judge.oracle.finding import RULES, Violation
 from diloco.judge.oracle.run import Oracle
 
-__all__ = ["RULES", "Finding", "Oracle", "Remaker"]
+__all__ = ["RULES", "Oracle", "Remaker", "Violation"]

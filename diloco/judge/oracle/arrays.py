@@ -1,4 +1,4 @@
-"""What lies in a version's arrays, made again from objects in plain NumPy.
+"""The arrays of a version, made again from objects in plain NumPy.
 
 Shapes: N elements of a fragment's vector, B blocks, S segments.
 
@@ -33,7 +33,7 @@ from diloco.common.protocol.codec import GREATEST_CODE, LEAST_SCALE, Codec, Enco
 from diloco.common.protocol.errors import IntegrityError, ObjectMissingError, WireError
 from diloco.common.protocol.layout import Layout
 from diloco.judge.oracle.centering import Centered
-from diloco.judge.oracle.finding import Finding
+from diloco.judge.oracle.finding import Violation
 
 Vector = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
@@ -119,7 +119,7 @@ class Remaker:
 
     def judge(
         self, settings: RunSettings, base: wire.Record | None, record: wire.Record, seq: int
-    ) -> list[Finding]:
+    ) -> list[Violation]:
         """The next record of a fragment."""
         if record.what == "verdict":
             return []
@@ -133,8 +133,8 @@ class Remaker:
             return []
         except (WireError, IntegrityError) as error:
             self._arrays.pop(record.fragment, None)
-            return [Finding("input", seq, about, "", "objects as announced", error.message)]
-        return [Finding(rule, seq, about, *rest) for rule, *rest in found]
+            return [Violation("input", seq, about, "", "objects as announced", error.message)]
+        return [Violation(rule, seq, about, *rest) for rule, *rest in found]
 
     def _judge(
         self, settings: RunSettings, base: wire.Record | None, record: wire.Record
@@ -421,7 +421,7 @@ def _step(
 
 
 def _about_the_center(grid: Grid, arrays: Arrays, g: Vector, record: wire.Record) -> Vector:
-    """With what stays of the merge before; this one is the next round's."""
+    """Add the kept share of the center to the merge; the merge is the next round's center."""
     kept_S = np.frombuffer(record.kept, np.float32)
     center = arrays.state["center"].reshape(-1, grid.block)
     g = g + (center * grid.blocks(kept_S)[:, None]).reshape(-1)

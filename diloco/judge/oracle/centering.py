@@ -62,7 +62,7 @@ class Centered:
         return pull_S
 
     def factors(self, average: float) -> Doubles:
-        """What the sum is multiplied by, float64 [S]; `average`: for an average."""
+        """The factors of the sum, float64 [S]; `average`: for an average."""
         return np.where(self._known_S, average, average * self._median())
 
     def _median(self) -> Doubles:
@@ -71,7 +71,7 @@ class Centered:
         return middle
 
     def judge(self, record: wire.Record) -> Iterator[tuple[str, str, Any, Any]]:
-        """What the record says of the round's end."""
+        """Compare the numbers that the record states for the round's end with the rules."""
         unit = record.inputs[-1].weight_unit
         weights = [math.ldexp(taken.weight, -unit) for taken in record.inputs]
         whole = sum(float(ml_dtypes.bfloat16(weight)) for weight in weights)

@@ -7,11 +7,11 @@ from diloco.common.process.averaged import settings_of
 from diloco.common.process.config import RunSettings
 from diloco.common.protocol import wire
 from diloco.common.protocol.layout import Layout
-from diloco.common.storage.tape import Entry, Garbage
+from diloco.common.storage.tape import Entry, InvalidMessage
 from diloco.judge.oracle import records
-from diloco.judge.oracle.finding import Finding
+from diloco.judge.oracle.finding import Violation
 from diloco.judge.oracle.hearing import concerns, hear
-from diloco.judge.oracle.life import Breach, Close, Life, begin
+from diloco.judge.oracle.life import Close, OwnerLife, RuleBreach, begin
 from diloco.judge.oracle.rounds import recorded, time_up_s
 from diloco.judge.oracle.watching import watch
 
@@ -60,8 +60,8 @@ class Chain:
         self._layout = layout
         self._created = created
         self._settings = settings
-        self._life: Life | None = None
-        self._heard: list[Entry | Garbage] = []
+        self._life: OwnerLife | None = None
+        self._heard: list[Entry | InvalidMessage] = []
         self._next_seq = 1
         self._whole_from = 1
         self._epoch, self._follows = epoch, follow
@@ -76,7 +76,7 @@ class Chain:
         if concerns(entry, self.fragment):
             self._heard.append(entry)
 
-    def pass_over(self, message: Garbage) -> None:
+    def pass_over(self, message: InvalidMessage) -> None:
         """A message of the tape that is none of the protocol."""
         self._garbled.add(message.seq)
         if concerns(message, self.fragment):
@@ -94,7 +94,7 @@ class Chain:
         """A record cannot be read: what follows is judged from the next one on."""
         self.base, self._life, self._whole_from = None, None, seq + 1
 
-    def judge(self, record: wire.Record, seq: int) -> list[Finding]:
+    def judge(self, record: wire.Record, seq: int) -> list[Violation]:
         """The fragment's next record."""
         breaches = list(self._judge(record, seq))
         about = f"fragment {self.fragment} version {record.version}"
@@ -105,9 +105,9 @@ class Chain:
         if record.what != "verdict":
             self._versions[record.version] = records.contents(record)
         self._heard = self._heard[self._index(record.position) :]
-        return [Finding(b.rule, seq, about, b.field, b.expected, b.found) for b in breaches]
+        return [Violation(b.rule, seq, about, b.field, b.expected, b.found) for b in breaches]
 
-    def _judge(self, record: wire.Record, seq: int) -> Iterator[Breach]:
+    def _judge(self, record: wire.Record, seq: int) -> Iterator[RuleBreach]:
         base = self.base
         settings = self._settings_at(record.policy.settings_seq)
         yield from records.names(record)
@@ -115,12 +115,12 @@ class Chain:
             yield from self._first(record, seq)
             return
         if settings is None and record.policy.settings_seq >= self._whole_from:
-            yield Breach("settings", "settings_seq", "settings", record.policy.settings_seq)
+            yield RuleBreach("settings", "settings_seq", "settings", record.policy.settings_seq)
         yield from records.link(base, self.base_seq, record)
         if record.position > seq:
-            yield Breach("position", "position", f"at most {seq}", record.position)
+            yield RuleBreach("position", "position", f"at most {seq}", record.position)
         if record.final and not self._stopped:
-            yield Breach("stop", "final", "a stop before it", "none")
+            yield RuleBreach("stop", "final", "a stop before it", "none")
         yield from records.answers(record, self._announced, self._whole_from)
         if record.what == "restore":
             self._life = None
@@ -132,20 +132,20 @@ class Chain:
         if self._follows:
             yield from self._decision(base, record)
 
-    def _first(self, record: wire.Record, seq: int) -> Iterator[Breach]:
-        """What a fragment's records begin with, as far as the tape has them."""
+    def _first(self, record: wire.Record, seq: int) -> Iterator[RuleBreach]:
+        """Check the first record of a fragment that the tape has."""
         found = (record.epoch, record.layout)
         if found != (self._epoch, self._layout.digest):
-            yield Breach("chain", "epoch, layout", (self._epoch, self._layout.digest), found)
+            yield RuleBreach("chain", "epoch, layout", (self._epoch, self._layout.digest), found)
         if record.base_seq >= self._whole_from:
-            yield Breach("chain", "base_seq", "a record that the tape has", record.base_seq)
+            yield RuleBreach("chain", "base_seq", "a record that the tape has", record.base_seq)
         elif not record.base_seq:
             expected = ("restored", 1) if record.epoch else ("version", 1)
             begins = (record.what, record.position)
             if begins != expected or (not record.epoch and record.version):
-                yield Breach("chain", "what", expected, (*begins, record.version))
+                yield RuleBreach("chain", "what", expected, (*begins, record.version))
             if not record.epoch and record.global_step:
-                yield Breach("clock", "global_step", 0, record.global_step)
+                yield RuleBreach("clock", "global_step", 0, record.global_step)
         if self._whole_from > 1:
             self._whole_from = seq
 
@@ -162,7 +162,7 @@ class Chain:
 
     # A decision
 
-    def _decision(self, base: wire.Record, record: wire.Record) -> Iterator[Breach]:
+    def _decision(self, base: wire.Record, record: wire.Record) -> Iterator[RuleBreach]:
         why = self._follow(base, record)
         if why or self._life is None:
             self.unknown.append((record.base_seq, why))
@@ -173,7 +173,7 @@ class Chain:
         life.breaches = []
         if close is None:
             state = (life.phase, sorted(life.announcers()), sorted(life.memory.waited_for()))
-            yield Breach("round", "what", f"nothing yet: {state}", (record.what, record.reason))
+            yield RuleBreach("round", "what", f"nothing yet: {state}", (record.what, record.reason))
             return
         yield from records.decision(life, close, record)
         recorded(life, close)
@@ -247,7 +247,7 @@ class Chain:
     def _index(self, seq: int) -> int:
         return bisect_left(self._heard, seq, key=lambda entry: entry.seq)
 
-    def _hear_until(self, life: Life, seq: int) -> None:
+    def _hear_until(self, life: OwnerLife, seq: int) -> None:
         """The tape up to a sequence, or until a record is due."""
         at = self._index(self._next_seq)
         while at < len(self._heard) and self._heard[at].seq <= seq and life.due is None:
@@ -257,7 +257,7 @@ class Chain:
 
     # Times and cuts
 
-    def _check_time(self, life: Life, seen: wire.Observation) -> None:
+    def _check_time(self, life: OwnerLife, seen: wire.Observation) -> None:
         due_s = time_up_s(life)
         if due_s is None or self.late_s is None:
             return
@@ -266,7 +266,7 @@ class Chain:
         if seen.at_s > due_s + self.late_s:
             life.breach("overdue", seen.what, f"by {due_s}", seen.at_s)
 
-    def _check_cut(self, life: Life, seen: wire.Observation) -> None:
+    def _check_cut(self, life: OwnerLife, seen: wire.Observation) -> None:
         """The leader's answer is an update of the fragment, and no older than what was read.
 
         Read when it was asked: what is read until its answer comes may be newer.

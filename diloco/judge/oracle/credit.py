@@ -1,4 +1,4 @@
-"""What an update counts for, and what its sender is known by after it.
+"""The credit of an update, and the member state of its sender after it.
 
 As docs/design/design.md states it, "Trust"; nothing here is shared with the aggregator.
 """
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from diloco.common.process.config import BoundsSection
 from diloco.common.protocol import wire
 from diloco.judge.oracle import numbers
-from diloco.judge.oracle.memory import Credit, Member, Memory
+from diloco.judge.oracle.memory import Credit, MemberRecord, PolicyMemory
 
 
 @dataclass(frozen=True)
-class Judge:
-    """What there is to judge one update by.
+class CreditBasis:
+    """The facts by which one update is judged.
 
     Attributes:
         memory: what the owner remembers; `now_s` by its clock.
@@ -23,18 +23,18 @@ class Judge:
     """
 
     bounds: BoundsSection
-    memory: Memory
+    memory: PolicyMemory
     manifest: wire.Manifest
     stored_at_s: float
     now_s: float
     averaged: bool
 
     @property
-    def _member(self) -> Member:
+    def _member(self) -> MemberRecord:
         return self.memory.members[self.manifest.learner]
 
     @property
-    def _others(self) -> list[Member]:
+    def _others(self) -> list[MemberRecord]:
         here = self.memory.waited_for()
         return [member for name, member in here.items() if name != self.manifest.learner]
 
@@ -87,7 +87,7 @@ class Judge:
             return None
         return numbers.GREATEST_SHARE * min(numbers.FINITE, median) * self._time_s()
 
-    def known_after(self, credit: Credit) -> Member:
+    def known_after(self, credit: Credit) -> MemberRecord:
         """The sender, once it has announced the update."""
         sent, member, time_s, fastest = self.manifest, self._member, self._time_s(), self._fastest()
         least, most = (
@@ -115,7 +115,7 @@ class Judge:
         )
 
 
-def _speed(member: Member) -> float:
+def _speed(member: MemberRecord) -> float:
     told_s = member.step_time_s
     return min(numbers.FINITE, 1 / told_s) if told_s > 1 / numbers.FINITE else 0.0
 

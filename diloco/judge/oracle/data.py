@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from diloco.common.protocol import wire
 from diloco.common.storage.tape import same_tape
-from diloco.judge.oracle.finding import Finding
+from diloco.judge.oracle.finding import Violation
 from diloco.judge.oracle.records import resolved
 
 
@@ -62,7 +62,7 @@ class _Sent:
 
 
 @dataclass
-class _Learner:
+class _LearnerData:
     """A learner's newest life; where its data goes on, at least and, by late messages, at most.
 
     `said`: how far its lives have said to be, each while it was the newest; `late`: afterwards.
@@ -100,7 +100,7 @@ class Data:
         blend: float = 1.0,
     ) -> None:
         self._overwritten, self._blend = overwritten, blend
-        self._learners: dict[str, _Learner] = defaultdict(_Learner)
+        self._learners: dict[str, _LearnerData] = defaultdict(_LearnerData)
         for name, position in earlier.items():
             self._learners[name].said = position
         self._epoch = specification.epoch
@@ -117,13 +117,13 @@ class Data:
         self._whole_from = seq
 
     def in_flight(self) -> Iterator[tuple[str, Unanswered]]:
-        """What was announced in its turn and has no answer, by its name."""
+        """The updates that were announced in their turn and have no answer, by name."""
         for life, sent in self._sent.items():
             for seq, waiting in sent.unanswered.items():
                 if waiting.due:
                     yield life.update(seq), waiting
 
-    def take(self, body: wire.Body, seq: int) -> Iterator[Finding]:
+    def take(self, body: wire.Body, seq: int) -> Iterator[Violation]:
         """A join, a leave, a manifest or a quarantine; of another tape's lives nothing counts."""
         match body:
             case wire.Join():
@@ -153,7 +153,7 @@ class Data:
             learner.late = max(learner.late, position)
             learner.most = max(learner.most, position)
 
-    def _manifest(self, manifest: wire.Manifest, seq: int) -> Iterator[Finding]:
+    def _manifest(self, manifest: wire.Manifest, seq: int) -> Iterator[Violation]:
         life = _Life(manifest.learner, manifest.incarnation, manifest.fragment)
         sent, learner = self._sent[life], self._learners[manifest.learner]
         if manifest.seq <= sent.seq:
@@ -175,24 +175,26 @@ class Data:
         self._say(manifest.learner, manifest.incarnation, manifest.position)
 
     def _check_data(
-        self, manifest: wire.Manifest, seq: int, sent: _Sent, learner: _Learner
-    ) -> Iterator[Finding]:
+        self, manifest: wire.Manifest, seq: int, sent: _Sent, learner: _LearnerData
+    ) -> Iterator[Violation]:
         about = f"learner {manifest.learner} fragment {manifest.fragment}"
         # What a life has sent first may be trimmed.
         begins = not sent.seq and self._whole_from > 1
         if manifest.seq != sent.seq + 1 and not begins:
-            yield Finding("data", seq, about, "seq", sent.seq + 1, manifest.seq)
+            yield Violation("data", seq, about, "seq", sent.seq + 1, manifest.seq)
         start = manifest.position - manifest.steps
         least, most = self._bounds(manifest, sent, learner)
         if not least <= start <= (math.inf if begins else most):
-            yield Finding("data", seq, about, "position less steps", (least, most), start)
+            yield Violation("data", seq, about, "position less steps", (least, most), start)
         if manifest.base_version < sent.base_version:
-            yield Finding(
+            yield Violation(
                 "data", seq, about, "base_version", sent.base_version, manifest.base_version
             )
 
-    def _bounds(self, manifest: wire.Manifest, sent: _Sent, learner: _Learner) -> tuple[int, float]:
-        """Where the data of an update begins: where the one before it ended, if there is one.
+    def _bounds(
+        self, manifest: wire.Manifest, sent: _Sent, learner: _LearnerData
+    ) -> tuple[int, float]:
+        """The bounds of an update's first data position: the end of the update before, if any.
 
         Who adopts a rollback, or a version that overwrites, lets go of what was not sent.
         """
@@ -235,7 +237,7 @@ class Data:
         if record.policy.floor:
             self._floors[record.fragment] = [record.policy.floor]
 
-    def resolve(self, record: wire.Record, seq: int, *, followed: bool) -> Iterator[Finding]:
+    def resolve(self, record: wire.Record, seq: int, *, followed: bool) -> Iterator[Violation]:
         """A record answers updates, each of which was sent and has no answer.
 
         Where its decision was `followed`, that says what it may leave behind.
@@ -246,7 +248,7 @@ class Data:
             trimmed = taken.stream_seq < self._whole_from and taken.seq > sent.answered
             if sent.unanswered.pop(taken.seq, None) is None and not trimmed:
                 about = life.update(taken.seq)
-                yield Finding("once", seq, about, "", "sent, and not answered", "answered")
+                yield Violation("once", seq, about, "", "sent, and not answered", "answered")
             sent.answered = max(sent.answered, taken.seq)
             if isinstance(taken, wire.Input) and sent.seq == taken.seq:
                 sent.merged_version = record.version
@@ -262,16 +264,16 @@ class Data:
             if not (followed or waiting.shut_out):
                 about = f"fragment {record.fragment} version {record.version}"
                 left = f"it leaves {life.update(number)} behind"
-                yield Finding("position", seq, about, "position", waiting.stream_seq, left)
+                yield Violation("position", seq, about, "position", waiting.stream_seq, left)
 
-    def unfinished(self, fragments: int, stop_seq: int, seq: int) -> Iterator[Finding]:
-        """What a run of so many fragments leaves open, stopped and ended at these sequences.
+    def unfinished(self, fragments: int, stop_seq: int, seq: int) -> Iterator[Violation]:
+        """The work that a run leaves open, which stopped and ended at these sequences.
 
         All is answered; who was there to the end has sent all its work.
         """
         for update, waiting in self.in_flight():
             if not waiting.shut_out and waiting.stream_seq < seq:
-                yield Finding("once", seq, update, "", "an answer", "none")
+                yield Violation("once", seq, update, "", "an answer", "none")
         for name, learner in self._learners.items():
             # Whom the end overtook, as one that was cut off, can send nothing any more; of who came
             # before the tape was trimmed not everything is known.
@@ -282,4 +284,4 @@ class Data:
                 covered = self._sent[_Life(name, learner.incarnation, fragment)].covered
                 if covered != position:
                     about = f"learner {name} fragment {fragment}"
-                    yield Finding("data", left_seq, about, "position", position, covered)
+                    yield Violation("data", left_seq, about, "position", position, covered)

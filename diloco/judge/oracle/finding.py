@@ -1,9 +1,9 @@
-"""What the oracle says: one rule, one message of the tape, what was expected and what was found."""
+"""The oracle's findings: a rule, a message of the tape, the value expected and the value found."""
 
 from typing import Any, NamedTuple
 
 
-class Finding(NamedTuple):
+class Violation(NamedTuple):
     """One rule that the tape does not keep.
 
     Attributes:

@@ -1,22 +1,22 @@
-"""What the owner of a fragment hears from the tape: joins, leaves, manifests, settings, words."""
+"""A fragment's owner hears the tape: joins, leaves, manifests, settings, words."""
 
 from diloco.common.process.averaged import settings_of
 from diloco.common.process.config import RunSettings
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import WireError
 from diloco.common.protocol.reasons import Reason
-from diloco.common.storage.tape import Entry, Garbage, changed_settings
+from diloco.common.storage.tape import Entry, InvalidMessage, changed_settings
 from diloco.judge.oracle import numbers
-from diloco.judge.oracle.credit import Judge
-from diloco.judge.oracle.life import Life, Waiting, update_id
-from diloco.judge.oracle.memory import Credit, Member
+from diloco.judge.oracle.credit import CreditBasis
+from diloco.judge.oracle.life import OwnerLife, WaitingUpdate, update_id
+from diloco.judge.oracle.memory import Credit, MemberRecord
 from diloco.judge.oracle.rounds import settle
 from diloco.judge.oracle.shares import wrong_claim
 
 
-def concerns(item: Entry | Garbage, fragment: int) -> bool:
+def concerns(item: Entry | InvalidMessage, fragment: int) -> bool:
     """Whether the owner of a fragment acts on a message."""
-    if isinstance(item, Garbage):
+    if isinstance(item, InvalidMessage):
         parsed = names.parse_subject(item.subject)
         return parsed is not None and (parsed.kind, parsed.fragment) == ("update", fragment)
     match item.body:
@@ -27,9 +27,9 @@ def concerns(item: Entry | Garbage, fragment: int) -> bool:
     return isinstance(item.body, wire.Join | wire.Stop | wire.Settings | wire.Quarantine)
 
 
-def hear(life: Life, created: RunSettings, entry: Entry | Garbage) -> None:
+def hear(life: OwnerLife, created: RunSettings, entry: Entry | InvalidMessage) -> None:
     """The owner reads the next message of the tape that concerns it."""
-    if isinstance(entry, Garbage):
+    if isinstance(entry, InvalidMessage):
         life.read_seq = max(life.read_seq, entry.seq)
         _pays(life, names.subject_learner(entry.subject) or "", entry)
         return
@@ -54,7 +54,7 @@ def hear(life: Life, created: RunSettings, entry: Entry | Garbage) -> None:
                 _announcement(life, body, seq, entry.time_s)
 
 
-def _settings(life: Life, created: RunSettings, body: wire.Settings, seq: int) -> None:
+def _settings(life: OwnerLife, created: RunSettings, body: wire.Settings, seq: int) -> None:
     try:
         changed = changed_settings(created, body)
     except WireError:
@@ -66,17 +66,19 @@ def _settings(life: Life, created: RunSettings, body: wire.Settings, seq: int) -
         settle(life)
 
 
-def _join(life: Life, learner: str, seq: int, stored_at_s: float) -> None:
+def _join(life: OwnerLife, learner: str, seq: int, stored_at_s: float) -> None:
     known = life.memory.members.get(learner)
     if known is None:
-        life.memory.members[learner] = Member(seq, heard_at_s=stored_at_s, read_at_s=life.now_s)
+        life.memory.members[learner] = MemberRecord(
+            seq, heard_at_s=stored_at_s, read_at_s=life.now_s
+        )
     elif known.incarnation < seq:
         life.memory.members[learner] = known._replace(
             incarnation=seq, live=True, left=False, final=False
         )
 
 
-def _leave(life: Life, leave: wire.Leave) -> None:
+def _leave(life: OwnerLife, leave: wire.Leave) -> None:
     member = life.memory.members.get(leave.learner)
     if member is None or member.incarnation != leave.incarnation:
         return
@@ -87,7 +89,7 @@ def _leave(life: Life, leave: wire.Leave) -> None:
     settle(life)
 
 
-def _quarantine(life: Life, word: wire.Quarantine) -> None:
+def _quarantine(life: OwnerLife, word: wire.Quarantine) -> None:
     if word.active:
         life.memory.quarantined.add(word.learner)
         if word.learner in life.merged_learners():
@@ -99,7 +101,7 @@ def _quarantine(life: Life, word: wire.Quarantine) -> None:
     settle(life)
 
 
-def _announcement(life: Life, manifest: wire.Manifest, seq: int, stored_at_s: float) -> None:
+def _announcement(life: OwnerLife, manifest: wire.Manifest, seq: int, stored_at_s: float) -> None:
     if _is_dropped(life, manifest):
         return
     reason = _reason(life, manifest, seq)
@@ -108,20 +110,20 @@ def _announcement(life: Life, manifest: wire.Manifest, seq: int, stored_at_s: fl
         life.refuse(manifest, seq, reason)
         settle(life)
         return
-    life.waiting[update_id(manifest)] = Waiting(
+    life.waiting[update_id(manifest)] = WaitingUpdate(
         manifest, seq, life.now_s, _credit(life, manifest, stored_at_s)
     )
     settle(life)
 
 
-def _credit(life: Life, manifest: wire.Manifest, stored_at_s: float) -> Credit:
-    """What an update counts for; its sender is known by it, unless an earlier life counted it."""
+def _credit(life: OwnerLife, manifest: wire.Manifest, stored_at_s: float) -> Credit:
+    """An update's credit; its sender is known by it, unless an earlier life counted it."""
     learner, member = manifest.learner, life.memory.members[manifest.learner]
     met = life.memory.credits.get(update_id(manifest))
     if met is not None:
         life.memory.change(learner, final=member.final or manifest.final)
         return met
-    judge = Judge(
+    judge = CreditBasis(
         life.settings.bounds, life.memory, manifest, stored_at_s, life.now_s, life.averaged
     )
     credit = judge.credit()
@@ -130,7 +132,7 @@ def _credit(life: Life, manifest: wire.Manifest, stored_at_s: float) -> Credit:
     return credit
 
 
-def _is_dropped(life: Life, manifest: wire.Manifest) -> bool:
+def _is_dropped(life: OwnerLife, manifest: wire.Manifest) -> bool:
     """Whether a manifest gets no answer: of another tape, met before, or in the way."""
     update = update_id(manifest)
     if manifest.epoch != life.epoch or life.is_under_way(update) or life.memory.answered(update):
@@ -138,7 +140,7 @@ def _is_dropped(life: Life, manifest: wire.Manifest) -> bool:
     return life.has_unresolved(manifest.learner, manifest.incarnation)
 
 
-def _pays(life: Life, learner: str, message: Entry | Garbage) -> bool:
+def _pays(life: OwnerLife, learner: str, message: Entry | InvalidMessage) -> bool:
     """Whether a message of an update's subject is looked at, whatever it says.
 
     What an earlier life has met it has paid for; this one takes that from a purse of its own.
@@ -151,7 +153,7 @@ def _pays(life: Life, learner: str, message: Entry | Garbage) -> bool:
     return may
 
 
-def _reason(life: Life, manifest: wire.Manifest, seq: int) -> str | None:
+def _reason(life: OwnerLife, manifest: wire.Manifest, seq: int) -> str | None:
     """Why a manifest is rejected as it is read, or None."""
     member = life.memory.members.get(manifest.learner)
     if member is None or manifest.incarnation > member.incarnation:
@@ -168,7 +170,7 @@ def _reason(life: Life, manifest: wire.Manifest, seq: int) -> str | None:
     return wrong_base(life, manifest)
 
 
-def wrong_base(life: Life, manifest: wire.Manifest) -> str | None:
+def wrong_base(life: OwnerLife, manifest: wire.Manifest) -> str | None:
     """Why a manifest's base does not fit the version that is built on, or None."""
     staleness = life.version - manifest.base_version
     if manifest.base_version < life.memory.floor:

@@ -1,4 +1,4 @@
-"""One life of a fragment's owner, as the tape lets us follow it: what it knows between two records.
+"""One life of a fragment's owner, as the tape shows it: its state between two records.
 
 A life begins from a record (`resumed`) and hears the tape from that record's position on. What else
 it is told stands as observations in the records that it makes.
@@ -12,11 +12,11 @@ from diloco.common.process.config import RunSettings
 from diloco.common.protocol import wire
 from diloco.common.protocol.layout import Layout
 from diloco.judge.oracle import numbers
-from diloco.judge.oracle.memory import Credit, Memory, UpdateId
+from diloco.judge.oracle.memory import Credit, PolicyMemory, UpdateId
 
 
 @dataclass
-class Waiting:
+class WaitingUpdate:
     """An announced update that no round has merged; `passed`: rounds do not wait for it."""
 
     manifest: wire.Manifest
@@ -27,8 +27,8 @@ class Waiting:
     broke: int = 0
 
 
-class Merged(NamedTuple):
-    """An update in the round's sum, with what the rules give it."""
+class MergedUpdate(NamedTuple):
+    """An update in the round's sum, with the numbers that the rules give it."""
 
     manifest: wire.Manifest
     stream_seq: int
@@ -45,7 +45,7 @@ class Merged(NamedTuple):
         return self.credit.weight
 
 
-class Refused(NamedTuple):
+class Rejection(NamedTuple):
     """An update that the next record rejects."""
 
     manifest: wire.Manifest
@@ -54,7 +54,7 @@ class Refused(NamedTuple):
 
 
 class Close(NamedTuple):
-    """What the rules say is to be recorded now."""
+    """The record that the rules ask for now."""
 
     what: Literal["version", "verdict"]
     reason: str
@@ -62,7 +62,7 @@ class Close(NamedTuple):
     at_s: float
 
 
-class Breach(NamedTuple):
+class RuleBreach(NamedTuple):
     """A rule that something in a record breaks, before it is known which message says so."""
 
     rule: str
@@ -75,8 +75,8 @@ Phase = Literal["idle", "open", "grace", "cut"]
 
 
 @dataclass
-class Life:
-    """What the owner knows, and the round that it has in hand.
+class OwnerLife:
+    """The owner's knowledge, and the round that it has in hand.
 
     Attributes:
         settings: in force.
@@ -94,7 +94,7 @@ class Life:
     epoch: int
     fragment: int
     settings: RunSettings
-    memory: Memory
+    memory: PolicyMemory
     version: int
     view_digest: str
     clock: int
@@ -111,11 +111,11 @@ class Life:
     cut_seq: int = 0
     cut_at_s: float = 0.0
     asked_seq: int = 0
-    waiting: dict[UpdateId, Waiting] = field(default_factory=dict)
-    merged: list[Merged] = field(default_factory=list)
-    refused: list[Refused] = field(default_factory=list)
+    waiting: dict[UpdateId, WaitingUpdate] = field(default_factory=dict)
+    merged: list[MergedUpdate] = field(default_factory=list)
+    refused: list[Rejection] = field(default_factory=list)
     due: Close | None = None
-    breaches: list[Breach] = field(default_factory=list)
+    breaches: list[RuleBreach] = field(default_factory=list)
     again: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
@@ -125,19 +125,19 @@ class Life:
 
     def breach(self, rule: str, name: str, expected: object, found: object) -> None:
         """Note what breaks a rule."""
-        self.breaches.append(Breach(rule, name, expected, found))
+        self.breaches.append(RuleBreach(rule, name, expected, found))
 
     # Questions
 
-    def unread(self) -> list[Waiting]:
-        """What the round waits for; of a cut one, what was announced by then."""
+    def unread(self) -> list[WaitingUpdate]:
+        """The updates that the round waits for; of a cut round, those announced by then."""
         rest = [one for one in self.waiting.values() if not one.passed]
         if self.cut is None or not self.cut_at_s:
             return rest
         return [one for one in rest if one.stream_seq <= self.cut_seq]
 
     def merged_learners(self) -> set[str]:
-        """Whose work is in the sum."""
+        """The learners whose work is in the sum."""
         return {one.manifest.learner for one in self.merged}
 
     def is_under_way(self, update: UpdateId) -> bool:
@@ -150,11 +150,11 @@ class Life:
         return any(found[:2] == (learner, incarnation) for found in under_way)
 
     def announcers(self) -> set[str]:
-        """Who has announced for the round."""
+        """The learners that have announced for the round."""
         return self.merged_learners() | {one.manifest.learner for one in self.unread()}
 
     def answered(self) -> set[str]:
-        """Who sends nothing more before the record."""
+        """The learners that send nothing more before the record."""
         members = self.memory.members
         return self.merged_learners() | {
             one.manifest.learner
@@ -173,7 +173,7 @@ class Life:
         return {one.manifest.learner: one.clip * one.norm / one.credit.steps for one in self.merged}
 
     def credits(self, *, without_sum: bool) -> dict[UpdateId, Credit]:
-        """What everything counts for that the next record leaves unresolved."""
+        """The credits of all updates that the next record leaves unresolved."""
         found = dict(self.memory.credits) if self.read_seq < self.known_seq else {}
         found |= {update: one.credit for update, one in self.waiting.items()}
         if without_sum:
@@ -198,7 +198,7 @@ class Life:
         return held / (held + away) if held else 1.0
 
     def step_share(self) -> float:
-        """How much of an outer step the round takes: one learner alone only its part."""
+        """The share of an outer step that the round takes: one learner alone only its part."""
         alone = len(self.merged_learners()) == 1
         return self.share() if alone or self.settings.outer.participation else 1.0
 
@@ -218,9 +218,9 @@ class Life:
     # Changes
 
     def discard_sum(self) -> None:
-        """What was merged waits again, as if it had not been read."""
+        """Let the merged updates wait again, as if they had not been read."""
         for one in self.merged:
-            self.waiting[update_id(one.manifest)] = Waiting(
+            self.waiting[update_id(one.manifest)] = WaitingUpdate(
                 one.manifest, one.stream_seq, one.announced_at_s, one.credit
             )
         self.merged = []
@@ -228,7 +228,7 @@ class Life:
     def refuse(self, manifest: wire.Manifest, stream_seq: int, reason: str) -> None:
         """Reject an update in the next record."""
         self.waiting.pop(update_id(manifest), None)
-        self.refused.append(Refused(manifest, stream_seq, reason))
+        self.refused.append(Rejection(manifest, stream_seq, reason))
 
     def charge(self, manifest: wire.Manifest, stream_seq: int) -> None:
         """A rejection costs its sender's allowance; what an earlier life charged is paid."""
@@ -242,12 +242,12 @@ def update_id(manifest: wire.Manifest) -> UpdateId:
     return UpdateId(manifest.learner, manifest.incarnation, manifest.seq)
 
 
-def begin(layout: Layout, settings: RunSettings, record: wire.Record, at_s: float) -> Life:
+def begin(layout: Layout, settings: RunSettings, record: wire.Record, at_s: float) -> OwnerLife:
     """The life that begins from a record; times of a maker whose clock was ahead are now."""
-    memory = Memory.of(record.policy)
+    memory = PolicyMemory.of(record.policy)
     memory.closed_at_s = min(memory.closed_at_s, at_s)
     memory.stopping_at_s = min(memory.stopping_at_s, at_s)
-    return Life(
+    return OwnerLife(
         layout=layout,
         epoch=record.epoch,
         fragment=record.fragment,

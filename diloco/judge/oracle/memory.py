@@ -1,4 +1,4 @@
-"""What a fragment's owner remembers of learners: read from records, carried on, compared."""
+"""The memory of a fragment's owner on learners: read from records, carried on, compared."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -22,14 +22,14 @@ class UpdateId(NamedTuple):
 
 
 class Credit(NamedTuple):
-    """What an update counts for."""
+    """The credit of an update."""
 
     steps: int
     tokens: int
     weight: float
 
 
-class Member(NamedTuple):
+class MemberRecord(NamedTuple):
     """A learner, as the record has it."""
 
     incarnation: int
@@ -49,10 +49,10 @@ class Member(NamedTuple):
 
 
 @dataclass
-class Memory:
+class PolicyMemory:
     """As `wire.PolicyState`, by names in place of lists."""
 
-    members: dict[str, Member]
+    members: dict[str, MemberRecord]
     marks: dict[tuple[str, int], tuple[int, int]]
     quarantined: set[str]
     allowances: dict[str, tuple[float, float]]
@@ -66,11 +66,11 @@ class Memory:
     credits: dict[UpdateId, Credit]
 
     @classmethod
-    def of(cls, policy: wire.PolicyState) -> "Memory":
+    def of(cls, policy: wire.PolicyState) -> "PolicyMemory":
         """The memory that a record carries."""
         return cls(
             members={
-                m.learner: Member(
+                m.learner: MemberRecord(
                     m.incarnation, m.live, m.left, m.final, m.step_time_s, m.tokens_per_step,
                     m.weight, m.heard_at_s, m.read_at_s, m.speed, m.unused_s, m.norm, m.missed,
                     m.offences,
@@ -93,7 +93,7 @@ class Memory:
             },
         )  # fmt: skip
 
-    def copy(self) -> "Memory":
+    def copy(self) -> "PolicyMemory":
         """One that may change while this one stays."""
         return replace(
             self,
@@ -104,7 +104,7 @@ class Memory:
             credits=dict(self.credits),
         )
 
-    def waited_for(self) -> dict[str, Member]:
+    def waited_for(self) -> dict[str, MemberRecord]:
         """Live learners that are not quarantined: the run's end and lockstep wait for these."""
         return {
             name: member
@@ -112,7 +112,7 @@ class Memory:
             if member.live and name not in self.quarantined
         }
 
-    def awaited(self) -> dict[str, Member]:
+    def awaited(self) -> dict[str, MemberRecord]:
         """Those of them that rounds wait for: with work in one of the last three of anybody's."""
         return {
             name: member
@@ -130,7 +130,7 @@ class Memory:
                 self.change(name, missed=min(numbers.MISSES, member.missed + 1))
 
     def step_times(self) -> list[float]:
-        """What the live learners' steps take; 0 where it is not known."""
+        """Step times of the live learners; 0 where one is not known."""
         return [member.step_time_s for member in self.waited_for().values()]
 
     def change(self, learner: str, **fields: Any) -> None:
@@ -183,7 +183,7 @@ class Memory:
             for life in sorted(lives)[:-LIVES]:
                 del self.marks[learner, life]
 
-    def differences(self, found: "Memory") -> Iterator[tuple[str, Any, Any]]:
+    def differences(self, found: "PolicyMemory") -> Iterator[tuple[str, Any, Any]]:
         """(field, expected, found) of each one that a record remembers differently."""
         for name in ("seen_seq", "floor", "settings_seq", "quarantined", "marks"):
             expected, said = getattr(self, name), getattr(found, name)

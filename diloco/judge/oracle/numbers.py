@@ -66,7 +66,7 @@ def between_s(earlier_s: float, later_s: float) -> float:
 
 
 def offset(fragment: int, fragments: int, interval: int) -> int:
-    """Where in its interval a fragment is first due: P fragments spread evenly over H steps."""
+    """The step of its interval at which a fragment is first due: P spread evenly over H steps."""
     share = Fraction((fragment + 1) * interval, fragments)
     return math.floor(share) if fragments <= interval else math.ceil(share)
 
@@ -96,13 +96,13 @@ def pace_s(settings: RunSettings, step_times_s: Sequence[float], steps: int) -> 
 
 
 def lower_median(values: Sequence[float]) -> float:
-    """Of those above 0; 0 if there is none."""
+    """The lower median of those above 0; 0 if there is none."""
     told = sorted(value for value in values if value > 0)
     return told[(len(told) + 1) // 2 - 1] if told else 0.0
 
 
 def upper_median(values: Sequence[float]) -> float | None:
-    """Of those above 0; None where they are fewer than two."""
+    """The upper median of those above 0; None if they are fewer than two."""
     told = sorted((value for value in values if value > 0), reverse=True)
     return told[(len(told) + 1) // 2 - 1] if len(told) > 1 else None
 
@@ -126,7 +126,7 @@ def refilled(bounds: BoundsSection, left: float, since_s: float) -> float:
 
 
 def price(size_bytes: int) -> float:
-    """What a message takes from an allowance."""
+    """The price of a message, which is taken from an allowance."""
     return size_bytes / SHORT_BYTES if size_bytes > SHORT_BYTES else 1.0
 
 

@@ -7,8 +7,8 @@ from diloco.common.protocol import names as object_names
 from diloco.common.protocol import wire
 from diloco.common.storage.tape import record_digest
 from diloco.judge.oracle import numbers
-from diloco.judge.oracle.life import Breach, Close, Life, update_id
-from diloco.judge.oracle.memory import Memory
+from diloco.judge.oracle.life import Close, OwnerLife, RuleBreach, update_id
+from diloco.judge.oracle.memory import PolicyMemory
 from diloco.judge.oracle.numbers import near
 
 # Sums and counts stop at the greatest that a message can hold.
@@ -26,7 +26,7 @@ STANDS = (
 
 
 def contents(record: wire.Record) -> Contents:
-    """Of the version after a record."""
+    """Compare the contents of the version after a record with the rules."""
     return record.view_digest, record.outer_digest, record.global_step
 
 
@@ -36,7 +36,7 @@ def resolved(record: wire.Record) -> Iterator[wire.Input | wire.Rejected]:
     yield from record.rejected
 
 
-def link(base: wire.Record, base_seq: int, record: wire.Record) -> Iterator[Breach]:
+def link(base: wire.Record, base_seq: int, record: wire.Record) -> Iterator[RuleBreach]:
     """Versions follow each other, each record names the one before it, nothing follows the last."""
     moves = record.what in ("version", "restore")
     yield from _equal(
@@ -53,21 +53,21 @@ def link(base: wire.Record, base_seq: int, record: wire.Record) -> Iterator[Brea
         yield from _equal("chain", ("rules", base.policy.rules, record.policy.rules))
     yield from _equal("chain", ("previous", record_digest(base), record.previous))
     if base.final and (moves or not record.final):
-        yield Breach("chain", "what", "nothing after the last version", record.what)
+        yield RuleBreach("chain", "what", "nothing after the last version", record.what)
     if record.what == "restored":
-        yield Breach("chain", "what", "only the first record of a tape", record.what)
+        yield RuleBreach("chain", "what", "only the first record of a tape", record.what)
     if record.position < base.position:
-        yield Breach("position", "position", f"at least {base.position}", record.position)
+        yield RuleBreach("position", "position", f"at least {base.position}", record.position)
 
 
 def clock(settings: RunSettings | None, base: wire.Record, record: wire.Record
-) -> Iterator[Breach]:  # fmt: skip
-    """Where the run's clock goes; `settings` None: the tape has them no more."""
+) -> Iterator[RuleBreach]:  # fmt: skip
+    """Compare the run's clock with the rules; `settings` None: the tape has them no more."""
     expected = base.global_step
     if record.what == "version":
         if settings is None:
             if record.global_step < expected:
-                yield Breach("clock", "global_step", f"at least {expected}", record.global_step)
+                yield RuleBreach("clock", "global_step", f"at least {expected}", record.global_step)
             return
         following = numbers.clock_after(settings, record.fragment, base.global_step)
         expected = min(settings.run.steps, following)
@@ -78,8 +78,8 @@ def answers(
     record: wire.Record,
     announced: Callable[[int], wire.Manifest | None],
     whole_from: int,
-) -> Iterator[Breach]:
-    """What a record says of updates is what their manifests say.
+) -> Iterator[RuleBreach]:
+    """Compare a record's statements on updates with their manifests.
 
     Args:
         record: not the first of its fragment.
@@ -90,7 +90,7 @@ def answers(
         sent = announced(taken.stream_seq)
         if sent is None:
             if taken.stream_seq >= whole_from:
-                yield Breach("admission", "stream_seq", "an update", taken.stream_seq)
+                yield RuleBreach("admission", "stream_seq", "an update", taken.stream_seq)
             continue
         for name in ("learner", "incarnation", "seq", "tokens", "steps"):
             yield from _equal("admission", (name, getattr(sent, name), getattr(taken, name)))
@@ -106,10 +106,10 @@ def answers(
         yield from _equal("admission", ("base", known, (sent.layout, sent.base_digest)))
         if taken.steps_credited > taken.steps or taken.tokens_credited > taken.tokens:
             credited = (taken.steps_credited, taken.tokens_credited)
-            yield Breach("weight", "credited", f"at most {taken.steps, taken.tokens}", credited)
+            yield RuleBreach("weight", "credited", f"at most {taken.steps, taken.tokens}", credited)
 
 
-def names(record: wire.Record) -> Iterator[Breach]:
+def names(record: wire.Record) -> Iterator[RuleBreach]:
     """Stored objects are of the versions that the record says."""
     told = [
         ("view", record.snapshot_version, record.snapshot),
@@ -121,10 +121,10 @@ def names(record: wire.Record) -> Iterator[Breach]:
     for what, version, ref in told:
         found = object_names.parse_version_object(record.run, record.fragment, ref.name)
         if found != (version, what) or version > record.version:
-            yield Breach("objects", what, f"of version {version}", ref.name)
+            yield RuleBreach("objects", what, f"of version {version}", ref.name)
 
 
-def sums(base: wire.Record, record: wire.Record) -> Iterator[Breach]:
+def sums(base: wire.Record, record: wire.Record) -> Iterator[RuleBreach]:
     """The totals, with what this record resolves."""
     before, now = base.totals, record.totals
     taken, not_taken = record.inputs, record.rejected
@@ -142,8 +142,8 @@ def sums(base: wire.Record, record: wire.Record) -> Iterator[Breach]:
     )
 
 
-def decision(life: Life, close: Close, record: wire.Record) -> Iterator[Breach]:
-    """What the maker decided: before the life goes on from it."""
+def decision(life: OwnerLife, close: Close, record: wire.Record) -> Iterator[RuleBreach]:
+    """Compare a record's decisions with those of the rules: before the life goes on from it."""
     made = close.what == "version"
     yield from _equal(
         "round",
@@ -157,7 +157,7 @@ def decision(life: Life, close: Close, record: wire.Record) -> Iterator[Breach]:
         ("closed_at_s", close.at_s, record.closed_at_s),
     ):
         if not near(expected, found):
-            yield Breach("round", name, expected, found)
+            yield RuleBreach("round", name, expected, found)
     position = life.position(without_sum=not made)
     yield from _equal("position", ("position", position, record.position))
     yield from _inputs(life if made else None, record)
@@ -166,22 +166,22 @@ def decision(life: Life, close: Close, record: wire.Record) -> Iterator[Breach]:
         yield from _step_size(life, record)
 
 
-def remembered(life: Life, record: wire.Record) -> Iterator[Breach]:
+def remembered(life: OwnerLife, record: wire.Record) -> Iterator[RuleBreach]:
     """The memory after the record; `life` has gone on from it."""
     expected = life.memory.copy()
     expected.seen_seq = max(life.read_seq, life.known_seq)
     expected.credits = life.credits(without_sum=record.what == "verdict")
-    for name, wanted, found in expected.differences(Memory.of(record.policy)):
-        yield Breach("memory", name, wanted, found)
+    for name, wanted, found in expected.differences(PolicyMemory.of(record.policy)):
+        yield RuleBreach("memory", name, wanted, found)
 
 
-def _inputs(life: Life | None, record: wire.Record) -> Iterator[Breach]:
-    """Who is merged, in which order, with which weight."""
+def _inputs(life: OwnerLife | None, record: wire.Record) -> Iterator[RuleBreach]:
+    """Compare a record's inputs, their order and their weights with the rules."""
     merged = life.merged if life is not None else []
     expected = [(*update_id(one.manifest), one.stream_seq) for one in merged]
     found = [(i.learner, i.incarnation, i.seq, i.stream_seq) for i in record.inputs]
     if expected != found:
-        yield Breach("admission", "inputs", expected, found)
+        yield RuleBreach("admission", "inputs", expected, found)
         return
     for one, taken in zip(merged, record.inputs, strict=True):
         yield from _equal(
@@ -191,10 +191,10 @@ def _inputs(life: Life | None, record: wire.Record) -> Iterator[Breach]:
         )
         for name in ("weight", "staleness", "discount", "clip", "norm"):
             if not near(getattr(one, name), getattr(taken, name)):
-                yield Breach("weight", name, getattr(one, name), getattr(taken, name))
+                yield RuleBreach("weight", name, getattr(one, name), getattr(taken, name))
 
 
-def _rejected(life: Life, record: wire.Record) -> Iterator[Breach]:
+def _rejected(life: OwnerLife, record: wire.Record) -> Iterator[RuleBreach]:
     expected = [
         (*update_id(one.manifest), one.stream_seq, one.manifest.tokens, one.manifest.steps,
          str(one.reason))
@@ -205,24 +205,24 @@ def _rejected(life: Life, record: wire.Record) -> Iterator[Breach]:
         for r in record.rejected
     ]
     if expected != found:
-        yield Breach("admission", "rejected", expected, found)
+        yield RuleBreach("admission", "rejected", expected, found)
 
 
-def _step_size(life: Life, record: wire.Record) -> Iterator[Breach]:
+def _step_size(life: OwnerLife, record: wire.Record) -> Iterator[RuleBreach]:
     """The outer step's size: a round that holds a share of the fleet takes that share of it."""
     outer = life.settings.outer
     share = life.step_share()
     rate = outer.learning_rate * share
     momentum = outer.momentum**share
     if not near(rate, record.learning_rate):
-        yield Breach("settings", "learning_rate", rate, record.learning_rate)
+        yield RuleBreach("settings", "learning_rate", rate, record.learning_rate)
     if not near(momentum, record.momentum):
-        yield Breach("settings", "momentum", momentum, record.momentum)
+        yield RuleBreach("settings", "momentum", momentum, record.momentum)
 
 
 def objects(
     settings: RunSettings | None, base: wire.Record, base_seq: int, record: wire.Record
-) -> Iterator[Breach]:
+) -> Iterator[RuleBreach]:
     """Which snapshot, deltas and outer state the record names: its own, or those before it.
 
     `settings` None: the tape has them no more, and which of both the record itself says.
@@ -234,7 +234,7 @@ def objects(
         yield from _equal("objects", ("contents of the version before", expected, said))
         return
     if record.delta is None:
-        yield Breach("objects", "delta", "of every version", None)
+        yield RuleBreach("objects", "delta", "of every version", None)
     whole = record.version in (record.snapshot_version, record.outer_version)
     if settings is not None:
         whole = record.version % settings.sync.snapshot_interval_versions == 0
@@ -252,7 +252,7 @@ def objects(
     )
 
 
-def _whole(record: wire.Record) -> Iterator[Breach]:
+def _whole(record: wire.Record) -> Iterator[RuleBreach]:
     """A record with view and outer state of its own version."""
     yield from _equal(
         "objects",
@@ -265,12 +265,12 @@ def _whole(record: wire.Record) -> Iterator[Breach]:
 
 def restore(
     base: wire.Record, versions: Mapping[int, Contents], record: wire.Record
-) -> Iterator[Breach]:
+) -> Iterator[RuleBreach]:
     """A rollback: an earlier version's contents, and only the floor is remembered anew."""
-    expected = Memory.of(base.policy)
+    expected = PolicyMemory.of(base.policy)
     expected.floor = record.version
-    for name, wanted, found in expected.differences(Memory.of(record.policy)):
-        yield Breach("restore", f"policy.{name}", wanted, found)
+    for name, wanted, found in expected.differences(PolicyMemory.of(record.policy)):
+        yield RuleBreach("restore", f"policy.{name}", wanted, found)
     yield from _equal(
         "restore",
         ("rejected", (), record.rejected),
@@ -280,13 +280,13 @@ def restore(
     yield from _whole(record)
     earlier = record.restored_version or 0
     if earlier >= record.version:
-        yield Breach("restore", "restored_version", "an earlier version", earlier)
+        yield RuleBreach("restore", "restored_version", "an earlier version", earlier)
     source = versions.get(earlier)
     if source is not None:
         yield from _equal("restore", *zip(CONTENTS, source, contents(record), strict=True))
 
 
-def _equal(rule: str, *fields: tuple[str, object, object]) -> Iterator[Breach]:
+def _equal(rule: str, *fields: tuple[str, object, object]) -> Iterator[RuleBreach]:
     for name, expected, found in fields:
         if expected != found:
-            yield Breach(rule, name, expected, found)
+            yield RuleBreach(rule, name, expected, found)

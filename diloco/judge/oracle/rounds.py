@@ -2,10 +2,10 @@
 
 from diloco.common.protocol.reasons import Reason
 from diloco.judge.oracle import numbers
-from diloco.judge.oracle.life import Close, Life
+from diloco.judge.oracle.life import Close, OwnerLife
 
 
-def time_up_s(life: Life) -> float | None:
+def time_up_s(life: OwnerLife) -> float | None:
     """When the round's next time is up; None while it waits for no time."""
     if life.final:
         return None
@@ -25,7 +25,7 @@ def time_up_s(life: Life) -> float | None:
     return min(deadline_s, life.quorum_at_s + window_s)
 
 
-def opens_at_s(life: Life) -> float | None:
+def opens_at_s(life: OwnerLife) -> float | None:
     """At the first announcement, or the pace time if that is later; None before any."""
     told = [one.announced_at_s for one in life.unread()]
     told += [one.announced_at_s for one in life.merged]
@@ -38,8 +38,8 @@ def opens_at_s(life: Life) -> float | None:
     return max(pace_at_s, min(told), life.began_at_s)
 
 
-def settle(life: Life) -> None:
-    """What the round comes to now: it opens, has its quorum, is complete, or closes."""
+def settle(life: OwnerLife) -> None:
+    """Move the round on: it opens, has its quorum, is complete, or closes."""
     if life.due is not None:
         return
     _empty(life)
@@ -55,7 +55,7 @@ def settle(life: Life) -> None:
         _go_on(life)
 
 
-def _empty(life: Life) -> None:
+def _empty(life: OwnerLife) -> None:
     """A round all of whose announcements failed has not opened."""
     asking = life.cut is not None and (life.cut[1] or not life.cut_at_s)
     waits = any(not one.passed for one in life.waiting.values())
@@ -63,7 +63,7 @@ def _empty(life: Life) -> None:
         life.phase, life.cut = "idle", None
 
 
-def _end_cut(life: Life, reason: str, final: bool) -> None:
+def _end_cut(life: OwnerLife, reason: str, final: bool) -> None:
     if final:
         # Nobody is charged for what could wait no longer.
         for one in [*life.waiting.values()]:
@@ -77,7 +77,7 @@ def _end_cut(life: Life, reason: str, final: bool) -> None:
         settle(life)
 
 
-def _go_on(life: Life) -> None:
+def _go_on(life: OwnerLife) -> None:
     if life.phase == "idle":
         at_s = opens_at_s(life)
         if at_s is not None and (life.now_s >= at_s or _all_announced(life)):
@@ -91,12 +91,12 @@ def _go_on(life: Life) -> None:
             _close(life, "complete")
 
 
-def _all_announced(life: Life) -> bool:
+def _all_announced(life: OwnerLife) -> bool:
     """Whether everybody who is here has: pace has nobody to hold back."""
     return life.memory.waited_for().keys() <= life.announcers()
 
 
-def _end_run(life: Life) -> None:
+def _end_run(life: OwnerLife) -> None:
     """After the stop: once nothing waits, and all that earlier lives had read was read again."""
     if life.waiting or life.storing or life.read_seq < life.known_seq:
         return
@@ -107,7 +107,7 @@ def _end_run(life: Life) -> None:
         _close(life, "complete")
 
 
-def _count(life: Life) -> None:
+def _count(life: OwnerLife) -> None:
     """The quorum is of announcements, and is taken back with them."""
     quorum, there = life.settings.quorum, len(life.memory.awaited())
     lockstep = life.settings.sync.mode == "lockstep"
@@ -121,7 +121,7 @@ def _count(life: Life) -> None:
         life.phase, life.quorum_at_s = "open", 0.0
 
 
-def _complete(life: Life) -> bool:
+def _complete(life: OwnerLife) -> bool:
     """Whether everybody who is awaited has an update in the sum, or rejected by this round."""
     answered = life.answered()
     lockstep = life.settings.sync.mode == "lockstep"
@@ -131,11 +131,11 @@ def _complete(life: Life) -> bool:
     return not life.unread() and awaited.keys() <= answered
 
 
-def _close(life: Life, reason: str, *, final: bool = False) -> None:
+def _close(life: OwnerLife, reason: str, *, final: bool = False) -> None:
     life.due = Close("version" if life.merged else "verdict", reason, final, life.now_s)
 
 
-def time_is_up(life: Life) -> None:
+def time_is_up(life: OwnerLife) -> None:
     """A timer has come in time: what was waited for is given up, or the leader is asked."""
     if life.cut is not None:
         for one in life.unread():
@@ -149,12 +149,12 @@ def time_is_up(life: Life) -> None:
         _cut(life, "grace" if life.phase == "grace" else "deadline")
 
 
-def _cut(life: Life, reason: str, *, final: bool = False) -> None:
+def _cut(life: OwnerLife, reason: str, *, final: bool = False) -> None:
     life.phase, life.cut, life.cut_seq, life.cut_at_s = "cut", (reason, final), 0, 0.0
     life.asked_seq = life.read_seq
 
 
-def recorded(life: Life, close: Close) -> None:
+def recorded(life: OwnerLife, close: Close) -> None:
     """The life as it is once it has decided a record: the next round begins beside it."""
     memory = life.memory
     if close.what == "version":

@@ -1,4 +1,4 @@
-"""A whole tape, message by message: what it says against what its rules make of it."""
+"""The oracle over a whole tape, message by message: each is compared with the rules."""
 
 from collections.abc import Iterator, Mapping
 
@@ -8,7 +8,7 @@ from diloco.common.protocol.errors import WireError
 from diloco.common.protocol.layout import Layout
 from diloco.common.storage.tape import (
     Entry,
-    Garbage,
+    InvalidMessage,
     Item,
     Unreadable,
     begins_tape,
@@ -18,7 +18,7 @@ from diloco.judge.oracle import numbers
 from diloco.judge.oracle.arrays import Remaker
 from diloco.judge.oracle.chain import Chain
 from diloco.judge.oracle.data import Data
-from diloco.judge.oracle.finding import Finding
+from diloco.judge.oracle.finding import Violation
 from diloco.judge.oracle.shares import Shares
 
 
@@ -48,7 +48,7 @@ class Oracle:
         follow: bool = True,
     ) -> None:
         created = parse_settings(specification.settings)
-        self.findings: list[Finding] = []
+        self.findings: list[Violation] = []
         self._created = created
         self._changed: dict[int, RunSettings] = {}
         self.chains = [
@@ -68,23 +68,23 @@ class Oracle:
         self._last_seq = 0
         self._stop_seq = self._end_seq = 0
 
-    def take(self, item: Item) -> list[Finding]:
+    def take(self, item: Item) -> list[Violation]:
         """The tape's next message; what it breaks."""
         if item.seq != self._last_seq + 1 and (self._last_seq or not begins_tape(item.seq)):
             for chain in self.chains:
                 chain.missing_before(item.seq)
             self.data.missing_before(item.seq)
         self._last_seq = item.seq
-        found: list[Finding] = []
+        found: list[Violation] = []
         if isinstance(item, Entry):
             found = list(self._take(item))
-        elif isinstance(item, Garbage):
+        elif isinstance(item, InvalidMessage):
             for chain in self.chains:
                 chain.pass_over(item)
         elif isinstance(item, Unreadable):
             self.chains[item.fragment].lose(item.seq)
             about = f"fragment {item.fragment}"
-            found = [Finding("chain", item.seq, about, "", "a record that can be read", item.why)]
+            found = [Violation("chain", item.seq, about, "", "a record that can be read", item.why)]
         self.findings += found
         return found
 
@@ -93,11 +93,13 @@ class Oracle:
         for chain in self.chains:
             if chain.base is None:
                 about = f"fragment {chain.fragment}"
-                self.findings.append(Finding("chain", self._last_seq, about, "", "records", "none"))
+                self.findings.append(
+                    Violation("chain", self._last_seq, about, "", "records", "none")
+                )
         if self._end_seq:
             self.findings += self.data.unfinished(len(self.chains), self._stop_seq, self._end_seq)
 
-    def _take(self, entry: Entry) -> Iterator[Finding]:
+    def _take(self, entry: Entry) -> Iterator[Violation]:
         body, seq = entry.body, entry.seq
         if isinstance(body, wire.Settings):
             self._change(body, seq)
@@ -124,7 +126,7 @@ class Oracle:
         except WireError:
             return  # Nobody can follow it.
 
-    def _record(self, record: wire.Record, seq: int) -> Iterator[Finding]:
+    def _record(self, record: wire.Record, seq: int) -> Iterator[Violation]:
         chain = self.chains[record.fragment]
         base, followed = chain.base, chain.followed
         yield from chain.judge(record, seq)
@@ -137,7 +139,7 @@ class Oracle:
             settings = self._changed.get(record.policy.settings_seq, self._created)
             yield from self._remaker.judge(settings, base, record, seq)
 
-    def _quarantine(self, word: wire.Quarantine, seq: int) -> Iterator[Finding]:
+    def _quarantine(self, word: wire.Quarantine, seq: int) -> Iterator[Violation]:
         """An aggregator shuts a learner out once a record has counted enough offences."""
         limit = self._created.bounds.quarantine_offences
         if (
@@ -155,14 +157,14 @@ class Oracle:
         ]
         if not limit or max(counted, default=0) < limit:
             about = f"learner {word.learner}"
-            yield Finding("quarantine", seq, about, "offences", f"at least {limit}", counted)
+            yield Violation("quarantine", seq, about, "offences", f"at least {limit}", counted)
 
     def _newest_settings(self) -> RunSettings:
         return self._changed[max(self._changed)] if self._changed else self._created
 
-    def _stop(self, stop: wire.Stop, seq: int) -> Iterator[Finding]:
+    def _stop(self, stop: wire.Stop, seq: int) -> Iterator[Violation]:
         if self._stop_seq:
-            yield Finding("stop", seq, "run", "", "one stop", "another one")
+            yield Violation("stop", seq, "run", "", "one stop", "another one")
         self._stop_seq = self._stop_seq or seq
         newest = {c.fragment: c.base for c in self.chains if c.base is not None}
         # With another reason somebody has ended the run early, who may at any time.
@@ -177,25 +179,25 @@ class Oracle:
             if numbers.clock_after(settings, fragment, record.global_step) <= run.steps
         ]
         if missing and not (run.tokens and tokens >= run.tokens):
-            yield Finding("stop", seq, "run", "", "no fragment has a version to come", missing)
+            yield Violation("stop", seq, "run", "", "no fragment has a version to come", missing)
 
-    def _end(self, end: wire.End, seq: int) -> Iterator[Finding]:
+    def _end(self, end: wire.End, seq: int) -> Iterator[Violation]:
         if not self._stop_seq:
-            yield Finding("end", seq, "run", "", "a stop before it", "none")
+            yield Violation("end", seq, "run", "", "a stop before it", "none")
         self._end_seq = self._end_seq or seq
         newest = [chain.base for chain in self.chains if chain.base is not None]
         if len(newest) < len(self.chains):
             return
         going_on = [record.fragment for record in newest if not record.final]
         if going_on:
-            yield Finding("end", seq, "run", "final", "every fragment", f"not {going_on}")
+            yield Violation("end", seq, "run", "final", "every fragment", f"not {going_on}")
         versions = tuple(record.version for record in newest)
         if end.versions != versions:
-            yield Finding("end", seq, "run", "versions", versions, end.versions)
+            yield Violation("end", seq, "run", "versions", versions, end.versions)
         # What came too late is answered by a record more, which whoever says the end may not know.
         named = dict(enumerate(end.record_seqs))
         for chain in self.chains:
             said = named.get(chain.fragment)
             if chain.final_seqs and said not in chain.final_seqs:
                 about = f"fragment {chain.fragment}"
-                yield Finding("end", seq, about, "record_seqs", chain.final_seqs, said)
+                yield Violation("end", seq, about, "record_seqs", chain.final_seqs, said)

@@ -1,4 +1,4 @@
-"""Shares of the data: who claims one, and that no batch of one is merged twice.
+"""Shares of the data: the claimant of each; and that no batch is merged twice.
 
 A claim counts if, where it stands, its life can have begun and has, nobody has the share, and all
 of the epochs before are given out. An end gives back what lies behind its position.
@@ -14,11 +14,11 @@ from diloco.common.protocol.errors import WireError
 from diloco.common.protocol.layout import Layout
 from diloco.common.protocol.reasons import Reason
 from diloco.common.protocol.shards import shard_bytes, shard_ranges
-from diloco.judge.oracle.finding import Finding
+from diloco.judge.oracle.finding import Violation
 
 
-class _Held(NamedTuple):
-    """Of a learner: share, its batch that is read at a position, up to another."""
+class _ReadShare(NamedTuple):
+    """A learner's share: its batch that is read at a position, up to another."""
 
     share: int
     first: int
@@ -26,7 +26,7 @@ class _Held(NamedTuple):
     stop: int
 
 
-class Span(NamedTuple):
+class BatchRange(NamedTuple):
     """Batches [first, stop) of a share: of as many as a claim says, which may be any number."""
 
     share: int
@@ -45,15 +45,15 @@ class Shares:
         self._shares = run.data_shares if run else 0
         self._batches = run.share_batches if run else 0
         self._lives: dict[str, int] = {}
-        self._held: dict[str, list[_Held]] = defaultdict(list)
+        self._held: dict[str, list[_ReadShare]] = defaultdict(list)
         self._reached: dict[str, int] = defaultdict(int)
         # Batches that were given out of each share; all of them while somebody has it.
         self._given: dict[int, int] = defaultdict(int)
-        self._covers: dict[tuple[str, int, int, int], list[Span]] = {}
+        self._covers: dict[tuple[str, int, int, int], list[BatchRange]] = {}
         # Of each fragment and share, ascending and apart.
-        self._merged: dict[tuple[int, int], list[Span]] = defaultdict(list)
+        self._merged: dict[tuple[int, int], list[BatchRange]] = defaultdict(list)
 
-    def take(self, body: wire.Body, seq: int) -> Iterator[Finding]:
+    def take(self, body: wire.Body, seq: int) -> Iterator[Violation]:
         """A claim or a manifest."""
         match body:
             case wire.Claim():
@@ -76,7 +76,7 @@ class Shares:
                 self._end(name, claim.position)
         elif claim.incarnation == life and self._may_have(claim):
             stop = claim.position + self._batches - claim.first
-            self._held[name].append(_Held(claim.share, claim.first, claim.position, stop))
+            self._held[name].append(_ReadShare(claim.share, claim.first, claim.position, stop))
             self._given[claim.share] = self._batches
             self._reached[name] = stop
 
@@ -97,10 +97,10 @@ class Shares:
         self._held[name] = []
         self._reached[name] = position if ended else max(position, self._reached[name])
 
-    def _manifest(self, manifest: wire.Manifest, seq: int) -> Iterator[Finding]:
+    def _manifest(self, manifest: wire.Manifest, seq: int) -> Iterator[Violation]:
         start = manifest.position - manifest.steps
         covered = [
-            Span(
+            BatchRange(
                 held.share,
                 held.first + max(start, held.start) - held.start,
                 held.first + min(manifest.position, held.stop) - held.start,
@@ -114,9 +114,9 @@ class Shares:
         # What another life has made superseded is rejected, whatever it covers.
         if count < manifest.steps and manifest.incarnation >= self._lives[manifest.learner]:
             about = f"learner {manifest.learner} fragment {manifest.fragment}"
-            yield Finding("shares", seq, about, "steps", count, manifest.steps)
+            yield Violation("shares", seq, about, "steps", count, manifest.steps)
 
-    def resolve(self, record: wire.Record, seq: int) -> Iterator[Finding]:
+    def resolve(self, record: wire.Record, seq: int) -> Iterator[Violation]:
         """A record merges updates, of batches that the fragment has not yet."""
         for one in record.inputs:
             update = (one.learner, one.incarnation, record.fragment, one.seq)
@@ -125,18 +125,18 @@ class Shares:
                 again = [it for it in merged if it.first < span.stop and span.first < it.stop]
                 if again:
                     about = f"update {one.incarnation}-{one.seq} of {one.learner}"
-                    yield Finding("shares", seq, about, "", "each batch once", again[0])
+                    yield Violation("shares", seq, about, "", "each batch once", again[0])
                 merged[:] = _joined([*merged, span])
 
-    def merged(self, fragment: int) -> list[Span]:
+    def merged(self, fragment: int) -> list[BatchRange]:
         """The batches whose work a fragment has."""
         mine = [spans for (index, _), spans in self._merged.items() if index == fragment]
         return [span for spans in mine for span in spans]
 
 
-def _joined(spans: list[Span]) -> list[Span]:
+def _joined(spans: list[BatchRange]) -> list[BatchRange]:
     """Spans of one share, ascending and apart."""
-    joined: list[Span] = []
+    joined: list[BatchRange] = []
     for span in sorted(spans):
         if joined and span.first <= joined[-1].stop:
             joined[-1] = joined[-1]._replace(stop=max(span.stop, joined[-1].stop))

@@ -1,4 +1,4 @@
-"""What the owner of a fragment is told beside the tape: the observations of its records."""
+"""The events that a fragment's owner is told beside the tape: the observations of its records."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ from diloco.common.protocol.reasons import Reason, find
 from diloco.judge.oracle import numbers
 from diloco.judge.oracle.credit import shortened
 from diloco.judge.oracle.hearing import wrong_base
-from diloco.judge.oracle.life import Life, Merged, Waiting
+from diloco.judge.oracle.life import MergedUpdate, OwnerLife, WaitingUpdate
 from diloco.judge.oracle.memory import UpdateId
 from diloco.judge.oracle.rounds import settle, time_is_up, time_up_s
 
@@ -15,7 +15,7 @@ from diloco.judge.oracle.rounds import settle, time_is_up, time_up_s
 ROUNDING_S = 1e-6
 
 
-def watch(life: Life, seen: wire.Observation, record: wire.Record) -> None:
+def watch(life: OwnerLife, seen: wire.Observation, record: wire.Record) -> None:
     """The owner takes an observation; `record` says why an update's objects failed."""
     life.now_s = seen.at_s
     handler = _WATCH.get(seen.what)
@@ -25,14 +25,14 @@ def watch(life: Life, seen: wire.Observation, record: wire.Record) -> None:
     handler(life, seen, record)
 
 
-def _waiting(life: Life, seen: wire.Observation) -> Waiting | None:
+def _waiting(life: OwnerLife, seen: wire.Observation) -> WaitingUpdate | None:
     one = life.waiting.get(UpdateId(seen.learner, seen.incarnation, seen.seq))
     if one is None:
         life.breach("observation", seen.what, "an update that waits", seen.model_dump())
     return one
 
 
-def _fetched(life: Life, seen: wire.Observation, _record: wire.Record) -> None:
+def _fetched(life: OwnerLife, seen: wire.Observation, _record: wire.Record) -> None:
     one = _waiting(life, seen)
     if one is None:
         return
@@ -47,7 +47,7 @@ def _fetched(life: Life, seen: wire.Observation, _record: wire.Record) -> None:
     del life.waiting[UpdateId(seen.learner, seen.incarnation, seen.seq)]
     staleness = life.version - manifest.base_version
     life.merged.append(
-        Merged(
+        MergedUpdate(
             manifest=manifest,
             stream_seq=one.stream_seq,
             announced_at_s=one.announced_at_s,
@@ -61,13 +61,13 @@ def _fetched(life: Life, seen: wire.Observation, _record: wire.Record) -> None:
     settle(life)
 
 
-def _reject(life: Life, one: Waiting, reason: str) -> None:
+def _reject(life: OwnerLife, one: WaitingUpdate, reason: str) -> None:
     life.charge(one.manifest, one.stream_seq)
     life.refuse(one.manifest, one.stream_seq, reason)
     settle(life)
 
 
-def _failed(life: Life, seen: wire.Observation, record: wire.Record) -> None:
+def _failed(life: OwnerLife, seen: wire.Observation, record: wire.Record) -> None:
     """The objects decide for what; here it must be a reason that objects can give."""
     one = _waiting(life, seen)
     if one is None:
@@ -82,7 +82,7 @@ def _failed(life: Life, seen: wire.Observation, record: wire.Record) -> None:
     _reject(life, one, reason)
 
 
-def _broke(life: Life, seen: wire.Observation, _record: wire.Record) -> None:
+def _broke(life: OwnerLife, seen: wire.Observation, _record: wire.Record) -> None:
     """The sum is made again; whoever breaks it twice, while others do not, is rejected."""
     one = _waiting(life, seen)
     if one is None:
@@ -99,7 +99,7 @@ def _broke(life: Life, seen: wire.Observation, _record: wire.Record) -> None:
     settle(life)
 
 
-def _liveness(life: Life, seen: wire.Observation, _record: wire.Record) -> None:
+def _liveness(life: OwnerLife, seen: wire.Observation, _record: wire.Record) -> None:
     member, live = life.memory.members.get(seen.learner), seen.what == "live"
     possible = (
         member is not None
@@ -114,7 +114,7 @@ def _liveness(life: Life, seen: wire.Observation, _record: wire.Record) -> None:
     settle(life)
 
 
-def _timer(life: Life, seen: wire.Observation, _record: wire.Record) -> None:
+def _timer(life: OwnerLife, seen: wire.Observation, _record: wire.Record) -> None:
     due_s = time_up_s(life)
     if due_s is None or seen.at_s < due_s - ROUNDING_S:
         life.breach("round", "timer", due_s, seen.at_s)
@@ -122,7 +122,7 @@ def _timer(life: Life, seen: wire.Observation, _record: wire.Record) -> None:
     time_is_up(life)
 
 
-def _cut(life: Life, seen: wire.Observation, _record: wire.Record) -> None:
+def _cut(life: OwnerLife, seen: wire.Observation, _record: wire.Record) -> None:
     if life.cut is None or life.cut_at_s:
         life.breach("cut", "cut", "a round that is being cut", seen.seq)
         return
@@ -130,11 +130,11 @@ def _cut(life: Life, seen: wire.Observation, _record: wire.Record) -> None:
     settle(life)
 
 
-def _made(life: Life, _seen: wire.Observation, _record: wire.Record) -> None:
+def _made(life: OwnerLife, _seen: wire.Observation, _record: wire.Record) -> None:
     settle(life)
 
 
-def _committed(life: Life, seen: wire.Observation, _record: wire.Record) -> None:
+def _committed(life: OwnerLife, seen: wire.Observation, _record: wire.Record) -> None:
     if not life.storing:
         life.breach("observation", "committed", "a record under way", "none")
     if life.storing == "version":
@@ -144,11 +144,11 @@ def _committed(life: Life, seen: wire.Observation, _record: wire.Record) -> None
     settle(life)
 
 
-def _tick(_life: Life, _seen: wire.Observation, _record: wire.Record) -> None:
+def _tick(_life: OwnerLife, _seen: wire.Observation, _record: wire.Record) -> None:
     """The time alone."""
 
 
-_WATCH: dict[str, Callable[[Life, wire.Observation, wire.Record], None]] = {
+_WATCH: dict[str, Callable[[OwnerLife, wire.Observation, wire.Record], None]] = {
     "fetched": _fetched,
     "failed": _failed,
     "broke": _broke,

@@ -95,7 +95,7 @@ Mlp = Literal["swiglu", "gelu"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """What decides the model's parameters and arithmetic.
+    """The hyperparameters that determine the model's parameters and arithmetic.
 
     Attributes:
         layers: N.
@@ -287,7 +287,7 @@ def next_token_loss(model: Decoder, params: Params, windows_BxL1: Batch) -> jax.
 
 
 def matrices(name: str, shape: tuple[int, ...], *, heads: int) -> Matrices | None:
-    """What Muon orthogonalizes: each layer's matrices, with q, k and v apart."""
+    """The matrices that Muon orthogonalizes: each layer's, with q, k and v apart."""
     if name == "layers/attn/qkv":
         layers, width, columns = shape
         split = (layers, width, heads, 3, columns // heads // 3)
@@ -297,7 +297,7 @@ def matrices(name: str, shape: tuple[int, ...], *, heads: int) -> Matrices | Non
 
 
 def partition(name: str, shape: tuple[int, ...]) -> PartitionSpec:  # noqa: ARG001 - the contract
-    """How a tensor is cut over a learner's mesh: by what its axes are."""
+    """The cut of a tensor over a learner's mesh: by the kinds of its axes."""
     return by_kind_of_axis(LOGICAL_AXES.get(name, ()))
 
 

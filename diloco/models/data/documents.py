@@ -222,7 +222,7 @@ def _opened(file: SourceFile) -> BinaryIO:
 
 
 def _guarded(file: SourceFile, read: Callable[[], T]) -> T:
-    """What a read gives of a file that may be compressed, and damaged."""
+    """Read a file that may be compressed, and damaged."""
     try:
         return read()
     except (*_DAMAGED, OSError) as error:

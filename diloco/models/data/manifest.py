@@ -1,4 +1,4 @@
-"""What a prepared folder of tokens says of itself: `tokens.json`. Pure.
+"""The manifest of a prepared folder of tokens: `tokens.json`. Pure.
 
 Rules:
   1. A folder is whole when it has `tokens.json`, which is written last. Without, and with anything
@@ -33,11 +33,11 @@ ShardName = Annotated[str, Field(pattern=r"^(train|held_out)-[0-9]{5,9}\.npy$")]
 _RULES = ("model", "normalizer", "pre_tokenizer")
 
 
-class _Part(BaseModel):
+class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class TokenizerFacts(_Part):
+class TokenizerFacts(_Section):
     """A tokenizer.
 
     Attributes:
@@ -51,7 +51,7 @@ class TokenizerFacts(_Part):
     vocabulary: Annotated[int, Field(ge=1, le=1 << 32)]
 
 
-class PrepareOptions(_Part):
+class PrepareOptions(_Section):
     """The options that decide what a folder holds."""
 
     documents: Literal["file", "line"]
@@ -61,8 +61,8 @@ class PrepareOptions(_Part):
     special: bool
 
 
-class Identity(_Part):
-    """What decides a folder's bytes.
+class FolderIdentity(_Section):
+    """The inputs and options that determine a folder's bytes.
 
     Attributes:
         tokenizer: that made the tokens.
@@ -81,7 +81,7 @@ class Identity(_Part):
     input_sha256: Sha256
 
 
-class Counted(_Part):
+class Counted(_Section):
     """How much there is of something."""
 
     documents: Count = 0
@@ -94,8 +94,8 @@ class Counted(_Part):
         )
 
 
-class Given(_Part):
-    """What documents gave; `empty` ones gave nothing."""
+class Given(_Section):
+    """Counts of what documents gave; `empty` ones gave nothing."""
 
     empty: Count = 0
     train: Counted = Counted()
@@ -111,14 +111,14 @@ class Given(_Part):
 
 
 class TokenSource(Given):
-    """What a source gave, as the command line named it."""
+    """Counts of one source, as the command line named it."""
 
     path: str
     files: Count
     size_bytes: Count
 
 
-class TokenShard(_Part):
+class TokenShard(_Section):
     """One file of tokens; `documents` are those that begin in it, `largest` its largest token."""
 
     name: ShardName
@@ -130,7 +130,7 @@ class TokenShard(_Part):
     sha256: Sha256
 
 
-class TokenManifest(Identity):
+class TokenManifest(FolderIdentity):
     """A whole folder."""
 
     format: Literal[1] = 1
@@ -142,7 +142,7 @@ class TokenManifest(Identity):
         return tuple(shard for shard in self.shards if shard.side == side)
 
     def counted(self, side: Side) -> Counted:
-        """What a side holds."""
+        """Documents and tokens of a side."""
         shards = self.of(side)
         return Counted(
             documents=sum(shard.documents for shard in shards),
@@ -193,7 +193,7 @@ def parse_manifest(data: bytes, source: str) -> TokenManifest:
 
 
 def rules_digest(document: Mapping[str, Any]) -> str:
-    """Of a tokenizer.json: what decides which tokens ordinary text becomes.
+    """A digest of a tokenizer.json, of all that decides which tokens ordinary text becomes.
 
     Files of one tokenizer differ in the rest: padding, truncation, chat tokens, and how ids become
     text.

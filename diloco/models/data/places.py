@@ -1,4 +1,4 @@
-"""Where prepared data lies: a folder, or a bucket's URL."""
+"""The place of prepared data: a folder, or a bucket's URL."""
 
 import fcntl
 import os
@@ -33,7 +33,7 @@ def writer(place: str) -> ObjectStore:
 
 
 def reader(place: str) -> Read:
-    """What reads a file of a place; a folder may be one in which nothing can be written."""
+    """A function that reads a file of a place; the place may be a folder that cannot be written."""
     folder = local_folder(place)
     if folder is None:
         return open_store(place, emulator=store_emulator()).get
@@ -49,7 +49,7 @@ def found_at(read: Read, name: str) -> bytes | None:
 
 
 def manifest_at(place: str, read: Read) -> TokenManifest:
-    """What a place says of itself.
+    """Read the manifest of a place.
 
     Raises:
         DataError: it says nothing, or no manifest.

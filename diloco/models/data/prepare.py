@@ -35,8 +35,8 @@ from diloco.models.data.manifest import (
     SIDES,
     UNFINISHED,
     Counted,
+    FolderIdentity,
     Given,
-    Identity,
     PrepareOptions,
     Sha256,
     Side,
@@ -90,14 +90,14 @@ def progress_told(what: str) -> Iterator[Hear]:
 BATCH_CHARACTERS = 1 << 20
 
 
-class Plan(Identity):
-    """What a place is being prepared with: also when files were changed last."""
+class PreparationPlan(FolderIdentity):
+    """The inputs and options of a preparation; also when files were changed last."""
 
     times_sha256: Sha256
 
 
 class Note(BaseModel):
-    """What became of a piece; it is stored behind its shards.
+    """The result of one piece; it is stored behind the piece's shards.
 
     Attributes:
         shards: of each side that has a document.
@@ -128,7 +128,7 @@ def prepare(wanted: PrepareArguments, hear: Hear) -> TokenManifest:
     for file in files:
         if file.kind in TABLES:
             check_column(file, wanted.field)
-    plan = Plan(
+    plan = PreparationPlan(
         tokenizer=tokenizer.facts,
         dtype=dtype_for(tokenizer.facts.vocabulary),
         begin=tokenizer.begin,
@@ -172,7 +172,7 @@ class _Pieces:
     def __init__(
         self,
         files: Sequence[SourceFile],
-        plan: Plan,
+        plan: PreparationPlan,
         tokenizer: TextTokenizer,
         store: ObjectStore,
         hear: Hear,
@@ -272,7 +272,7 @@ def _check_apart(wanted: PrepareArguments) -> None:
             )
 
 
-def _begun(place: str, plan: Plan) -> TokenManifest | None:
+def _begun(place: str, plan: PreparationPlan) -> TokenManifest | None:
     """The manifest of a place that is whole; None if it is to be prepared, from the start or on.
 
     Raises:
@@ -285,7 +285,7 @@ def _begun(place: str, plan: Plan) -> TokenManifest | None:
         return manifest
     if (data := found_at(read, PLAN)) is not None:
         try:
-            _check_same(place, Plan.model_validate_json(data), plan)
+            _check_same(place, PreparationPlan.model_validate_json(data), plan)
         except ValidationError as error:
             raise ConfigError(
                 f"{place!r} was begun by diloco data copy, or by another release",
@@ -299,7 +299,7 @@ def _begun(place: str, plan: Plan) -> TokenManifest | None:
     return None
 
 
-def _check_same(place: str, there: Identity, wanted: Plan) -> None:
+def _check_same(place: str, there: FolderIdentity, wanted: PreparationPlan) -> None:
     old, new = _facts(there), _facts(wanted)
     for name, value in old.items():
         if name in new and new[name] != value:
@@ -310,8 +310,8 @@ def _check_same(place: str, there: Identity, wanted: Plan) -> None:
             )
 
 
-def _facts(identity: Identity) -> dict[str, Any]:
-    """What decides a folder, option by option."""
+def _facts(identity: FolderIdentity) -> dict[str, Any]:
+    """A folder's identity, option by option."""
     facts: dict[str, Any] = identity.model_dump()
     options: dict[str, Any] = facts.pop("options")
     return facts | options
@@ -326,9 +326,9 @@ _OTHER = {
 
 
 def _manifest(
-    paths: Sequence[str], files: Sequence[SourceFile], plan: Plan, notes: Sequence[Note]
+    paths: Sequence[str], files: Sequence[SourceFile], plan: PreparationPlan, notes: Sequence[Note]
 ) -> TokenManifest:
-    """What the folder says of itself.
+    """Make the manifest of a folder.
 
     Raises:
         DataError: nobody could train on it, or score.
@@ -346,7 +346,7 @@ def _manifest(
         sources.append(source)
     shards = sorted((shard for note in notes for shard in note.shards), key=lambda one: one.name)
     manifest = TokenManifest(
-        **{name: getattr(plan, name) for name in Identity.model_fields},
+        **{name: getattr(plan, name) for name in FolderIdentity.model_fields},
         sources=tuple(sources),
         shards=tuple(shards),
     )

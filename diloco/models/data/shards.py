@@ -38,7 +38,7 @@ def store_shard(
 
 
 def header(dtype: np.dtype[np.unsignedinteger], count: int) -> bytes:
-    """What stands before `count` tokens."""
+    """The header of a file of `count` tokens."""
     text = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': ({count},), }}"
     length = HEADER_BYTES - len(_PREFIX) - 2
     return _PREFIX + struct.pack("<H", length) + text.ljust(length - 1).encode() + b"\n"

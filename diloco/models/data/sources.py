@@ -66,7 +66,7 @@ def find_files(sources: Sequence[str]) -> list[SourceFile]:
 
 
 def listing_digest(files: Sequence[SourceFile], *, times: bool = False) -> str:
-    """Of names and sizes, and of the times of the last change: whether sources are the same."""
+    """A digest of names, sizes and times of the last change: whether sources are the same."""
     rows = ([one.path, one.size_bytes, one.modified_ns if times else 0] for one in files)
     digest = hashlib.sha256()
     for row in rows:

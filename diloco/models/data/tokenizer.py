@@ -58,7 +58,7 @@ class TextTokenizer:
         return [np.concatenate([np.asarray(one, np.uint32) for one in own]) for own in ids]
 
     def _begin(self, asked: str | None) -> tuple[int, ...]:
-        """What the tokenizer itself sets before a text, or what was asked for."""
+        """The tokens that the tokenizer sets before a text, or the token that was asked for."""
         if asked is not None:
             return () if asked == "none" else (self._token(asked, "--begin"),)
         with_ends = self._tokenizer.encode("a").ids

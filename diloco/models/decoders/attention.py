@@ -1,4 +1,4 @@
-"""Who attends to whom in a decoder's layer: by XLA, or by the splash attention of JAX on TPUs.
+"""Attention of a decoder's layer: by XLA, or by the splash attention of JAX on TPUs.
 
 Splash attention (`jax.experimental.pallas.ops.tpu.splash_attention`) never makes the scores [H, L,
 L] of a row, and skips blocks that a window or the causal mask leave out. It is a kernel, which the
@@ -54,7 +54,7 @@ def make_attention(config: DecoderConfig, segments_BxL: jax.Array, kind: str) ->
 
 
 def _platform() -> str | None:
-    """Whose devices the mesh is of; None without one, and within `shard_map`."""
+    """The platform of the mesh's devices; None without a mesh, and within `shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.manual_axes:
         return None
@@ -106,7 +106,7 @@ def _plain(config: DecoderConfig, segments_BxL: jax.Array) -> Attend:
 
 
 def by_kind(config: DecoderConfig, slides: jax.Array, near: Any, full: Any) -> Any:
-    """What a layer needs that may slide; a choice only where a decoder has layers of both kinds."""
+    """The value for a layer that may slide; a choice only if the decoder has both kinds."""
     if all(config.sliding):
         return near
     if not any(config.sliding):

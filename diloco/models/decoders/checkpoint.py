@@ -22,7 +22,7 @@ from diloco.models.decoders.config import (
     DecoderConfig,
     config_document,
 )
-from diloco.models.decoders.tensors import Entry, table
+from diloco.models.decoders.tensors import TensorEntry, table
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FILE_BYTES = 4 << 30  # of one file, about
@@ -52,7 +52,7 @@ class Rows:
 
     Args:
         entry: which.
-        files: of each foreign tensor, in the entry's order.
+        files: of each tensor of the checkpoint, in the entry's order.
 
     Attributes:
         shape: of the whole.
@@ -61,12 +61,12 @@ class Rows:
 
     dtype = np.dtype(np.float32)
 
-    def __init__(self, entry: Entry, files: tuple[Path, ...]) -> None:
+    def __init__(self, entry: TensorEntry, files: tuple[Path, ...]) -> None:
         self._entry, self._files = entry, files
         self.shape = entry.shape
 
     def __getitem__(self, rows: slice) -> np.ndarray:
-        entry, names = self._entry, self._entry.foreign_names()
+        entry, names = self._entry, self._entry.checkpoint_names()
         start, stop, step = rows.indices(self.shape[0])
         assert step == 1, rows
         if not entry.stacked:
@@ -102,7 +102,7 @@ def read_checkpoint(folder: Path, config: DecoderConfig) -> dict[str, Rows]:
     entries = table(config)
     places = _places(folder)
     prefixed = _without_head(_textual(places), config)
-    wanted = {name for entry in entries.values() for name in entry.foreign_names()}
+    wanted = {name for entry in entries.values() for name in entry.checkpoint_names()}
     if missing := sorted(wanted - set(prefixed)):
         raise ConfigError(
             f"{str(folder)!r} lacks {len(missing)} tensor(s) that its config.json asks for: "
@@ -117,9 +117,9 @@ def read_checkpoint(folder: Path, config: DecoderConfig) -> dict[str, Rows]:
         )
     found = {}
     for name, entry in entries.items():
-        files = tuple(prefixed[foreign] for foreign in entry.foreign_names())
-        for foreign, path in zip(entry.foreign_names(), files, strict=True):
-            _check(path, foreign, entry.foreign_shape)
+        files = tuple(prefixed[tensor] for tensor in entry.checkpoint_names())
+        for tensor, path in zip(entry.checkpoint_names(), files, strict=True):
+            _check(path, tensor, entry.checkpoint_shape)
         found[name] = Rows(entry, files)
     return found
 
@@ -222,7 +222,7 @@ def write_checkpoint(
         ConfigError: it cannot be written; then there is no folder.
     """
     with staged(folder) as partial:
-        _write_tensors(partial, _foreign(config, arrays, DTYPES[dtype]), file_bytes)
+        _write_tensors(partial, _checkpoint_tensors(config, arrays, DTYPES[dtype]), file_bytes)
         carry(beside, partial)
         document = config_document(config, dtype)
         (partial / CONFIG).write_text(json.dumps(document, indent=2) + "\n")
@@ -272,15 +272,15 @@ def carry(source: Path | None, folder: Path) -> None:
             shutil.copyfile(source / name, folder / name)
 
 
-def _foreign(
+def _checkpoint_tensors(
     config: DecoderConfig, arrays: Mapping[str, Any], dtype: np.dtype
 ) -> Iterator[tuple[str, np.ndarray]]:
     """All tensors as they are there, one after the other."""
     for name, entry in table(config).items():
-        for layer, foreign in enumerate(entry.foreign_names()):
+        for layer, tensor in enumerate(entry.checkpoint_names()):
             values = np.asarray(arrays[name][layer] if entry.stacked else arrays[name])
             values = values.T if entry.transposed else values
-            yield foreign, np.ascontiguousarray(values.astype(dtype))
+            yield tensor, np.ascontiguousarray(values.astype(dtype))
 
 
 def _write_tensors(

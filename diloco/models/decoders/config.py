@@ -1,4 +1,4 @@
-"""What a Hugging Face `config.json` says of a decoder, read with an allow-list.
+"""Hugging Face's `config.json` of a decoder, read with an allow-list.
 
 A key is honoured, or cannot change what the model computes, or must have the one value for which
 the model here computes the same; any other is refused by name. Files of both spellings are read:
@@ -163,7 +163,7 @@ _READINGS: dict[Family, _Reading] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """What decides a decoder's parameters and its function.
+    """The hyperparameters that determine a decoder's parameters and its function.
 
     Attributes:
         vocab: V.

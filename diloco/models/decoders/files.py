@@ -1,4 +1,4 @@
-"""How the task's parameters become folders that others load, and come from them.
+"""Files of a task's parameters: folders that others load, written and read.
 
 Without adapters that is a checkpoint. With them, it is an adapter that `peft` loads beside its
 base; or a checkpoint again, into which the adapters are merged.
@@ -24,20 +24,20 @@ from diloco.models.decoders.lora import (
     FROZEN,
     TRAINED,
     UP,
+    AdaptedMatrix,
     Lora,
-    Merged,
     base_dtypes,
     module_name,
 )
-from diloco.models.decoders.tensors import LAYERS, Entry, table
+from diloco.models.decoders.tensors import LAYERS, TensorEntry, table
 
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
-_FOREIGN = {DOWN: "lora_A", UP: "lora_B"}
+_PEFT_NAMES = {DOWN: "lora_A", UP: "lora_B"}
 
 
 @dataclasses.dataclass(frozen=True)
 class HuggingFace:
-    """How this task's parameters are read and written in the format that others have.
+    """The files of this task's parameters in Hugging Face's format.
 
     Attributes:
         config: of the decoder.
@@ -112,9 +112,9 @@ class Adapters:
         self._check_document(folder)
         path = folder / ADAPTER
         wanted = {
-            foreign: (name, layer)
+            leaf: (name, layer)
             for name, entry, half in self._halves()
-            for layer, foreign in enumerate(_foreign_halves(entry, half))
+            for layer, leaf in enumerate(_adapter_names(entry, half))
         }
         try:
             with safe_open(path, framework="numpy") as opened:
@@ -124,15 +124,15 @@ class Adapters:
                         f" {', '.join(different[:4])}",
                         hint="give the task the rank and the targets that they were trained with",
                     )
-                found = {foreign: opened.get_tensor(foreign) for foreign in wanted}
+                found = {leaf: opened.get_tensor(leaf) for leaf in wanted}
         except (OSError, SafetensorError) as error:
             raise ConfigError(
                 f"{str(path)!r} cannot be read: {error}",
                 hint="--from takes an adapter's folder here; the base is the option model's",
             ) from error
         leaves: dict[str, list[np.ndarray]] = {}
-        for foreign, (name, _) in wanted.items():
-            leaves.setdefault(name, []).append(found[foreign].T.astype(np.float32))
+        for leaf, (name, _) in wanted.items():
+            leaves.setdefault(name, []).append(found[leaf].T.astype(np.float32))
         return {name: np.stack(layers) for name, layers in leaves.items()}
 
     def write(self, folder: Path, leaves: Mapping[str, Any], dtype: str) -> None:
@@ -149,9 +149,9 @@ class Adapters:
             )
         tensors = {}
         for name, entry, half in self._halves():
-            for layer, foreign in enumerate(_foreign_halves(entry, half)):
+            for layer, leaf in enumerate(_adapter_names(entry, half)):
                 values = np.asarray(leaves[name][layer]).T
-                tensors[foreign] = np.ascontiguousarray(values.astype(DTYPES[dtype]))
+                tensors[leaf] = np.ascontiguousarray(values.astype(DTYPES[dtype]))
         with staged(folder) as partial:
             save_file(tensors, partial / ADAPTER, metadata={"format": "pt"})
             carry(self.source, partial)
@@ -171,10 +171,12 @@ class Adapters:
         whole = {name: leaves[FROZEN + name] for name in table(self.config)}
         for target in self.lora.targets:
             down, up = (leaves[f"{TRAINED}{LAYERS}{target}/{half}"] for half in (DOWN, UP))
-            whole[LAYERS + target] = Merged(whole[LAYERS + target], down, up, self.lora.scale)
+            whole[LAYERS + target] = AdaptedMatrix(
+                whole[LAYERS + target], down, up, self.lora.scale
+            )
         checkpoint.write_checkpoint(folder, self.config, whole, dtype=dtype, beside=self.source)
 
-    def _halves(self) -> list[tuple[str, Entry, str]]:
+    def _halves(self) -> list[tuple[str, TensorEntry, str]]:
         """(name here, the matrix that it adapts, which half) of all leaves."""
         entries = table(self.config)
         return [
@@ -223,11 +225,11 @@ class Adapters:
                 )
 
 
-def _foreign_halves(entry: Entry, half: str) -> list[str]:
+def _adapter_names(entry: TensorEntry, half: str) -> list[str]:
     """The names of one half in all layers, as `peft` has them."""
     return [
-        f"base_model.model.{foreign.removesuffix('.weight')}.{_FOREIGN[half]}.weight"
-        for foreign in entry.foreign_names()
+        f"base_model.model.{leaf.removesuffix('.weight')}.{_PEFT_NAMES[half]}.weight"
+        for leaf in entry.checkpoint_names()
     ]
 
 

@@ -22,7 +22,7 @@ from diloco.common.protocol.errors import TaskError
 from diloco.learner.task import AtLeastOne, Params, Variables
 from diloco.models.decoders.config import DecoderConfig
 from diloco.models.decoders.model import Product, plain_product
-from diloco.models.decoders.tensors import LAYERS, Entry, table
+from diloco.models.decoders.tensors import LAYERS, TensorEntry, table
 
 DOWN, UP = "a", "b"  # the two halves, as leaves are named; lora_A and lora_B elsewhere
 TRAINED, FROZEN = "trained/", "frozen/"
@@ -48,26 +48,26 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """Of the product of both halves."""
+        """The scale of the product of both halves."""
         return self.alpha / self.rank
 
 
-class Beside(NamedTuple):
-    """What `model.logits_of` takes besides the base."""
+class AdapterParams(NamedTuple):
+    """The arguments that `model.logits_of` takes besides the base."""
 
     product: Product
     beside: Params
 
 
-ALONE = Beside(plain_product, None)
+ALONE = AdapterParams(plain_product, None)
 
 
-def module_name(entry: Entry) -> str:
+def module_name(entry: TensorEntry) -> str:
     """A matrix as the ecosystem names it, such as "q_proj"."""
-    return entry.foreign.split(".")[-2]
+    return entry.checkpoint_name.split(".")[-2]
 
 
-def matrices_of(config: DecoderConfig) -> dict[str, Entry]:
+def matrices_of(config: DecoderConfig) -> dict[str, TensorEntry]:
     """Matrices of layers, by the ecosystem's names."""
     return {module_name(entry): entry for entry in table(config).values() if entry.transposed}
 
@@ -122,7 +122,7 @@ def init_adapters(config: DecoderConfig, lora: Lora, key: jax.Array) -> Params:
 
 
 def base_dtypes(config: DecoderConfig, dtype: str) -> dict[str, np.dtype]:
-    """What a frozen base is held in: matrices as products want them, norms in float32.
+    """The dtypes of a frozen base: matrices as products want them, norms in float32.
 
     It computes what a float32 base would: a product rounds its matrix to `dtype` anyway.
     """
@@ -133,7 +133,7 @@ def base_dtypes(config: DecoderConfig, dtype: str) -> dict[str, np.dtype]:
 
 def with_adapters(
     lora: Lora | None, variables: Params, key: jax.Array | None
-) -> tuple[Params, Beside]:
+) -> tuple[Params, AdapterParams]:
     """A decoder's parameters, and what stands beside them; without adapters, nothing.
 
     Args:
@@ -162,7 +162,7 @@ def with_adapters(
         added_BxLxO: jax.Array = low_BxLxR @ halves[UP].astype(x_BxLxI.dtype)
         return y_BxLxO + added_BxLxO * lora.scale
 
-    return variables.frozen, Beside(product, beside)
+    return variables.frozen, AdapterParams(product, beside)
 
 
 def _dropped(share: float, x: jax.Array, key: jax.Array) -> jax.Array:
@@ -183,7 +183,7 @@ def adapter_count(config: DecoderConfig, lora: Lora) -> int:
     return sum(layers * lora.rank * (inputs + outputs) for layers, inputs, outputs in shapes)
 
 
-class Merged:
+class AdaptedMatrix:
     """A stacked matrix with its adapter added to it; layers are computed as they are asked for.
 
     Args:

@@ -105,7 +105,7 @@ def hidden_of(
     product: Product = plain_product,
     beside: Params = None,
 ) -> jax.Array:
-    """What the last block gives, normed, [B, L, D]; arguments are those of `logits_of`."""
+    """The normed output of the last block, [B, L, D]; arguments are those of `logits_of`."""
     x_BxLxD = params["embed"][tokens_BxL].astype(compute.dtype)
     if config.gemma:
         x_BxLxD = x_BxLxD * jnp.asarray(config.width**0.5, compute.dtype)
@@ -138,7 +138,7 @@ def _seen(config: DecoderConfig, positions_BxL: jax.Array) -> tuple[_Turns, _Tur
 
 
 def _positions(segments_BxL: jax.Array) -> jax.Array:
-    """Of each token in its document, int [B, L]."""
+    """The position of each token in its document, int [B, L]."""
     place_BxL = jnp.broadcast_to(jnp.arange(segments_BxL.shape[1]), segments_BxL.shape)
     begins_BxL = jnp.diff(segments_BxL, axis=1, prepend=segments_BxL[:, :1] - 1) != 0
     first_BxL = jax.lax.cummax(jnp.where(begins_BxL, place_BxL, 0), axis=1)
@@ -269,7 +269,7 @@ def _reduce(
     head_TxRxD: jax.Array,
     first: jax.Array | int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Of the logits of some rows: the log of their summed exponentials, and the target's.
+    """Reduce the logits of some rows: to the log of their summed exponentials, and the target's.
 
     Each is float32 [1, B, L]; the latter is 0 where the target is no row of these. Row [t, r] is
     row t * stride + first + r of the head.

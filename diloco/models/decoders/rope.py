@@ -39,7 +39,7 @@ class Rope:
 
     @classmethod
     def parse(cls, kind: Any, given: Mapping[str, Any]) -> Self:
-        """Of the keys that a config.json gives.
+        """Parse the keys that a config.json gives.
 
         Raises:
             ValueError: no such kind, or a key is missing, unknown or no positive number.
@@ -62,7 +62,7 @@ class Rope:
         return {"rope_type": self.kind, "rope_theta": self.theta, **dict(self.scaling)}
 
     def document(self) -> dict[str, Any]:
-        """What a config.json of one kind of layer says, in both spellings."""
+        """The keys of a config.json for one kind of layer, in both spellings."""
         scaling = {"rope_type": self.kind, **dict(self.scaling)}
         return {
             "rope_theta": self.theta,

@@ -40,7 +40,7 @@ from diloco.models.decoders.files import Adapters, HuggingFace, read_base
 from diloco.models.decoders.lora import (
     ALONE,
     FROZEN,
-    Beside,
+    AdapterParams,
     Lora,
     LoraOptions,
     adapter_count,
@@ -58,7 +58,7 @@ from diloco.models.decoders.tokens import Data, TokenFolders
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """Rows of the data's folders, which nobody looks at who creates a run, or exports from one."""
+    """Rows of the data's folders; they are read only by those who train or score."""
 
     look: Callable[[], TokenFolders]
     seed: int
@@ -251,7 +251,7 @@ def next_token_loss(
     *,
     compute: Compute,
     end: int | None,
-    beside: Beside = ALONE,
+    beside: AdapterParams = ALONE,
 ) -> jax.Array:
     """Mean cross entropy in nats per predicted token, float32[]; windows are int[B, L + 1]."""
     tokens_BxL, targets_BxL = windows_BxL1[:, :-1], windows_BxL1[:, 1:]
@@ -270,7 +270,7 @@ def next_token_loss(
 
 
 def matrices(name: str, shape: tuple[int, ...]) -> Matrices | None:
-    """What Muon orthogonalizes: each layer's matrices."""
+    """The matrices that Muon orthogonalizes: each layer's."""
     if not name.startswith(LAYERS) or len(shape) != 3:
         return None
     return Matrices(shape, inputs=(1,), outputs=(2,))
@@ -279,7 +279,7 @@ def matrices(name: str, shape: tuple[int, ...]) -> Matrices | None:
 def _partition(
     config: DecoderConfig, adapters: Lora | None, name: str, shape: tuple[int, ...]
 ) -> PartitionSpec:
-    """How a tensor is cut over a learner's mesh: by what its axes are; vectors are whole."""
+    """The cut of a tensor over a learner's mesh: by the kinds of its axes; vectors are whole."""
     entries = table(config)
     if adapters is not None and (name := name.removeprefix(FROZEN)) not in entries:
         matrix, _, half = name.rpartition("/")

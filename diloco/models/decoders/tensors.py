@@ -8,19 +8,19 @@ LAYERS = "layers/"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Entry:
+class TensorEntry:
     """One tensor.
 
     Attributes:
         name: here, as leaves of the parameters are named.
-        foreign: there; with `{}` for the layer's number where they are stacked here.
+        checkpoint_name: there; with `{}` for the layer's number where they are stacked here.
         shape: here.
         transposed: whether the last two axes are the other way round there.
         axes: what the axes are, for partition specifications.
     """
 
     name: str
-    foreign: str
+    checkpoint_name: str
     shape: tuple[int, ...]
     transposed: bool
     axes: tuple[str, ...]
@@ -31,19 +31,19 @@ class Entry:
         return self.name.startswith(LAYERS)
 
     @property
-    def foreign_shape(self) -> tuple[int, ...]:
+    def checkpoint_shape(self) -> tuple[int, ...]:
         """Of one tensor there."""
         shape = self.shape[1:] if self.stacked else self.shape
         return shape[::-1] if self.transposed else shape
 
-    def foreign_names(self) -> tuple[str, ...]:
+    def checkpoint_names(self) -> tuple[str, ...]:
         """Of all tensors there that are one here, in their order."""
         if not self.stacked:
-            return (self.foreign,)
-        return tuple(self.foreign.format(layer) for layer in range(self.shape[0]))
+            return (self.checkpoint_name,)
+        return tuple(self.checkpoint_name.format(layer) for layer in range(self.shape[0]))
 
 
-def table(config: DecoderConfig) -> dict[str, Entry]:
+def table(config: DecoderConfig) -> dict[str, TensorEntry]:
     """All tensors of a decoder, by their names here."""
     D, F, V = config.width, config.mlp_width, config.vocab
     queries, keys = config.heads * config.head_width, config.kv_heads * config.head_width
@@ -57,7 +57,7 @@ def table(config: DecoderConfig) -> dict[str, Entry]:
         _matrix(config, "gate", "mlp.gate_proj", (D, F), ("width", "mlp")),
         _matrix(config, "up", "mlp.up_proj", (D, F), ("width", "mlp")),
         _matrix(config, "down", "mlp.down_proj", (F, D), ("mlp", "width")),
-        *(_vector(config, name, foreign) for name, foreign in _norms(config)),
+        *(_vector(config, name, source) for name, source in _norms(config)),
     ]
     if not config.tied:
         entries.append(_whole("head", "lm_head.weight", (V, D), ("vocab", "width")))
@@ -80,27 +80,27 @@ def _norms(config: DecoderConfig) -> list[tuple[str, str]]:
     return norms
 
 
-def _whole(name: str, foreign: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> Entry:
-    return Entry(name=name, foreign=foreign, shape=shape, transposed=False, axes=axes)
+def _whole(name: str, source: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> TensorEntry:
+    return TensorEntry(name=name, checkpoint_name=source, shape=shape, transposed=False, axes=axes)
 
 
 def _matrix(
-    config: DecoderConfig, name: str, foreign: str, shape: tuple[int, int], axes: tuple[str, str]
-) -> Entry:
-    return Entry(
+    config: DecoderConfig, name: str, source: str, shape: tuple[int, int], axes: tuple[str, str]
+) -> TensorEntry:
+    return TensorEntry(
         name=LAYERS + name,
-        foreign=f"model.layers.{{}}.{foreign}.weight",
+        checkpoint_name=f"model.layers.{{}}.{source}.weight",
         shape=(config.layers, *shape),
         transposed=True,
         axes=("layers", *axes),
     )
 
 
-def _vector(config: DecoderConfig, name: str, foreign: str) -> Entry:
+def _vector(config: DecoderConfig, name: str, source: str) -> TensorEntry:
     of_head = name in ("q_norm", "k_norm")
-    return Entry(
+    return TensorEntry(
         name=LAYERS + name,
-        foreign=f"model.layers.{{}}.{foreign}.weight",
+        checkpoint_name=f"model.layers.{{}}.{source}.weight",
         shape=(config.layers, config.head_width if of_head else config.width),
         transposed=False,
         axes=("layers", "head" if of_head else "width"),

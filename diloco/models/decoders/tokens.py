@@ -84,7 +84,7 @@ class TokenFolders:
         return ends.pop() if len(ends) == 1 else None
 
     def train(self, seed: int) -> "grain.MapDataset[np.ndarray]":
-        """What trains, as a dataset whose length is an epoch."""
+        """The training windows, as a dataset whose length is an epoch."""
         import grain
 
         sources = [grain.MapDataset.source(self._windows(i, "train")) for i in self._numbers()]
@@ -180,7 +180,7 @@ def _manifest_of(folder: Path) -> TokenManifest | None:
 
 
 def _rules_of(model: Path | None) -> str | None:
-    """What decides the tokens of the model's own tokenizer; None if its folder has none."""
+    """A digest of the rules of the model's own tokenizer; None if its folder has none."""
     if model is None or not (path := model / "tokenizer.json").exists():
         return None
     try:

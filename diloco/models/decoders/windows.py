@@ -57,7 +57,7 @@ class TokenWindows:
 
 
 class TokenFile(NamedTuple):
-    """Where the tokens of a file begin, and how many there are."""
+    """The place of the tokens in a file, and their number."""
 
     path: Path
     dtype: np.dtype[np.integer]

@@ -52,7 +52,7 @@ class TensorLearner:
         return self._learner.position
 
     def restore(self, state: Any) -> Any:
-        """What `step` was given to `save` in an earlier life; as of `diloco.Learner`."""
+        """The state that `step` was given to `save` in an earlier life; as of `diloco.Learner`."""
         return self._learner.restore(state)
 
     def step(

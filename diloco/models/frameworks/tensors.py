@@ -24,7 +24,7 @@ Table = Mapping[str, Leaf | str]
 
 
 def leaf_of(tensor: str, table: Table) -> Leaf:
-    """What the run calls a tensor; one that the table does not name keeps its own, with slashes."""
+    """The leaf of a tensor; one that the table does not name keeps its own name, with slashes."""
     said = table.get(tensor, tensor.replace(".", "/"))
     return Leaf(said) if isinstance(said, str) else Leaf(*said)
 

@@ -45,7 +45,7 @@ _MAX_CONSUMERS = 100_000
 
 
 class _State(BaseModel):
-    """What `auth.toml` holds."""
+    """The contents of `auth.toml`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -1,4 +1,4 @@
-"""`diloco host guard`: cuts off who floods the tape, before it is full.
+"""`diloco host guard`: cuts off clients that flood the tape, before it is full.
 
 nats-server limits connections and sizes, but not messages in a second. The guard reads the tape
 with the operator's credentials as it grows; a learner that publishes faster than any honest one
@@ -49,7 +49,7 @@ class Rates:
 
 
 def reload_command(folder: Path, given: str | None) -> list[str]:
-    """What makes the servers reload: a command line, or a signal to the folder's own server.
+    """The command that makes the servers reload: one given, or a signal to the folder's server.
 
     Raises:
         ConfigError: there is neither.
@@ -67,7 +67,7 @@ def reload_command(folder: Path, given: str | None) -> list[str]:
 
 
 async def guard(folder: Path, target: str, *, rates: Rates, reload: list[str]) -> None:
-    """Read the tape from its end on, for ever, and revoke who floods it.
+    """Read the tape from its end on, for ever, and revoke clients that flood it.
 
     Raises:
         ConfigError: RUN cannot be opened, or the folder is none of `diloco auth init`.

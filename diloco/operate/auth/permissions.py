@@ -1,4 +1,4 @@
-"""What each role may do on a run's NATS subjects, derived from what its daemon does. Pure.
+"""Each role's rights on a run's NATS subjects, derived from what its daemon does. Pure.
 
 A right to publish in the account of a run's streams would be a right to much more: the server
 sends its answer, and what is read, to any subject that the request names for it, so that a learner

@@ -87,7 +87,7 @@ class Daemon:
         return next((status for status in found if status), 0)
 
 
-class Fleet:
+class LocalDaemons:
     """All daemons of a local run; none outlives it, however it ends."""
 
     def __init__(self, logs: Path) -> None:
@@ -199,7 +199,7 @@ class Fleet:
         self._spawn(self.daemons[name])
 
     def look_after(self) -> None:
-        """Note who has ended; start again who has failed.
+        """Note daemons that have ended; restart those that have failed.
 
         Raises:
             DilocoError: one fails again and again; the end of its log is shown.
@@ -314,7 +314,7 @@ def way_of(status: int | None, text: str) -> str:
 
 
 def how_ended(process: Process) -> str:
-    """What became of a process, in words: its signal, or its status and error."""
+    """The end of a process, in words: its signal, or its status and error."""
     status = process.status or 0
     if status < 0:
         return f"was ended by {signal.Signals(-status).name}"

@@ -1,4 +1,4 @@
-"""What each learner of a local run has: devices as a mesh, and processes that share them.
+"""The hardware of each learner of a local run: devices as a mesh, and processes that share them.
 
 Each learner gets whole accelerators where there are enough. Fewer GPUs than learners are shared:
 equal parts of a GPU's memory, with its speed divided as it comes. A TPU chip is one process's.
@@ -26,7 +26,7 @@ TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
 
 
 class Share(NamedTuple):
-    """What one process gets.
+    """The share of the machine that one process gets.
 
     Attributes:
         names: of its accelerators.
@@ -40,7 +40,7 @@ class Share(NamedTuple):
     whole_machine: bool = False
 
     def environment(self) -> dict[str, str | None]:
-        """What makes JAX take these and no others."""
+        """The environment that makes JAX take these accelerators and no others."""
         found: dict[str, str | None] = {"JAX_PLATFORMS": f"{self.kind},cpu"}
         if self.kind == "cuda":
             found |= {
@@ -86,12 +86,12 @@ class Hardware(NamedTuple):
     shares: tuple[Share, ...] = ()
 
     def arguments(self) -> list[str]:
-        """What each of its processes is started with."""
+        """The arguments that each of its processes is started with."""
         own = self.forced and not self.shares
         return ["--cpu-devices", str(self.devices // self.hosts)] if own else []
 
     def environments(self) -> list[dict[str, str | None]]:
-        """Of each of its processes: what is to be changed in ours."""
+        """For each of its processes: the changes to our environment."""
         if not self.shares:
             return [{} for _ in range(self.hosts)]
         return [share.environment() for share in self.shares]

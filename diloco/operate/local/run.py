@@ -36,7 +36,7 @@ from diloco.common.storage.tape import has_ended, last_record
 from diloco.operate.local import screen
 from diloco.operate.local.command import LocalOptions
 from diloco.operate.local.document import begun, local_document, note, write_config
-from diloco.operate.local.fleet import Fleet
+from diloco.operate.local.fleet import LocalDaemons
 from diloco.operate.local.hardware import (
     Hardware,
     count_learners,
@@ -93,7 +93,7 @@ def run_local(options: LocalOptions) -> int:
     if begins:
         make_folder(run_dir)
         note(run_dir, options)
-    with NatsServer(run_dir / "nats") as server, Fleet(run_dir / "logs") as fleet:
+    with NatsServer(run_dir / "nats") as server, LocalDaemons(run_dir / "logs") as fleet:
         fleet.adopt(server)
         document["bus"] = {**document.get("bus", {}), "url": server.url}
         config = make_config(document, source="the options")
@@ -170,7 +170,7 @@ def _place(
 
 
 def aggregator_names(count: int) -> list[str]:
-    """What the aggregators of a local run are called."""
+    """The names of a local run's aggregators."""
     return ["aggregator", *(f"aggregator-{index}" for index in range(1, count))]
 
 
@@ -208,7 +208,7 @@ class LocalRun:
     config_path: Path
     learners: dict[str, Hardware]
     kills: list[_Kill]
-    fleet: Fleet
+    fleet: LocalDaemons
     console: Console
     losses: list[float] = field(default_factory=list)
     note: str = ""
@@ -268,7 +268,7 @@ class LocalRun:
         stop.set()
 
     async def _work(self) -> None:
-        from diloco.run.model.scores import Scorer, keep, kept
+        from diloco.run.model.scores import Scorer, keep, read_scores
 
         if not await self._is_created():
             with self.console.status("creating the run: first parameters, streams, version 0 ..."):
@@ -281,7 +281,7 @@ class LocalRun:
                 return
             with self.console.status("evaluating the model on held-out data ..."):
                 scorer = await Scorer.of_run(context)
-                earlier = await kept(context, thinned=True)
+                earlier = await read_scores(context, thinned=True)
                 first = earlier[0] if earlier else await scorer.newest()
                 await keep(context, first)
             self.past_seq = await context.bus.last_sequence(context.tape)
@@ -381,13 +381,13 @@ class LocalRun:
                 killed = self.fleet.kill(kill.name)
                 self.note = f"{killed} was killed at step {kill.step} and started again"
 
-    def _frame(self, watch: Watch) -> screen.Frame:
+    def _frame(self, watch: Watch) -> screen.Picture:
         observed = watch.observed.run(time.time())
         behind = watch.observed.extent.last_seq < self.past_seq
         losses = [one.loss for one in observed.learners if one.loss is not None]
         if losses:
             self.losses.append(sum(losses) / len(losses))
-        return screen.Frame(
+        return screen.Picture(
             run=self.config.run.name,
             fragments=self.config.sync.fragments,
             learners=self.learners,
@@ -436,7 +436,7 @@ class LocalRun:
         if self.options.json:
             say_json(summary)
 
-    def _save_picture(self, frame: screen.Frame, summary: dict[str, Any]) -> None:
+    def _save_picture(self, frame: screen.Picture, summary: dict[str, Any]) -> None:
         """Keep how the run ended as a picture, screen.svg in its folder."""
         paper = Console(record=True, width=screen.WIDTH, file=io.StringIO(), force_terminal=True)
         paper.print(screen.picture(frame))

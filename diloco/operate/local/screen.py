@@ -1,4 +1,4 @@
-"""What a local run shows while it goes on: a table on a terminal, a line now and then elsewhere."""
+"""The screen of a local run: a table on a terminal, a line now and then elsewhere."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from diloco.operate.local.fleet import Daemon
 from diloco.operate.local.hardware import Hardware
 from diloco.run.cli.screen import STATE_STYLES
 from diloco.run.cli.units import human_bytes
-from diloco.run.state import Run
+from diloco.run.state import RunStatus
 from diloco.show.status.screen import spark
 
 # A learner without a heartbeat for this time is shown as starting.
@@ -23,21 +23,21 @@ COURSE = 48
 
 
 @dataclass(frozen=True, kw_only=True)
-class Frame:
+class Picture:
     """Everything one picture shows; `behind`: the tape's past is still being read."""
 
     run: str
     fragments: int
     learners: dict[str, Hardware]
     daemons: dict[str, Daemon]
-    observed: Run
+    observed: RunStatus
     losses: list[float]
     note: str
     behind: bool
     elapsed_s: float
 
 
-def state_of(frame: Frame, learner: str) -> str:
+def state_of(frame: Picture, learner: str) -> str:
     """One word on what a learner does."""
     daemon = frame.daemons.get(learner)
     if daemon is None:
@@ -52,7 +52,7 @@ def state_of(frame: Frame, learner: str) -> str:
     return seen.state
 
 
-def line(frame: Frame) -> str:
+def line(frame: Picture) -> str:
     """The run in one line, for output that is no terminal."""
     seen = frame.observed
     loss = f"{frame.losses[-1]:.3f}" if frame.losses else "-"
@@ -64,7 +64,7 @@ def line(frame: Frame) -> str:
     )
 
 
-def picture(frame: Frame) -> RenderableType:
+def picture(frame: Picture) -> RenderableType:
     """The run on a terminal."""
     return Panel(
         Group(_progress(frame), _learners(frame), _run(frame)),
@@ -85,7 +85,7 @@ def sentence(summary: dict[str, Any]) -> str:
     )
 
 
-def _progress(frame: Frame) -> RenderableType:
+def _progress(frame: Picture) -> RenderableType:
     seen = frame.observed
     grid = Table.grid(padding=(0, 1))
     bar = ProgressBar(total=seen.steps, completed=min(seen.global_step, seen.steps), width=56)
@@ -95,7 +95,7 @@ def _progress(frame: Frame) -> RenderableType:
     return grid
 
 
-def _learners(frame: Frame) -> RenderableType:
+def _learners(frame: Picture) -> RenderableType:
     table = Table(expand=True, box=None, header_style="bold", padding=(0, 1))
     words = [hardware.words() for hardware in frame.learners.values()]
     left = ["learner", *(["devices"] if any(words) else []), "state"]
@@ -124,7 +124,7 @@ def _learners(frame: Frame) -> RenderableType:
     return table
 
 
-def _run(frame: Frame) -> RenderableType:
+def _run(frame: Picture) -> RenderableType:
     seen = frame.observed
     versions = [one.version for one in seen.fragments]
     span = f"{min(versions)}-{max(versions)}" if versions else "-"

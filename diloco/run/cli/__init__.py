@@ -1,1 +1,1 @@
-"""What all commands share: naming a run, settings on the command line."""
+"""Code that all commands share: naming a run, settings on the command line."""

@@ -72,7 +72,7 @@ def _runner(function: Callable[..., int | None]) -> Callable[..., None]:
 def _flatten(
     function: Callable[..., Any],
 ) -> tuple[list[inspect.Parameter], dict[str, type[Any]]]:
-    """What the command line has to give, and which parameters are records made of it."""
+    """Flatten records among a command's parameters into options; also return which were records."""
     hints = typing.get_type_hints(function, include_extras=True)
     parameters: list[inspect.Parameter] = []
     records: dict[str, type[Any]] = {}

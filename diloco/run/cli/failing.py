@@ -1,4 +1,4 @@
-"""How a command or daemon that fails says so: on standard error, in the journal, and to systemd."""
+"""Failure reports of a command or daemon: on standard error, in the journal, and to systemd."""
 
 import errno
 import os
@@ -14,7 +14,7 @@ from diloco.common.protocol.errors import DilocoError
 
 
 def as_failure(error: OSError) -> DilocoError | None:
-    """What the machine refused, as a failure to tell in a sentence; None for what may be a bug."""
+    """The failure to report for a refusal of the machine's; None for what may be a bug."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" at {error.filename!r}" if error.filename else ""
         return DilocoError(
@@ -30,7 +30,7 @@ def as_failure(error: OSError) -> DilocoError | None:
 
 
 def full_output(error: Exception) -> DilocoError | None:
-    """What is to be told if this error is that standard output is on a full disk."""
+    """The failure to report if this error means that standard output is on a full disk."""
     if isinstance(error, OSError) and error.filename is None:
         return as_failure(error)
     return None
@@ -47,7 +47,7 @@ def tell_failure(error: DilocoError) -> None:
 
 
 def tell_bug(error: Exception) -> None:
-    """What nobody foresaw, with its trace."""
+    """Print an error that nobody foresaw, with its trace."""
     tell_error(service_manager(), f"{type(error).__name__}: {error}", "its trace is in the journal")
     text = "".join(traceback.format_exception(error)).rstrip()
     print(log.errors(text), file=sys.stderr, flush=True)  # noqa: T201 - the last words

@@ -60,8 +60,8 @@ LOCAL_CONNECT_S = 2.0
 FOLDERS = ("checkpoint_dir", "compilation_cache_dir")
 
 
-class Place(NamedTuple):
-    """Where runs are that are given by name; None for what the environment or a default says."""
+class RunLocation(NamedTuple):
+    """The bus and store of runs given by name; None: as environment or defaults say."""
 
     bus_url: str | None = None
     store_url: str | None = None
@@ -70,16 +70,16 @@ class Place(NamedTuple):
 class _Given:
     """The command line's word on it."""
 
-    place = Place()
+    place = RunLocation()
 
 
-def use_place(place: Place) -> None:
+def use_place(place: RunLocation) -> None:
     """From now on runs that are given by name, and stores of bundles without objects, are there."""
     _Given.place = place
 
 
-def place() -> Place:
-    """What `use_place` was given, for another process of the same command."""
+def place() -> RunLocation:
+    """The location that `use_place` was given, for another process of the same command."""
     return _Given.place
 
 
@@ -178,7 +178,7 @@ def placed(run: str, *, stored: bool) -> Config:
     return _placed(run, place)
 
 
-def _placed(run: str, place: Place) -> Config:
+def _placed(run: str, place: RunLocation) -> Config:
     """A configuration that says where a run is, and nothing of the run but its name."""
     document: dict[str, dict[str, Any]] = {"run": {"name": run, "steps": 1}}
     if place.bus_url is not None:
@@ -256,13 +256,13 @@ async def open_run(
 
 
 def operator_context(opened: OpenRun) -> Context:
-    """What the aggregator's functions need, in the operator's name."""
+    """The context that the aggregator's functions need, in the operator's name."""
     parts = {field.name: getattr(opened.context, field.name) for field in fields(RunContext)}
     return Context(**parts, name=who())
 
 
 def who() -> str:
-    """Who gives a command, as the tape says it."""
+    """The person who gives a command, as the tape names them."""
     user = pwd.getpwuid(os.geteuid()).pw_name
     return f"operator {user}@{socket.gethostname()}"
 

@@ -1,4 +1,4 @@
-"""What commands print: sentences, tables, and colours for what they say."""
+"""The output of commands: sentences, tables, and colours."""
 
 import json
 import sys

@@ -22,8 +22,8 @@ Hear = Callable[[int, int], None]
 _SPAWN: Final = get_context("spawn")
 
 
-def beside(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What a function of a user's task gives, in another process unless JAX is loaded here already.
+def call_isolated(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a function of a user's task, in another process unless JAX is loaded here already.
 
     Raises:
         TaskError: the process ended by itself, as by a library that aborts.
@@ -33,17 +33,17 @@ def beside(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     return apart(function, *args, **kwargs)
 
 
-def beside_heard(
+def call_isolated_heard(
     hear: Hear, function: Callable[Concatenate[Hear, P], T], *args: P.args, **kwargs: P.kwargs
 ) -> T:
-    """As `beside`, of a function that tells its first argument how far it has come."""
+    """As `call_isolated`, of a function that tells its first argument how far it has come."""
     if "jax" in sys.modules:
         return function(hear, *args, **kwargs)
     return _in_process(hear, function, args, kwargs)
 
 
 def apart(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What a function gives, computed in another process.
+    """Call a function in another process.
 
     Raises:
         TaskError: the process ended by itself.

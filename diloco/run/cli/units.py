@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class Unit(NamedTuple):
-    """What to divide numbers by, and what it is called then."""
+    """A divisor for numbers, and the name of the unit."""
 
     scale: float
     name: str

@@ -14,11 +14,11 @@ from diloco.aggregator.arrays.merge import Vector
 from diloco.common.process.config import RunSettings
 from diloco.common.protocol import wire
 from diloco.common.protocol.errors import ConfigError
-from diloco.common.protocol.frozen import Held
+from diloco.common.protocol.frozen import Frozen
 from diloco.common.protocol.layout import layout_bytes
 from diloco.common.storage.tape import RunContext, load_specification
 from diloco.run.cli.folders import make_folder
-from diloco.run.model.load import Arrays, arrays_of, read_held
+from diloco.run.model.load import Arrays, arrays_of, read_frozen
 
 if TYPE_CHECKING:
     from diloco.learner.task import Files, Task
@@ -89,7 +89,7 @@ async def write_model(
     arrays = arrays_of(context.layout, [views[fragment] for fragment in sorted(views)])
     specification = await load_specification(context.bus, context.run)
     if specification.constants is not None:
-        arrays |= await context.runtime.call(read_held, context, specification.constants)
+        arrays |= await context.runtime.call(read_frozen, context, specification.constants)
     if form == "hf":
         write = partial(
             _write_for_others,
@@ -217,7 +217,7 @@ def _base_of(task: "Task", context: RunContext, constants: str | None) -> dict[s
 
     loaded = loaded_frozen(task)
     if constants is not None and loaded:
-        held = Held(context.run, context.store.get, constants)
+        held = Frozen(context.run, context.store.get, constants)
         for name, leaf in loaded.items():
             held.check(name, leaf)
     return loaded

@@ -8,7 +8,7 @@ import numpy as np
 from diloco.common.process.service import run_to_end
 from diloco.common.protocol import wire
 from diloco.common.protocol.errors import RunMismatchError
-from diloco.common.protocol.frozen import Held
+from diloco.common.protocol.frozen import Frozen
 from diloco.common.protocol.layout import Layout, Piece
 from diloco.common.storage.tape import RunContext
 from diloco.common.storage.views import load_view
@@ -48,17 +48,17 @@ async def global_arrays(context: RunContext, specification: wire.Specification) 
     views = [(await load_view(context, fragment)).view for fragment in fragments]
     arrays = arrays_of(context.layout, views)
     if specification.constants is not None:
-        arrays |= await context.runtime.call(read_held, context, specification.constants)
+        arrays |= await context.runtime.call(read_frozen, context, specification.constants)
     return arrays
 
 
-def read_held(context: RunContext, name: str) -> Arrays:
+def read_frozen(context: RunContext, name: str) -> Arrays:
     """The leaves that a run holds, as it began with them; not those that learners load themselves.
 
     Raises:
         IntegrityError: they are damaged.
     """
-    held = Held(context.run, context.store.get, name)
+    held = Frozen(context.run, context.store.get, name)
     return {leaf: held.read(leaf) for leaf in held.names()}
 
 

@@ -196,7 +196,7 @@ async def keep(context: RunContext, score: wire.Score) -> None:
     await context.runtime.call(context.store.put, name, data)
 
 
-async def kept(
+async def read_scores(
     context: RunContext, known: dict[str, wire.Score] | None = None, *, thinned: bool = False
 ) -> list[wire.Score]:
     """Scores that were kept, of this epoch, in order of time.
@@ -209,21 +209,21 @@ async def kept(
     Raises:
         StoreError: the store is away.
     """
-    reading = _read_kept(context, thinned=thinned, known=known)
+    reading = _read_stored(context, thinned=thinned, known=known)
     found = {score.record_seqs: score async for score in reading}
     return sorted(found.values(), key=lambda score: score.at_s)
 
 
-async def kept_losses(context: RunContext) -> dict[tuple[int, ...], float]:
+async def read_losses(context: RunContext) -> dict[tuple[int, ...], float]:
     """Loss of every score that was kept, by the sequences of its records; of several the newest.
 
     Raises:
         StoreError: the store is away.
     """
-    return {score.record_seqs: score.loss async for score in _read_kept(context)}
+    return {score.record_seqs: score.loss async for score in _read_stored(context)}
 
 
-async def _read_kept(
+async def _read_stored(
     context: RunContext, *, thinned: bool = False, known: dict[str, wire.Score] | None = None
 ) -> AsyncIterator[wire.Score]:
     listed = await context.runtime.call(context.store.list, names.scores_prefix(context.run))
@@ -252,7 +252,7 @@ async def scores_of(context: RunContext, series: TimeSeries, points: int) -> lis
     Raises:
         DilocoError: as `Scorer.of_run`; the store is away.
     """
-    scores = await kept(context, thinned=True)
+    scores = await read_scores(context, thinned=True)
     made = await score_at(context, unscored(series, scores, points))
     return sorted([*scores, *made], key=lambda score: score.at_s)
 

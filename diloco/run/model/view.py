@@ -12,7 +12,7 @@ from diloco.learner.task import Params, Task, params_shapes
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.replica import Replica
 from diloco.learner.tensors.tree import loaded_frozen
-from diloco.run.model.load import read_held
+from diloco.run.model.load import read_frozen
 
 
 class GlobalModel:
@@ -43,7 +43,7 @@ class GlobalModel:
         _, held = tree.split(shapes, tree.synced_marks(shapes, context.layout))
         specification = await load_specification(context.bus, context.run)
         if specification.constants is not None:
-            arrays = await context.runtime.call(read_held, context, specification.constants)
+            arrays = await context.runtime.call(read_frozen, context, specification.constants)
             arrays |= {name: np.asarray(leaf) for name, leaf in loaded_frozen(task).items()}
             held = tree.from_names(held, arrays)
         return cls(context, task, held)

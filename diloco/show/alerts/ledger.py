@@ -51,7 +51,7 @@ class Alert:
 
 
 class Notice(NamedTuple):
-    """What people are to be told; `ended_s` is None while it fires."""
+    """An alert to tell people; `ended_s` is None while it fires."""
 
     alert: Alert
     ended_s: float | None = None
@@ -98,8 +98,8 @@ class _Seen:
 
 
 @dataclass
-class Ledger:
-    """What was seen and told.
+class AlertLedger:
+    """The alerts that were seen and told.
 
     Args:
         hold_s: an alert fires once it was there for so long, and ends once it was gone for so long.
@@ -113,7 +113,7 @@ class Ledger:
     def look(
         self, findings: Iterable[Finding], now_s: float, *, blind: bool = False
     ) -> list[Notice]:
-        """What there is to tell after a look; a severity that rises is told again.
+        """The notices to tell after a look; a severity that rises is told again.
 
         Args:
             findings: of the look.
@@ -154,7 +154,7 @@ class Ledger:
         return [Notice(alert, now_s) for alert in told]
 
     def firing(self) -> list[Alert]:
-        """What people were told of, and not that it is over."""
+        """The alerts that people were told of, and whose end they were not."""
         return [seen.alert for seen in self._seen.values() if seen.told]
 
     def restore(self, told: Iterable[Mapping[str, Any]]) -> None:

@@ -32,7 +32,7 @@ from diloco.run.cli.screen import say_json, say_plainly
 from diloco.run.findings import NATS_AWAY, failed
 from diloco.run.state import Finding
 from diloco.run.watch import Watch
-from diloco.show.alerts.ledger import SEVERITIES, Alert, Ledger, Notice
+from diloco.show.alerts.ledger import SEVERITIES, Alert, AlertLedger, Notice
 from diloco.show.alerts.webhook import Outbox, Webhook
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ class Watcher:
         self._target = target
         self._options = options
         self._kept: Path | None = options.state
-        self._ledger = Ledger(options.hold_s, options.severity)
+        self._ledger = AlertLedger(options.hold_s, options.severity)
         self._tell = tell
         self._runtime = runtime
         self._examined: list[Finding] = []

@@ -46,7 +46,7 @@ class _Bearer(requests.auth.AuthBase):
 
 
 class Webhook:
-    """Where alerts go.
+    """The address to which alerts are sent.
 
     Args:
         url: takes POST; user and password in it are sent as such.

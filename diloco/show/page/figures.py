@@ -7,11 +7,22 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from diloco.run.cli import units
-from diloco.run.timeseries import Table, TimeSeries
+from diloco.run.timeseries import Columns, TimeSeries
 from diloco.show.page import numbers
 from diloco.show.page.lanes import STATES, Lane
-from diloco.show.page.numbers import LANES, PHASES, POINTS, Binned, Shown, Spent, binned
-from diloco.show.page.svg import CYCLE, DASHES, Axis, Column, Mark, Panel, bars, line, points, rules
+from diloco.show.page.numbers import LANES, PHASES, POINTS, Binned, Shown, TimeShares, binned
+from diloco.show.page.svg import (
+    CYCLE,
+    DASHES,
+    Axis,
+    Column,
+    Panel,
+    PlotMark,
+    bars,
+    line,
+    points,
+    rules,
+)
 
 # Marks of a lane, beyond which they are summed up.
 MARKS = 400
@@ -74,7 +85,7 @@ def losses(runs: Mapping[str, Shown]) -> list[Panel]:
     ]
 
 
-def _losses(name: str, run: Shown, found: Binned, scored: Column, place: int) -> list[Mark]:
+def _losses(name: str, run: Shown, found: Binned, scored: Column, place: int) -> list[PlotMark]:
     """Marks of a run; of one that has a name among several, at its place."""
     scores = np.asarray([score.loss for score in run.scores])
     if name:
@@ -134,7 +145,7 @@ def timeline(shown: Shown) -> list[Panel]:
 
 
 def lanes_of(shown: Shown, lanes: Sequence[Lane]) -> Panel:
-    """What some learners did."""
+    """A panel of some learners' states over time."""
     names = ["", *(lane.learner for lane in lanes)]
     return Panel(
         marks=_lanes(shown, lanes), x=_time(shown), y=Axis(names=names), width=960,
@@ -142,8 +153,8 @@ def lanes_of(shown: Shown, lanes: Sequence[Lane]) -> Panel:
     )  # fmt: skip
 
 
-def _lanes(shown: Shown, lanes: Sequence[Lane]) -> list[Mark]:
-    """What learners did, from row 1 on."""
+def _lanes(shown: Shown, lanes: Sequence[Lane]) -> list[PlotMark]:
+    """Marks of learners' states over time, from row 1 on."""
     marks = []
     for state, look in STATE_LOOKS.items():
         spans = [
@@ -165,7 +176,7 @@ def _lanes(shown: Shown, lanes: Sequence[Lane]) -> list[Mark]:
     return marks
 
 
-def _versions(shown: Shown) -> Mark:
+def _versions(shown: Shown) -> PlotMark:
     at = shown.since(shown.series.versions["time_s"])
     at = at[at >= 0]
     if at.size <= MARKS:
@@ -184,12 +195,12 @@ def _merged(shown: Shown) -> dict[str, Column]:
 
 
 def time_spent(shown: Shown) -> list[Panel]:
-    """What came of each learner's time."""
+    """A panel on how each learner's time was spent."""
     times = numbers.spent(shown)
     if not times:
         return []
     names = [lane.learner for lane in numbers.most_troubled(shown.lanes)]
-    whole = Spent(*(sum(getattr(time, part) for time in times.values()) for part in SPENT))
+    whole = TimeShares(*(sum(getattr(time, part) for time in times.values()) for part in SPENT))
     rows = [whole, *(times[name] for name in names)]
     at, marks = np.arange(float(len(rows))), []
     left = np.zeros(len(rows))
@@ -199,7 +210,7 @@ def time_spent(shown: Shown) -> list[Panel]:
         left = left + widths
     merged = marks[0].to
     texts = [f"{part:.0f} %" for part in merged]
-    marks.append(Mark(kind="texts", x=np.maximum(merged - 3, 3), y=at, look="ink", texts=texts))
+    marks.append(PlotMark(kind="texts", x=np.maximum(merged - 3, 3), y=at, look="ink", texts=texts))
     label = "share of the time since its first join, without time away (%)"
     x, y = Axis(label=label, low=0, high=100), Axis(names=["all", *names])
     return [Panel(marks=marks, x=x, y=y, width=960, height=80 + 22 * len(rows))]
@@ -221,7 +232,7 @@ def throughputs(runs: Mapping[str, Shown]) -> list[Panel]:
     return _rates(known, found, units.count_unit, "tokens per second") if known else []
 
 
-def _tokens(shown: Shown, table: Table) -> Column:
+def _tokens(shown: Shown, table: Columns) -> Column:
     rate = numbers.rate(table["time_s"], table["tokens"], shown.edges())
     return rate / shown.series.fragments
 
@@ -248,7 +259,7 @@ def _rates(
         run = runs.get(name) or runs[""]
         edges = (run.edges() - run.begin_s) / scale
         marks.append(
-            Mark(kind="steps", x=edges[:-1], to=edges[1:], y=values / unit.scale, name=name,
+            PlotMark(kind="steps", x=edges[:-1], to=edges[1:], y=values / unit.scale, name=name,
                  look=CYCLE[place % len(CYCLE)], dash=DASHES[place % len(DASHES)])
         )  # fmt: skip
     return [Panel(marks=marks, x=x, y=Axis(label=f"{label} ({unit.name or '1'})", low=0))]
@@ -295,9 +306,9 @@ def _weights(shown: Shown) -> Panel:
     return Panel(marks=[shares], title=title, x=x, y=Axis(label="updates", low=0))
 
 
-def band(found: Binned) -> Mark:
+def band(found: Binned) -> PlotMark:
     """The middle 80 % of binned values."""
-    return Mark(kind="band", x=found.centre, low=found.low, high=found.high)
+    return PlotMark(kind="band", x=found.centre, low=found.low, high=found.high)
 
 
 def _quantiles(rows: dict[str, Column], title: str, x: Axis) -> Panel:
@@ -317,7 +328,7 @@ def _quantiles(rows: dict[str, Column], title: str, x: Axis) -> Panel:
 
 
 def anatomy(shown: Shown) -> list[Panel]:
-    """Where the time of a round goes."""
+    """Panels on the time of a round's stages."""
     if not len(shown.series.rounds):
         return []
     lengths = numbers.phases(shown)
@@ -380,17 +391,17 @@ def _pairs(learners: Sequence[str], cosines: Column) -> Panel:
     values = cosines[np.ix_(order, order)].ravel()
     row, column = (index.ravel().astype(np.float64) for index in np.indices(2 * [len(order)]))
     marks = [
-        Mark(kind="boxes", x=column - 0.5, to=column + 0.5, low=row - 0.5, high=row + 0.5,
+        PlotMark(kind="boxes", x=column - 0.5, to=column + 0.5, low=row - 0.5, high=row + 0.5,
              shade=np.clip(values, 0, 1), look="sky", name="cosine, 0 to 1")
     ]  # fmt: skip
     if len(order) <= LINES:
         texts = [f"{value:.2f}" if np.isfinite(value) else "" for value in values]
-        marks.append(Mark(kind="texts", x=column, y=row, texts=texts, look="ink"))
+        marks.append(PlotMark(kind="texts", x=column, y=row, texts=texts, look="ink"))
     axis = Axis(names=names)
     return Panel(marks=marks, title="between learners", x=axis, y=axis, height=330)
 
 
-def beside(shown: Shown) -> list[Panel]:
+def learner_panels(shown: Shown) -> list[Panel]:
     """Each learner's loss, its norm relative to its round, and its cosine to the others."""
     inputs, learners = shown.series.inputs, shown.series.learners
     if not len(inputs):
@@ -416,7 +427,7 @@ def beside(shown: Shown) -> list[Panel]:
     return panels[: 3 if cosines else 2]
 
 
-def _curve(place: int, along: Column, values: Column, name: str) -> Mark:
+def _curve(place: int, along: Column, values: Column, name: str) -> PlotMark:
     found = binned(along, values, POINTS // 2)
     look, dash = CYCLE[place % len(CYCLE)], DASHES[place % len(DASHES)]
     return line(found.centre, found.middle, look, name, dash)
@@ -446,7 +457,7 @@ def _most_apart(learner: Column, losses: Column, norms: Column) -> list[int]:
 
 
 def fragments(shown: Shown) -> list[Panel]:
-    """Of each fragment: how far learners agree, and how long its updates are."""
+    """Panels on each fragment: how far learners agree, and how long its updates are."""
     series, count = shown.series, shown.series.fragments
     if not len(series.inputs):
         return []
@@ -476,7 +487,7 @@ def _norms(series: TimeSeries, shown: Shown) -> Panel:
     low, high = np.nanmin(means), np.nanmax(means)
     row, column = (index.ravel() for index in np.indices(counts.shape))
     marks = [
-        Mark(kind="boxes", x=edges[column], to=edges[column + 1], low=row - 0.5, high=row + 0.5,
+        PlotMark(kind="boxes", x=edges[column], to=edges[column + 1], low=row - 0.5, high=row + 0.5,
              shade=0.1 + 0.9 * (means - low) / max(high - low, 1e-9), look="blue",
              name=f"{10**low:.2g} to {10**high:.2g}")
     ]  # fmt: skip
@@ -557,7 +568,7 @@ DRAWINGS = (
         "The eight learners that stand out most by loss and norm. A learner whose loss or norm is "
         "several times the others', or whose updates point elsewhere, is looked into with `diloco "
         "replay RUN --blame`.",
-        beside,
+        learner_panels,
     ),
     Drawing(
         "fragments", "Fragment by fragment",

@@ -1,4 +1,4 @@
-"""What each learner did when, from the tape: training, stalled, down, catching up, or away.
+"""Each learner's states over time, from the tape: training, stalled, down, catching up, or away.
 
 The tape has joins, leaves, and with every update the learner's place in its data. So a life's
 progress is known between its updates, and its usual pace is the median step time they tell.
@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from diloco.run.timeseries import Column, Life, TimeSeries
+from diloco.run.timeseries import Column, Incarnation, TimeSeries
 
 # Stretches of a life that are told apart, at most: more than a page has points for.
 STRETCHES = 200
@@ -32,7 +32,7 @@ SILENT_S = 30.0
 STATES = ("training", "catching up", "stalled", "down")
 
 
-class Span(NamedTuple):
+class StateSpan(NamedTuple):
     """A stretch of time in one state of `STATES`."""
 
     begin_s: float
@@ -53,7 +53,7 @@ class Lane:
     """
 
     learner: str
-    spans: list[Span]
+    spans: list[StateSpan]
     kills: list[float]
     joins: list[float]
     lives: int
@@ -86,7 +86,7 @@ def make_lanes(series: TimeSeries) -> list[Lane]:
         for name in ("incarnation", "time_s", "position", "steps", "step_time_s")
     }
     edges = np.searchsorted(owner[order], np.arange(len(series.learners) + 1))
-    lives: dict[str, list[Life]] = {name: [] for name in series.learners}
+    lives: dict[str, list[Incarnation]] = {name: [] for name in series.learners}
     for life in series.lives:
         lives[life.learner].append(life)
     lanes = []
@@ -96,7 +96,9 @@ def make_lanes(series: TimeSeries) -> list[Lane]:
     return sorted(lanes, key=lambda lane: lane.learner)
 
 
-def _lane(series: TimeSeries, learner: str, known_lives: list[Life], updates: _Updates) -> Lane:
+def _lane(
+    series: TimeSeries, learner: str, known_lives: list[Incarnation], updates: _Updates
+) -> Lane:
     joins = [life.joined_s for life in known_lives if life.joined_s >= series.begins_s]
     lives = [_shown(series, life) for life in known_lives]
     known = updates.step_time_s[updates.step_time_s > 0]
@@ -111,11 +113,11 @@ def _lane(series: TimeSeries, learner: str, known_lives: list[Life], updates: _U
         if life.left_s is None and (following or ends_s < series.ends_s):
             lane.kills.append(ends_s)
             until_s = following.joined_s if following else series.ends_s
-            lane.spans.append(Span(ends_s, until_s, "down"))
+            lane.spans.append(StateSpan(ends_s, until_s, "down"))
     return lane
 
 
-def _shown(series: TimeSeries, life: Life) -> Life:
+def _shown(series: TimeSeries, life: Incarnation) -> Incarnation:
     """The part of a life that the tape still tells of; before, it had long caught up."""
     begins_s = series.begins_s
     if life.joined_s >= begins_s:
@@ -125,7 +127,9 @@ def _shown(series: TimeSeries, life: Life) -> Life:
     return replace(life, joined_s=begins_s, left_s=left_s, merged_s=merged_s)
 
 
-def _end_of(series: TimeSeries, life: Life, times_s: Column, following: Life | None) -> float:
+def _end_of(
+    series: TimeSeries, life: Incarnation, times_s: Column, following: Incarnation | None
+) -> float:
     """When a life was last heard of; now, if it is alive."""
     if life.left_s is not None:
         return min(life.left_s, following.joined_s) if following else life.left_s
@@ -139,20 +143,20 @@ def _end_of(series: TimeSeries, life: Life, times_s: Column, following: Life | N
 
 
 def _alive(
-    life: Life,
+    life: Incarnation,
     updates: _Updates,
     mine: npt.NDArray[np.bool_],
     ends_s: float,
     step_s: float,
-) -> list[Span]:
+) -> list[StateSpan]:
     """A life's time from its join on, in states; `step_s`: usual time of a step."""
     width_s = ends_s - life.joined_s
     if width_s <= 0:
         return []
     merged_s = ends_s if life.merged_s is None else min(life.merged_s, ends_s)
-    spans = [Span(life.joined_s, merged_s, "catching up")] if merged_s > life.joined_s else []
+    spans = [StateSpan(life.joined_s, merged_s, "catching up")] if merged_s > life.joined_s else []
     if not mine.any() or not step_s:
-        return [*spans, Span(merged_s, ends_s, "training")] if merged_s < ends_s else spans
+        return [*spans, StateSpan(merged_s, ends_s, "training")] if merged_s < ends_s else spans
     pace = width_s / STRETCHES
     # Steps come one at a time: a stretch of fewer than ten says little.
     count = max(1, int(width_s / max(pace, 10 * step_s)))
@@ -162,12 +166,16 @@ def _alive(
     for (begin_s, end_s), part in zip(itertools.pairwise(edges_s.tolist()), share, strict=True):
         if end_s > merged_s:
             state = "stalled" if part < STALLED else "training"
-            spans.append(Span(max(begin_s, merged_s), end_s, state))
+            spans.append(StateSpan(max(begin_s, merged_s), end_s, state))
     return _joined(spans)
 
 
 def _progress(
-    life: Life, updates: _Updates, mine: npt.NDArray[np.bool_], edges_s: Column, ends_s: float
+    life: Incarnation,
+    updates: _Updates,
+    mine: npt.NDArray[np.bool_],
+    edges_s: Column,
+    ends_s: float,
 ) -> Column:
     """The place in the data at these times, in batches; straight between updates."""
     times_s, positions = updates.time_s[mine], np.maximum.accumulate(updates.position[mine])
@@ -195,12 +203,12 @@ def _carry_back(worked_s: Column, length_s: Column) -> Column:
     return share
 
 
-def _joined(spans: list[Span]) -> list[Span]:
+def _joined(spans: list[StateSpan]) -> list[StateSpan]:
     """Neighbours in the same state as one."""
-    found: list[Span] = []
+    found: list[StateSpan] = []
     for span in spans:
         if found and found[-1].state == span.state:
-            found[-1] = Span(found[-1].begin_s, span.end_s, span.state)
+            found[-1] = StateSpan(found[-1].begin_s, span.end_s, span.state)
         else:
             found.append(span)
     return found

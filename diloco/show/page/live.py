@@ -26,8 +26,8 @@ from diloco.common.protocol.errors import (
 from diloco.common.storage.tape import Item, RunContext, read_tape
 from diloco.run.cli.opening import open_run, placed
 from diloco.run.condense import condense
-from diloco.run.model.scores import kept
-from diloco.run.state import Run
+from diloco.run.model.scores import read_scores
+from diloco.run.state import RunStatus
 from diloco.run.timeseries import Builder, TimeSeries
 from diloco.run.watch import Watch, read_runs
 from diloco.show.page import sections
@@ -50,7 +50,7 @@ RETRY_S = 1.0
 ANSWER_S = 4.0
 
 
-class Progress(NamedTuple):
+class ReadingProgress(NamedTuple):
     """Messages of the tape that were read, of about so many."""
 
     done: int
@@ -84,7 +84,7 @@ class LiveRun:
         self._scores: list[wire.Score] = []
         self._known: dict[str, wire.Score] = {}
         self._taken = 0
-        self.progress: Progress | None = Progress(0, 0)
+        self.progress: ReadingProgress | None = ReadingProgress(0, 0)
         self.failure: Exception | None = None
 
     async def follow(self) -> None:
@@ -113,7 +113,7 @@ class LiveRun:
     def _next_seq(self) -> int:
         return self.series.extent.last_seq + 1
 
-    async def status(self) -> Run | None:
+    async def status(self) -> RunStatus | None:
         """How the run fares; None until the tape has been read."""
         if self.progress is not None:
             return None
@@ -142,7 +142,7 @@ class LiveRun:
         start_seq = await self._watch.first_seq()
         last_seq = await self.context.bus.last_sequence(self.context.tape)
         self._builder.look_at(last_seq)
-        self.progress = Progress(0, last_seq)
+        self.progress = ReadingProgress(0, last_seq)
         reading = read_tape(self.context, self._next_seq)
         async with contextlib.aclosing(reading) as items:  # type: ignore[type-var]
             async for item in items:
@@ -163,7 +163,7 @@ class LiveRun:
     async def _follow_scores(self) -> None:
         while True:
             with contextlib.suppress(StoreError):  # Until it is back, those that were read.
-                self._scores = await kept(self.context, self._known, thinned=True)
+                self._scores = await read_scores(self.context, self._known, thinned=True)
             await asyncio.sleep(SCORES_S)
 
 
@@ -241,8 +241,8 @@ class LivePage:
         self._board.show_learners(sections.Learners(shown, status))
         self._next_s = began_s + max(FIGURES_S, (time.monotonic() - began_s) / SHARE)
 
-    def _say(self, status: Run | None, failure: Exception | None) -> None:
-        """What the page says of itself: a word, and a sentence where one is due."""
+    def _say(self, status: RunStatus | None, failure: Exception | None) -> None:
+        """Set the page's own status: a word, and a sentence where one is due."""
         kind, word, sentence = "", "reading the tape", ""
         as_of_s = self._run.context.runtime.clock()
         if status is not None:

@@ -1,4 +1,4 @@
-"""What the figures of a run show, as numbers. Pure."""
+"""The numbers behind the figures of a run. Pure."""
 
 import itertools
 from collections.abc import Sequence
@@ -65,7 +65,7 @@ class Shown:
 
     @cached_property
     def begin_s(self) -> float:
-        """Where time axes begin."""
+        """The time at which time axes begin."""
         return self.series.begins_s
 
     @cached_property
@@ -75,12 +75,12 @@ class Shown:
 
     @property
     def unit(self) -> units.Unit:
-        """Of time axes."""
+        """The unit of time axes."""
         return units.time_unit(self.span_s)
 
     @property
     def since_what(self) -> str:
-        """What a time axis says."""
+        """The label of a time axis."""
         since = "oldest message" if self.series.trimmed else "first learner joined"
         return f"time since the {since} ({self.unit.name})"
 
@@ -129,8 +129,8 @@ def phases(shown: Shown) -> dict[str, Column]:
 
 
 @dataclass(frozen=True)
-class Spent:
-    """What came of a learner's time, in seconds; `merged` is in the model."""
+class TimeShares:
+    """A learner's time, in seconds by use; `merged` is in the model."""
 
     merged: float
     other: float
@@ -143,8 +143,8 @@ class Spent:
         return self.merged + self.other + self.stalled + self.down
 
 
-def spent(shown: Shown) -> dict[str, Spent]:
-    """What came of each learner's time."""
+def spent(shown: Shown) -> dict[str, TimeShares]:
+    """Each learner's time by use."""
     inputs, names = shown.series.inputs, shown.series.learners
     sums = np.bincount(inputs["learner"].astype(np.int64), inputs["steps"], len(names))
     steps = dict(zip(names, sums.tolist(), strict=True))
@@ -153,13 +153,13 @@ def spent(shown: Shown) -> dict[str, Spent]:
         merged = steps[lane.learner] / shown.series.fragments * lane.step_s
         worked = lane.seconds("training") + lane.seconds("catching up")
         merged = min(merged, worked)
-        found[lane.learner] = Spent(
+        found[lane.learner] = TimeShares(
             merged, worked - merged, lane.seconds("stalled"), lane.seconds("down")
         )
     return found
 
 
-def goodput(times: dict[str, Spent]) -> float:
+def goodput(times: dict[str, TimeShares]) -> float:
     """Share of all learners' time whose work is in the model."""
     total = sum(time.total for time in times.values())
     return sum(time.merged for time in times.values()) / total if total else 0.0

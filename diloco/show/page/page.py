@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from diloco.common.protocol.errors import ConfigError
-from diloco.show.page.summary import Table
+from diloco.show.page.summary import SummaryTable
 from diloco.show.page.svg import NOTHING, WIDTH, Markup, Panel, data_block, draw, element, joined
 
 SAVES = ("SVG", "PNG", "CSV")
@@ -23,7 +23,7 @@ def section(
     note: str = "",
     *,
     panels: Sequence[Panel] | None = None,
-    table: Table | None = None,
+    table: SummaryTable | None = None,
     body: Markup = NOTHING,
     nothing: str = "Nothing yet.",
 ) -> Markup:
@@ -75,7 +75,7 @@ def _figure(key: str, panels: Sequence[Panel]) -> Markup:
     )
 
 
-def _table(title: str, table: Table) -> Markup:
+def _table(title: str, table: SummaryTable) -> Markup:
     def row(tag: str, cells: Sequence[str]) -> Markup:
         kinds = [{"class": "text"} if name in table.text else {} for name in table.columns]
         return element("tr", {}, *map(element, [tag] * len(cells), kinds, cells))
@@ -86,7 +86,7 @@ def _table(title: str, table: Table) -> Markup:
     return element("div", region, element("table", {}, head, body))
 
 
-def kept(title: str, about: Markup, sections: Iterable[Markup]) -> str:
+def saved_page(title: str, about: Markup, sections: Iterable[Markup]) -> str:
     """A page as one file: it loads nothing, and runs nothing but the script that it came with."""
     style, theme, script = (asset(name) for name in ("page.css", "theme.js", "page.js"))
     policy = (
@@ -140,7 +140,7 @@ def asset(name: str) -> str:
 
 def write_figure(title: str, panels: Sequence[Panel], path: Path) -> None:
     """Write a page of one figure; errors as `write`."""
-    write(path, kept(title, NOTHING, [section("figure", "Figure", panels=panels)]))
+    write(path, saved_page(title, NOTHING, [section("figure", "Figure", panels=panels)]))
 
 
 def check_name(path: Path | None) -> None:

@@ -17,16 +17,16 @@ from diloco.common.protocol import wire
 from diloco.common.protocol.errors import IntegrityError, ObjectMissingError
 from diloco.common.storage.tape import RunContext
 from diloco.run.agreement import Pairs, pair_cosines
-from diloco.run.cli.opening import Place, open_run, place, use_place
-from diloco.run.cli.subprocess import Hear, beside_heard
-from diloco.run.model.scores import kept, record_at, score_at, unscored
-from diloco.run.state import Run
+from diloco.run.cli.opening import RunLocation, open_run, place, use_place
+from diloco.run.cli.subprocess import Hear, call_isolated_heard
+from diloco.run.model.scores import read_scores, record_at, score_at, unscored
+from diloco.run.state import RunStatus
 from diloco.run.timeseries import TimeSeries, read_time_series
 from diloco.run.watch import Watch
 from diloco.show.page import figures, page, sections, summary
 from diloco.show.page.lanes import make_lanes
 from diloco.show.page.numbers import Shown
-from diloco.show.page.summary import Fact, Table
+from diloco.show.page.summary import Fact, SummaryTable
 from diloco.show.page.svg import Markup, element
 
 # Rounds whose updates are compared pair by pair, and bytes of shards that are read for it.
@@ -77,14 +77,14 @@ def staging() -> Iterator[Stage]:
         yield stage
 
 
-def report(shown: Shown, status: Run) -> str:
+def report(shown: Shown, status: RunStatus) -> str:
     """The page of a run."""
     parts = sections.now(status, shown.series, served=False) | sections.figures(shown)
     table = summary.learners(shown, status.learners)
     parts["learners"] = sections.learners(table)
     about = Markup(parts.pop("progress") + parts.pop("about"))
     order = [parts[key] for key in sections.ORDER if key in parts]
-    return page.kept(f"Run {shown.series.run}", about, [*order, _footer()])
+    return page.saved_page(f"Run {shown.series.run}", about, [*order, _footer()])
 
 
 def _footer() -> Markup:
@@ -93,7 +93,9 @@ def _footer() -> Markup:
     return element("footer", {}, said)
 
 
-def gather(target: str, evaluations: int, stage: Stage, *, pairs: bool = True) -> tuple[Shown, Run]:
+def gather(
+    target: str, evaluations: int, stage: Stage, *, pairs: bool = True
+) -> tuple[Shown, RunStatus]:
     """Everything that the page shows; arguments and errors as `run_report`.
 
     Without `pairs` no updates are compared.
@@ -102,13 +104,13 @@ def gather(target: str, evaluations: int, stage: Stage, *, pairs: bool = True) -
     if missing := unscored(shown.series, shown.scores, evaluations):
         scoring = partial(stage, "evaluating views on held-out data")
         scoring(0, len(missing))
-        made = beside_heard(scoring, score_versions, target, place(), missing)
+        made = call_isolated_heard(scoring, score_versions, target, place(), missing)
         shown.scores = sorted([*shown.scores, *made], key=lambda score: score.at_s)
     return shown, status
 
 
 def score_versions(
-    hear: Hear, target: str, at: Place, versions: Sequence[tuple[int, ...]]
+    hear: Hear, target: str, at: RunLocation, versions: Sequence[tuple[int, ...]]
 ) -> list[wire.Score]:
     """As `score_at`, in a process that has yet to open the run, and loads JAX and the task."""
     log.configure("error")
@@ -122,7 +124,7 @@ def score_versions(
     return asyncio.run(score())
 
 
-async def _read(target: str, stage: Stage, *, pairs: bool) -> tuple[Shown, Run]:
+async def _read(target: str, stage: Stage, *, pairs: bool) -> tuple[Shown, RunStatus]:
     async with open_run(target, name="report", reads=True) as run:
         context = run.context
         series = await read_time_series(
@@ -133,7 +135,7 @@ async def _read(target: str, stage: Stage, *, pairs: bool) -> tuple[Shown, Run]:
         shown = Shown(series, make_lanes(series), copied=run.bundle is not None)
         if pairs:
             shown.pairs = await sample_pairs(context, series, stage)
-        shown.scores = await kept(context, thinned=True)
+        shown.scores = await read_scores(context, thinned=True)
         return shown, await Watch(context).begin()
 
 
@@ -191,25 +193,27 @@ def comparison(runs: Mapping[str, Shown]) -> str:
         page.section("settings", "Settings that differ", table=differing(runs)),
     ]
     header = element("div", {"id": "about"}, *about)
-    return page.kept(f"Runs {', '.join(runs)}", header, [*parts, _footer()])
+    return page.saved_page(f"Runs {', '.join(runs)}", header, [*parts, _footer()])
 
 
-def in_short(runs: Mapping[str, Shown]) -> Table:
+def in_short(runs: Mapping[str, Shown]) -> SummaryTable:
     """The facts of each run in a column."""
     told = [{fact.name: _with_note(fact) for fact in summary.facts(run)} for run in runs.values()]
     order = dict.fromkeys(name for one in told for name in one)
     rows = tuple((name, *(one.get(name, "-") for one in told)) for name in order)
     columns = ("", *runs)
-    return Table(columns, rows, frozenset(columns))
+    return SummaryTable(columns, rows, frozenset(columns))
 
 
 def _with_note(fact: Fact) -> str:
     return f"{fact.value} ({fact.note})" if fact.note else fact.value
 
 
-def differing(runs: Mapping[str, Shown]) -> Table:
+def differing(runs: Mapping[str, Shown]) -> SummaryTable:
     """Settings that are not the same in all."""
     told = [{row[0]: row[1] for row in summary.settings(run).rows} for run in runs.values()]
     rows = [(key, *(one[key] for one in told)) for key in told[0]]
     columns = ("setting", *runs)
-    return Table(columns, tuple(row for row in rows if len({*row[1:]}) > 1), frozenset(columns))
+    return SummaryTable(
+        columns, tuple(row for row in rows if len({*row[1:]}) > 1), frozenset(columns)
+    )

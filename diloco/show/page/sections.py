@@ -1,4 +1,4 @@
-"""What a run's page has: its sections, each by the name that it has there. Pure.
+"""The sections of a run's page, each by its name there. Pure.
 
 None grows with the fleet or the run: what is long is cut, and says of how many.
 """
@@ -9,13 +9,13 @@ from dataclasses import replace
 
 from diloco.common.protocol import wire
 from diloco.run.cli.units import age, human_bytes, human_count
-from diloco.run.state import Finding, Fragment, Run
+from diloco.run.state import Finding, FragmentStatus, RunStatus
 from diloco.run.timeseries import TimeSeries
 from diloco.show.page import summary
 from diloco.show.page.figures import DRAWINGS, lanes_of, rounds
 from diloco.show.page.numbers import LANES, Shown
 from diloco.show.page.page import section, whole
-from diloco.show.page.summary import TEXT, Table
+from diloco.show.page.summary import TEXT, SummaryTable
 from diloco.show.page.svg import NOTHING, Markup, Panel, element, joined
 
 ALERTS, FRAGMENTS, LEARNERS = 20, 24, 40
@@ -46,7 +46,7 @@ def skeleton(run: str) -> str:
     return whole(run, head, header, joined(*empty))
 
 
-def now(status: Run, series: TimeSeries, *, served: bool = True) -> Parts:
+def now(status: RunStatus, series: TimeSeries, *, served: bool = True) -> Parts:
     """How a run fares at this moment, or did when the bus last told of it.
 
     Only a served page has runbooks to which alerts can link.
@@ -66,7 +66,7 @@ def now(status: Run, series: TimeSeries, *, served: bool = True) -> Parts:
     }
 
 
-def _progress(status: Run) -> Markup:
+def _progress(status: RunStatus) -> Markup:
     said = [f"step {status.global_step:,} of {status.steps:,}"]
     if status.state != "ended":
         said.append(f"{human_count(status.tokens_per_s)} tokens/s")
@@ -105,7 +105,7 @@ def _alert(one: Finding, *, served: bool) -> Markup:
     return element("li", {"class": one.severity}, *parts)
 
 
-def _fragments(found: Sequence[Fragment]) -> Table:
+def _fragments(found: Sequence[FragmentStatus]) -> SummaryTable:
     rows = tuple(
         (
             f"{one.fragment}", f"{one.version:,}", one.owner or "nobody", age(one.version_s),
@@ -115,7 +115,7 @@ def _fragments(found: Sequence[Fragment]) -> Table:
         for one in found
     )  # fmt: skip
     columns = ("fragment", "version", "owner", "made ago", "updates merged", "waiting")
-    return Table(columns, rows, frozenset({"fragment", "owner"}))
+    return SummaryTable(columns, rows, frozenset({"fragment", "owner"}))
 
 
 def figures(shown: Shown) -> Parts:
@@ -169,7 +169,7 @@ class Learners:
         status: how the run fares.
     """
 
-    def __init__(self, shown: Shown, status: Run) -> None:
+    def __init__(self, shown: Shown, status: RunStatus) -> None:
         # Made now: who serves a page does so while the columns grow.
         self._shown = shown
         self._table = summary.learners(shown, status.learners)
@@ -189,7 +189,7 @@ class Learners:
 
 
 def learners(
-    table: Table, tools: Markup = NOTHING, panels: Sequence[Panel] | None = None
+    table: SummaryTable, tools: Markup = NOTHING, panels: Sequence[Panel] | None = None
 ) -> Markup:
     """The learners' section."""
     note = (

@@ -52,7 +52,7 @@ HEADERS = {
 }
 
 
-class Frame(NamedTuple):
+class PageEvent(NamedTuple):
     """Bytes of an event; `number` rises from one to the next."""
 
     number: int
@@ -61,7 +61,7 @@ class Frame(NamedTuple):
 
 
 class Board:
-    """Where what a page shows hangs: written by whoever follows the run, read by the server.
+    """The current contents of the page: the run's follower writes them, the server reads them.
 
     Args:
         page: the page, with nothing on it yet.
@@ -74,7 +74,7 @@ class Board:
         self.page = page.encode()
         self.learners: Callable[[int, str], Markup] = lambda _page, _find: NOTHING
         self._changed = threading.Condition()
-        self._frames: dict[str, Frame] = {}
+        self._frames: dict[str, PageEvent] = {}
         self._number = 0
         self._readers = 0
         self._closed = False
@@ -102,7 +102,7 @@ class Board:
         with self._changed:
             if name not in self._frames or self._frames[name].data != data:
                 self._number += 1
-                self._frames[name] = Frame(self._number, event, data)
+                self._frames[name] = PageEvent(self._number, event, data)
                 self._changed.notify_all()
 
     def clear(self) -> None:
@@ -129,7 +129,7 @@ class Board:
         with self._changed:
             self._readers -= 1
 
-    def after(self, number: int, within_s: float) -> list[Frame] | None:
+    def after(self, number: int, within_s: float) -> list[PageEvent] | None:
         """Frames newer than one; none if that takes longer. None once the board is closed."""
         ends_s = time.monotonic() + within_s
         with self._changed:
@@ -165,12 +165,12 @@ def serving(board: Board, port: int | None) -> Iterator[str]:
         thread.join()
 
 
-def _listen(board: Board, port: int | None) -> "_Server":
+def _listen(board: Board, port: int | None) -> "_PageServer":
     try:
-        return _Server(board, DEFAULT_PORT if port is None else port)
+        return _PageServer(board, DEFAULT_PORT if port is None else port)
     except OSError as error:
         if port is None:
-            return _Server(board, 0)
+            return _PageServer(board, 0)
         raise ConfigError(
             f"cannot listen on {LOOPBACK}, port {port}: {error.strerror}",
             hint="another program has it, such as a second dashboard: give another --port, or "
@@ -178,12 +178,12 @@ def _listen(board: Board, port: int | None) -> "_Server":
         ) from error
 
 
-class _Server(ThreadingHTTPServer):
+class _PageServer(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
 
     def __init__(self, board: Board, port: int) -> None:
-        super().__init__((LOOPBACK, port), _Handler)
+        super().__init__((LOOPBACK, port), _PageHandler)
         self.board = board
         self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
 
@@ -205,8 +205,8 @@ class _Server(ThreadingHTTPServer):
         """A connection that broke is the client's affair."""
 
 
-class _Handler(BaseHTTPRequestHandler):
-    server: _Server
+class _PageHandler(BaseHTTPRequestHandler):
+    server: _PageServer
     timeout = PATIENCE_S
     server_version = "diloco"
     sys_version = ""

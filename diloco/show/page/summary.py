@@ -8,10 +8,10 @@ from datetime import UTC, datetime
 import numpy as np
 
 from diloco.run.cli.units import age, human_bytes, human_count, human_time
-from diloco.run.state import Learner
+from diloco.run.state import LearnerStatus
 from diloco.run.timeseries import TimeSeries
 from diloco.show.page.lanes import Lane
-from diloco.show.page.numbers import Shown, Spent, goodput, grouped, spent
+from diloco.show.page.numbers import Shown, TimeShares, goodput, grouped, spent
 
 # Of a learner's updates, so many are looked back on; losses so many times apart are told apart.
 RECENT = 16
@@ -32,7 +32,7 @@ class Fact:
 
 
 @dataclass(frozen=True)
-class Table:
+class SummaryTable:
     """A table; the columns named in `text` stand to the left, the others are numbers."""
 
     columns: tuple[str, ...]
@@ -53,7 +53,7 @@ def subtitle(shown: Shown) -> str:
 
 
 def warnings(shown: Shown) -> list[str]:
-    """What keeps the report from being whole."""
+    """Sentences on why the report is not whole."""
     series = shown.series
     found = []
     if series.trimmed:
@@ -161,7 +161,7 @@ def _reasons(series: TimeSeries) -> str:
     return ", ".join(f"{reason} {count:,}" for reason, count in most)
 
 
-def learners(shown: Shown, statuses: Sequence[Learner]) -> Table:
+def learners(shown: Shown, statuses: Sequence[LearnerStatus]) -> SummaryTable:
     """A row for each learner; those that do something else than train come first."""
     now = {one.name: one for one in statuses}
     lanes, times = {lane.learner: lane for lane in shown.lanes}, spent(shown)
@@ -179,7 +179,7 @@ def learners(shown: Shown, statuses: Sequence[Learner]) -> Table:
         for name in names
     ]  # fmt: skip
     columns = ("learner", "host", *_NOW, *_LIFE, *_SUMS)
-    return Table(columns, tuple(rows), frozenset({"learner", "host", "state"}))
+    return SummaryTable(columns, tuple(rows), frozenset({"learner", "host", "state"}))
 
 
 _NOW = ("state", "heard", "tokens/s", "bytes down", "sync stall", "data wait")
@@ -187,8 +187,8 @@ _LIFE = ("lives", "step time", "goodput", "time down")
 _SUMS = ("tokens", "sent", "merged", "rejected", "staleness", "loss", "norm", "bytes up")
 
 
-def _now(one: Learner | None) -> tuple[str, ...]:
-    """What a learner says of itself."""
+def _now(one: LearnerStatus | None) -> tuple[str, ...]:
+    """Cells from a learner's own report."""
     if one is None:
         return ("-",) * len(_NOW)
     heard = "never" if one.heard_s is None else age(one.heard_s)
@@ -196,8 +196,8 @@ def _now(one: Learner | None) -> tuple[str, ...]:
     return one.state, heard, human_count(one.tokens_per_s), human_bytes(one.bytes_down), *parts
 
 
-def _life(lane: Lane | None, time: Spent | None) -> tuple[str, ...]:
-    """What came of a learner's time."""
+def _life(lane: Lane | None, time: TimeShares | None) -> tuple[str, ...]:
+    """Cells on how a learner's time was spent."""
     if lane is None or time is None:
         return ("-",) * len(_LIFE)
     step = f"{lane.step_s:.3g} s" if lane.step_s else "-"
@@ -206,7 +206,7 @@ def _life(lane: Lane | None, time: Spent | None) -> tuple[str, ...]:
 
 
 def _sums(series: TimeSeries) -> dict[str, tuple[str, ...]]:
-    """What the tape says of each learner's updates."""
+    """Cells on each learner's updates, from the tape."""
     count, updates, inputs = len(series.learners), series.updates, series.inputs
     sent_by, merged_by = updates["learner"].astype(int), inputs["learner"].astype(int)
     sent, tokens, sizes = (
@@ -226,7 +226,7 @@ def _sums(series: TimeSeries) -> dict[str, tuple[str, ...]]:
     }  # fmt: skip
 
 
-def metrics(shown: Shown) -> Table | None:
+def metrics(shown: Shown) -> SummaryTable | None:
     """A row for each learner that has metrics, and one for the global model's; None for none."""
     beats = shown.series.beats
     by_row = {
@@ -241,14 +241,14 @@ def metrics(shown: Shown) -> Table | None:
     rows = tuple(
         (row, *(_number(figures.get(name)) for name in names)) for row, figures in found.items()
     )
-    return Table(("learner", *names), rows, frozenset({"learner"}))
+    return SummaryTable(("learner", *names), rows, frozenset({"learner"}))
 
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def refusals(shown: Shown) -> Table:
+def refusals(shown: Shown) -> SummaryTable:
     """The newest rejected updates."""
     newest = list(shown.series.refused)[-ROWS:][::-1]
     rows = tuple(
@@ -256,10 +256,10 @@ def refusals(shown: Shown) -> Table:
         for item in newest
     )
     columns = ("time", "learner", "fragment", "reason", "detail")
-    return Table(columns, rows, frozenset({"time", "learner", "reason", "detail"}))
+    return SummaryTable(columns, rows, frozenset({"time", "learner", "reason", "detail"}))
 
 
-def events(shown: Shown) -> Table:
+def events(shown: Shown) -> SummaryTable:
     """Joins, leaves, and what operators did; the newest first."""
     series = shown.series
     happened = [
@@ -279,17 +279,19 @@ def events(shown: Shown) -> Table:
         )
         for at_s, what in sorted(happened, reverse=True)[:ROWS]
     )
-    return Table(("time", "since the beginning", "event"), rows, frozenset({"time", "event"}))
+    return SummaryTable(
+        ("time", "since the beginning", "event"), rows, frozenset({"time", "event"})
+    )
 
 
-def settings(shown: Shown) -> Table:
+def settings(shown: Shown) -> SummaryTable:
     """Every setting of the run, as it is now."""
     rows = tuple(
         (f"{section}.{key}", json.dumps(value, ensure_ascii=False))
         for section, keys in shown.series.settings.model_dump(mode="json").items()
         for key, value in keys.items()
     )
-    return Table(("setting", "value"), rows, frozenset({"setting", "value"}))
+    return SummaryTable(("setting", "value"), rows, frozenset({"setting", "value"}))
 
 
 def _day(at_s: float) -> str:

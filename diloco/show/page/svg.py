@@ -93,8 +93,8 @@ def _none() -> Column:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mark:
-    """What is drawn of one series; its columns have the same length.
+class PlotMark:
+    """The drawing of one series; its columns have the same length.
 
     Attributes:
         kind: a line through (x, y); steps of height y, from x to `to`; a band between low and high
@@ -128,37 +128,37 @@ class Mark:
         }
 
 
-def line(x: Column, y: Column, look: str, name: str = "", dash: str = "") -> Mark:
+def line(x: Column, y: Column, look: str, name: str = "", dash: str = "") -> PlotMark:
     """A line through points."""
-    return Mark(kind="line", x=x, y=y, look=look, name=name, dash=dash)
+    return PlotMark(kind="line", x=x, y=y, look=look, name=name, dash=dash)
 
 
-def held(x: Column, y: Column, look: str, name: str) -> Mark:
+def step_line(x: Column, y: Column, look: str, name: str) -> PlotMark:
     """Values, each of which holds until the next one."""
-    return Mark(kind="steps", x=x, to=np.append(x[1:], x[-1:]), y=y, look=look, name=name)
+    return PlotMark(kind="steps", x=x, to=np.append(x[1:], x[-1:]), y=y, look=look, name=name)
 
 
 def bars(
     edges: tuple[Column, Column], ends: tuple[Column, Column], look: str, name: str = ""
-) -> Mark:
+) -> PlotMark:
     """Boxes between edges along x and ends along y."""
-    return Mark(kind="boxes", x=edges[0], to=edges[1], low=ends[0], high=ends[1], look=look,
+    return PlotMark(kind="boxes", x=edges[0], to=edges[1], low=ends[0], high=ends[1], look=look,
                 name=name)  # fmt: skip
 
 
-def points(x: Column, y: Column, look: str, name: str = "", shape: str = "dot") -> Mark:
+def points(x: Column, y: Column, look: str, name: str = "", shape: str = "dot") -> PlotMark:
     """Points."""
-    return Mark(kind="points", x=x, y=y, look=look, name=name, shape=shape)
+    return PlotMark(kind="points", x=x, y=y, look=look, name=name, shape=shape)
 
 
-def rules(x: Column, low: Column, high: Column, name: str = "") -> Mark:
+def rules(x: Column, low: Column, high: Column, name: str = "") -> PlotMark:
     """Lines across x."""
-    return Mark(kind="rules", x=x, low=low, high=high, look="ink", name=name)
+    return PlotMark(kind="rules", x=x, low=low, high=high, look="ink", name=name)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """What an axis says. With `names` places 0, 1, 2 ... have them, of y from above."""
+    """An axis: label, limits, scale. With `names` places 0, 1, 2 ... have them, of y from above."""
 
     label: str = ""
     low: float | None = None
@@ -171,7 +171,7 @@ class Axis:
 class Panel:
     """Marks over two axes."""
 
-    marks: Sequence[Mark]
+    marks: Sequence[PlotMark]
     title: str = ""
     x: Axis = field(default_factory=Axis)
     y: Axis = field(default_factory=Axis)
@@ -341,10 +341,10 @@ def _hatch(ident: str, look: str) -> Markup:
     )
 
 
-def _legend(panel: Panel) -> list[list[Mark]]:
+def _legend(panel: Panel) -> list[list[PlotMark]]:
     """Named marks, in rows that fit."""
     named = {mark.name: mark for mark in reversed(panel.marks) if mark.name}
-    rows: list[list[Mark]] = []
+    rows: list[list[PlotMark]] = []
     used = 0.0
     for mark in reversed(named.values()):
         needed = 30 + LETTER * len(_cut(mark.name))
@@ -356,7 +356,7 @@ def _legend(panel: Panel) -> list[list[Mark]]:
     return rows
 
 
-def _legend_row(entries: Sequence[Mark], y: float, ident: str) -> list[Markup]:
+def _legend_row(entries: Sequence[PlotMark], y: float, ident: str) -> list[Markup]:
     made, x = [], 8.0
     for mark in entries:
         at = np.asarray([x]), np.asarray([y - 4])
@@ -372,11 +372,11 @@ def _legend_row(entries: Sequence[Mark], y: float, ident: str) -> list[Markup]:
     return made
 
 
-def _painted(mark: Mark, shape: Markup) -> Markup:
+def _painted(mark: PlotMark, shape: Markup) -> Markup:
     return element("g", _colour(mark.look), shape)
 
 
-def _shape(mark: Mark, x: _Scale, y: _Scale, ident: str) -> Markup:
+def _shape(mark: PlotMark, x: _Scale, y: _Scale, ident: str) -> Markup:
     """A mark, at its places."""
     match mark.kind:
         case "line":
@@ -431,7 +431,7 @@ def _stroke(path: str, dash: str = "") -> Markup:
     return element("path", look | ({"stroke-dasharray": dash} if dash else {}))
 
 
-def _points(mark: Mark, x: Column, y: Column) -> Markup:
+def _points(mark: PlotMark, x: Column, y: Column) -> Markup:
     shape = SHAPES[mark.shape]
     path = "".join(
         f"M{across:.1f} {down:.1f}{shape}"
@@ -446,11 +446,11 @@ def _points(mark: Mark, x: Column, y: Column) -> Markup:
     )  # fmt: skip
 
 
-def _fill(mark: Mark, ident: str) -> str:
+def _fill(mark: PlotMark, ident: str) -> str:
     return f"url(#{ident}-{mark.look})" if mark.look in HATCHES else "currentColor"
 
 
-def _shaded(mark: Mark, edges: tuple[Column, ...], fill: str) -> Markup:
+def _shaded(mark: PlotMark, edges: tuple[Column, ...], fill: str) -> Markup:
     if not mark.shade.size:
         return _boxes(edges, fill)
     levels = np.ceil(SHADES * np.nan_to_num(mark.shade)).astype(int)

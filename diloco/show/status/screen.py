@@ -23,7 +23,7 @@ from diloco.run.cli.opening import open_run
 from diloco.run.cli.screen import SEVERITY_STYLES, STATE_STYLES, say, say_json
 from diloco.run.cli.units import age, human_bytes
 from diloco.run.history import Event, happened
-from diloco.run.state import Finding, Fragment, Learner, Run
+from diloco.run.state import Finding, FragmentStatus, LearnerStatus, RunStatus
 from diloco.run.watch import Watch, bus_section, read_runs
 
 REFRESH_S = 1.0
@@ -60,7 +60,7 @@ async def _show(target: str, *, once: bool, json: bool) -> None:
             await _follow(watch, run, console)
 
 
-async def _follow(watch: Watch, run: Run, console: Console) -> None:
+async def _follow(watch: Watch, run: RunStatus, console: Console) -> None:
     following = asyncio.ensure_future(watch.follow())
     try:
         with Live(picture(run), console=console, auto_refresh=False) as live:
@@ -72,7 +72,7 @@ async def _follow(watch: Watch, run: Run, console: Console) -> None:
         await cancel(following)
 
 
-def picture(run: Run) -> RenderableType:
+def picture(run: RunStatus) -> RenderableType:
     """The run on a terminal."""
     parts = [_summary(run), Text()]
     learners = _worth_a_look(run.learners)
@@ -86,7 +86,7 @@ def picture(run: Run) -> RenderableType:
     return Panel(Group(*parts), title=f"[bold]diloco[/] · run {run.run} · {run.state}")
 
 
-def _summary(run: Run) -> RenderableType:
+def _summary(run: RunStatus) -> RenderableType:
     tape = human_bytes(run.tape_bytes)
     if run.tape_limit_bytes:
         tape += f" of {human_bytes(run.tape_limit_bytes)}"
@@ -114,19 +114,19 @@ def _table(*titles: str) -> Table:
     return table
 
 
-def _worth_a_look(learners: Sequence[Learner]) -> Sequence[Learner]:
+def _worth_a_look(learners: Sequence[LearnerStatus]) -> Sequence[LearnerStatus]:
     """All learners, or of a large fleet those that something may be amiss with."""
     if len(learners) <= MOST:
         return learners
 
-    def well(one: Learner) -> tuple[bool, int, float, float]:
+    def well(one: LearnerStatus) -> tuple[bool, int, float, float]:
         far = (one.staleness or 0.0, one.loss or 0.0)
         return one.state == "training", -one.rejected, -far[0], -far[1]
 
     return tuple(sorted(sorted(learners, key=well)[:MOST], key=lambda one: one.name))
 
 
-def _learners(learners: Sequence[Learner], of: int) -> Table:
+def _learners(learners: Sequence[LearnerStatus], of: int) -> Table:
     table = _table(
         "learner", "state", "heard", "step", "loss", "tokens/s", "data", "stall", "stale", "rej.",
         "up",
@@ -150,12 +150,12 @@ def _learners(learners: Sequence[Learner], of: int) -> Table:
     return table
 
 
-def _state(one: Learner) -> Text:
+def _state(one: LearnerStatus) -> Text:
     return Text(one.state, style=STATE_STYLES.get(one.state, "red"))
 
 
-def _metrics(learners: Sequence[Learner]) -> list[Text]:
-    """What losses say beside themselves, a line for each learner whose loss says anything."""
+def _metrics(learners: Sequence[LearnerStatus]) -> list[Text]:
+    """Further metrics of losses, a line for each learner whose loss has any."""
     return [
         Text(
             f"{one.name}: " + ", ".join(f"{key} {value:.4g}" for key, value in one.metrics.items()),
@@ -166,7 +166,7 @@ def _metrics(learners: Sequence[Learner]) -> list[Text]:
     ]
 
 
-def _fragments(fragments: Sequence[Fragment]) -> Table:
+def _fragments(fragments: Sequence[FragmentStatus]) -> Table:
     shown = fragments
     if len(fragments) > LINES:
         oldest = sorted(fragments, key=lambda one: -one.version_s)[:LINES]
@@ -225,7 +225,7 @@ def show_learners(target: str, *, json: bool) -> None:
             say(f"[bold]{one.name}[/] is quarantined: {escape(one.why)}")
 
 
-async def look_at_learners(target: str) -> Sequence[Learner]:
+async def look_at_learners(target: str) -> Sequence[LearnerStatus]:
     """Everybody who has joined a run, by name, from all of its tape and the newest shards."""
     async with open_run(target, name="status", reads=True) as opened:
         watch = Watch(opened.context)
@@ -239,8 +239,8 @@ async def look_at_learners(target: str) -> Sequence[Learner]:
         return run.learners
 
 
-def _accounts(learners: Sequence[Learner]) -> Table:
-    """What became of their updates; what has no place in 80 columns is in the JSON."""
+def _accounts(learners: Sequence[LearnerStatus]) -> Table:
+    """A table of learners' updates; what has no place in 80 columns is in the JSON."""
     table = _table(
         "learner", "state", "heard", "lives", "merged", "rej.", "offences", "tokens", "loss", "norm"
     )
@@ -280,7 +280,7 @@ def spark(values: Sequence[float], width: int = WIDTH) -> str:
     return "".join(BARS[round((mean - low) * scale)] for mean in means)
 
 
-def trends(learners: Sequence[Learner], title: str) -> Table:
+def trends(learners: Sequence[LearnerStatus], title: str) -> Table:
     """Each learner's loss and norm from the beginning to now; a round's median norm is 1."""
     table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
     table.add_column(title, no_wrap=True)
@@ -317,7 +317,7 @@ def show_history(target: str, *, everything: bool, json: bool) -> None:
 
 
 async def look_back(target: str, *, everything: bool) -> list[Event]:
-    """What was done to a run, oldest first."""
+    """Acts on a run, oldest first."""
     async with open_run(target, name="status", reads=True) as opened:
         created_at_s = opened.specification.created_at_s
         return await happened(opened.context, created_at_s, everything=everything)
@@ -333,7 +333,7 @@ def show_runs(target: str | None, *, json: bool) -> None:
     console.print(_runs(runs) if runs else "there are no runs on this bus")
 
 
-def _runs(runs: Sequence[Run]) -> Table:
+def _runs(runs: Sequence[RunStatus]) -> Table:
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     for title in ("run", "state", "step", "versions", "tape", "newest version"):
         right = title in ("step", "versions", "tape")

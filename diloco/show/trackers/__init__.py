@@ -1,1 +1,1 @@
-"""Where people look: a run's figures in TensorBoard or Weights & Biases, read from its tape."""
+"""Trackers: a run's figures in TensorBoard or Weights & Biases, read from its tape."""

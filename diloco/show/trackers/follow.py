@@ -15,12 +15,12 @@ from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import ConfigError, StreamMissingError
 from diloco.common.storage.tape import Entry, Item, RunContext, last_record, messages_of
 from diloco.run.cli.opening import open_run
-from diloco.run.model.scores import kept
+from diloco.run.model.scores import read_scores
 from diloco.run.state import share
 from diloco.run.watch import Watch, heartbeat
 
 
-class Point(NamedTuple):
+class MetricsPoint(NamedTuple):
     """Figures by name, at a global step; `at_s` in seconds since the epoch."""
 
     step: int
@@ -31,7 +31,7 @@ class Point(NamedTuple):
 class Sink(Protocol):
     """Takes a run's figures."""
 
-    def write(self, point: Point) -> None:
+    def write(self, point: MetricsPoint) -> None:
         """Keep a point."""
 
     def close(self) -> None:
@@ -48,7 +48,7 @@ class TensorBoard:
             raise _missing("tensorboard", error) from error
         self._writer: Any = SummaryWriter(str(folder))
 
-    def write(self, point: Point) -> None:
+    def write(self, point: MetricsPoint) -> None:
         """Keep a point."""
         for name, value in point.values.items():
             self._writer.add_scalar(name, value, point.step, point.at_s)
@@ -84,7 +84,7 @@ class Wandb:
         self._run.define_metric("global_step")
         self._run.define_metric("*", step_metric="global_step")
 
-    def write(self, point: Point) -> None:
+    def write(self, point: MetricsPoint) -> None:
         """Keep a point."""
         self._run.log({**point.values, "global_step": point.step})
 
@@ -186,12 +186,12 @@ class Tracker:
             await asyncio.sleep(SCORES_S)
 
     async def _scores(self) -> None:
-        for score in await kept(self._context):
+        for score in await read_scores(self._context):
             if score.record_seqs not in self._scored:
                 self._scored.add(score.record_seqs)
                 self._write(self._points.of_score(score))
 
-    def _write(self, point: Point) -> None:
+    def _write(self, point: MetricsPoint) -> None:
         self.written += 1
         for sink in self._sinks:
             sink.write(point)
@@ -209,33 +209,33 @@ class Points:
         """The run's records have come to a global step: no learner's word is beyond it."""
         self._furthest = max(step, self._furthest or 0)
 
-    def of_entry(self, entry: Entry) -> Iterator[Point]:
-        """What a message of the tape says."""
+    def of_entry(self, entry: Entry) -> Iterator[MetricsPoint]:
+        """The points of a message of the tape."""
         match entry.body:
             case wire.Record() as record if record.inputs:
                 self._step = max(self._step, record.global_step)
                 self.reached(self._step)
                 self._tokens[record.fragment] = record.totals.tokens_credited
-                yield Point(self._step, entry.time_s, self._of_round(record))
+                yield MetricsPoint(self._step, entry.time_s, self._of_round(record))
             case wire.Manifest() as manifest if not manifest.attempt:
                 own = {"loss": manifest.loss, "step_seconds": manifest.step_time_s}
-                yield Point(self._step, entry.time_s, _named(manifest.learner, own))
+                yield MetricsPoint(self._step, entry.time_s, _named(manifest.learner, own))
 
-    def of_heartbeat(self, beat: wire.Heartbeat, at_s: float) -> Point:
-        """What a learner says of itself."""
+    def of_heartbeat(self, beat: wire.Heartbeat, at_s: float) -> MetricsPoint:
+        """The point of a learner's heartbeat."""
         figures = {"tokens_per_second": beat.tokens_per_s, **beat.metrics}
         if beat.run_s:
             figures["stall_share"] = share(beat.stall_s, beat.run_s)
             figures["data_wait_share"] = share(beat.data_s, beat.run_s)
         # A step of its own making would be the end of every tracker's axis.
         step = beat.global_step if self._furthest is None else min(beat.global_step, self._furthest)
-        return Point(step, at_s, _named(beat.learner, figures))
+        return MetricsPoint(step, at_s, _named(beat.learner, figures))
 
-    def of_score(self, score: wire.Score) -> Point:
-        """What was measured on held-out data."""
+    def of_score(self, score: wire.Score) -> MetricsPoint:
+        """The point of a score on held-out data."""
         figures = {"loss": score.loss, **score.metrics}
         values = {f"held_out/{name}": value for name, value in figures.items()}
-        return Point(score.global_step, score.at_s, values)
+        return MetricsPoint(score.global_step, score.at_s, values)
 
     def _of_round(self, record: wire.Record) -> dict[str, float]:
         inputs = record.inputs

@@ -17,7 +17,7 @@ from diloco.infra.boot import Boot
 from diloco.infra.cloud import Google
 from diloco.infra.release import run_command
 
-Boot(Google(), run_command).start_beside({LIVEZ!r})
+Boot(Google(), run_command).start_units({LIVEZ!r})
 """
 
 

@@ -84,7 +84,7 @@ def ours(error: nats.errors.Error, subject: str) -> BusError:
 
 
 def _hint(err_code: int | None) -> str | None:
-    """What to do about an answer of the server's, where that is known."""
+    """The advice for an error code of the server's, where there is one."""
     if err_code in _NO_ROOM:
         return "the server's disk, or its limit for streams, is full: runbooks/disk-full.md"
     if err_code == TOO_MANY_READERS:

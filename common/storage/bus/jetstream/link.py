@@ -40,7 +40,7 @@ class Address(NamedTuple):
     tls_ca: Path | None
 
     def tls(self) -> ssl.SSLContext | None:
-        """What the server's certificate is checked with; None if the URL and file ask for none."""
+        """The TLS context to check the server with; None if URL and file ask for none."""
         if self.tls_ca is None and not self.url.startswith("tls://"):
             return None
         return ssl.create_default_context(cafile=self.tls_ca)

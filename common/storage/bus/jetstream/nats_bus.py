@@ -381,7 +381,7 @@ class NatsBus:
 
 
 def _headers(msg_id: str | None, expected_last: int | None, ttl_s: float | None) -> dict[str, str]:
-    """What a publication asks of the server."""
+    """The headers by which a publication asks the server for its checks."""
     headers: dict[str, str] = {}
     if msg_id is not None:
         headers[api.Header.MSG_ID.value] = msg_id

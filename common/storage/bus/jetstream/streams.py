@@ -54,7 +54,7 @@ async def store(
 def stream_config(
     stream: str, subjects: list[str], limits: StreamLimits, first_seq: int, most_readers: int
 ) -> api.StreamConfig:
-    """What a server is asked for; `most_readers` of -1 leaves them to the server."""
+    """The configuration to ask a server for; `most_readers` of -1 leaves them to the server."""
     bounded = (limits.max_age_s > 0 or limits.max_bytes > 0) and not limits.keep_old
     return api.StreamConfig(
         name=stream,

@@ -14,7 +14,7 @@ from requests.adapters import HTTPAdapter
 
 from diloco.common.protocol.buffers import Data
 from diloco.common.protocol.shards import crc32c
-from diloco.common.storage.store.gcs.faults import Retries, our_errors
+from diloco.common.storage.store.gcs.faults import TransientRetries, our_errors
 from diloco.common.storage.store.protocol import object_unreadable
 
 ENDPOINT = "https://storage.googleapis.com"
@@ -44,7 +44,7 @@ class Bucket(NamedTuple):
     endpoint: str
     client: storage.Bucket
     session: AuthorizedSession
-    retry: Retries
+    retry: TransientRetries
     timeout_s: tuple[float, float]
 
     def errors(
@@ -109,7 +109,9 @@ def open_bucket(
         client_options={"api_endpoint": endpoint},
     )
     joined = f"{prefix}/" if prefix else ""
-    return Bucket(joined, endpoint, client.bucket(bucket), session, Retries(retry_s), timeout_s)
+    return Bucket(
+        joined, endpoint, client.bucket(bucket), session, TransientRetries(retry_s), timeout_s
+    )
 
 
 def _read_refusal(response: requests.Response, **_: object) -> None:

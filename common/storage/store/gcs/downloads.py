@@ -151,7 +151,7 @@ def _read_into(response: requests.Response, part: memoryview, deadline: Deadline
 
 
 def _interrupt(response: requests.Response) -> None:
-    """Have who reads an answer find that it ends."""
+    """End an answer for the thread that reads it."""
     with contextlib.suppress(ValueError, RuntimeError, OSError):  # it has been read meanwhile
         response.raw.shutdown()
 

@@ -30,7 +30,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Retries(NamedTuple):
+class TransientRetries(NamedTuple):
     """Repeats what fails by a transient fault, as the client's own retries do, but for so long.
 
     Attributes:

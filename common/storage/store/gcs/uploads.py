@@ -10,7 +10,7 @@ from typing import Any
 import requests
 from google.api_core import exceptions as api
 
-from diloco.common.protocol.buffers import Parts
+from diloco.common.protocol.buffers import Buffers
 from diloco.common.protocol.errors import StoreUnavailableError
 from diloco.common.storage.store.gcs.bucket import PART_BYTES, Bucket
 from diloco.common.storage.store.gcs.faults import brief, is_damage
@@ -18,7 +18,7 @@ from diloco.common.storage.store.gcs.faults import brief, is_damage
 _TYPE = "application/octet-stream"
 
 
-def upload(bucket: Bucket, name: str, data: Parts, checksum: str) -> None:
+def upload(bucket: Bucket, name: str, data: Buffers, checksum: str) -> None:
     """Store an object where there is none.
 
     Raises:
@@ -29,16 +29,16 @@ def upload(bucket: Bucket, name: str, data: Parts, checksum: str) -> None:
     send(bucket, metadata, data)
 
 
-def _upload_at_once(bucket: Bucket, metadata: str, data: Parts) -> None:
+def _upload_at_once(bucket: Bucket, metadata: str, data: Buffers) -> None:
     boundary = secrets.token_hex(16)
     begin, end = f"--{boundary}\r\nContent-Type: ", f"\r\n--{boundary}--"
     head = f"{begin}application/json\r\n\r\n{metadata}\r\n{begin}{_TYPE}\r\n\r\n"
-    body = _Body(Parts(head.encode()), data, Parts(end.encode()))
+    body = _Body(Buffers(head.encode()), data, Buffers(end.encode()))
     kind = f"multipart/related; boundary={boundary}"
     bucket.retry(_begin)(bucket, "multipart", body, kind)
 
 
-def _upload_in_session(bucket: Bucket, metadata: str, data: Parts) -> None:
+def _upload_in_session(bucket: Bucket, metadata: str, data: Buffers) -> None:
     begun = bucket.retry(_begin)(bucket, "resumable", metadata.encode(), "application/json")
     session = _Session(bucket, begun.headers["Location"], data)
     while session.sent < len(data):
@@ -66,7 +66,7 @@ class _Body:
     It goes piece by piece, because a time-out counts for each piece and not for the whole.
     """
 
-    def __init__(self, *parts: Parts) -> None:
+    def __init__(self, *parts: Buffers) -> None:
         self._parts = parts
 
     def __len__(self) -> int:
@@ -88,7 +88,7 @@ class _Session:
         sent: bytes that the service is known to have; all of them once the object is stored.
     """
 
-    def __init__(self, bucket: Bucket, url: str, data: Parts) -> None:
+    def __init__(self, bucket: Bucket, url: str, data: Buffers) -> None:
         self.sent = 0
         self._bucket = bucket
         self._url = url

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diloco.aggregator.kernel_cache import KeptKernel
+from diloco.aggregator.kernel_cache import CachedKernel
 
 KERNEL = """
 from diloco.aggregator.arrays.kernels import compiled
@@ -62,14 +62,14 @@ def test_who_is_stopped_with_the_folder_holds_up_nobody(source, monkeypatch):
     """The lock of a process that a debugger or a full disk has stopped is never let go."""
     another_process(source)(REAL)
     (index,) = kept(source, "nbi")
-    monkeypatch.setattr(KeptKernel, "patience_s", 0.01)
+    monkeypatch.setattr(CachedKernel, "patience_s", 0.01)
     with (index.parent / "lock").open("ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         second = another_process(source)
         assert second(REAL) == 0.5
         assert second(WHOLE) == 6
     assert not sum(second.stats.cache_hits.values())
-    assert KeptKernel.patience_s == 0
+    assert CachedKernel.patience_s == 0
 
 
 def test_numba_that_may_not_compile_is_named():

@@ -5,11 +5,11 @@ import sys
 
 import pytest
 
-from diloco.run.cli.subprocess import beside, beside_heard
+from diloco.run.cli.subprocess import call_isolated, call_isolated_heard
 
 SCRIPT = """
 import os, sys
-from diloco.run.cli.subprocess import apart, beside, beside_heard
+from diloco.run.cli.subprocess import apart, call_isolated, call_isolated_heard
 from diloco.common.protocol.errors import TaskError
 
 def work(what):
@@ -33,22 +33,22 @@ def refuse():
     raise TwoWords("own", "trouble")
 
 if __name__ == "__main__":
-    said, pid = beside(work, "done")
+    said, pid = call_isolated(work, "done")
     assert (said, pid != os.getpid()) == ("done", True)
     heard = []
-    assert beside_heard(lambda *word: heard.append(word), count, 3) == 3
+    assert call_isolated_heard(lambda *word: heard.append(word), count, 3) == 3
     assert heard == [(1, 3), (2, 3), (3, 3)]
     assert "jax" not in sys.modules
     try:
-        beside(abort)
+        call_isolated(abort)
     except TaskError as error:
         print(error.message)
     try:
-        beside(refuse)
+        call_isolated(refuse)
     except TaskError as error:
         print(error.message)
     sys.modules["jax"] = None
-    assert beside(os.getpid) == os.getpid() != apart(os.getpid)
+    assert call_isolated(os.getpid) == os.getpid() != apart(os.getpid)
 """
 
 
@@ -68,7 +68,7 @@ def test_it_loads_nothing_here_and_may_even_abort(tmp_path):
 def test_where_jax_is_loaded_already_it_works_here():
     assert "jax" in sys.modules
     with pytest.raises(ZeroDivisionError):
-        beside(lambda: 1 // 0)
+        call_isolated(lambda: 1 // 0)
     heard = []
-    beside_heard(lambda *word: heard.append(word), lambda hear: hear(1, 2))
+    call_isolated_heard(lambda *word: heard.append(word), lambda hear: hear(1, 2))
     assert heard == [(1, 2)]

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from diloco.aggregator.arrays.fragment import FragmentArrays
 from diloco.common.process.config import make_config
-from diloco.common.protocol import buffers as parts
-from diloco.common.protocol import shards
-from diloco.common.protocol.buffers import Parts
+from diloco.common.protocol import buffers, shards
+from diloco.common.protocol.buffers import Buffers
 from diloco.common.protocol.layout import Tensor, make_layout
 
 RUNS = st.lists(st.binary(max_size=40), max_size=6)
@@ -20,9 +19,9 @@ RUNS = st.lists(st.binary(max_size=40), max_size=6)
 
 @given(RUNS, st.integers(0, 300), st.integers(1, 50))
 def test_pieces_checksums_and_ends_are_those_of_the_whole(runs, start, piece_bytes):
-    whole, joined = b"".join(runs), Parts(*runs)
+    whole, joined = b"".join(runs), Buffers(*runs)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, "PIECE_BYTES", piece_bytes)
+        patch.setattr(buffers, "PIECE_BYTES", piece_bytes)
         pieces = [bytes(piece) for piece in joined]
         assert b"".join(pieces) == whole == bytes(joined)
         assert all(0 < len(piece) <= piece_bytes for piece in pieces)
@@ -35,11 +34,11 @@ def test_pieces_checksums_and_ends_are_those_of_the_whole(runs, start, piece_byt
 @given(RUNS, RUNS)
 def test_they_equal_what_holds_the_same_bytes(runs, others):
     whole, other = b"".join(runs), b"".join(others)
-    assert (Parts(*runs) == Parts(*others)) == (whole == other)
-    assert Parts(*runs) == whole
-    assert Parts(*runs) == memoryview(whole)
-    assert (Parts(*runs) == other) == (whole == other)
-    assert Parts(*runs) != 3
+    assert (Buffers(*runs) == Buffers(*others)) == (whole == other)
+    assert Buffers(*runs) == whole
+    assert Buffers(*runs) == memoryview(whole)
+    assert (Buffers(*runs) == other) == (whole == other)
+    assert Buffers(*runs) != 3
 
 
 @pytest.mark.parametrize("size", [16, 64, 16_384, 65_536])

@@ -6,7 +6,7 @@ from statistics import median_high, median_low
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.aggregator.core.persistent import Kept, Ranked, Tally
+from diloco.aggregator.core.persistent import PersistentMap, Ranked, Tally
 
 KEYS = st.sampled_from("abcdef")
 NUMBERS = st.floats(allow_nan=False)
@@ -14,7 +14,7 @@ NUMBERS = st.floats(allow_nan=False)
 
 @given(st.lists(st.tuples(KEYS, st.none() | st.integers())))
 def test_kept_is_a_dictionary_that_is_replaced(changes):
-    plain, kept = {"z": 0}, Kept({"z": 0})
+    plain, kept = {"z": 0}, PersistentMap({"z": 0})
     for key, value in changes:
         before, same = kept, dict(plain)
         if value is not None:

@@ -5,10 +5,9 @@ import io
 import numpy as np
 import pytest
 
-from diloco.common.protocol import frozen as held
-from diloco.common.protocol import names, shards
+from diloco.common.protocol import frozen, names, shards
 from diloco.common.protocol.errors import IntegrityError
-from diloco.common.protocol.frozen import Held, store_held, tile_of
+from diloco.common.protocol.frozen import Frozen, store_frozen, tile_of
 from diloco.common.storage.store import MemoryStore
 
 RUN = "demo"
@@ -33,13 +32,13 @@ class Counting(MemoryStore):
 
 @pytest.fixture
 def store(monkeypatch):
-    monkeypatch.setattr(held, "TILE_BYTES", 1024)
+    monkeypatch.setattr(frozen, "TILE_BYTES", 1024)
     return Counting()
 
 
 def test_leaves_come_back_whole_and_in_slices(store):
-    index = store_held(RUN, store.put, ARRAYS)
-    found = Held(RUN, store.get, index)
+    index = store_frozen(RUN, store.put, ARRAYS)
+    found = Frozen(RUN, store.get, index)
     assert found.names() == list(ARRAYS)
     for name, array in ARRAYS.items():
         again = found.read(name)
@@ -51,8 +50,8 @@ def test_leaves_come_back_whole_and_in_slices(store):
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_a_slice_reads_the_tiles_that_it_meets(store, axis):
-    index = store_held(RUN, store.put, ARRAYS)
-    found = Held(RUN, store.get, index)
+    index = store_frozen(RUN, store.put, ARRAYS)
+    found = Frozen(RUN, store.get, index)
     tiles = len(found.leaves["frozen/base"].digests)
     store.read.clear()
     half = [slice(None), slice(None)]
@@ -63,20 +62,20 @@ def test_a_slice_reads_the_tiles_that_it_meets(store, axis):
 
 
 def test_tiles_are_small_and_cut_the_longest_axis(monkeypatch):
-    monkeypatch.setattr(held, "TILE_BYTES", 1024)
+    monkeypatch.setattr(frozen, "TILE_BYTES", 1024)
     assert tile_of((48, 40), 4) == (12, 20)
     assert tile_of((), 4) == ()
 
 
 def test_equal_tiles_are_stored_once(store):
-    store_held(RUN, store.put, {"a": np.zeros(1000, np.float32), "b": np.zeros(1000, np.float32)})
+    store_frozen(RUN, store.put, {"a": np.zeros(1000, np.float32), "b": np.zeros(1000, np.float32)})
     objects = [info.name for info in store.list(names.global_prefix(RUN))]
     assert len([name for name in objects if "/tile-" in name]) == 1
 
 
 def test_a_damaged_tile_is_refused(store):
-    index = store_held(RUN, store.put, {"a": ARRAYS["state/seen"]})
-    found = Held(RUN, store.get, index)
+    index = store_frozen(RUN, store.put, {"a": ARRAYS["state/seen"]})
+    found = Frozen(RUN, store.get, index)
     (tile,) = [info.name for info in store.list("") if "/tile-" in info.name]
     store.delete(tile)
     store.put(tile, b"\0" * 12)
@@ -85,8 +84,8 @@ def test_a_damaged_tile_is_refused(store):
 
 
 def test_a_leaf_that_learners_load_is_checked_by_digest(store):
-    index = store_held(RUN, store.put, ARRAYS, loaded={"frozen/base"})
-    found = Held(RUN, store.get, index)
+    index = store_frozen(RUN, store.put, ARRAYS, loaded={"frozen/base"})
+    found = Frozen(RUN, store.get, index)
     assert "frozen/base" not in found.names()
     found.check("frozen/base", ARRAYS["frozen/base"])
     with pytest.raises(IntegrityError, match="is not the run's"):
@@ -99,4 +98,4 @@ def test_an_index_of_an_earlier_commit_is_told_in_a_sentence(store):
     name = names.constants_object(RUN, shards.digest(buffer.getvalue()))
     store.put(name, buffer.getvalue())
     with pytest.raises(IntegrityError, match="created by another release"):
-        Held(RUN, store.get, name)
+        Frozen(RUN, store.get, name)
