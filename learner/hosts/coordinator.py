@@ -33,8 +33,8 @@ from diloco.learner.hosts.messages import (
     LeaveAsked,
     Prepare,
     Prepared,
-    Stored,
     Turn,
+    Uploaded,
     ending_of,
     frame,
     host_gone,
@@ -263,7 +263,7 @@ class Coordinator(Alone):
             case Prepared(attempt=attempt, failure=failure):
                 if attempt in self._attempts:  # or it was dropped meanwhile
                     self._attempts[attempt].add(failure)
-            case Stored(fragment=fragment, seq=seq, shards=shards):
+            case Uploaded(fragment=fragment, seq=seq, shards=shards):
                 self._stored[fragment, seq].add(shards)
             case Have(checkpoints=found):
                 self._have.add(found)

@@ -12,7 +12,7 @@
     workers -> host 0  Hello     who I am
                        Have      checkpoints of which this host has its part
                        Prepared  the attempt has succeeded here, or why it has not
-                       Stored    this host's shards of an update are in the store
+                       Uploaded  this host's shards of an update are in the store
                        LeaveAsked  somebody asked this host to end
 
     frame: length (4 bytes, big endian), msgpack map with `version`, `kind` and the fields by name
@@ -43,7 +43,7 @@ from diloco.learner.core.boundary import Boundary
 from diloco.learner.core.catchup import Change
 from diloco.learner.wire.recovery import CheckpointId
 
-VERSION: Final = 6
+VERSION: Final = 7
 LENGTH: Final = struct.Struct(">I")
 FRAME_BYTES: Final = 64 << 20
 
@@ -141,7 +141,7 @@ class Prepared(HostMessage):
     failure: Failure | None
 
 
-class Stored(HostMessage):
+class Uploaded(HostMessage):
     """Shards of an update that are in the store."""
 
     fragment: int
@@ -157,7 +157,7 @@ _KINDS: Final[dict[str, type[HostMessage]]] = {
     kind.__name__: kind
     for kind in (
         *(Begin, Load, Go, Resume, Turn, Prepare, Granted, Drop, Ending),
-        *(Hello, Have, Prepared, Stored, LeaveAsked),
+        *(Hello, Have, Prepared, Uploaded, LeaveAsked),
     )
 }
 

@@ -24,8 +24,8 @@ from diloco.learner.hosts.messages import (
     LeaveAsked,
     Prepare,
     Prepared,
-    Stored,
     Turn,
+    Uploaded,
     error_of,
     frame,
     host_gone,
@@ -256,7 +256,7 @@ class Worker:
     async def _store(self, outgoing: Outgoing) -> None:
         send = outgoing.send
         stored = await self._uploader.store(self._go.incarnation, send, outgoing.codes)
-        self._link.tell(Stored(fragment=send.fragment, seq=send.seq, shards=stored.shards))
+        self._link.tell(Uploaded(fragment=send.fragment, seq=send.seq, shards=stored.shards))
         self._context.traffic.updates_sent += 1
 
 

@@ -53,7 +53,7 @@ EVERYTHING = [
     messages.Hello(secret="s", host=1),
     messages.Have(checkpoints=((3, 8), (1, 2))),
     messages.Prepared(attempt=1, failure=messages.Failure(missing=True, text="gone")),
-    messages.Stored(fragment=0, seq=1, shards=()),
+    messages.Uploaded(fragment=0, seq=1, shards=()),
     messages.LeaveAsked(),
 ]
 
