@@ -98,7 +98,7 @@ class LightReplica:
     def owned(self, fragment: int) -> np.ndarray:
         return self._blocks[fragment]
 
-    held = owned
+    local_blocks = owned
 
     def collect(self, _fragment: int, codes: Encoded) -> Encoded:
         return codes

@@ -360,7 +360,7 @@ def test_a_finding(tmp_path: Path) -> None:
     findings = "diloco/run/findings.py"
     tree.before(findings, "    yield from _quiet(run, settings)\n", "    yield from _lonely(run)\n")
     tree.before(findings, "def _quiet(", '''
-        def _lonely(run: Run) -> Iterator[Finding]:
+        def _lonely(run: RunStatus) -> Iterator[Finding]:
             """Rounds that hold less than there are learners."""
             if run.round_size < 100:
                 yield Finding(

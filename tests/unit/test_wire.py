@@ -75,6 +75,9 @@ def test_an_unknown_field_is_refused_and_named(body):
 
 WRONG = {int: ["1", 1.5, True, None, -1 << 63], float: ["1", None, True], str: [1, b"x", None]}
 WRONG |= {bool: [0, 1, "true", None], bytes: ["x", 1, None]}
+# A float, or null.
+MAYBE = wire.Heartbeat.model_fields["loss"].annotation
+WRONG[MAYBE] = ["1", True]
 
 
 @kinds
@@ -92,7 +95,7 @@ def test_a_field_of_another_type_is_refused(body):
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_floats_are_finite(body, value):
     for name, field in body.model_fields.items():
-        if field.annotation is float:
+        if field.annotation in (float, MAYBE):
             fields = fields_of(EXAMPLES[body]) | {name: value}
             assert reason_of(body, msgpack.packb(fields)) == "malformed", name
 
