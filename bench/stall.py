@@ -56,7 +56,7 @@ from diloco.common.process.nats_server import NatsServer
 from diloco.common.process.probes import make_probes
 from diloco.common.process.service import Runtime
 from diloco.common.protocol.codec import CODECS, Encoded
-from diloco.learner.context import Context
+from diloco.learner.background import Context
 from diloco.learner.island import Island
 from diloco.learner.library import Learner, alive
 from diloco.learner.life import Life

@@ -10,7 +10,7 @@ import numpy as np
 
 from diloco.common.storage.bus import MemoryBus
 from diloco.common.storage.views import assemble_view
-from diloco.learner.context import Context
+from diloco.learner.background import Context
 from diloco.learner.hosts import messages
 from diloco.learner.hosts.messages import exchange_secret
 from diloco.learner.hosts.worker import HostLink, Worker, check_same, connect
@@ -29,8 +29,8 @@ from diloco.learner.life import (
 from diloco.learner.synchronizer import Meter, Synchronizer
 from diloco.learner.tensors import tree
 from diloco.learner.wire.claims import GrantedShares
-from diloco.learner.wire.fetch import VersionFetcher
 from diloco.learner.wire.publish import Uploader
+from diloco.learner.wire.receive import VersionFetcher
 from diloco.learner.wire.recovery import Restored, readable_parts
 
 

@@ -17,7 +17,7 @@ from diloco.common.protocol.errors import DilocoError, SupersededError
 from diloco.common.storage.bus import Bus, jetstream
 from diloco.common.storage.holdings import Holding
 from diloco.common.storage.tape import has_ended, load_specification
-from diloco.learner.context import Context
+from diloco.learner.background import Alone, Context
 from diloco.learner.core import sync
 from diloco.learner.core.planner import Planner
 from diloco.learner.hosts import messages
@@ -38,14 +38,12 @@ from diloco.learner.life import (
     read_frozen,
     show_series,
 )
-from diloco.learner.peers import Alone
 from diloco.learner.synchronizer import Meter, Synchronizer
 from diloco.learner.task import Params
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.checkpoint import CheckpointFolder
 from diloco.learner.tensors.replica import Replica
 from diloco.learner.wire.claims import Claims
-from diloco.learner.wire.fetch import VersionFetcher, start_at, whole
 from diloco.learner.wire.incarnation import (
     DataPosition,
     Joined,
@@ -54,7 +52,7 @@ from diloco.learner.wire.incarnation import (
     place_after_join,
 )
 from diloco.learner.wire.publish import Publisher, Uploader
-from diloco.learner.wire.receive import Receiver, load
+from diloco.learner.wire.receive import Receiver, VersionFetcher, load, start_at, whole
 from diloco.learner.wire.recovery import (
     CheckpointId,
     Checkpoints,

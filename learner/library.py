@@ -37,6 +37,7 @@ from diloco.common.protocol.errors import (
     status_of,
 )
 from diloco.common.protocol.layout import Hint
+from diloco.learner.background import Background, running_loop
 from diloco.learner.core.boundary import Boundary
 from diloco.learner.follow import follow
 from diloco.learner.hosts.messages import HANGING_S, end_if_hanging
@@ -47,7 +48,6 @@ from diloco.learner.synchronizer import figures_of, loss_of
 from diloco.learner.task import Batch, Holder, Params, Shared, named_leaves
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.placement import put_like
-from diloco.learner.wire.background import Background, running_loop
 
 # How figures of held-out data are named among a learner's metrics.
 HELD_OUT = "held_out_"

@@ -35,7 +35,7 @@ from diloco.common.protocol.layout import Layout, parse_layout
 from diloco.common.protocol.wire import LEARNER_STATES
 from diloco.common.storage.bus import Bus
 from diloco.common.storage.store import ObjectStore, open_store
-from diloco.learner.context import Context
+from diloco.learner.background import Background, Context
 from diloco.learner.core import sync
 from diloco.learner.hosts.messages import wait_for_hosts
 from diloco.learner.member import Member
@@ -46,7 +46,6 @@ from diloco.learner.tensors.checkpoint import CheckpointFolder, copied
 from diloco.learner.tensors.mesh import open_groups
 from diloco.learner.tensors.placement import placed
 from diloco.learner.tensors.replica import Replica
-from diloco.learner.wire.background import Background
 from diloco.learner.wire.claims import GrantedShares
 from diloco.learner.wire.recovery import (
     Checkpoints,

@@ -18,7 +18,7 @@ from diloco.common.process.service import Clock
 from diloco.common.protocol import wire
 from diloco.common.protocol.errors import DilocoError, DivergedError
 from diloco.common.protocol.wire import METRIC_NAME, MOST_METRICS
-from diloco.learner.context import TrafficCounts
+from diloco.learner.background import TrafficCounts
 from diloco.learner.core import sync
 from diloco.learner.core.boundary import Boundary, Done, Outbox, Outgoing
 from diloco.learner.task import Params

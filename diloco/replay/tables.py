@@ -22,7 +22,7 @@ from diloco.common.protocol.layout import Piece
 from diloco.common.storage.tape import RunContext
 from diloco.common.storage.views import load_version
 from diloco.judge.remake import FragmentRemaker, is_stored
-from diloco.learner.wire.background import running_loop
+from diloco.learner.background import running_loop
 from diloco.replay import score, show, verify
 from diloco.run.cli.opening import open_run
 from diloco.run.history import History, Sent, answered, identity, read_history, resolves

@@ -21,6 +21,7 @@ from diloco.common.protocol.errors import (
     ObjectMissingError,
     WireError,
 )
+from diloco.learner.background import Alone, Preparation
 from diloco.learner.core.boundary import Boundary
 from diloco.learner.core.catchup import Change
 from diloco.learner.hosts.messages import (
@@ -40,7 +41,6 @@ from diloco.learner.hosts.messages import (
     host_gone,
     read_message,
 )
-from diloco.learner.peers import Alone, Preparation
 from diloco.learner.wire.recovery import CheckpointId
 
 # Boundaries that plans are ahead, so that a worker has each before its time comes.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 from diloco.common.process.service import cancel
 from diloco.common.protocol.errors import ConfigError, IntegrityError, ObjectMissingError, WireError
 from diloco.common.protocol.reasons import Reason
-from diloco.learner.context import Context
+from diloco.learner.background import Context
 from diloco.learner.core import sync
 from diloco.learner.core.boundary import Boundary, Done, Outgoing
 from diloco.learner.core.catchup import Change
@@ -32,8 +32,8 @@ from diloco.learner.hosts.messages import (
     read_message,
 )
 from diloco.learner.wire.claims import GrantedShares
-from diloco.learner.wire.fetch import VersionFetcher
 from diloco.learner.wire.publish import Uploader
+from diloco.learner.wire.receive import VersionFetcher
 
 M = TypeVar("M", bound=HostMessage)
 

@@ -24,8 +24,7 @@ from diloco.common.protocol.errors import (
 )
 from diloco.common.storage.holdings import Holding, Holdings, Sizes, declared_sizes, end_of
 from diloco.common.storage.tape import decode_as, publish_once
-from diloco.learner.context import Context
-from diloco.learner.wire.background import Background
+from diloco.learner.background import Background, Context
 from diloco.learner.wire.incarnation import DataPosition, Joined, last_at_leader
 
 # A reader that waits looks so often whether somebody wants it to end.

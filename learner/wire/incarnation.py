@@ -20,7 +20,7 @@ from diloco.common.protocol.errors import (
 from diloco.common.storage.bus import Bus, Message
 from diloco.common.storage.holdings import EXPIRY, lost_batches
 from diloco.common.storage.tape import data_reached, decode_as
-from diloco.learner.context import Context
+from diloco.learner.background import Context
 
 
 class Joined(NamedTuple):

@@ -19,10 +19,9 @@ from diloco.common.protocol.codec import Encoded
 from diloco.common.protocol.errors import DilocoError, DivergedError
 from diloco.common.protocol.layout import Fragment
 from diloco.common.storage.tape import publish_once
-from diloco.learner.context import Context, longest_round_s
+from diloco.learner.background import Alone, Context, longest_round_s
 from diloco.learner.core import sync
 from diloco.learner.core.boundary import Done, Outgoing, Post
-from diloco.learner.peers import Alone
 from diloco.learner.tensors.replica import Replica
 from diloco.learner.wire.incarnation import Joined
 

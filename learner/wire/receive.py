@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from diloco.common.process.averaged import sync_of
 from diloco.common.process.service import all_of
-from diloco.common.protocol import names, wire
+from diloco.common.protocol import names, shards, wire
 from diloco.common.protocol.errors import (
     HostFetchError,
     IntegrityError,
@@ -23,14 +24,13 @@ from diloco.common.protocol.errors import (
     WireError,
 )
 from diloco.common.storage.bus import Message
-from diloco.common.storage.tape import decode_as, parse_changed, read_record
-from diloco.common.storage.views import Loaded, load_view
-from diloco.learner.context import Context
+from diloco.common.storage.tape import decode_as, get_object, parse_changed, read_record
+from diloco.common.storage.views import Loaded, assemble_view, load_view
+from diloco.learner.background import Alone, Context
 from diloco.learner.core import sync
 from diloco.learner.core.boundary import NOTHING, Decoded, Post
 from diloco.learner.core.catchup import Adopted, Change, FetchMove, UnfetchedRecord, next_move
-from diloco.learner.peers import Alone
-from diloco.learner.wire.fetch import VersionFetcher, whole
+from diloco.learner.tensors.replica import Replica
 
 # Decoded versions may wait for as many bytes as views of the largest fragment: two, so that one is
 # fetched while another waits for its boundary.
@@ -86,6 +86,75 @@ async def load(context: Context, fragment: int) -> Loaded:
     )
     context.traffic.bytes_down += loaded.read_bytes
     return loaded
+
+
+def start_at(loaded: Loaded) -> sync.Start:
+    """The core's start with a fragment of which a learner has loaded this version."""
+    record = loaded.record
+    return sync.Start(record.version, record.view_digest, loaded.record_seq, record.global_step)
+
+
+def whole(loaded: Loaded) -> Change:
+    """The change that leads to a view from nothing."""
+    record = loaded.record
+    return Change(
+        record.fragment, loaded.record_seq, record.view_digest, loaded.snapshot, loaded.deltas
+    )
+
+
+class VersionFetcher:
+    """Fetches and decodes what one host holds of versions, and puts it on its devices."""
+
+    def __init__(self, context: Context, tensors: Replica) -> None:
+        self._context = context
+        self._tensors = tensors
+
+    async def fetch(self, change: Change) -> Any:
+        """The payload of a change.
+
+        Raises:
+            ObjectMissingError: garbage collection has taken an object.
+            IntegrityError: an object is damaged.
+        """
+        if change.snapshot is None:
+            return await self._context.runtime.call(self._delta, change)
+        return await self._context.runtime.call(self._view, change, change.snapshot)
+
+    async def place(self, loaded: Loaded) -> Any:
+        """The payload of a view that is here already."""
+        place = self._tensors.place_view
+        return await self._context.runtime.call(place, loaded.record.fragment, loaded.view)
+
+    def _delta(self, change: Change) -> Any:
+        context, (ref,) = self._context, change.deltas
+        fragment = context.layout.fragments[change.fragment]
+        section, size = sync_of(context.settings.sync, fragment), fragment.size
+        held = self._tensors.local_blocks(change.fragment)
+        codec, block = section.delta_codec, section.block
+        if held.size * block == size:
+            data = get_object(context.store, ref)
+            context.traffic.bytes_down += len(data)
+            rows = shards.unpack_delta(data, codec=codec, count=size, block=block)
+        else:
+            rows = shards.read_blocks(
+                self._reader(ref), codec=codec, count=size, block=block, blocks=held
+            )
+        return self._tensors.place(change.fragment, rows)
+
+    def _reader(self, ref: wire.ObjectRef) -> shards.Read:
+        def read(start: int, stop: int) -> bytes:
+            data = self._context.store.get_range(ref.name, start, stop)
+            self._context.traffic.bytes_down += len(data)
+            return data
+
+        return read
+
+    def _view(self, change: Change, snapshot: wire.ObjectRef) -> Any:
+        view, read_bytes = assemble_view(
+            self._context, change.fragment, change.view_digest, snapshot, change.deltas
+        )
+        self._context.traffic.bytes_down += read_bytes
+        return self._tensors.place_view(change.fragment, view)
 
 
 class Receiver:

@@ -16,7 +16,7 @@ from diloco.common.process import metrics
 from diloco.common.process.config import LearnerSection
 from diloco.common.protocol import names, shards
 from diloco.common.protocol.errors import CheckpointError, DilocoError
-from diloco.learner.context import Context
+from diloco.learner.background import Context
 from diloco.learner.tensors import checkpoint as checkpoints
 from diloco.learner.tensors.checkpoint import (
     CheckpointFolder,

@@ -18,8 +18,7 @@ from diloco.common.protocol.layout import Tensor, make_layout
 from diloco.common.storage.bus import StreamLimits, jetstream
 from diloco.common.storage.store import MemoryStore
 from diloco.judge import doctor
-from diloco.learner.context import Context
-from diloco.learner.peers import Alone
+from diloco.learner.background import Alone, Context
 from diloco.learner.synchronizer import Meter
 from diloco.learner.wire.incarnation import Joined
 from diloco.learner.wire.publish import Publisher, Uploader

@@ -16,7 +16,7 @@ from diloco.common.process.service import Runtime
 from diloco.common.storage.bus import Message
 from diloco.common.storage.bus.jetstream import NatsBus
 from diloco.common.storage.store import DirectoryStore, open_store
-from diloco.learner.context import Context
+from diloco.learner.background import Context
 from diloco.learner.wire.receive import load as load_newest
 
 SLOWER = {"options": {"notes": "notes", "sleep_s": 0.02}}

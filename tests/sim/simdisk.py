@@ -14,7 +14,7 @@ from simactor import Actor
 from simchain import Violation
 
 from diloco.common.process.config import LearnerSection
-from diloco.learner.context import Context
+from diloco.learner.background import Context
 from diloco.learner.synchronizer import Synchronizer
 from diloco.learner.tensors import checkpoint as checkpoints
 from diloco.learner.tensors.checkpoint import Facts, HostCheckpoint, PartFolder

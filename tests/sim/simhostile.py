@@ -17,7 +17,7 @@ from simworld import World
 
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import DilocoError
-from diloco.learner.context import Context as LearnerContext
+from diloco.learner.background import Context as LearnerContext
 from diloco.learner.core import sync
 from diloco.learner.wire.incarnation import join
 from diloco.learner.wire.publish import Uploader

@@ -12,7 +12,7 @@ import numpy as np
 from simtensors import LightReplica
 
 from diloco.common.protocol.codec import Encoded
-from diloco.learner.context import Context
+from diloco.learner.background import Context
 from diloco.learner.core import sync
 from diloco.learner.wire.publish import Uploader, UploadResult
 

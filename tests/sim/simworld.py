@@ -46,16 +46,15 @@ from diloco.common.protocol.layout import Layout, Tensor, TensorHint, make_layou
 from diloco.common.storage import checkpoint_files
 from diloco.common.storage.bus import Message, subject_matches
 from diloco.common.storage.tape import load_specification, place_on_tape
-from diloco.learner.context import Context as LearnerContext
+from diloco.learner.background import Alone
+from diloco.learner.background import Context as LearnerContext
 from diloco.learner.core import sync
 from diloco.learner.core.boundary import NOTHING, Arrived, Decoded
 from diloco.learner.core.planner import HOLD_S, Planner
-from diloco.learner.peers import Alone
 from diloco.learner.synchronizer import Meter, Synchronizer
-from diloco.learner.wire.fetch import VersionFetcher, start_at
 from diloco.learner.wire.incarnation import Joined, end_when_superseded, join, place_after_join
 from diloco.learner.wire.publish import Publisher, Uploader
-from diloco.learner.wire.receive import Receiver, load
+from diloco.learner.wire.receive import Receiver, VersionFetcher, load, start_at
 from diloco.learner.wire.recovery import NoCheckpoints
 from diloco.operate.create import create_run
 from diloco.operate.streams import make_streams
@@ -373,7 +372,7 @@ async def ended(actor: Actor) -> None:
 
 
 class SimBackground:
-    """`diloco.learner.wire.background.Background` within the virtual loop."""
+    """`diloco.learner.background.Background` within the virtual loop."""
 
     def __init__(self, actor: Actor) -> None:
         self.actor = actor

@@ -270,7 +270,7 @@ def no_answer_taken_for_one():
 def deltas_taken_as_they_come():
     """A learner does not compare a version's delta with the checksum in its record."""
     return mock.patch(
-        "diloco.learner.wire.fetch.get_object", lambda store, ref: store.get(ref.name)
+        "diloco.learner.wire.receive.get_object", lambda store, ref: store.get(ref.name)
     )
 
 

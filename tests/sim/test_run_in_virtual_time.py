@@ -8,7 +8,7 @@ from simtensors import Ledger, Light
 from simworld import SimLearner, World, ended
 
 from diloco.common.protocol import names, wire
-from diloco.learner.context import TrafficCounts
+from diloco.learner.background import TrafficCounts
 from diloco.learner.synchronizer import Meter
 
 LEDGER = {

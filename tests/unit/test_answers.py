@@ -5,7 +5,7 @@ import structlog
 
 from diloco.common.process import log
 from diloco.common.process.config import RunSettings
-from diloco.learner.context import Answers
+from diloco.learner.background import Answers
 
 SETTINGS = RunSettings(run={"name": "quick", "steps": 60}, sync={"interval_steps": 8})
 

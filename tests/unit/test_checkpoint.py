@@ -17,7 +17,7 @@ from diloco.common.process.service import Runtime
 from diloco.common.protocol.errors import CheckpointError
 from diloco.common.protocol.layout import Tensor, make_layout
 from diloco.common.storage.store import MemoryStore
-from diloco.learner.context import Context
+from diloco.learner.background import Context
 from diloco.learner.tensors import checkpoint
 from diloco.learner.tensors.mesh import make_mesh
 from diloco.learner.tensors.optimizer import Matrices, adamw, muon

@@ -15,10 +15,9 @@ from diloco.common.protocol.errors import BusUnavailableError, StoreUnavailableE
 from diloco.common.protocol.layout import Tensor, make_layout
 from diloco.common.storage.bus import MemoryBus, StreamLimits
 from diloco.common.storage.store import MemoryStore
-from diloco.learner.context import Context
+from diloco.learner.background import Alone, Context
 from diloco.learner.core import sync
 from diloco.learner.core.boundary import Outgoing
-from diloco.learner.peers import Alone
 from diloco.learner.tensors.replica import Replica
 from diloco.learner.wire.incarnation import join
 from diloco.learner.wire.publish import Publisher, Uploader

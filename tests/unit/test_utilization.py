@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from diloco.common.protocol.errors import TaskError
-from diloco.learner.context import TrafficCounts
+from diloco.learner.background import TrafficCounts
 from diloco.learner.synchronizer import Meter
 from diloco.learner.tensors.utilization import full_tokens_per_s, peak_flops
 from diloco.models.bytes_lm import model

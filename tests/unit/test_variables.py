@@ -11,7 +11,7 @@ import pytest
 from diloco.common.process.config import SyncSection
 from diloco.common.protocol.errors import ConfigError, DilocoError, TaskError
 from diloco.common.protocol.layout import TensorHint
-from diloco.learner.context import TrafficCounts
+from diloco.learner.background import TrafficCounts
 from diloco.learner.contract import check_task, refusals
 from diloco.learner.synchronizer import EMA, Meter
 from diloco.learner.task import Task, Variables, params_shapes, scores

@@ -1,0 +1,258 @@
+"""The background of one learner: its event loop, what its parts share, and the other hosts.
+
+The training loop puts work in and takes events out; neither ever waits for the network. What goes
+wrong for good here is raised in the training loop, at its next look.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import queue
+import threading
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from diloco.common.process import log
+from diloco.common.process.config import RunSettings
+from diloco.common.process.health import Health
+from diloco.common.process.metrics import Metrics
+from diloco.common.process.service import cancel
+from diloco.common.protocol import wire
+from diloco.common.protocol.errors import DilocoError
+from diloco.common.storage.tape import RunContext
+from diloco.learner.core import sync
+from diloco.learner.core.boundary import NOTHING, Arrived, Boundary, Decoded
+from diloco.learner.core.catchup import Change
+
+T = TypeVar("T")
+
+
+class Background:
+    """A learner's tasks on the event loop, as its training thread sees them."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._arrived: queue.SimpleQueue[Arrived | BaseException] = queue.SimpleQueue()
+        self._tasks: set[asyncio.Future[None]] = set()
+        self._failed: BaseException | None = None
+
+    def call(self, coroutine: Coroutine[Any, Any, T], within_s: float | None = None) -> T:
+        """Run a coroutine and wait for its result.
+
+        Raises:
+            TimeoutError: it takes longer than `within_s`; it is cancelled.
+        """
+        limited = asyncio.wait_for(coroutine, within_s)
+        return asyncio.run_coroutine_threadsafe(limited, self.loop).result()
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine beside training, to its end or that of this life."""
+        self.loop.call_soon_threadsafe(self._begin, coroutine)
+
+    def events(self, wait_s: float = 0.0) -> list[Arrived]:
+        """The events that have arrived; with `wait_s`, wait so long for a first one.
+
+        Raises:
+            BaseException: what ended a part of the background for good.
+        """
+        arrived = []
+        try:
+            item = self._arrived.get(timeout=wait_s) if wait_s else self._arrived.get_nowait()
+            while True:
+                if isinstance(item, BaseException):
+                    raise item
+                arrived.append(item)
+                item = self._arrived.get_nowait()
+        except queue.Empty:
+            return arrived
+
+    def post(self, event: sync.Event, payload: Decoded = NOTHING) -> None:
+        """Hand an event to the training loop; from any thread."""
+        self._arrived.put(Arrived(event, payload))
+
+    def fail(self, error: BaseException) -> None:
+        """End this life, at the training loop's next look; from any thread."""
+        self._failed = error
+        self._arrived.put(error)
+
+    def check(self) -> None:
+        """Look whether this life is to end, and at nothing else.
+
+        Raises:
+            BaseException: what ended a part of the background for good.
+        """
+        if self._failed is not None:
+            raise self._failed
+
+    def close(self) -> None:
+        """End everything that still runs here."""
+        self.call(cancel(*self._tasks))
+
+    def _begin(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: "asyncio.Future[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.fail(error)
+
+
+@contextlib.contextmanager
+def running_loop() -> Iterator[asyncio.AbstractEventLoop]:
+    """An event loop on a thread of its own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="background", daemon=True)
+    thread.start()
+    try:
+        yield loop
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+# --- The state that its parts share
+
+TROUBLE = "unanswered"
+ADVICE = (
+    "see whether an aggregator of this run is alive, or start one: diloco aggregator --config FILE;"
+    " what was sent waits on the tape"
+)
+# Updates of this many times H steps, so many in a row of one fragment, are no outage's.
+LONG = 10
+LONG_IN_A_ROW = 3
+OUTRUN = (
+    "a round takes longer than the loop needs for many times sync.interval_steps, and moves the"
+    " run's clock by no more than that: raise sync.interval_steps, or have a step do more work"
+)
+
+
+@dataclass
+class Answers:
+    """The run's records since this learner's updates were announced; on the event loop.
+
+    Attributes:
+        since_s: when the first update was announced that no record has followed.
+        interval_steps: H, once settings have changed it; 0 before.
+    """
+
+    since_s: float | None = None
+    told: bool = False
+    interval_steps: int = 0
+    _long: dict[int, int] = field(default_factory=dict)
+    _told_outrun: bool = False
+
+    def announced(self, now_s: float) -> None:
+        """An update is on the tape."""
+        if self.since_s is None:
+            self.since_s = now_s
+
+    def heard(self, health: Health, logger: log.Logger) -> None:
+        """A record came: somebody makes versions, or verdicts."""
+        self.since_s = None
+        if self.told:
+            self.told = False
+            health.troubles.pop(TROUBLE, None)
+            logger.info("answered")
+
+    def look(self, now_s: float, longest_s: float, health: Health, logger: log.Logger) -> None:
+        """Say once that nothing has come for longer than a round takes."""
+        if self.told or self.since_s is None or now_s - self.since_s < longest_s:
+            return
+        self.told = True
+        waited_s = round(now_s - self.since_s)
+        health.troubles[TROUBLE] = (
+            f"no version and no verdict for {waited_s} s since its updates were announced"
+        )
+        logger.warning("unanswered", waited_s=waited_s, advice=ADVICE)
+
+    def covered(self, fragment: int, steps: int, settings: RunSettings, logger: log.Logger) -> None:
+        """An update of so many steps was sent: say once that the loop outruns the rounds."""
+        interval_steps = self.interval_steps or settings.sync.interval_steps
+        long = steps >= LONG * interval_steps
+        self._long[fragment] = self._long.get(fragment, 0) + 1 if long else 0
+        if self._long[fragment] >= LONG_IN_A_ROW and not self._told_outrun:
+            self._told_outrun = True
+            logger.warning("rounds_outrun", steps=steps, of=interval_steps, advice=OUTRUN)
+
+
+def longest_round_s(settings: RunSettings, step_time_s: float) -> float:
+    """So long no round takes: its pace, twice over, and its deadline."""
+    sync = settings.sync
+    return settings.quorum.deadline_s + 2 * sync.interval_steps * step_time_s
+
+
+class TrafficCounts:
+    """Bytes and updates of this life, for heartbeats."""
+
+    def __init__(self) -> None:
+        self.bytes_up = 0
+        self.bytes_down = 0
+        self.updates_sent = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Context(RunContext):
+    """The state that the background side of one learner shares."""
+
+    learner: str
+    traffic: TrafficCounts = dataclasses.field(default_factory=TrafficCounts)
+    answers: Answers = dataclasses.field(default_factory=Answers)
+    metrics: Metrics = dataclasses.field(default_factory=Metrics)
+    health: Health = dataclasses.field(default_factory=Health)
+
+
+# --- The learner's other hosts, as the parts of host 0 see them
+
+
+class Preparation:
+    """One attempt to bring a change onto the devices of all other hosts: of none, done at once."""
+
+    async def ready(self) -> None:
+        """Wait until they all have it.
+
+        Raises:
+            ObjectMissingError, IntegrityError: as one of them says.
+        """
+
+    def drop(self) -> None:
+        """Nobody will adopt it: they free what they have of it."""
+
+
+class Alone:
+    """A learner of one host; `hosts.coordinator.Coordinator` is that of several.
+
+    Attributes:
+        hosts: how many the learner has, this one included.
+        lookahead: boundaries that plans are ahead, so that nobody waits for word of them.
+    """
+
+    hosts = 1
+    lookahead = 0
+
+    def asked_to_leave(self) -> bool:
+        """Whether another host was asked to end."""
+        return False
+
+    def say(self, message: Any) -> None:
+        """Send a `hosts.messages` message to the others; may be called from any thread."""
+
+    def write(self, message: Any) -> None:
+        """Send a message to all other hosts; on the event loop."""
+
+    def tell(self, boundary: Boundary) -> None:
+        """Send them a boundary; may be called from any thread."""
+
+    def give_up(self, _error: DilocoError) -> None:
+        """Tell them what ends this life; may be called from any thread."""
+
+    def prepare(self, _change: Change) -> Preparation:
+        """Ask them to bring a change onto their devices; on the event loop."""
+        return Preparation()
+
+    async def stored(self, _fragment: int, _seq: int) -> tuple[wire.Shard, ...]:
+        """Wait until they have stored their shards of an update; the shards."""
+        return ()
