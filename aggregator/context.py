@@ -27,8 +27,8 @@ class Context(RunContext):
     `record_bytes`: a longer record keeps its body in an object.
     `most_positions`: a specification with more data positions keeps them in one.
     `share_expiry_s`: silence after which others get a learner's shares of the data.
-    `arithmetic`: what arrays are calculated with; None for production's. That loads JAX where it is
-    used, and not here: operators' commands have a context too.
+    `arithmetic`: what arrays are calculated with; None for production's. That loads Numba where it
+    is used, and not here: operators' commands have a context too.
     `shard_listing`: what the collectors of all its fragments list.
     """
 

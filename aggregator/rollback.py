@@ -10,8 +10,13 @@ from collections.abc import Mapping
 
 from diloco.aggregator.context import Context
 from diloco.aggregator.core.decisions import Decided
-from diloco.aggregator.owner.committer import commit_record
-from diloco.aggregator.owner.records import RecordContents, compose, contents_of, with_snapshot
+from diloco.aggregator.owner.committer import (
+    RecordContents,
+    commit_record,
+    compose,
+    contents_of,
+    with_snapshot,
+)
 from diloco.aggregator.owner.recovery import Recovered, missing_object, rebuild
 from diloco.aggregator.settings import check_goes_on
 from diloco.common.protocol import wire

@@ -3,7 +3,7 @@
 from typing import Any
 
 from diloco.aggregator.core import memory
-from diloco.aggregator.owner.records import NOTHING
+from diloco.aggregator.owner.committer import NOTHING
 from diloco.common.protocol import wire
 
 DIGEST = "0" * 32

@@ -259,7 +259,7 @@ class FragmentArrays:
 
         Args:
             record: of the version.
-            read: gives an input's verified parts; as `shard_reader.read_input`.
+            read: gives an input's verified parts; as `fetcher.read_input`.
 
         Raises:
             IntegrityError: an input is gone or damaged, the record is not of this fragment's

@@ -12,8 +12,8 @@ from typing import Final, NamedTuple
 from diloco.aggregator.arrays.arithmetic import PRODUCTION
 from diloco.aggregator.arrays.fragment import FragmentArrays, unmergeable
 from diloco.aggregator.context import Context
-from diloco.aggregator.owner.records import cited
-from diloco.aggregator.owner.shard_reader import read_input
+from diloco.aggregator.owner.committer import cited
+from diloco.aggregator.owner.fetcher import read_input
 from diloco.common.process import cores
 from diloco.common.process.config import RunSettings
 from diloco.common.process.service import cancel

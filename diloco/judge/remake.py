@@ -17,7 +17,7 @@ from diloco.aggregator.arrays.fragment import FragmentArrays
 from diloco.aggregator.arrays.merge import Vector
 from diloco.aggregator.core import policy
 from diloco.aggregator.core.updates import Admitted, UpdateCredit
-from diloco.aggregator.owner.shard_reader import read_input, read_payload
+from diloco.aggregator.owner.fetcher import read_input, read_payload
 from diloco.common.process import cores
 from diloco.common.process.averaged import sync_of
 from diloco.common.process.config import RunSettings

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 import numpy as np
 
 from diloco.aggregator.arrays.fragment import make_grid
-from diloco.aggregator.owner.shard_reader import read_parts
+from diloco.aggregator.owner.fetcher import read_parts
 from diloco.common.process.averaged import sync_of
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.codec import decode_numpy

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 import numpy as np
 
 from diloco.aggregator.arrays.fragment import make_grid
-from diloco.aggregator.owner.shard_reader import read_parts
+from diloco.aggregator.owner.fetcher import read_parts
 from diloco.common.protocol import wire
 from diloco.common.protocol.codec import decode_numpy
 from diloco.common.protocol.errors import ConfigError

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco.aggregator.arrays.grid import make_grid
-from diloco.aggregator.owner.shard_reader import cut_alike, read_parts
+from diloco.aggregator.owner.fetcher import cut_alike, read_parts
 from diloco.common.process.averaged import sync_of
 from diloco.common.process.config import SyncSection
 from diloco.common.protocol import wire

@@ -6,7 +6,7 @@ import numpy as np
 
 from diloco.aggregator.arrays.fragment import FragmentArrays
 from diloco.aggregator.core.updates import Admitted, UpdateCredit
-from diloco.aggregator.owner.shard_reader import read_payload
+from diloco.aggregator.owner.fetcher import read_payload
 from diloco.common.process.config import RunSettings
 from diloco.common.protocol import names, shards, slices, wire
 from diloco.common.protocol.codec import Codec, decode_numpy

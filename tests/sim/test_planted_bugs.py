@@ -157,7 +157,7 @@ def checksum_unchecked():
         data = store.get(entry.name, entry.size_bytes)
         return shards.unpack(data, codec=codec, count=count, block=block)
 
-    return mock.patch("diloco.aggregator.owner.shard_reader._read_shard", read)
+    return mock.patch("diloco.aggregator.owner.fetcher._read_shard", read)
 
 
 def shut_out_and_merged():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from diloco.aggregator.arrays import merge
 from diloco.aggregator.arrays.grid import make_grid
 from diloco.aggregator.arrays.merge import Contribution
-from diloco.aggregator.owner.shard_reader import read_parts, read_payload
+from diloco.aggregator.owner.fetcher import read_parts, read_payload
 from diloco.common.protocol import shards, slices, wire
 from diloco.common.protocol.codec import CODECS, Encoded
 from diloco.common.protocol.errors import WireError

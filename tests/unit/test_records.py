@@ -3,7 +3,7 @@
 from records import make_record
 
 from diloco.aggregator.core.decisions import Decided
-from diloco.aggregator.owner.records import RecordContents, contents_of, sum_up, unchanged
+from diloco.aggregator.owner.committer import RecordContents, contents_of, sum_up, unchanged
 from diloco.common.protocol import wire
 
 # What `compose` adds: who makes the record, and what it follows.

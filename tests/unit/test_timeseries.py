@@ -8,7 +8,7 @@ from records import make_input, make_record
 from runlab import RUN, Lab
 
 from bench.tapes import Forger
-from diloco.aggregator.owner.records import NOTHING
+from diloco.aggregator.owner.committer import NOTHING
 from diloco.common.process.config import RunSettings
 from diloco.common.protocol import names, wire
 from diloco.common.storage.tape import Recorded

@@ -16,8 +16,8 @@ from diloco.aggregator.core import memory
 from diloco.aggregator.leases import Leases
 from diloco.aggregator.owner.collector import Collector
 from diloco.aggregator.owner.committer import swap
+from diloco.aggregator.owner.fetcher import read_input, read_payload
 from diloco.aggregator.owner.recovery import MOST_AHEAD, _merge_again
-from diloco.aggregator.owner.shard_reader import read_input, read_payload
 from diloco.common.process.config import GcSection
 from diloco.common.protocol import names, shards, wire
 from diloco.common.protocol.errors import (
