@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import NamedTuple
 
 from diloco.aggregator.context import Context, identity
-from diloco.aggregator.core.division import Pinned, divide
+from diloco.aggregator.core.policy import Pinned, divide
 from diloco.common.process.service import first_of
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import BusUnavailableError, DilocoError, SwapLostError, WireError

@@ -1,20 +1,19 @@
 """The aggregator's core: what it decides, without IO, clock, randomness, threads or logging.
 
-policy.py     the numbers: weights, discounts, pace, quorum, grace, what is well formed
-credit.py     what is believed of an update: its steps, tokens, weight and norm
+policy.py     the numbers: weights, discounts, pace, quorum, grace, what is well formed, and
+              which fragments an aggregator takes and gives up
 state.py      what the machine of one fragment knows
-members.py    the learners in it, and what they say together
+members.py    the learners in it, what they say together, and which lives are heard of
 updates.py    the updates that it has in hand
-kept.py       collections that are replaced, never changed
-events.py     what it can be told
-effects.py    what it can ask for
+persistent.py collections that are replaced, never changed
+events.py     what it can be told, and what it can ask for
 machine.py    step(rules, state, event) -> (state, effects)
-admission.py  which updates it takes, and from whom
+admission.py  which updates it takes, and from whom; what is believed of their steps, tokens,
+              weight and norm
 rounds.py     when a round opens and closes, and when the machine wants a timer
 memory.py     what outlives it, in records
 decisions.py  what a record says of a decision, and the same decisions made again
 garbage.py    what of a fragment nobody needs any more
-division.py   which fragments an aggregator takes and gives up
 
 Comments in these files say why a rule is there, and name the invariant that it keeps:
 

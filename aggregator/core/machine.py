@@ -28,7 +28,7 @@ Rules of the core:
 from collections.abc import Callable
 from typing import Any
 
-from diloco.aggregator.core import admission, credit, events, memory, policy, rounds
+from diloco.aggregator.core import admission, events, memory, policy, rounds
 from diloco.aggregator.core.events import Discard, Ignored, Merge, Result
 from diloco.aggregator.core.members import Member
 from diloco.aggregator.core.policy import FragmentRules
@@ -161,9 +161,9 @@ def _on_announced(rules: FragmentRules, state: State, event: events.Announced) -
         # that never died (invariant 3).
         member = member._replace(final=member.final or manifest.final)
     else:
-        given = credit.credit(rules, state, manifest, event.stored_at_s)
+        given = admission.credit(rules, state, manifest, event.stored_at_s)
         if manifest.incarnation == member.incarnation:
-            member = credit.observed(rules.bounds, state, manifest, given, event.stored_at_s)
+            member = admission.observed(rules.bounds, state, manifest, given, event.stored_at_s)
     state = with_member(state, manifest.learner, member)
     state = with_pending(state, update, Pending(manifest, event.stream_seq, state.now_s, given))
     return rounds.go_on(rules, state, state.now_s)
@@ -234,7 +234,7 @@ def _on_fetched(rules: FragmentRules, state: State, event: events.Fetched) -> Re
     # The norm is measured, not claimed: the one bound on an update's effect that no manifest can
     # talk around. What is too long is shortened and never refused: norms fall by orders of
     # magnitude as a model converges, and honest learners differ.
-    clip = credit.clip(rules.bounds, state, manifest.learner, pending.credit, event.norm)
+    clip = admission.clip(rules.bounds, state, manifest.learner, pending.credit, event.norm)
     return _admit(rules, state, pending, clip, event)
 
 

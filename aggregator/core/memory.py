@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from diloco.aggregator.core.members import PATIENCE, Member, Members
+from diloco.aggregator.core.members import LIVES, PATIENCE, Member, Members
 from diloco.aggregator.core.persistent import PersistentMap
 from diloco.aggregator.core.state import (
     NOBODY,
@@ -24,9 +24,6 @@ from diloco.aggregator.core.updates import (
 from diloco.common.protocol import wire
 from diloco.common.protocol.reasons import is_offence
 
-# How many earlier lives of a learner keep their mark. An update of a life older than that is
-# answered while the credits name it; announced once more after that, it is ignored.
-LIVES = 4
 # Says in each record, and in each life's first observation, by which rules it decides: 0 were
 # those of a round that opened with pace, 1 believed what learners claim, 2 had the median's pace. A
 # record of other rules cannot be decided again by these.

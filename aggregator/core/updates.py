@@ -17,7 +17,7 @@ class UpdateId(NamedTuple):
 
 
 class UpdateCredit(NamedTuple):
-    """An update's credit: as much of its claims as can be believed (`credit.py`)."""
+    """An update's credit: as much of its claims as can be believed (`admission.py`)."""
 
     steps: int
     tokens: int

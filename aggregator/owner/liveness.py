@@ -17,7 +17,7 @@ from collections.abc import Collection
 
 from diloco.aggregator.context import Context, identity
 from diloco.aggregator.core import events
-from diloco.aggregator.core.hearing import Hearing
+from diloco.aggregator.core.members import Hearing
 from diloco.aggregator.owner.committer import swap
 from diloco.aggregator.owner.owner import FragmentOwner
 from diloco.aggregator.owner.tenure import Tenure
@@ -37,7 +37,7 @@ from diloco.common.storage.tape import (
 
 
 class LivenessWatch:
-    """Reads heartbeats, and tells the owners' machines what follows (`core/hearing.py`).
+    """Reads heartbeats, and tells the owners' machines what follows (`core/members.py`).
 
     Attributes:
         hearing: what was heard.

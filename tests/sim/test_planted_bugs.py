@@ -192,7 +192,7 @@ def shards_of_others():
 
 def steps_believed():
     """Any number of steps is believed."""
-    return mock.patch("diloco.aggregator.core.credit.steps_per_s", return_value=1e30)
+    return mock.patch("diloco.aggregator.core.admission.steps_per_s", return_value=1e30)
 
 
 def pointer_before_its_body():

@@ -4,7 +4,7 @@ import asyncio
 
 from runlab import RUN, Lab
 
-from diloco.aggregator.core.hearing import Hearing
+from diloco.aggregator.core.members import Hearing
 from diloco.aggregator.owner.liveness import Expiry
 from diloco.common.process.service import cancel
 from diloco.common.protocol import names, wire

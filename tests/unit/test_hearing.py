@@ -1,7 +1,6 @@
 """Liveness by incarnation: whose silence counts, and whose heartbeats do not."""
 
-from diloco.aggregator.core.hearing import Hearing
-from diloco.aggregator.core.members import Member
+from diloco.aggregator.core.members import Hearing, Member
 
 TIMEOUT_S = 10.0
 
