@@ -1,6 +1,7 @@
 """A life as host 0: the only host of a learner, or the one that speaks to the run."""
 
 import contextlib
+import platform
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -183,7 +184,7 @@ def _leading_life(
     folder = own_folder(host, context)
     meter = Meter(context.learner, context.traffic)
     meter.full_tokens_per_s = host.member.full_tokens_per_s()
-    life = host.starting(join(context, socket.gethostname()))
+    life = host.starting(join(context, socket.gethostname(), platform_of()))
     publisher = _publish_and_adopt(host, context, replica, meter, starts, peers, life)
     # Not before the join: an update of an earlier life that is still on its way is merged if it is
     # stored before it, and rejected behind it.
@@ -204,6 +205,7 @@ def _leading_life(
         outbox=lambda word: background.spawn(publisher.say(word)),
         meter=meter,
         saver=saver,
+        check_interval_versions=context.settings.sync.check_interval_versions,
     )
     context.metrics.on_scrape(lambda: show_series(context.metrics, synchronizer, planner.state))
     return Life(
@@ -220,6 +222,13 @@ def _leading_life(
         find=lambda like, shardings: _find(host, context, folder, peers, like, shardings),
         shares=shares,
     )
+
+
+def platform_of() -> str:
+    """The devices that this learner trains on, the machine and the Python, for people."""
+    devices = jax.devices()
+    kind = f"{len(devices)} x {devices[0].device_kind}"
+    return f"{kind}, {platform.machine()} {platform.system()}, Python {platform.python_version()}"
 
 
 def _shares(

@@ -227,6 +227,7 @@ class Synchronizer:
         outbox: takes updates, and what else the learner has to say.
         saver: of its checkpoints.
         losses: of its steps.
+        check_interval_versions: of a fragment, after which its view is digested again; 0: never.
     """
 
     replica: Replica
@@ -238,6 +239,8 @@ class Synchronizer:
     saver: Checkpoints
     clock: Callable[[], float] = field(default_factory=Clock)
     losses: Losses = field(default_factory=Losses)
+    check_interval_versions: int = 0
+    _check_at: dict[int, int] = field(default_factory=dict)
 
     def progress(self) -> TrainingProgress:
         """How far this learner is."""
@@ -284,9 +287,21 @@ class Synchronizer:
                         loss=self.losses.mean(effect.steps),
                         step_time_s=self.meter.step_time_s,
                         dispatched_at_s=self.clock(),
+                        digest=self._digest(effect),
                     )
                 )
             case sync.Republish():
                 self.outbox(effect)
             case sync.Finished(fragments):
                 self.outbox(Done(self.position, fragments))
+
+    def _digest(self, send: sync.Send) -> Callable[[], str] | None:
+        """Gives the digest of the view that is held, when it is time to say it.
+
+        For the first time once a version was adopted: until then nothing was decoded.
+        """
+        every = self.check_interval_versions
+        if not every or send.base_version < self._check_at.get(send.fragment, 1):
+            return None
+        self._check_at[send.fragment] = send.base_version + every
+        return self.replica.digest(send.fragment)

@@ -143,6 +143,10 @@ def wrong_base(
             Reason.BASE_DIGEST,
             f"view {manifest.base_digest}, version {state.version} is another",
         )
+    # What the devices really hold: memory errors, or a decoder of another release.
+    if manifest.held_digest not in (None, manifest.base_digest):
+        held = f"view {manifest.held_digest} is held as version {manifest.base_version}"
+        return Reason.VIEW, f"{held}, which is {manifest.base_digest}"
     # Off by default: the discount makes old work small, and throwing it away costs tokens
     # (invariant 4 counts them as rejected).
     if rules.staleness.max_versions and staleness > rules.staleness.max_versions:

@@ -21,7 +21,7 @@ from diloco.aggregator.core.members import Hearing
 from diloco.aggregator.owner.committer import swap
 from diloco.aggregator.owner.owner import FragmentOwner
 from diloco.aggregator.owner.tenure import Tenure
-from diloco.common.process import metrics
+from diloco.common.process import metrics, release
 from diloco.common.process.service import first_of
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import SwapLostError, WireError
@@ -142,7 +142,15 @@ class Expiry:
         if newest is None or sizes is None:
             return
         host = f"aggregator {context.name}"
-        word = wire.Join(run=run, learner=learner, layout=context.layout.digest, host=host)
+        word = wire.Join(
+            run=run,
+            learner=learner,
+            layout=context.layout.digest,
+            host=host,
+            release=release.release(),
+            lock=release.lock(),
+            platform=wire.NOT_A_LEARNER,
+        )
         try:
             joined = await swap(
                 context, subject, wire.encode(word), f"{EXPIRY}{identity(context)}", newest.seq
@@ -152,7 +160,7 @@ class Expiry:
         reached = await reached_before(context, learner, joined)
         position = max(reached.values(), default=0)
         leave = wire.Leave(
-            run=run, learner=learner, incarnation=joined, position=position, fragments=()
+            run=run, learner=learner, incarnation=joined, position=position, fragments=(), by=host
         )
         lost = lost_batches(position, reached, len(context.layout.fragments))
         end = wire.Claim(

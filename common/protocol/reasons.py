@@ -94,6 +94,10 @@ class Reason(StrEnum):
     SIZE = "size", "manifest", "a shard cannot have that size"
     FUTURE = "future", "manifest", "based on a version that does not exist yet"
     BASE_DIGEST = "base_digest", "manifest", "based on the newest version, but on another view"
+    VIEW = (
+        "view", "manifest",
+        "the learner holds another view than that of the version it builds on", _LAGGING,
+    )
     STALE = "stale", "manifest", "staler than staleness.max_versions", _LAGGING, False
     ROLLED_BACK = (
         "rolled_back", "manifest", "based on a version before the newest rollback", _REJECTED,

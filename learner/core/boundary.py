@@ -66,6 +66,8 @@ class Outgoing(NamedTuple):
 
     Attributes:
         loss: gives the mean training loss over the steps that it covers; it waits for the last.
+        digest: gives that of the view that the codes are taken against, as it is held; None: it is
+            not asked for this time.
     """
 
     send: sync.Send
@@ -75,6 +77,7 @@ class Outgoing(NamedTuple):
     loss: Callable[[], float]
     step_time_s: float
     dispatched_at_s: float
+    digest: Callable[[], str] | None = None
 
 
 class Done(NamedTuple):

@@ -11,7 +11,7 @@ is the number of blocks held or owned.
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -66,11 +66,12 @@ class Ownership:
         scales = [encoded.scales for encoded in codes]
         scaled = scales[0].ndim == len(self.parts[0].placed.grid)
         return Encoded(
-            self._collect(scales) if scaled else np.zeros(0, scales[0].dtype),
-            self._collect([encoded.codes for encoded in codes]),
+            self.gather(scales) if scaled else np.zeros(0, scales[0].dtype),
+            self.gather([encoded.codes for encoded in codes]),
         )
 
-    def _collect(self, arrays: list[jax.Array]) -> np.ndarray:
+    def gather(self, arrays: Sequence[jax.Array]) -> np.ndarray:
+        """The rows owned of arrays by blocks, one for each piece of the fragment, on this host."""
         items = arrays[0].shape[len(self.parts[0].placed.grid) :]
         rows = np.empty((len(self.owned), *items), arrays[0].dtype)
         for part, array in zip(self.parts, arrays, strict=True):

@@ -5,7 +5,7 @@ operation; whoever holds an old one may not use it again. Only the training loop
 this, and on every host of a learner in the same order.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 
 from diloco.common.process.averaged import sync_of
 from diloco.common.process.config import SyncSection
+from diloco.common.protocol import shards
 from diloco.common.protocol.codec import Encoded
 from diloco.common.protocol.layout import Layout
 from diloco.learner.task import Params
@@ -65,6 +66,7 @@ class Replica:
     ) -> None:
         self._settings = [sync_of(settings, fragment) for fragment in layout.fragments]
         self._averaged = [fragment.averaged for fragment in layout.fragments]
+        self._sizes = [fragment.size for fragment in layout.fragments]
         self._like = like
         self._placement = make_placement(layout, like, shardings)
         self._kernels = [
@@ -169,6 +171,18 @@ class Replica:
         """The view of a fragment on the host, float32 [N]; for a learner of one host."""
         rows = [np.asarray(piece).reshape(-1) for piece in self._views[fragment]]
         return np.concatenate(rows)
+
+    def digest(self, fragment: int) -> Callable[[], str] | None:
+        """Gives the digest of a fragment's view as it is now, once called; that waits for devices.
+
+        None on a learner of several hosts, none of which has the whole view.
+        """
+        ownership, view = self._ownership[fragment], self._views[fragment]
+        if len(ownership.owned) * ownership.block != self._sizes[fragment]:
+            return None
+        # The next adoption takes the memory of what lies on the devices.
+        copy = _copied(view) if self._anchor is None else view
+        return lambda: shards.digest(ownership.gather(copy).reshape(-1))
 
     def warm_up(self) -> None:
         """Compile every operation on copies, so that no training step waits for a compiler."""

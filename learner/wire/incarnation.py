@@ -8,6 +8,7 @@ would supersede the very life that it began.
 import contextlib
 from typing import NamedTuple
 
+from diloco.common.process import release
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import (
     BusUnavailableError,
@@ -35,10 +36,16 @@ class Joined(NamedTuple):
     ids: frozenset[str]
 
 
-async def join(context: Context, host: str) -> Joined:
-    """Begin a life; `host` is the machine's name, for people."""
+async def join(context: Context, host: str, platform: str = "") -> Joined:
+    """Begin a life; `host` and `platform` say, for people, on what."""
     message = wire.Join(
-        run=context.run, learner=context.learner, layout=context.layout.digest, host=host
+        run=context.run,
+        learner=context.learner,
+        layout=context.layout.digest,
+        host=host,
+        release=release.release(),
+        lock=release.lock(),
+        platform=platform,
     )
     subject = names.join(context.run, context.learner)
     before_seq = await context.runtime.retry(

@@ -233,6 +233,7 @@ class Publisher:
                 storing, self._peers.stored(send.fragment, send.seq)
             )
         loss = await context.runtime.call(outgoing.loss)
+        held = await context.runtime.call(outgoing.digest) if outgoing.digest else None
         manifest = wire.Manifest(
             run=context.run,
             learner=context.learner,
@@ -242,6 +243,7 @@ class Publisher:
             fragment=send.fragment,
             base_version=send.base_version,
             base_digest=send.base_digest,
+            held_digest=held,
             layout=context.layout.digest,
             codec=sync_of(context.settings.sync, context.layout.fragments[send.fragment]).codec,
             shards=(*stored.shards, *others),
@@ -261,7 +263,7 @@ class Publisher:
         await self._announce(manifest)
         context.traffic.updates_sent += 1
         context.answers.covered(send.fragment, send.steps, context.settings, context.logger)
-        context.logger.debug(
+        context.logger.info(
             "sent",
             fragment=send.fragment,
             version=send.base_version,

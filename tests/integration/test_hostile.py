@@ -45,6 +45,7 @@ async def lie_in_manifests(mallory: Mallory, bus: Bus) -> None:
         ("codec", lambda _: {"codec": "int8"}),
         ("future", lambda _: {"base_version": 10**6}),
         ("base_digest", lambda _: {"base_digest": digest}),
+        ("view", lambda _: {"held_digest": digest}),
         ("shards", lambda own: {"shards": own.shards * 3}),
         ("shards", lambda own: {"shards": own.shards[:1]}),
         ("shards", first_shard(slices=slices.of_range(0, block, block))),

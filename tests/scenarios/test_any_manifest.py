@@ -43,6 +43,7 @@ FIELDS = st.fixed_dictionaries(
         "codec": st.text(max_size=3000),
         "layout": st.text(alphabet="0123456789abcdef", min_size=32, max_size=32),
         "base_digest": st.text(max_size=3000),
+        "held_digest": st.text(max_size=3000),
         "base_version": COUNTS,
         "tokens": COUNTS,
         "steps": COUNTS,

@@ -30,6 +30,7 @@ SPOILT = {
     "tokens": {"tokens": 1 << 62},
     "steps": {"steps": 1 << 62},
     "base_digest": {"base_digest": "f" * 32},
+    "view": {"held_digest": "f" * 32},
 }
 
 

@@ -237,7 +237,7 @@ def _spoilt(honest: tuple, changes: dict) -> dict:
             "cut": {"slices": slices.of_range(0, 1024 - BLOCK, BLOCK)},
         }[spoil]
         changes["shards"] = (honest[0].model_copy(update=change), *honest[1:])
-    for key in ("base_digest", "layout"):
+    for key in ("base_digest", "held_digest", "layout"):
         if changes.get(key) == "other":
             changes[key] = "f" * 32
     return changes

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from diloco.common.process.config import SyncSection
+from diloco.common.protocol import shards
 from diloco.common.protocol.codec import decode_numpy
 from diloco.common.protocol.layout import Tensor, TensorHint, make_layout
 from diloco.learner.tensors.replica import Replica
@@ -130,3 +131,12 @@ def test_a_rollback_forgets_what_is_in_flight():
     # Its rejection comes, and is void to the core: nothing is asked of the tensors.
     replica.adopt(TRAINED, None, resolved=False)
     assert sent(replica) == 0.25
+
+
+@pytest.mark.parametrize("anchor", ["device", "host"])
+def test_the_digest_is_of_the_view_as_it_lay_when_it_was_asked_for(anchor):
+    replica = replica_of("rebase", anchor=anchor)
+    digest = replica.digest(TRAINED)
+    replica.adopt(TRAINED, version(replica, 2.0), resolved=False)
+    assert digest() == shards.digest(np.zeros(SIZE, np.float32))
+    assert replica.digest(TRAINED)() == shards.digest(np.full(SIZE, 2.0, np.float32))

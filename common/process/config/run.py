@@ -159,6 +159,11 @@ class SyncSection(Section):
     snapshot_interval_versions: Steps = Field(
         default=8, description="versions of a fragment between two stored views and outer states"
     )
+    check_interval_versions: Annotated[int, Field(ge=0)] = Field(
+        default=16,
+        description="versions of a fragment after which a learner says again, with its next update,"
+        " which view it really holds; 0: never",
+    )
     reannounce_timeout_s: Seconds = Field(
         default=30.0, description="an update without a verdict for this long is announced again"
     )

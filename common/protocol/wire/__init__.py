@@ -55,6 +55,7 @@ from diloco.common.protocol.wire.records import (
 )
 from diloco.common.protocol.wire.run import (
     LEARNER_STATES,
+    NOT_A_LEARNER,
     Checkpoint,
     CheckpointFile,
     Claim,

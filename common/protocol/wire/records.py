@@ -79,7 +79,12 @@ class Manifest(Body):
     )
     fragment: Count = Field(description="the fragment, as in the subject")
     base_version: Count = Field(description="version whose view the outer gradient is anchored on")
-    base_digest: Digest = Field(description="of that view")
+    base_digest: Digest = Field(description="of that view, as its record says")
+    held_digest: Digest | None = Field(
+        default=None,
+        description="of the view that the learner really holds as that version, computed of what"
+        " lies on its devices every `sync.check_interval_versions`; nil: not computed for this one",
+    )
     layout: Digest = Field(description="the run's")
     codec: Codec = Field(description="the run's `sync.codec`")
     shards: Annotated[Several[Shard], Field(min_length=1, max_length=MAX_SHARDS)] = Field(

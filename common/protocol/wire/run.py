@@ -72,6 +72,10 @@ class Specification(Body):
     )
 
 
+# The platform of a join that an aggregator writes, to end the life of a silent learner.
+NOT_A_LEARNER = "not a learner"
+
+
 class Join(Body):
     """A learner begins a life; the message's sequence in the stream is its incarnation."""
 
@@ -81,6 +85,17 @@ class Join(Body):
     learner: Name = Field(description="the learner, as in the subject")
     layout: Digest = Field(description="the layout that the learner computed from its task")
     host: Text = Field(description="for people")
+    release: Text = Field(default="", description="release of the program that sends it")
+    lock: Text = Field(
+        default="",
+        description="xxh3-128 of the lines `name==version` of the packages that it has of those"
+        " that it requires",
+    )
+    platform: Text = Field(
+        default="",
+        description="what it trains on, for people; `not a learner`: an aggregator ends a life that"
+        " is silent",
+    )
 
 
 class Leave(Body):
@@ -99,6 +114,10 @@ class Leave(Body):
         description="data position, in batches, where its next incarnation resumes"
     )
     fragments: Several[Count] = Field(description="empty: the life ends")
+    by: Text = Field(
+        default="",
+        description="empty: the learner itself; else `aggregator NAME`, which is not a learner",
+    )
 
 
 class Claim(Body):

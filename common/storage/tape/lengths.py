@@ -70,7 +70,8 @@ def _manifest(shards: tuple[wire.Shard, ...]) -> wire.Manifest:
     great = wire.GREATEST
     return wire.Manifest(
         run=_NAME, learner=_NAME, epoch=great, incarnation=great, seq=great, fragment=great,
-        base_version=great, base_digest="0" * 32, layout="0" * 32, codec="bfloat16", shards=shards,
+        base_version=great, base_digest="0" * 32, held_digest="0" * 32, layout="0" * 32,
+        codec="bfloat16", shards=shards,
         tokens=great, steps=great, position=great, local_step=great, loss=1.0, step_time_s=1.0,
         encode_s=1.0, upload_s=1.0, attempt=great, final=True,
     )  # fmt: skip

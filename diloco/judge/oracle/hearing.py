@@ -179,5 +179,7 @@ def wrong_base(life: OwnerLife, manifest: wire.Manifest) -> str | None:
         return Reason.FUTURE
     if staleness == 0 and manifest.base_digest != life.view_digest:
         return Reason.BASE_DIGEST
+    if manifest.held_digest not in (None, manifest.base_digest):
+        return Reason.VIEW
     most = life.settings.staleness.max_versions
     return Reason.STALE if most and staleness > most else None
