@@ -26,7 +26,7 @@ import struct
 import threading
 import time
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from email import message_from_bytes
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -50,12 +50,26 @@ class Fault:
             "stall" waits as long after as many bytes, for `stall_s` or until the server is closed,
             and breaks the connection; "truncate" ends the answer orderly after `after_bytes`;
             "trickle" sends a byte of the answer every `stall_s`; "flip" changes the byte at
-            `after_bytes` of the body.
+            `after_bytes` of the body; "unfinished" takes all bytes of an upload session, and
+            answers 308 without making the object; "without" leaves out the answer's header
+            `message`; "empty" and "longer" send no byte of a range, and one more.
         method: of the requests, and `contains` a part of their target; "" matches all.
         times: requests that it happens to.
     """
 
-    kind: Literal["status", "reset", "lost", "stall", "truncate", "trickle", "flip"]
+    kind: Literal[
+        "status",
+        "reset",
+        "lost",
+        "stall",
+        "truncate",
+        "trickle",
+        "flip",
+        "unfinished",
+        "without",
+        "empty",
+        "longer",
+    ]
     method: str = ""
     contains: str = ""
     times: int = 1
@@ -161,6 +175,11 @@ class GcsServer:
         self._faults: list[Fault] = []
         self._lock = threading.Lock()
         self.closing = threading.Event()
+        # As Google's testbench: a session is complete before its condition is looked at, so that
+        # it answers 200 although another object stands under the name.
+        self.hasty = False
+        # Called with the name before a session's object is made.
+        self.before_finish: Callable[[str], object] = lambda _name: None
         (folder / "objects").mkdir(parents=True, exist_ok=True)
         (folder / "uploads").mkdir(exist_ok=True)
         self._objects: dict[tuple[str, str], Stored] = {}
@@ -330,11 +349,17 @@ class GcsServer:
         """Make an upload an object; the finished session goes on answering with it."""
         bucket, metadata, query = record["bucket"], record["metadata"], record["query"]
         session = path.with_suffix(".json")
+        size, crc = path.stat().st_size, encode_crc32c(record["crc"])
+        self.before_finish(metadata["name"])
         try:
             stored = self.commit(bucket, metadata, query, path, record["crc"])
         except RefusedError:
             path.unlink(missing_ok=True)
-            session.unlink()
+            if self.hasty:
+                claimed = Stored(bucket, metadata["name"], size, crc, 1, "")
+                session.write_text(json.dumps({**record, "stored": claimed._asdict()}))
+            else:
+                session.unlink()
             raise
         session.write_text(json.dumps({**record, "stored": stored._asdict()}))
         return stored
@@ -438,8 +463,11 @@ class _Handler(BaseHTTPRequestHandler):
         self._refuse(fault.status, fault.reason, message, fault.headers)
         return True
 
+    def _fault_kind(self) -> str:
+        return "" if self.fault is None else self.fault.kind
+
     def _is_fault(self, kind: str) -> bool:
-        return self.fault is not None and self.fault.kind == kind
+        return self._fault_kind() == kind
 
     def _break(self) -> None:
         """End the connection with a reset, as a fallen link or server does."""
@@ -492,14 +520,19 @@ class _Handler(BaseHTTPRequestHandler):
             raise BrokenError
         body = b"" if document is None else json.dumps(document).encode()
         self.send_response(status)
-        for key, value in (headers or {}).items():
-            self.send_header(key, value)
+        self._send_headers(headers or {})
         if document is not None:
             self.send_header("Content-Type", "application/json; charset=UTF-8")
         if status != HTTPStatus.NO_CONTENT:
             self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+
+    def _send_headers(self, headers: dict[str, str]) -> None:
+        fault = self.fault
+        left_out = fault.message if fault is not None and fault.kind == "without" else None
+        for key in headers.keys() - {left_out}:
+            self.send_header(key, headers[key])
 
     def _refuse(
         self, status: int, reason: str, message: str, headers: dict[str, str] | None = None
@@ -560,7 +593,7 @@ class _Handler(BaseHTTPRequestHandler):
         have = path.stat().st_size
         if span != "*":
             have = self._append(path, record, int(span.partition("-")[0]), have, total)
-        if total == str(have):
+        if total == str(have) and not self._is_fault("unfinished"):
             stored = self.gcs.close_upload(path, record)
             self._answer(200, _resource(stored))
             return
@@ -642,9 +675,9 @@ class _Handler(BaseHTTPRequestHandler):
         if self._is_fault("lost"):
             raise BrokenError
         self.send_response(status)
-        headers |= {"Content-Type": "application/octet-stream", "Content-Length": str(stop - start)}
-        for key, value in headers.items():
-            self.send_header(key, value)
+        length = {"empty": 0, "longer": stop - start + 1}.get(self._fault_kind(), stop - start)
+        headers |= {"Content-Type": "application/octet-stream", "Content-Length": str(length)}
+        self._send_headers(headers)
         self.end_headers()
         self.wfile.flush()
         file.seek(start)
@@ -654,6 +687,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.connection.sendfile(file, start, stop - start)
             return
         data = file.read(stop - start)
+        if fault.kind in ("empty", "longer"):
+            data = (data + b"x")[:length]
         if fault.kind == "flip":
             data = _flipped(data, fault.after_bytes)
         if fault.kind in ("reset", "truncate", "stall"):

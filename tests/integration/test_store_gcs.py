@@ -4,15 +4,19 @@ import gc
 import gzip
 import json
 import os
+import random
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import requests
+from google.auth import compute_engine
 from google.auth.credentials import AnonymousCredentials
 
 from diloco.common.protocol.errors import (
@@ -125,7 +129,7 @@ def test_a_range_costs_one_request_and_no_more_than_its_bytes(
 ) -> None:
     store.put("o", LARGE)
     assert store.get_range("o", 5, PART_BYTES + 5) == LARGE[5 : PART_BYTES + 5]
-    asked = [seen.headers["Range"] for seen in server.requests if seen.method == "GET"]
+    asked = [seen.headers["Range"] for seen in server.requests if MEDIA in seen.target]
     assert asked == [f"bytes=5-{PART_BYTES + 4}"]
 
 
@@ -220,6 +224,192 @@ def test_another_writer_that_finishes_first_is_met_at_the_end(
     answer = store._bucket.session.put(upload, data=LARGE, headers={"Content-Range": span})
     assert answer.status_code == 412
     assert store.get("o") == LARGE
+
+
+OTHER = LARGE[:-1] + bytes([LARGE[-1] ^ 1])
+
+
+@pytest.mark.parametrize("hasty", [False, True], ids=["exact", "hasty"])
+def test_a_session_that_answers_for_bytes_that_do_not_stand_is_not_believed(
+    server: GcsServer, store: GcsStore, hasty: bool
+) -> None:
+    """Another object comes between, the 412 for it is lost, and a hasty server then says 200."""
+    rival = open_at(server)
+
+    def come_between(_name: str) -> None:
+        server.before_finish = lambda _: None
+        rival.put("o", OTHER)
+
+    server.hasty, server.before_finish = hasty, come_between
+    server.fail("lost", method="PUT", contains=BODY)
+    with pytest.raises((ObjectExistsError, StoreUnavailableError)) as caught:
+        store.put("o", LARGE)
+    assert hasty == isinstance(caught.value, ObjectExistsError)
+    with pytest.raises(ObjectExistsError):
+        store.put("o", LARGE)
+    assert store.get("o") == OTHER
+
+
+def test_a_session_that_has_every_byte_and_no_object_is_finished(
+    server: GcsServer, store: GcsStore
+) -> None:
+    fault = server.fail("unfinished", method="PUT", contains=BODY, times=2)
+    store.put("o", LARGE)
+    assert fault.times == 0
+    assert store.get("o") == LARGE
+
+
+def test_an_upload_that_is_refused_for_no_object_ends_with_a_sentence(
+    server: GcsServer, store: GcsStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diloco.common.storage.store.gcs.store._PAUSE_S", 0.0)
+    server.fail("status", method="POST", contains=BODY, status=412, times=1000)
+    with pytest.raises(StoreError, match="no object of that name is there") as caught:
+        store.put("o", SMALL)
+    assert not caught.value.retry
+    assert server.count("POST", BODY) == 3
+
+
+def lies_of_a_race(server: GcsServer, chance: random.Random, name: str) -> list[str]:
+    """Two writers put different bytes under one name at once, beside faults; who was told wrongly."""
+    contents = {"a": LARGE, "b": OTHER}
+    server.hasty = chance.random() < 0.5
+    for _ in range(chance.randrange(4)):
+        kind = chance.choice(["lost", "reset", "unfinished", "status"])
+        after = chance.choice([0, 1 << 20, len(LARGE) // 2])
+        server.fail(kind, method=chance.choice(["PUT", "POST"]), contains=BODY, after_bytes=after)
+
+    def put(data: bytes) -> str:
+        while True:
+            try:
+                open_at(server).put(name, data)
+            except StoreUnavailableError:
+                continue
+            except ObjectExistsError:
+                return "exists"
+            return "stored"
+
+    with ThreadPoolExecutor(2) as pool:
+        told = dict(zip(contents, pool.map(put, contents.values()), strict=True))
+    server.mend()
+    stands = open_at(server).get(name)
+    truth = {who: "stored" if data == stands else "exists" for who, data in contents.items()}
+    return [who for who in contents if told[who] != truth[who]]
+
+
+@pytest.mark.parametrize("races", [12, pytest.param(1000, marks=pytest.mark.long)])
+def test_of_two_writers_of_one_name_none_is_told_wrongly(server: GcsServer, races: int) -> None:
+    chance = random.Random(races)
+    found = [lies_of_a_race(server, chance, f"o{race}") for race in range(races)]
+    assert [(race, who) for race, who in enumerate(found) if who] == []
+
+
+MALFORMED = {
+    "no checksum": {"kind": "without", "message": "x-goog-hash"},
+    "no generation": {"kind": "without", "message": "x-goog-generation"},
+    "no size": {"kind": "without", "message": "Content-Range"},
+    "no bytes": {"kind": "empty"},
+    "a byte more": {"kind": "longer"},
+}
+
+
+@pytest.mark.parametrize("malformed", MALFORMED)
+@pytest.mark.parametrize("read", ["whole", "range"])
+def test_an_answer_that_is_not_the_services_is_asked_for_again_and_then_told(
+    server: GcsServer, store: GcsStore, malformed: str, read: str
+) -> None:
+    store.put("o", LARGE)
+
+    def fetch(store: GcsStore) -> bytes:
+        return store.get("o") if read == "whole" else store.get_range("o", 0, len(LARGE))
+
+    server.fail(**MALFORMED[malformed], method="GET", contains=MEDIA)
+    assert fetch(store) == LARGE
+    server.fail(**MALFORMED[malformed], method="GET", contains=MEDIA, times=10_000)
+    with pytest.raises(StoreUnavailableError, match="MalformedAnswerError"):
+        fetch(open_at(server, retry_s=0.3))
+
+
+def test_a_session_without_an_address_is_begun_again(server: GcsServer, store: GcsStore) -> None:
+    server.fail("without", method="POST", contains=BODY, message="Location")
+    store.put("o", LARGE)
+    assert store.get("o") == LARGE
+
+
+def test_a_service_that_asks_for_a_pause_gets_it(
+    server: GcsServer, store: GcsStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paused: list[float] = []
+    monkeypatch.setattr("diloco.common.storage.store.gcs.faults.time.sleep", paused.append)
+    server.fail("status", status=429, headers={"Retry-After": "7"}, times=2)
+    store.put("o", SMALL)
+    assert paused.count(7) == 2
+
+
+def test_an_object_that_comes_byte_by_byte_is_given_up_though_nobody_names_a_time(
+    server: GcsServer, store: GcsStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diloco.common.storage.store.gcs.downloads._LEAST_S", 0.2)
+    store.put("o", SMALL)
+    server.fail("trickle", method="GET", contains=MEDIA, stall_s=0.1, times=1000)
+    with pytest.raises(StoreSlowError):
+        store.get("o")
+
+
+class MetadataServer(BaseHTTPRequestHandler):
+    """Gives tokens as a machine at Google's does, once it may: `status` until then."""
+
+    status = 503
+
+    def do_GET(self) -> None:
+        token = {"access_token": "t", "expires_in": 3600, "token_type": "Bearer"}
+        account = {"scopes": ["s"], "email": "a@b", "aliases": ["default"]}
+        body = json.dumps(token if "/token" in self.path else account).encode()
+        self.send_response(self.status)
+        self.send_header("Metadata-Flavor", "Google")
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[MetadataServer]]:
+    from google.auth.compute_engine import _metadata
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), MetadataServer) as http:
+        root = f"http://127.0.0.1:{http.server_address[1]}"
+        monkeypatch.setattr(
+            _metadata, "_get_metadata_root", lambda *_: f"{root}/computeMetadata/v1/"
+        )
+        once = partial(_metadata.ExponentialBackoff, total_attempts=1)
+        monkeypatch.setattr(_metadata, "ExponentialBackoff", lambda **_: once())
+        thread = threading.Thread(target=http.serve_forever, args=(0.05,))
+        thread.start()
+        yield MetadataServer
+        http.shutdown()
+        thread.join()
+
+
+def test_a_metadata_server_that_is_away_is_a_passing_fault_and_one_without_account_is_told(
+    server: GcsServer, metadata: type[MetadataServer]
+) -> None:
+    machine = GcsStore(
+        "bucket", "p", compute_engine.Credentials(), endpoint=server.url, retry_s=0.2
+    )
+    metadata.status = 503
+    with pytest.raises(StoreUnavailableError):
+        machine.put("o", SMALL)
+    metadata.status = 404
+    with pytest.raises(StoreError, match="service account") as caught:
+        machine.put("o", SMALL)
+    assert not caught.value.retry
+    metadata.status = 200
+    machine.put("o", SMALL)
+    assert machine.get("o") == SMALL
 
 
 def test_a_broken_upload_goes_on_where_the_service_has_got_to(

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import requests
 from google.api_core import exceptions as api
+from google.auth import compute_engine
 from google.auth.credentials import Credentials
 from google.auth.transport.requests import AuthorizedSession
 from google.cloud import storage
@@ -14,10 +15,11 @@ from requests.adapters import HTTPAdapter
 
 from diloco.common.protocol.buffers import Data
 from diloco.common.protocol.shards import crc32c
-from diloco.common.storage.store.gcs.faults import TransientRetries, our_errors
+from diloco.common.storage.store.gcs.faults import TransientRetries, header, our_errors
 from diloco.common.storage.store.protocol import object_unreadable
 
 ENDPOINT = "https://storage.googleapis.com"
+_UNIVERSE = "googleapis.com"
 RETRY_S = 10.0
 TIMEOUT_S = (10.0, 30.0)  # to connect, or to send a piece; between two bytes of an answer
 PART_BYTES = 8 << 20  # of a download; what is larger goes up in a session
@@ -97,6 +99,9 @@ def open_bucket(
     timeout_s: tuple[float, float],
 ) -> Bucket:
     """A bucket; nothing is asked of the service yet."""
+    if isinstance(credentials, compute_engine.Credentials):
+        # Unless it is told whose cloud this is, the client asks the metadata server here.
+        credentials = credentials.with_universe_domain(_UNIVERSE)
     session = AuthorizedSession(credentials)
     for scheme in ("http://", "https://"):
         session.mount(scheme, HTTPAdapter(pool_maxsize=_CONNECTIONS))
@@ -127,5 +132,4 @@ def checksum_of(data: Data) -> str:
 
 def stored_checksum(response: requests.Response) -> str:
     """The crc32c in a header like "crc32c=AAAAAA==,md5=..."."""
-    hashes = (item.strip().partition("=") for item in response.headers["x-goog-hash"].split(","))
-    return next(value for kind, _, value in hashes if kind == "crc32c")
+    return header(response, "x-goog-hash", r"crc32c=([A-Za-z0-9+/]{6}==)")

@@ -11,10 +11,14 @@ from google.api_core import exceptions as api
 from diloco.common.protocol.buffers import PIECE_BYTES
 from diloco.common.protocol.errors import ObjectRangeError, ObjectTooLargeError
 from diloco.common.storage.store.gcs.bucket import PART_BYTES, Bucket, stored_checksum
-from diloco.common.storage.store.gcs.faults import BROKEN
+from diloco.common.storage.store.gcs.faults import BROKEN, MalformedAnswerError, header
 from diloco.common.storage.store.protocol import Deadline, check_range, check_size
 
 _RANGE_THREADS = 8
+_LEAST_S, _SLOWEST_BYTES_PER_S = 60.0, 125_000
+# Of "bytes 0-9/1000", the size of the object that the range was read of.
+_RANGE = r"^bytes \d+-\d+/(\d+)$"
+_GENERATION = r"^(\d+)$"
 
 
 class Downloads:
@@ -24,26 +28,42 @@ class Downloads:
         self._bucket = bucket
         self._pool = ThreadPoolExecutor(_RANGE_THREADS, thread_name_prefix="gcs")
 
-    def whole(self, name: str, limit_bytes: int | None, deadline: Deadline) -> tuple[bytes, str]:
+    def whole(
+        self, name: str, limit_bytes: int | None, deadline: Deadline | None
+    ) -> tuple[bytes, str]:
         """An object's bytes, not yet checked, and the crc32c that the service has of them.
 
         Raises:
             ObjectTooLargeError: it has more than `limit_bytes`.
             StoreSlowError: the deadline has passed.
         """
-        read = self._bucket.retry(self._bucket.read)
         try:
-            first = read(name, 0, PART_BYTES)
+            first, size = self._bucket.retry(self._begin)(name, 0, PART_BYTES)
         except api.RequestRangeNotSatisfiable:  # An empty object has no range.
-            with read(name, 0, None) as first:
-                return first.content, stored_checksum(first)
-        size = _size_of(first)
+            return self._bucket.retry(self._read_empty)(name)
         try:
             check_size(name, size, limit_bytes)
         except ObjectTooLargeError:
             first.close()
             raise
-        return self._span(name, first, 0, size, deadline), stored_checksum(first)
+        return self._span(name, first, 0, size, deadline or _patience(name, size)), stored_checksum(
+            first
+        )
+
+    def _begin(self, name: str, start: int, count: int) -> tuple[requests.Response, int]:
+        """The answer for `count` bytes from `start`, and the whole object's size."""
+        response = self._bucket.read(name, start, count)
+        try:
+            stored_checksum(response)
+            header(response, "x-goog-generation", _GENERATION)
+            return response, int(header(response, "Content-Range", _RANGE))
+        except MalformedAnswerError:
+            response.close()
+            raise
+
+    def _read_empty(self, name: str) -> tuple[bytes, str]:
+        with self._bucket.read(name, 0, None) as response:
+            return response.content, stored_checksum(response)
 
     def range(self, name: str, start: int, stop: int) -> bytes:
         """The bytes [start, stop) of an object.
@@ -53,17 +73,17 @@ class Downloads:
         """
         try:
             count = min(stop - start, PART_BYTES)
-            first = self._bucket.retry(self._bucket.read)(name, start, count)
+            first, size = self._bucket.retry(self._begin)(name, start, count)
         except api.RequestRangeNotSatisfiable as error:
             raise ObjectRangeError(
                 f"object {name!r} ends before byte {start}, [{start}, {stop}) were expected"
             ) from error
         try:
-            check_range(name, start, stop, _size_of(first))
+            check_range(name, start, stop, size)
         except ObjectRangeError:
             first.close()
             raise
-        return self._span(name, first, start, stop, Deadline(name, None))
+        return self._span(name, first, start, stop, _patience(name, stop - start))
 
     def _span(
         self, name: str, first: requests.Response, start: int, stop: int, deadline: Deadline
@@ -135,18 +155,31 @@ class Downloads:
             filled += self._bucket.retry(attempt)()
 
 
+def _patience(name: str, size_bytes: int) -> Deadline:
+    """The time for an object whose reader names none."""
+    return Deadline(name, _LEAST_S + size_bytes / _SLOWEST_BYTES_PER_S)
+
+
 def _read_into(response: requests.Response, part: memoryview, deadline: Deadline) -> int:
-    """Read an answer's body into `part`; the bytes read, some at least, if it breaks off."""
+    """Read an answer's body into `part`; the bytes read, some at least, if it breaks off.
+
+    Raises:
+        MalformedAnswerError: the body is empty, or longer than what was asked for.
+    """
     count = 0
     with response, deadline.interrupting(lambda: _interrupt(response)):
         deadline.check()
         try:
             for piece in response.iter_content(PIECE_BYTES):
+                if count + len(piece) > len(part):
+                    raise MalformedAnswerError(f"more than the {len(part)} bytes of a range came")
                 part[count : count + len(piece)] = piece
                 count += len(piece)
         except BROKEN:
             if not count:
                 raise
+    if not count:
+        raise MalformedAnswerError(f"a range of {len(part)} bytes came without any")
     return count
 
 
@@ -154,8 +187,3 @@ def _interrupt(response: requests.Response) -> None:
     """End an answer for the thread that reads it."""
     with contextlib.suppress(ValueError, RuntimeError, OSError):  # it has been read meanwhile
         response.raw.shutdown()
-
-
-def _size_of(response: requests.Response) -> int:
-    """Size of the object that a range was read of, from a header like "bytes 0-9/1000"."""
-    return int(response.headers["Content-Range"].rpartition("/")[2])

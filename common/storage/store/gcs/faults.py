@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import random
+import re
 import time
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
@@ -25,9 +26,26 @@ BROKEN = (
     ConnectionError,
 )
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
+_LONGEST_ASKED_PAUSE_S = 60.0  # what a service may ask for
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class MalformedAnswerError(Exception):
+    """An answer is not one of the service's: something between here and there cut or changed it."""
+
+
+def header(response: requests.Response, name: str, pattern: str) -> str:
+    """The group of `pattern` in a header, which the service always sends.
+
+    Raises:
+        MalformedAnswerError: the header is missing, or does not match.
+    """
+    text = response.headers.get(name, "")
+    if (found := re.search(pattern, text)) is None:
+        raise MalformedAnswerError(f"an answer has the header {name} {text!r}, not /{pattern}/")
+    return found[1]
 
 
 class TransientRetries(NamedTuple):
@@ -50,9 +68,11 @@ class TransientRetries(NamedTuple):
             except Exception as error:
                 if not is_passing(error):
                     raise
+                _pause_as_asked(error)
             time.sleep(random.uniform(0, _FIRST_PAUSE_S))  # noqa: S311 - jitter is no secret
             again = Retry(
                 predicate=is_passing,
+                on_error=_pause_as_asked,
                 initial=2 * _FIRST_PAUSE_S,
                 maximum=_LONGEST_PAUSE_S,
                 multiplier=2.0,
@@ -61,6 +81,14 @@ class TransientRetries(NamedTuple):
             return again(call)(*args, **kwargs)
 
         return tried
+
+
+def _pause_as_asked(error: Exception) -> None:
+    """Wait for as long as an answer's Retry-After says, beside the pause that doubles."""
+    response = getattr(error, "response", None)
+    asked = "" if response is None else response.headers.get("Retry-After", "")
+    if asked.isascii() and asked.isdigit():
+        time.sleep(min(int(asked), _LONGEST_ASKED_PAUSE_S))
 
 
 @contextlib.contextmanager
@@ -98,7 +126,12 @@ def our_errors(action: str, bucket: str, prefix: str, name: str, permission: str
         if is_passing(error):
             raise _away(action, where, error) from error
         raise no_credentials(f"cannot {action} {where!r}: {brief(error)}") from error
-    except (api.GoogleAPICallError, requests.RequestException, ConnectionError) as error:
+    except (
+        api.GoogleAPICallError,
+        requests.RequestException,
+        ConnectionError,
+        MalformedAnswerError,
+    ) as error:
         if is_passing(error):
             raise _away(action, where, error) from error
         raise StoreError(f"cannot {action} {where!r}: {brief(error)}") from error
@@ -109,8 +142,18 @@ def is_passing(error: BaseException) -> bool:
     if isinstance(error, api.GoogleAPICallError):
         return error.code in _PASSING_CODES or is_damage(error)
     if isinstance(error, auth.GoogleAuthError):
-        return isinstance(error, auth.TransportError) or bool(error.retryable)
-    return isinstance(error, BROKEN)
+        return bool(error.retryable) or _is_unreachable(error) or _is_unreachable(error.__cause__)
+    return isinstance(error, (*BROKEN, MalformedAnswerError))
+
+
+def _is_unreachable(error: BaseException | None) -> bool:
+    """Whether the metadata server, or who else gives tokens, did not answer.
+
+    A metadata server that answers 404 knows of no service account, and will not.
+    """
+    if not isinstance(error, auth.TransportError):
+        return False
+    return all(getattr(part, "status", None) != HTTPStatus.NOT_FOUND for part in error.args)
 
 
 def is_damage(error: api.GoogleAPICallError) -> bool:

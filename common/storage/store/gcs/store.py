@@ -1,6 +1,7 @@
 """The store: what the protocol asks for, of one bucket."""
 
 import contextlib
+import time
 from collections.abc import Iterator
 
 import google.auth
@@ -9,9 +10,10 @@ from google.auth import exceptions as auth
 from google.auth.credentials import AnonymousCredentials, Credentials
 from google.cloud.storage import Blob
 
-from diloco.common.protocol.buffers import Data, parts_of
+from diloco.common.protocol.buffers import Buffers, Data, parts_of
 from diloco.common.protocol.errors import (
     ObjectMissingError,
+    StoreError,
     StoreUnavailableError,
 )
 from diloco.common.storage.store.gcs.bucket import (
@@ -35,6 +37,7 @@ from diloco.common.storage.store.protocol import (
 )
 
 _DOWNLOADS = 3  # of an object whose bytes come damaged
+_UPLOADS, _PAUSE_S = 3, 1.0  # of an object that is not there after its upload
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 
 
@@ -92,16 +95,29 @@ class GcsStore(ObjectStore):
         parts = parts_of(data)
         checksum = checksum_of(parts)
         with self._bucket.errors("store", name, "storage.objects.create"):
-            while True:
-                try:
-                    return upload(self._bucket, name, parts, checksum)
-                except api.PreconditionFailed:
-                    found = self._look_up(name)
-                # None: deleted since.
-                if found == (len(parts), checksum):
-                    return None
-                if found is not None:
-                    raise object_exists(name)
+            for _ in range(_UPLOADS):
+                if self._try_put(name, parts, checksum):
+                    return
+        raise StoreError(
+            f"the bucket refuses to store {name!r}, and no object of that name is there",
+            hint="look for a policy of the bucket or the organization that refuses new objects",
+        )
+
+    def _try_put(self, name: str, parts: Buffers, checksum: str) -> bool:
+        """Upload once; whether the object is known to stand.
+
+        Raises:
+            ObjectExistsError: other bytes stand under that name.
+        """
+        with contextlib.suppress(api.PreconditionFailed):
+            if upload(self._bucket, name, parts, checksum):
+                return True
+        found = self._look_up(name)
+        if found is not None and found != (len(parts), checksum):
+            raise object_exists(name)
+        if found is None:  # deleted since, or refused by something else than an object
+            time.sleep(_PAUSE_S)
+        return found is not None
 
     def get(
         self, name: str, limit_bytes: int | None = None, within_s: float | None = None
@@ -111,13 +127,14 @@ class GcsStore(ObjectStore):
         Raises:
             ObjectMissingError: no such object.
             ObjectTooLargeError: it has more than `limit_bytes`; no more than its head was read.
-            StoreSlowError: it took longer than `within_s`.
+            StoreSlowError: it took longer than `within_s`; without that, than a line of 1 Mbit/s
+                would take.
             StoreUnavailableError: a transient fault, or the bytes come damaged again and again.
             StoreError: not permitted, no such bucket, or `name` is not an object name.
         """
         check_object_name(name)
         with self._bucket.errors("read", name, "storage.objects.get"):
-            deadline = Deadline(name, within_s)
+            deadline = None if within_s is None else Deadline(name, within_s)
             for _ in range(_DOWNLOADS):
                 data, checksum = self._downloads.whole(name, limit_bytes, deadline)
                 if checksum_of(data) == checksum:

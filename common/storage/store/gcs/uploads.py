@@ -13,36 +13,54 @@ from google.api_core import exceptions as api
 from diloco.common.protocol.buffers import Buffers
 from diloco.common.protocol.errors import StoreUnavailableError
 from diloco.common.storage.store.gcs.bucket import PART_BYTES, Bucket
-from diloco.common.storage.store.gcs.faults import brief, is_damage
+from diloco.common.storage.store.gcs.faults import MalformedAnswerError, brief, header, is_damage
 
 _TYPE = "application/octet-stream"
 
 
-def upload(bucket: Bucket, name: str, data: Buffers, checksum: str) -> None:
-    """Store an object where there is none.
+def upload(bucket: Bucket, name: str, data: Buffers, checksum: str) -> bool:
+    """Send an object where there is none; whether an answer proves that it is the one stored.
+
+    One request is proved by its answer, which states name, size and crc32c of what it made. A
+    session never is: it may answer for bytes that it has received, while another object stands
+    under the name.
 
     Raises:
         PreconditionFailed: there is one.
     """
-    send = _upload_at_once if len(data) <= PART_BYTES else _upload_in_session
     metadata = json.dumps({"name": bucket.prefix + name, "crc32c": checksum})
-    send(bucket, metadata, data)
+    if len(data) > PART_BYTES:
+        _upload_in_session(bucket, metadata, data)
+        return False
+    made = _upload_at_once(bucket, metadata, data)
+    stated = (made.get("name"), made.get("crc32c"), str(made.get("size", 0)))
+    return stated == (bucket.prefix + name, checksum, str(len(data)))
 
 
-def _upload_at_once(bucket: Bucket, metadata: str, data: Buffers) -> None:
+def _upload_at_once(bucket: Bucket, metadata: str, data: Buffers) -> dict[str, Any]:
     boundary = secrets.token_hex(16)
     begin, end = f"--{boundary}\r\nContent-Type: ", f"\r\n--{boundary}--"
     head = f"{begin}application/json\r\n\r\n{metadata}\r\n{begin}{_TYPE}\r\n\r\n"
     body = _Body(Buffers(head.encode()), data, Buffers(end.encode()))
     kind = f"multipart/related; boundary={boundary}"
-    bucket.retry(_begin)(bucket, "multipart", body, kind)
+    response = bucket.retry(_begin)(bucket, "multipart", body, kind)
+    try:
+        made = response.json()
+    except requests.JSONDecodeError:
+        return {}
+    return made if isinstance(made, dict) else {}
 
 
 def _upload_in_session(bucket: Bucket, metadata: str, data: Buffers) -> None:
-    begun = bucket.retry(_begin)(bucket, "resumable", metadata.encode(), "application/json")
-    session = _Session(bucket, begun.headers["Location"], data)
-    while session.sent < len(data):
+    session = _Session(bucket, bucket.retry(_begin_session)(bucket, metadata), data)
+    while not session.finished:
         bucket.retry(session.step)()
+
+
+def _begin_session(bucket: Bucket, metadata: str) -> str:
+    """The address of a new session."""
+    begun = _begin(bucket, "resumable", metadata.encode(), "application/json")
+    return header(begun, "Location", r"^(https?://.+)$")
 
 
 def _begin(
@@ -85,11 +103,13 @@ class _Session:
         data: all bytes.
 
     Attributes:
-        sent: bytes that the service is known to have; all of them once the object is stored.
+        finished: the service has answered that the upload is complete. That it has every byte is
+            not enough: it may still have to make the object.
     """
 
     def __init__(self, bucket: Bucket, url: str, data: Buffers) -> None:
-        self.sent = 0
+        self.finished = False
+        self._sent = 0  # bytes that the service is known to have
         self._bucket = bucket
         self._url = url
         self._data = data
@@ -97,19 +117,20 @@ class _Session:
 
     def step(self) -> None:
         """Send what is left; after a failure, only ask how much has arrived."""
-        size, before = len(self._data), self.sent
-        if self._unsure:
-            self.sent = self._request(f"bytes */{size}", b"")
+        size, before = len(self._data), self._sent
+        ask = self._unsure or before == size
         self._unsure = True
-        if self.sent <= before:
-            span = f"bytes {self.sent}-{size - 1}/{size}"
-            self.sent = self._request(span, _Body(self._data.behind(self.sent)))
-        if self.sent <= before:
-            raise api.ServiceUnavailable(f"the upload took no byte beyond {before}")
+        if ask:
+            self._request(f"bytes */{size}", b"")
+        if not self.finished and self._sent <= before < size:
+            span = f"bytes {self._sent}-{size - 1}/{size}"
+            self._request(span, _Body(self._data.behind(self._sent)))
+        if not self.finished and self._sent <= before:
+            raise api.ServiceUnavailable(f"the upload took no byte beyond {before} of {size}")
         self._unsure = False
 
-    def _request(self, span: str, data: "_Body | bytes") -> int:
-        """The bytes that the service has after this request."""
+    def _request(self, span: str, data: "_Body | bytes") -> None:
+        """Note how far the service has got after this request."""
         response = self._bucket.session.put(
             self._url,
             data=data,
@@ -118,11 +139,20 @@ class _Session:
             allow_redirects=False,
         )
         if response.status_code in {200, 201}:
-            return len(self._data)
-        if response.status_code == HTTPStatus.PERMANENT_REDIRECT:
-            last = response.headers.get("Range", "").rpartition("-")[2]
-            return int(last) + 1 if last else 0
-        error = api.from_http_response(response)
-        if response.status_code in {404, 410} or is_damage(error):
-            raise StoreUnavailableError(f"an upload must restart: {brief(error)}")
-        raise error
+            self.finished = True
+        elif response.status_code == HTTPStatus.PERMANENT_REDIRECT:
+            self._sent = self._received(response)
+        else:
+            error = api.from_http_response(response)
+            if response.status_code in {404, 410} or is_damage(error):
+                raise StoreUnavailableError(f"an upload must restart: {brief(error)}")
+            raise error
+
+    def _received(self, response: requests.Response) -> int:
+        """The bytes that an unfinished session has, by its Range, which is missing for none."""
+        if "Range" not in response.headers:
+            return 0
+        received = int(header(response, "Range", r"^bytes=0-(\d+)$")) + 1
+        if received > len(self._data):
+            raise MalformedAnswerError(f"a session of {len(self._data)} bytes has {received}")
+        return received
