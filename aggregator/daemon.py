@@ -74,6 +74,7 @@ class Owners:
         context: the aggregator's.
         still_ours: whether a fragment's lease stands, asked of the server.
         done: called once nothing of a fragment is left to do.
+        refuse: called once this process has failed at a fragment.
     """
 
     def __init__(
@@ -81,8 +82,10 @@ class Owners:
         context: Context,
         still_ours: Callable[[int], Awaitable[bool]],
         done: Callable[[int], Awaitable[None]],
+        refuse: Callable[[int], None],
     ) -> None:
         self._context = context
+        self._refuse = refuse
         self._still_ours = still_ours
         self._done = done
         self._tasks: dict[int, asyncio.Future[None]] = {}
@@ -135,9 +138,10 @@ class Owners:
             if await self._owners[fragment].own():
                 await self._done(fragment)
         except IntegrityError as error:
-            # It stands still until an operator has looked; the others go on.
-            self._context.logger.exception("fragment_stopped", hint=error.hint)
+            # This machine may be the bad one: whoever else is there tries. Other fragments go on.
+            self._context.logger.exception("fragment_refused", fragment=fragment, hint=error.hint)
             self.damaged[fragment] = error
+            self._refuse(fragment)
         except Exception as error:  # noqa: BLE001 - raised by `failure`
             if not self._failed.done():
                 self._failed.set_exception(error)
@@ -155,7 +159,7 @@ async def aggregate(context: Context, leases: Leases | None = None) -> None:
             once nothing else is left to do.
     """
     held: Leases | Everything = leases or Everything(context)
-    owners = Owners(context, held.still_ours, held.done)
+    owners = Owners(context, held.still_ours, held.done, held.refuse)
     owners.show()
     liveness = LivenessWatch(context, owners.all())
     try:

@@ -40,7 +40,7 @@ def show_owned(
     counted.forget(*BY_FRAGMENT, metrics.PAUSED)
     counted.set(metrics.FRAGMENTS, fragments)
     counted.set(metrics.OWNED, len(tenures))
-    counted.set(metrics.STOPPED, stopped)
+    counted.set(metrics.REFUSED, stopped)
     for fragment, tenure in sorted(tenures.items()):
         if tenure is not None:
             _show_fragment(counted, fragment, tenure.newest, tenure.state)
@@ -95,7 +95,7 @@ def describe(
 ) -> HealthView:
     """An aggregator's state, and the fragments that it cannot serve yet, or no more."""
     recovering = [fragment for fragment, tenure in tenures.items() if tenure is None]
-    why = [f"fragment {fragment} stands still: {error}" for fragment, error in damaged.items()]
+    why = [f"refuses fragment {fragment}: {error}" for fragment, error in damaged.items()]
     why += [f"fragment {f} is being recovered" for f in recovering if f not in damaged]
     versions = [tenure.state.version for tenure in tenures.values() if tenure is not None]
     if not tenures:

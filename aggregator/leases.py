@@ -11,15 +11,17 @@ Rules:
 - A renewal that is refused because the key has expired is an acquisition; only somebody else's
   key means that the fragment is lost. When all were cut off, nobody loses anything.
 - Fragments that an aggregator is pinned to are left to it while it lives.
+- A fragment that an aggregator has failed at it gives up, and refuses for its life: another one may
+  not fail. Once all refuse a fragment, it stands still.
 """
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from typing import NamedTuple
 
 from diloco.aggregator.context import Context, identity
-from diloco.aggregator.core.policy import Pinned, divide
+from diloco.aggregator.core.policy import AggregatorTerms, Pinned, divide
 from diloco.common.process.service import first_of
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import BusUnavailableError, DilocoError, SwapLostError, WireError
@@ -73,6 +75,8 @@ class Leases:
         self._warned = False
         self._lost: set[int] = set()
         self._done: set[int] = set()
+        self._refuses: set[int] = set()
+        self._still: set[int] = set()
 
     async def hold(
         self,
@@ -97,6 +101,11 @@ class Leases:
         await self._context.runtime.retry(
             "giving up a lease", lambda: self._say_done(fragment), logger=self._context.logger
         )
+
+    def refuse(self, fragment: int) -> None:
+        """Give up a fragment, and never take it again: others may not fail where this one did."""
+        self._refuses.add(fragment)
+        self._renewed_at_s = -self._ttl_s  # The next look tells them.
 
     async def release(self) -> None:
         """Give up everything, so that others need not wait for its end."""
@@ -134,15 +143,18 @@ class Leases:
         age_s = now_s - seen.heard_at_s
         return None if seen.lease.state == "held" and age_s > seen.lease.ttl_s else seen.lease
 
-    def _members(self, now_s: float) -> dict[str, Pinned]:
+    def _members(self, now_s: float) -> dict[str, AggregatorTerms]:
         prefix = names.aggregator_lease(self._context.run, "")
         standing = [self._standing(key, now_s) for key in self._seen if key.startswith(prefix)]
         members = {
-            lease.life: None if lease.pinned is None else frozenset(lease.pinned)
+            lease.life: AggregatorTerms(
+                None if lease.pinned is None else frozenset(lease.pinned),
+                frozenset(lease.refuses),
+            )
             for lease in standing
             if lease is not None
         }
-        return members | {self._life: self._pinned}
+        return members | {self._life: AggregatorTerms(self._pinned, frozenset(self._refuses))}
 
     def _holders(self, now_s: float) -> dict[int, str | None]:
         holders: dict[int, str | None] = {}
@@ -175,7 +187,9 @@ class Leases:
                 lost, self._lost = self._lost, set()
                 await drop(lost)
             now_s, fragments = _now_s(), len(self._context.layout.fragments)
-            wanted = divide(self._life, self._members(now_s), self._holders(now_s), fragments)
+            members = self._members(now_s)
+            self._tell_of_still(members.values())
+            wanted = divide(self._life, members, self._holders(now_s), fragments)
             if wanted.release:
                 await drop(wanted.release)
             for fragment in wanted.release:
@@ -184,6 +198,15 @@ class Leases:
                 if await self._acquire(fragment):
                     take(fragment)
             await asyncio.sleep(min(LOOK_S, self._ttl_s / 5))
+
+    def _tell_of_still(self, members: Collection[AggregatorTerms]) -> None:
+        """Say which fragments all refuse who might serve them, once each time."""
+        still = {f for f in self._refuses if not any(one.may_serve(f) for one in members)}
+        for fragment in sorted(still - self._still):
+            self._context.logger.error(
+                "fragment_stopped", fragment=fragment, hint="runbooks/digest-mismatch.md"
+            )
+        self._still = still
 
     def _finished(self) -> bool:
         mine = range(len(self._context.layout.fragments)) if self._pinned is None else self._pinned
@@ -294,6 +317,7 @@ class Leases:
             state=state,  # type: ignore[arg-type]
             ttl_s=ttl_s or 0.0,
             pinned=None if self._pinned is None else tuple(sorted(self._pinned)),
+            refuses=tuple(sorted(self._refuses)),
         )
         return await self._context.bus.publish(
             subject, wire.encode(lease), expected_last=expected, ttl_s=ttl_s
@@ -325,6 +349,9 @@ class Everything:
         self._left.discard(fragment)
         if not self._left:
             self._all_done.set()
+
+    def refuse(self, _fragment: int) -> None:
+        """Nobody else is there to take it."""
 
     async def release(self) -> None:
         """Nobody waits for them."""

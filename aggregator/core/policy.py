@@ -250,6 +250,21 @@ def allowance(bounds: BoundsSection, left: float, at_s: float, now_s: float) -> 
 Pinned = frozenset[int] | None
 
 
+class AggregatorTerms(NamedTuple):
+    """The fragments that a live aggregator is pinned to (None: to none), and those it refuses.
+
+    It refuses those that it has failed at: others may not.
+    """
+
+    pinned: Pinned = None
+    refuses: frozenset[int] = frozenset()
+
+    def may_serve(self, fragment: int) -> bool:
+        """Whether it takes the fragment where nobody else has it."""
+        mine = self.pinned is None or fragment in self.pinned
+        return mine and fragment not in self.refuses
+
+
 class OwnershipDivision(NamedTuple):
     """The fragments that an aggregator acquires, those it likeliest keeps first, and releases."""
 
@@ -258,39 +273,58 @@ class OwnershipDivision(NamedTuple):
 
 
 def divide(
-    me: str, members: Mapping[str, Pinned], holders: Mapping[int, str | None], fragments: int
+    me: str,
+    members: Mapping[str, AggregatorTerms],
+    holders: Mapping[int, str | None],
+    fragments: int,
 ) -> OwnershipDivision:
     """The step of one aggregator towards an even division.
 
-    Everybody decides for itself from what it has heard of the others. That may be old: what keeps
-    two owners apart is never this, but the compare-and-swap on a fragment's records (invariant 1).
-
     Args:
         me: this aggregator's life.
-        members: what each live aggregator, this one too, is pinned to; None: to nothing.
+        members: of each live aggregator, this one too.
         holders: who holds each fragment that is not done; None for nobody.
         fragments: P, of the run.
     """
     held = {fragment for fragment, holder in holders.items() if holder == me}
     free = {fragment for fragment, holder in holders.items() if holder is None}
-    pinned = members[me]
-    if pinned is not None:
+    mine = members[me]
+    if mine.pinned is not None:
         # An operator has said which: nothing is shared out, and nothing else is taken.
-        return OwnershipDivision(_by_rank(me, free & pinned), tuple(sorted(held - pinned)))
-    reserved: set[int] = set().union(*(kept for kept in members.values() if kept is not None))
-    target = _share(me, members, [f for f in range(fragments) if f in holders.keys() - reserved])
-    keep = _by_rank(me, held - reserved)[:target]
+        kept = {fragment for fragment in held if mine.may_serve(fragment)}
+        taken = {fragment for fragment in free if mine.may_serve(fragment)}
+        return OwnershipDivision(_by_rank(me, taken), tuple(sorted(held - kept)))
+    sharing = {life: one for life, one in members.items() if one.pinned is None}
+    reserved = {
+        fragment
+        for life in members.keys() - sharing.keys()
+        for fragment in holders
+        if members[life].may_serve(fragment)
+    }
+    # Beside the shares: even numbers would give it to who refuses it, or to nobody.
+    refused = {f for one in sharing.values() for f in one.refuses} - reserved
+    even = [f for f in range(fragments) if f in holders.keys() - reserved - refused]
+    target = _share(me, sharing, even)
+    keep = _by_rank(me, held & set(even))[:target]
+    also = {f for f in refused & held if mine.may_serve(f)}
+    falls_to_me = {f for f in refused & free if _first_able(sharing, f) == me}
     # Only what is free: a fragment that is taken from a live owner costs a recovery, so it is the
     # owner that gives up what is too much.
-    wanted = _by_rank(me, free - reserved)[: target - len(keep)]
-    return OwnershipDivision(wanted, tuple(sorted(held - set(keep))))
+    wanted = _by_rank(me, free & set(even))[: target - len(keep)]
+    acquire = wanted + _by_rank(me, falls_to_me)
+    return OwnershipDivision(acquire, tuple(sorted(held - also - set(keep))))
 
 
-def _share(me: str, members: Mapping[str, Pinned], fragments: Collection[int]) -> int:
+def _share(me: str, sharing: Collection[str], fragments: Collection[int]) -> int:
     """How many of `fragments` are this aggregator's: equal numbers, the rest to the first."""
-    sharing = sorted(life for life, pinned in members.items() if pinned is None)
     each, rest = divmod(len(fragments), len(sharing))
-    return each + (sharing.index(me) < rest)
+    return each + (sorted(sharing).index(me) < rest)
+
+
+def _first_able(sharing: Mapping[str, AggregatorTerms], fragment: int) -> str | None:
+    """Who takes a fragment that some refuse; None once all do."""
+    able = [life for life, one in sharing.items() if one.may_serve(fragment)]
+    return min(able, key=lambda life: _rank(life, fragment), default=None)
 
 
 def _by_rank(me: str, fragments: Iterable[int]) -> tuple[int, ...]:

@@ -100,7 +100,10 @@ SENDING = _histogram("learner_send_seconds", "time to send an update, by phase",
 # Of an aggregator
 FRAGMENTS = _gauge("aggregator_fragments", "fragments of the run")
 OWNED = _gauge("aggregator_fragments_owned", "fragments that this aggregator owns")
-STOPPED = _gauge("aggregator_fragments_stopped", "fragments stopped by a digest mismatch")
+REFUSED = _gauge(
+    "aggregator_fragments_refused",
+    "fragments that this process serves no more: their stored objects gave it other digests",
+)
 VERSION = _counter("aggregator_versions_total", "versions on the tape", "fragment")
 CLOCK = _gauge("aggregator_global_step", "global step of the newest version", "fragment")
 COMMITTED_AT = _gauge(
@@ -166,7 +169,7 @@ LEARNER = (
     UP, DOWN, SENT, CHECKPOINTED_AT, CHECKPOINT_FAILURES, STATE, ADOPTED, UNSENT, SENDING,
 )  # fmt: skip
 AGGREGATOR = (
-    FRAGMENTS, OWNED, STOPPED, VERSION, CLOCK, COMMITTED_AT, MERGED, REJECTED, DELIVERED, LOST,
+    FRAGMENTS, OWNED, REFUSED, VERSION, CLOCK, COMMITTED_AT, MERGED, REJECTED, DELIVERED, LOST,
     PENDING, QUEUED, LIVE_LEARNERS, HEARD_AT, QUARANTINED, VERDICTS, IGNORED, STALENESS,
     ROUND_UPDATES, ROUND, RECOVERIES, MERGED_AGAIN, RECEIVED, STORED, COLLECTED,
     RUN_CHECKPOINTED_AT, HELD_OUT, HELD_OUT_STEP, PAUSED, TAPE_SIZE, TAPE_LIMIT,

@@ -44,7 +44,7 @@ from diloco.run import agreement
 from diloco.run.cli.opening import OpenRun, open_run, run_config
 from diloco.run.cli.screen import SEVERITY_STYLES, say_json
 from diloco.run.cli.subprocess import call_isolated
-from diloco.run.findings import NATS_AWAY, failed
+from diloco.run.findings import DIGEST_MISMATCH, NATS_AWAY, failed
 from diloco.run.history import History, read_history
 from diloco.run.model.scores import read_scores, scores_of
 from diloco.run.state import Finding, RunStatus
@@ -159,7 +159,7 @@ async def examine(target: str, *, deep: bool = False, progress: "Heard | None" =
     except StoreError as error:
         found.append(failed("store", error, symptoms.PERMISSIONS))
     except IntegrityError as error:
-        found.append(failed("store", error, symptoms.DIGEST_MISMATCH))
+        found.append(failed("store", error, DIGEST_MISMATCH))
     except RunMismatchError as error:
         found.append(failed("store", error, symptoms.STORE_AWAY))
     except DilocoError as error:

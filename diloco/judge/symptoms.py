@@ -12,7 +12,7 @@ from diloco.common.process.config import RunSettings, warnings
 from diloco.common.protocol import wire
 from diloco.common.storage.bus import Filled
 from diloco.judge.audit import Audit, Breach, Objects
-from diloco.run.findings import DISK_FULL, LOSS_SPIKE, NO_LEARNERS
+from diloco.run.findings import DIGEST_MISMATCH, DISK_FULL, LOSS_SPIKE, NO_LEARNERS
 from diloco.run.history import History
 from diloco.run.state import RECENT, Finding
 
@@ -23,7 +23,6 @@ PERMISSIONS = "runbooks/permissions.md"
 CLOCK_SKEW = "runbooks/clock-skew.md"
 MISSING_OBJECT = "runbooks/missing-object.md"
 ORPHANED_OBJECTS = "runbooks/orphaned-objects.md"
-DIGEST_MISMATCH = "runbooks/digest-mismatch.md"
 BROKEN_INVARIANT = "runbooks/broken-invariant.md"
 RESTORE = "runbooks/restore-from-bucket.md"
 

@@ -18,6 +18,7 @@ from diloco.common.protocol.wire import note
 from diloco.run.cli.units import human_bytes
 from diloco.run.state import RECENT, Finding, LearnerStatus, RunStatus, Severity
 
+DIGEST_MISMATCH = "runbooks/digest-mismatch.md"
 DISK_FULL = "runbooks/disk-full.md"
 FRAGMENT_STOPPED = "runbooks/fragment-stopped.md"
 LAGGING_LEARNER = "runbooks/lagging-learner.md"
@@ -77,6 +78,7 @@ def judged(run: RunStatus, settings: RunSettings, *, copied: bool = False) -> It
     yield from _fragments(run, settings)
     yield from _quiet(run, settings)
     if run.state != "ended" and not copied:
+        yield from _refused(run)
         yield from _owners(run)
 
 
@@ -315,9 +317,28 @@ def _quiet(run: RunStatus, settings: RunSettings) -> Iterator[Finding]:
         )
 
 
+def _refused(run: RunStatus) -> Iterator[Finding]:
+    """Fragments that aggregators have failed at; another one may serve them."""
+    for one in run.fragments:
+        if not one.refused_by:
+            continue
+        who = f"what is stored did not give {', '.join(one.refused_by)} the recorded digests"
+        yield Finding(
+            severity="error" if one.free else "warning",
+            about=f"fragment {one.fragment}",
+            sentence=f"stopped: {who}, and no other aggregator serves it"
+            if one.free
+            else f"served by {one.owner}; {who}",
+            advice="start an aggregator on another machine; if it fails too, objects are damaged"
+            if one.free
+            else "look at that machine's memory, disk and packages; started again, it tries again",
+            runbook=DIGEST_MISMATCH if one.free else FRAGMENT_STOPPED,
+        )
+
+
 def _owners(run: RunStatus) -> Iterator[Finding]:
     """Fragments that no aggregator has a lease of, while the run goes on."""
-    free = [one.fragment for one in run.fragments if one.free]
+    free = [one.fragment for one in run.fragments if one.free and not one.refused_by]
     if free and run.learners:
         listed = ", ".join(str(fragment) for fragment in free[:12])
         yield Finding(

@@ -154,6 +154,7 @@ class FragmentStatus:
 
     Attributes:
         owner: who has its lease, if somebody; `free`: nobody has, and there is something to do.
+        refused_by: aggregators that serve it no more: its objects gave them other digests.
         waiting: updates that are not answered yet; the first of them came `waiting_s` ago.
         version_s: age of its newest record.
         round_updates: merged by its newest version, which took `round_s`, of the `live_learners`
@@ -165,6 +166,7 @@ class FragmentStatus:
     global_step: int
     owner: str | None
     free: bool
+    refused_by: tuple[str, ...]
     waiting: int
     waiting_s: float
     version_s: float
@@ -340,7 +342,8 @@ class Observed:
         copied: it is a copy in a file, of a run that may have gone on without it.
 
     Attributes:
-        settings: in force; `leases`, `filled` and `last_seq` of the tape: as the bus last said.
+        settings: in force; `leases` of fragments, those of live `aggregators`, `filled` and
+            `last_seq` of the tape: as the bus last said.
         from_start: the tape was read from its beginning.
         records: the newest of each fragment.
         rounds: the newest of several learners, whole.
@@ -355,6 +358,7 @@ class Observed:
         self.copied = copied
         self.settings = settings
         self.leases: dict[int, wire.Lease] = {}
+        self.aggregators: list[wire.Lease] = []
         self.filled = Filled(0, 0)
         self.last_seq = 0
         self.from_start = False
@@ -542,6 +546,9 @@ class Observed:
             global_step=record.global_step,
             owner=lease.aggregator if lease is not None and lease.state == "held" else None,
             free=lease is None or lease.state == "released",
+            refused_by=tuple(
+                sorted({one.aggregator for one in self.aggregators if index in one.refuses})
+            ),
             waiting=len(waiting),
             waiting_s=max(0.0, now_s - min(waiting.values(), default=now_s)),
             version_s=max(0.0, now_s - stored_at_s),

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -137,7 +137,7 @@ class Watch:
         """The run as it is now; where the bus is away, as it was."""
         context, observed = self._context, self.observed
         try:
-            observed.leases = await read_leases(context)
+            observed.leases, observed.aggregators = await read_leases(context)
             observed.filled = await context.bus.filled(context.tape)
             observed.last_seq = await context.bus.last_sequence(context.tape)
         except BusUnavailableError as error:
@@ -175,17 +175,36 @@ async def read_heartbeats(context: RunContext, learners: Iterable[str]) -> dict[
     return found
 
 
-async def read_leases(context: RunContext) -> dict[int, wire.Lease]:
-    """Read the leases: the owner of each fragment."""
-    found: dict[int, wire.Lease] = {}
-    stream = names.leases_stream(context.run)
-    for fragment in range(len(context.layout.fragments)):
-        subject = names.fragment_lease(context.run, fragment)
-        with contextlib.suppress(StreamMissingError, WireError):
-            message = await context.bus.last(stream, subject)
-            if message is not None:
-                found[fragment] = decode_as(wire.Lease, subject, message.payload)
-    return found
+async def read_leases(context: RunContext) -> tuple[dict[int, wire.Lease], list[wire.Lease]]:
+    """Read the leases: of the owner of each fragment, and of each live aggregator."""
+    owners: dict[int, wire.Lease] = {}
+    aggregators: list[wire.Lease] = []
+    with contextlib.suppress(StreamMissingError):
+        async for message in _standing(context.bus, context.run):
+            with contextlib.suppress(WireError):
+                lease = decode_as(wire.Lease, message.subject, message.payload)
+                subject = names.parse_subject(message.subject)
+                if subject is not None and subject.fragment is not None:
+                    owners[subject.fragment] = lease
+                elif lease.state == "held":
+                    aggregators.append(lease)
+    return owners, aggregators
+
+
+async def _standing(bus: Bus, run: str) -> AsyncIterator[Message]:
+    """The keys of a bucket of leases; whatever ends meanwhile may be missing."""
+    stream, subjects = names.leases_stream(run), names.leases_subjects(run)
+    # Not the stream's last sequence: that key may have expired, and would be waited for in vain.
+    last = await bus.last(stream, subjects[0])
+    if last is None:
+        return
+    async with contextlib.aclosing(bus.read(stream, subjects, 1)) as reading:  # type: ignore[type-var]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CONNECT_S):
+                async for message in reading:
+                    yield message
+                    if message.seq >= last.seq:
+                        return
 
 
 def is_bus(target: str) -> bool:

@@ -10,7 +10,7 @@ from runlab import RUN, Lab
 from structlog.testing import capture_logs
 
 from diloco.aggregator import leases
-from diloco.aggregator.core.policy import divide
+from diloco.aggregator.core.policy import AggregatorTerms, divide
 from diloco.common.process.service import cancel
 from diloco.common.protocol import names
 from diloco.common.protocol.errors import BusUnavailableError
@@ -43,7 +43,7 @@ def counts(members, holders):
 
 @given(lives, st.integers(1, 40))
 def test_shares_are_even_and_everything_is_owned(found, fragments):
-    members = dict.fromkeys(found)
+    members = dict.fromkeys(found, AggregatorTerms())
     holders = dict.fromkeys(range(fragments))
     settle(members, holders, fragments)
     shares = counts(members, holders)
@@ -53,12 +53,12 @@ def test_shares_are_even_and_everything_is_owned(found, fragments):
 
 @given(lives, st.integers(1, 40), st.data())
 def test_those_who_come_and_go_are_evened_out(found, fragments, data):
-    members = dict.fromkeys(found)
+    members = dict.fromkeys(found, AggregatorTerms())
     holders = dict.fromkeys(range(fragments))
     settle(members, holders, fragments)
     gone = data.draw(st.sampled_from(found))
     kept = {f: h for f, h in holders.items() if h != gone}
-    members = {me: None for me in members if me != gone} | {"new": None}
+    members = dict.fromkeys([me for me in members if me != gone] + ["new"], AggregatorTerms())
     holders = {f: (None if h == gone else h) for f, h in holders.items()}
     settle(members, holders, fragments)
     shares = counts(members, holders)
@@ -70,7 +70,7 @@ def test_those_who_come_and_go_are_evened_out(found, fragments, data):
 
 @given(lives, st.integers(1, 40))
 def test_nothing_moves_once_it_is_even(found, fragments):
-    members = dict.fromkeys(found)
+    members = dict.fromkeys(found, AggregatorTerms())
     holders = dict.fromkeys(range(fragments))
     settle(members, holders, fragments)
     assert settle(members, holders, fragments) == 0
@@ -78,11 +78,11 @@ def test_nothing_moves_once_it_is_even(found, fragments):
 
 @given(lives, st.integers(2, 40), st.data())
 def test_who_is_pinned_gets_what_it_is_pinned_to_and_nothing_else(found, fragments, data):
-    members = dict.fromkeys(found)
+    members = dict.fromkeys(found, AggregatorTerms())
     holders = dict.fromkeys(range(fragments))
     settle(members, holders, fragments)
     pinned = data.draw(st.frozensets(st.integers(0, fragments - 1), min_size=1))
-    members["pin"] = pinned
+    members["pin"] = AggregatorTerms(pinned)
     settle(members, holders, fragments)
     assert {f for f, holder in holders.items() if holder == "pin"} == pinned
     shares = counts(found, holders)
@@ -90,14 +90,34 @@ def test_who_is_pinned_gets_what_it_is_pinned_to_and_nothing_else(found, fragmen
     assert None not in holders.values()
 
 
+@given(lives, st.integers(1, 24), st.data())
+def test_what_some_refuse_goes_to_who_may_serve_it_and_once_all_refuse_to_nobody(
+    found, fragments, data
+):
+    members = dict.fromkeys(found, AggregatorTerms())
+    holders = dict.fromkeys(range(fragments))
+    settle(members, holders, fragments)
+    some = st.frozensets(st.integers(0, fragments - 1))
+    members = {me: AggregatorTerms(None, data.draw(some)) for me in found}
+    members["pin"] = AggregatorTerms(data.draw(some), data.draw(some))
+    settle(members, holders, fragments)
+    for fragment, holder in holders.items():
+        able = {me for me, one in members.items() if one.may_serve(fragment)}
+        assert holder in able if able else holder is None
+        assert holder == "pin" or "pin" not in able
+
+
 def test_a_pinned_one_alone_leaves_the_rest():
     holders = dict.fromkeys(range(4))
-    assert divide("me", {"me": frozenset({1, 3})}, holders, 4).acquire in ((1, 3), (3, 1))
+    assert divide("me", {"me": AggregatorTerms(frozenset({1, 3}))}, holders, 4).acquire in (
+        (1, 3),
+        (3, 1),
+    )
 
 
 @given(lives, st.integers(1, 40), st.data())
 def test_what_is_done_is_nobodys(found, fragments, data):
-    members = dict.fromkeys(found)
+    members = dict.fromkeys(found, AggregatorTerms())
     done = data.draw(st.frozensets(st.integers(0, fragments - 1)))
     holders = {f: None for f in range(fragments) if f not in done}
     settle(members, holders, fragments)

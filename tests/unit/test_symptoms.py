@@ -129,7 +129,14 @@ def test_clocks_that_agree_and_a_clock_that_is_behind() -> None:
 
 def lease(name: str, state: str) -> wire.Lease:
     return wire.Lease.model_validate(
-        {"aggregator": name, "life": "0" * 32, "state": state, "ttl_s": 5.0, "pinned": None}
+        {
+            "aggregator": name,
+            "life": "0" * 32,
+            "state": state,
+            "ttl_s": 5.0,
+            "pinned": None,
+            "refuses": (),
+        }
     )
 
 

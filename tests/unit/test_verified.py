@@ -10,15 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 from runlab import RUN, Lab
+from structlog.testing import capture_logs
 
 from diloco.aggregator.arrays.fragment import FragmentArrays, make_grid
 from diloco.aggregator.core import memory
+from diloco.aggregator.daemon import aggregate
 from diloco.aggregator.leases import Leases
 from diloco.aggregator.owner.collector import Collector
 from diloco.aggregator.owner.committer import swap
 from diloco.aggregator.owner.fetcher import read_input, read_payload
 from diloco.aggregator.owner.recovery import MOST_AHEAD, _merge_again
 from diloco.common.process.config import GcSection
+from diloco.common.process.service import cancel
 from diloco.common.protocol import names, shards, wire
 from diloco.common.protocol.errors import (
     BusError,
@@ -28,10 +31,12 @@ from diloco.common.protocol.errors import (
     SwapLostError,
     WireError,
 )
+from diloco.common.storage.store import MemoryStore
 from diloco.common.storage.tape import last_record
 from diloco.common.storage.views import load_version
 from diloco.learner.tensors.checkpoint import PartFolder
 from diloco.learner.tensors.quantize import encode
+from diloco.run.watch import Watch
 
 SNAPSHOT = 3
 
@@ -254,6 +259,62 @@ def test_a_lease_that_another_has_taken_is_not_ours(run_async):
         assert not await first.still_ours(0)
 
     run_async(scenario())
+
+
+class BadDisk(MemoryStore):
+    """A store as others have it, of which this machine reads nothing below a prefix as it is."""
+
+    def __init__(self, behind: MemoryStore, prefix: str) -> None:
+        self._lock, self._objects = behind._lock, behind._objects
+        self._prefix = prefix
+
+    def get(self, name: str, *limits: Any) -> bytes:
+        data = super().get(name, *limits)
+        return data[:-1] + bytes([data[-1] ^ 1]) if name.startswith(self._prefix) else data
+
+
+def test_one_bad_machine_stops_no_fragment(run_async):
+    """It fails at fragment 0, and gives that up for good; a healthy one serves it, and who looks is told."""
+
+    async def scenario() -> None:
+        lab = Lab(fragments=2)
+        await lab.create()
+        bad = replace(
+            lab.context, name="bad", store=BadDisk(lab.store, names.global_prefix(RUN) + "0/")
+        )
+        held = Leases(bad, 2.0)
+        first = asyncio.ensure_future(aggregate(bad, held))
+        await lab.join("a")
+
+        async def refused() -> bool:
+            return held._refuses == {0}
+
+        async def stopped() -> bool:
+            return bool(await said("stopped: what is stored did not give bad "))
+
+        async def said(words: str) -> list[str]:
+            run = await Watch(lab.context).begin(1)
+            return [one.sentence for one in run.findings if one.sentence.startswith(words)]
+
+        await lab.until(refused, "the bad one's word")
+        await lab.until(stopped, "the finding that all have failed")
+        # A share of the other fragment is still its own.
+        await lab.send("a", 1)
+        healthy = Leases(replace(lab.context, name="good"), 2.0)
+        second = asyncio.ensure_future(aggregate(replace(lab.context, name="good"), healthy))
+        await lab.send_many("a", 3, 0)
+        assert await said("served by good; what is stored did not give bad ")
+        # Shared evenly, what the bad one gave up never comes back to it.
+        await lab.send_many("a", 3, 1)
+        assert 0 not in held._held
+        assert 0 in healthy._held
+        await cancel(first, second)
+
+    with capture_logs() as logged:
+        run_async(scenario())
+    assert [one["event"] for one in logged if one["event"].startswith("fragment_")] == [
+        "fragment_refused", "fragment_stopped",
+    ]  # fmt: skip
 
 
 def test_nothing_is_deleted_while_the_tape_names_it(run_async, monkeypatch):

@@ -260,6 +260,10 @@ class Lease(Body):
     pinned: Several[Count] | None = Field(
         description="the fragments that this aggregator keeps to; nil: it takes its share"
     )
+    refuses: Several[Count] = Field(
+        description="the fragments that this aggregator serves no more: what is stored of them"
+        " does not give it the recorded digests"
+    )
 
 
 class Score(Body):
