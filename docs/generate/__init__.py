@@ -15,9 +15,11 @@ from docs.generate import (
     configuration,
     errors,
     files,
+    logs,
     messages,
     metrics,
     reasons,
+    rules,
     store_faults,
     worked_example,
 )
@@ -40,13 +42,15 @@ def blocks() -> dict[str, str]:
         **errors.blocks(),
         **reasons.blocks(),
         **files.blocks(),
+        **logs.blocks(),
+        **rules.blocks(),
         **store_faults.blocks(),
     }
 
 
 def pages() -> Iterator[Path]:
     """The pages that have blocks."""
-    for path in sorted((ROOT / "docs").rglob("*.md")):
+    for path in sorted([*(ROOT / "docs").rglob("*.md"), *(ROOT / "runbooks").glob("*.md")]):
         if BLOCK.search(path.read_text()):
             yield path
 

@@ -61,7 +61,7 @@ INSIDE = re.compile(r"((?:`\w+`(?:, | and ))*`\w+`) in `([\w/]+\.py)`")
 DRAWING = re.compile(r"[\w/]+\.py|[\w/]+/(?= )")
 # What an operator, or a user, makes: no files of the repository.
 MADE = {"infra/terraform/terraform.tfvars.json", "diloco/manifest.json"}
-USERS = {"spirals.py", "save.py", "common.py"}
+USERS = {"spirals.py", "common.py"}
 
 
 def pages() -> Iterator[Path]:
