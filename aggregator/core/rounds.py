@@ -184,7 +184,7 @@ def _next_step(rules: FragmentRules, state: State) -> int:
 
 
 def _pace_time_s(rules: FragmentRules, state: State) -> float:
-    """When pace allows the round to close: about H steps of the fastest learner after the last."""
+    """When pace allows the round to open: about H steps of the fastest learner after the last."""
     # The last round takes what there is, and the first one is awaited by everybody: pace holds back
     # only what would follow too soon. Without it whoever is quickest starts a race of small rounds,
     # which costs quality (P, Table 5).
