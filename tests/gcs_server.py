@@ -26,6 +26,7 @@ import struct
 import threading
 import time
 import urllib.parse
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from email import message_from_bytes
 from http import HTTPStatus
@@ -174,6 +175,8 @@ class GcsServer:
         self._folder = folder
         self._faults: list[Fault] = []
         self._lock = threading.Lock()
+        # A client that gave up on a request and asks again speaks of the same bytes.
+        self.sessions: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         self.closing = threading.Event()
         # As Google's testbench: a session is complete before its condition is looked at, so that
         # it answers 200 although another object stands under the name.
@@ -584,7 +587,11 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(200, {}, {"Location": f"http://{self.headers['Host']}{target}"})
 
     def _continue_upload(self) -> None:
-        path, record = self.gcs.find_upload(self.query["upload_id"])
+        identity = self.query["upload_id"]
+        with self.gcs.sessions[identity]:
+            self._continue_session(*self.gcs.find_upload(identity))
+
+    def _continue_session(self, path: Path, record: dict[str, Any]) -> None:
         if "stored" in record:
             self._drain()
             self._answer(200, _resource(Stored(**record["stored"])))
