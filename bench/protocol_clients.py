@@ -41,7 +41,7 @@ from diloco.common.protocol import names, shards, slices, wire
 from diloco.common.protocol.layout import Layout, Tensor, make_layout
 from diloco.common.storage.bus import Bus, jetstream
 from diloco.common.storage.store import open_store
-from diloco.common.storage.tape.records import record_in
+from diloco.common.storage.tape.run import record_in
 from diloco.learner.core import sync
 from diloco.learner.tensors.quantize import encode
 from diloco.operate.create import create_run

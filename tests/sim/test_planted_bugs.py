@@ -211,7 +211,7 @@ def pointer_before_its_body():
 
 def epoch_of_records_unchecked():
     """An aggregator goes on with the tape that has come in place of its own."""
-    return mock.patch("diloco.common.storage.tape.records.check_record", return_value=None)
+    return mock.patch("diloco.common.storage.tape.run.check_record", return_value=None)
 
 
 def epoch_of_manifests_unchecked():

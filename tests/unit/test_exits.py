@@ -1,6 +1,6 @@
 """Exit statuses: one for each error, in one table, which shells and systemd can tell apart."""
 
-import diloco.common.storage.bus.jetstream.faults
+import diloco.common.storage.bus.jetstream.link
 from diloco.common.protocol.errors import (
     AccessDeniedError,
     ConfigError,
@@ -18,7 +18,7 @@ from diloco.common.protocol.errors import (
 
 def every_error(base: type[DilocoError] = DilocoError) -> set[type[DilocoError]]:
     """All errors that this process has loaded."""
-    assert diloco.common.storage.bus.jetstream.faults.NoStreamError
+    assert diloco.common.storage.bus.jetstream.link.NoStreamError
     below = (every_error(one) for one in base.__subclasses__())
     return {base}.union(*below)
 

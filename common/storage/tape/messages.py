@@ -2,15 +2,22 @@
 
 Subjects are what the servers fence, so a subject says for sure who speaks; a body that says
 something else is refused here, once for all readers. Pure.
+
+What is too long is dropped undecoded. A manifest holds each block of its fragment once. So it has
+at most as many shards and slices as the fragment has blocks, and a message that is longer than such
+a manifest with the longest names and numbers is none: everybody who reads the tape knows that from
+its length alone.
 """
 
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Final, TypeVar
 
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import WireError
+from diloco.common.protocol.layout import Layout
 from diloco.common.protocol.reasons import Reason
+from diloco.common.protocol.slices import MOST_SLICES
 
 T = TypeVar("T", bound=wire.Body)
 
@@ -95,3 +102,67 @@ def check_fits(subject: str, body: wire.Body) -> None:
                 Reason.SENDER,
                 f"a message on {subject!r} names {field} {said!r}, its subject {expected!r}",
             )
+
+
+# What msgpack takes to say how long a list is, at most.
+_LIST_BYTES = 5
+_NAME = "x" * 40
+
+
+def check_length(layout: Layout, subject: str, size_bytes: int) -> None:
+    """Refuse a message that is longer than what its subject can carry in a run of this layout.
+
+    Raises:
+        WireError: "oversize".
+    """
+    parsed = names.parse_subject(subject)
+    if parsed is None or parsed.kind != "update":
+        return
+    fragment = int(parsed.fragment or 0)
+    # Of a fragment that the run does not have, nobody reads it.
+    if fragment >= len(layout.fragments):
+        return
+    most = manifest_bytes(layout.fragments[fragment].size // layout.block)
+    if size_bytes > most:
+        raise WireError(
+            Reason.OVERSIZE,
+            f"message of {size_bytes} bytes; a manifest of fragment {fragment} has at most {most}",
+        )
+
+
+@lru_cache
+def manifest_bytes(blocks: int) -> int:
+    """The longest message that can announce an update of a fragment of so many blocks."""
+    shards, slices = min(wire.MAX_SHARDS, blocks), min(MOST_SLICES, blocks)
+    bare, shard, further_slice = _longest()
+    needed = bare + shards * shard + (slices - shards) * further_slice
+    return min(wire.Manifest.limit_bytes, needed)
+
+
+@cache
+def _longest() -> tuple[int, int, int]:
+    """Bytes of a manifest without shards, of a shard with one slice, and of each slice more."""
+    great, axes = wire.GREATEST, (wire.GREATEST,) * wire.MAX_AXES
+    box = wire.Slice(start=great, shape=axes, strides=axes)
+    name = names.shard(_NAME, _NAME, great, great, great, great, great)
+
+    def length(shards: int, slices: int) -> int:
+        shard = wire.Shard(
+            name=name, size_bytes=great, crc32c=(1 << 32) - 1, slices=(box,) * slices
+        )
+        return len(wire.encode(_manifest((shard,) * shards)))
+
+    one, slice_bytes = length(1, 1), length(1, 2) - length(1, 1)
+    shard_bytes = length(2, 1) - one + _LIST_BYTES
+    return one - shard_bytes + 2 * _LIST_BYTES, shard_bytes, slice_bytes
+
+
+def _manifest(shards: tuple[wire.Shard, ...]) -> wire.Manifest:
+    great = wire.GREATEST
+    return wire.Manifest(
+        run=_NAME, learner=_NAME, epoch=great, incarnation=great, seq=great, fragment=great,
+        base_version=great, base_digest="0" * 32, held_digest="0" * 32, layout="0" * 32,
+        codec="bfloat16", shards=shards,
+        tokens=great, steps=great, position=great, local_step=great, loss=1.0, step_time_s=1.0,
+        encode_s=1.0, upload_s=1.0, attempt=great, final=True,
+    )  # fmt: skip

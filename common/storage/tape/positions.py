@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from diloco.common.protocol import names, shards, wire
 from diloco.common.storage.store import ObjectStore
-from diloco.common.storage.tape.objects import get_object
+from diloco.common.storage.store.protocol import get_object
 
 
 def entries(positions: Mapping[str, int]) -> tuple[wire.DataPosition, ...]:

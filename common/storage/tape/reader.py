@@ -21,12 +21,10 @@ from diloco.common.protocol.layout import Layout
 from diloco.common.protocol.reasons import Reason
 from diloco.common.storage.bus import Bus, Message
 from diloco.common.storage.store import ObjectStore
-from diloco.common.storage.tape.lengths import check_length
-from diloco.common.storage.tape.messages import decode
-from diloco.common.storage.tape.objects import get_object
+from diloco.common.storage.store.protocol import get_object
+from diloco.common.storage.tape.messages import check_length, decode
 from diloco.common.storage.tape.positions import begins_tape
-from diloco.common.storage.tape.records import record_of
-from diloco.common.storage.tape.run import RunContext
+from diloco.common.storage.tape.run import RunContext, record_of
 
 # A server that says that there are messages gives the next one within so long.
 SILENCE_S = 30.0

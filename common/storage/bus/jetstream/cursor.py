@@ -12,15 +12,19 @@ from nats.aio.subscription import Subscription
 from nats.js import api
 
 from diloco.common.protocol.errors import BusError, BusUnavailableError
-from diloco.common.storage.bus.jetstream.connection import Connection
-from diloco.common.storage.bus.jetstream.faults import RefusedError, vendor_errors
-from diloco.common.storage.bus.jetstream.link import CALL_TIMEOUT_S, Link
-from diloco.common.storage.bus.jetstream.streams import (
+from diloco.common.storage.bus.jetstream.connection import (
     CONSUMER_IDLE_S,
+    Connection,
     imported_to,
     message_of,
     says_time,
     stream_info,
+)
+from diloco.common.storage.bus.jetstream.link import (
+    CALL_TIMEOUT_S,
+    Link,
+    RefusedError,
+    vendor_errors,
 )
 from diloco.common.storage.bus.protocol import Message, stream_went_back
 

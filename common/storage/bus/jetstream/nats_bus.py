@@ -21,24 +21,9 @@ from diloco.common.protocol.errors import (
     SwapLostError,
 )
 from diloco.common.protocol.wire import GREATEST
-from diloco.common.storage.bus.jetstream.connection import Connection
-from diloco.common.storage.bus.jetstream.cursor import Cursor, Cursors
-from diloco.common.storage.bus.jetstream.faults import (
-    STREAM_EXISTS,
-    TOO_MANY_READERS,
-    WRONG_LAST_SEQUENCE,
-    RefusedError,
-)
-from diloco.common.storage.bus.jetstream.link import (
-    CALL_TIMEOUT_S,
-    Address,
-    Link,
-    Pause,
-    check_address,
-    listen_on,
-)
-from diloco.common.storage.bus.jetstream.streams import (
+from diloco.common.storage.bus.jetstream.connection import (
     MOST_READERS,
+    Connection,
     fill,
     imported_to,
     mark_imported,
@@ -49,6 +34,19 @@ from diloco.common.storage.bus.jetstream.streams import (
     stream_config,
     stream_info,
     stream_names,
+)
+from diloco.common.storage.bus.jetstream.cursor import Cursor, Cursors
+from diloco.common.storage.bus.jetstream.link import (
+    CALL_TIMEOUT_S,
+    STREAM_EXISTS,
+    TOO_MANY_READERS,
+    WRONG_LAST_SEQUENCE,
+    Address,
+    Link,
+    Pause,
+    RefusedError,
+    check_address,
+    listen_on,
 )
 from diloco.common.storage.bus.protocol import (
     Filled,
