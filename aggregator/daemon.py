@@ -1,12 +1,15 @@
-"""The aggregator as a process: connect, check the run, own its fragments until it ends."""
+"""The aggregator as a process: connect, check the run, own its fragments until it ends.
+
+At its foot: what its metrics and its health say of the fragments that it owns.
+"""
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 
-from diloco.aggregator import instruments
 from diloco.aggregator.conductor import Conductor
 from diloco.aggregator.context import Context
+from diloco.aggregator.core.state import State
 from diloco.aggregator.leases import Everything, Leases
 from diloco.aggregator.owner.liveness import Expiry, LivenessWatch
 from diloco.aggregator.owner.owner import FragmentOwner
@@ -14,7 +17,7 @@ from diloco.aggregator.owner.tenure import Tenure
 from diloco.aggregator.prepare import prepare
 from diloco.aggregator.tape_watch import watch_tape
 from diloco.aggregator.watches import LOOK_S, CheckpointWatch, ScoreWatch
-from diloco.common.process import log
+from diloco.common.process import log, metrics
 from diloco.common.process.averaged import sync_of
 from diloco.common.process.config import (
     Config,
@@ -22,7 +25,8 @@ from diloco.common.process.config import (
     parse_settings,
     warnings,
 )
-from diloco.common.process.health import report, tell, tell_stopping
+from diloco.common.process.health import HealthView, report, tell, tell_stopping
+from diloco.common.process.metrics import Metrics
 from diloco.common.process.probes import Probes, make_probes, serving
 from diloco.common.process.service import (
     AskedToStopError,
@@ -33,7 +37,7 @@ from diloco.common.process.service import (
     on_signals,
     unless_asked,
 )
-from diloco.common.protocol import names
+from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import ConfigError, IntegrityError
 from diloco.common.protocol.layout import Layout, parse_layout
 from diloco.common.storage.bus import Bus, jetstream
@@ -97,11 +101,9 @@ class Owners:
         """Tell metrics and health of the owners, whenever these ask."""
         context, fragments = self._context, len(self._context.layout.fragments)
         context.metrics.on_scrape(
-            lambda: instruments.show_owned(
-                context.metrics, self._tenures(), fragments, len(self.damaged)
-            )
+            lambda: show_owned(context.metrics, self._tenures(), fragments, len(self.damaged))
         )
-        context.health.view = lambda: instruments.describe(
+        context.health.view = lambda: describe(
             self._tenures(), {f: error.message for f, error in [*self.damaged.items()]}, fragments
         )
 
@@ -316,3 +318,70 @@ def _check_pinned(pinned: frozenset[int] | None, fragments: int) -> None:
             f"the run has fragments 0 to {fragments - 1}, and no fragment {max(pinned)}",
             hint="choose other fragments, or omit --fragments for an equal share",
         )
+
+
+# Of the fragments that are ours; others have those of the rest.
+BY_FRAGMENT = (
+    metrics.VERSION,
+    metrics.CLOCK,
+    metrics.COMMITTED_AT,
+    metrics.MERGED,
+    metrics.REJECTED,
+    metrics.DELIVERED,
+    metrics.LOST,
+    metrics.PENDING,
+    metrics.QUEUED,
+    metrics.LIVE_LEARNERS,
+    metrics.QUARANTINED,
+)
+
+
+def show_owned(
+    counted: Metrics, tenures: Mapping[int, Tenure | None], fragments: int, stopped: int
+) -> None:
+    """Say how the fragments that are ours stand; `fragments` is P, `stopped` how many are damaged.
+
+    A fragment without a tenure is being recovered. Sums are those of the newest record, so that
+    they go on where another process left them.
+    """
+    counted.forget(*BY_FRAGMENT, metrics.PAUSED)
+    counted.set(metrics.FRAGMENTS, fragments)
+    counted.set(metrics.OWNED, len(tenures))
+    counted.set(metrics.REFUSED, stopped)
+    for fragment, tenure in sorted(tenures.items()):
+        if tenure is not None:
+            _show_fragment(counted, fragment, tenure.newest, tenure.state)
+            counted.set(metrics.PAUSED, tenure.paused)
+            counted.set(metrics.QUEUED, tenure.queued, fragment)
+
+
+def _show_fragment(counted: Metrics, fragment: int, newest: wire.Record, state: State) -> None:
+    live = sum(member.live and not member.left for member in state.members.values())
+    for metric, value in (
+        (metrics.VERSION, newest.version),
+        (metrics.CLOCK, newest.global_step),
+        (metrics.COMMITTED_AT, newest.closed_at_s),
+        (metrics.MERGED, newest.totals.updates_merged),
+        (metrics.REJECTED, newest.totals.updates_rejected),
+        (metrics.DELIVERED, newest.totals.tokens_merged),
+        (metrics.LOST, newest.totals.tokens_rejected),
+        (metrics.PENDING, len(state.pending)),
+        (metrics.LIVE_LEARNERS, live),
+    ):
+        counted.set(metric, value, fragment)
+    for learner in sorted(state.quarantined):
+        counted.set(metrics.QUARANTINED, 1, fragment, learner)
+
+
+def describe(
+    tenures: Mapping[int, Tenure | None], damaged: Mapping[int, str], fragments: int
+) -> HealthView:
+    """An aggregator's state, and the fragments that it cannot serve yet, or no more."""
+    recovering = [fragment for fragment, tenure in tenures.items() if tenure is None]
+    why = [f"refuses fragment {fragment}: {error}" for fragment, error in damaged.items()]
+    why += [f"fragment {f} is being recovered" for f in recovering if f not in damaged]
+    versions = [tenure.state.version for tenure in tenures.values() if tenure is not None]
+    if not tenures:
+        return HealthView("stands by", tuple(why))
+    span = f" at versions {min(versions)} to {max(versions)}" if versions else ""
+    return HealthView(f"owns {len(tenures)} of {fragments} fragments{span}", tuple(why))

@@ -6,10 +6,9 @@ and objects (`RecordContents`), and who makes it. Whoever publishes one states a
 
 import contextlib
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import NamedTuple
 
-from diloco.aggregator import instruments
 from diloco.aggregator.arrays.fragment import ClosedRound, FragmentArrays
 from diloco.aggregator.context import Context, identity, resumed_since, store_version_object
 from diloco.aggregator.core import events, rounds
@@ -18,6 +17,7 @@ from diloco.aggregator.core.events import Commit
 from diloco.aggregator.core.policy import FragmentRules
 from diloco.aggregator.core.state import State
 from diloco.common.process import log, metrics, release
+from diloco.common.process.metrics import Metrics
 from diloco.common.process.service import Tasks
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import (
@@ -149,7 +149,7 @@ async def make_version(context: Context, arrays: FragmentArrays, state: State) -
     """
     settings = arrays.own_settings
     part = rounds.step_share(state, participation=settings.outer.participation)
-    with instruments.timing(context.metrics, context.runtime.clock, "merge"):
+    with timing(context.metrics, context.runtime.clock, "merge"):
         made = await context.runtime.call(arrays.close_round, state.admitted, part)
     due = (state.version + 1) % settings.sync.snapshot_interval_versions == 0
     return Version(made, context.runtime.clock(), due)
@@ -174,7 +174,7 @@ async def store_version(
         logger: the fragment's.
     """
     fragment, made = previous.fragment, made_version.made
-    with instruments.timing(context.metrics, context.runtime.clock, "store"):
+    with timing(context.metrics, context.runtime.clock, "store"):
         delta = await store_version_object(context, fragment, version, "delta", made.delta, logger)
         contents = contents_of(previous)._replace(
             **(made._asdict() | {"delta": delta}),
@@ -410,9 +410,9 @@ class Committer:
         """Store the objects, publish the record by compare-and-swap, tell the machine."""
         context, clock = self._context, self._context.runtime.clock
         record = await self._draft(rules, commit, version)
-        with instruments.timing(context.metrics, clock, "publish"):
+        with timing(context.metrics, clock, "publish"):
             record_seq = await commit_record(context, record, self.newest.attempt_id)
-        instruments.count_record(context.metrics, self.newest, record)
+        count_record(context.metrics, self.newest, record)
         self.newest = cited(record, record_seq)
         committed_at_s = clock()
         self._logger.info(
@@ -451,3 +451,27 @@ class Committer:
             previous=previous,
             totals=sum_up(previous.totals, contents.inputs, decided.rejected),
         )
+
+
+def count_record(counted: Metrics, before: wire.Record, record: wire.Record) -> None:
+    """A record is committed: its inputs, its rejections, and how long its round waited for what."""
+    for taken in record.inputs:
+        counted.observe(metrics.STALENESS, taken.staleness, taken.learner)
+    for refused in record.rejected:
+        counted.add(metrics.VERDICTS, 1, refused.learner, refused.reason)
+    if record.what != "version":
+        return
+    counted.observe(metrics.ROUND_UPDATES, len(record.inputs))
+    if before.what == "version" and before.inputs:
+        counted.observe(metrics.ROUND, max(0.0, record.opened_at_s - before.closed_at_s), "idle")
+    quorum_at_s = record.quorum_at_s or record.closed_at_s
+    counted.observe(metrics.ROUND, max(0.0, quorum_at_s - record.opened_at_s), "quorum")
+    counted.observe(metrics.ROUND, max(0.0, record.closed_at_s - quorum_at_s), "grace")
+
+
+@contextlib.contextmanager
+def timing(counted: Metrics, clock: Callable[[], float], part: str) -> Iterator[None]:
+    """Count how long a part of a round took, if it ends well."""
+    began_s = clock()
+    yield
+    counted.observe(metrics.ROUND, clock() - began_s, part)

@@ -10,7 +10,7 @@ from diloco.aggregator.core.decisions import Decision, TapeEvent, decide_again
 from diloco.aggregator.core.events import Commit
 from diloco.aggregator.core.policy import FragmentRules, fragment_rules
 from diloco.aggregator.core.updates import Admitted
-from diloco.aggregator.owner.tape_events import event_of
+from diloco.aggregator.owner.tenure import event_of
 from diloco.common.process.averaged import settings_of
 from diloco.common.process.config import RunSettings
 from diloco.common.protocol import names, wire

@@ -24,7 +24,7 @@ from messages import BODIES, EXAMPLES, fields_of, json_like, messages
 
 from diloco.aggregator.arrays.fragment import FragmentArrays
 from diloco.aggregator.core import policy
-from diloco.aggregator.owner.tape_events import decode_event
+from diloco.aggregator.owner.tenure import decode_event
 from diloco.common.process.config import RunSettings, load_config, parse_settings, warnings
 from diloco.common.process.credentials import Credentials, load_credentials, render_credentials
 from diloco.common.protocol import names, shards, wire

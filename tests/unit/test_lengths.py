@@ -9,13 +9,13 @@ sys.path.append(str(Path(__file__).parents[1] / "scenarios"))
 
 from machinelab import LAYOUT, lab_rules, make_manifest
 
-from diloco.aggregator.owner import tape_events
+from diloco.aggregator.owner import tenure
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import WireError
 from diloco.common.protocol.slices import MOST_SLICES
 from diloco.common.storage.bus import Message
 from diloco.common.storage.tape import check_length
-from diloco.common.storage.tape.lengths import manifest_bytes
+from diloco.common.storage.tape.messages import manifest_bytes
 
 GREAT = wire.GREATEST
 LONG = "x" * 40
@@ -63,10 +63,10 @@ def test_what_is_too_long_for_its_fragment_is_no_update_and_comes_without_its_by
     fits, too_long = (
         Message(subject, 7, 1.0, bytes(manifest_bytes(blocks) + n), "") for n in (0, 1)
     )
-    stored = tape_events._update_stored(LAYOUT, fits, "a")
+    stored = tenure._update_stored(LAYOUT, fits, "a")
     assert stored.why is None
     assert stored.message is fits
-    stored = tape_events._update_stored(LAYOUT, too_long, "a")
+    stored = tenure._update_stored(LAYOUT, too_long, "a")
     assert stored.why is not None
     assert stored.why.reason == "oversize"
     assert stored.message.payload == b""
