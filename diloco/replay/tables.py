@@ -4,6 +4,7 @@ Rows are made as the tape is gone over, so that a table takes the memory of its 
 """
 
 import asyncio
+import atexit
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
@@ -96,6 +97,8 @@ class Past:
             self._stack.close()
             raise
         self._context: RunContext = opened.context
+        # A script may end without `close`; when the interpreter ends, the loop's thread is gone.
+        atexit.register(self.close)
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Its result; the loop is on a thread of its own, since notebooks have one already."""
@@ -109,6 +112,7 @@ class Past:
 
     def close(self) -> None:
         """Let go of bus, store and file; again is harmless."""
+        atexit.unregister(self.close)
         if not self._loop.is_closed():
             self._call(self._opened.aclose())
         self._stack.close()

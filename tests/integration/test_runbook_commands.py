@@ -94,3 +94,6 @@ def test_the_commands_of_the_runbooks_run(
         done = CliRunner().invoke(app, [names.get(word, word) for word in words], input="y\n")
         assert done.exit_code == 0, f"{words}: {done.output} {done.exception!r}"
         assert done.output.strip(), words
+    # What one user exports another one may read, the weights like the rest.
+    exported = [file for folder in tmp_path.glob("model-*") for file in folder.iterdir()]
+    assert len({file.stat().st_mode for file in exported}) == 1, exported

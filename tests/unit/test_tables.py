@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -67,6 +68,12 @@ def test_it_can_be_used_where_an_event_loop_runs(bundle):
             return past.versions().num_rows
 
     assert asyncio.run(in_a_notebook()) == 16
+
+
+def test_a_script_that_closes_nothing_ends_quietly(bundle):
+    code = f"import diloco; past = diloco.open({str(bundle)!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not done.stderr
 
 
 def test_the_notebook_finds_the_culprit(bundle, monkeypatch):

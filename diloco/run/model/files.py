@@ -99,6 +99,7 @@ async def write_model(
         )
         await context.runtime.call(write, folder, context, settings, arrays)
         _write_json(folder / "about.json", _about(context, records))
+        _share_weights(folder)
         return
     try:
         make_folder(folder)
@@ -107,8 +108,16 @@ async def write_model(
         _write_json(folder / "about.json", _about(context, records))
         (folder / "settings.toml").write_text(tomli_w.dumps(settings.model_dump()))
         await context.runtime.call(_write_params, folder, form, arrays)
+        _share_weights(folder)
     except OSError as error:
         raise ConfigError(f"cannot write to {str(folder)!r}: {error.strerror}") from error
+
+
+def _share_weights(folder: Path) -> None:
+    """Give weights the mode of the files beside them: safetensors lets nobody else read its own."""
+    mode = (folder / "about.json").stat().st_mode
+    for path in folder.glob("*.safetensors"):
+        path.chmod(mode)
 
 
 def _write_json(path: Path, document: Mapping[str, Any]) -> None:
