@@ -264,12 +264,22 @@ def _check_batches(task: Task) -> Batch:
 def _draw(batches: Any) -> Batch:
     try:
         return next(batches)
-    except (StopIteration, TypeError) as error:
-        how = "it ended" if isinstance(error, StopIteration) else short(error)
+    except StopIteration as error:
+        raise batches_ended("the second batch or earlier") from error
+    except TypeError as error:
         raise TaskError(
-            f"Task.batches(name, position) must return an endless iterator, but {how}",
+            f"Task.batches(name, position) must return an iterator, but {short(error)}",
             hint="write it as a generator: `while True: yield batch`",
         ) from error
+
+
+def batches_ended(before: str) -> TaskError:
+    """The error of a task whose batches end `before` the run does."""
+    return TaskError(
+        f"Task.batches(name, position) ended before {before}; it must go on for as long as the run",
+        hint="begin the data's next epoch where one ends: number n stands in epoch "
+        "n // batches_per_epoch, at place n % batches_per_epoch",
+    )
 
 
 def _equal(one: Batch, other: Batch) -> bool:

@@ -11,6 +11,7 @@ import numpy as np
 
 from diloco.common.process import log
 from diloco.common.protocol.errors import TaskError
+from diloco.learner import contract
 from diloco.learner.island import Island
 from diloco.learner.library import Learner
 from diloco.learner.task import Params
@@ -56,7 +57,12 @@ class Program:
         holder = None if shared is None else learner.divide(shared)
         batches = learner.reading(island.feed(learner.position, holder))
         watch = GradientWatch(island)
-        while not learner.done and (batch := next(batches, None)) is not None:
+        while not learner.done:
+            batch = next(batches, None)
+            if batch is None:  # claimed shares end with the run; other data has no end
+                if shared is None:
+                    raise contract.batches_ended(f"batch number {learner.position}")
+                break
             began_s = time.perf_counter()
             inner_step = self._step if judge.done else self._judging
             params, state, outcome = inner_step(

@@ -492,6 +492,14 @@ def test_a_task_whose_optimizer_goes_uphill_ends_before_anything_is_sent(new_wor
     assert [one.state for one in status.learners] == ["failed"]
 
 
+def test_data_that_ends_before_the_run_is_an_error_and_no_leave(new_world):
+    world = new_world(task={"build": "tiny_task:build", "options": {"few": 5}})
+    learner = world.learner("a")
+    assert learner.wait() == Exit.TASK
+    assert "ended before batch number 5" in learner.log()
+    assert "next epoch" in learner.log()
+
+
 async def _look(world: World) -> RunStatus:
     async with open_run(world.config_path, reads=True) as opened:
         return await Watch(opened.context).begin()

@@ -22,8 +22,11 @@ HIDDEN = 384  # three fragments of several shards each
 BATCH = 8
 
 
-def build(*, steps, seed, notes="", sleep_s=0.0, odd=False, uphill=False):
-    """`odd` adds a scalar, an integer and a bool leaf; `uphill` has an optimizer of wrong sign."""
+def build(*, steps, seed, notes="", sleep_s=0.0, odd=False, uphill=False, few=0):
+    """`odd` adds a scalar, an integer and a bool leaf; `uphill` has an optimizer of wrong sign.
+
+    Data of `few` batches ends there.
+    """
     truth = np.random.default_rng(seed).normal(size=(FEATURES, 3)).astype(np.float32)
 
     def init(key):
@@ -55,7 +58,7 @@ def build(*, steps, seed, notes="", sleep_s=0.0, odd=False, uphill=False):
 
     def batches(learner, position):
         iterator = next(iterators)
-        while True:
+        while not few or position < few:
             if notes and learner != "probe":
                 note(Path(notes) / learner, iterator, position)
                 # Iterators before the training's own are drawn from once, to check and compile.
