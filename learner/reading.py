@@ -41,15 +41,15 @@ class GrainData:
     """Batches of a grain dataset, for `Task.batches` and `Task.rows`.
 
     Args:
-        dataset: of examples: pytrees of arrays or numbers, alike in shape. What is to be left out
-            is left out already: each index has an example.
+        dataset: examples: pytrees of arrays or numbers, all of one shape. Each index must have an
+            example, so filter the source before.
         batch: examples in a batch.
-        seed: of the order; the run's.
+        seed: the run's; the order of examples follows from it.
         shares: in how many shares an epoch is divided, which learners claim as they come and go; or
-            the names of the learners that divide each epoch, a share each for good. Without, every
+            the names of the learners that divide each epoch, a share each for good. Empty: every
             learner reads all of the dataset, in an order of its own.
         workers: processes that read; 0: threads of the learner do.
-        ahead: batches that are read before they are asked for, by each process that reads.
+        ahead: batches that each reading process keeps ready.
 
     Raises:
         TaskError: a share is smaller than a batch, or grain is not installed.

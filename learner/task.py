@@ -144,14 +144,16 @@ class Task:
             `optax.adamw(optax.cosine_decay_schedule(1e-3, steps))`: its schedules follow the run's
             global step. With `schedule`: gradients -> direction *without* learning rate
             (`optax.scale_by_adam()`).
-        schedule: the run's global step -> learning rate; the learner then subtracts the
-            optimizer's direction times that rate. None: the optimizer has its own.
-        hint: (tensor's name, shape) -> how the aggregator merges that tensor.
+        schedule: the run's global step, an int or a traced JAX integer -> learning rate; the
+            learner then subtracts the optimizer's direction times that rate. None: the optimizer
+            has its own.
+        hint: (tensor's name, shape) -> `TensorHint`: how the aggregator merges that tensor.
         rows: (learner's name, position, start, stop) -> as `batches`, but only rows start:stop of
             each batch, along the first axis of its leaves: what one host of several reads. Without
             it, each host draws whole batches and keeps its rows.
-        partition: (tensor's name, shape) -> how it is cut over the axes "data", "fsdp" and
-            "tensor" of a learner's mesh. Without it, large tensors are cut along `fsdp`.
+        partition: (tensor's name, shape) -> `PartitionSpec`: how it is cut over the axes "data",
+            "fsdp" and "tensor" of a learner's mesh. Without it, large tensors are cut along
+            `fsdp`.
         sample: (parameters, prompt, PRNG key, temperature) -> endless pieces of text, one for each
             token that follows the prompt; at temperature 0 the likeliest. None for a model that
             writes no text.
@@ -163,9 +165,9 @@ class Task:
             and synchronized stays as `init` gives it. None: as they are.
         shared: data whose epochs learners divide by claims (`GrainData.shared`): learners then read
             that, and `batches` is for those who look at the task.
-        flops_per_token: what a token's step takes, forward and backward, without what is computed
-            twice (`utilization.flops_per_token`): the learner then reports `mfu`, where its
-            devices' peak is known. None: it does not.
+        flops_per_token: floating-point operations of a token's step, forward and backward, each
+            counted once: the learner then reports `mfu`, where the peak of its devices is known.
+            None: it does not.
         files: how parameters are read from folders (`run create --from`) and written to them
             (`diloco export --format hf`) in a format that others have.
 

@@ -369,9 +369,10 @@ def build(
     Args:
         steps: length of the run in global steps.
         seed: decides which windows are drawn.
-        preset: a key of `PRESETS`.
-        corpus: "stdlib" or the path of a folder of text; a tenth of its files is held out.
-        held_out: path of another folder of text, all of which is held out in their place.
+        preset: the size: "1m", "4m", "10m", "35m", "125m", "400m", "1.3b", "2.8b", "5b" or "12b".
+        corpus: "stdlib", the source of Python's standard library, or the path of a folder of text;
+            a tenth of its files is held out.
+        held_out: path of another folder of text, all of which is held out in place of that tenth.
         batch: windows in a batch, B.
         length: bytes predicted in each window, L.
         optimizer: "adamw", or "muon" for the matrices of layers.
@@ -382,10 +383,10 @@ def build(
         clip: largest global norm of a gradient.
         eval_batches: batches of held-out windows, the same ones each time.
         dtype: "float32" or "bfloat16": of activations and products; parameters stay float32.
-        vocab: V, at least 256.
+        vocab: size of the vocabulary, V, at least 256.
         tied: whether the head is the embedding; the preset's choice if None.
         mlp: "swiglu" or "gelu".
-        remat: recompute activations in the backward pass (on CPU it is faster, too).
+        remat: recompute activations in the backward pass (on a CPU this is faster, too).
 
     Raises:
         TaskError: an option has a wrong type or value, or the corpus is missing or too small.

@@ -134,15 +134,15 @@ def build(
     Args:
         steps: length of the run in global steps.
         seed: decides the order of the data.
-        model: a Hugging Face folder, or a name of `sizes.SIZES`, whose parameters begin at random.
-        data: a folder of token files (`windows`), or several with their weights.
-        end: the token behind each document: none sees another, and none is predicted from the
-            last. None: what the data's manifest says; without one rows are taken as they are. -1:
-            they are so.
+        model: a Hugging Face folder, or a published size, whose parameters begin at random.
+        data: a folder of token files, or several with their weights: {"/a": 0.7, "/b": 0.3}.
+        end: the token behind each document: no document sees another, and nothing is predicted
+            from its last token. None: as the folder's `tokens.json` says; without that file rows
+            are taken as they are. -1: rows are taken as they are.
         batch: rows in a batch, B.
         length: tokens predicted in each, L.
         optimizer: "adamw", or "muon" for the matrices of layers.
-        learning_rate: the peak.
+        learning_rate: the peak; raise it for fresh parameters.
         warmup_steps: global steps of warm-up; a tenth of the run, at most 100, if None.
         final_fraction: last learning rate as a share of the peak.
         weight_decay: decoupled, on matrices only.
@@ -150,15 +150,17 @@ def build(
         eval_batches: batches of held-out rows, the same ones each time.
         dtype: "float32" or "bfloat16": of activations and products; parameters stay float32.
         remat: recompute each block in the backward pass.
-        attention: "auto", "plain" or "splash" (`attention.make_attention`).
+        attention: "plain": by XLA; "splash": JAX's kernel for TPUs; "auto": that kernel on TPUs
+            where it fits (heads of a multiple of 128 numbers, rows of a multiple of 128 tokens),
+            else plain.
         accumulate: parts of a batch, one after the other.
         shares: in how many shares each epoch is divided, which learners claim; 0: each reads all.
         digests: SHA-256 of `tokens.json` of each folder: learners that have other data are
-            refused. None: whatever is there.
+            refused. Empty: any data.
         workers: processes that read.
         fresh: parameters begin at random, though the folder may have some.
-        lora: rank, alpha, targets and dropout of adapters (`lora.Lora`): they alone are trained,
-            beside the folder's parameters, which each learner reads for itself.
+        lora: rank, alpha, targets and dropout of adapters, which alone are trained, beside the
+            folder's parameters, which each learner reads for itself. None: no adapters.
 
     Raises:
         ConfigError: the folder's configuration is missing, or is not honoured.

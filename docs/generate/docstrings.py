@@ -1,0 +1,54 @@
+"""Tables of what users set in Python: the fields of a task, the options of tasks and of data."""
+
+import inspect
+import json
+import re
+from collections.abc import Callable
+
+from diloco import GrainData, Task
+from diloco.models import bytes_lm, decoders
+from docs.generate.markdown import table
+
+# The run gives these to every task.
+GIVEN = {"steps", "seed"}
+
+
+def _described(of: Callable[..., object]) -> dict[str, str]:
+    """The description of each argument or attribute, by its name, from the docstring."""
+    text = inspect.cleandoc(of.__doc__ or "")
+    section = re.search(r"^(?:Args|Attributes):\n(.*?)(?:\n\n|\Z)", text, re.DOTALL | re.MULTILINE)
+    assert section is not None, f"{of} describes no arguments"
+    return {
+        name: re.sub(r"\s+", " ", meaning).strip().removesuffix(".")
+        for name, meaning in re.findall(r"^    (\w+): ((?:.|\n {8})*)", section[1], re.MULTILINE)
+    }
+
+
+def _default(value: object) -> str:
+    """A default, but for None as TOML writes it; empty if there is none, or a function."""
+    if value is inspect.Parameter.empty or callable(value):
+        return ""
+    return "`None`" if value is None else f"`{json.dumps(value)}`"
+
+
+def _rows(of: Callable[..., object], without: set[str]) -> list[tuple[str, str, str]]:
+    meanings = _described(of)
+    return [
+        (f"`{name}`", _default(one.default), meanings[name])
+        for name, one in inspect.signature(of).parameters.items()
+        if name not in without
+    ]
+
+
+def blocks() -> dict[str, str]:
+    """A table for each."""
+    tables = {
+        "fields of a task": (Task, set[str]()),
+        "options of bytes": (bytes_lm.build, GIVEN),
+        "options of decoders": (decoders.build, GIVEN),
+        "options of data": (GrainData, {"dataset"}),
+    }
+    return {
+        name: table(["name", "default", "meaning"], _rows(of, without))
+        for name, (of, without) in tables.items()
+    }
