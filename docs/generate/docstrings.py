@@ -42,8 +42,8 @@ def _rows(of: Callable[..., object], without: set[str]) -> list[tuple[str, str, 
 
 def blocks() -> dict[str, str]:
     """A table for each."""
-    tables = {
-        "fields of a task": (Task, set[str]()),
+    tables: dict[str, tuple[Callable[..., object], set[str]]] = {
+        "fields of a task": (Task, set()),
         "options of bytes": (bytes_lm.build, GIVEN),
         "options of decoders": (decoders.build, GIVEN),
         "options of data": (GrainData, {"dataset"}),
