@@ -155,7 +155,7 @@ class Task:
             "fsdp" and "tensor" of a learner's mesh. Without it, large tensors are cut along
             `fsdp`.
         sample: (parameters, prompt, PRNG key, temperature) -> endless pieces of text, one for each
-            token that follows the prompt; at temperature 0 the likeliest. None for a model that
+            token that follows the prompt; temperature 0: greedy. None for a model that
             writes no text.
         load_frozen: () -> the frozen leaves, as `init` shapes them: each learner has them from a
             place of its own. The run stores only their digests, by which they are checked.
