@@ -341,7 +341,7 @@ class Everything:
         await self._all_done.wait()
 
     async def still_ours(self, _fragment: int) -> bool:
-        """They are."""
+        """True: a pinned aggregator has no leases to lose."""
         return True
 
     async def done(self, fragment: int) -> None:

@@ -376,7 +376,7 @@ async def silent(liar: Liar) -> None:
 
 
 def flooding(rate: float, size_bytes: int) -> Act:
-    """So many manifests a second, of so many bytes."""
+    """A flood of manifests: how many a second, and of how many bytes."""
 
     async def act(liar: Liar) -> None:
         record, taken = await liar.first()

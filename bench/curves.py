@@ -149,7 +149,7 @@ def _percent(losses: Losses, base: Losses) -> str:
 
 
 def main_table(results: Results) -> None:
-    """The systems at each budget: loss, and what it exceeds those of the two baselines by."""
+    """A table of the systems at each budget: loss, and its excess over the two baselines."""
     print(
         "| steps a learner | system | seeds | loss | over data-parallel, % | over synchronous, % |"
     )

@@ -378,7 +378,7 @@ async def flood(config_path: Path, rate: float, size_bytes: int) -> None:
 
 
 def filling(size_bytes: int) -> tuple[wire.Shard, ...]:
-    """Shards of a manifest of about so many bytes; one at least."""
+    """Number of shards, at least one, that give a manifest about these bytes."""
     shard = wire.Shard(name="x", size_bytes=1, crc32c=0, slices=slices.of_range(0, 16, 16))
     if not size_bytes:
         return (shard,)

@@ -238,7 +238,7 @@ def run_piece(case: SweepCase, size: Size, folder: Path, until_s: float) -> dict
 
 
 def table(wanted: list[SweepCase], size: Size, found: dict[str, dict[str, Any]]) -> None:
-    """Print what is there: losses, and what they exceed both data-parallel baselines by."""
+    """Print the losses so far, and by how much they exceed both data-parallel baselines."""
     losses = {
         case.name: found[key_of(case, size)]["loss"]
         for case in wanted

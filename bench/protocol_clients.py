@@ -411,7 +411,7 @@ async def measure(
 
 
 def time_command(command: tuple[str, ...], path: Path) -> None:
-    """Have an operator's command done, and say what it took."""
+    """Run an operator's command, and print the time that it took."""
     began_s = time.monotonic()
     with (path.parent / "command.log").open("wb") as said:
         process = subprocess.Popen(
@@ -460,7 +460,7 @@ async def fail_over(
 def show_owners(
     seen: list[VersionSample], processes: dict[str, "subprocess.Popen[bytes]"], fragments: int
 ) -> None:
-    """Each aggregator's fragments at the end, and what it used."""
+    """Print each aggregator's fragments at the end, its processor time and memory."""
     owners = dict(zip((one.fragment for one in seen), (one.owner for one in seen), strict=True))
     print("| aggregator | fragments | versions | processor s | peak memory |")
     for name, process in processes.items():

@@ -300,7 +300,7 @@ def show(losses: dict[str, list[float]], seeds: list[int]) -> None:
 
 
 def quality_main() -> None:
-    """Measure and print."""
+    """Compare the loss of DiLoCo with that of data-parallel training, and print it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--learners", type=int, default=4)
@@ -454,7 +454,7 @@ def show_wire(traffic: TapeTraffic) -> None:
 
 
 def wire_main() -> None:
-    """Measure and print."""
+    """Measure the bytes of a run's messages and objects, and print them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--learners", type=int, default=2)
     parser.add_argument("--steps", type=int, default=60)

@@ -202,7 +202,7 @@ class Forger:
         )  # fmt: skip
 
     async def forge(self, versions: int) -> None:
-        """Put so many versions, over all fragments, on the tape."""
+        """Put this number of versions, over all fragments, on the tape."""
         fragments = range(len(self.context.layout.fragments))
         newest = [(await last_record(self.context, fragment))[0] for fragment in fragments]
         for learner in self.learners:
@@ -354,7 +354,7 @@ class Maker:
         return time.time() + self.gained_s
 
     async def make(self, versions: int) -> None:
-        """Rounds until there are so many versions, over all fragments."""
+        """Make rounds until there is this number of versions, over all fragments."""
         context = self.context
         await create_run(
             context.settings, BusSection(), context.layout, self.params, self.bus, context.store,

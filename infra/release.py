@@ -479,7 +479,7 @@ def _run(*command: str | Path, check: bool = True) -> str:
 
 
 def main() -> None:
-    """Make one, and say what it is."""
+    """Make a release, and print its path, size and digest."""
     parser = argparse.ArgumentParser(description="Make a release: docs/release.md")
     parser.add_argument("--kind", choices=KINDS, default="cpu")
     parser.add_argument("--interpreter", type=Path, help="a folder with bin/python3.N and lib")

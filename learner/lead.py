@@ -234,7 +234,7 @@ def platform_of() -> str:
 def _shares(
     host: Host, context: Context, peers: Alone, life: Joined, place: DataPosition
 ) -> Claims:
-    """This learner's shares of the data, which all its hosts are told of."""
+    """The learner's shares of the data, which host 0 tells all its hosts."""
 
     def told(holding: Holding, end: int) -> None:
         peers.write(messages.Granted(holding=holding, end=end))

@@ -42,7 +42,7 @@ class PieceRun(NamedTuple):
     first: int
 
     def of(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """The run's part of what there is one of for each piece of the vector."""
+        """The run's part of an array that has one value for each piece of the vector."""
         return values[self.first : self.first + len(self.segment_P)]
 
 

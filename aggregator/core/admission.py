@@ -215,7 +215,7 @@ def steps_per_s(bounds: BoundsSection, learner: str, member: Member, usual: floa
 def greatest_weight(
     bounds: BoundsSection, learner: str, usual: float | None, had_s: float
 ) -> float:
-    """The weight that a learner's work of so many seconds may have.
+    """The greatest weight of a learner's work over the given seconds.
 
     `usual`: that of a second of the others'.
     """

@@ -216,7 +216,7 @@ class _Follower:
         return ""
 
     def _begin(self, base: wire.Record, base_seq: int, at_s: float) -> None:
-        """As an owner does that begins from a record."""
+        """Begin a life from a record, as an owner does."""
         self.state = memory.resume(base, base_seq, at_s)
         self.rules = self._rules_at(base.policy.settings_seq)
         self.commit = None
@@ -237,7 +237,7 @@ class _Follower:
         return ""
 
     def _take_over(self, base: wire.Record, observation: wire.Observation) -> None:
-        """The state of whoever made `base` and goes on."""
+        """The state of the owner that made `base` and continues."""
         assert self.state is not None
         self.state = self.state._replace(
             observations=(observation,),

@@ -66,14 +66,14 @@ class Stopped(NamedTuple):
 
 
 class Changed(NamedTuple):
-    """Changed settings, from the tape; the rules given with it and from now on follow them."""
+    """Event: settings on the tape were changed; the rules given with this event follow them."""
 
     stored_at_s: float
     stream_seq: int
 
 
 class Quarantined(NamedTuple):
-    """The word, from the tape, that a learner is shut out, or with `active` False let in again."""
+    """Event: the tape puts a learner in quarantine, or with `active` False releases it."""
 
     stored_at_s: float
     stream_seq: int

@@ -112,7 +112,7 @@ class Members(Mapping[str, Member]):
     Who is live and not shut out is *present*.
 
     Args:
-        members: them.
+        members: the members, by learner's name.
         shut_out: who is quarantined, whether a member or not.
         norms: norm per credited step of the newest update of each learner that is merged in the
             open round: it stands for `Member.norm`, which is that of the last version.
@@ -209,11 +209,11 @@ class Members(Mapping[str, Member]):
         return self._chorus.rates.upper_median(self._own(name).rate, LEAST_OTHERS)
 
     def others_tokens_rate(self, name: str) -> float | None:
-        """The same of their steps a second times the square of their tokens a step."""
+        """As `others_rate`, of steps a second times the square of tokens a step."""
         return self._chorus.tokens_rates.upper_median(self._own(name).tokens_rate, LEAST_OTHERS)
 
     def others_norm(self, name: str) -> float | None:
-        """The same of the norms per credited step that theirs were merged with last."""
+        """As `others_rate`, of the norms per credited step of their last merged updates."""
         return self._chorus.norms.upper_median(self._own(name).norm, LEAST_OTHERS)
 
     def unordered(self) -> Iterator[Member]:

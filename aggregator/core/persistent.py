@@ -135,7 +135,7 @@ class Tally(Mapping[K, int]):
         self._map: Map[K, int] = Map(counts)
 
     def more(self, key: K, by: int = 1) -> "Tally[K]":
-        """With so many more of it, or fewer."""
+        """The counts with `by` added to one of them."""
         made, count = object.__new__(type(self)), self.of(key) + by
         made._map = self._map.set(key, count) if count else self._map.delete(key)
         return made

@@ -35,7 +35,7 @@ class Marks(Mapping[tuple[str, int], wire.Mark]):
     """Marks by (learner, incarnation), replaced with each record.
 
     Args:
-        marks: them.
+        marks: the marks to begin with.
     """
 
     __slots__ = ("_lives", "_marks")
@@ -255,17 +255,17 @@ def newest_incarnation(state: State, learner: str) -> int:
 
 
 def with_member(state: State, learner: str, member: Member) -> State:
-    """This is known of a learner."""
+    """The state with this member in place of the learner's."""
     return state._replace(members=state.members.put(learner, member))
 
 
 def with_pending(state: State, update: UpdateId, pending: Pending) -> State:
-    """This update waits."""
+    """The state with this update among the pending ones."""
     return _with_waiting(state, update, state.pending.put(update, pending))
 
 
 def without_pending(state: State, update: UpdateId) -> State:
-    """This update waits no more."""
+    """The state without this update among the pending ones."""
     return _with_waiting(state, update, state.pending.drop(update))
 
 
@@ -277,7 +277,7 @@ def _with_waiting(state: State, update: UpdateId, pending: WaitingUpdates) -> St
 
 
 def with_quarantined(state: State, quarantined: frozenset[str]) -> State:
-    """These, and nobody else, are shut out."""
+    """The state in which these learners, and no others, are in quarantine."""
     members = state.members.but(shut_out=quarantined)
     return state._replace(quarantined=quarantined, members=members)
 

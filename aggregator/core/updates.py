@@ -60,7 +60,7 @@ class Admitted(NamedTuple):
 
     @property
     def norm_per_step(self) -> float:
-        """As it was merged, by each step that it is credited with."""
+        """The norm as merged, per credited step."""
         return self.clip * self.norm / self.credit.steps
 
 
@@ -94,7 +94,7 @@ class Resolved(Sequence[T], Generic[T]):
     """Updates that the next record resolves, in order.
 
     Args:
-        updates: them.
+        updates: the updates to begin with.
     """
 
     __slots__ = ("_lives", "_named", "_senders", "_updates")
@@ -159,7 +159,7 @@ class MergedUpdates(Resolved[Admitted]):
     """The updates that the open round has merged, in the order of the sum.
 
     Args:
-        updates: them.
+        updates: the updates to begin with.
     """
 
     __slots__ = ("_first_s",)
@@ -185,7 +185,7 @@ class WaitingUpdates(Mapping[UpdateId, Pending]):
     """Updates that are announced and in no round yet, in the order in which they came to wait.
 
     Args:
-        updates: them.
+        updates: the updates to begin with.
     """
 
     __slots__ = ("_lives", "_times", "_unfetched", "_updates", "_voices")
@@ -229,7 +229,7 @@ class WaitingUpdates(Mapping[UpdateId, Pending]):
         return self._times.least()
 
     def unfetched(self) -> list[UpdateId]:
-        """Those whose shards are not being read, in order."""
+        """The updates whose shards are not being read, in order."""
         return sorted(self._unfetched, key=self._updates.place)
 
     def unordered(self) -> Iterator[Pending]:

@@ -28,7 +28,7 @@ PLUGINS: dict[Kind, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerators:
-    """Those of one kind.
+    """The machine's accelerators of one kind.
 
     Attributes:
         names: as the variable that makes them visible to a process takes them.

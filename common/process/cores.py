@@ -9,7 +9,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 @cache
 def available() -> int:
-    """Cores that the process is bound to, or the time of so many that its control group has."""
+    """Number of cores that the process may use: those it is bound to, or its control group's share."""
     return max(1, min(_bound(), _granted(CGROUP)))
 
 

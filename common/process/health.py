@@ -170,7 +170,7 @@ class Starting:
         self._thread.start()
 
     def over(self) -> None:
-        """It is ready, or has failed; nothing is told after this returns."""
+        """End the telling: the daemon is ready, or has failed."""
         self._over.set()
         self._thread.join()
 

@@ -47,7 +47,7 @@ def configure(level: str = "info") -> None:
 
 @contextlib.contextmanager
 def within_anothers_program() -> Iterator[None]:
-    """The same lines while a program of the user's own calls us, unless it configures structlog.
+    """Log as daemons do within a program of the user's own, unless it configures structlog.
 
     Else structlog prints all, with what is for developers, among what the program itself prints.
     """

@@ -30,7 +30,7 @@ _NO_ROOM_BYTES = 1 << 20
 
 
 def is_full(folder: Path) -> bool:
-    """Whether the disk of a folder has as good as no room left."""
+    """Whether the disk of a folder is nearly full."""
     return shutil.disk_usage(folder).free < _NO_ROOM_BYTES
 
 

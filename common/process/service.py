@@ -61,7 +61,7 @@ CANCEL_AGAIN_S = 10.0
 
 
 def unguessable_id() -> str:
-    """128 bits of the system's randomness, in hex: whoever has read others cannot tell the next."""
+    """128 bits of the system's randomness, in hex, which no earlier ids predict."""
     return secrets.token_hex(ID_BYTES)
 
 
@@ -132,9 +132,9 @@ class Runtime:
     Attributes:
         clock: seconds since the epoch; steps of the wall clock do not change it.
         offload: runs a blocking function and gives its result.
-        rng: for jitter only. What it gave tells what it will give.
+        rng: for jitter only: its values can be predicted.
         new_id: gives an id that nobody has or can predict.
-        retries: what `retry` waits for.
+        retries: the calls that `retry` is repeating now.
     """
 
     clock: Callable[[], float] = field(default_factory=Clock)
@@ -338,7 +338,7 @@ class Tasks:
         task.add_done_callback(self._done)
 
     async def failure(self) -> None:
-        """Raise what one of them raises; wait for ever if none does."""
+        """Raise the first exception of a task; wait for ever if none fails."""
         await self._broken
 
     async def stop(self) -> None:

@@ -45,7 +45,7 @@ class Buffers:
     __hash__ = None  # type: ignore[assignment]
 
     def behind(self, start: int) -> "Buffers":
-        """Those from a byte on."""
+        """The buffers from byte `start` on, without a copy."""
         left = []
         for run in self._runs:
             left.append(run[start:])
@@ -57,5 +57,5 @@ Data: TypeAlias = bytes | memoryview | Buffers
 
 
 def parts_of(data: Data) -> Buffers:
-    """The same bytes, in however many places."""
+    """Bytes or buffers as `Buffers`, without a copy."""
     return data if isinstance(data, Buffers) else Buffers(data)

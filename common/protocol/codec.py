@@ -1,4 +1,4 @@
-"""What a quantized vector is: codecs, their codes and scales, sizes, checks, decoding with NumPy.
+"""Quantized vectors: codecs, their codes and scales, sizes, checks, decoding with NumPy.
 
 Nothing here needs JAX; `quantize.py` encodes, and decodes on devices. `FORMS` has a row for each
 codec, which docs/protocol.md shows; its names are said once, in `Codec`.
@@ -42,7 +42,7 @@ _CHUNK: Final = 1 << 18
 
 
 class Form(NamedTuple):
-    """What a codec's objects hold.
+    """The form of a codec's codes and scales in a shard.
 
     Attributes:
         number: of the codec in a shard's header.

@@ -109,7 +109,7 @@ def _owned_by_others(root: Path) -> Iterator[Path]:
 
 
 def probed_as(store: ObjectStore) -> str:
-    """As whom this process writes to a store, where that decides; a daemon may be somebody else."""
+    """Words for the user who writes to a folder in this process; "" for other stores."""
     if not isinstance(store, DirectoryStore):
         return ""
     uid, owner = os.geteuid(), store.root.stat().st_uid

@@ -107,7 +107,7 @@ def tape(history: History, found: Audit) -> Iterator[Finding]:
 
 
 def stores_nothing(stream: str, error: str) -> Finding:
-    """A server that answers, and does not store what it is sent."""
+    """The finding of a server that answers, and stores nothing."""
     return Finding(
         severity="error",
         about="bus",
@@ -173,7 +173,7 @@ def rules(found: Audit) -> Iterator[Finding]:
 
 
 def ruined(scores: Sequence[wire.Score]) -> Iterator[Finding]:
-    """A held-out loss that has risen by much of what it had fallen, whoever did it.
+    """Find a held-out loss that has risen by much of what it had fallen.
 
     Args:
         scores: that were kept, in order of time.

@@ -171,7 +171,7 @@ def _place(folder: Path, name: str) -> Path:
 
 
 def _edited(files: Mapping[Path, str]) -> list[Path]:
-    """Those of the files that somebody has changed, or written."""
+    """The files that somebody has changed, or written, by hand."""
     edited = []
     for path, text in files.items():
         try:

@@ -293,7 +293,7 @@ def over_learners(
 
 
 def divided(fleet: Fleet, count: int) -> Fleet:
-    """The same chips in so many equal islands, with the first one's step and link."""
+    """The fleet's chips in `count` equal islands, with the step and link of the first."""
     island = replace(
         fleet.islands[0],
         chips=max(1, fleet.chips // count),

@@ -51,9 +51,10 @@ class PlannedAggregator:
 
     Attributes:
         read_s: of its link and its cores, to read and verify one update.
-        make_s: from a round's close to the version: outer step and delta. It does nothing else.
-        store_s: from the version to its record; it reads on meanwhile.
-        snapshot_s: so much longer when view and outer state are stored too.
+        make_s: from a round's close to the version: outer step and delta, during which nothing is
+            read.
+        store_s: from the version to its record, during which updates are read.
+        snapshot_s: added to `store_s` when view and outer state are stored too.
         message_s: a message, or the answer to a question.
     """
 
@@ -268,7 +269,7 @@ class _Work:
         return int(self._steps_list[index] + steps + 1e-6), tokens
 
     def when(self, steps: int) -> float:
-        """When so many steps are done."""
+        """The time at which this number of steps is done."""
         index = int(np.searchsorted(self._steps, steps - 1e-6)) - 1
         end_s = self._times_s[index] + (steps - self._steps_list[index]) * self._worker.step_s
         return end_s if index >= 0 and self._shares[index] else NEVER_S

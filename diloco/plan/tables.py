@@ -180,7 +180,7 @@ def cost_table(costs: list[DailyCost], prices: Prices, regions: Sequence[str], m
 def costs_as_json(
     costs: list[DailyCost], prices: Prices, regions: Sequence[str], made: Plan
 ) -> dict[str, Any]:
-    """The same for programs; the first arrangement is the cheapest."""
+    """The costs as JSON; the first arrangement is the cheapest."""
     run = made.systems[-1].days
     days = run if run is not None and math.isfinite(run) else None
     return {

@@ -68,7 +68,7 @@ def equal_fragments(settings: RunSettings, parameters: int) -> list[int]:
 
 
 def sizes(settings: RunSettings, fragments: Sequence[int]) -> RoundTraffic:
-    """Bytes and objects of a run whose fragments have so many elements."""
+    """Bytes and objects of a run whose fragments have these numbers of elements."""
     run = settings.sync
     shards = [
         shard_bytes(run.codec, stop - start, run.block)
@@ -176,7 +176,7 @@ def travel_s(sized: RoundTraffic, interval_s: float, gbit: float) -> tuple[float
 
 
 def core_s(sized: RoundTraffic, updates: float, *, tls: bool) -> float:
-    """Core-seconds of the aggregator for a version of every fragment out of so many updates."""
+    """Core-seconds of the aggregator for a version of every fragment, by updates in a version."""
     snapshots = sized.snapshot_bytes / sized.snapshot_interval_versions
     moved = updates * sized.update_bytes + sized.delta_bytes + snapshots
     computed_s = sized.elements * (updates * UPDATE_CORE_S + VERSION_CORE_S)
@@ -194,7 +194,7 @@ def cores(sized: RoundTraffic, updates: float, interval_s: float, *, tls: bool) 
 
 
 def tape_bytes(sized: RoundTraffic, updates: float) -> float:
-    """Bytes on the tape of a version of every fragment out of so many updates."""
+    """Bytes on the tape of a version of every fragment, by updates in a version."""
     manifests = updates * (sized.fragments * MANIFEST_BYTES + sized.update_objects * SHARD_BYTES)
     inputs = updates * (sized.fragments * INPUT_BYTES + sized.update_objects * SHARD_BYTES)
     return manifests + sized.fragments * RECORD_BYTES + inputs

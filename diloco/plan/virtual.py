@@ -158,7 +158,7 @@ class VirtualFragment:
     def read_by(
         self, commit: Commit, record_seq: int, digest: str
     ) -> Callable[[str, int], sync.Ready]:
-        """A function of a life, by name and incarnation: what it reads in a commit's record."""
+        """A function from a learner's name and incarnation to its event for a commit's record."""
         # What the record says, not what was decided since.
         state, made = commit.state, commit.what == "version"
         marks = memory.after_record(state).marks

@@ -115,7 +115,7 @@ class _UpdateColumns:
         return [float(value) for value in self.alone[within][~mine]]
 
     def all_others(self, places: Places) -> Column:
-        """The same of many updates, one after another."""
+        """The values of `others` of many updates, one after another."""
         return np.fromiter(
             chain.from_iterable(self.others(place) for place in places), dtype=np.float64
         )
@@ -202,7 +202,7 @@ def _word(alone: float, usual: float) -> Word:
 
 
 def _tail(hits: int, trials: int, chance: float) -> float:
-    """Probability of so many hits or more; in logarithms, since trials may be very many."""
+    """Probability of this number of hits or more; in logarithms, since there may be many trials."""
     if chance >= 1:
         return 1.0
     hit, miss = log(chance), log1p(-chance)

@@ -291,7 +291,7 @@ class _Copy:
         )
 
     async def objects(self, wanted: Iterable[str]) -> None:
-        """These objects."""
+        """Write these objects into the bundle."""
         for name in wanted:
             await self._context.runtime.call(self._object, self._context.store, name)
 

@@ -215,7 +215,7 @@ class Redactor:
         return found
 
     def _settings(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Those of a run, which name it and its task, and learners where they speak of one."""
+        """The settings with hashes for the names of run, task and learners."""
         run = _section(settings, "run")
         found = settings | {"run": run | {"name": self.name(run.get("name", ""))}}
         if build := task_of(settings):

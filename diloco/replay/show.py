@@ -315,7 +315,7 @@ def _objects(record: wire.Record) -> Iterator[str]:
 
 
 def tell_update(history: History, update: Sent) -> Iterator[str]:
-    """An update, from its announcement to its answer."""
+    """Tell the story of an update in lines, from its announcement to its answer."""
     yield (
         f"update {update.learner}:{update.incarnation}-{update.seq} of fragment {update.fragment}"
     )

@@ -40,7 +40,7 @@ def tell(tape: Tape, found: Verified, fragments: int, console: Console) -> None:
 
 
 def tell_json(tape: Tape, found: Verified) -> None:
-    """The same for scripts."""
+    """Print the verdict as JSON."""
     differences: list[dict[str, Any]] = [
         {
             "fragment": one.fragment,

@@ -101,7 +101,7 @@ class Entries(Spooled[Entry]):
         return Entry(seq, self._times_s[seq], subject, body, self._sizes[index], raw=raw)
 
     def concerning(self, fragment: int, first_seq: int = 0) -> Sequence[Entry]:
-        """Those that are about a fragment, or about none, from a sequence on."""
+        """The entries about a fragment, or about none, from a sequence on."""
         of = [names.parse_subject(subject) for subject in self._names]
         about = [None if one is None else one.fragment for one in of]
         chosen = {index for index, one in enumerate(about) if one in (None, fragment)}

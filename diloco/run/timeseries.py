@@ -66,7 +66,7 @@ class Columns:
         return self._rows()[:, self._index[name]].copy()
 
     def newest(self, count: int) -> dict[str, Column]:
-        """The last rows, at most so many, by column."""
+        """The last `count` rows or fewer, by column."""
         rows = self._rows()[-count:]
         return {name: rows[:, place].copy() for name, place in self._index.items()}
 
@@ -241,7 +241,7 @@ class Builder:
         ]
 
     def look_at(self, messages: int) -> None:
-        """Look at about `COSINES` rounds of a tape of so many messages for their cosines."""
+        """Read the cosines of about `COSINES` rounds, spread over a tape of `messages` messages."""
         self._every = 1 + messages // (5 * COSINES)
 
     def take(self, item: Item) -> None:

@@ -73,7 +73,7 @@ class Watch:
         return max(1, await context.bus.last_sequence(context.tape) - WINDOW)
 
     async def begin(self, start_seq: int | None = None) -> RunStatus:
-        """Read what there is, from `first_seq` on, or from another sequence: 1 for all."""
+        """Read the tape to its end, from `start_seq` (1: all of it), else from `first_seq`."""
         self._next_seq = start_seq or await self.first_seq()
         self.observed.from_start = self._next_seq == 1
         async for item in read_tape(self._context, self._next_seq):

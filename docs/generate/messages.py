@@ -58,7 +58,7 @@ def messages() -> list[type[wire.NestedRecord]]:
 
 
 def section(message: type[wire.NestedRecord]) -> str:
-    """A message's heading, what it is for, and its fields."""
+    """A message's heading, purpose and fields."""
     kind = f", kind `{message.kind}`" if issubclass(message, wire.Body) else ""
     hints = typing.get_type_hints(message, include_extras=True)
     rows = [

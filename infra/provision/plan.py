@@ -71,7 +71,7 @@ def check(path: Path) -> Checked:
 
 
 def _variables(fleet: Fleet, given: dict[str, Any], found: dict[str, str | None]) -> dict[str, Any]:
-    """As infra/terraform/variables.tf wants them."""
+    """The variables of infra/terraform/variables.tf."""
     document = fleet.model_dump(exclude={"parameters", "allow_unlisted"}, exclude_none=True)
     for name, machine in found.items():
         document["aggregators"][name]["machine_type"] = machine

@@ -45,14 +45,14 @@ NOTHING = Decoded(None)
 
 
 class Arrived(NamedTuple):
-    """An event for the core, and what it carries."""
+    """An event for the core, with the arrays that it carries."""
 
     event: sync.Event
     payload: Decoded = NOTHING
 
 
 class Post(Protocol):
-    """Hands an event to the training loop, with what it carries."""
+    """Hands an event and its arrays to the training loop."""
 
     def __call__(self, event: sync.Event, payload: Decoded = NOTHING) -> None:
         """May be called from the background thread."""

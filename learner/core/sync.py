@@ -202,7 +202,7 @@ class End(NamedTuple):
 
 
 class Leave(NamedTuple):
-    """This learner was asked to end."""
+    """Event: this learner was asked to leave."""
 
 
 Event = Stepped | Ready | RoundOpened | Published | Changed | Stop | End | Leave

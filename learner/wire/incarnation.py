@@ -149,9 +149,10 @@ class _Joining:
 
 
 class DataPosition(NamedTuple):
-    """A learner's data position; of each fragment, the batches before that a crash has lost.
+    """A learner's data position, and by fragment the batches before it that a crash has lost.
 
-    Those are in no update of the fragment, and not trained again: others have them.
+    Lost batches are in no update of their fragment; they are not trained again, since they may be
+        in updates of other fragments.
     """
 
     position: int

@@ -48,7 +48,7 @@ class _Packed(NamedTuple):
 
 
 class Uploader:
-    """Stores what one host owns of updates.
+    """Stores the blocks of updates that one host owns.
 
     Args:
         context: the learner's.

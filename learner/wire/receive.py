@@ -103,7 +103,7 @@ def whole(loaded: Loaded) -> Change:
 
 
 class VersionFetcher:
-    """Fetches and decodes what one host holds of versions, and puts it on its devices."""
+    """Fetches the blocks of versions that one host holds, and puts them on its devices."""
 
     def __init__(self, context: Context, tensors: Replica) -> None:
         self._context = context

@@ -1,4 +1,4 @@
-"""A learner's way back to its inner optimizer: what it saves while it trains, where it looks.
+"""Checkpoints of a learner's inner optimizer: how they are saved and found.
 
 Saving costs the training thread a copy on the device. A worker thread does the rest, and while it
 is at it no other checkpoint is begun. Looking goes from near to far: this machine's disk, what

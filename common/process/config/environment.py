@@ -139,7 +139,7 @@ def compile_without_tpu() -> None:
 
 
 def encode_on_threads(count: int) -> None:
-    """Have tokenizers use so many threads of this process; call it before the first is encoded."""
+    """Limit the threads of tokenizers in this process; call it before the first is encoded."""
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if count > 1 else "false"
     os.environ["RAYON_NUM_THREADS"] = str(count)
 

@@ -1,4 +1,4 @@
-"""A bundle as a bus: it gives what it holds, and takes nothing."""
+"""A bundle as a bus that can only be read."""
 
 import asyncio
 from collections.abc import AsyncIterator

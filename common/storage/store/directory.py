@@ -179,7 +179,7 @@ class DirectoryStore(ObjectStore):
                     path.unlink(missing_ok=True)
 
     def keep(self, name: str, limit_bytes: int) -> None:
-        """Have `name` stand for what it stands for now until it is deleted here.
+        """Keep the present bytes of `name` until it is deleted here.
 
         Whoever wrote it may remove its file, or put another in its place. What cannot be read as an
         object of so many bytes is not kept.

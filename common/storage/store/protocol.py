@@ -99,7 +99,7 @@ class ObjectStore(Protocol):
         return sorted(self.walk(prefix))
 
     def walk(self, prefix: str) -> Iterator[ObjectInfo]:
-        """As `list`, in any order, one after the other: for who may meet very many."""
+        """As `list`, one after the other, in any order: for callers that meet very many objects."""
 
     def delete(self, name: str) -> None:
         """Remove `name`; one that is not there is no error."""
@@ -113,7 +113,7 @@ class Keeps(Protocol):
     """
 
     def keep(self, name: str, limit_bytes: int) -> None:
-        """Have `name` stand for what it stands for now, whatever its writer does."""
+        """Keep the present bytes of `name`, whatever its writer does."""
 
 
 def check_range(name: str, start: int, stop: int, size_bytes: int | None = None) -> None:

@@ -71,7 +71,7 @@ _decode_once = lru_cache(REMEMBERED)(_decode)
 
 
 def decode_as(expected: type[T], subject: str, payload: bytes) -> T:
-    """As `decode`, for one who knows what comes.
+    """As `decode`, where the kind of message is known.
 
     Raises:
         WireError: also when something else came.
@@ -132,7 +132,7 @@ def check_length(layout: Layout, subject: str, size_bytes: int) -> None:
 
 @lru_cache
 def manifest_bytes(blocks: int) -> int:
-    """The longest message that can announce an update of a fragment of so many blocks."""
+    """Bytes of the longest message that can announce an update of a fragment of `blocks` blocks."""
     shards, slices = min(wire.MAX_SHARDS, blocks), min(MOST_SLICES, blocks)
     bare, shard, further_slice = _longest()
     needed = bare + shards * shard + (slices - shards) * further_slice

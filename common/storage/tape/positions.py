@@ -20,7 +20,7 @@ def entries(positions: Mapping[str, int]) -> tuple[wire.DataPosition, ...]:
 
 
 def by_learner(listed: tuple[wire.DataPosition, ...]) -> dict[str, int]:
-    """As `entries` had them."""
+    """Data positions by learner, from the list that `entries` makes."""
     return {one.learner: one.position for one in listed}
 
 

@@ -1,4 +1,4 @@
-"""The oracle: what a tape must say, from the rules alone, against what it says.
+"""The oracle: compares a tape with what the rules alone make of it.
 
 It imports nothing of the aggregator, whose decisions it judges, and is written from
 docs/design/design.md: what both compute, they compute apart. Whoever changes a rule changes it

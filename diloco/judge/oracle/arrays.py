@@ -70,7 +70,7 @@ class Arrays:
     state: dict[str, npt.NDArray[Any]]
 
     def digests(self) -> tuple[str, str]:
-        """As records have them: of the view, and over those of parameters and state."""
+        """A record's digests: the view's, and one over those of parameters and outer state."""
         each = [shards.digest(array) for array in (self.theta, *self.state.values())]
         return shards.digest(self.view), shards.digest("".join(each).encode())
 
@@ -448,7 +448,7 @@ def _delayed(
 
 
 def _rounded(weight: float) -> float:
-    """As in its coefficient, so that shares sum to one."""
+    """The weight rounded to bfloat16, as in its coefficient, so that shares sum to one."""
     return float(ml_dtypes.bfloat16(weight))
 
 

@@ -169,7 +169,7 @@ class OwnerLife:
         return found | {n: norm for n, norm in self.round_norms().items() if n in found}
 
     def round_norms(self) -> dict[str, float]:
-        """Those of the round alone."""
+        """The round's norms per credited step, by learner."""
         return {one.manifest.learner: one.clip * one.norm / one.credit.steps for one in self.merged}
 
     def credits(self, *, without_sum: bool) -> dict[UpdateId, Credit]:

@@ -113,7 +113,7 @@ class PolicyMemory:
         }
 
     def awaited(self) -> dict[str, MemberRecord]:
-        """Those of them that rounds wait for: with work in one of the last three of anybody's."""
+        """The members that rounds wait for and that had work in one of the last three."""
         return {
             name: member
             for name, member in self.waited_for().items()

@@ -85,7 +85,7 @@ def clock_after(settings: RunSettings, fragment: int, step: int) -> int:
 
 
 def pace_s(settings: RunSettings, step_times_s: Sequence[float], steps: int) -> float:
-    """Pace x so many steps of the fastest live learner; no wait in lockstep or before the first.
+    """Pace x `steps` steps of the fastest live learner, in seconds; 0 in lockstep and at first.
 
     Nobody says that a step takes less than half of what the median learner's does.
     """

@@ -69,7 +69,7 @@ class Oracle:
         self._stop_seq = self._end_seq = 0
 
     def take(self, item: Item) -> list[Violation]:
-        """The tape's next message; what it breaks."""
+        """Judge the tape's next message; give the rules that it breaks."""
         if item.seq != self._last_seq + 1 and (self._last_seq or not begins_tape(item.seq)):
             for chain in self.chains:
                 chain.missing_before(item.seq)

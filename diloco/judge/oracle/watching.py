@@ -83,7 +83,7 @@ def _failed(life: OwnerLife, seen: wire.Observation, record: wire.Record) -> Non
 
 
 def _broke(life: OwnerLife, seen: wire.Observation, _record: wire.Record) -> None:
-    """The sum is made again; whoever breaks it twice, while others do not, is rejected."""
+    """The sum is made again; an update that breaks it twice, while others do not, is rejected."""
     one = _waiting(life, seen)
     if one is None:
         return

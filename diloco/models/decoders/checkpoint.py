@@ -155,12 +155,12 @@ def _places(folder: Path) -> dict[str, Path]:
 
 
 def _textual(places: dict[str, Path]) -> dict[str, Path]:
-    """The same without what some files of old hold and can be computed."""
+    """The files by tensor, without old checkpoints' tables of rotary frequencies."""
     return {name: path for name, path in places.items() if not name.endswith("rotary_emb.inv_freq")}
 
 
 def _without_head(places: dict[str, Path], config: DecoderConfig) -> dict[str, Path]:
-    """The same without a copy of the embedding that is the head."""
+    """The files by tensor without the head, where it is a copy of the embedding."""
     return {n: p for n, p in places.items() if not (config.tied and n == "lm_head.weight")}
 
 

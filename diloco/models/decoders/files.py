@@ -84,7 +84,7 @@ def require_weights(source: Path) -> Path:
 
 @dataclasses.dataclass(frozen=True)
 class Adapters:
-    """The same with adapters: leaves are the trained ones; the base's, where it is merged.
+    """Reads and writes adapters as `peft` does, or a checkpoint with them merged in.
 
     Attributes:
         config: of the decoder.

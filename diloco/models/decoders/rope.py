@@ -58,7 +58,7 @@ class Rope:
         return cls(float(given["rope_theta"]), kind, scaling)
 
     def parameters(self) -> dict[str, Any]:
-        """As `rope_parameters` has it."""
+        """The key `rope_parameters` of a `config.json`."""
         return {"rope_type": self.kind, "rope_theta": self.theta, **dict(self.scaling)}
 
     def document(self) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class Grants(NamedTuple):
 
 
 def grants(run: str, identity: Identity) -> Grants:
-    """What an identity may do in the run's account; the operator is not asked about."""
+    """The permissions of an identity, other than the operator, in the run's account."""
     match identity.role:
         case "learner":
             return _learner(run, identity.name)

@@ -110,7 +110,7 @@ class Hardware(NamedTuple):
 
     @property
     def asked(self) -> int | None:
-        """Devices that somebody asked for; None: what there is."""
+        """The devices that the user asked for; None: those of the machine."""
         return self.devices if self.forced else None
 
 

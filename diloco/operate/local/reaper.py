@@ -36,11 +36,11 @@ class Reaper:
         )
 
     def watch(self, pid: int) -> None:
-        """This process must not outlive us."""
+        """Have the reaper end this process if it outlives us."""
         self._write(f"+{pid}\n")
 
     def forget(self, pid: int) -> None:
-        """This process has ended."""
+        """Tell the reaper that this process has ended."""
         self._write(f"-{pid}\n")
 
     def _write(self, line: str) -> None:

@@ -37,7 +37,7 @@ def full_output(error: Exception) -> DilocoError | None:
 
 
 def tell_failure(error: DilocoError) -> None:
-    """One of our errors, as sentences."""
+    """Print an error of the project and its hint."""
     tell_error(service_manager(), error.message, error.hint)
     # Not wrapped: a path cut in two cannot be found again.
     console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)

@@ -1,4 +1,4 @@
-"""A part of the work in a process that ends with it: what it loads is not kept until the end.
+"""Work in a process of its own, which frees the memory of all that it loads.
 
 A user's task brings JAX and more, some 170 MiB, and its first evaluation another 50. The doctor and
 the report need it for a moment, and themselves they read a tape of any length.

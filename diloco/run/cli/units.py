@@ -16,17 +16,17 @@ _BYTES = (Unit(1e12, "TB"), Unit(1e9, "GB"), Unit(1e6, "MB"), Unit(1e3, "kB"), U
 
 
 def time_unit(longest_s: float) -> Unit:
-    """In which to give times up to so many seconds."""
+    """The unit for times up to this number of seconds."""
     return next((unit for unit in _TIMES if longest_s >= 3 * unit.scale), _TIMES[-1])
 
 
 def count_unit(greatest: float) -> Unit:
-    """In which to give counts up to so many: k, M, G, T."""
+    """The unit for counts up to this one: k, M, G or T."""
     return next((unit for unit in _TOKENS if greatest >= unit.scale), _TOKENS[-1])
 
 
 def byte_unit(greatest: float) -> Unit:
-    """In which to give bytes up to so many."""
+    """The unit for sizes up to this number of bytes."""
     return next((unit for unit in _BYTES if greatest >= unit.scale), _BYTES[-1])
 
 

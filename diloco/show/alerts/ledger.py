@@ -41,11 +41,11 @@ class Alert:
 
     @property
     def key(self) -> Key:
-        """The same for all that is found of it."""
+        """The key that all findings of one alert share."""
         return self.about, self.runbook
 
     def id(self, run: str) -> str:
-        """The same for all that is told of one alert, from its firing to its end."""
+        """The id in all messages of one alert, from its firing to its end: 32 hex digits."""
         text = "\0".join((run, *self.key, f"{self.since_s:.3f}"))
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 

@@ -60,7 +60,7 @@ def loss(shown: Shown) -> list[Panel]:
 
 
 def losses(runs: Mapping[str, Shown]) -> list[Panel]:
-    """The same of several runs by their names, each from its own beginning."""
+    """The losses of several runs by their names, each from its own beginning."""
     runs = {key: run for key, run in runs.items() if len(run.series.inputs) or run.scores}
     if not runs:
         return []

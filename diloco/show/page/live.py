@@ -114,7 +114,7 @@ class LiveRun:
         return self.series.extent.last_seq + 1
 
     async def status(self) -> RunStatus | None:
-        """How the run fares; None until the tape has been read."""
+        """The run's status; None until the tape has been read."""
         if self.progress is not None:
             return None
         try:

@@ -166,6 +166,6 @@ def goodput(times: dict[str, TimeShares]) -> float:
 
 
 def most_troubled(lanes: Sequence[Lane]) -> list[Lane]:
-    """Those to be shown: all, or those who trained least, in order of name."""
+    """The lanes to be shown, in order of name: all, or those of the learners that trained least."""
     chosen = sorted(lanes, key=lambda lane: lane.seconds("training"))[:LANES]
     return sorted(chosen, key=lambda lane: lane.learner)

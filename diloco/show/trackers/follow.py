@@ -143,7 +143,7 @@ class Tracker:
         self.written = 0
 
     async def follow(self, *, once: bool) -> None:
-        """Until the run's end, or to what is there now."""
+        """Follow the run until its end, or up to the newest message."""
         for fragment in range(len(self._context.layout.fragments)):
             record, _ = await last_record(self._context, fragment)
             self._points.reached(record.global_step)
