@@ -221,7 +221,9 @@ def store_updates(config: Config, layout: Layout) -> list[tuple[wire.Shard, ...]
 
 
 class RecordWatch:
-    """Follows the records, lets the senders answer each, and tells who made what when."""
+    """Follows the records, has the senders answer each, and notes which aggregator made it, and
+    when.
+    """
 
     def __init__(self, config: Config, bus: Bus, senders: list[Sender]) -> None:
         self._config, self._bus, self._senders = config, bus, senders

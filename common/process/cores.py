@@ -9,7 +9,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 @cache
 def available() -> int:
-    """Number of cores that the process may use: those it is bound to, or its control group's share."""
+    """Number of cores for the process: those it is bound to, or its control group's share."""
     return max(1, min(_bound(), _granted(CGROUP)))
 
 

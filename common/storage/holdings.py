@@ -65,7 +65,7 @@ def lost_batches(
 
 
 def sizes_of(claim: wire.Claim) -> Sizes:
-    """How its sender divides an epoch."""
+    """The sizes by which a claim's sender divides an epoch."""
     return Sizes(claim.shares, claim.batches)
 
 

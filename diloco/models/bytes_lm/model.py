@@ -128,7 +128,7 @@ class ModelConfig:
         return 4 * self.width if self.mlp == "gelu" else math.ceil(self.width / 24) * 64
 
     def flops_per_token(self, length: int) -> float:
-        """As of a task, in rows of that length."""
+        """As `Task.flops_per_token`, in rows of `length` tokens."""
         mlp = (2 if self.mlp == "gelu" else 3) * self.mlp_width
         layer = self.width * (4 * self.width + mlp)
         multiplied = self.layers * layer + self.vocab * self.width

@@ -213,7 +213,7 @@ class DecoderConfig:
         return self.layers * self.width * (heads + 3 * self.mlp_width) + self.vocab * self.width
 
     def flops_per_token(self, length: int) -> float:
-        """As of a task, in rows of that length."""
+        """As `Task.flops_per_token`, in rows of `length` tokens."""
         near = min(length, self.window or length)
         positions = sum(near if slides else length for slides in self.sliding)
         return flops_per_token(self.multiplied, self.heads * self.head_width * positions)

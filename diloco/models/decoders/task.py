@@ -239,7 +239,7 @@ def _init(config: DecoderConfig, adapters: Lora | None, dtype: str, key: jax.Arr
 
 
 def _flops_per_token(config: DecoderConfig, adapters: Lora | None, length: int) -> float:
-    """As of a task. A frozen matrix is multiplied with once backward: it has no gradient."""
+    """As `Task.flops_per_token`; backward a frozen matrix, which has no gradient, counts once."""
     whole = config.flops_per_token(length)
     if adapters is None:
         return whole
