@@ -92,7 +92,7 @@ class GrainData:
 
     @property
     def batches_per_epoch(self) -> int:
-        """Whole batches in a share."""
+        """Whole batches in one share of an epoch; in the epoch where it is not divided."""
         return len(self._dataset) // self.shares // self._batch
 
     @property
