@@ -276,7 +276,7 @@ def _draw(batches: Any) -> Batch:
 def batches_ended(before: str) -> TaskError:
     """The error of a task whose batches end `before` the run does."""
     return TaskError(
-        f"Task.batches(name, position) ended before {before}; it must continue for as long as the run",
+        f"Task.batches(name, position) ended before {before}; it must last as long as the run",
         hint="begin the data's next epoch where one ends: number n stands in epoch "
         "n // batches_per_epoch, at place n % batches_per_epoch",
     )
