@@ -106,7 +106,7 @@ class Boot:
         return home == self._releases.home(parameters.release["sha256"])
 
     def start_units(self, *units: str) -> None:
-        """Have the machine say that it lives and what it does, whatever else happens on it."""
+        """Write, enable and start the units of the machine itself, whatever else fails on it."""
         for unit in units:
             write(self._root / "etc/systemd/system" / unit, UNITS[unit].encode(), 0o644)
         self._run(["systemctl", "daemon-reload"])

@@ -149,7 +149,7 @@ class Releases:
             raise ReleaseRefused(f"its programs do not run here: {error}") from error
 
     def install(self, home: Path) -> None:
-        """Have it be `diloco`, and write its units, which name its folder."""
+        """Link `diloco` to the release, and write its units, which name its folder."""
         self.use(home)
         # Who has edited a unit here finds the text beside it; nobody is there to be asked.
         programs = f"{home}/bin"
@@ -178,7 +178,7 @@ class Releases:
         return True
 
     def use(self, home: Path) -> None:
-        """Have `diloco` be this release, and `diloco-before` the one before."""
+        """Link `diloco` to this release, and `diloco-before` to the one before."""
         if (used := self.used) is not None and used != home:
             self._link("diloco-before", used)
         self._link("diloco", home)

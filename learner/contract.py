@@ -149,7 +149,7 @@ def _find(build: str) -> Callable[..., Any]:
 
 
 def _look_here() -> str:
-    """Have modules of the current folder found; the folder."""
+    """Put the current folder on the import path; give the folder."""
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)

@@ -151,7 +151,7 @@ class Meter:
         self.show(averages)
 
     def show(self, figures: Mapping[str, float]) -> None:
-        """Have these in heartbeats; what is no number says nothing.
+        """Put these numbers into heartbeats; other values are left out.
 
         Raises:
             DilocoError: a heartbeat cannot hold them.

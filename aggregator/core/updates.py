@@ -128,7 +128,7 @@ class Resolved(Sequence[T], Generic[T]):
 
     @property
     def named(self) -> Tally[UpdateId]:
-        """Which they are."""
+        """The number of updates by id."""
         return self._named
 
     @overload

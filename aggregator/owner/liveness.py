@@ -192,7 +192,7 @@ class Expiry:
 
 
 async def reached_before(context: Context, learner: str, joined: int) -> dict[int | None, int]:
-    """How far a learner's messages before a join say that it came: by fragment, or by its leaves.
+    """Data positions in a learner's messages before a join: by fragment, and in its leaves.
 
     Read in order up to that join, so that none is missing.
     """

@@ -106,7 +106,7 @@ def may_take_longer() -> None:
 
 
 def take_stderr() -> None:
-    """Have all that is written to standard error or output become log lines; for a daemon, once.
+    """Turn all that is written to standard error or output into log lines; for a daemon, once.
 
     Python's own `sys.stderr` stays as it is: the log itself goes there, and the trace of a bug.
     Call it before `configure`, and before other libraries are loaded.

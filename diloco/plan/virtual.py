@@ -45,17 +45,17 @@ class Timeline:
         return self._calls[0][0] if self._calls else NEVER_S
 
     def at(self, at_s: float, call: Callable[..., None], *args: Any) -> None:
-        """Let something happen, in the order of times and then of calls."""
+        """Schedule a call at a time; calls of one time run in the order of scheduling."""
         self._order += 1
         planned: _Call = (max(at_s, self.now_s), self._order, partial(call, *args))
         heapq.heappush(self._calls, planned)
 
     def after(self, wait_s: float, call: Callable[..., None], *args: Any) -> None:
-        """Let something happen in a while."""
+        """Schedule a call after a delay."""
         self.at(self.now_s + wait_s, call, *args)
 
     def advance(self) -> None:
-        """Let the next thing happen."""
+        """Run the next scheduled call."""
         self.now_s, _, call = heapq.heappop(self._calls)
         call()
 

@@ -111,7 +111,7 @@ class Past:
         self.close()
 
     def close(self) -> None:
-        """Let go of bus, store and file; again is harmless."""
+        """Close bus, store and file; closing twice is harmless."""
         atexit.unregister(self.close)
         if not self._loop.is_closed():
             self._call(self._opened.aclose())

@@ -272,7 +272,7 @@ class _ReadAhead:
         return data
 
     def forget(self) -> None:
-        """Let go of what nobody asks for any more."""
+        """Cancel the objects that are read ahead."""
         for coming in self._coming.values():
             coming.cancel()
         self._coming = {}

@@ -315,7 +315,7 @@ class History:
 
 
 def up_to(chain: Chain, last_seq: int) -> Chain:
-    """A chain up to a sequence."""
+    """The records of a chain up to a sequence of the tape."""
     return chain[: bisect_right(chain, last_seq, key=itemgetter(0))]
 
 

@@ -71,7 +71,7 @@ class Columns:
         return {name: rows[:, place].copy() for name, place in self._index.items()}
 
     def replace(self, columns: dict[str, Column]) -> None:
-        """Have these rows in place of all."""
+        """Replace all rows by these."""
         rows = np.stack([columns[name] for name in self._index], axis=1)
         self._values = array("d", np.ascontiguousarray(rows, np.float64).tobytes())
 

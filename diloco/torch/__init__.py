@@ -38,7 +38,7 @@ class TorchLearner(TensorLearner):
     """A PyTorch loop's place in a run; `join` makes it."""
 
     def restore(self, state: torch.optim.Optimizer) -> None:
-        """Have the optimizer go on from a checkpoint, where there is one."""
+        """Load the optimizer's state from the last checkpoint, if there is one."""
         with begun(state) as (like, take):
             found = super().restore(like)
             if found is not like:
@@ -104,5 +104,5 @@ def create(
 
 
 def load(run: str | Path, module: torch.nn.Module, *, table: Table | None = None) -> None:
-    """Have a module take the newest global parameters of a run."""
+    """Copy the newest global parameters of a run into a module."""
     load_tensors(run, ModuleTensors(module), table=table)

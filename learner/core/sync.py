@@ -198,7 +198,7 @@ class Stop(NamedTuple):
 
 
 class End(NamedTuple):
-    """The run's end message arrived: nothing that is still in flight will be answered."""
+    """Event: the run's end was read; updates still in flight get no further answer."""
 
 
 class Leave(NamedTuple):

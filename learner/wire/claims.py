@@ -138,7 +138,7 @@ class Claims(GrantedShares):
         return found
 
     async def end(self, position: int) -> None:
-        """Give up what lies behind a position, if anything was ever claimed."""
+        """End this learner's claims at a position, if it ever claimed a share."""
         if self._sizes is not None:
             await self._say(self._sizes, "end", position)
 
@@ -157,7 +157,7 @@ class Claims(GrantedShares):
             self._moved.set()
 
     async def _hold(self, sizes: Sizes) -> None:
-        """Have a share at the position that is read, and the one behind it; for ever."""
+        """Claim a share at the position that is read, and the next one; for ever."""
         learner, granted = self._context.learner, 0
         await self._say(sizes, "begin", self._position)
         self._check(sizes)

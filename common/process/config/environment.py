@@ -79,7 +79,7 @@ class _Platforms:
 
 
 def keep_off_accelerators() -> None:
-    """Have JAX find nothing but the CPU in this process; call it before JAX is imported.
+    """Limit JAX to the CPU in this process; call it before JAX is imported.
 
     A process that starts JAX on an accelerator takes it from the learner beside it: whole (a TPU
     has one owner), or three quarters of its memory (a GPU). And sums are tested on the CPU.
@@ -133,7 +133,7 @@ def with_environment(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def compile_without_tpu() -> None:
-    """Have libtpu be a compiler alone: it asks no machine what it is, and several processes may."""
+    """Use libtpu as a compiler only, without a TPU, also in several processes at once."""
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
@@ -145,5 +145,5 @@ def encode_on_threads(count: int) -> None:
 
 
 def keep_offline(cache: str) -> None:
-    """Have datasets ask nobody, and leave nothing at home; call it before it is imported."""
+    """Keep `datasets` off the network and the home folder; call it before it is imported."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HOME": cache}

@@ -122,7 +122,7 @@ class Bundle:
         return bool(self.header["objects"])
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._file.close()
 
     def content(self, at: int) -> Any:

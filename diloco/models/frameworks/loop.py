@@ -141,7 +141,7 @@ def create_tensors(
 def load_tensors(
     run: str | Path, tensors: Mapping[str, Any] | Tensors, *, table: Table | None = None
 ) -> None:
-    """Have tensors take the newest global parameters of a run; `run` as of `diloco.load`."""
+    """Copy the newest global parameters of a run into tensors; `run` as of `diloco.load`."""
     leaves = leaves_of(_tensors(tensors), table or {})
     for name, values in load(run, like=leaves).items():
         leaves[name].take(values)

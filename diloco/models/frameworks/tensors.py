@@ -107,7 +107,7 @@ class LazyLeaf:
         return np.array(values, dtype, copy=copy is not False)
 
     def take(self, values: np.ndarray) -> None:
-        """Have the tensor take a leaf's values."""
+        """Copy a leaf's values into the tensor."""
         if self._axes is not None:
             values = values.transpose(np.argsort(self._axes))
         self._tensors.write(self._tensor, values)

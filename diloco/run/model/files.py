@@ -174,7 +174,7 @@ def _write_for_others(
     dtype: str,
     merge: bool,
 ) -> None:
-    """Have a run's task write its parameters.
+    """Write a run's parameters with its task's `files`.
 
     Args:
         folder: new, or empty.

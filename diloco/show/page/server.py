@@ -111,7 +111,7 @@ class Board:
             self._frames.clear()
 
     def close(self) -> None:
-        """Let all readers go."""
+        """Close the board: readers that wait return."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -35,7 +35,7 @@ class Sink(Protocol):
         """Keep a point."""
 
     def close(self) -> None:
-        """Have everything kept."""
+        """Store all points that are not stored yet."""
 
 
 class TensorBoard:
@@ -54,7 +54,7 @@ class TensorBoard:
             self._writer.add_scalar(name, value, point.step, point.at_s)
 
     def close(self) -> None:
-        """Have everything kept."""
+        """Store all points that are not stored yet."""
         self._writer.close()
 
 
@@ -89,7 +89,7 @@ class Wandb:
         self._run.log({**point.values, "global_step": point.step})
 
     def close(self) -> None:
-        """Have everything kept."""
+        """Store all points that are not stored yet."""
         self._run.finish()
 
 
@@ -159,7 +159,7 @@ class Tracker:
         await self._scores()
 
     def close(self) -> None:
-        """Have everything kept."""
+        """Store all points that are not stored yet."""
         for sink in self._sinks:
             sink.close()
 

@@ -272,7 +272,7 @@ async def imported_to(connection: Connection, stream: str) -> int:
 
 
 async def mark_imported(connection: Connection, config: api.StreamConfig, last_seq: int) -> None:
-    """Have the times of a stream's messages up to a sequence believed.
+    """Note that times in headers count in a stream up to a sequence.
 
     Raises:
         BusError, BusUnavailableError: the server does not take it.
