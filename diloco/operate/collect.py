@@ -32,6 +32,7 @@ from diloco.common.protocol.errors import Exit
 from diloco.common.storage.store import ObjectInfo
 from diloco.common.storage.tape import Entry, Extent, RunContext, has_ended, read_tape
 from diloco.run.cli.opening import open_run
+from diloco.run.cli.screen import plain_table
 
 KINDS = ("shard", "delta", "view", "outer", "record", "checkpoint")
 
@@ -169,16 +170,15 @@ def _count(sequences: Sequence[int], trim: Trim) -> int:
 
 def table(found: GarbageFound, *, dry_run: bool) -> Table:
     """A table of the garbage found, by kind."""
-    shown = Table(title="would be removed" if dry_run else "removed")
-    for column in ("kind", "count", "bytes"):
-        shown.add_column(column, justify="left" if column == "kind" else "right")
+    title = "would be removed" if dry_run else "removed"
+    shown = plain_table("kind", "count", "bytes", title=title)
     counts, sizes = Counter[str](), Counter[str]()
     for item in found.objects:
         counts[item.kind] += 1
         sizes[item.kind] += item.size_bytes
     for kind in KINDS:
         shown.add_row(kind, f"{counts[kind]:,}", f"{sizes[kind]:,}")
-    shown.add_row("message", f"{found.messages:,}", "", end_section=True)
+    shown.add_row("message", f"{found.messages:,}", "")
     shown.add_row("objects", f"{counts.total():,}", f"{sizes.total():,}")
     return shown
 

@@ -15,7 +15,7 @@ from diloco.plan.costs import AGGREGATORS, BUS_NODES, DailyCost, Prices
 from diloco.plan.forecast import DAY_S, Bandwidth, Fleet, Plan
 from diloco.plan.intervals import MEASURED_AT, Interval, advice
 from diloco.run.cli import units
-from diloco.run.cli.screen import titled_table
+from diloco.run.cli.screen import plain_table
 from diloco.show.page.page import write_figure
 from diloco.show.page.svg import DASHES, Axis, Column, Panel, PlotMark, line, points, rules
 
@@ -66,7 +66,7 @@ def _systems(fleet: Fleet, made: Plan, tokens: int) -> Table:
     columns = ["", "goodput %", "uptime %", "links %"]
     columns += ["tokens/s"] if named else []
     columns += [f"time to {_short(tokens)} tokens"] if tokens else []
-    table = titled_table(f"{learners}, {chips}: what to expect", *columns)
+    table = plain_table(*columns, title=f"{learners}, {chips}: what to expect", wraps=True)
     ends = [system.days * DAY_S for system in made.systems if system.days is not None]
     unit = units.time_unit(max((end for end in ends if math.isfinite(end)), default=0.0))
     for system in made.systems:
@@ -79,7 +79,6 @@ def _systems(fleet: Fleet, made: Plan, tokens: int) -> Table:
             "a learner of several slices stops while one is out, and starts again; --elastic plans"
             " for learners that go on without it, which this release has not"
         )
-        table.caption_justify = "left"
     return table
 
 
@@ -90,15 +89,14 @@ def _time(days: float | None, unit: units.Unit) -> str:
 
 
 def _bandwidth(made: Plan, parameters: int) -> Table:
-    table = titled_table(
-        f"{_short(parameters)} parameters: Gbit/s that each site needs",
+    table = plain_table(
         "utilization %", "data-parallel", "lockstep", "this system",
+        title=f"{_short(parameters)} parameters: Gbit/s that each site needs", wraps=True,
     )  # fmt: skip
     for row in made.bandwidth:
         cells = (row.data_parallel, row.lockstep, row.decoupled)
         table.add_row(f"{100 * row.utilization:.0f}", *(_gbit(cell) for cell in cells))
     table.caption = "this system waits for no link: with less, versions come later than every H"
-    table.caption_justify = "left"
     return table
 
 
@@ -109,7 +107,7 @@ def _gbit(value: float) -> str:
 def _needs(settings: RunSettings, made: Plan) -> Table:
     run = settings.sync
     sized, daily = made.sizes, made.daily
-    table = titled_table("Rounds, traffic and the aggregator", "", "")
+    table = plain_table("", " ", title="Rounds, traffic and the aggregator", wraps=True)
     objects = f"{_short(daily.objects_written)} / {_short(daily.objects_read)}"
     apart = _time(made.interval_s / DAY_S, units.time_unit(made.interval_s))
     rounds = f"{run.interval_steps}, {run.fragments}, {run.codec} / {run.delta_codec}"
@@ -140,9 +138,9 @@ def _needs(settings: RunSettings, made: Plan) -> Table:
 
 
 def _intervals(found: list[Interval], current: int) -> Table:
-    table = titled_table(
-        "H: what it needs, and the loss expected",
+    table = plain_table(
         "H", "Gbit/s up", "Gbit/s down", "link full, %", "versions every", "loss, %",
+        title="H: what it needs, and the loss expected", wraps=True,
     )  # fmt: skip
     for row in found:
         least, most = row.loss
@@ -158,7 +156,6 @@ def _intervals(found: list[Interval], current: int) -> Table:
         f"{advice(found, current)}.\nThe loss is over that of H = {MEASURED_AT}, fitted to this"
         " project's sweep of two small tasks with AdamW inside"
     )
-    table.caption_justify = "left"
     return table
 
 
@@ -166,14 +163,13 @@ def cost_table(costs: list[DailyCost], prices: Prices, regions: Sequence[str], m
     """Dollars a day, and of the run, by where its bucket is."""
     run = made.systems[-1].days
     columns = ["$ a day", *(cost.name for cost in costs)]
-    table = titled_table("What it costs", *columns)
+    table = plain_table(*columns, title="What it costs", wraps=True)
     for part in DailyCost._fields[1:]:
         table.add_row(part, *(_dollars(getattr(cost, part)) for cost in costs))
     table.add_row("a day", *(_dollars(cost.total) for cost in costs))
     if run is not None and math.isfinite(run):
         table.add_row("the run", *(_dollars(cost.total * run) for cost in costs))
     table.caption = _assumed(costs, prices, regions)
-    table.caption_justify = "left"
     return table
 
 

@@ -7,14 +7,13 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from diloco.aggregator.core.decisions import Decision
 from diloco.common.protocol import wire
 from diloco.replay import verify_screen
 from diloco.replay.coverage import STATUSES, Verdict
 from diloco.replay.decide import decide
-from diloco.run.cli.screen import say_json
+from diloco.run.cli.screen import plain_table, say_json
 from diloco.run.history import Chain, History
 
 # Decisions that differ are shown in full up to so many.
@@ -103,7 +102,8 @@ def show_decision(decision: Decision, console: Console) -> None:
         f"[bold red]fragment {record.fragment}, {record.what} {record.version}[/] (record "
         f"{decision.record_seq}, made by {record.aggregator}, closed for {record.reason})",
     )
-    table = Table("field", "recorded", "decided again", show_edge=False)
+    both = ("recorded", "decided again")
+    table = plain_table("field", *both, words=both, wraps=True)
     for name, said, found in decision.fields:
         for part, one, other in _parts(name, said, found):
             table.add_row(part, escape(one), escape(other))

@@ -28,7 +28,7 @@ from diloco.judge.remake import is_stored
 from diloco.replay.bar import progress_bar
 from diloco.replay.columns import Columns
 from diloco.replay.options import Options
-from diloco.run.cli.screen import say_json
+from diloco.run.cli.screen import plain_table, say_json
 from diloco.run.history import Chain, History, in_order, up_to
 from diloco.run.model.scores import Scorer, read_losses
 from diloco.run.model.scores import keep as keep_score
@@ -304,7 +304,7 @@ def table(found: Scored) -> Table:
     kept = {indices[0], indices[-1], *indices[:: 1 + len(indices) // 20]}
     for rise, before, after in found.rises(1):
         kept |= {before, after} if rise > 0 else set()
-    rows = Table("step", "fragment@version", "record", "held-out loss", title="held-out loss")
+    rows = plain_table("step", "fragment@version", "record", "held-out loss")
     for index, moment, loss in found.points():
         if index in kept:
             place = f"{moment.fragment}@{moment.version}"

@@ -14,7 +14,6 @@ import numpy as np
 
 from diloco.aggregator.arrays.fragment import make_grid
 from diloco.aggregator.owner.fetcher import read_parts
-from diloco.common.process.averaged import sync_of
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.codec import decode_numpy
 from diloco.common.protocol.errors import ConfigError, ObjectMissingError, WireError
@@ -280,14 +279,8 @@ def _by_tensor(history: History, record: wire.Record) -> Iterator[str]:
     if 4 * fragment.size * (len(record.inputs) + 1) > MEMORY_BYTES:
         yield "  by tensor: not compared, the updates are too large for that"
         return
-    settings = history.settings_at(record.policy.settings_seq)
-    grid = make_grid(settings, history.layout, record.fragment)
-    codec = sync_of(settings.sync, fragment).codec
-    updates = []
     try:
-        for taken in record.inputs:
-            parts = read_parts(history.store, taken.codec, taken.shards, grid)
-            updates.append(np.concatenate([decode_numpy(codec, p, grid.block) for p in parts]))
+        updates = [*gradients(history, record)]
     except (ObjectMissingError, WireError) as error:
         yield f"  by tensor: not compared, {error.message}"
         return
@@ -300,6 +293,19 @@ def _by_tensor(history: History, record: wire.Record) -> Iterator[str]:
             for taken, part in zip(record.inputs, parts_of[:-1], strict=True)
         ]
         yield f"    {tensor}: {'; '.join(cells)}"
+
+
+def gradients(history: History, record: wire.Record) -> Iterator[np.ndarray]:
+    """The outer gradients that a record merged, one after the other, float32 [N].
+
+    Raises:
+        ObjectMissingError, WireError: one is gone or damaged.
+    """
+    settings = history.settings_at(record.policy.settings_seq)
+    grid = make_grid(settings, history.layout, record.fragment)
+    for taken in record.inputs:
+        parts = read_parts(history.store, taken.codec, taken.shards, grid)
+        yield np.concatenate([decode_numpy(taken.codec, part, grid.block) for part in parts])
 
 
 def _cosine(one: np.ndarray, other: np.ndarray) -> float:

@@ -14,10 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 
-from diloco.aggregator.arrays.fragment import make_grid
-from diloco.aggregator.owner.fetcher import read_parts
 from diloco.common.protocol import wire
-from diloco.common.protocol.codec import decode_numpy
 from diloco.common.protocol.errors import ConfigError
 from diloco.common.protocol.layout import Piece
 from diloco.common.storage.tape import RunContext
@@ -181,7 +178,7 @@ class Past:
         cut = partial(by_tensor, history, record.fragment)
         updates = tuple(
             Update(said, cut(vector))
-            for said, vector in zip(record.inputs, gradients(history, record), strict=True)
+            for said, vector in zip(record.inputs, show.gradients(history, record), strict=True)
         )
         again = partial(_again, history, seq, record)
         return VersionStep(record, seq, cut(views[0]), cut(views[1]), updates, lambda: cut(again()))
@@ -206,20 +203,6 @@ def _name(piece: Piece, shapes: Mapping[str, tuple[int, ...]]) -> str:
     shape = shapes[piece.tensor]
     whole = not shape or (piece.start, piece.stop) == (0, shape[0])
     return piece.tensor if whole else f"{piece.tensor}[{piece.start}:{piece.stop}]"
-
-
-def gradients(history: History, record: wire.Record) -> Iterator[np.ndarray]:
-    """The outer gradients that a record merged, one after the other, float32 [N].
-
-    Raises:
-        ObjectMissingError, WireError: one is gone or damaged.
-    """
-    settings = history.settings_at(record.policy.settings_seq)
-    grid = make_grid(settings, history.layout, record.fragment)
-    for taken in record.inputs:
-        parts = read_parts(history.store, taken.codec, taken.shards, grid)
-        codec = settings.sync.codec
-        yield np.concatenate([decode_numpy(codec, part, grid.block) for part in parts])
 
 
 def _again(history: History, seq: int, record: wire.Record) -> np.ndarray:

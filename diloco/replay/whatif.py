@@ -42,6 +42,7 @@ from diloco.judge.remake import (
 )
 from diloco.replay.decide import heard, inputs_again, rules_of, whole_from
 from diloco.replay.redecide import redecide
+from diloco.run.cli.screen import plain_table
 from diloco.run.cli.settings import assign, parse_assigned
 from diloco.run.history import Chain, History
 from diloco.show.page.page import write_figure
@@ -458,9 +459,7 @@ def _marks(times_s: Sequence[float], points: int) -> set[int]:
 def table(plan: MergePlan, result: Result) -> Table:
     """Both models side by side."""
     title = "; ".join(plan.changed) or UNCHANGED
-    rows = Table("time (UTC)", "step", "as it was", "what if", "difference", title=title)
-    for column in rows.columns[1:]:
-        column.justify = "right"
+    rows = plain_table("time (UTC)", "step", "as it was", "what if", "difference", title=title)
     for point in result.points:
         at = datetime.fromtimestamp(point.at_s, UTC)
         rows.add_row(

@@ -202,7 +202,7 @@ def test_what_if_of_the_settings_that_were_differs_nowhere(copy, tmp_path):
         status, text = replay(
             copy.tape, settings=[assigned], points=100, plot=tmp_path / "figure.html"
         )
-        rows = [line for line in text.splitlines() if line.startswith("│ 2")]
+        rows = [line for line in text.splitlines() if line.startswith("20")]
         assert status == 0
         assert len(rows) == 15
         assert all("+0.0000" in row for row in rows), text

@@ -13,6 +13,7 @@ from diloco.learner.dry_run import DryRun, FragmentFigures, dry_run, stand_in
 from diloco.learner.library import check_name
 from diloco.learner.topology import gpu_devices, gpu_named, tpu_devices
 from diloco.operate.daemons.command import LearnerOptions
+from diloco.run.cli.screen import plain_table
 from diloco.run.cli.units import human_bytes
 
 V5E_GBYTES_PER_S: Final = 819.0
@@ -99,7 +100,7 @@ def show(console: Console, figures: DryRun, bandwidth: float) -> None:
 
 def _memory_table(figures: DryRun) -> Table:
     memory = figures.memory
-    table = _table("memory of a device", "", "bytes", "")
+    table = plain_table("", "bytes", " ", words=" ", title="memory of a device")
     anchor = "one view of each fragment"
     if memory.host_anchor:
         anchor = f"in the host's memory: {human_bytes(memory.host_anchor)} a host"
@@ -120,9 +121,9 @@ def _memory_table(figures: DryRun) -> Table:
 
 
 def _fragments_table(fragments: tuple[FragmentFigures, ...], bandwidth: float) -> Table:
-    table = _table(
-        f"what a device moves to synchronize, at {bandwidth:g} GB/s",
+    table = plain_table(
         *("fragment", "parameters", "encode", "", "adopt", "", "from other devices"),
+        title=f"what a device moves to synchronize, at {bandwidth:g} GB/s",
     )
     for one in fragments:
         table.add_row(
@@ -148,21 +149,13 @@ def _say_time(console: Console, figures: DryRun, bandwidth: float) -> None:
 
 
 def _traffic_table(figures: DryRun) -> Table:
-    table = _table("a round of every fragment", "", "up", "down", "objects up")
+    table = plain_table("", "up", "down", "objects up", title="a round of every fragment")
     ups = [host.bytes_up for host in figures.traffic]
     downs = [host.bytes_down for host in figures.traffic]
     objects = [host.objects_up for host in figures.traffic]
     rows = (("learner", sum), ("host, at most", max), ("host, at least", min))
     for name, of in rows if figures.hosts > 1 else rows[:1]:
         table.add_row(name, human_bytes(of(ups)), human_bytes(of(downs)), f"{of(objects):,}")
-    return table
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None)
-    for place, column in enumerate(columns):
-        words = place == 0 or (place == len(columns) - 1 and not column)
-        table.add_column(column, justify="left" if words else "right")
     return table
 
 

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from diloco.operate.local.fleet import Daemon
 from diloco.operate.local.hardware import Hardware
-from diloco.run.cli.screen import STATE_STYLES
+from diloco.run.cli.screen import STATE_STYLES, plain_table
 from diloco.run.cli.units import human_bytes
 from diloco.run.state import RunStatus
 from diloco.show.status.screen import spark
@@ -96,11 +96,12 @@ def _progress(frame: Picture) -> RenderableType:
 
 
 def _learners(frame: Picture) -> RenderableType:
-    table = Table(expand=True, box=None, header_style="bold", padding=(0, 1))
     words = [hardware.words() for hardware in frame.learners.values()]
     left = ["learner", *(["devices"] if any(words) else []), "state"]
-    for title in (*left, "step", "loss", "tokens/s", "stall", "sent", "up", "restarts"):
-        table.add_column(title, justify="left" if title in left else "right")
+    table = plain_table(
+        *left, "step", "loss", "tokens/s", "stall", "sent", "up", "restarts", words=left
+    )
+    table.expand = True
     for name, hardware in frame.learners.items():
         first = [name, *([hardware.words()] if any(words) else [])]
         state = state_of(frame, name)

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -62,9 +62,25 @@ def confirm(question: str) -> None:
         raise typer.Abort
 
 
-def titled_table(title: str, *columns: str) -> Table:
-    """A table of figures: names at the left, numbers at the right."""
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left")
-    return table
+def plain_table(
+    *columns: str, words: Container[str] = (), title: str | None = None, wraps: bool = False
+) -> Table:
+    """A table without lines.
+
+    Args:
+        columns: their titles. The first one, and those that `words` has, stand at the left; all
+            others are figures.
+        words: titles of further columns that hold names or sentences.
+        title: of the table.
+        wraps: whether long cells go on in a next line, rather than be cut off.
+    """
+    made = Table(
+        title=title, title_justify="left", title_style="bold", caption_justify="left", box=None,
+        header_style="bold", padding=(0, 1, 0, 0),
+    )  # fmt: skip
+    for place, column in enumerate(columns):
+        left = place == 0 or column in words
+        made.add_column(
+            column, justify="left" if left else "right", no_wrap=not wraps, overflow="fold"
+        )
+    return made

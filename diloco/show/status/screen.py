@@ -20,7 +20,7 @@ from diloco.common.process.service import cancel
 from diloco.common.protocol.errors import StoreError
 from diloco.run.agreement import cosines_of
 from diloco.run.cli.opening import open_run
-from diloco.run.cli.screen import SEVERITY_STYLES, STATE_STYLES, say, say_json
+from diloco.run.cli.screen import SEVERITY_STYLES, STATE_STYLES, plain_table, say, say_json
 from diloco.run.cli.units import age, human_bytes
 from diloco.run.history import Event, happened
 from diloco.run.state import Finding, FragmentStatus, LearnerStatus, RunStatus
@@ -106,14 +106,6 @@ def _summary(run: RunStatus) -> RenderableType:
     return grid
 
 
-def _table(*titles: str) -> Table:
-    table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
-    for title in titles:
-        left = title in ("learner", "state", "owner")
-        table.add_column(title, justify="left" if left else "right", no_wrap=True)
-    return table
-
-
 def _worth_a_look(learners: Sequence[LearnerStatus]) -> Sequence[LearnerStatus]:
     """All learners, or of a large fleet those that something may be amiss with."""
     if len(learners) <= MOST:
@@ -127,9 +119,9 @@ def _worth_a_look(learners: Sequence[LearnerStatus]) -> Sequence[LearnerStatus]:
 
 
 def _learners(learners: Sequence[LearnerStatus], of: int) -> Table:
-    table = _table(
+    table = plain_table(
         "learner", "state", "heard", "step", "loss", "tokens/s", "data", "stall", "stale", "rej.",
-        "up",
+        "up", words=("state",),
     )  # fmt: skip
     for one in learners:
         table.add_row(
@@ -171,7 +163,10 @@ def _fragments(fragments: Sequence[FragmentStatus]) -> Table:
     if len(fragments) > LINES:
         oldest = sorted(fragments, key=lambda one: -one.version_s)[:LINES]
         shown = tuple(sorted(oldest, key=lambda one: one.fragment))
-    table = _table("fragment", "version", "step", "owner", "last", "merged", "round", "waiting")
+    table = plain_table(
+        "fragment", "version", "step", "owner", "last", "merged", "round", "waiting",
+        words=("owner",),
+    )  # fmt: skip
     for one in shown:
         table.add_row(
             str(one.fragment),
@@ -241,9 +236,10 @@ async def look_at_learners(target: str) -> Sequence[LearnerStatus]:
 
 def _accounts(learners: Sequence[LearnerStatus]) -> Table:
     """A table of learners' updates; what has no place in 80 columns is in the JSON."""
-    table = _table(
-        "learner", "state", "heard", "lives", "merged", "rej.", "offences", "tokens", "loss", "norm"
-    )
+    table = plain_table(
+        "learner", "state", "heard", "lives", "merged", "rej.", "offences", "tokens", "loss",
+        "norm", words=("state",),
+    )  # fmt: skip
     table.add_column("rejected for, or counted less by")
     for one in learners:
         most = sorted(one.reasons.items(), key=lambda item: -item[1])[:REASONS]
@@ -282,20 +278,16 @@ def spark(values: Sequence[float], width: int = WIDTH) -> str:
 
 def trends(learners: Sequence[LearnerStatus], title: str) -> Table:
     """Each learner's loss and norm from the beginning to now; a round's median norm is 1."""
-    table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
-    table.add_column(title, no_wrap=True)
-    for name in ("loss", "", "norm", ""):
-        table.add_column(name, no_wrap=True, justify="right" if name else "left")
     known = any(one.cosine is not None for one in learners)
-    if known:
-        table.add_column("cosine to others", no_wrap=True)
+    cosine = ["cosine to others"] if known else []
+    table = plain_table(title, "loss", "", "norm", "", *cosine, words=("", *cosine))
     for one in learners:
         if one.trend:
             losses = [point.loss for point in one.trend]
             norms = [point.norm for point in one.trend]
             row = [one.name, f"{losses[-1]:.4g}", spark(losses), f"{norms[-1]:.2f}", spark(norms)]
-            cosine = "-" if one.cosine is None else f"{one.cosine:+.2f}"
-            table.add_row(*row, *([cosine] if known else []))
+            shown = "-" if one.cosine is None else f"{one.cosine:+.2f}"
+            table.add_row(*row, *([shown] if known else []))
     return table
 
 
@@ -308,9 +300,7 @@ def show_history(target: str, *, everything: bool, json: bool) -> None:
     if json:
         say_json([asdict(event) for event in events])
         return
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for title in ("when", "who", "what"):
-        table.add_column(title, overflow="fold", no_wrap=title == "when")
+    table = plain_table("when", "who", "what", words=("who", "what"), wraps=True)
     for event in events:
         table.add_row(_time(event.at_s), escape(event.by), escape(event.what))
     Console().print(table)
@@ -334,10 +324,10 @@ def show_runs(target: str | None, *, json: bool) -> None:
 
 
 def _runs(runs: Sequence[RunStatus]) -> Table:
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for title in ("run", "state", "step", "versions", "tape", "newest version"):
-        right = title in ("step", "versions", "tape")
-        table.add_column(title, justify="right" if right else "left", overflow="fold")
+    table = plain_table(
+        "run", "state", "step", "versions", "tape", "newest version",
+        words=("state", "newest version"), wraps=True,
+    )  # fmt: skip
     for one in runs:
         newest_s = min((fragment.version_s for fragment in one.fragments), default=one.quiet_s)
         table.add_row(
