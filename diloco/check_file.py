@@ -10,7 +10,7 @@ from rich.markup import escape
 from diloco.common.process import log
 from diloco.common.protocol.errors import ConfigError, DilocoError, Exit
 from diloco.run.cli.command import command, group
-from diloco.run.cli.screen import say, say_plainly
+from diloco.run.cli.screen import progress, say, say_plainly
 
 if TYPE_CHECKING:
     from diloco.common.process.config import Config
@@ -90,9 +90,8 @@ def _is_fleet(path: Path) -> bool:
 
 def _check_data(place: str) -> int:
     from diloco.models.data.folder import find_damage, show
-    from diloco.models.data.prepare import progress_told
 
-    with progress_told("check") as hear:
+    with progress("check", in_bytes=True) as hear:
         manifest, damage = find_damage(place, hear)
     for sentence in damage:
         say_plainly(f"damaged: {sentence}")

@@ -1,7 +1,11 @@
-"""`diloco run set`, `pause`, `end`, `rollback`, `checkpoint`, `resume`: a hand on a run."""
+"""`diloco run show`, `set`, `pause`, `end`, `rollback`, `checkpoint`, `resume`: a hand on a run."""
 
 import dataclasses
+import json as jsonlib
+import sys
 from collections.abc import Sequence
+
+import tomli_w
 
 from diloco.aggregator import checkpoint, rollback
 from diloco.aggregator import settings as run_settings
@@ -227,3 +231,18 @@ async def resume(target: str, name: str | None) -> Resumed:
         await bus.close()
     versions = tuple(record.version for record in file.records)
     return Resumed(file.name, context.epoch, versions)
+
+
+async def show(target: str, *, created: bool, json: bool) -> None:
+    """Print a run's settings, those of now or those that it was created with.
+
+    Raises:
+        DilocoError: there is no such run.
+    """
+    async with open_run(target, reads=True) as opened:
+        settings = opened.context.settings
+        if not created:
+            settings, _ = await effective_settings(opened.context)
+    document = settings.model_dump(mode="json")
+    text = jsonlib.dumps(document, indent=2) + "\n" if json else tomli_w.dumps(document)
+    sys.stdout.write(text)

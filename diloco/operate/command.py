@@ -71,7 +71,7 @@ def run_show(
 ) -> None:
     """Print a run's settings as they are now, as TOML or JSON."""
     log.configure("error")
-    from diloco.operate.settings import show
+    from diloco.operate.change import show
 
     asyncio.run(show(run, created=created, json=json))
 

@@ -59,7 +59,7 @@ def export(
     format hf can too: --from DIR.
     """
     log.configure("error")
-    from diloco.replay.export import run_export
+    from diloco.run.model.files import run_export
 
     run_export(run, to, form, version, dtype, merge=merge)
 

@@ -8,6 +8,23 @@ import typer
 
 from diloco.run.cli import options as shared
 
+First = Annotated[
+    int | None,
+    typer.Option(
+        "--from",
+        help="start at the newest stored state up to this version [default: the oldest]",
+        metavar="VERSION",
+    ),
+]
+Until = Annotated[
+    str | None,
+    typer.Option(
+        help="stop at a version, one version per fragment (12,12,11), a checkpoint, a time "
+        "(2026-01-31T12:00:00Z) or an age (90m, 2h, 1d) [default: the newest version]",
+        metavar="VERSIONS|TIME",
+    ),
+]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -55,22 +72,8 @@ class Options:
             "--fragments", help="fragments, such as 0-11 or 0,3,5-7 [default: all]", metavar="LIST"
         ),
     ] = None
-    first: Annotated[
-        int | None,
-        typer.Option(
-            "--from",
-            help="start at the newest stored state up to this version [default: the oldest]",
-            metavar="VERSION",
-        ),
-    ] = None
-    until: Annotated[
-        str | None,
-        typer.Option(
-            help="stop at a version, one version per fragment (12,12,11), a checkpoint, a time "
-            "(2026-01-31T12:00:00Z) or an age (90m, 2h, 1d) [default: the newest version]",
-            metavar="VERSIONS|TIME",
-        ),
-    ] = None
+    first: First = None
+    until: Until = None
     export: Annotated[
         Path | None,
         typer.Option(
@@ -106,22 +109,8 @@ class BundleOptions:
         salvage: what is whole of a file that is damaged.
     """
 
-    first: Annotated[
-        int | None,
-        typer.Option(
-            "--from",
-            help="begin at the newest stored state up to this version [default: the oldest]",
-            metavar="VERSION",
-        ),
-    ] = None
-    until: Annotated[
-        str | None,
-        typer.Option(
-            help="stop at a version, one version per fragment, a checkpoint, a time or an age "
-            "[default: the newest version]",
-            metavar="VERSIONS|TIME",
-        ),
-    ] = None
+    first: First = None
+    until: Until = None
     redact: Annotated[
         bool,
         typer.Option("--redact", help="hash the names of run, learners, machines and people"),

@@ -15,7 +15,6 @@ from diloco.common.protocol.errors import ConfigError
 from diloco.common.storage.tape import RunContext, first_message
 from diloco.judge.objects import fragment_of, list_now, read_listing
 from diloco.replay import blame, blame_screen, decide_screen, score, verify, verify_screen, whatif
-from diloco.replay.bar import progress_bar
 from diloco.replay.coverage import (
     STATUSES,
     Tape,
@@ -27,6 +26,7 @@ from diloco.replay.coverage import (
 from diloco.replay.options import Options
 from diloco.replay.verify import Lost
 from diloco.run.cli.opening import open_run
+from diloco.run.cli.screen import progress
 from diloco.run.cli.settings import parse_fragments
 from diloco.run.cli.versions import find_targets
 from diloco.run.history import Chain, History, read_history
@@ -115,7 +115,7 @@ async def _verify(
 ) -> int:
     memory = verify.VerifyProgress(options.resume, history)
     keep = options.export is not None
-    with progress_bar(console, "verifying") as hear:
+    with progress("verifying") as hear:
         found = await asyncio.to_thread(
             verify.verify, history, chosen, memory, hear, keep_views=keep
         )
@@ -214,7 +214,7 @@ async def _blame(
     def evaluate(views: Sequence[Vector]) -> float:
         return held_out_loss(task, model.params(views))
 
-    with progress_bar(console, "merging without each update") as hear:
+    with progress("merging without each update") as hear:
         found = await asyncio.to_thread(blame.blame, context, history, chosen, evaluate, hear)
     found.rounds.count("unreadable", rounds=len(history.unreadable))
     if options.first is None:
@@ -243,7 +243,7 @@ async def _what_if(
     plan = await asyncio.to_thread(whatif.make_plan, history, chosen, options.settings, without)
     for sentence in plan.sentences:
         console.print(f"[yellow]note:[/] {sentence}")
-    with progress_bar(console, "merging with other settings") as hear:
+    with progress("merging with other settings") as hear:
         result = await whatif.play(context, history, plan, options.points, hear)
     console.print(whatif.table(plan, result), soft_wrap=False)
     path = options.plot or Path(f"what-if-{history.run}.html")

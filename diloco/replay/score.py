@@ -5,7 +5,7 @@ kept beside the run, and none is computed twice.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
@@ -25,15 +25,14 @@ from diloco.common.protocol.errors import (
 from diloco.common.storage.bundle import BundleBus
 from diloco.common.storage.tape import RunContext
 from diloco.judge.remake import is_stored
-from diloco.replay.bar import progress_bar
 from diloco.replay.columns import Columns
 from diloco.replay.options import Options
-from diloco.run.cli.screen import plain_table, say_json
+from diloco.run.cli.screen import Hear, plain_table, progress, say_json
 from diloco.run.history import Chain, History, in_order, up_to
 from diloco.run.model.scores import Scorer, read_losses
 from diloco.run.model.scores import keep as keep_score
-from diloco.show.page.page import write_figure
-from diloco.show.page.svg import Axis, Panel, points, step_line
+from diloco.show.page.page import write_curves
+from diloco.show.page.svg import points, step_line
 
 RISES = 5
 
@@ -196,7 +195,7 @@ async def run_score(
     if not every:
         raise ConfigError("no version of every fragment is on the tape: nothing can be scored")
     scores = _Scores(context, await Scorer.of_run(context), await read_losses(context))
-    with progress_bar(console, "scoring") as hear:
+    with progress("scoring") as hear:
         find = _bisected if options.bisect else _all
         found = await find(chosen, every, scores, hear)
     if not found.indices.size:
@@ -216,9 +215,6 @@ async def run_score(
         draw(history.run, found, options.plot)
         console.print(f"the figure is {options.plot}")
     return 0
-
-
-Hear = Callable[[int, int], None]
 
 
 async def score_all(
@@ -349,6 +345,4 @@ def draw(run: str, found: Scored, path: Path) -> None:
     at = found.moments.column("global_step")[found.indices].astype(np.float64)
     losses = np.asarray(found.losses, np.float64)
     marks = [step_line(at, losses, "blue", "held-out loss"), points(at, losses, "blue")]
-    x, y = Axis(label="global step"), Axis(label="held-out loss")
-    panel = Panel(marks=marks, x=x, y=y, width=800, height=400)
-    write_figure(f"{run}: every scored version", [panel], path)
+    write_curves(f"{run}: every scored version", marks, "held-out loss", path)

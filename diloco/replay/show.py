@@ -303,9 +303,10 @@ def gradients(history: History, record: wire.Record) -> Iterator[np.ndarray]:
     """
     settings = history.settings_at(record.policy.settings_seq)
     grid = make_grid(settings, history.layout, record.fragment)
+    codec = sync_of(settings.sync, history.layout.fragments[record.fragment]).codec
     for taken in record.inputs:
         parts = read_parts(history.store, taken.codec, taken.shards, grid)
-        yield np.concatenate([decode_numpy(taken.codec, part, grid.block) for part in parts])
+        yield np.concatenate([decode_numpy(codec, part, grid.block) for part in parts])
 
 
 def _cosine(one: np.ndarray, other: np.ndarray) -> float:

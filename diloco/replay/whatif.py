@@ -45,8 +45,8 @@ from diloco.replay.redecide import redecide
 from diloco.run.cli.screen import plain_table
 from diloco.run.cli.settings import assign, parse_assigned
 from diloco.run.history import Chain, History
-from diloco.show.page.page import write_figure
-from diloco.show.page.svg import DASHES, Axis, Panel, line
+from diloco.show.page.page import write_curves
+from diloco.show.page.svg import DASHES, line
 
 SECTIONS = ("outer", "staleness", "quorum", "bounds")
 # Settings that change which updates a round takes.
@@ -496,6 +496,4 @@ def draw(plan: MergePlan, result: Result, path: Path) -> None:
         line(steps, loss, "blue", "as it was"),
         line(steps, loss_if, "red", "what if", DASHES[1]),
     ]
-    x, y = Axis(label="global step"), Axis(label="held-out loss")
-    panel = Panel(marks=marks, x=x, y=y, width=800, height=400)
-    write_figure("; ".join(plan.changed) or UNCHANGED, [panel], path)
+    write_curves("; ".join(plan.changed) or UNCHANGED, marks, "held-out loss", path)

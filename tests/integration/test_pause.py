@@ -12,7 +12,7 @@ from diloco.common.process.config import load_config
 from diloco.common.protocol.errors import RunMismatchError
 from diloco.operate import change as operate
 from diloco.operate.create import create_from
-from diloco.replay.export import run_export
+from diloco.run.model.files import run_export
 from diloco.show.status.screen import look_back
 
 SHORT, LONG = 32, 64

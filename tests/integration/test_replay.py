@@ -21,10 +21,10 @@ from diloco.common.storage.store import open_store
 from diloco.operate import change as operate
 from diloco.replay import run as replay
 from diloco.replay.bundle import run_bundle
-from diloco.replay.export import run_export
 from diloco.replay.options import BundleOptions, Options
 from diloco.replay.restore import run_restore
 from diloco.run.cli.opening import RunLocation, use_place
+from diloco.run.model.files import run_export
 
 
 @pytest.fixture(autouse=True)

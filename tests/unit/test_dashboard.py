@@ -22,10 +22,9 @@ from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import BusUnavailableError, ConfigError
 from diloco.judge import symptoms
 from diloco.run import findings
-from diloco.run.condense import condense
 from diloco.run.model.scores import keep
 from diloco.run.state import Finding, RunStatus
-from diloco.run.timeseries import read_time_series
+from diloco.run.timeseries import condense, read_time_series
 from diloco.show.page import live, sections
 from diloco.show.page.lanes import make_lanes
 from diloco.show.page.live import LiveRun, served

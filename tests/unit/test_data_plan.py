@@ -5,8 +5,7 @@ import pytest
 
 from diloco.common.protocol.errors import DataError
 from diloco.models.data.manifest import dtype_for, parse_manifest, rules_digest, shard_name
-from diloco.models.data.prepare import is_held_out
-from diloco.models.data.shards import header
+from diloco.models.data.prepare import header, is_held_out
 
 
 def test_a_document_is_held_out_by_its_text_alone():

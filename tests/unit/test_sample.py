@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco.models.bytes_lm.sample import make_sampler
+from diloco.models.bytes_lm.model import make_sampler
 
 LENGTH = 8
 TEXT = "abcdé"

@@ -8,15 +8,17 @@ Shapes: B batch, L positions (M: positions looked at), T = B * L tokens, D model
 width of a head (D = H * K), F width of the MLP, V vocabulary, N layers.
 """
 
+import codecs
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.nn.initializers import Initializer
 from jax.sharding import PartitionSpec
@@ -37,8 +39,10 @@ from diloco.learner.tensors.mesh import by_kind_of_axis, constrain
 from diloco.learner.tensors.optimizer import Matrices, Optimizer, direction_by, warmup_cosine
 from diloco.learner.tensors.utilization import flops_per_token
 from diloco.models.bytes_lm import corpus as data
-from diloco.models.bytes_lm.sample import BYTES, make_sampler
 
+BYTES = 256
+# What a text without a beginning begins with.
+START = b"\n"
 ROTARY_BASE = 10_000
 NORM_EPS = 1e-6
 EMBED_STD = 0.02
@@ -339,6 +343,43 @@ def _known_preset(name: str) -> str:
     if name not in PRESETS:
         raise ValueError(f"presets are {', '.join(PRESETS)}")
     return name
+
+
+Sample = Callable[[Params, str, jax.Array, float], Iterator[str]]
+
+
+def make_sampler(model: nn.Module, length: int) -> Sample:
+    """A task's `sample` for a model of bytes.
+
+    Args:
+        model: int32 [1, L] -> logits [1, L, V].
+        length: L, the positions it was trained on; of a longer text it sees the last L bytes.
+    """
+
+    @jax.jit
+    def next_byte(
+        params: Params, window_L: jax.Array, last: jax.Array, key: jax.Array, heat: jax.Array
+    ) -> jax.Array:
+        logits_LxV = jnp.asarray(model.apply({"params": params}, window_L[None]))[0]
+        logits_V = logits_LxV[last, :BYTES].astype(jnp.float32)
+        drawn = jax.random.categorical(key, logits_V / jnp.maximum(heat, 1e-6))
+        return jnp.where(heat > 0, drawn, jnp.argmax(logits_V))
+
+    def sample(params: Params, prompt: str, key: jax.Array, temperature: float) -> Iterator[str]:
+        seen = (prompt.encode() or START)[-length:]
+        # A character may be several bytes; the model may also write bytes that are none.
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        for number in range(1 << 31):
+            window_L = np.zeros(length, np.int32)
+            window_L[: len(seen)] = np.frombuffer(seen, np.uint8)
+            chosen = next_byte(
+                params, window_L, len(seen) - 1, jax.random.fold_in(key, number), temperature
+            )
+            written = bytes([int(chosen)])
+            seen = (seen + written)[-length:]
+            yield decoder.decode(written)
+
+    return sample
 
 
 @checked_options("the built-in task", "see the task's options in the run's configuration")

@@ -8,6 +8,7 @@ import typer
 
 from diloco.common.process import log
 from diloco.run.cli.command import command, group
+from diloco.run.cli.screen import progress
 
 app = group()
 data_app = group("Make tokens of documents, once, for all learners of all runs.")
@@ -91,10 +92,10 @@ def prepare(arguments: PrepareArguments) -> None:
     from diloco.common.process import cores
     from diloco.common.process.config import encode_on_threads
     from diloco.models.data.folder import show
-    from diloco.models.data.prepare import prepare, progress_told
+    from diloco.models.data.prepare import prepare
 
     encode_on_threads(arguments.workers or cores.available())
-    with progress_told("prepare") as hear:
+    with progress("prepare", in_bytes=True) as hear:
         manifest = prepare(arguments, hear)
     show(arguments.out, manifest)
 
@@ -117,8 +118,7 @@ def copy(
     """
     log.configure("error")
     from diloco.models.data.folder import copy, show
-    from diloco.models.data.prepare import progress_told
 
-    with progress_told("copy") as hear:
+    with progress("copy", in_bytes=True) as hear:
         manifest = copy(place, out, hear)
     show(out, manifest)

@@ -21,8 +21,7 @@ from diloco.models.data.places import (
     tidy,
     writer,
 )
-from diloco.models.data.prepare import Hear
-from diloco.run.cli.screen import say_plainly
+from diloco.run.cli.screen import Hear, say_plainly
 from diloco.run.cli.units import human_bytes, human_count
 
 

@@ -11,10 +11,10 @@ Rules:
      neither its place nor other documents matter.
 """
 
+import hashlib
 import itertools
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import struct
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,6 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError
-from rich.console import Console
-from rich.progress import Progress
 
 from diloco.common.protocol.errors import ConfigError, DataError, StoreError
 from diloco.common.storage.store import ObjectStore
@@ -35,6 +33,7 @@ from diloco.models.data.manifest import (
     SIDES,
     UNFINISHED,
     Counted,
+    Dtype,
     FolderIdentity,
     Given,
     PrepareOptions,
@@ -46,6 +45,7 @@ from diloco.models.data.manifest import (
     dtype_for,
     json_bytes,
     parse_manifest,
+    shard_name,
 )
 from diloco.models.data.places import (
     alone_in,
@@ -56,36 +56,14 @@ from diloco.models.data.places import (
     tidy,
     writer,
 )
-from diloco.models.data.shards import store_shard
 from diloco.models.data.sources import TABLES, SourceFile, find_files, listing_digest
 from diloco.models.data.tokenizer import TextTokenizer
-from diloco.run.cli.units import human_bytes
+from diloco.run.cli.screen import Hear
 
-# Between two lines.
-LINE_S = 30.0
-# Is told how many bytes of how many are done.
-Hear = Callable[[int, int], None]
-
-
-@contextmanager
-def progress_told(what: str) -> Iterator[Hear]:
-    """Show progress on stderr for as long as the block lasts."""
-    console = Console(stderr=True)
-    said_at = time.monotonic()
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(what, total=None)
-
-        def hear(done: int, total: int) -> None:
-            nonlocal said_at
-            bar.update(task, completed=done, total=total)
-            if bar.disable and time.monotonic() - said_at >= LINE_S:
-                said_at = time.monotonic()
-                text = f"{what}: {human_bytes(done)} of {human_bytes(total)}"
-                console.print(text, highlight=False, soft_wrap=True)
-
-        yield hear
-
-
+# Shards are NumPy files of one axis, the same bytes whatever NumPy writes them: of the format's
+# version 1.0, padded by us, since NumPy's own padding is not of the format.
+HEADER_BYTES = 128
+_PREFIX = b"\x93NUMPY\x01\x00"
 # What is encoded in one call: enough for all cores, and little beside a shard.
 BATCH_CHARACTERS = 1 << 20
 
@@ -360,3 +338,32 @@ def _manifest(
                 " of a text file is a document; and another --out",
             )
     return manifest
+
+
+def store_shard(
+    store: ObjectStore,
+    side: Side,
+    piece: int,
+    dtype: Dtype,
+    documents: Sequence[npt.NDArray[np.uint32]],
+) -> TokenShard:
+    """Store the tokens of a piece's documents of one side, one after the other."""
+    tokens = np.concatenate(documents, dtype=np.dtype(dtype).newbyteorder("<"), casting="unsafe")
+    data = header(tokens.dtype, len(tokens)) + tokens.tobytes()
+    store.put(shard_name(side, piece), data)
+    return TokenShard(
+        name=shard_name(side, piece),
+        side=side,
+        size_bytes=len(data),
+        documents=len(documents),
+        tokens=len(tokens),
+        largest=int(tokens.max()),
+        sha256=hashlib.sha256(data).hexdigest(),
+    )
+
+
+def header(dtype: np.dtype[np.unsignedinteger], count: int) -> bytes:
+    """The header of a file of `count` tokens."""
+    text = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': ({count},), }}"
+    length = HEADER_BYTES - len(_PREFIX) - 2
+    return _PREFIX + struct.pack("<H", length) + text.ljust(length - 1).encode() + b"\n"

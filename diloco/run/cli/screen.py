@@ -2,15 +2,19 @@
 
 import json
 import sys
-from collections.abc import Container, Iterator
+import threading
+import time
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import typer
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
 from diloco.common.protocol.errors import ConfigError
+from diloco.run.cli.units import human_bytes
 
 # Of a learner's state, and of a finding's severity.
 STATE_STYLES = {
@@ -19,12 +23,49 @@ STATE_STYLES = {
 }  # fmt: skip
 SEVERITY_STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
 
+# Between two lines on work that takes long.
+LINE_S = 30.0
+# Is told how much of how much is done.
+Hear = Callable[[int, int], None]
+
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
     """Show on a terminal that something takes its time: on standard error, and gone afterwards."""
     with Console(stderr=True).status(f"{what} ..."):
         yield
+
+
+@contextmanager
+def progress(what: str, *, in_bytes: bool = False) -> Iterator[Hear]:
+    """Show on standard error how far work has come; a thread's work ends when its block is left.
+
+    Args:
+        what: the work.
+        in_bytes: whether it is counted in bytes. Such work is also told of without a terminal, now
+            and then.
+
+    Yields:
+        Hears how much of how much is done.
+    """
+    left, console = threading.Event(), Console(stderr=True, soft_wrap=True, highlight=False)
+    said_at = time.monotonic()
+
+    def hear(done: int, total: int) -> None:
+        nonlocal said_at
+        if left.is_set():
+            raise KeyboardInterrupt
+        bar.update(task, completed=done, total=total)
+        if in_bytes and bar.disable and time.monotonic() - said_at >= LINE_S:
+            said_at = time.monotonic()
+            console.print(f"{what}: {human_bytes(done)} of {human_bytes(total)}")
+
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=None)
+        try:
+            yield hear
+        finally:
+            left.set()
 
 
 def say(text: str) -> None:

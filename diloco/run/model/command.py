@@ -32,10 +32,10 @@ def evaluate(
     """Score the global model on the task's held-out data."""
     log.configure("error")
     with interrupts_wait():
-        from diloco.run.model.evaluate import run_evaluate
+        from diloco.run.model.scores import run_evaluate
 
     asyncio.run(
-        run_evaluate(run, version=version, follow=follow, every_s=every_s, keep=keep, json=json)
+        run_evaluate(run, version=version, follow=follow, every_s=every_s, keeps=keep, json=json)
     )
 
 
@@ -55,6 +55,6 @@ def sample(
     """
     log.configure("error")
     with interrupts_wait():
-        from diloco.run.model.sample import run_sample
+        from diloco.run.model.view import run_sample
 
     asyncio.run(run_sample(run, prompt, length=length, temperature=temperature, seed=seed))

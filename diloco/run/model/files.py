@@ -1,5 +1,6 @@
 """A run's global model as files: parameters, layout, settings, and what they are the model of."""
 
+import asyncio
 import json
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -13,11 +14,15 @@ import tomli_w
 from diloco.aggregator.arrays.merge import Vector
 from diloco.common.process.config import RunSettings
 from diloco.common.protocol import wire
-from diloco.common.protocol.errors import ConfigError
+from diloco.common.protocol.errors import ConfigError, ObjectMissingError
 from diloco.common.protocol.frozen import Frozen
 from diloco.common.protocol.layout import layout_bytes
-from diloco.common.storage.tape import RunContext, load_specification
+from diloco.common.storage.tape import Recorded, RunContext, load_specification
+from diloco.common.storage.views import load_version, load_view
 from diloco.run.cli.folders import make_folder
+from diloco.run.cli.opening import open_run
+from diloco.run.cli.screen import say, working
+from diloco.run.cli.versions import find_targets
 from diloco.run.model.load import Arrays, arrays_of, read_frozen
 
 if TYPE_CHECKING:
@@ -230,3 +235,56 @@ def _base_of(task: "Task", context: RunContext, constants: str | None) -> dict[s
         for name, leaf in loaded.items():
             held.check(name, leaf)
     return loaded
+
+
+def run_export(
+    target: str,
+    folder: Path,
+    form: str,
+    version: str | None,
+    dtype: str | None = None,
+    *,
+    merge: bool = False,
+) -> None:
+    """Write a run's global model, as it is or as it was.
+
+    Raises:
+        DilocoError: it cannot be written, or is no longer stored.
+    """
+    check_target(folder, form, dtype, merge=merge)
+    with working("reading and writing the model"):
+        records = asyncio.run(_export_run(target, folder, form, version, dtype, merge))
+    versions = ",".join(str(records[fragment].version) for fragment in sorted(records))
+    say(f"versions {versions} are in {folder}")
+
+
+async def _export_run(
+    target: str, folder: Path, form: str, version: str | None, dtype: str | None, merge: bool
+) -> dict[int, wire.Record]:
+    async with open_run(target, name="export", reads=True) as opened:
+        context = opened.context
+        views: dict[int, Vector] = {}
+        records: dict[int, wire.Record] = {}
+        at: dict[int, Recorded] = {}
+        if version is not None:
+            at = await find_targets(context, version, option="--version")
+        for fragment in range(len(context.layout.fragments)):
+            if fragment in at:
+                records[fragment] = at[fragment].record
+                views[fragment] = await _view_of(context, at[fragment].record)
+            else:
+                loaded = await load_view(context, fragment)
+                records[fragment], views[fragment] = loaded.record, loaded.view
+        await write_model(folder, form, context, views, records, dtype=dtype, merge=merge)
+        return records
+
+
+async def _view_of(context: RunContext, record: wire.Record) -> Vector:
+    try:
+        return await load_version(context, record)
+    except ObjectMissingError as error:
+        raise ConfigError(
+            f"version {record.version} of fragment {record.fragment} is no longer stored: "
+            f"{error.message}",
+            hint="choose a later version; garbage collection keeps gc.replay_window_s",
+        ) from error

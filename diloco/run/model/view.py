@@ -1,17 +1,25 @@
 """The global model: views of all fragments as a task's parameters."""
 
+import asyncio
+import itertools
+import sys
 from collections.abc import Sequence
 from typing import Self
 
+import jax
 import numpy as np
 
 from diloco.common.protocol import wire
+from diloco.common.protocol.errors import TaskError
 from diloco.common.storage.tape import RunContext, load_specification
 from diloco.common.storage.views import load_view
+from diloco.learner.contract import model_of
 from diloco.learner.task import Params, Task, params_shapes
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.replica import Replica
 from diloco.learner.tensors.tree import loaded_frozen
+from diloco.run.cli.opening import open_run
+from diloco.run.cli.screen import working
 from diloco.run.model.load import read_frozen
 
 
@@ -69,3 +77,30 @@ async def load_params(context: RunContext, task: Task) -> tuple[Params, list[wir
     fragments = range(len(context.layout.fragments))
     loaded = [await load_view(context, fragment) for fragment in fragments]
     return model.params([item.view for item in loaded]), [item.record for item in loaded]
+
+
+async def run_sample(
+    target: str, prompt: str, *, length: int, temperature: float, seed: int
+) -> None:
+    """Print a prompt and what follows it; arguments as the command's options.
+
+    Raises:
+        TaskError: the run's task has no `sample`.
+        DilocoError: no such run; bus or store are away.
+    """
+    async with open_run(target, name="sample", reads=True) as run:
+        settings = run.context.settings
+        task = await asyncio.to_thread(model_of, settings)
+        if task.sample is None:
+            raise TaskError(
+                f"the task {settings.task.build} cannot generate text: it has no sample function",
+                hint="see docs/tasks.md, Samples",
+            )
+        with working("loading the newest model"):
+            params, _ = await load_params(run.context, task)
+    sys.stdout.write(prompt)
+    pieces = task.sample(params, prompt, jax.random.key(seed), temperature)
+    for piece in itertools.islice(pieces, length):
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    sys.stdout.write("\n")

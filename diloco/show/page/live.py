@@ -25,10 +25,9 @@ from diloco.common.protocol.errors import (
 )
 from diloco.common.storage.tape import Item, RunContext, read_tape
 from diloco.run.cli.opening import open_run, placed
-from diloco.run.condense import condense
 from diloco.run.model.scores import read_scores
 from diloco.run.state import RunStatus
-from diloco.run.timeseries import Builder, TimeSeries
+from diloco.run.timeseries import Builder, TimeSeries, condense
 from diloco.run.watch import Watch, read_runs
 from diloco.show.page import sections
 from diloco.show.page.lanes import make_lanes

@@ -12,7 +12,18 @@ from pathlib import Path
 
 from diloco.common.protocol.errors import ConfigError
 from diloco.show.page.summary import SummaryTable
-from diloco.show.page.svg import NOTHING, WIDTH, Markup, Panel, data_block, draw, element, joined
+from diloco.show.page.svg import (
+    NOTHING,
+    WIDTH,
+    Axis,
+    Markup,
+    Panel,
+    PlotMark,
+    data_block,
+    draw,
+    element,
+    joined,
+)
 
 SAVES = ("SVG", "PNG", "CSV")
 
@@ -141,6 +152,19 @@ def asset(name: str) -> str:
 def write_figure(title: str, panels: Sequence[Panel], path: Path) -> None:
     """Write a page of one figure; errors as `write`."""
     write(path, saved_page(title, NOTHING, [section("figure", "Figure", panels=panels)]))
+
+
+def write_curves(title: str, marks: Sequence[PlotMark], y: str, path: Path) -> None:
+    """Write a page of curves over the run's clock; errors as `write`.
+
+    Args:
+        title: of the page.
+        marks: the curves.
+        y: label of the axis upwards.
+        path: of the page.
+    """
+    x = Axis(label="global step")
+    write_figure(title, [Panel(marks=marks, x=x, y=Axis(label=y), width=800, height=400)], path)
 
 
 def check_name(path: Path | None) -> None:
