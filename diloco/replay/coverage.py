@@ -32,7 +32,7 @@ class Tape:
 
     Attributes:
         end_seq: of its end message; 0 if it has none: the run goes on, or the tape was cut.
-        releases: whose records it holds; "" stands for releases before records named theirs.
+        releases: whose records it holds.
         unreadable: records that cannot be read; `garbage`: messages that are none of the protocol.
         newer: objects of what the tape has not come to.
         under_way: objects of a version that was being made, or the tape was cut there.

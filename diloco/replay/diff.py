@@ -54,7 +54,7 @@ def _changed_later(history: History, which: str) -> Iterator[str]:
 def _makers(one: History, other: History) -> Iterator[str]:
     made = [{(r.release, r.lock) for r in history.all_records()} for history in (one, other)]
     if made[0] != made[1]:
-        told = [", ".join(f"{r or 'earlier'}/{lock[:8]}" for r, lock in sorted(s)) for s in made]
+        told = [", ".join(f"{r}/{lock[:8]}" for r, lock in sorted(s)) for s in made]
         yield f"release and packages: {told[0]} and {told[1]}"
 
 

@@ -188,10 +188,10 @@ def tell_record(history: History, seq: int, record: wire.Record) -> Iterator[str
     def since(at_s: float) -> str:
         return f"{at_s - began_s:+.3f} s"
 
-    by = f" (release {record.release}, packages {record.lock[:8]})" if record.release else ""
     yield (
         f"record {seq}: {record.what} {record.version} of fragment {record.fragment}, stored "
-        f"{_clock(history.times_s[seq])}, by {record.aggregator}{by}"
+        f"{_clock(history.times_s[seq])}, by {record.aggregator} (release "
+        f"{record.release}, packages {record.lock[:8]})"
     )
     yield (
         f"  builds on record {record.base_seq}; global step {record.global_step}; learning rate "

@@ -431,22 +431,15 @@ def test_a_model_family(tmp_path: Path) -> None:
                 "_READINGS: dict[Family, _Reading] = {\n"
                 '    "granite": _Reading(\n'
                 '        architecture="GraniteForCausalLM",\n'
-                '        honoured=frozenset({"hidden_act", "residual_multiplier"}),\n'
+                '        defaults={"hidden_act": "silu", "residual_multiplier": 1.0},\n'
                 '        must_be={"mlp_bias": (False,)},\n'
-                "        defaults={\n"
-                '            "hidden_act": "silu",\n'
-                '            "rms_norm_eps": 1e-6,\n'
-                '            "tie_word_embeddings": False,\n'
-                '            "rope_theta": 10_000.0,\n'
-                '            "residual_multiplier": 1.0,\n'
-                "        },\n"
                 "    ),\n"
             ),
         ),
         ("    positions: int = 0\n", "    positions: int = 0\n    residual: float = 1.0\n"),
         (
             "            rope=rope,\n",
-            '            rope=rope,\n            residual=self._number("residual_multiplier", 1.0),\n',
+            '            rope=rope,\n            residual=self._number("residual_multiplier"),\n',
         ),
         (
             '        if self._family == "llama":\n',

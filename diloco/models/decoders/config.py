@@ -64,6 +64,8 @@ _COMMON = frozenset(
         "rope_parameters",
     }
 )
+# What a key has that a file leaves out, unless its family says otherwise.
+_DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10_000.0}
 # Values with which a key changes nothing.
 _MUST_BE: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
@@ -79,66 +81,38 @@ class _Reading:
 
     Attributes:
         architecture: the class that exported files name.
-        honoured: keys beside the common ones that are read.
+        defaults: keys beside the common ones that are read, and all that a file may leave out, with
+            what they are then.
+        honoured: further keys that are read, if they are there.
         must_be: values with which a key changes nothing.
-        defaults: what a key has that a file leaves out.
     """
 
     architecture: str
-    honoured: frozenset[str]
-    must_be: dict[str, tuple[Any, ...]]
     defaults: dict[str, Any]
+    honoured: frozenset[str] = frozenset()
+    must_be: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
 
 
 _READINGS: dict[Family, _Reading] = {
     "llama": _Reading(
         architecture="LlamaForCausalLM",
-        honoured=frozenset({"hidden_act"}),
+        defaults={"hidden_act": "silu"},
         must_be={"mlp_bias": (False,), "pretraining_tp": (1, None)},
-        defaults={
-            "hidden_act": "silu",
-            "rms_norm_eps": 1e-6,
-            "tie_word_embeddings": False,
-            "rope_theta": 10_000.0,
-        },
     ),
     "qwen3": _Reading(
         architecture="Qwen3ForCausalLM",
-        honoured=frozenset(
-            {
-                "hidden_act",
-                "use_sliding_window",
-                "sliding_window",
-                "max_window_layers",
-                "layer_types",
-            }
-        ),
-        must_be={},
         defaults={
             "hidden_act": "silu",
             "head_dim": 128,
-            "rms_norm_eps": 1e-6,
-            "tie_word_embeddings": False,
             "use_sliding_window": False,
             "sliding_window": 4096,
             "max_window_layers": 28,
-            "rope_theta": 10_000.0,
         },
+        honoured=frozenset({"layer_types"}),
     ),
     "gemma3_text": _Reading(
         architecture="Gemma3ForCausalLM",
-        honoured=frozenset(
-            {
-                "hidden_activation",
-                "query_pre_attn_scalar",
-                "sliding_window",
-                "sliding_window_pattern",
-                "_sliding_window_pattern",
-                "layer_types",
-                "final_logit_softcapping",
-                "rope_local_base_freq",
-            }
-        ),
+        honoured=frozenset({"_sliding_window_pattern", "layer_types", "final_logit_softcapping"}),
         # The reference reads the cap of attention's scores, and then applies none.
         must_be={"attn_logit_softcapping": (None,), "use_bidirectional_attention": (False, None)},
         defaults={
@@ -150,10 +124,10 @@ _READINGS: dict[Family, _Reading] = {
             "num_key_value_heads": 4,
             "head_dim": 256,
             "hidden_activation": "gelu_pytorch_tanh",
-            "rms_norm_eps": 1e-6,
             "tie_word_embeddings": True,
             "query_pre_attn_scalar": 256,
             "sliding_window": 4096,
+            "sliding_window_pattern": 6,
             "rope_theta": 1_000_000.0,
             "rope_local_base_freq": 10_000.0,
         },
@@ -328,7 +302,7 @@ class _Parser:
         )
 
     def _check_keys(self) -> None:
-        known = _NEUTRAL | _COMMON | self._reading.honoured
+        known = _NEUTRAL | _COMMON | self._reading.honoured | self._reading.defaults.keys()
         must_be = _MUST_BE | self._reading.must_be
         for key, value in self._document.items():
             if key in must_be:
@@ -347,7 +321,8 @@ class _Parser:
         raise ConfigError(f"{self._source}: {what}", hint=hint)
 
     def _value(self, key: str, default: Any = None) -> Any:
-        return self._document.get(key, self._reading.defaults.get(key, default))
+        defaults = _DEFAULTS | self._reading.defaults
+        return self._document.get(key, defaults.get(key, default))
 
     def _count(self, key: str, default: Any = None) -> int:
         value = self._value(key, default)
@@ -395,7 +370,7 @@ class _Parser:
         if self._family == "qwen3":
             first = int(self._value("max_window_layers"))
             return [layer >= first for layer in range(layers)]
-        every = self._count("_sliding_window_pattern", self._count("sliding_window_pattern", 6))
+        every = self._count("_sliding_window_pattern", self._count("sliding_window_pattern"))
         return [(layer + 1) % every != 0 for layer in range(layers)]
 
     def _ropes(self) -> tuple[Rope, Rope]:

@@ -1,4 +1,4 @@
-"""Published sizes of decoders, as each family's Hugging Face folder has them."""
+"""Published sizes of decoders, as files of each family; what the family gives a file, it leaves out."""
 
 from typing import Any
 
@@ -39,8 +39,6 @@ def _qwen3(width: int, mlp: int, layers: int, heads: int, tied: bool) -> Any:
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": 8,
-        "head_dim": 128,
-        "rms_norm_eps": 1e-6,
         "tie_word_embeddings": tied,
         "max_position_embeddings": 40_960,
         "eos_token_id": 151_645,
@@ -56,12 +54,6 @@ def _gemma3(width: int, mlp: int, layers: int, heads: int, kv_heads: int, **othe
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
-        "head_dim": 256,
-        "query_pre_attn_scalar": 256,
-        "rms_norm_eps": 1e-6,
-        "sliding_window_pattern": 6,
-        "rope_theta": 1_000_000.0,
-        "rope_local_base_freq": 10_000.0,
         "bos_token_id": 2,
         "eos_token_id": 1,
         "pad_token_id": 0,
@@ -70,7 +62,6 @@ def _gemma3(width: int, mlp: int, layers: int, heads: int, kv_heads: int, **othe
 
 
 _LARGER_GEMMA = {
-    "vocab_size": 262_208,
     "sliding_window": 1024,
     "max_position_embeddings": 131_072,
     "rope_scaling": {"rope_type": "linear", "factor": 8.0},
