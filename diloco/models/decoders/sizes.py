@@ -1,4 +1,4 @@
-"""Published sizes of decoders, as files of each family; what the family gives a file, it leaves out."""
+"""Published sizes of decoders, as files of each family without what the family itself gives them."""
 
 from typing import Any
 
