@@ -1,4 +1,4 @@
-"""Published sizes of decoders, as files of each family without what the family itself gives them."""
+"""Published sizes of decoders, as files of each family, without what the family itself gives."""
 
 from typing import Any
 
