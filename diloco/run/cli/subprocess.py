@@ -14,11 +14,10 @@ from multiprocessing.connection import Connection
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from diloco.common.protocol.errors import TaskError
+from diloco.run.cli.screen import Hear
 
 P = ParamSpec("P")
 T = TypeVar("T")
-# Hears how much of how much is done.
-Hear = Callable[[int, int], None]
 _SPAWN: Final = get_context("spawn")
 
 
@@ -30,7 +29,7 @@ def call_isolated(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -
     """
     if "jax" in sys.modules:
         return function(*args, **kwargs)
-    return apart(function, *args, **kwargs)
+    return _in_process(None, function, args, kwargs)
 
 
 def call_isolated_heard(
@@ -40,15 +39,6 @@ def call_isolated_heard(
     if "jax" in sys.modules:
         return function(hear, *args, **kwargs)
     return _in_process(hear, function, args, kwargs)
-
-
-def apart(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call a function in another process.
-
-    Raises:
-        TaskError: the process ended by itself.
-    """
-    return _in_process(None, function, args, kwargs)
 
 
 def _in_process(

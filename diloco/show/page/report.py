@@ -18,7 +18,8 @@ from diloco.common.protocol.errors import IntegrityError, ObjectMissingError
 from diloco.common.storage.tape import RunContext
 from diloco.run.agreement import Pairs, pair_cosines
 from diloco.run.cli.opening import RunLocation, open_run, place, use_place
-from diloco.run.cli.subprocess import Hear, call_isolated_heard
+from diloco.run.cli.screen import Hear
+from diloco.run.cli.subprocess import call_isolated_heard
 from diloco.run.model.scores import read_scores, record_at, score_at, unscored
 from diloco.run.state import RunStatus
 from diloco.run.timeseries import TimeSeries, read_time_series
