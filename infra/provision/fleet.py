@@ -2,13 +2,12 @@
 
 import ipaddress
 import re
-import tomllib
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from diloco.common.process.config import explain
+from diloco.common.process.config import explain, read_document
 from diloco.common.protocol.errors import ConfigError
 from diloco.infra.provision.known import Kind
 
@@ -203,11 +202,9 @@ def read_fleet(path: Path) -> Fleet:
         ConfigError: it cannot be read, or a key is missing, unknown or out of range.
     """
     try:
-        document = tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {str(path)!r}: {error}", hint=_HINT) from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}", hint=_HINT) from error
+        document = read_document(path)
+    except ConfigError as error:
+        raise ConfigError(error.message, hint=_HINT) from error
     if "bundles" in document:
         raise ConfigError(f"{path}: 'bundles' is called 'releases' now", hint=_HINT)
     try:
