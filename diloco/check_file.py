@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from diloco.common.process import log
 from diloco.common.protocol.errors import ConfigError, DilocoError, Exit
 from diloco.run.cli.command import command, group
 from diloco.run.cli.screen import progress, say, say_plainly
@@ -46,7 +45,6 @@ def check(
     prepared data: every shard has its digest. Needs no bus and no store. The exit status is 1 if
     something is refused, 74 if data is damaged.
     """
-    log.configure("error")
     path = Path(file)
     if "://" in file or (path.is_dir() and not (path / "run.toml").exists()):
         return _check_data(file)

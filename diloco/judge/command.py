@@ -4,7 +4,6 @@ from typing import Annotated
 
 import typer
 
-from diloco.common.process import log
 from diloco.run.cli import options as shared
 from diloco.run.cli.command import command, group
 
@@ -26,7 +25,6 @@ def doctor(
 
     The exit status is 1 if there is an error.
     """
-    log.configure("error")
     from diloco.judge.doctor import run_doctor
 
     return run_doctor(run, deep=deep, json=json)

@@ -70,7 +70,6 @@ def run_show(
     json: shared.Json = False,
 ) -> None:
     """Print a run's settings as they are now, as TOML or JSON."""
-    log.configure("error")
     from diloco.operate.change import show
 
     asyncio.run(show(run, created=created, json=json))
@@ -91,7 +90,6 @@ def run_set(
     `staleness`, `quorum` and `bounds`; docs/configuration.md marks each key. Shows what changes and
     asks first. The change is recorded on the tape, with who made it.
     """
-    log.configure("error")
     from diloco.operate.change import change, preview
 
     found = asyncio.run(preview(run, assignments))
@@ -128,7 +126,6 @@ def run_continue(run: shared.Run) -> None:
 
 
 def _pause(run: str, *, paused: bool) -> None:
-    log.configure("error")
     from diloco.operate.change import change
 
     changed, _ = asyncio.run(change(run, [f"run.paused={str(paused).lower()}"]))
@@ -152,7 +149,6 @@ def run_release(run: shared.Run, name: Learner, reason: Reason = "by hand") -> N
 
 
 def _quarantine(run: str, name: str, *, active: bool, reason: str) -> None:
-    log.configure("error")
     from diloco.operate.change import quarantine
 
     asyncio.run(quarantine(run, name, active=active, reason=reason))
@@ -166,7 +162,6 @@ def run_end(run: shared.Run, yes: Yes = False) -> None:
     A run that has ended cannot continue; its parameters can begin another one. `run pause` can be
     undone.
     """
-    log.configure("error")
     from diloco.operate.change import end
 
     if not yes:
@@ -193,7 +188,6 @@ def run_delete(
 
     A run that has not ended needs --going-on: stop its daemons first. `diloco bundle` makes a copy.
     """
-    log.configure("error")
     from diloco.operate.remove import belongings, check_bundled, remove
 
     found = asyncio.run(belongings(run, going_on=going_on))
@@ -209,13 +203,12 @@ def run_delete(
     say(f"removed run [bold]{found.run}[/]")
 
 
-@command(run_app, "checkpoint")
+@command(run_app, "checkpoint", logs="warning")
 def run_checkpoint(run: shared.Run, timer: TimerOptions) -> int:
     """Checkpoint the whole run, so that it can resume even on a new NATS server.
 
     The checkpoint is in the object store; `diloco run resume` starts from it. Training continues.
     """
-    log.configure("warning")
     from diloco.operate.change import mark
 
     with working("storing the newest versions"):
@@ -236,7 +229,6 @@ def run_resume(
 
     Then start aggregators and learners as usual; data continues where the checkpoint was taken.
     """
-    log.configure("error")
     from diloco.operate.change import resume
 
     with working("beginning a tape from the checkpoint"):
@@ -265,7 +257,6 @@ def run_rollback(
     Updates based on later versions are rejected, learners adopt the earlier parameters, and the
     global step goes back; data positions do not. Nothing is deleted: a rollback can be rolled back.
     """
-    log.configure("error")
     from diloco.operate.change import plan_rollback, roll_back
 
     with working("looking for the versions"):
@@ -283,7 +274,7 @@ def run_rollback(
     say(f"rolled back: versions are now {_vector([record.version for record in made])}")
 
 
-@command(run_app, "gc")
+@command(run_app, "gc", logs="warning")
 def run_gc(
     run: shared.Run,
     timer: TimerOptions,
@@ -296,7 +287,6 @@ def run_gc(
     Aggregators do this themselves (`gc.enabled`); this command also removes what no aggregator
     tracks, such as shards of learners that left long ago. Training may continue meanwhile.
     """
-    log.configure("warning")
     from diloco.operate.collect import collect, table
 
     with working("looking for garbage" if dry_run else "collecting garbage"):

@@ -1,6 +1,5 @@
 """`diloco plan`."""
 
-from diloco.common.process import log
 from diloco.plan.options import PlanOptions
 from diloco.run.cli.command import command, group
 
@@ -15,7 +14,6 @@ def plan(options: PlanOptions) -> None:
     value per learner, joined by commas; times are written as 300s, 20m, 6h, 90d or 1y, numbers as
     5000, 1.2M or 5B. docs/plan.md explains the simulation and its constants.
     """
-    log.configure("error")
     from diloco.plan.run import run_plan
 
     run_plan(options)

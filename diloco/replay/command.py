@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-from diloco.common.process import log
 from diloco.common.protocol.errors import ConfigError
 from diloco.replay.options import BundleOptions, Options
 from diloco.run.cli import options as shared
@@ -25,7 +24,6 @@ def replay(run: shared.RunOrTape, options: Options) -> int:
     status is 0 if all of it is as recorded, 1 if something is wrong or missing, and 2 if something
     could not be looked at, such as what garbage collection has taken.
     """
-    log.configure("error")
     with interrupts_wait():
         from diloco.replay.run import run_replay
 
@@ -58,7 +56,6 @@ def export(
     Its safetensors file can start another run: diloco run create --from FILE. A folder of the
     format hf can too: --from DIR.
     """
-    log.configure("error")
     from diloco.run.model.files import run_export
 
     run_export(run, to, form, version, dtype, merge=merge)
@@ -87,7 +84,6 @@ def show(
     from its announcement to its answer. Two runs: settings, releases, learners, and the first
     version that differs.
     """
-    log.configure("error")
     from diloco.replay.diff import run_diff
     from diloco.replay.show import run_show
 
@@ -111,7 +107,6 @@ def bundle(
     It holds outer gradients and views of the model: who has them can learn of the data. Of a run
     that is not needed here any more: `diloco run delete RUN --bundle FILE`.
     """
-    log.configure("error")
     from diloco.replay.bundle import run_bundle
 
     run_bundle(run, file, options)
@@ -143,7 +138,6 @@ def restore(
     Messages have their sequence numbers, times and message ids again. The server is that of
     `diloco --bus URL restore`, --config or DILOCO_BUS_URL, and must not have the run.
     """
-    log.configure("error")
     from diloco.replay.restore import run_restore, run_unpack
 
     if logs is not None:

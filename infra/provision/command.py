@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from diloco.common.process import log
 from diloco.common.protocol.errors import Exit
 from diloco.run.cli.command import command, group
 from diloco.run.cli.help import host
@@ -29,7 +28,6 @@ def host_provision(
     ] = Path("infra/terraform/terraform.tfvars.json"),
 ) -> int:
     """Check a fleet's file as `diloco check` does, and write the variables that Terraform reads."""
-    log.configure("error")
     checked = say_findings(file)
     if checked.refused:
         return Exit.FAILED

@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 
 import typer
 
-from diloco.common.process import log
 from diloco.run.cli.command import command, group
 from diloco.run.cli.screen import progress
 
@@ -88,7 +87,6 @@ def prepare(arguments: PrepareArguments) -> None:
     The files depend on sources and options alone. What was ended midway, by a SIGKILL too,
     continues by the same command. See docs/data.md.
     """
-    log.configure("error")
     from diloco.common.process import cores
     from diloco.common.process.config import encode_on_threads
     from diloco.models.data.folder import show
@@ -116,7 +114,6 @@ def copy(
 
     What was ended midway continues by the same command.
     """
-    log.configure("error")
     from diloco.models.data.folder import copy, show
 
     with progress("copy", in_bytes=True) as hear:

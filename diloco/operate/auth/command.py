@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from diloco.common.process import log
 from diloco.run.cli.command import command, group
 from diloco.run.cli.help import host
 from diloco.run.cli.screen import say_plainly
@@ -58,7 +57,6 @@ def auth_init(
     ] = 10.0,
 ) -> None:
     """Create the NATS server configuration, a TLS authority, and operator credentials."""
-    log.configure("error")
     from diloco.operate.auth import files as auth
 
     credentials, servers = auth.init(
@@ -80,7 +78,6 @@ def auth_init(
 @command(auth_app, "add-learner")
 def auth_add_learner(folder: FolderArgument, name: NameArgument) -> None:
     """Create credentials for a learner."""
-    log.configure("error")
     from diloco.operate.auth import files as auth
 
     _tell_added(folder, auth.add(folder, name, "learner"))
@@ -89,7 +86,6 @@ def auth_add_learner(folder: FolderArgument, name: NameArgument) -> None:
 @command(auth_app, "add-aggregator")
 def auth_add_aggregator(folder: FolderArgument, name: NameArgument) -> None:
     """Create credentials for an aggregator."""
-    log.configure("error")
     from diloco.operate.auth import files as auth
 
     _tell_added(folder, auth.add(folder, name, "aggregator"))
@@ -98,7 +94,6 @@ def auth_add_aggregator(folder: FolderArgument, name: NameArgument) -> None:
 @command(auth_app, "add-reader")
 def auth_add_reader(folder: FolderArgument, name: NameArgument) -> None:
     """Create credentials that read the run and publish nothing: for status, page, report, track."""
-    log.configure("error")
     from diloco.operate.auth import files as auth
 
     _tell_added(folder, auth.add(folder, name, "reader"))
@@ -107,7 +102,6 @@ def auth_add_reader(folder: FolderArgument, name: NameArgument) -> None:
 @command(auth_app, "revoke")
 def auth_revoke(folder: FolderArgument, name: NameArgument) -> None:
     """Revoke the credentials of a name; nothing else is interrupted."""
-    log.configure("error")
     from diloco.operate.auth import files as auth
 
     auth.revoke(folder, name)
@@ -118,14 +112,13 @@ def auth_revoke(folder: FolderArgument, name: NameArgument) -> None:
 @command(auth_app, "list")
 def auth_list(folder: FolderArgument) -> None:
     """List all credentials."""
-    log.configure("error")
     from diloco.operate.auth import files as auth
 
     for one in auth.identities(folder):
         say_plainly(f"{one.role:<10} {one.name:<40} {one.public_key}")
 
 
-@command(host, "guard")
+@command(host, "guard", logs="info")
 def host_guard(
     folder: FolderArgument,
     run: Annotated[
@@ -155,7 +148,6 @@ def host_guard(
 
     Run it on the machine that has DIR. Logs are JSON lines on stderr.
     """
-    log.configure("info")
     from diloco.operate.auth import guard
 
     command = guard.reload_command(folder, reload)

@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from diloco.common.process import log
 from diloco.run.cli.command import command, group
 from diloco.run.cli.options import Settings
 
@@ -119,7 +118,6 @@ def local(options: LocalOptions) -> int:
     processes (`--hosts`). Ctrl-C stops all of them cleanly; a second Ctrl-C kills them. What was
     stopped, or crashed, continues with `--resume`.
     """
-    log.configure("error")
     from diloco.operate.local.run import run_local
 
     return run_local(options)

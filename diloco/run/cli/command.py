@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 import typer
 
+from diloco.common.process import log
+
 F = TypeVar("F", bound=Callable[..., int | None])
 
 
@@ -21,25 +23,29 @@ def group(summary: str | None = None) -> typer.Typer:
     return typer.Typer(help=summary, no_args_is_help=True)
 
 
-def command(app: typer.Typer, name: str | None = None, *, daemon: bool = False) -> Callable[[F], F]:
+def command(
+    app: typer.Typer, name: str | None = None, *, daemon: bool = False, logs: str = "error"
+) -> Callable[[F], F]:
     """Make a function a command of `app`; its docstring is the command's help.
 
     Parameters are options, and the fields of a parameter that is a record of options are. What
-    the function returns is the exit status; None is 0. A daemon's failure on files keeps its trace.
+    the function returns is the exit status; None is 0. Of what is logged, `logs` and what is worse
+    is shown. A daemon says that itself, and its failure on files keeps its trace.
     """
 
     def add(function: F) -> F:
-        app.command(name)(_runner(function if daemon else _told(function)))
+        app.command(name)(_runner(function if daemon else _told(function, logs)))
         return function
 
     return add
 
 
-def _told(function: F) -> F:
-    """A function whose trouble with files is a failure in words."""
+def _told(function: F, logs: str) -> F:
+    """A function that logs from a level on, and whose trouble with files is a failure in words."""
 
     @functools.wraps(function)
     def run(*given: Any, **named: Any) -> int | None:
+        log.configure(logs)
         try:
             return function(*given, **named)
         except OSError as error:

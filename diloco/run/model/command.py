@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-from diloco.common.process import log
 from diloco.run.cli import options as shared
 from diloco.run.cli.command import command, group
 from diloco.run.cli.loading import interrupts_wait
@@ -30,7 +29,6 @@ def evaluate(
     json: Annotated[bool, typer.Option("--json", help="print each score as JSON")] = False,
 ) -> None:
     """Score the global model on the task's held-out data."""
-    log.configure("error")
     with interrupts_wait():
         from diloco.run.model.scores import run_evaluate
 
@@ -53,7 +51,6 @@ def sample(
 
     For the built-in task, and for tasks with a `sample` function (docs/tasks.md).
     """
-    log.configure("error")
     with interrupts_wait():
         from diloco.run.model.view import run_sample
 

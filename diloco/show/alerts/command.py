@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 
 import typer
 
-from diloco.common.process import log
 from diloco.run.cli import options as shared
 from diloco.run.cli.command import command, group
 
@@ -50,7 +49,7 @@ class WatchOptions:
     ] = None
 
 
-@command(app)
+@command(app, logs="warning")
 def watch(
     run: shared.RunOrTape,
     options: WatchOptions,
@@ -73,7 +72,6 @@ def watch(
     Ctrl-C. Each alert is reported once when it fires and once when it resolves, and posted until
     the receiver has accepted it.
     """
-    log.configure("warning")
     from diloco.show.alerts.watching import try_webhook, watch_run
 
     if test:

@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from diloco.common.process import log
 from diloco.run.cli.command import command, group
 
 app = group()
@@ -45,7 +44,6 @@ def report(
     Shows what the live page shows, and how far learners agree. Works on active and ended runs;
     changes nothing. Several runs are compared: figures of all, and the settings that differ.
     """
-    log.configure("error")
     from diloco.show.page.report import run_report
 
     # On standard output stands the file alone, for scripts.
@@ -77,7 +75,6 @@ def dashboard(
     Shows loss, each learner's activity, rounds, staleness, traffic, alerts with their runbooks
     and the newest text sample. Works on active and ended runs; changes nothing.
     """
-    log.configure("error")
     from diloco.show.page.live import run_dashboard
 
     run_dashboard(run, port)

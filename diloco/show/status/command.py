@@ -4,7 +4,6 @@ from typing import Annotated
 
 import typer
 
-from diloco.common.process import log
 from diloco.common.protocol.errors import ConfigError
 from diloco.run.cli import options as shared
 from diloco.run.cli.command import command, group
@@ -50,7 +49,6 @@ def status(
     and do not wait for it until `diloco run release`. Operators are named by their account and
     machine, as they were when they gave the command.
     """
-    log.configure("error")
     if learners + history + runs > 1:
         raise ConfigError("--learners, --history and --runs are asked one at a time")
     if everything and not history:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from diloco.common.process import log
 from diloco.common.protocol.errors import ConfigError
 from diloco.run.cli import options as shared
 from diloco.run.cli.command import command, group
@@ -40,7 +39,6 @@ def track(
     Reads the run's tape from its beginning, its heartbeats and kept scores, until the run ends. No
     learner or aggregator waits for it.
     """
-    log.configure("error")
     if tensorboard is None and wandb is None:
         raise ConfigError("where to? give --tensorboard DIR, --wandb PROJECT, or both")
     from diloco.show.trackers.follow import TensorBoard, Wandb
