@@ -431,7 +431,8 @@ def test_a_model_family(tmp_path: Path) -> None:
                 "_READINGS: dict[Family, _Reading] = {\n"
                 '    "granite": _Reading(\n'
                 '        architecture="GraniteForCausalLM",\n'
-                '        defaults={"hidden_act": "silu", "residual_multiplier": 1.0},\n'
+                '        defaults={"hidden_act": "silu"},\n'
+                '        honoured=frozenset({"residual_multiplier"}),\n'
                 '        must_be={"mlp_bias": (False,)},\n'
                 "    ),\n"
             ),
@@ -439,7 +440,7 @@ def test_a_model_family(tmp_path: Path) -> None:
         ("    positions: int = 0\n", "    positions: int = 0\n    residual: float = 1.0\n"),
         (
             "            rope=rope,\n",
-            '            rope=rope,\n            residual=self._number("residual_multiplier"),\n',
+            '            rope=rope,\n            residual=self._number("residual_multiplier", 1.0),\n',
         ),
         (
             '        if self._family == "llama":\n',
