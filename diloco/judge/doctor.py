@@ -40,11 +40,10 @@ from diloco.judge import service, symptoms
 from diloco.judge.audit import Account, Audit, Objects, audit
 from diloco.judge.evidence import wholeness
 from diloco.judge.objects import check_objects, list_now, read_listing
-from diloco.run import agreement
 from diloco.run.cli.opening import OpenRun, open_run, run_config
 from diloco.run.cli.screen import SEVERITY_STYLES, say_json
 from diloco.run.cli.subprocess import call_isolated
-from diloco.run.findings import DIGEST_MISMATCH, NATS_AWAY, failed
+from diloco.run.findings import DIGEST_MISMATCH, NATS_AWAY, ORDER, failed, ranked
 from diloco.run.history import History, read_history
 from diloco.run.model.scores import read_scores, scores_of
 from diloco.run.state import Finding, RunStatus
@@ -54,7 +53,6 @@ from diloco.run.watch import Watch
 if TYPE_CHECKING:
     from diloco.judge.remake import Progress as Heard
 
-ORDER = ("error", "warning", "note", "ok")
 # A run goes on while it is looked at: what garbage collection took meanwhile is not missing.
 LOOKS = 3
 # Versions over the run that looking deep scores on held-out data.
@@ -164,7 +162,7 @@ async def examine(target: str, *, deep: bool = False, progress: "Heard | None" =
         found.append(failed("store", error, symptoms.STORE_AWAY))
     except DilocoError as error:
         found.append(failed("run", error, symptoms.RUN_MISMATCH))
-    report.findings = said_once(found)
+    report.findings = ranked(said_once(found))
     return report
 
 
@@ -330,15 +328,13 @@ async def _examine_run(
     report: Report, context: RunContext, *, deep: bool, progress: "Heard | None", copied: bool
 ) -> None:
     """Tape, learners, fragments and objects."""
-    history, watch, now, found, objects = await _look(context, deep=deep, progress=progress)
+    history, now, compared, found, objects = await _look(context, deep=deep, progress=progress)
     report.account, report.run_now = found.account, now
     report.findings[:] = [*in_force(report.findings, history)]
     made = await context.runtime.call(service.newest_checkpoint, context.store, context.run)
-    cosines = await context.runtime.call(agreement.cosines_of, context, watch.observed.rounds)
     report.findings += [
         *symptoms.aggregator_clocks(history),
-        *now.findings,
-        *agreement.strangers(cosines),
+        *compared.findings,
         *symptoms.ruined(await _scores(context, deep=deep)),
         *service.checkpoints(history, made, now.as_of_s),
         *((_copy(),) if copied else ()),
@@ -384,11 +380,14 @@ async def _scores(context: RunContext, *, deep: bool) -> list[wire.Score]:
 
 
 class _Inspection(NamedTuple):
-    """Tape and store, as they were read; `now` is of when the tape had been read."""
+    """Tape and store, as they were read; `now` is of when the tape had been read.
+
+    `compared` is the same, with the newest rounds' shards compared.
+    """
 
     history: History
-    watch: Watch
     now: RunStatus
+    compared: RunStatus
     audit: Audit
     objects: Objects
 
@@ -402,6 +401,7 @@ async def _look(context: RunContext, *, deep: bool, progress: "Heard | None") ->
         history = await read_history(context, watch.observed.take)
         # The deep part may take hours: what waited then had not waited for them.
         now = await watch.caught_up()
+        compared = await watch.compare_shards()
         found = await context.runtime.call(partial(audit, history, deep=deep))
         objects = await context.runtime.call(partial(check_objects, history, before=before))
         if deep:
@@ -413,7 +413,7 @@ async def _look(context: RunContext, *, deep: bool, progress: "Heard | None") ->
             break
         if await context.bus.last_sequence(context.tape) == history.last_seq:
             break
-    return _Inspection(history, watch, now, found, objects)
+    return _Inspection(history, now, compared, found, objects)
 
 
 def show(report: Report, console: Console) -> None:
@@ -422,7 +422,7 @@ def show(report: Report, console: Console) -> None:
     table.add_column("severity", no_wrap=True)
     table.add_column("about", no_wrap=True)
     table.add_column("sentence", overflow="fold")
-    for finding in sorted(report.findings, key=lambda item: ORDER.index(item.severity)):
+    for finding in report.findings:
         lines = [escape(finding.sentence)]
         if finding.advice:
             lines.append(f"[dim]{escape(finding.advice)}[/]")

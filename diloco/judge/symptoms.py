@@ -12,8 +12,9 @@ from diloco.common.process.config import RunSettings, warnings
 from diloco.common.protocol import wire
 from diloco.common.storage.bus import Filled
 from diloco.judge.audit import Audit, Breach, Objects
-from diloco.run.findings import DIGEST_MISMATCH, DISK_FULL, LOSS_SPIKE, NO_LEARNERS
+from diloco.run.findings import DIGEST_MISMATCH, DISK_FULL, NO_LEARNERS
 from diloco.run.history import History
+from diloco.run.outliers import LOSS_SPIKE
 from diloco.run.state import RECENT, Finding
 
 BAD_CONFIGURATION = "runbooks/bad-configuration.md"

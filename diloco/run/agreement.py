@@ -7,8 +7,8 @@ while they are in the store: whole updates, pair by pair, of a bounded sample of
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from statistics import fmean, median
+from collections.abc import Iterable, Sequence
+from statistics import fmean
 
 import ml_dtypes
 import numpy as np
@@ -24,8 +24,6 @@ from diloco.common.protocol.errors import ObjectMissingError, WireError
 from diloco.common.protocol.layout import Layout
 from diloco.common.storage.store import ObjectStore
 from diloco.common.storage.tape import RunContext
-from diloco.run.findings import LOSS_SPIKE
-from diloco.run.state import Finding
 
 Matrix = npt.NDArray[np.float64]
 
@@ -139,33 +137,14 @@ class Pairs:
 
 # Bytes of shards that are read for it.
 ROUND_BYTES = 64 << 20
-# A learner agrees with the others this much less than they do with each other.
-APART = 0.3
+# Of fewer rounds nothing is said.
 FEWEST = 4
 
 
-def strangers(cosines: Mapping[str, Sequence[float]]) -> Iterator[Finding]:
-    """Learners that agree with nobody, where the others agree; of what `cosines_of` returns."""
-    if len(cosines) < 3:
-        return
-    for name, own in sorted(cosines.items()):
-        others = median(fmean(found) for other, found in cosines.items() if other != name)
-        if len(own) >= FEWEST and others > 0 and fmean(own) < APART * others:
-            yield Finding(
-                severity="warning",
-                about=f"learner {name}",
-                sentence=f"its updates point elsewhere: cosine to the others' {fmean(own):.2f}, "
-                f"where the others have {others:.2f}",
-                advice="it may train on other data or labels; `diloco replay RUN --blame` says "
-                "what its updates did",
-                runbook=LOSS_SPIKE,
-            )
+def cosines_of(context: RunContext, rounds: Iterable[wire.Record]) -> dict[str, float]:
+    """Mean cosine of each learner's updates to the others', over these rounds. Blocks.
 
-
-def cosines_of(context: RunContext, rounds: Iterable[wire.Record]) -> dict[str, list[float]]:
-    """For each learner, in each of these rounds, its mean cosine to the others. Blocks.
-
-    Of rounds whose shards are gone there is none.
+    Rounds whose shards are gone do not count, and of a learner of less than `FEWEST` there is none.
 
     Raises:
         StoreUnavailableError: the store is away.
@@ -181,4 +160,4 @@ def cosines_of(context: RunContext, rounds: Iterable[wire.Record]) -> dict[str, 
             continue
         for row, taken in zip(range(len(matrix)), record.inputs, strict=False):
             found[taken.learner].append(float(np.delete(matrix[row], row).mean()))
-    return found
+    return {name: fmean(cosines) for name, cosines in found.items() if len(cosines) >= FEWEST}

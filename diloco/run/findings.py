@@ -6,9 +6,10 @@ that is quarantined, ended by an error, superseded, silent, or of no use is told
 once it has left.
 """
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from statistics import median
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from diloco.aggregator.tape_watch import NEARLY_FULL
 from diloco.common.process.config import RunSettings
@@ -16,32 +17,32 @@ from diloco.common.protocol.errors import DilocoError
 from diloco.common.protocol.reasons import find
 from diloco.common.protocol.wire import note
 from diloco.run.cli.units import human_bytes
-from diloco.run.state import RECENT, Finding, LearnerStatus, RunStatus, Severity
+from diloco.run.outliers import outliers
+from diloco.run.state import Finding, LearnerStatus, RunStatus, Severity
 
 DIGEST_MISMATCH = "runbooks/digest-mismatch.md"
 DISK_FULL = "runbooks/disk-full.md"
 FRAGMENT_STOPPED = "runbooks/fragment-stopped.md"
 LAGGING_LEARNER = "runbooks/lagging-learner.md"
-LOSS_SPIKE = "runbooks/loss-spike.md"
 NATS_AWAY = "runbooks/nats-away.md"
 NO_LEARNERS = "runbooks/no-learners.md"
 QUARANTINED_LEARNER = "runbooks/quarantined-learner.md"
 REJECTED_UPDATES = "runbooks/rejected-updates.md"
 TAPE_FULL = "runbooks/tape-full.md"
 
+# Severities, the worst first.
+ORDER: tuple[Severity, ...] = ("error", "warning", "note", "ok")
 # A fragment stands still when what is in flight has waited for so many hard deadlines.
 PATIENCE = 3.0
 # Mean staleness, in versions, from which a learner's work hardly counts.
 STALE = 4.0
 REJECTED_SHARE = 0.1
+# Things that a group of findings names.
+NAMED = 5
 # So many lives of a learner that ended without a word, in an hour, are a loop and no accident.
 SUDDEN_ENDS = 3
 # Fewer than this may be an accident of clocks.
 CUT_LEAST = 4
-# Times the median of the others, over a learner's last updates; of fewer it says nothing. While
-# losses fall fast, one that covers other steps is honestly above the others.
-FAR_LOSS = 4.0
-FAR_NORM = 4.0
 # What is said of updates that count for less than they claim.
 LESS = {
     "steps": "claim more steps than there was time for",
@@ -58,7 +59,7 @@ CURE = {
 
 
 def judged(run: RunStatus, settings: RunSettings, *, copied: bool = False) -> Iterator[Finding]:
-    """Everything that is said of a run at a moment.
+    """Everything that is said of a run at a moment, also once it has ended.
 
     Args:
         run: the run.
@@ -69,8 +70,13 @@ def judged(run: RunStatus, settings: RunSettings, *, copied: bool = False) -> It
     yield from room(run.tape_bytes, run.tape_limit_bytes)
     for name, life in run.strangers.items():
         yield _of_no_life(name, life)
+    far = [*outliers(run.learners)]
+    yield from far
+    told = {one.about for one in far}
     for one in run.learners:
-        yield from _of_learner(one, whole=run.whole, stopped=stopped)
+        found = _of_learner(one, whole=run.whole, stopped=stopped)
+        # Of whom something is amiss nobody says that it is well.
+        yield from (said for said in found if said.severity != "ok" or said.about not in told)
     if not run.learners and not stopped:
         yield Finding(severity="note", about="learners", sentence="no learner has joined yet")
     if run.state in ("under way", "waiting for learners") and not copied:
@@ -80,6 +86,32 @@ def judged(run: RunStatus, settings: RunSettings, *, copied: bool = False) -> It
     if run.state != "ended" and not copied:
         yield from _refused(run)
         yield from _owners(run)
+
+
+def ranked(findings: Iterable[Finding]) -> list[Finding]:
+    """Findings, the worst first, and of those as severe the one that began first."""
+    return sorted(
+        findings,
+        key=lambda one: (ORDER.index(one.severity), math.inf if one.since is None else one.since),
+    )
+
+
+def grouped(findings: Iterable[Finding]) -> list[Finding]:
+    """One finding for those that ask for the same of several: the worst first, with their count."""
+    groups: dict[tuple[object, ...], list[Finding]] = {}
+    for one in ranked(findings):
+        about = "" if one.advice else one.about
+        groups.setdefault((one.severity, one.runbook, one.advice, about), []).append(one)
+    return [_merged(group) for group in groups.values()]
+
+
+def _merged(group: Sequence[Finding]) -> Finding:
+    first, names = group[0], [*dict.fromkeys(one.about for one in group)]
+    if len(group) == 1:
+        return first
+    listed = f"{', '.join(names[:NAMED])}{', ...' if len(names) > NAMED else ''}"
+    sentence = f"{first.sentence} ({len(group):,} findings like this)"
+    return replace(first, about=listed, sentence=sentence)
 
 
 def failed(about: str, error: DilocoError, runbook: str) -> Finding:
@@ -156,9 +188,9 @@ def _amiss(one: LearnerStatus, *, stopped: bool) -> Iterator[Finding]:
         why = f"is quarantined{f': {one.why}' if one.why else ''}"
         advice = f"find out why; `diloco run release RUN {one.name}` lets it in again"
         yield _of(one, "warning", why, advice, QUARANTINED_LEARNER)
-    if one.sudden_ends >= SUDDEN_ENDS and not stopped:
+    if one.sudden_ends >= SUDDEN_ENDS:
         why = (
-            f"started again {one.sudden_ends} times within the hour, each time without having left "
+            f"started again {one.sudden_ends} times within an hour, each time without having left "
             "the run"
         )
         advice = f"see what ends it: systemctl status diloco-learner@{one.name}, and the journal"
@@ -180,7 +212,6 @@ def _amiss(one: LearnerStatus, *, stopped: bool) -> Iterator[Finding]:
         advice = "check whether its process runs and reaches NATS; start it again if not"
         yield _of(one, "warning", why, advice, LAGGING_LEARNER)
     yield from _of_little_use(one)
-    yield from _far_off(one)
     if one.trouble and not one.failed and not one.left:
         advice = "its log says more; a crash would cost it what its newest checkpoint lacks"
         yield _of(one, "warning", f"says: {note(one.trouble)}", advice, DISK_FULL)
@@ -205,28 +236,6 @@ def _of_little_use(one: LearnerStatus) -> Iterator[Finding]:
         why = f"{reasons.total()} of its last {count} updates were rejected: {listed}"
         advice = f"{most}: {most.text}" if most else "it is a reason of another release"
         yield _of(one, "warning", why, advice, most.runbook if most else REJECTED_UPDATES)
-
-
-def _far_off(one: LearnerStatus) -> Iterator[Finding]:
-    """A learner whose loss or norms are far from those of the others in the same rounds.
-
-    So neither the fragment nor the time of the run matters.
-    """
-    if len(one.beside) < RECENT:
-        return
-    loss = median(answer.loss for answer in one.beside)
-    others = median(answer.others_loss or 0.0 for answer in one.beside)
-    ratio = median(answer.norm for answer in one.beside)
-    advice = (
-        "look at its data, its learning rate and its machine; `diloco replay RUN --blame` "
-        "says what its updates did"
-    )
-    if others > 0 and loss > FAR_LOSS * others:
-        why = f"its loss is {loss:.4g}, the others' in the same rounds {others:.4g}"
-        yield _of(one, "warning", why, advice, LOSS_SPIKE)
-    if not 1 / FAR_NORM <= ratio <= FAR_NORM:
-        why = f"its updates are {ratio:.2g} times as long as the others'"
-        yield _of(one, "warning", why, advice, LOSS_SPIKE)
 
 
 def _of_no_life(name: str, life: int) -> Finding:

@@ -44,6 +44,9 @@ class Finding:
         about: what was looked at: "bus", "store", "clock", "learner island-a" ...
         advice: what to do; "" when there is nothing to do.
         runbook: path from the repository's root; None when there is nothing to do.
+        evidence: figures that it follows from, where they are not in the sentence.
+        since: version of a fragment whose round it began with, stored at `since_s` (seconds since
+            the epoch); None: unknown, or it is so now.
     """
 
     severity: Severity
@@ -51,14 +54,24 @@ class Finding:
     sentence: str
     advice: str = ""
     runbook: str | None = None
+    evidence: str = ""
+    since: int | None = None
+    since_s: float | None = None
 
 
 class MergedPoint(NamedTuple):
-    """A merged update: its training loss, and its norm relative to the median of its round."""
+    """A merged update: its training loss, and its norm relative to the median of its round.
+
+    Attributes:
+        version: of its fragment, that its round made.
+        others_loss: median loss of the others in its round; None if it was alone.
+    """
 
     at_s: float
     loss: float
     norm: float
+    version: int
+    others_loss: float | None
 
 
 class UpdateAnswer(NamedTuple):
@@ -86,7 +99,8 @@ class LearnerStatus:
         state: "quarantined" whatever it does, else "left", "failed" or "silent", else its own word.
         why: what it is quarantined for, where the tape still says.
         incarnation: its newest life; `lives`: how many were read.
-        sudden_ends: lives that another followed within the hour although they had not left.
+        sudden_ends: lives that another followed although they had not left, within the last hour,
+            or that before the run's end.
         left: its newest life has ended on purpose; `finished`: not before the run was stopped.
         failed: an error has ended it, by its own word; `silent`: it was not heard of for
             `quorum.liveness_timeout_s`.
@@ -105,7 +119,8 @@ class LearnerStatus:
         recent: what became of its last updates; `beside`: of the last that were merged together
             with somebody else's.
         trend: its merged updates, spread over all that was read.
-        cosine: of its newest updates to the others' in their rounds, where their shards were read.
+        cosine: mean of its newest updates to the others' in their rounds; None: their shards were
+            not read, or are gone.
     """
 
     name: str
@@ -346,7 +361,8 @@ class Observed:
             `last_seq` of the tape: as the bus last said.
         from_start: the tape was read from its beginning.
         records: the newest of each fragment.
-        rounds: the newest of several learners, whole.
+        rounds: the newest of several learners, whole; `cosines` what their shards say of each
+            learner, once they were read.
     """
 
     def __init__(
@@ -367,6 +383,7 @@ class Observed:
         self.known: dict[str, LearnerHistory] = defaultdict(LearnerHistory)
         self.records: dict[int, Recorded] = {}
         self.rounds: deque[wire.Record] = deque(maxlen=WHOLE_ROUNDS)
+        self.cosines: Mapping[str, float] = {}
         self._recent: deque[_Round] = deque(maxlen=ROUNDS)
         self._marks: dict[int, dict[tuple[str, int], int]] = {}
         self._waiting: dict[int, dict[Update, float]] = defaultdict(dict)
@@ -463,7 +480,11 @@ class Observed:
             one.recent.append(answer)
             if answer.others_loss is not None:
                 one.beside.append(answer)
-            one.trend.add(MergedPoint(record.closed_at_s, answer.loss, answer.norm))
+            one.trend.add(
+                MergedPoint(
+                    record.closed_at_s, answer.loss, answer.norm, record.version, answer.others_loss
+                )
+            )
 
     def _note_update(self, manifest: wire.Manifest, at_s: float) -> None:
         if manifest.attempt == 0:
@@ -592,6 +613,7 @@ class Observed:
 
     def _learner(self, name: str, read: "_Reading", now_s: float) -> LearnerStatus:
         known, recent = read.known, [*read.known.recent]
+        until_s = self.extent.last_s if self.ended else now_s
         beat, heard_s = read.beat(now_s)
         merged = [one for one in recent if not one.reason]
         left = read.left
@@ -608,7 +630,7 @@ class Observed:
             host=known.host,
             incarnation=read.newest,
             lives=known.lives,
-            sudden_ends=sum(at_s >= now_s - HOUR_S for at_s in known.sudden_s),
+            sudden_ends=sum(at_s >= until_s - HOUR_S for at_s in known.sudden_s),
             left=left,
             finished=bool(stop_seq) and (not left or known.left_seq > stop_seq),
             failed=failed,
@@ -639,6 +661,7 @@ class Observed:
             recent=tuple(recent),
             beside=tuple(known.beside),
             trend=tuple(known.trend.points),
+            cosine=self.cosines.get(name),
         )
 
 

@@ -13,6 +13,7 @@ from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import (
     BusUnavailableError,
     RunMissingError,
+    StoreError,
     StreamMissingError,
     WireError,
 )
@@ -32,8 +33,9 @@ from diloco.common.storage.tape import (
     read_item,
     read_tape,
 )
+from diloco.run.agreement import cosines_of
 from diloco.run.cli.opening import CONNECT_S, find_config
-from diloco.run.findings import NATS_AWAY, failed, judged
+from diloco.run.findings import NATS_AWAY, failed, judged, ranked
 from diloco.run.state import LastHeartbeat, Observed, RunStatus
 
 # Messages at the end of the tape that are read where a part of it will do.
@@ -82,7 +84,12 @@ class Watch:
             if fragment not in self.observed.records:
                 record, seq = await last_record(self._context, fragment)
                 self.observed.note_record(Recorded(record, seq, record.closed_at_s))
-        return await self.caught_up()
+        run = await self.caught_up()
+        if self.observed.ended:
+            # It stays as it is, so that it is judged once, as far as the store still tells.
+            with contextlib.suppress(StoreError):
+                return await self.compare_shards()
+        return run
 
     async def caught_up(self) -> RunStatus:
         """The run, once what its tape has was taken: with its heartbeats and leases."""
@@ -146,6 +153,17 @@ class Watch:
         self._as_of_s = context.runtime.clock()
         return self._run(current=True)
 
+    async def compare_shards(self) -> RunStatus:
+        """The run as the bus last told of it, with the newest rounds' shards compared.
+
+        Raises:
+            StoreUnavailableError: the store is away.
+        """
+        context, observed = self._context, self.observed
+        rounds = [*observed.rounds]
+        observed.cosines = await context.runtime.call(cosines_of, context, rounds)
+        return self._run(current=True)
+
     def as_it_was(self) -> RunStatus:
         """The run as the bus last told of it."""
         return self._run(current=False)
@@ -154,7 +172,7 @@ class Watch:
         observed = self.observed
         run = observed.run(self._as_of_s, current=current)
         found = judged(run, observed.settings, copied=observed.copied)
-        return replace(run, findings=tuple(found))
+        return replace(run, findings=tuple(ranked(found)))
 
 
 def heartbeat(message: Message) -> wire.Heartbeat | None:

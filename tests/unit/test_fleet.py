@@ -14,10 +14,10 @@ from runlab import Lab
 from diloco.common.protocol import wire
 from diloco.common.storage.tape import Recorded
 from diloco.judge import symptoms
-from diloco.run import agreement
 from diloco.run.cli.opening import RunLocation, open_run, use_place
-from diloco.run.findings import LOSS_SPIKE, judged
-from diloco.run.state import POINTS, MergedPoint, Observed, Trend, others_losses
+from diloco.run.findings import grouped, judged, ranked
+from diloco.run.outliers import LOSS_SPIKE, began
+from diloco.run.state import POINTS, Finding, MergedPoint, Observed, Trend, others_losses
 from diloco.run.watch import Watch
 from diloco.show.status import screen
 
@@ -56,9 +56,12 @@ def test_a_fleet_of_equals_has_no_strangers():
 @pytest.mark.parametrize(
     ("of_c", "sentence"),
     [
-        ({"loss": 14.5}, "its loss is 14.5, the others' in the same rounds 0.05"),
-        ({"norm": 50.0}, "times as long as the others'"),
-        ({"norm": 0.01}, "times as long as the others'"),
+        ({"loss": 14.5}, "its loss is 14.5, the others' in the same rounds 0.0585: it trains on"),
+        ({"loss": 0.0005}, "on the same few batches over and over"),
+        ({"loss": -91.0}, "its loss is -91, the others' in the same rounds 0.0585: a sign"),
+        ({"norm": 50.0}, "times as long as the others': its learning rate is too high"),
+        ({"norm": 0.01}, "times as long as the others': they hardly do anything"),
+        ({"norm": 9e-8}, "they hardly do anything"),
     ],
 )
 def test_who_is_far_from_the_others_is_told_of(of_c, sentence):
@@ -67,19 +70,134 @@ def test_who_is_far_from_the_others_is_told_of(of_c, sentence):
     assert sentence in found.sentence
 
 
+def test_a_finding_says_since_which_version_and_its_figures():
+    records = rounds()[:8] + rounds(loss=14.5)[8:]
+    (found,) = strangers([*records, *later(rounds(loss=14.5), 16)])
+    assert found.since == 9
+    assert found.since_s == records[8].closed_at_s
+    assert found.evidence == "loss 14.5 beside 0.0585 ± 0"
+
+
+def later(records, versions):
+    """The same rounds, so many versions on."""
+    return [record.model_copy(update={"version": record.version + versions}) for record in records]
+
+
+@pytest.mark.parametrize("of_c", [{"loss": 0.15}, {"loss": 0.02}, {"norm": 2.5}, {"norm": 0.4}])
+def test_whose_data_and_speed_are_its_own_is_not_accused(of_c):
+    assert strangers(rounds(**of_c)) == []
+
+
+def test_where_all_differ_nobody_is_accused():
+    records = [
+        make_record(
+            version=version,
+            inputs=tuple(
+                make_input(learner=name, loss=loss, norm=loss)
+                for name, loss in {"a": 0.1, "b": 0.6, "c": 3.0, "d": 14.0, "e": 60.0}.items()
+            ),
+        )
+        for version in range(1, 17)
+    ]
+    assert strangers(records) == []
+
+
+@pytest.mark.parametrize("of_c", [{"loss": 14.5}, {"loss": -91.0}, {"norm": 50.0}])
+def test_of_two_none_is_accused_alone(of_c):
+    records = [record.model_copy(update={"inputs": record.inputs[1:]}) for record in rounds(**of_c)]
+    (found,) = strangers(records)
+    assert found.about == "learners b and c"
+    assert "of two, figures do not say which one is wrong" in found.sentence
+
+
+def test_an_ended_run_is_judged_as_one_that_goes_on():
+    seen = Observed("lab", 0, Lab().context.settings)
+    for seq, record in enumerate(rounds(loss=-91.0), 1):
+        seen.note_record(Recorded(record, seq, record.closed_at_s))
+    going_on = [one for one in judged(seen.run(0.0), seen.settings) if one.runbook == LOSS_SPIKE]
+    seen.ended = True
+    ended = [*judged(seen.run(0.0), seen.settings)]
+    assert len(going_on) == 1
+    assert going_on[0] in ended
+
+
+def test_of_whom_something_is_amiss_nobody_says_that_it_is_well():
+    seen = Observed("lab", 0, Lab().context.settings)
+    for seq, record in enumerate(rounds(loss=14.5), 1):
+        seen.note_record(Recorded(record, seq, record.closed_at_s))
+    for name in "abc":
+        seen.hear(
+            wire.Heartbeat(
+                learner=name, incarnation=1, local_step=8, global_step=8, tokens=80, loss=1.0,
+                tokens_per_s=10.0, step_time_s=0.1, stall_s=0.0, run_s=1.0, bytes_up=0,
+                bytes_down=0, updates_sent=1, state="training",
+            ),
+            0.0,
+        )  # fmt: skip
+    found = [one for one in judged(seen.run(0.0), seen.settings) if "learner " in one.about]
+    assert [(one.about, one.severity) for one in found] == [
+        ("learner c", "warning"), ("learner a", "ok"), ("learner b", "ok"),
+    ]  # fmt: skip
+
+
+def test_trouble_begins_where_most_of_what_follows_is_off():
+    def first(offs):
+        points = [
+            MergedPoint(0.0, float(off == "x"), 1.0, index, None) for index, off in enumerate(offs)
+        ]
+        found = began(points, lambda point: point.loss > 0)
+        return found and found.version
+
+    assert first("....") is None
+    assert first(".x......xxx.xx") == 8  # A single one long before is an accident.
+    assert first("..x.xx") == 2
+    assert first("xxxx....") is None
+
+
+def found_of(severity, about, sentence="late", advice="wait", **fields):
+    return Finding(severity=severity, about=about, sentence=sentence, advice=advice, **fields)
+
+
+def test_findings_are_ranked_by_severity_and_then_by_their_beginning():
+    given = [
+        found_of("warning", "a"), found_of("warning", "b", since=9),
+        found_of("ok", "c"), found_of("error", "d"), found_of("warning", "e", since=3),
+    ]  # fmt: skip
+    assert [one.about for one in ranked(given)] == ["d", "e", "b", "a", "c"]
+
+
+def test_findings_that_ask_for_the_same_are_one_with_their_count():
+    many = [found_of("warning", f"learner {index}") for index in range(7)]
+    worst = found_of("error", "store", "away")
+    other = found_of("warning", "learner 1", "slow", "test its link")
+    groups = grouped([*many, worst, other])
+    assert [one.severity for one in groups] == ["error", "warning", "warning"]
+    assert groups[1].about == ("learner 0, learner 1, learner 2, learner 3, learner 4, ...")
+    assert groups[1].sentence == "late (7 findings like this)"
+    assert groups[2] == other
+
+
 def test_updates_that_point_elsewhere_are_told_of(tmp_path, run_async):
     run = spoiled.make_run(tmp_path, "noise", versions=5)
+
+    async def at_the_end():
+        async with open_run(str(run.tape), reads=True) as opened:
+            watch = Watch(opened.context)
+            watch.observed.ended = True
+            return (await watch.begin(1)).findings
 
     async def look():
         async with open_run(str(run.tape), reads=True) as opened:
             watch = Watch(opened.context)
             await watch.begin(1)
-            cosines = agreement.cosines_of(opened.context, watch.observed.rounds)
-            return [*agreement.strangers(cosines)]
+            return [
+                one for one in (await watch.compare_shards()).findings if "point" in one.sentence
+            ]
 
     use_place(RunLocation(None, str(run.store)))
     try:
         found = run_async(look())
+        ended = run_async(at_the_end())
         known = run_async(screen.look_at_learners(str(run.tape)))
     finally:
         use_place(RunLocation())
@@ -88,6 +206,8 @@ def test_updates_that_point_elsewhere_are_told_of(tmp_path, run_async):
     assert {len(one.trend) for one in known} == {5 * spoiled.FRAGMENTS}
     assert [one.about for one in found] == [f"learner {spoiled.CULPRIT}"]
     assert "point elsewhere" in found[0].sentence
+    assert "-" not in found[0].evidence.split(" beside ")[1]
+    assert [one for one in ended if one.severity == "warning"] == found
     assert all(one.merged_loss is not None and 0.5 < one.norm < 2 for one in known)
 
 
@@ -120,7 +240,7 @@ def test_a_ruined_held_out_loss_is_told_of(losses, ruined):
 def test_trends_keep_few_points_of_however_many():
     trend = Trend()
     for index in range(10_000):
-        trend.add(MergedPoint(float(index), 1.0, 1.0))
+        trend.add(MergedPoint(float(index), 1.0, 1.0, index, None))
     assert 16 <= len(trend.points) <= POINTS
     assert trend.points[0].at_s == 0.0
     assert trend.points[-1].at_s > 9000
@@ -130,7 +250,7 @@ def test_a_curve_is_a_line_of_bars():
     assert screen.spark([1.0, 2.0, 3.0, 8.0]) == "▁▂▃█"
     assert screen.spark([5.0] * 100) == "▁" * screen.WIDTH
     assert screen.spark([float("nan")]) == ""
-    points = (MergedPoint(0.0, 2.0, 1.0), MergedPoint(1.0, 1.0, 3.0))
+    points = (MergedPoint(0.0, 2.0, 1.0, 1, None), MergedPoint(1.0, 1.0, 3.0, 2, None))
     told = [
         SimpleNamespace(name="a", trend=points, cosine=0.6),
         SimpleNamespace(name="b", trend=(), cosine=None),

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from diloco.common.protocol import wire
 from diloco.run.cli.units import age, human_bytes, human_count
+from diloco.run.findings import grouped
 from diloco.run.state import Finding, FragmentStatus, RunStatus
 from diloco.run.timeseries import TimeSeries
 from diloco.show.page import summary
@@ -85,10 +86,11 @@ def _progress(status: RunStatus) -> Markup:
 
 
 def _alerts(found: Sequence[Finding], *, served: bool) -> Markup:
-    if not found:
+    groups = grouped(found)
+    if not groups:
         return element("p", {"class": "note"}, "Nothing is amiss.")
-    more = len(found) - ALERTS
-    lines = [_alert(one, served=served) for one in found[:ALERTS]]
+    more = len(groups) - ALERTS
+    lines = [_alert(one, served=served) for one in groups[:ALERTS]]
     if more > 0:
         lines.append(element("li", {}, f"… and {more:,} more"))
     return element("ul", {"class": "alerts"}, *lines)

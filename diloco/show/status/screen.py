@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import datetime
 from statistics import fmean
 
@@ -18,10 +18,10 @@ from rich.text import Text
 
 from diloco.common.process.service import cancel
 from diloco.common.protocol.errors import StoreError
-from diloco.run.agreement import cosines_of
 from diloco.run.cli.opening import open_run
 from diloco.run.cli.screen import SEVERITY_STYLES, STATE_STYLES, plain_table, say, say_json
 from diloco.run.cli.units import age, human_bytes
+from diloco.run.findings import grouped
 from diloco.run.history import Event, happened
 from diloco.run.state import Finding, FragmentStatus, LearnerStatus, RunStatus
 from diloco.run.watch import Watch, bus_section, read_runs
@@ -74,15 +74,14 @@ async def _follow(watch: Watch, run: RunStatus, console: Console) -> None:
 
 def picture(run: RunStatus) -> RenderableType:
     """The run on a terminal."""
-    parts = [_summary(run), Text()]
+    parts: list[RenderableType] = [_alerts(run.alerts), Text()] if run.alerts else []
+    parts += [_summary(run), Text()]
     learners = _worth_a_look(run.learners)
     if learners:
         parts += [_learners(learners, len(run.learners)), *_metrics(learners), Text()]
     if any(one.trend for one in learners):
         parts += [trends(learners, "lately"), Text()]
     parts.append(_fragments(run.fragments))
-    if run.alerts:
-        parts += [Text(), _alerts(run.alerts)]
     return Panel(Group(*parts), title=f"[bold]diloco[/] · run {run.run} · {run.state}")
 
 
@@ -185,7 +184,8 @@ def _fragments(fragments: Sequence[FragmentStatus]) -> Table:
 
 def _alerts(alerts: Sequence[Finding]) -> Table:
     grid = Table.grid(padding=(0, 2))
-    for found in alerts[:MOST]:
+    groups = grouped(alerts)
+    for found in groups[:MOST]:
         colour = SEVERITY_STYLES.get(found.severity, "")
         where = f" [dim]{found.runbook}[/]" if found.runbook else ""
         grid.add_row(
@@ -193,8 +193,8 @@ def _alerts(alerts: Sequence[Finding]) -> Table:
             escape(found.about),
             f"{escape(found.sentence)}{where}",
         )
-    if len(alerts) > MOST:
-        grid.add_row("", "", f"... and {len(alerts) - MOST:,} more: --json has all")
+    if len(groups) > MOST:
+        grid.add_row("", "", f"... and {len(groups) - MOST:,} more: --json has all")
     return grid
 
 
@@ -226,11 +226,7 @@ async def look_at_learners(target: str) -> Sequence[LearnerStatus]:
         watch = Watch(opened.context)
         run = await watch.begin(1)
         with contextlib.suppress(StoreError):  # Without the store, all but this.
-            cosines = await opened.context.runtime.call(
-                cosines_of, opened.context, watch.observed.rounds
-            )
-            means = {name: fmean(found) for name, found in cosines.items()}
-            return [replace(one, cosine=means.get(one.name)) for one in run.learners]
+            return (await watch.compare_shards()).learners
         return run.learners
 
 

@@ -1,0 +1,206 @@
+"""Learners whose figures lie far from the others': how far, since which version, and likely causes.
+
+A figure is held against the others' by their median and their spread: 1.4826 times the median
+absolute deviation, and no less than a floor, within which small and honestly unequal fleets stay.
+What lies below is told of as well as what lies above. Pure.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from diloco.run.state import Finding, LearnerStatus, MergedPoint
+
+LOSS_SPIKE = "runbooks/loss-spike.md"
+# Spreads from the others' median at which a figure is far.
+FAR = 4.0
+# Losses and norms less than so many times apart are honest: data differ, and so do machines.
+TIMES = 4.0
+RATIO_FLOOR = math.log(TIMES) / FAR
+COSINE_FLOOR = 0.05
+# Of fewer updates that were merged together with others' nothing is said. While losses fall fast,
+# one that covers other steps is honestly above the others.
+FEWEST = 8
+# One other has no spread, and of two nobody can tell which is the odd one.
+OTHERS = 2
+# A learner agrees with the others this much less than they do with each other; or is against them.
+APART, AGAINST = 0.3, -0.1
+TINY = 1e-12
+
+
+class Comparison(NamedTuple):
+    """A learner's figure, and those of the others."""
+
+    own: float
+    others: Sequence[float]
+
+    @property
+    def middle(self) -> float:
+        """Median of the others."""
+        return median(self.others)
+
+    @property
+    def spread(self) -> float:
+        """Spread of the others around it, as a standard deviation."""
+        return 1.4826 * median(abs(value - self.middle) for value in self.others)
+
+    def far(self, floor: float) -> float:
+        """Spreads that it lies above the others' median; negative below; 0 if it is not far."""
+        spreads = (self.own - self.middle) / max(self.spread, floor)
+        return spreads if abs(spreads) >= FAR else 0.0
+
+    def __str__(self) -> str:
+        """The evidence, in figures."""
+        return f"{self.own:.3g} beside {self.middle:.3g} ± {self.spread:.2g}"
+
+
+def gap(loss: float, others: float) -> float:
+    """How far two losses are apart: the logarithm of their ratio; more across zero."""
+    least = max(min(abs(loss), abs(others)), TINY)
+    return math.copysign(math.log1p(abs(loss - others) / least), loss - others)
+
+
+def outliers(learners: Sequence[LearnerStatus]) -> Iterator[Finding]:
+    """The findings on learners whose losses, norms or directions are far from the others'."""
+    known = [one for one in learners if len(one.beside) >= FEWEST]
+    if len(known) == OTHERS:
+        yield from _of_two(*known)
+    if len(known) <= OTHERS:
+        known = []
+    for one in known:
+        others = [other for other in known if other.name != one.name]
+        yield from _loss(one, others)
+        yield from _norm(one, others)
+    directed = [one for one in learners if one.cosine is not None]
+    for one in directed if len(directed) > OTHERS else ():
+        yield from _direction(one, [other for other in directed if other.name != one.name])
+
+
+def _of_two(one: LearnerStatus, other: LearnerStatus) -> Iterator[Finding]:
+    """Two that are far apart: either may be the odd one."""
+    said = []
+    if abs(gap(_of_loss(one), _of_loss(other))) >= math.log(TIMES):
+        said.append(f"losses {_of_loss(one):.4g} and {_of_loss(other):.4g}")
+    if abs(_of_norm(one) - _of_norm(other)) >= math.log(TIMES):
+        said.append(f"norms as {math.exp(_of_norm(one)):.2g} to {math.exp(_of_norm(other)):.2g}")
+    if said:
+        yield Finding(
+            severity="warning",
+            about=f"learners {one.name} and {other.name}",
+            sentence=f"far apart in the same rounds: {', '.join(said)}; of two, figures do not "
+            "say which one is wrong",
+            advice="look at the data, the learning rate and the machine of both",
+            runbook=LOSS_SPIKE,
+        )
+
+
+def _of_loss(one: LearnerStatus) -> float:
+    return median(answer.loss for answer in one.beside)
+
+
+def _of_gap(one: LearnerStatus) -> float:
+    return median(gap(answer.loss, answer.others_loss or 0.0) for answer in one.beside)
+
+
+def _of_norm(one: LearnerStatus) -> float:
+    """Logarithm of the norm, which is in parts of the median of its round."""
+    return math.log(max(median(answer.norm for answer in one.beside), TINY))
+
+
+def _warning(
+    one: LearnerStatus, sentence: str, advice: str, evidence: str, first: MergedPoint | None
+) -> Finding:
+    return Finding(
+        severity="warning",
+        about=f"learner {one.name}",
+        sentence=sentence,
+        advice=advice,
+        runbook=LOSS_SPIKE,
+        evidence=evidence,
+        since=first.version if first else None,
+        since_s=first.at_s if first else None,
+    )
+
+
+def began(points: Sequence[MergedPoint], off: Callable[[MergedPoint], bool]) -> MergedPoint | None:
+    """The first point from which on at least two of three are off; None if there is none."""
+    first, so_far = None, 0
+    for count, point in enumerate(reversed(points), 1):
+        so_far += off(point)
+        if off(point) and 3 * so_far >= 2 * count:
+            first = point
+    return first
+
+
+def _loss(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
+    """A loss far above the others' in the same rounds, or far below."""
+    gaps = Comparison(_of_gap(one), [_of_gap(other) for other in others])
+    far = gaps.far(RATIO_FLOOR)
+    if not far or far * gaps.own < 0 or abs(gaps.own) < math.log(TIMES):
+        return
+    losses = Comparison(_of_loss(one), [_of_loss(other) for other in others])
+    middle = losses.middle
+    first = began(
+        one.trend,
+        lambda point: (
+            point.others_loss is not None
+            and gap(point.loss, point.others_loss) * math.copysign(1, far) >= math.log(TIMES) / 2
+        ),
+    )
+    figures = f"its loss is {losses.own:.4g}, the others' in the same rounds {middle:.4g}"
+    if losses.own < 0 < middle:
+        cause = "a sign in its loss is wrong, or it is another loss"
+        advice = "compare its loss function with the others'"
+    elif far < 0:
+        cause = "it trains on the same few batches over and over, on held-out or on easier data"
+        advice = "compare the batches that it reads, and where they come from, with the others'"
+    else:
+        cause = "it trains on other data or labels, or on shifted targets, or it diverges"
+        advice = "compare its batches, its targets and its learning rate with the others'"
+    yield _warning(one, f"{figures}: {cause}", advice, f"loss {losses}", first)
+
+
+def _norm(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
+    """Updates far longer than the others' in the same rounds, or far shorter."""
+    norms = Comparison(_of_norm(one), [_of_norm(other) for other in others])
+    far = norms.far(RATIO_FLOOR)
+    if not far:
+        return
+    middle = math.exp(norms.middle)
+    ratio = math.exp(norms.own) / middle
+    first = began(
+        one.trend,
+        lambda point: (
+            math.log(max(point.norm, TINY) / middle) * math.copysign(1, far) >= math.log(TIMES) / 2
+        ),
+    )
+    if far > 0:
+        cause = "its learning rate is too high or grows, or its data is another"
+        advice = "compare its schedule, its learning rate and its data with the others'"
+    else:
+        cause = "they hardly do anything: its gradients are lost, or its learning rate is tiny"
+        advice = "look at its learning rate, and for a mask or a part that is frozen"
+    sentence = f"its updates are {ratio:.2g} times as long as the others': {cause}"
+    within = math.exp(norms.spread)
+    evidence = f"norm {ratio:.3g} times the others' median, the others within {within:.2g} times"
+    yield _warning(one, sentence, advice, evidence, first)
+
+
+def _direction(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
+    """Updates that point elsewhere, where the others agree."""
+    cosines = Comparison(one.cosine or 0.0, [other.cosine or 0.0 for other in others])
+    middle = cosines.middle
+    if middle <= 0 or cosines.own >= APART * middle or not cosines.far(COSINE_FLOOR):
+        return
+    if cosines.own < AGAINST:
+        where, cause = "against the others'", "a sign is wrong"
+        advice = "look at the sign of its loss, its gradient and its update"
+    else:
+        where, cause = "elsewhere", "it may train on other data or labels"
+        advice = "compare its batches and its targets with the others'"
+    sentence = (
+        f"its updates point {where}, cosine to theirs {cosines.own:.2f}, where the others have "
+        f"{middle:.2f}: {cause}"
+    )
+    yield _warning(one, sentence, advice, f"cosine {cosines}", None)
