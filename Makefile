@@ -212,7 +212,7 @@ quality: install ## sweep the quality of training, for some hours of one core; R
 	@$(RUN) bench.curves --results $(RESULTS) --plot $(dir $(RESULTS))quality.png \
 		--proof $(dir $(RESULTS))quality-proof.png
 
-attack: install ## one liar of four: what its attacks do to a run, in virtual time; ARGS="--seeds 3"
+attack: install ## the worst that a search finds for liars among learners, in virtual time; ARGS="--draws 60"
 	@$(RUN) bench.attack $(ARGS)
 
 attack-live: install ## the same by processes, beside a nats-server with credentials; ARGS="--only links"

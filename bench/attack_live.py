@@ -6,8 +6,8 @@ Two runs at the same time, so that whatever else the machine does meets both: ea
 with credentials and permissions (`diloco auth`), an aggregator, three learners that train
 `examples/digits.py` at a pace that leaves the processor idle, and a folder as its store. Beside one
 of them a process with more learners' credentials (`bench/attack.py`) lies: each attack in turn, for
-a span of time, under a name of its own, and then is silent for some seconds. "nobody" is a span
-without any: how far two equal runs differ.
+a span of time, under a name of its own, which joins, and then is silent for some seconds. "nobody"
+is a span without any: how far two equal runs differ.
 
 Shown is the run with the liar in % of the other: versions and honest updates merged in a second of
 each span, with the standard error over its parts; by how much the held-out loss went further away
@@ -35,13 +35,15 @@ import numpy as np
 import numpy.typing as npt
 import tomli_w
 
-from bench.attack import ACTS, CODEC, FIRST, GAP_S, HONEST, RUN, STEP_S, AttackSpan, liar_name, lie
+from bench.attack import ACTS, CODEC, FIRST, HONEST, RUN, STEP_S, Liar
 from bench.failover import cpu_s
 from diloco import Task
 from diloco.common.process import log
 from diloco.common.process.config import load_config
 from diloco.common.process.nats_server import NatsServer
 from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import DilocoError
+from diloco.common.storage.bus import jetstream
 from diloco.common.storage.tape import Entry, read_item
 from diloco.learner.contract import build_task
 from diloco.operate.auth import files as auth
@@ -53,8 +55,19 @@ DIGITS = "examples.digits:build"
 # Beyond what spans and gaps take: for daemons to begin, and for runs to end.
 SPARE_S = 600.0
 PARTS = 8
+# Between two attacks.
+GAP_S = 5.0
 SAMPLE_S = 0.5
 FloatArray = npt.NDArray[np.float64]
+
+
+class AttackSpan(NamedTuple):
+    """An attack, when its name had joined, and when it ended; what ended it early."""
+
+    name: str
+    began_s: float
+    ended_s: float
+    wrong: str = ""
 
 
 def build(*, steps: int, seed: int) -> Task:
@@ -336,6 +349,43 @@ def settings(merge: str, steps: int) -> dict[str, Any]:
 
 def _percent(values: Sequence[float]) -> str:
     return f"{100 * fmean(values):+.1f} ± {100 * stdev(values) / len(values) ** 0.5:.1f}"
+
+
+def liar_name(index: int) -> str:
+    """The name of the attack at an index."""
+    return f"liar-{index}"
+
+
+async def lie(folder: Path, attacks: Sequence[str], span_s: float) -> None:
+    """The liar's process: "" among the attacks is nobody. Tells of each on standard output."""
+    for index, attack in enumerate(attacks):
+        name = liar_name(index)
+        config = folder / f"{name}.toml"
+        async with open_run(str(config), name=name, reads=True) as opened:
+            section = load_config(config).bus
+            bus = await jetstream.connect(
+                section.url, name=name, credentials=section.credentials, tls_ca=section.tls_ca
+            )
+            liar = Liar(opened.context, bus, name, config)
+            if not index:
+                await liar.wait()
+            print(json.dumps(await _act(liar, attack, span_s)), flush=True)
+            await bus.close()
+        await asyncio.sleep(GAP_S)
+
+
+async def _act(liar: Liar, attack: str, span_s: float) -> AttackSpan:
+    if attack:
+        await liar.join()
+    began_s, wrong = time.time(), ""
+    try:
+        async with asyncio.timeout(span_s):
+            await (ACTS[attack](liar) if attack else asyncio.sleep(2 * span_s))
+    except TimeoutError:
+        pass
+    except DilocoError as error:
+        wrong = error.message
+    return AttackSpan(attack, began_s, time.time(), wrong)
 
 
 def main() -> None:

@@ -15,7 +15,8 @@ two pieces of a run (`bench/large.py`).
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -90,6 +91,7 @@ class RunOutcome(NamedTuple):
         inputs: updates a version; `staleness`: their mean.
         took_s: virtual time until the run's stop.
         looks: (inner steps of all learners, held-out loss) on the way.
+        credited: steps of each learner that were credited and merged, of all fragments together.
     """
 
     loss: float
@@ -101,6 +103,7 @@ class RunOutcome(NamedTuple):
     staleness: float
     took_s: float
     looks: tuple[tuple[int, float], ...] = ()
+    credited: Mapping[str, int] = Counter()
 
 
 class Begun(NamedTuple):
@@ -158,6 +161,7 @@ class _VirtualOwner(VirtualFragment):
         self.payloads: dict[UpdateId, Payload] = {}
         self.tokens = 0
         self.inputs: list[int] = []
+        self.credited = Counter[str]()
 
     def perform(self, effect: Effect) -> None:
         """Read, merge and make versions at once; only messages take time."""
@@ -191,7 +195,9 @@ class _VirtualOwner(VirtualFragment):
             with _merging():
                 made = self.arrays.close_round(state.admitted, part)
             self.inputs += [taken.staleness for taken in state.admitted]
-            self.tokens += sum(taken.credit.tokens for taken in state.admitted)
+            for taken in state.admitted:
+                self.tokens += taken.credit.tokens
+                self.credited[taken.manifest.learner] += taken.credit.steps
             digest = made.view_digest
             payload = _decoded(world.settings, made.delta, self.arrays.grid.size)
             self.made(digest)
@@ -296,7 +302,7 @@ class _VirtualLearner:
             norms_S = merge.segment_norms(owner.arrays.grid, world.settings.sync.codec, parts)
         payload = Payload(parts, norms_S, float(np.sqrt(np.square(norms_S).sum())))
         owner.payloads[update_id(manifest)] = payload
-        world.later(self._arrive, manifest)
+        world.time.after(world.travels_s(self.name), self._arrive, manifest)
 
     def _arrive(self, manifest: wire.Manifest) -> None:
         """A manifest is on the tape; who died before is not heard."""
@@ -346,6 +352,7 @@ class World:
             staleness=float(np.mean(staleness)),
             took_s=self.stopped_at_s - BEGAN_S,
             looks=tuple(self.looks),
+            credited=sum((owner.credited for owner in self.owners), Counter[str]()),
         )
 
     def forge(
@@ -353,6 +360,10 @@ class World:
     ) -> tuple[wire.Manifest, tuple[Encoded, ...]]:
         """The manifest and codes that a learner sends in place of these; here the same."""
         return manifest, parts
+
+    def travels_s(self, name: str) -> float:  # noqa: ARG002 - a world may have who is late
+        """How long an announcement of a learner's is on its way."""
+        return self.weather.latency_steps
 
     def later(self, call: Callable[..., None], *args: Any) -> None:
         self.time.after(self.weather.latency_steps, call, *args)
