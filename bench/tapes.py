@@ -120,7 +120,7 @@ class Forger:
         fragment = before.fragment
         segments = len(self.context.layout.fragments[fragment].segment_rules())
         refused = [m for m in manifests if self.rng.integers(self.rejected_one_in) == 0]
-        inputs = tuple(self.taken(m, segments) for m in manifests if m not in refused)
+        inputs = tuple(self.taken(m, segments, now_s) for m in manifests if m not in refused)
         # The merged norm over the length of the sum of directions, as `merge.factors` has it.
         shares = max(sum(taken.weight * taken.discount for taken in inputs), 1.0)
         factor_S = 1 / (self.rng.uniform(0.6, 0.9, segments) * shares)
@@ -160,7 +160,7 @@ class Forger:
             }
         )
 
-    def taken(self, manifest: wire.Manifest, segments: int) -> wire.Input:
+    def taken(self, manifest: wire.Manifest, segments: int, now_s: float) -> wire.Input:
         staleness = int(self.rng.geometric(0.8)) - 1
         weight, discount = TOKENS**2 / STEPS, (1 + staleness) ** -0.5
         # Each segment's norm is 1.
@@ -171,7 +171,7 @@ class Forger:
             staleness=staleness, discount=discount, clip=1.0,
             norm=abs(1 + self.noise() / 10), tokens=TOKENS, steps=STEPS, loss=manifest.loss,
             final=False, coefficients=coefficients.tobytes(), weight_unit=0, steps_credited=STEPS,
-            tokens_credited=TOKENS,
+            tokens_credited=TOKENS, announced_at_s=now_s - 0.03,
         )  # fmt: skip
 
     def refuse(self, manifest: wire.Manifest) -> wire.Rejected:

@@ -376,6 +376,8 @@ def show_series(counted: Metrics, learner: Synchronizer, state: sync.State) -> N
         (metrics.DATA_TOKENS, learner.position * each),
         (metrics.GLOBAL_STEP, meter.global_step),
         (metrics.STEP_TIME, meter.step_time_s),
+        (metrics.DELAY, meter.delay[0]),
+        (metrics.DELAY_STEPS, meter.delay[1]),
         (metrics.STALL, meter.stall_s),
         (metrics.DATA_WAIT, meter.data_s),
         (metrics.RUN_TIME, meter.run_s),

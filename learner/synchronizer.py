@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any, Protocol
 
 from diloco.common.process.service import Clock
@@ -27,6 +28,8 @@ from diloco.learner.wire.recovery import Checkpoints, TrainingProgress
 
 # Weight of the newest step in the averages of loss, metrics and step time.
 EMA = 0.1
+# Updates that the delay which heartbeats tell is of.
+DELAYS = 16
 _METRIC = re.compile(METRIC_NAME)
 # Steps whose losses are remembered; an update of more has the mean of these.
 REMEMBERED = 1 << 16
@@ -110,6 +113,7 @@ class Meter:
     `version` is the newest that was adopted. `stall_s` is the training thread's time in
     synchronization, `data_s` that in waiting for batches; `run_s` all its time since the
     first step. `full_tokens_per_s` is what the devices could do at their peak; 0 if nobody knows.
+    `delays` are the inner steps and seconds from the last updates' boundaries to their answers'.
     """
 
     learner: str
@@ -128,6 +132,7 @@ class Meter:
     data_s: float = 0.0
     run_s: float = 0.0
     full_tokens_per_s: float = 0.0
+    delays: tuple[tuple[int, float], ...] = ()
     _began_s: float = field(default_factory=time.perf_counter)
 
     def stepped(self, took_s: float, tokens: int, loss: float | None) -> None:
@@ -170,6 +175,17 @@ class Meter:
             )
         self.metrics = every
 
+    def answered(self, steps: int, took_s: float) -> None:
+        """An update's answer is adopted, so long after it was sent."""
+        # A new one, since the heartbeat may be reading the old.
+        self.delays = (*self.delays[1 - DELAYS :], (steps, max(0.0, took_s)))
+
+    @property
+    def delay(self) -> tuple[float, float]:
+        """Mean seconds and inner steps from an update's boundary to its answer's; 0 of none."""
+        steps, times_s = zip(*(self.delays or ((0, 0.0),)), strict=True)
+        return fmean(times_s), fmean(steps)
+
     def stalled(self, took_s: float) -> None:
         """Count time in synchronization, after the last step too."""
         self.stall_s += took_s
@@ -181,6 +197,7 @@ class Meter:
 
     def heartbeat(self, incarnation: int, trouble: str = "") -> wire.Heartbeat:
         """The newest figures as a message."""
+        delay_s, delay_steps = self.delay
         return wire.Heartbeat(
             learner=self.learner,
             incarnation=incarnation,
@@ -194,6 +211,10 @@ class Meter:
             stall_s=self.stall_s,
             data_s=self.data_s,
             run_s=self.run_s,
+            delay_s=delay_s,
+            worst_delay_s=max((took_s for _, took_s in self.delays), default=0.0),
+            delay_steps=delay_steps,
+            worst_delay_steps=max((steps for steps, _ in self.delays), default=0),
             bytes_up=self.traffic.bytes_up,
             bytes_down=self.traffic.bytes_down,
             updates_sent=self.traffic.updates_sent,
@@ -241,6 +262,7 @@ class Synchronizer:
     losses: Losses = field(default_factory=Losses)
     check_interval_versions: int = 0
     _check_at: dict[int, int] = field(default_factory=dict)
+    _sent: dict[int, tuple[int, float]] = field(default_factory=dict)
 
     def progress(self) -> TrainingProgress:
         """How far this learner is."""
@@ -271,6 +293,9 @@ class Synchronizer:
         match effect:
             case sync.Adopt(ready, resolved, blended):
                 payload = self.boundaries.payload(ready.fragment, ready.record_seq)
+                if resolved and (sent := self._sent.pop(ready.fragment, None)) is not None:
+                    step, at_s = sent
+                    self.meter.answered(self.meter.local_step - step, self.clock() - at_s)
                 self.meter.version = max(self.meter.version, ready.version)
                 if ready.rolled_back:
                     assert isinstance(payload, PendingView)
@@ -278,6 +303,7 @@ class Synchronizer:
                 else:
                     self.replica.adopt(ready.fragment, payload, resolved=resolved, blended=blended)
             case sync.Send():
+                self._sent[effect.fragment] = (self.meter.local_step, self.clock())
                 self.outbox(
                     Outgoing(
                         send=effect,

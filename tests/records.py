@@ -34,6 +34,7 @@ def make_input(**changes: Any) -> wire.Input:
         "weight_unit": 0,
         "steps_credited": 1,
         "tokens_credited": 1,
+        "announced_at_s": 0.0,
     }
     return wire.Input(**(fields | changes))
 

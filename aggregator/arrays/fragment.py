@@ -452,6 +452,7 @@ def make_input(admitted: Admitted, coefficients: bytes, unit: int) -> wire.Input
         weight_unit=unit,
         steps_credited=admitted.credit.steps,
         tokens_credited=admitted.credit.tokens,
+        announced_at_s=admitted.stored_at_s,
     )
 
 

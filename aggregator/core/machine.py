@@ -165,7 +165,8 @@ def _on_announced(rules: FragmentRules, state: State, event: events.Announced) -
         if manifest.incarnation == member.incarnation:
             member = admission.observed(rules.bounds, state, manifest, given, event.stored_at_s)
     state = with_member(state, manifest.learner, member)
-    state = with_pending(state, update, Pending(manifest, event.stream_seq, state.now_s, given))
+    waits = Pending(manifest, event.stream_seq, state.now_s, event.stored_at_s, given)
+    state = with_pending(state, update, waits)
     return rounds.go_on(rules, state, state.now_s)
 
 
@@ -253,6 +254,7 @@ def _admit(
         clip,
         event.norm,
         pending.announced_at_s,
+        pending.stored_at_s,
     )
     state = with_admitted(state, event.update, admitted)
     state, more = rounds.advance(rules, state, event.at_s)

@@ -197,7 +197,9 @@ def awaiting(state: State) -> State:
         return state
     pending = state.pending
     for one in state.admitted:
-        again = Pending(one.manifest, one.stream_seq, one.announced_at_s, one.credit)
+        again = Pending(
+            one.manifest, one.stream_seq, one.announced_at_s, one.stored_at_s, one.credit
+        )
         pending = pending.put(update_id(one.manifest), again)
     members = state.members.but(norms={})
     # Each of them counts as before, merged or waiting.

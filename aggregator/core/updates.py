@@ -27,6 +27,7 @@ class UpdateCredit(NamedTuple):
 class Pending(NamedTuple):
     """An update that is announced and not yet verified; `fetching` once its shards are read.
 
+    It was announced at `announced_at_s` by the owner's clock, at `stored_at_s` by the server's.
     `passed`: it could not be read in the time of its round. It is merged when it comes, but no
     later round waits for it, or one sender's slow object would hold up every version. `broke`: how
     often adding it to the sum failed.
@@ -35,6 +36,7 @@ class Pending(NamedTuple):
     manifest: wire.Manifest
     stream_seq: int
     announced_at_s: float
+    stored_at_s: float
     credit: UpdateCredit
     fetching: bool = False
     passed: bool = False
@@ -52,6 +54,7 @@ class Admitted(NamedTuple):
     clip: float
     norm: float
     announced_at_s: float = 0.0
+    stored_at_s: float = 0.0
 
     @property
     def weight(self) -> float:

@@ -6,7 +6,7 @@ and objects (`RecordContents`), and who makes it. Whoever publishes one states a
 
 import contextlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from diloco.aggregator.arrays.fragment import ClosedRound, FragmentArrays
@@ -16,6 +16,7 @@ from diloco.aggregator.core.decisions import Decided, decide
 from diloco.aggregator.core.events import Commit
 from diloco.aggregator.core.policy import FragmentRules
 from diloco.aggregator.core.state import State
+from diloco.aggregator.core.updates import Admitted
 from diloco.common.process import log, metrics, release
 from diloco.common.process.metrics import Metrics
 from diloco.common.process.service import Tasks
@@ -415,6 +416,7 @@ class Committer:
         count_record(context.metrics, self.newest, record)
         self.newest = cited(record, record_seq)
         committed_at_s = clock()
+        count_waits(context.metrics, commit.state.admitted, committed_at_s)
         self._logger.info(
             "committed",
             what=record.what,
@@ -467,6 +469,13 @@ def count_record(counted: Metrics, before: wire.Record, record: wire.Record) -> 
     quorum_at_s = record.quorum_at_s or record.closed_at_s
     counted.observe(metrics.ROUND, max(0.0, quorum_at_s - record.opened_at_s), "quorum")
     counted.observe(metrics.ROUND, max(0.0, record.closed_at_s - quorum_at_s), "grace")
+
+
+def count_waits(counted: Metrics, merged: Iterable[Admitted], committed_at_s: float) -> None:
+    """Merged updates have their record; all by the owner's clock."""
+    for one in merged:
+        waited_s = max(0.0, committed_at_s - one.announced_at_s)
+        counted.observe(metrics.WAIT, waited_s, one.manifest.learner)
 
 
 @contextlib.contextmanager

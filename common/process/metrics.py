@@ -92,6 +92,10 @@ CHECKPOINTED_AT = _gauge(
 CHECKPOINT_FAILURES = _counter(
     "learner_checkpoint_failures_total", "checkpoints that could not be made"
 )
+DELAY = _gauge(
+    "learner_delay_seconds", "from the step that sent an update to the one that had its answer"
+)
+DELAY_STEPS = _gauge("learner_delay_steps", "likewise, in inner steps; mean of the last updates")
 STATE = _gauge("learner_state", "1 for the current state", "state")
 ADOPTED = _gauge("learner_version", "version adopted", "fragment")
 UNSENT = _gauge("learner_unsent_steps", "inner steps not yet announced", "fragment")
@@ -139,6 +143,12 @@ IGNORED = _counter("aggregator_ignored_total", "messages ignored: not a valid up
 STALENESS = _histogram(
     "aggregator_staleness_versions", "staleness of merged updates, in versions", VERSIONS, "learner"
 )
+WAIT = _histogram(
+    "aggregator_wait_seconds",
+    "from a merged update's announcement to its record",
+    SECONDS,
+    "learner",
+)
 ROUND_UPDATES = _histogram("aggregator_round_updates", "updates merged in a round", UPDATES)
 ROUND = _histogram("aggregator_round_seconds", "round time, by phase", SECONDS, "part")
 RECOVERIES = _counter("aggregator_recoveries_total", "recoveries of a fragment")
@@ -165,12 +175,13 @@ TAPE_LIMIT = _gauge("tape_limit_bytes", "size limit of the tape; 0: none")
 
 DAEMON = (LIVE, READY, FAULTS, WAITING)
 LEARNER = (
-    TOKENS, STEPS, DATA_TOKENS, GLOBAL_STEP, LOSS, METRIC, STEP_TIME, STALL, DATA_WAIT, RUN_TIME,
-    UP, DOWN, SENT, CHECKPOINTED_AT, CHECKPOINT_FAILURES, STATE, ADOPTED, UNSENT, SENDING,
+    TOKENS, STEPS, DATA_TOKENS, GLOBAL_STEP, LOSS, METRIC, STEP_TIME, DELAY, DELAY_STEPS, STALL,
+    DATA_WAIT, RUN_TIME, UP, DOWN, SENT, CHECKPOINTED_AT, CHECKPOINT_FAILURES, STATE, ADOPTED,
+    UNSENT, SENDING,
 )  # fmt: skip
 AGGREGATOR = (
     FRAGMENTS, OWNED, REFUSED, VERSION, CLOCK, COMMITTED_AT, MERGED, REJECTED, DELIVERED, LOST,
-    PENDING, QUEUED, LIVE_LEARNERS, HEARD_AT, QUARANTINED, VERDICTS, IGNORED, STALENESS,
+    PENDING, QUEUED, LIVE_LEARNERS, HEARD_AT, QUARANTINED, VERDICTS, IGNORED, STALENESS, WAIT,
     ROUND_UPDATES, ROUND, RECOVERIES, MERGED_AGAIN, RECEIVED, STORED, COLLECTED,
     RUN_CHECKPOINTED_AT, HELD_OUT, HELD_OUT_STEP, PAUSED, TAPE_SIZE, TAPE_LIMIT,
 )  # fmt: skip

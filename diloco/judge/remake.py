@@ -248,6 +248,7 @@ def admitted_again(record: wire.Record, taken: wire.Input, settings: RunSettings
         discount,
         taken.clip,
         taken.norm,
+        stored_at_s=taken.announced_at_s,
     )
 
 

@@ -168,6 +168,7 @@ class Plan:
     interval_s: float
     participants: float
     staleness: float
+    wait_steps: tuple[float, float]
     late_share: float
     kept: float
 
@@ -240,6 +241,7 @@ def make_plan(
         interval_s=rounds.interval_s,
         participants=rounds.participants,
         staleness=rounds.mean_staleness,
+        wait_steps=(rounds.wait_s[0] / fastest_s, rounds.wait_s[1] / fastest_s),
         late_share=rounds.late_share,
         kept=rounds.kept,
     )

@@ -114,6 +114,12 @@ class RoundTotals:
         return sum(self.staleness) / len(self.staleness) if self.staleness else 0.0
 
     @property
+    def wait_s(self) -> tuple[float, float]:
+        """Mean and worst of `waits_s`."""
+        waits_s = self.waits_s or [0.0]
+        return sum(waits_s) / len(waits_s), max(waits_s)
+
+    @property
     def late_share(self) -> float:
         """Share of merged updates that missed the round for which they were sent."""
         return sum(s > 0 for s in self.staleness) / len(self.staleness) if self.staleness else 0.0

@@ -118,6 +118,10 @@ def _needs(settings: RunSettings, made: Plan) -> Table:
         ("time between versions of a fragment", apart),
         ("updates in a version", f"{made.participants:.1f} of {made.learners}"),
         ("mean staleness", f"{made.staleness:.2f} versions"),
+        (
+            "an update's wait for its round, mean / worst",
+            "{:.1f} / {:.1f} steps of the fastest".format(*made.wait_steps),
+        ),
         ("late updates", f"{100 * made.late_share:.1f} %"),
         ("work lost with learners that died", f"{100 * (1 - made.kept):.2f} %"),
         ("objects written / read a day", objects),

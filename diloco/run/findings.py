@@ -39,6 +39,8 @@ STALE = 4.0
 REJECTED_SHARE = 0.1
 # Things that a group of findings names.
 NAMED = 5
+# An update that waits for less is waited for by messages alone, however short the steps are.
+WAIT_LEAST_S = 1.0
 # So many lives of a learner that ended without a word, in an hour, are a loop and no accident.
 SUDDEN_ENDS = 3
 # Fewer than this may be an accident of clocks.
@@ -81,6 +83,7 @@ def judged(run: RunStatus, settings: RunSettings, *, copied: bool = False) -> It
         yield Finding(severity="note", about="learners", sentence="no learner has joined yet")
     if run.state in ("under way", "waiting for learners") and not copied:
         yield from _nobody(run.learners)
+    yield from _waits(run, settings.sync.overlap_steps)
     yield from _fragments(run, settings)
     yield from _quiet(run, settings)
     if run.state != "ended" and not copied:
@@ -267,6 +270,28 @@ def _nobody(learners: Sequence[LearnerStatus]) -> Iterator[Finding]:
 
 
 # Fragments
+
+
+def _waits(run: RunStatus, overlap_steps: int) -> Iterator[Finding]:
+    """How long updates wait for their version: longer than tau, learners train past it."""
+    wait = run.wait
+    if wait is None:
+        return
+    long = (
+        f"{wait.mean_steps:.1f} steps of their learners on average ({wait.mean_s:.1f} s), "
+        f"{wait.worst_steps:.1f} at worst"
+    )
+    if wait.mean_steps <= overlap_steps or wait.mean_s < WAIT_LEAST_S:
+        yield Finding(severity="ok", about="rounds", sentence=f"updates wait {long}")
+        return
+    yield Finding(
+        severity="warning",
+        about="rounds",
+        sentence=f"updates wait {long}; sync.overlap_steps is {overlap_steps}",
+        advice="compare the learners' speeds and uploads and the aggregator's load; learners that "
+        "differ need more of sync.overlap_steps, or a smaller quorum",
+        runbook=LAGGING_LEARNER,
+    )
 
 
 def patience_s(settings: RunSettings) -> float:

@@ -10,7 +10,7 @@ What records say is a fact. What heartbeats say is a learner's word of itself, a
 
 import contextlib
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median, median_low
 from typing import Literal, NamedTuple
@@ -74,6 +74,24 @@ class MergedPoint(NamedTuple):
     others_loss: float | None
 
 
+class Delays(NamedTuple):
+    """Times of several updates, in seconds and in inner steps of their learners."""
+
+    mean_s: float
+    worst_s: float
+    mean_steps: float
+    worst_steps: float
+
+
+def delays_of(waits: Iterable[tuple[float, float]]) -> Delays | None:
+    """Of several waits, each in seconds and in steps; None of none."""
+    found = [*waits]
+    if not found:
+        return None
+    times_s, steps = zip(*found, strict=True)
+    return Delays(fmean(times_s), max(times_s), fmean(steps), max(steps))
+
+
 class UpdateAnswer(NamedTuple):
     """The answer to an update: rejected for a reason, or merged with staleness and loss.
 
@@ -81,6 +99,7 @@ class UpdateAnswer(NamedTuple):
         less: in which ways a merged one counts for less than it claims.
         norm: relative to the median of its round.
         others_loss: median loss of the others in its round; None if it was alone.
+        wait: from its announcement to its version, by the server, in seconds and in its steps.
     """
 
     reason: str = ""
@@ -89,6 +108,7 @@ class UpdateAnswer(NamedTuple):
     loss: float = 0.0
     norm: float = 1.0
     others_loss: float | None = None
+    wait: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +135,9 @@ class LearnerStatus:
             others', "norm" far above the others'.
         offences: the most that any fragment counts; see `bounds.quarantine_offences`.
         staleness: mean of its last updates, in versions; None before any was merged.
+        wait: of those, from announcement to version.
+        delay: its own word of its last updates, from the step that sent one to the one that had
+            the answer; None before any.
         merged_loss: median of them, `norm` likewise: what was merged, not what it says.
         recent: what became of its last updates; `beside`: of the last that were merged together
             with somebody else's.
@@ -155,6 +178,8 @@ class LearnerStatus:
     less: Mapping[str, int]
     offences: int
     staleness: float | None
+    wait: Delays | None
+    delay: Delays | None
     merged_loss: float | None
     norm: float | None
     recent: tuple[UpdateAnswer, ...]
@@ -202,6 +227,8 @@ class RunStatus:
             a newer record.
         strangers: learners whose newest heartbeat is of a life that never joined, and that life.
         staleness: mean of recently merged updates, in versions; `round_size`: their mean number.
+        wait: of those, from announcement to version; None before any.
+        delay: of all learners, as theirs.
         stall_fraction: share of the learners' time that synchronization took from training.
         findings: what is said of its health, good and bad.
     """
@@ -225,6 +252,8 @@ class RunStatus:
     bytes_up: int
     bytes_down: int
     staleness: float
+    wait: Delays | None
+    delay: Delays | None
     round_size: float
     stall_fraction: float
     tape_bytes: int
@@ -342,9 +371,14 @@ class _Round(NamedTuple):
     """The figures of a round that rates and averages need."""
 
     closed_at_s: float
-    inputs: int
     staleness: int
     size_bytes: int
+    waits: tuple[tuple[float, float], ...]
+
+    @property
+    def inputs(self) -> int:
+        """Updates that it merged."""
+        return len(self.waits)
 
 
 class Observed:
@@ -464,15 +498,16 @@ class Observed:
             one.reasons[refused.reason] += 1
             one.recent.append(UpdateAnswer(refused.reason))
         if record.inputs:
-            self._note_round(record)
+            self._note_round(record, recorded.stored_at_s)
 
-    def _note_round(self, record: wire.Record) -> None:
+    def _note_round(self, record: wire.Record, made_at_s: float) -> None:
         sizes = (shard.size_bytes for taken in record.inputs for shard in taken.shards)
         stale = sum(taken.staleness for taken in record.inputs)
-        self._recent.append(_Round(record.closed_at_s, len(record.inputs), stale, sum(sizes)))
+        waits = waits_of(record, made_at_s)
+        self._recent.append(_Round(record.closed_at_s, stale, sum(sizes), waits))
         if len(record.inputs) > 2:
             self.rounds.append(record)
-        for taken, answer in zip(record.inputs, answers(record.inputs), strict=True):
+        for taken, answer in zip(record.inputs, answers(record.inputs, waits), strict=True):
             one = self.known[taken.learner]
             one.merged += 1
             one.tokens += taken.tokens_credited
@@ -525,6 +560,8 @@ class Observed:
             bytes_up=self._bytes_up,
             bytes_down=sum(one.bytes_down for one in spent),
             staleness=sum(one.staleness for one in self._recent) / max(1, merged),
+            wait=delays_of(wait for one in self._recent for wait in one.waits),
+            delay=_over_all([one.delay for one in learners if one.delay is not None]),
             round_size=merged / max(1, len(self._recent)),
             stall_fraction=share(
                 sum(one.stall_s for one in spent), sum(one.run_s for one in spent)
@@ -656,6 +693,8 @@ class Observed:
             less=dict(known.less),
             offences=max((one.offences for one in read.members), default=0),
             staleness=fmean(one.staleness for one in merged) if merged else None,
+            wait=delays_of(one.wait for one in merged),
+            delay=_told_delays(beat),
             merged_loss=median(one.loss for one in merged) if merged else None,
             norm=median(one.norm for one in merged) if merged else None,
             recent=tuple(recent),
@@ -698,15 +737,44 @@ class _Reading(NamedTuple):
         return self.last.heartbeat.incarnation
 
 
-def answers(inputs: Sequence[wire.Input]) -> Iterator[UpdateAnswer]:
-    """The answer to each update of a round."""
+def _told_delays(beat: wire.Heartbeat | None) -> Delays | None:
+    """The delays that a heartbeat tells, if any."""
+    if beat is None or not beat.worst_delay_s:
+        return None
+    return Delays(beat.delay_s, beat.worst_delay_s, beat.delay_steps, beat.worst_delay_steps)
+
+
+def _over_all(found: Sequence[Delays]) -> Delays | None:
+    """The means' mean and the worst of all."""
+    if not found:
+        return None
+    means_s, worst_s, means, worst = zip(*found, strict=True)
+    return Delays(fmean(means_s), max(worst_s), fmean(means), max(worst))
+
+
+def waits_of(record: wire.Record, made_at_s: float) -> tuple[tuple[float, float], ...]:
+    """How long each update waited for its version, in seconds and in steps of its sender.
+
+    Args:
+        record: has the updates, and how fast their senders were seen to be.
+        made_at_s: when the server stored it; so it stored the announcements.
+    """
+    speeds = {one.learner: one.speed for one in record.policy.members}
+    waits_s = [(one.learner, max(0.0, made_at_s - one.announced_at_s)) for one in record.inputs]
+    return tuple((wait_s, wait_s * speeds.get(learner, 0.0)) for learner, wait_s in waits_s)
+
+
+def answers(
+    inputs: Sequence[wire.Input], waits: Sequence[tuple[float, float]]
+) -> Iterator[UpdateAnswer]:
+    """The answer to each update of a round, which waited so long."""
     # Of two the shorter: a long one must not make strangers of those beside it.
     usual = median_low([one.norm for one in inputs] or [1.0])
     others = others_losses(inputs)
-    for taken in inputs:
+    for taken, wait in zip(inputs, waits, strict=True):
         yield UpdateAnswer(
             "", taken.less_for, taken.staleness, taken.loss,
-            taken.norm / usual if usual > 0 else 1.0, others[taken.learner],
+            taken.norm / usual if usual > 0 else 1.0, others[taken.learner], wait,
         )  # fmt: skip
 
 

@@ -142,7 +142,9 @@ class TimeSeries:
         )
     )  # fmt: skip
     inputs: Columns = field(
-        default_factory=lambda: Columns("round", "learner", "fragment", "time_s", *TAKEN, "updates")
+        default_factory=lambda: Columns(
+            "round", "learner", "fragment", "time_s", *TAKEN, "wait_s", "worst_wait_s", "updates"
+        )
     )
     cosines: Columns = field(default_factory=lambda: Columns("fragment", "time_s", "cosine"))
     versions: Columns = field(default_factory=lambda: Columns("seq", "fragment", "time_s"))
@@ -360,6 +362,7 @@ class Builder:
     def _take(self, fragment: int, taken: wire.Input, row: int, at_s: float) -> None:
         # What its sender claims is no work that anybody has seen.
         columns = ("tokens_credited" if name == "tokens" else name for name in TAKEN)
+        wait_s = max(0.0, at_s - taken.announced_at_s)
         life = self._lives.get((taken.learner, taken.incarnation))
         if life is not None and life.merged_s is None:
             life.merged_s = at_s
@@ -369,16 +372,19 @@ class Builder:
             fragment,
             at_s,
             *(getattr(taken, column) for column in columns),
+            wait_s,
+            wait_s,
             1,
         )
 
 
 # Long time series in few rows, so that who follows a run without end holds no more of it than this:
 # neighbouring updates of a learner and fragment become one row. Tokens, steps and bytes are their
-# sums, time and place in the data the later one's, all else the mean. So sums stay exact, and
-# curves lose detail that no screen shows.
+# sums, time and place in the data the later one's, the worst wait the longest, all else the mean.
+# So sums stay exact, and curves lose detail that no screen shows.
 SUMS = frozenset({"tokens", "steps", "bytes", "updates"})
 LATER = frozenset({"time_s", "position", "round"})
+LONGEST = frozenset({"worst_wait_s"})
 # Of updates sent and of updates merged, each.
 MOST_ROWS = 200_000
 
@@ -414,6 +420,8 @@ def _halved(columns: dict[str, Column], key: tuple[str, ...]) -> dict[str, Colum
             made[name] = sums
         elif name in LATER:
             made[name] = values[begins + counts - 1]
+        elif name in LONGEST:
+            made[name] = np.maximum.reduceat(values, begins)
         else:
             made[name] = sums / counts
     again = np.argsort(made["time_s"], kind="stable")

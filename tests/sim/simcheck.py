@@ -209,6 +209,7 @@ class Checkers:
         for taken in record.inputs:
             chain.resolve(record, taken, lies=taken.learner == LIAR)
             self.admission.check_merged(record.fragment, taken)
+            self._check_announced(taken)
         for refused in record.rejected:
             chain.resolve(record, refused, lies=refused.learner == LIAR)
             self.admission.check_rejected(message.seq, refused)
@@ -219,6 +220,13 @@ class Checkers:
             account.merge(record, message.seq)
         chain.follow(record, message.seq)
         self.garbage.needs[record.fragment].note(record, message.seq, message.time_s)
+
+    def _check_announced(self, taken: wire.Input) -> None:
+        """A record says when the server stored the announcement that it cites."""
+        log = self._world.broker.stream(names.tape_stream(self._world.run_name)).log
+        cited, said_s = log.get(taken.stream_seq), taken.announced_at_s
+        right = cited is None or cited.time_s == said_s
+        hold(right, "wait", update_id(taken), f"announced at {said_s}, says the record: {cited}")
 
     def _read(self, message: Message) -> wire.Record:
         found = decode(message.subject, message.payload)

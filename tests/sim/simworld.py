@@ -509,6 +509,7 @@ class SimLearner:
         )
         position = (await place_after_join(context)).position
         tensors.begin(replica, position)
+        self.meter = meter
         own = Life(context.epoch, self.name, life.incarnation)
         world.checkers.on_began(own, [start.version for start in starts], position)
         rules = sync.sync_rules(world.settings.sync, world.layout)

@@ -9,7 +9,7 @@ from simworld import SimLearner, World, ended
 
 from diloco.common.protocol import names, wire
 from diloco.learner.background import TrafficCounts
-from diloco.learner.synchronizer import Meter
+from diloco.learner.synchronizer import DELAYS, Meter
 
 LEDGER = {
     "sync": {
@@ -65,6 +65,25 @@ def test_a_run_ends_by_itself_and_every_step_is_merged_once():
     assert fates["steps"] == 2 * sum(learner.steps for learner in learners)
     assert fates["versions"] > 10
     assert all(abs(learner.steps - 60) < 12 for learner in learners)
+
+
+def test_learners_say_how_long_answers_took_in_seconds_and_in_their_own_steps():
+    world = make_world(steps=200)
+    learners = [SimLearner(world, i, step_s=s) for i, s in enumerate((1.0, 1.0, 3.0))]
+    world.run(lambda: run_fleet(world, learners))
+    finished(world)
+    for learner in learners:
+        delays = learner.meter.delays
+        assert len(delays) == DELAYS
+        # The last of each of the two fragments is answered when no step follows.
+        for steps, took_s in delays[:-2]:
+            assert 0 < steps <= 24
+            assert abs(took_s / learner.step_s - steps) <= 1 + steps / 10
+        beat = learner.meter.heartbeat(1)
+        assert beat.worst_delay_s == max(took_s for _, took_s in delays)
+        assert beat.worst_delay_steps == max(steps for steps, _ in delays)
+        assert beat.delay_steps == pytest.approx(sum(steps for steps, _ in delays) / DELAYS)
+        assert 0 < beat.delay_s <= beat.worst_delay_s
 
 
 def test_unequal_learners_contribute_what_they_have():

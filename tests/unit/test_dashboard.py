@@ -211,6 +211,8 @@ def test_long_series_are_condensed_and_their_sums_hold() -> None:
         for column in columns:
             sums = [getattr(one.series, table)[column].sum() for one in (whole, short)]
             assert sums[0] == sums[1], (table, column)
+    worst_s = [one.series.inputs["worst_wait_s"].max() for one in (whole, short)]
+    assert worst_s[0] == worst_s[1] > 0
     short.lanes = make_lanes(short.series)
     assert [lane.lives for lane in short.lanes] == [lane.lives for lane in whole.lanes]
     assert goodput(spent(short)) == pytest.approx(goodput(spent(whole)), abs=0.1)

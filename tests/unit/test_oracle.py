@@ -173,6 +173,7 @@ WRONG = [
     ("inputs.discount", lambda now: now * 0.9, "weight"),
     ("inputs.clip", lambda now: now * 0.9, "weight"),
     ("inputs.tokens", add(1), "admission"),
+    ("inputs.announced_at_s", add(-1.0), "admission"),
     ("inputs.coefficients", lambda now: bytes([now[0] ^ 8, *now[1:]]), "coefficients"),
     ("factors", lambda now: (np.frombuffer(now, np.float32) * 1.01).tobytes(), "factors"),
     ("reason", lambda _: "deadline", "round"),

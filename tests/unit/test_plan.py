@@ -219,6 +219,8 @@ def test_equal_learners_make_complete_rounds_every_h_steps():
     assert rounds.interval_s == pytest.approx(24, rel=0.03)
     assert rounds.participants == 4
     assert (rounds.mean_staleness, rounds.late_share, rounds.kept) == (0, 0, 1)
+    mean_s, worst_s = rounds.wait_s
+    assert 0 < mean_s < worst_s < 1.0
     assert rounds.reasons == {"complete": rounds.versions}
     assert rounds.utilization == 1
 
@@ -728,7 +730,10 @@ def test_the_plan_as_json():
 
 def test_the_plan_as_tables():
     text = invoke("--chips", "1.2M", "--learners", "2", "--mtbi", "1y", "--gbit", "10")
-    words = ("1,200,000 chips", "goodput", "elastic", "Gbit/s", "staleness", "memory", "loss")
+    words = (
+        "1,200,000 chips", "goodput", "elastic", "Gbit/s", "staleness", "steps of the fastest",
+        "memory", "loss",
+    )  # fmt: skip
     for word in ("Cheapest: regional bucket", *words):
         assert word in text
 

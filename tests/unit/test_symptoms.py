@@ -4,19 +4,25 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Coroutine
+from io import StringIO
 from typing import Any
 
 import pytest
+from records import make_input, make_record
+from rich.console import Console
 from runlab import RUN, Lab
 
+from diloco.common.process.config import RunSettings
 from diloco.common.process.service import Runtime
 from diloco.common.protocol import names, wire
+from diloco.common.storage.tape import Recorded
 from diloco.judge import symptoms
 from diloco.judge.audit import audit
 from diloco.judge.doctor import said_once
 from diloco.run.findings import FRAGMENT_STOPPED, judged
 from diloco.run.history import History, read_history
 from diloco.run.state import Finding, Observed
+from diloco.show.status.screen import picture
 
 
 def ask(work: Coroutine[Any, Any, Any]) -> Any:
@@ -242,3 +248,61 @@ def test_what_two_looks_find_is_said_once_as_the_worse() -> None:
         for severity, about in (("note", "store"), ("error", "store"), ("note", "bus"))
     )
     assert said_once([note, other, error, note]) == [error, other]
+
+
+def speedy(name: str, steps_per_s: float) -> wire.MemberState:
+    return wire.MemberState(
+        learner=name, incarnation=1, live=True, left=False, final=False, step_time_s=0.1,
+        weight=1.0, heard_at_s=0.0, offences=0, tokens_per_step=1.0, read_at_s=0.0,
+        speed=steps_per_s, unused_s=0.0, norm=1.0, missed=0,
+    )  # fmt: skip
+
+
+def waited(*waits_s: float, steps_per_s: float = 2.0) -> Observed:
+    """A round of learners whose updates waited so long, and who say what they had of it."""
+    who = [f"learner-{index}" for index in range(len(waits_s))]
+    policy = make_record().policy.model_copy(
+        update={"members": tuple(speedy(name, steps_per_s) for name in who)}
+    )
+    inputs = tuple(
+        make_input(learner=name, announced_at_s=1000.0 - wait_s)
+        for name, wait_s in zip(who, waits_s, strict=True)
+    )
+    seen = Observed("lab", 0, RunSettings.model_validate({"run": {"name": "lab", "steps": 9}}))
+    seen.note_record(Recorded(make_record(version=1, inputs=inputs, policy=policy), 2, 1000.0))
+    return seen
+
+
+# Tau is two steps of the run.
+@pytest.mark.parametrize(
+    ("waits_s", "steps_per_s", "severity"),
+    [((0.5, 1.4), 2.0, "ok"), ((0.6, 3.0), 2.0, "warning"), ((0.5, 0.9), 50.0, "ok")],
+    ids=["within tau", "past tau", "messages alone"],
+)
+def test_updates_that_wait_for_longer_than_tau(
+    waits_s: tuple[float, ...], steps_per_s: float, severity: str
+) -> None:
+    seen = waited(*waits_s, steps_per_s=steps_per_s)
+    (finding,) = about(seen, "rounds", 1001.0)
+    assert finding.severity == severity, finding
+    mean, worst = steps_per_s * sum(waits_s) / 2, steps_per_s * max(waits_s)
+    assert f"{mean:.1f} steps of their learners on average" in finding.sentence
+    assert f"{worst:.1f} at worst" in finding.sentence
+    assert (finding.runbook is not None) == (severity == "warning")
+
+
+def test_waits_and_delays_are_shown_of_each_and_of_all() -> None:
+    seen = waited(0.5, 1.5)
+    said = {"delay_s": 2.0, "worst_delay_s": 3.0, "delay_steps": 4.0, "worst_delay_steps": 6}
+    seen.hear(beat("learner-0", 1).model_copy(update=said), 1000.0)
+    seen.hear(beat("learner-1", 1), 1000.0)
+    run = seen.run(1001.0)
+    assert run.wait == (1.0, 1.5, 2.0, 3.0)
+    assert [one.wait for one in run.learners] == [(0.5, 0.5, 1.0, 1.0), (1.5, 1.5, 3.0, 3.0)]
+    assert [one.delay for one in run.learners] == [(2.0, 3.0, 4.0, 6.0), None]
+    assert run.delay == (2.0, 3.0, 4.0, 6.0)
+    console = Console(width=160, record=True, file=StringIO())
+    console.print(picture(run))
+    shown = " ".join(console.export_text().split())
+    assert "updates wait 2.0 steps (1.0 s), 3.0 at worst" in shown
+    assert "answers after 4.0 steps (2.0 s), 6.0 at worst" in shown

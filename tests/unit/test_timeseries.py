@@ -67,6 +67,12 @@ def test_it_says_what_the_history_says(forged: Lab) -> None:
     assert sum(series.refusal_reasons.values()) == len(rejected)
     assert series.inputs["tokens"].sum() == sum(taken.tokens_credited for taken in inputs)
     assert series.inputs["staleness"].sum() == sum(taken.staleness for taken in inputs)
+    waits_s = [
+        history.times_s[seq] - taken.announced_at_s
+        for seq, record in history.in_order()
+        for taken in record.inputs
+    ]
+    assert series.inputs["wait_s"].tolist() == pytest.approx(waits_s)
     assert sorted(series.learners) == ["a", "b", "c"]
     assert len(series.lives) == len(history.joins) == 5
     assert series.tokens_merged() == series.inputs["tokens"].sum() / 2

@@ -145,6 +145,10 @@ class Input(NestedRecord):
     )
     steps_credited: Positive = Field(description="the steps that it counts for")
     tokens_credited: Positive = Field(description="likewise, of its tokens")
+    announced_at_s: float = Field(
+        description="when the server stored the manifest; its version was made when the server"
+        " stored this record"
+    )
 
     @property
     def less_for(self) -> tuple[str, ...]:

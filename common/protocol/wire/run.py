@@ -332,6 +332,14 @@ class Heartbeat(Body):
     bytes_up: Count = Field(description="stored shards")
     bytes_down: Count = Field(description="read objects")
     updates_sent: Count = Field(description="of this life")
+    delay_s: Seconds = Field(
+        default=0.0,
+        description="mean over its last 16 updates, from the boundary that cut one off to the one"
+        " that adopted the record with its answer; 0: none was answered",
+    )
+    worst_delay_s: Seconds = Field(default=0.0, description="the longest of them")
+    delay_steps: Rate = Field(default=0.0, description="likewise, in inner steps of its own")
+    worst_delay_steps: Count = Field(default=0, description="likewise")
     state: Text = Field(
         description="`starting`, `training`, `paused`, `flushing`, `leaving`, or `failed`: the last"
         " word of a life that an error ends; `trouble` says which"

@@ -149,12 +149,12 @@ class Chain:
         if self._whole_from > 1:
             self._whole_from = seq
 
-    def _announced(self, seq: int) -> wire.Manifest | None:
-        """The update that was announced at a sequence and had no answer in the record before."""
+    def _announced(self, seq: int) -> tuple[wire.Manifest, float] | None:
+        """The update stored at a sequence without an answer in the record before, and when."""
         at = self._index(seq)
         entry = self._heard[at] if at < len(self._heard) else None
         body = entry.body if isinstance(entry, Entry) and entry.seq == seq else None
-        return body if isinstance(body, wire.Manifest) else None
+        return (body, entry.time_s) if entry and isinstance(body, wire.Manifest) else None
 
     def _settings_at(self, seq: int) -> RunSettings | None:
         settings = self._settings.get(seq) if seq else self._created

@@ -76,28 +76,30 @@ def clock(settings: RunSettings | None, base: wire.Record, record: wire.Record
 
 def answers(
     record: wire.Record,
-    announced: Callable[[int], wire.Manifest | None],
+    announced: Callable[[int], tuple[wire.Manifest, float] | None],
     whole_from: int,
 ) -> Iterator[RuleBreach]:
     """Compare a record's statements on updates with their manifests.
 
     Args:
         record: not the first of its fragment.
-        announced: the manifest at a sequence.
+        announced: the manifest at a sequence, and when it was stored.
         whole_from: no manifest from here on is missing.
     """
     for taken in resolved(record):
-        sent = announced(taken.stream_seq)
-        if sent is None:
+        found = announced(taken.stream_seq)
+        if found is None:
             if taken.stream_seq >= whole_from:
                 yield RuleBreach("admission", "stream_seq", "an update", taken.stream_seq)
             continue
+        sent, stored_at_s = found
         for name in ("learner", "incarnation", "seq", "tokens", "steps"):
             yield from _equal("admission", (name, getattr(sent, name), getattr(taken, name)))
         if not isinstance(taken, wire.Input):
             continue
         for name in ("codec", "shards", "loss", "final"):
             yield from _equal("admission", (name, getattr(sent, name), getattr(taken, name)))
+        yield from _equal("admission", ("announced_at_s", stored_at_s, taken.announced_at_s))
         staleness = record.version - 1 - sent.base_version
         yield from _equal("weight", ("staleness", staleness, taken.staleness))
         # Of an older view nobody asks for the digest.

@@ -85,7 +85,6 @@ def facts(shown: Shown) -> list[Fact]:
     trained = series.updates["tokens"].sum() / max(series.fragments, 1)
     delivered = series.tokens_merged()
     times = spent(shown)
-    stale = series.inputs["staleness"]
     steps = series.settings.run.steps
     return [
         Fact("duration", human_time(shown.span_s), _whole(shown)),
@@ -96,8 +95,7 @@ def facts(shown: Shown) -> list[Fact]:
         *_losses(shown),
         Fact("goodput", f"{goodput(times):.0%}", "of the learners' time is in the model"),
         Fact("learners", f"{len(series.learners)}", _lives(shown)),
-        Fact("updates merged", f"{merged:,}",
-             f"staleness {stale.mean():.2f} on average" if stale.size else ""),
+        Fact("updates merged", f"{merged:,}", _lateness(series)),
         Fact("updates rejected", f"{rejected:,}", _reasons(series)),
     ]  # fmt: skip
 
@@ -109,6 +107,17 @@ def _whole(shown: Shown) -> str:
         return so_far
     whole = human_time(series.ends_s - series.created_s)
     return f"the last of {whole} {so_far}".rstrip()
+
+
+def _lateness(series: TimeSeries) -> str:
+    inputs = series.inputs
+    if not len(inputs):
+        return ""
+    stale, wait_s = (
+        np.average(inputs[name], weights=inputs["updates"]) for name in ("staleness", "wait_s")
+    )
+    worst_s = inputs["worst_wait_s"].max()
+    return f"staleness {stale:.2f}, wait {wait_s:.2f} s on average, {worst_s:.2f} s at worst"
 
 
 def _versions(series: TimeSeries) -> int:
@@ -184,7 +193,7 @@ def learners(shown: Shown, statuses: Sequence[LearnerStatus]) -> SummaryTable:
 
 _NOW = ("state", "heard", "tokens/s", "bytes down", "sync stall", "data wait")
 _LIFE = ("lives", "step time", "goodput", "time down")
-_SUMS = ("tokens", "sent", "merged", "rejected", "staleness", "loss", "norm", "bytes up")
+_SUMS = ("tokens", "sent", "merged", "rejected", "staleness", "wait", "loss", "norm", "bytes up")
 
 
 def _now(one: LearnerStatus | None) -> tuple[str, ...]:
@@ -213,13 +222,17 @@ def _sums(series: TimeSeries) -> dict[str, tuple[str, ...]]:
         np.bincount(sent_by, updates[name], count) for name in ("updates", "tokens", "bytes")
     )
     merged = np.bincount(merged_by, inputs["updates"], count)
-    stale = np.bincount(merged_by, inputs["staleness"] * inputs["updates"], count)
+    stale, waits_s = (
+        np.bincount(merged_by, inputs[name] * inputs["updates"], count) / np.maximum(merged, 1)
+        for name in ("staleness", "wait_s")
+    )
     refused = np.bincount(series.refusals["learner"].astype(int), minlength=count)
     losses, norms = recent(series, "loss"), recent(series, "norm")
     return {
         name: (
             human_count(tokens[at] / series.fragments), f"{sent[at]:,.0f}", f"{merged[at]:,.0f}",
-            f"{refused[at]:,}", f"{stale[at] / merged[at]:.2f}" if merged[at] else "-",
+            f"{refused[at]:,}", f"{stale[at]:.2f}" if merged[at] else "-",
+            f"{waits_s[at]:.2f} s" if merged[at] else "-",
             _number(losses.get(name)), _number(norms.get(name)), human_bytes(sizes[at]),
         )
         for at, name in enumerate(series.learners)

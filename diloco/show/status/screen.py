@@ -23,7 +23,7 @@ from diloco.run.cli.screen import SEVERITY_STYLES, STATE_STYLES, plain_table, sa
 from diloco.run.cli.units import age, human_bytes
 from diloco.run.findings import grouped
 from diloco.run.history import Event, happened
-from diloco.run.state import Finding, FragmentStatus, LearnerStatus, RunStatus
+from diloco.run.state import Delays, Finding, FragmentStatus, LearnerStatus, RunStatus
 from diloco.run.watch import Watch, bus_section, read_runs
 
 REFRESH_S = 1.0
@@ -102,7 +102,16 @@ def _summary(run: RunStatus) -> RenderableType:
         f"up {human_bytes(run.bytes_up_per_s)}/s, tape {tape}",
         f"{run.updates_merged:,} updates merged, {run.updates_rejected:,} rejected",
     )
+    if run.wait is not None:
+        grid.add_row(_delays("updates wait", run.wait), _delays("answers after", run.delay))
     return grid
+
+
+def _delays(what: str, found: Delays | None) -> str:
+    if found is None:
+        return ""
+    mean = f"{found.mean_steps:.1f} steps ({found.mean_s:.1f} s)"
+    return f"{what} {mean}, {found.worst_steps:.1f} at worst"
 
 
 def _worth_a_look(learners: Sequence[LearnerStatus]) -> Sequence[LearnerStatus]:
@@ -119,8 +128,8 @@ def _worth_a_look(learners: Sequence[LearnerStatus]) -> Sequence[LearnerStatus]:
 
 def _learners(learners: Sequence[LearnerStatus], of: int) -> Table:
     table = plain_table(
-        "learner", "state", "heard", "step", "loss", "tokens/s", "data", "stall", "stale", "rej.",
-        "up", words=("state",),
+        "learner", "state", "heard", "step", "loss", "tokens/s", "data", "stall", "stale", "wait",
+        "rej.", "up", words=("state",),
     )  # fmt: skip
     for one in learners:
         table.add_row(
@@ -133,6 +142,7 @@ def _learners(learners: Sequence[LearnerStatus], of: int) -> Table:
             f"{one.data_fraction:.1%}",
             f"{one.stall_fraction:.1%}",
             "-" if one.staleness is None else f"{one.staleness:.1f}",
+            "-" if one.wait is None else f"{one.wait.mean_steps:.1f}",
             str(one.rejected),
             human_bytes(one.bytes_up),
         )
