@@ -11,8 +11,8 @@ from diloco.common.process.config import AggregatorSection, GcSection
 from diloco.common.process.health import Health
 from diloco.common.process.metrics import Metrics
 from diloco.common.protocol import names, shards, wire
-from diloco.common.protocol.buffers import Buffers
 from diloco.common.protocol.errors import RunMismatchError
+from diloco.common.protocol.shards import Buffers
 from diloco.common.storage.tape import RunContext
 
 if TYPE_CHECKING:

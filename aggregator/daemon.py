@@ -18,11 +18,11 @@ from diloco.aggregator.prepare import prepare
 from diloco.aggregator.tape_watch import watch_tape
 from diloco.aggregator.watches import LOOK_S, CheckpointWatch, ScoreWatch
 from diloco.common.process import log, metrics
-from diloco.common.process.averaged import sync_of
 from diloco.common.process.config import (
     Config,
     check_same_run,
     parse_settings,
+    sync_of,
     warnings,
 )
 from diloco.common.process.health import HealthView, report, tell, tell_stopping

@@ -19,8 +19,7 @@ import jax
 import numpy as np
 from jax.extend.core import Literal, jaxpr_as_fun
 
-from diloco.common.process.averaged import sync_of
-from diloco.common.process.config import Config, LearnerSection, SyncSection
+from diloco.common.process.config import Config, LearnerSection, SyncSection, sync_of
 from diloco.common.protocol import shards, slices
 from diloco.common.protocol.codec import Codec, Encoded, code_count, code_dtype, scale_count
 from diloco.common.protocol.errors import ConfigError
@@ -29,7 +28,7 @@ from diloco.learner.island import Island
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.delta import Blocks, Codes, Kernels, Leaves, make_kernels
 from diloco.learner.tensors.mesh import single
-from diloco.learner.tensors.ownership import make_ownership
+from diloco.learner.tensors.placement import make_ownership
 from diloco.learner.tensors.replica import anchor_memory
 
 # What the compiler puts between devices, with the shapes of its results before it.

@@ -20,7 +20,6 @@ from diloco.common.storage.holdings import Holding
 from diloco.common.storage.tape import has_ended, load_specification
 from diloco.learner.background import Alone, Context
 from diloco.learner.core import sync
-from diloco.learner.core.planner import Planner
 from diloco.learner.hosts import messages
 from diloco.learner.hosts.coordinator import Coordinator, Listener, listen
 from diloco.learner.hosts.messages import exchange_secret
@@ -39,7 +38,7 @@ from diloco.learner.life import (
     read_frozen,
     show_series,
 )
-from diloco.learner.synchronizer import Meter, Synchronizer
+from diloco.learner.synchronizer import Meter, Planner, Synchronizer
 from diloco.learner.task import Params
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.checkpoint import CheckpointFolder
@@ -56,8 +55,8 @@ from diloco.learner.wire.publish import Publisher, Uploader
 from diloco.learner.wire.receive import Receiver, VersionFetcher, load, start_at, whole
 from diloco.learner.wire.recovery import (
     CheckpointId,
-    Checkpoints,
     Restored,
+    Saver,
     readable_parts,
     restore,
 )
@@ -334,7 +333,7 @@ def _planner(
     context: Context,
     starts: tuple[sync.Start, ...],
     peers: Alone,
-    saver: Checkpoints,
+    saver: Saver | None,
 ) -> Planner:
     settings = context.settings
     rules = sync.sync_rules(settings.sync, context.layout, paused=settings.run.paused)
@@ -346,7 +345,7 @@ def _planner(
         asked_to_leave=lambda: host.asked_to_leave() or peers.asked_to_leave(),
         lookahead=peers.lookahead,
         drain_timeout_s=host.config.learner.drain_timeout_s,
-        checkpoint_due=saver.due,
+        checkpoint_due=never if saver is None else saver.due,
         tell=peers.tell,
         turned=context.health.turned,
     )

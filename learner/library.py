@@ -190,7 +190,7 @@ class Learner:
         took_s = time.perf_counter() - self._began_s
         meter.stepped(took_s, self._synchronizer.tokens_per_step, read)
         if boundary.checkpoint and save is not None:
-            self._synchronizer.saver.save(_given(save), self._synchronizer.progress())
+            self._checkpoint()
             self._save = None
         meter.state = boundary.state
         while boundary.then == "hold" and boundary.state in GOING_ON:
@@ -222,12 +222,19 @@ class Learner:
             self._life.give_up()
             self._asked.set()
             if self._save is not None and not _is_gone(self._save):
-                synchronizer.saver.save(_given(self._save), synchronizer.progress())
+                self._checkpoint()
         # What the loop has given away to a step that never came back cannot be sent.
         while self._then != "end" and not _is_gone(self._params):
             boundary = self._turn()
             synchronizer.meter.state, self._then = boundary.state, boundary.then
         self._life.leave()
+
+    def _checkpoint(self) -> None:
+        """Save what the loop gave last, if this learner keeps checkpoints."""
+        saver = self._synchronizer.saver
+        if saver is not None:
+            state = self._save() if callable(self._save) else self._save
+            saver.save(state, self._synchronizer.progress())
 
     def _turn(self) -> Boundary:
         synchronizer = self._synchronizer
@@ -287,10 +294,6 @@ def _kinds(params: Params) -> Any:
         return structure, [(leaf.dtype, leaf.shape) for leaf in leaves]
     except (AttributeError, ValueError, TypeError, SystemError, RecursionError):
         return None
-
-
-def _given(save: Any) -> Any:
-    return save() if callable(save) else save
 
 
 def _is_gone(values: Any) -> bool:

@@ -19,9 +19,7 @@ from diloco.common.process import log, metrics
 from diloco.common.process.config import Config, RunSettings
 from diloco.common.process.health import (
     PHASE_S,
-    HealthView,
     report,
-    step_limit_s,
     tell,
     tell_stopping,
 )
@@ -48,8 +46,6 @@ from diloco.learner.tensors.placement import placed
 from diloco.learner.tensors.replica import Replica
 from diloco.learner.wire.claims import GrantedShares
 from diloco.learner.wire.recovery import (
-    Checkpoints,
-    NoCheckpoints,
     Restored,
     Saver,
     open_folder,
@@ -190,8 +186,8 @@ class Life:
         manager, synchronizer = self.host.probes.manager, self.synchronizer
         health, meter = self.context.health, synchronizer.meter
         watchdog_timeout_s = self.host.config.learner.watchdog_timeout_s
-        health.limit_s = lambda: step_limit_s(watchdog_timeout_s, meter.step_time_s)
-        health.view = lambda: view_of(meter)
+        health.limit_s = partial(meter.turn_limit_s, watchdog_timeout_s)
+        health.view = meter.view
         self.context.logger.info("started", position=synchronizer.position)
         self.host.probes.start.over()
         self.host.background.spawn(report(health, manager))
@@ -221,7 +217,8 @@ class Life:
         """End it in order."""
         tell_stopping(self.host.probes.manager)
         why = self.leave_run()
-        self.synchronizer.saver.close()
+        if self.synchronizer.saver is not None:
+            self.synchronizer.saver.close()
         local_step = self.synchronizer.meter.local_step
         self.context.logger.info("left", why=why, local_step=local_step)
 
@@ -326,10 +323,10 @@ def log_restored(context: Context, found: Restored) -> None:
 
 def make_saver(
     host: Host, context: Context, folder: CheckpointFolder | None, incarnation: int
-) -> Checkpoints:
-    """Make the writer of this life's checkpoints."""
+) -> Saver | None:
+    """Make the writer of this life's checkpoints, if it keeps any."""
     if folder is None:
-        return NoCheckpoints()
+        return None
     return Saver(context, host.config.learner, folder, incarnation, jax.process_count())
 
 
@@ -347,23 +344,6 @@ def make_replica(host: Host, context: Context, views: Any) -> Replica:
 
 
 # --- What a learner counts, as `common/process/metrics.py` defines it
-
-
-# States that are no training, as whoever asks for health reads them.
-WHY_NOT = {
-    "starting": "it loads versions and compiles",
-    "paused": "the run is paused",
-    "flushing": "it sends what is unsent, and trains no more",
-    "leaving": "it says that it leaves",
-    "failed": "an error ends it",
-}
-
-
-def view_of(meter: Meter) -> HealthView:
-    """A learner's state, and the reason why it does not train."""
-    why = (WHY_NOT[meter.state],) if meter.state in WHY_NOT else ()
-    loss = "" if meter.loss is None else f", loss {meter.loss:.4f}"
-    return HealthView(f"{meter.state}: step {meter.local_step:,}{loss}", why)
 
 
 def show_series(counted: Metrics, learner: Synchronizer, state: sync.State) -> None:

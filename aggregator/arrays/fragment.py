@@ -15,13 +15,12 @@ from diloco.aggregator.arrays.grid import Grid, share_out
 from diloco.aggregator.arrays.merge import Contribution, Norms, Vector
 from diloco.aggregator.arrays.outer import OuterOptimizer, State
 from diloco.aggregator.core.updates import Admitted
-from diloco.common.process.averaged import averaged, settings_of
-from diloco.common.process.config import RunSettings
+from diloco.common.process.config import RunSettings, averaged_settings, settings_of
 from diloco.common.protocol import shards, wire
-from diloco.common.protocol.buffers import Buffers
 from diloco.common.protocol.codec import Codec, Encoded, aligned_empty, aligned_zeros
 from diloco.common.protocol.errors import IntegrityError, ObjectMissingError, WireError
 from diloco.common.protocol.layout import Layout
+from diloco.common.protocol.shards import Buffers
 
 
 class Payload(NamedTuple):
@@ -92,7 +91,7 @@ class FragmentArrays:
     @property
     def own_settings(self) -> RunSettings:
         """The run's settings as they hold for this fragment."""
-        return averaged(self.settings) if self.grid.averaged else self.settings
+        return averaged_settings(self.settings) if self.grid.averaged else self.settings
 
     @classmethod
     def from_view(

@@ -9,8 +9,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from diloco.common.process.averaged import settings_of
-from diloco.common.process.config import BoundsSection, QuorumSection, RunSettings, StalenessSection
+from diloco.common.process.config import (
+    BoundsSection,
+    QuorumSection,
+    RunSettings,
+    StalenessSection,
+    settings_of,
+)
 from diloco.common.protocol import names, shards, slices, wire
 from diloco.common.protocol.codec import Codec
 from diloco.common.protocol.errors import WireError

@@ -124,7 +124,7 @@ class Fragment:
 
     @property
     def averaged(self) -> bool:
-        """Whether it holds averaged state (`common/process/averaged.py`), and nothing else."""
+        """Whether it holds averaged state (`common/process/config/run.py`), and nothing else."""
         return any(piece.merge == STATE for piece in self.pieces)
 
     def segment_blocks(self, block: int) -> np.ndarray:

@@ -26,7 +26,7 @@ header is aligned to 64 and reaches JAX without a copy.
 import struct
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import google_crc32c
 import ml_dtypes
@@ -34,7 +34,6 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from diloco.common.protocol.buffers import Buffers, Data, parts_of
 from diloco.common.protocol.codec import (
     FORMS,
     GREATEST_SCALE,
@@ -55,6 +54,8 @@ MAGIC: Final = b"DLS2"
 CHUNK_BLOCKS: Final = 1024
 # Between two chunks of a delta that are wanted: what is shorter is read rather than asked around.
 GAP_BYTES: Final = 256 << 10
+# Of bytes that are stored or looked at in turn.
+PIECE_BYTES: Final = 1 << 20
 _CHECKSUM: Final = np.dtype("<u4")
 
 Read = Callable[[int, int], bytes]
@@ -187,30 +188,6 @@ def read_blocks(
     _check_scales(encoded.scales)
     check_codes(codec, encoded.codes)
     return encoded
-
-
-def crc32c(data: Data) -> int:
-    """Castagnoli checksum, as object stores compute it."""
-    if isinstance(data, bytes):
-        return int(google_crc32c.value(data))
-    value = 0
-    for piece in parts_of(data):
-        value = google_crc32c.extend(value, bytes(piece))  # It takes nothing else.
-    return value
-
-
-def digest(data: npt.NDArray[Any] | bytes | Buffers) -> str:
-    """xxh3-128 of the bytes, as 32 hex digits."""
-    # In one call it would hold the interpreter, and so every other thread, to its end.
-    hashed = xxhash.xxh3_128()
-    if isinstance(data, bytes):
-        hashed.update(data)
-    elif isinstance(data, Buffers):
-        for piece in data:
-            hashed.update(piece)
-    else:
-        hashed.update(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
-    return str(hashed.hexdigest())
 
 
 class _DeltaForm:
@@ -348,3 +325,88 @@ def _check_scales(scales_B: npt.NDArray[Any]) -> None:
     )
     if bits_B.min() < least or bits_B.max() > greatest:
         raise WireError(Reason.BAD_SCALE, "a block's scale is not within 2^-64 and 2^40")
+
+
+# --- Bytes that stand in several places, so that an object can be stored without a copy of them
+
+
+class Buffers:
+    """Some runs of bytes, one behind the other. They must stay as they are while this is used.
+
+    Iterating gives them in pieces of at most `PIECE_BYTES`; `bytes` gives a copy of all.
+
+    Args:
+        runs: contiguous, of any format.
+    """
+
+    def __init__(self, *runs: bytes | memoryview) -> None:
+        self._runs = tuple(memoryview(run).cast("B") for run in runs)
+
+    def __len__(self) -> int:
+        return sum(run.nbytes for run in self._runs)
+
+    def __iter__(self) -> Iterator[memoryview]:
+        for run in self._runs:
+            for start in range(0, run.nbytes, PIECE_BYTES):
+                yield run[start : start + PIECE_BYTES]
+
+    def __bytes__(self) -> bytes:
+        return b"".join(self._runs)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether `bytes` or others hold the same bytes; compared piece by piece."""
+        if not isinstance(other, bytes | memoryview | Buffers):
+            return NotImplemented
+        view, at = memoryview(bytes(other) if isinstance(other, Buffers) else other).cast("B"), 0
+        if len(self) != view.nbytes:
+            return False
+        for piece in self:
+            if view[at : at + piece.nbytes] != piece:
+                return False
+            at += piece.nbytes
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def behind(self, start: int) -> "Buffers":
+        """The buffers from byte `start` on, without a copy."""
+        left = []
+        for run in self._runs:
+            left.append(run[start:])
+            start = max(0, start - run.nbytes)
+        return Buffers(*left)
+
+
+Data: TypeAlias = bytes | memoryview | Buffers
+
+
+def parts_of(data: Data) -> Buffers:
+    """Bytes or buffers as `Buffers`, without a copy."""
+    return data if isinstance(data, Buffers) else Buffers(data)
+
+
+# --- Checksums
+
+
+def crc32c(data: Data) -> int:
+    """Castagnoli checksum, as object stores compute it."""
+    if isinstance(data, bytes):
+        return int(google_crc32c.value(data))
+    value = 0
+    for piece in parts_of(data):
+        value = google_crc32c.extend(value, bytes(piece))  # It takes nothing else.
+    return value
+
+
+def digest(data: npt.NDArray[Any] | bytes | Buffers) -> str:
+    """xxh3-128 of the bytes, as 32 hex digits."""
+    # In one call it would hold the interpreter, and so every other thread, to its end.
+    hashed = xxhash.xxh3_128()
+    if isinstance(data, bytes):
+        hashed.update(data)
+    elif isinstance(data, Buffers):
+        for piece in data:
+            hashed.update(piece)
+    else:
+        hashed.update(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
+    return str(hashed.hexdigest())

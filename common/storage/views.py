@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from diloco.common.process.averaged import sync_of
+from diloco.common.process.config import sync_of
 from diloco.common.protocol import shards, wire
 from diloco.common.protocol.codec import decode_numpy
 from diloco.common.protocol.errors import IntegrityError, ObjectMissingError

@@ -19,8 +19,7 @@ from diloco.aggregator.core import policy
 from diloco.aggregator.core.updates import Admitted, UpdateCredit
 from diloco.aggregator.owner.fetcher import read_input, read_payload
 from diloco.common.process import cores
-from diloco.common.process.averaged import sync_of
-from diloco.common.process.config import RunSettings
+from diloco.common.process.config import RunSettings, sync_of
 from diloco.common.protocol import shards, wire
 from diloco.common.protocol.codec import Encoded
 from diloco.common.protocol.errors import IntegrityError, ObjectMissingError

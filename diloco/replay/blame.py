@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 from diloco.aggregator.arrays.fragment import FragmentArrays
 from diloco.aggregator.arrays.merge import Vector
-from diloco.common.process.averaged import settings_of
+from diloco.common.process.config import settings_of
 from diloco.common.protocol import wire
 from diloco.common.protocol.errors import ConfigError, IntegrityError, ObjectMissingError, WireError
 from diloco.common.protocol.layout import Fragment

@@ -11,8 +11,7 @@ from diloco.aggregator.core.events import Commit
 from diloco.aggregator.core.policy import FragmentRules, fragment_rules
 from diloco.aggregator.core.updates import Admitted
 from diloco.aggregator.owner.tenure import event_of
-from diloco.common.process.averaged import settings_of
-from diloco.common.process.config import RunSettings
+from diloco.common.process.config import RunSettings, settings_of
 from diloco.common.protocol import names, wire
 from diloco.common.storage.tape import Entry, InvalidMessage
 from diloco.run.history import Chain, History

@@ -14,7 +14,7 @@ import numpy as np
 
 from diloco.aggregator.arrays.fragment import make_grid
 from diloco.aggregator.owner.fetcher import read_parts
-from diloco.common.process.averaged import sync_of
+from diloco.common.process.config import sync_of
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.codec import decode_numpy
 from diloco.common.protocol.errors import ConfigError, ObjectMissingError, WireError

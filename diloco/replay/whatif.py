@@ -25,8 +25,7 @@ from diloco.aggregator.core import policy, rounds
 from diloco.aggregator.core.decisions import decide_again
 from diloco.aggregator.core.events import Commit
 from diloco.aggregator.core.updates import Admitted
-from diloco.common.process.averaged import settings_of
-from diloco.common.process.config import RunSettings, changes
+from diloco.common.process.config import RunSettings, changes, settings_of
 from diloco.common.protocol import wire
 from diloco.common.protocol.errors import ConfigError
 from diloco.common.storage.tape import RunContext

@@ -16,8 +16,7 @@ import numpy.typing as npt
 
 from diloco.aggregator.arrays.grid import make_grid
 from diloco.aggregator.owner.fetcher import cut_alike, read_parts
-from diloco.common.process.averaged import sync_of
-from diloco.common.process.config import SyncSection
+from diloco.common.process.config import SyncSection, sync_of
 from diloco.common.protocol import wire
 from diloco.common.protocol.codec import decode_numpy, encoded_bytes
 from diloco.common.protocol.errors import ObjectMissingError, WireError

@@ -1,21 +1,34 @@
-"""Placement of the parameters on devices: for the caller's loop, and for synchronization.
+"""Where a learner's tensors lie: on which devices, and which blocks of a fragment a host has.
 
 A loop of the user's own has its parameters where it wants them: on one device, cut over a mesh of
 its own, or as arrays of the host. Synchronization needs a `NamedSharding`, and keeps the rules of
 `mesh.py`. Most often the two are one; where they are not, leaves are moved when a fragment is sent
 or adopted, and at no other step. On the same devices in the same pieces that moves no bytes.
+
+A host *holds* the blocks that its devices hold; it fetches no others of a version. It *owns* some
+of those: where several hosts hold copies of the same part of a piece, one of them uploads it, and
+pieces take turns, so that each block of an update is uploaded once and no host uploads all. What
+the hosts own is a partition of the fragment's blocks (tests/unit/test_ownership.py).
+
+Rows on the host lie in the order of the fragment's vector: scales [n], codes [n, items], where n
+is the number of blocks held or owned.
 """
 
-from collections.abc import Callable, Mapping
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
+from diloco.common.protocol.codec import Codec, Encoded, code_dtype
 from diloco.common.protocol.layout import Layout
 from diloco.learner.task import Params, named_leaves
 from diloco.learner.tensors import tree
+from diloco.learner.tensors.delta import Codes, Kernels, Placed
 from diloco.learner.tensors.mesh import cuts_of, fit, sharding_of, single, split_tensors
 
 Leaves = dict[str, jax.Array]
@@ -140,3 +153,205 @@ def _inner(
     if fitted == cuts and asked.mesh is mesh:
         return asked
     return sharding_of(mesh, fitted)
+
+
+# --- The blocks of a host
+
+ProcessOf = Callable[[Any], int]
+Box = tuple[tuple[int, int], ...]  # [start, stop) along each axis
+
+
+class _OwnedPiece(NamedTuple):
+    """The blocks of one piece that a host holds, and those that it uploads.
+
+    Attributes:
+        placed: the piece.
+        box: smallest box around what the host's devices hold; `held` the first of its rows.
+        owned: boxes that it uploads, each on a device of this host; `rows` the places of their
+            blocks among the rows owned.
+    """
+
+    placed: Placed
+    box: Box
+    held: int
+    owned: tuple[Box, ...]
+    rows: tuple[np.ndarray, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ownership:
+    """The blocks of one fragment that one host holds, and those that it uploads.
+
+    Attributes:
+        held: numbers of the blocks in the fragment, ascending, int64 [n].
+        owned: of those that it uploads, ascending.
+    """
+
+    codec: Codec
+    delta_codec: Codec
+    block: int
+    held: np.ndarray
+    owned: np.ndarray
+    parts: tuple[_OwnedPiece, ...]
+
+    def collect(self, codes: Codes) -> Encoded:
+        """The rows owned of an update, on this host: scales [n], codes [n, items].
+
+        Waits for the devices.
+        """
+        scales = [encoded.scales for encoded in codes]
+        scaled = scales[0].ndim == len(self.parts[0].placed.grid)
+        return Encoded(
+            self.gather(scales) if scaled else np.zeros(0, scales[0].dtype),
+            self.gather([encoded.codes for encoded in codes]),
+        )
+
+    def gather(self, arrays: Sequence[jax.Array]) -> np.ndarray:
+        """The rows owned of arrays by blocks, one for each piece of the fragment, on this host."""
+        items = arrays[0].shape[len(self.parts[0].placed.grid) :]
+        rows = np.empty((len(self.owned), *items), arrays[0].dtype)
+        for part, array in zip(self.parts, arrays, strict=True):
+            found = {
+                _box(shard.index, array.shape): shard.data for shard in array.addressable_shards
+            }
+            for box, places in zip(part.owned, part.rows, strict=True):
+                values = np.asarray(found[_with_items(box, items)]).reshape(-1, *items)
+                if places[-1] - places[0] + 1 == len(places):
+                    rows[places[0] : places[-1] + 1] = values
+                else:
+                    rows[places] = values
+        return rows
+
+    def place(self, rows: Encoded) -> Codes:
+        """The rows held of a version delta, on this host's devices."""
+        scaled = bool(np.size(rows.scales))
+        codes_NxI = np.asarray(rows.codes).reshape(len(self.held), -1)
+        placed = []
+        for part in self.parts:
+            codes = self._place(part, codes_NxI)
+            scales = self._place(part, np.asarray(rows.scales)) if scaled else _NO_SCALES
+            placed.append(Encoded(scales, codes))
+        return tuple(placed)
+
+    def place_view(self, view_N: np.ndarray) -> tuple[jax.Array, ...]:
+        """Put this host's blocks of a view on its devices; the view is whole, float32 [N]."""
+        rows = view_N.reshape(-1, self.block)
+        if len(self.held) != len(rows):
+            rows = rows[self.held]
+        return tuple(self._place(part, rows, copy=True) for part in self.parts)
+
+    def _place(self, part: _OwnedPiece, rows: np.ndarray, *, copy: bool = False) -> jax.Array:
+        """Rows of a piece on the devices; on CPU they may be the same memory, but for a copy."""
+        sides = tuple(stop - start for start, stop in part.box)
+        items = rows.shape[1:]
+        mine = rows[part.held : part.held + math.prod(sides)].reshape(*sides, *items)
+
+        def of(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
+            box = _box(index, (*part.placed.grid, *items))[: len(sides)]
+            here = tuple(
+                slice(start - low, stop - low)
+                for (start, stop), (low, _) in zip(box, part.box, strict=True)
+            )
+            return mine[here].copy() if copy else mine[here]
+
+        shape = (*part.placed.grid, *items)
+        return jax.make_array_from_callback(shape, _of_axes(part.placed.sharding, len(shape)), of)
+
+
+_NO_SCALES = np.zeros(0, code_dtype("bfloat16"))
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_axes(sharding: jax.sharding.NamedSharding, axes: int) -> jax.sharding.NamedSharding:
+    """The sharding of blocks for arrays that have other axes behind the grid's, or fewer."""
+    spec = jax.sharding.PartitionSpec(*(*sharding.spec, *(None,) * axes)[:axes])
+    return jax.sharding.NamedSharding(sharding.mesh, spec)
+
+
+def process_of(device: Any) -> int:
+    """Index of the process that a device belongs to."""
+    index: int = device.process_index
+    return index
+
+
+def make_ownership(
+    kernels: Kernels, process: int | None = None, process_of: ProcessOf = process_of
+) -> Ownership:
+    """The blocks that one host holds and uploads of the fragment that `kernels` works on.
+
+    Args:
+        kernels: the fragment's.
+        process: index of the host's process; this one, if None.
+        process_of: index of the process that a device belongs to.
+    """
+    process = jax.process_index() if process is None else process
+    held_of, owned_of, drafts = [], [], []
+    for number, placed in enumerate(kernels.placed):
+        holders = holders_of(placed, process_of)
+        mine = [box for box, processes in holders.items() if process in processes]
+        box = _hull(mine)
+        owned = tuple(one for one in mine if holders[one][number % len(holders[one])] == process)
+        held_of.append(_numbers(placed, [box]))
+        owned_of.append(_numbers(placed, owned))
+        drafts.append((placed, box, owned))
+    held = np.concatenate(held_of) if held_of else np.zeros(0, np.int64)
+    owned_blocks = np.sort(np.concatenate(owned_of)) if owned_of else np.zeros(0, np.int64)
+    firsts = np.cumsum([0, *(len(blocks) for blocks in held_of)])
+    return Ownership(
+        codec=kernels.codec,
+        delta_codec=kernels.delta_codec,
+        block=kernels.block,
+        held=held,
+        owned=owned_blocks,
+        parts=tuple(
+            _OwnedPiece(
+                placed,
+                box,
+                int(first),
+                owned,
+                tuple(np.searchsorted(owned_blocks, _numbers(placed, [one])) for one in owned),
+            )
+            for (placed, box, owned), first in zip(drafts, firsts, strict=False)
+        ),
+    )
+
+
+def holders_of(placed: Placed, process_of: ProcessOf = process_of) -> dict[Box, list[int]]:
+    """The processes that hold each part of a piece, ascending; the parts tile the piece."""
+    holders: dict[Box, set[int]] = {}
+    shape = placed.grid
+    sharding = jax.sharding.NamedSharding(
+        placed.sharding.mesh, jax.sharding.PartitionSpec(*placed.sharding.spec[: len(shape)])
+    )
+    for device, index in sharding.devices_indices_map(shape).items():
+        holders.setdefault(_box(index, shape), set()).add(process_of(device))
+    return {box: sorted(holders[box]) for box in sorted(holders)}
+
+
+def _numbers(placed: Placed, boxes: Iterable[Box]) -> np.ndarray:
+    """Numbers of the blocks in these parts of a piece, ascending within each; int64."""
+    strides = np.cumprod([1, *placed.grid[:0:-1]])[::-1] if placed.grid else np.ones(0, np.int64)
+    found = []
+    for box in boxes:
+        numbers = np.full((), placed.first, np.int64)
+        for (start, stop), stride in zip(box, strides, strict=True):
+            numbers = numbers[..., None] + np.arange(start, stop, dtype=np.int64) * stride
+        found.append(numbers.reshape(-1))
+    return np.concatenate(found) if found else np.zeros(0, np.int64)
+
+
+def _hull(boxes: list[Box]) -> Box:
+    return tuple(
+        (min(side[0] for side in sides), max(side[1] for side in sides))
+        for sides in zip(*boxes, strict=True)
+    )
+
+
+def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
+    spans = [part.indices(size) for part, size in zip(index, shape, strict=True)]
+    return tuple((start, stop) for start, stop, _ in spans)
+
+
+def _with_items(box: Box, items: tuple[int, ...]) -> Box:
+    return (*box, *((0, size) for size in items))

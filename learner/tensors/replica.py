@@ -13,16 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from diloco.common.process.averaged import sync_of
-from diloco.common.process.config import SyncSection
+from diloco.common.process.config import SyncSection, sync_of
 from diloco.common.protocol import shards
 from diloco.common.protocol.codec import Encoded
 from diloco.common.protocol.layout import Layout
-from diloco.learner.task import Params
-from diloco.learner.tensors import tree
+from diloco.learner.task import Params, named_leaves
 from diloco.learner.tensors.delta import Blocks, Codes, Kernels, Leaves, make_kernels
-from diloco.learner.tensors.ownership import make_ownership
-from diloco.learner.tensors.placement import Shardings, make_placement
+from diloco.learner.tensors.placement import Shardings, make_ownership, make_placement
 from diloco.learner.tensors.quantize import encode
 
 
@@ -67,7 +64,8 @@ class Replica:
         self._settings = [sync_of(settings, fragment) for fragment in layout.fragments]
         self._averaged = [fragment.averaged for fragment in layout.fragments]
         self._sizes = [fragment.size for fragment in layout.fragments]
-        self._like = like
+        self._names = [name for name, _ in named_leaves(like)]
+        self._structure = jax.tree.structure(like)
         self._placement = make_placement(layout, like, shardings)
         self._kernels = [
             make_kernels(
@@ -90,12 +88,12 @@ class Replica:
             blocks = owned.place_view(view)
             leaves |= kernels.overwrite(_part(leaves, kernels), blocks)
             self._views.append(self._at_anchor(blocks))
-        self.trained = tree.from_names(like, self._placement.outward(leaves))
+        self.trained = self._tree(self._placement.outward(leaves))
 
     def send(self, fragment: int) -> Codes:
         """Encode what is unsent of a fragment and keep the codes as in flight."""
         kernels = self._kernels[fragment]
-        leaves = self._placement.inward(_part(tree.by_name(self.trained), kernels))
+        leaves = self._placement.inward(_part(self._leaves(), kernels))
         codes = kernels.send(leaves, self._view(fragment))
         self._in_flight[fragment] = codes
         if self._settings[fragment].adopt == "blend":
@@ -140,7 +138,7 @@ class Replica:
                 since stays.
         """
         kernels, settings = self._kernels[fragment], self._settings[fragment]
-        leaves = tree.by_name(self.trained)
+        leaves = self._leaves()
         if payload is None and not resolved:
             return
         part = self._placement.inward(_part(leaves, kernels))
@@ -159,7 +157,7 @@ class Replica:
     def roll_back(self, fragment: int, view: PendingView) -> None:
         """Set view and parameters to those of a rollback; forget what is in flight."""
         kernels = self._kernels[fragment]
-        leaves = tree.by_name(self.trained)
+        leaves = self._leaves()
         self._in_flight.pop(fragment, None)
         self._ahead.pop(fragment, None)
         part = self._placement.inward(_part(leaves, kernels))
@@ -188,7 +186,7 @@ class Replica:
         """Compile every operation on copies, so that no training step waits for a compiler."""
         for index, kernels in enumerate(self._kernels):
             ownership = self._ownership[index]
-            part = _part(tree.by_name(self.trained), kernels)
+            part = _part(self._leaves(), kernels)
             copies = _copied(self._placement.inward(part))
             view = _copied(self._view(index))
             codes = kernels.send(copies, view)
@@ -203,8 +201,14 @@ class Replica:
 
     def _take(self, leaves: dict[str, Any], part: Leaves) -> None:
         """The parameters, with a fragment's replaced."""
-        changed = leaves | self._placement.outward(part)
-        self.trained = tree.from_names(self._like, changed)
+        self.trained = self._tree(leaves | self._placement.outward(part))
+
+    def _leaves(self) -> dict[str, Any]:
+        """The parameters by name."""
+        return dict(named_leaves(self.trained))
+
+    def _tree(self, leaves: dict[str, Any]) -> Params:
+        return jax.tree.unflatten(self._structure, [leaves[name] for name in self._names])
 
     def _settled(self, fragment: int, part: Leaves) -> Leaves:
         """The leaves without an update that a record has resolved: none sends its work again.
@@ -278,12 +282,12 @@ def _part(leaves: dict[str, Any], kernels: Kernels) -> dict[str, Any]:
 
 
 def _zeros(like: Params, shardings: Mapping[str, NamedSharding]) -> Leaves:
-    leaves = tree.by_name(like)
+    leaves = named_leaves(like)
 
     def zeros() -> Leaves:
-        return {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
+        return {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in leaves}
 
-    made: Leaves = jax.jit(zeros, out_shardings={name: shardings[name] for name in leaves})()
+    made: Leaves = jax.jit(zeros, out_shardings={name: shardings[name] for name, _ in leaves})()
     return made
 
 

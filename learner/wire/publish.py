@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from diloco.common.process import metrics
-from diloco.common.process.averaged import sync_of
+from diloco.common.process.config import sync_of
 from diloco.common.protocol import names, shards, slices, wire
 from diloco.common.protocol.codec import Encoded
 from diloco.common.protocol.errors import DilocoError, DivergedError

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from diloco.common.process.averaged import sync_of
+from diloco.common.process.config import sync_of
 from diloco.common.process.service import all_of
 from diloco.common.protocol import names, shards, wire
 from diloco.common.protocol.errors import (

@@ -70,33 +70,6 @@ def open_folder(
 # --- Saving
 
 
-class Checkpoints(Protocol):
-    """The checkpoints of one life of a learner: a `Saver`, or `NoCheckpoints`."""
-
-    def due(self) -> bool:
-        """Whether it is time for one."""
-
-    def save(self, state: Any, progress: TrainingProgress) -> None:
-        """Make one."""
-
-    def close(self) -> None:
-        """Wait for what is being made."""
-
-
-class NoCheckpoints:
-    """A learner that keeps none."""
-
-    def due(self) -> bool:
-        """Never."""
-        return False
-
-    def save(self, state: Any, progress: TrainingProgress) -> None:
-        """Nowhere."""
-
-    def close(self) -> None:
-        """Nothing is being made."""
-
-
 class Saver:
     """Makes the checkpoints of one life of a learner.
 

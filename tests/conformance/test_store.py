@@ -19,7 +19,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import diloco.common.storage.store.directory
-from diloco.common.protocol.buffers import Buffers
 from diloco.common.protocol.errors import (
     ConfigError,
     ObjectExistsError,
@@ -31,6 +30,7 @@ from diloco.common.protocol.errors import (
     StoreSlowError,
     StoreUnavailableError,
 )
+from diloco.common.protocol.shards import Buffers
 from diloco.common.storage.store import (
     DirectoryStore,
     MemoryStore,

@@ -4,12 +4,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from diloco.common.protocol.buffers import Data
 from diloco.common.protocol.errors import (
     ObjectExistsError,
     ObjectMissingError,
     StoreUnavailableError,
 )
+from diloco.common.protocol.shards import Data
 from diloco.common.storage.store import MemoryStore, ObjectInfo
 
 if TYPE_CHECKING:

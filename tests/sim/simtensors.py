@@ -26,8 +26,7 @@ import xxhash
 from diloco.aggregator.arrays.arithmetic import PRODUCTION, Arithmetic
 from diloco.aggregator.arrays.grid import Grid
 from diloco.aggregator.arrays.merge import Contribution
-from diloco.common.process.averaged import sync_of
-from diloco.common.process.config import SyncSection
+from diloco.common.process.config import SyncSection, sync_of
 from diloco.common.protocol import shards, slices, wire
 from diloco.common.protocol.codec import Encoded, decode_numpy
 from diloco.common.protocol.layout import Layout

@@ -50,12 +50,10 @@ from diloco.learner.background import Alone
 from diloco.learner.background import Context as LearnerContext
 from diloco.learner.core import sync
 from diloco.learner.core.boundary import NOTHING, Arrived, Decoded
-from diloco.learner.core.planner import HOLD_S, Planner
-from diloco.learner.synchronizer import Meter, Synchronizer
+from diloco.learner.synchronizer import HOLD_S, Meter, Planner, Synchronizer
 from diloco.learner.wire.incarnation import Joined, end_when_superseded, join, place_after_join
 from diloco.learner.wire.publish import Publisher, Uploader
 from diloco.learner.wire.receive import Receiver, VersionFetcher, load, start_at
-from diloco.learner.wire.recovery import NoCheckpoints
 from diloco.operate.create import create_run
 from diloco.operate.streams import make_streams
 
@@ -521,7 +519,7 @@ class SimLearner:
         synchronizer = SimSynchronizer(
             replica=replica, position=position, tokens_per_step=TOKENS, boundaries=planner,
             outbox=lambda word: background.spawn(publisher.say(word)), meter=meter,
-            saver=NoCheckpoints(), clock=actor.clock, life=own,
+            saver=None, clock=actor.clock, life=own,
         )  # fmt: skip
         save = None
         if self.disk is not None:

@@ -342,7 +342,7 @@ def views_not_compared():
 def state_rebased():
     """A learner adopts averaged state as it does parameters: what it has not sent, it keeps."""
     with (
-        mock.patch.dict("diloco.common.process.averaged._SYNC", adopt="rebase"),
+        mock.patch.dict("diloco.common.process.config.run._AVERAGED_SYNC", adopt="rebase"),
         mock.patch.object(SyncRules, "overwrites", lambda rules, _fragment: rules.overwrite),
     ):
         yield

@@ -18,7 +18,7 @@ from diloco.common.protocol.codec import CODECS
 from diloco.common.protocol.layout import Tensor, TensorHint, make_layout
 from diloco.common.protocol.shards import digest
 from diloco.learner.tensors.delta import make_kernels
-from diloco.learner.tensors.ownership import make_ownership
+from diloco.learner.tensors.placement import make_ownership
 from diloco.learner.tensors.quantize import encode
 
 OPTIMIZERS = ("sgd", "momentum", "nesterov", "delayed_nesterov")

@@ -6,8 +6,7 @@ import pytest
 from diloco.aggregator.arrays.fragment import FragmentArrays, payload_of
 from diloco.aggregator.core import policy
 from diloco.aggregator.core.updates import Admitted, UpdateCredit
-from diloco.common.process.averaged import settings_of
-from diloco.common.process.config import make_config
+from diloco.common.process.config import make_config, settings_of
 from diloco.common.protocol import slices, wire
 from diloco.common.protocol.layout import Tensor, TensorHint, make_layout
 from diloco.judge.oracle import numbers

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from diloco.aggregator.arrays.fragment import FragmentArrays
 from diloco.common.process.config import make_config
-from diloco.common.protocol import buffers, shards
-from diloco.common.protocol.buffers import Buffers
+from diloco.common.protocol import shards
 from diloco.common.protocol.layout import Tensor, make_layout
+from diloco.common.protocol.shards import Buffers
 
 RUNS = st.lists(st.binary(max_size=40), max_size=6)
 
@@ -21,7 +21,7 @@ RUNS = st.lists(st.binary(max_size=40), max_size=6)
 def test_pieces_checksums_and_ends_are_those_of_the_whole(runs, start, piece_bytes):
     whole, joined = b"".join(runs), Buffers(*runs)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buffers, "PIECE_BYTES", piece_bytes)
+        patch.setattr(shards, "PIECE_BYTES", piece_bytes)
         pieces = [bytes(piece) for piece in joined]
         assert b"".join(pieces) == whole == bytes(joined)
         assert all(0 < len(piece) <= piece_bytes for piece in pieces)

@@ -11,7 +11,7 @@ from diloco.common.protocol.codec import CODECS, Encoded, decode_numpy
 from diloco.common.protocol.layout import Layout, Tensor, TensorHint, make_layout
 from diloco.common.protocol.shards import pack, unpack
 from diloco.learner.tensors.delta import Kernels, Leaves, make_kernels
-from diloco.learner.tensors.ownership import make_ownership
+from diloco.learner.tensors.placement import make_ownership
 from diloco.learner.tensors.quantize import encode
 
 codecs = st.sampled_from(CODECS)

@@ -16,7 +16,7 @@ from diloco.common.protocol.layout import Layout, Tensor, TensorHint, make_layou
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.delta import make_kernels
 from diloco.learner.tensors.mesh import AXES, make_mesh, param_shardings, within
-from diloco.learner.tensors.ownership import Ownership, make_ownership
+from diloco.learner.tensors.placement import Ownership, make_ownership
 from diloco.learner.tensors.quantize import encode
 from diloco.learner.tensors.replica import Replica
 

@@ -6,7 +6,7 @@ import pytest
 
 from diloco.learner.core import sync
 from diloco.learner.core.boundary import Arrived, Boundary
-from diloco.learner.core.planner import Planner
+from diloco.learner.synchronizer import Planner
 
 RULES = sync.SyncRules(
     interval_steps=6, min_steps=2, reannounce_timeout_s=30.0, lockstep=False, overwrite=False,

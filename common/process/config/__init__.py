@@ -54,8 +54,11 @@ from diloco.common.process.config.run import (
     StalenessSection,
     SyncSection,
     TaskSection,
+    averaged_settings,
     changes,
     check_changeable,
     check_same_run,
     differences,
+    settings_of,
+    sync_of,
 )

@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from diloco.common.protocol.codec import Codec
 from diloco.common.protocol.errors import ConfigError, RunMismatchError
-from diloco.common.protocol.layout import Rhythm
+from diloco.common.protocol.layout import Fragment, Layout, Rhythm
 from diloco.common.protocol.names import NAME
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -422,3 +422,48 @@ def _unequal(one: RunSettings, other: RunSettings) -> list[tuple[str, Any, Any]]
         for key in first[section]
         if first[section][key] != second[section][key]
     ]
+
+
+# --- Averaged state: the settings of a fragment that holds no parameters
+#
+# State that is averaged, such as batch statistics, is no direction in which somebody descends: its
+# version is the mean of what the learners have, weighted by tokens, and learners take it over as it
+# is. Numbers travel in float32, since a variance that is rounded below zero is none. What fits no
+# convex average is left out: an update on an older version would be added to a mean that has
+# moved meanwhile, so it counts for nothing.
+
+_AVERAGED_SYNC = {"codec": "float32", "delta_codec": "float32", "adopt": "overwrite", "alpha": 0.0}
+_AVERAGED_OUTER = {
+    "optimizer": "sgd",
+    "learning_rate": 1.0,
+    "momentum": 0.0,
+    "merge": "average",
+    "participation": False,
+}
+# The discount of an update that is a version old is a millionth; a limit would reject it, which
+# says of an honest learner that something is wrong.
+_AVERAGED_STALENESS = {"rule": "inverse", "rate": 1e6, "max_versions": 0}
+# A mean needs no norm: numbers of state have sizes of their own.
+_AVERAGED_BOUNDS = {"norm_clip": 1e30}
+
+
+def settings_of(settings: RunSettings, layout: Layout, fragment: int) -> RunSettings:
+    """The settings by which a fragment is synchronized: the run's, or those of averaged state."""
+    return averaged_settings(settings) if layout.fragments[fragment].averaged else settings
+
+
+def averaged_settings(settings: RunSettings) -> RunSettings:
+    """A run's settings as they hold for averaged state."""
+    return settings.model_copy(
+        update={
+            "sync": settings.sync.model_copy(update=_AVERAGED_SYNC),
+            "outer": settings.outer.model_copy(update=_AVERAGED_OUTER),
+            "staleness": settings.staleness.model_copy(update=_AVERAGED_STALENESS),
+            "bounds": settings.bounds.model_copy(update=_AVERAGED_BOUNDS),
+        }
+    )
+
+
+def sync_of(sync: SyncSection, fragment: Fragment) -> SyncSection:
+    """How learners send and adopt a fragment: as the run says, or as averaged state."""
+    return sync.model_copy(update=_AVERAGED_SYNC) if fragment.averaged else sync

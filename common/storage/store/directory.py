@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from diloco.common.protocol.buffers import Buffers, Data, parts_of
 from diloco.common.protocol.errors import (
     ObjectMissingError,
     ObjectTooLargeError,
@@ -19,6 +18,7 @@ from diloco.common.protocol.errors import (
     StoreMissingError,
     StoreUnavailableError,
 )
+from diloco.common.protocol.shards import Buffers, Data, parts_of
 from diloco.common.storage.store.protocol import (
     KEPT,
     RESERVED,

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Iterator
 
-from diloco.common.protocol.buffers import Data
+from diloco.common.protocol.shards import Data
 from diloco.common.storage.store.protocol import (
     Deadline,
     ObjectInfo,

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from diloco.common.protocol import shards, wire
-from diloco.common.protocol.buffers import Data
 from diloco.common.protocol.errors import (
     ConfigError,
     IntegrityError,
@@ -28,6 +27,7 @@ from diloco.common.protocol.errors import (
     StoreError,
     StoreSlowError,
 )
+from diloco.common.protocol.shards import Data
 
 # First tokens of names that a backend keeps for itself.
 TEMP, KEPT = ".tmp", ".kept"

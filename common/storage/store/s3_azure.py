@@ -19,13 +19,13 @@ from obstore import exceptions as theirs
 from obstore.store import AzureStore, S3Store
 
 from diloco.common.process.config import allows_http
-from diloco.common.protocol.buffers import Buffers, Data
 from diloco.common.protocol.errors import (
     ConfigError,
     ObjectExistsError,
     StoreError,
     StoreUnavailableError,
 )
+from diloco.common.protocol.shards import Buffers, Data
 from diloco.common.storage.store.protocol import (
     Deadline,
     ObjectInfo,

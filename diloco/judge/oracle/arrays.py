@@ -26,8 +26,7 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
-from diloco.common.process.averaged import settings_of
-from diloco.common.process.config import RunSettings
+from diloco.common.process.config import RunSettings, settings_of
 from diloco.common.protocol import shards, slices, wire
 from diloco.common.protocol.codec import GREATEST_CODE, LEAST_SCALE, Codec, Encoded, decode_numpy
 from diloco.common.protocol.errors import IntegrityError, ObjectMissingError, WireError

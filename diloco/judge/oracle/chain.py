@@ -3,8 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Iterator
 
-from diloco.common.process.averaged import settings_of
-from diloco.common.process.config import RunSettings
+from diloco.common.process.config import RunSettings, settings_of
 from diloco.common.protocol import wire
 from diloco.common.protocol.layout import Layout
 from diloco.common.storage.tape import Entry, InvalidMessage

@@ -1,7 +1,6 @@
 """A fragment's owner hears the tape: joins, leaves, manifests, settings, words."""
 
-from diloco.common.process.averaged import settings_of
-from diloco.common.process.config import RunSettings
+from diloco.common.process.config import RunSettings, settings_of
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import WireError
 from diloco.common.protocol.reasons import Reason

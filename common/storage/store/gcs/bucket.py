@@ -13,8 +13,7 @@ from google.auth.transport.requests import AuthorizedSession
 from google.cloud import storage
 from requests.adapters import HTTPAdapter
 
-from diloco.common.protocol.buffers import Data
-from diloco.common.protocol.shards import crc32c
+from diloco.common.protocol.shards import Data, crc32c
 from diloco.common.storage.store.gcs.faults import TransientRetries, header, our_errors
 from diloco.common.storage.store.protocol import object_unreadable
 

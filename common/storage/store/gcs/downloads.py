@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import requests
 from google.api_core import exceptions as api
 
-from diloco.common.protocol.buffers import PIECE_BYTES
 from diloco.common.protocol.errors import ObjectRangeError, ObjectTooLargeError
+from diloco.common.protocol.shards import PIECE_BYTES
 from diloco.common.storage.store.gcs.bucket import PART_BYTES, Bucket, stored_checksum
 from diloco.common.storage.store.gcs.faults import BROKEN, MalformedAnswerError, header
 from diloco.common.storage.store.protocol import Deadline, check_range, check_size

@@ -10,12 +10,12 @@ from google.auth import exceptions as auth
 from google.auth.credentials import AnonymousCredentials, Credentials
 from google.cloud.storage import Blob
 
-from diloco.common.protocol.buffers import Buffers, Data, parts_of
 from diloco.common.protocol.errors import (
     ObjectMissingError,
     StoreError,
     StoreUnavailableError,
 )
+from diloco.common.protocol.shards import Buffers, Data, parts_of
 from diloco.common.storage.store.gcs.bucket import (
     ENDPOINT,
     RETRY_S,

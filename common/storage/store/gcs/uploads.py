@@ -10,8 +10,8 @@ from typing import Any
 import requests
 from google.api_core import exceptions as api
 
-from diloco.common.protocol.buffers import Buffers
 from diloco.common.protocol.errors import StoreUnavailableError
+from diloco.common.protocol.shards import Buffers
 from diloco.common.storage.store.gcs.bucket import PART_BYTES, Bucket
 from diloco.common.storage.store.gcs.faults import MalformedAnswerError, brief, header, is_damage
 
