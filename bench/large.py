@@ -31,7 +31,7 @@ from bench.sweep import Settings, SweepCase, known, settings_of
 from diloco.aggregator.arrays.fragment import FragmentArrays
 from diloco.aggregator.arrays.outer import OuterOptimizer
 from diloco.common.protocol.shards import digest
-from diloco.learner.task import Task, named_leaves, params_shapes
+from diloco.learner.task import Task, params_shapes
 from diloco.learner.tensors import tree
 
 # --- A half-done object in a file, between two pieces
@@ -136,7 +136,7 @@ class Size:
     def budget(self) -> int:
         """Inner steps of each learner."""
         shapes = params_shapes(tasks.build(steps=1, seed=0, **self.options()))
-        parameters: int = sum(leaf.size for _, leaf in named_leaves(shapes))
+        parameters: int = sum(leaf.size for _, leaf in tree.named_leaves(shapes))
         tokens = self.tokens_per_parameter * parameters
         steps: float = tokens / (sweep.LEARNERS * self.batch * self.length)
         return round(steps)

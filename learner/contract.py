@@ -28,12 +28,12 @@ from diloco.learner.task import (
     is_floating,
     kind,
     leaves_of,
-    named_leaves,
     params_shapes,
     short,
     signature,
     tree_words,
 )
+from diloco.learner.tensors.tree import named_leaves
 
 # Of metrics: how many there may be, and what they may be called.
 MOST_METRICS = 32

@@ -45,7 +45,7 @@ from diloco.learner.lead import lead
 from diloco.learner.life import Host, Life, never
 from diloco.learner.member import NAMED, Member
 from diloco.learner.synchronizer import figures_of, loss_of
-from diloco.learner.task import Batch, Holder, Params, Shared, named_leaves
+from diloco.learner.task import Batch, Holder, Params, Shared
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.placement import put_like
 
@@ -283,7 +283,9 @@ class Learner:
 
 def _shapes(params: Params) -> dict[str, str]:
     """Dtype and shape of each leaf, in words."""
-    leaves = ((name, getattr(leaf, "dtype", None), leaf) for name, leaf in named_leaves(params))
+    leaves = (
+        (name, getattr(leaf, "dtype", None), leaf) for name, leaf in tree.named_leaves(params)
+    )
     return {name: f"{dtype or 'no array'}{list(np.shape(leaf))}" for name, dtype, leaf in leaves}
 
 

@@ -22,7 +22,6 @@ Rules, checked by `contract.load_task` before anything is allocated:
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, ParamSpec, Protocol, runtime_checkable
@@ -359,66 +358,6 @@ def _kind_of_place(place: str, said: Kind) -> Kind:
     if place == "state":
         return said if said == "averaged" else "local"
     return "frozen" if place == "frozen" else said
-
-
-def named_leaves(params: Params) -> list[tuple[str, Any]]:
-    """Leaves of `params` with readable names such as "layers/attn/qkv", in JAX's order.
-
-    Names depend on the tree's structure alone. They hold letters, digits and `._/-`; any other
-    character becomes `_`. A tree that is one leaf is named "params".
-
-    Raises:
-        TaskError: two leaves have the same name, or JAX cannot order the leaves.
-    """
-    try:
-        leaves, structure = jax.tree.flatten(params)
-        known = _NAMES.get(structure)
-        found = [] if known is not None else jax.tree_util.tree_flatten_with_path(params)[0]
-    # What compares keys, or goes down the tree, is C++ and raises what it likes.
-    except (ValueError, TypeError, SystemError, RecursionError) as error:
-        raise TaskError(
-            f"JAX cannot take the tree of parameters apart: {short(error)}",
-            hint="keys of one dictionary must be comparable, such as all strings; and a tree not"
-            " nested in a thousand levels",
-        ) from error
-    if known is None:
-        known = _names_of([path for path, _ in found])
-        if len(_NAMES) >= _MOST_STRUCTURES:
-            _NAMES.clear()
-        _NAMES[structure] = known
-    return list(zip(known, leaves, strict=True))
-
-
-# Spelling names out takes longer than all else that a boundary does with a tree; a loop has the
-# same few trees at each of them.
-_NAMES: dict[Any, tuple[str, ...]] = {}
-_MOST_STRUCTURES = 64
-
-
-def _names_of(found: list[Any]) -> tuple[str, ...]:
-    """Readable names of leaves by their paths.
-
-    Raises:
-        TaskError: two leaves have the same name.
-    """
-    paths: dict[str, str] = {}
-    for path in found:
-        name = _readable(
-            jax.tree_util.keystr(path, simple=True, separator="/") if path else "params"
-        )
-        if name in paths:
-            raise TaskError(
-                f"every leaf of the parameters needs a name of its own, but {paths[name]} and "
-                f"{jax.tree_util.keystr(path)} are both called {name!r}",
-                hint="rename a key; characters other than A-Z a-z 0-9 . _ / - become _",
-            )
-        paths[name] = jax.tree_util.keystr(path)
-    return tuple(paths)
-
-
-def _readable(path: str) -> str:
-    parts = re.sub(r"[^A-Za-z0-9._/-]", "_", path).split("/")
-    return "/".join("_" * max(1, len(part)) if part.strip(".") == "" else part for part in parts)
 
 
 P = ParamSpec("P")

@@ -18,8 +18,9 @@ from jax.sharding import PartitionSpec
 
 from diloco.common.protocol.errors import TaskError
 from diloco.common.protocol.layout import Hint, default_hint
-from diloco.learner.task import Params, named_leaves
+from diloco.learner.task import Params
 from diloco.learner.tensors.mesh import constrain, parts_along
+from diloco.learner.tensors.tree import named_leaves
 
 # Root mean square of an entry of Muon's direction: that of AdamW's in practice, so that one peak
 # rate and one weight decay fit both (arXiv 2502.16982, section 2.2).

@@ -26,7 +26,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from diloco.common.protocol.codec import Codec, Encoded, code_dtype
 from diloco.common.protocol.layout import Layout
-from diloco.learner.task import Params, named_leaves
+from diloco.learner.task import Params
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.delta import Codes, Kernels, Placed
 from diloco.learner.tensors.mesh import cuts_of, fit, sharding_of, single, split_tensors
@@ -105,7 +105,7 @@ def shardings_of(params: Params) -> dict[str, Sharding | None]:
             return None
         return alone if leaf.sharding is None else leaf.sharding
 
-    return {name: of(leaf) for name, leaf in named_leaves(params)}
+    return {name: of(leaf) for name, leaf in tree.named_leaves(params)}
 
 
 def put_like(value: Any, like: Any) -> Any:

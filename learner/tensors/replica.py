@@ -17,10 +17,11 @@ from diloco.common.process.config import SyncSection, sync_of
 from diloco.common.protocol import shards
 from diloco.common.protocol.codec import Encoded
 from diloco.common.protocol.layout import Layout
-from diloco.learner.task import Params, named_leaves
+from diloco.learner.task import Params
 from diloco.learner.tensors.delta import Blocks, Codes, Kernels, Leaves, make_kernels
 from diloco.learner.tensors.placement import Shardings, make_ownership, make_placement
 from diloco.learner.tensors.quantize import encode
+from diloco.learner.tensors.tree import named_leaves
 
 
 class Delta(NamedTuple):

@@ -14,7 +14,7 @@ import pytest
 import tomli_w
 from token_lab import VOCABULARY, make_texts, make_tokenizer
 
-from diloco.learner.task import named_leaves
+from diloco.learner.tensors.tree import named_leaves
 from diloco.models.decoders import checkpoint, model
 from diloco.models.decoders.config import parse_config
 from tests.models import tiny

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diloco.learner.task import Params, named_leaves
+from diloco.learner.task import Params
+from diloco.learner.tensors.tree import named_leaves
 from diloco.models.decoders import checkpoint, model
 from diloco.models.decoders.config import DecoderConfig, parse_config, read_config
 from diloco.models.decoders.tensors import table

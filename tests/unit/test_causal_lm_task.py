@@ -8,7 +8,7 @@ import pytest
 from diloco.common.protocol.errors import ConfigError, TaskError
 from diloco.common.protocol.layout import make_layout
 from diloco.learner.contract import load_task
-from diloco.learner.task import named_leaves, params_shapes
+from diloco.learner.task import params_shapes
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.delta import vector_of
 from diloco.models.decoders import model
@@ -175,5 +175,5 @@ def test_every_matrix_of_layers_is_muons():
     for document in CASES.values():
         config = parse_config(document, source="")
         shapes = jax.eval_shape(lambda key, c=config: model.init_params(c, key), jax.random.key(0))
-        apart = {name for name, leaf in named_leaves(shapes) if matrices(name, leaf.shape)}
+        apart = {name for name, leaf in tree.named_leaves(shapes) if matrices(name, leaf.shape)}
         assert apart == {f"layers/{name}" for name in ("q", "k", "v", "o", "gate", "up", "down")}

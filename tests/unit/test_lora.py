@@ -10,9 +10,9 @@ import pytest
 from diloco.common.protocol.errors import ConfigError, IntegrityError, TaskError
 from diloco.common.protocol.frozen import Frozen, store_frozen
 from diloco.learner.contract import load_task
-from diloco.learner.task import Variables, named_leaves
+from diloco.learner.task import Variables
 from diloco.learner.tensors import tree
-from diloco.learner.tensors.tree import loaded_frozen
+from diloco.learner.tensors.tree import loaded_frozen, named_leaves
 from diloco.models.decoders import checkpoint, model
 from diloco.models.decoders.config import parse_config
 from diloco.models.decoders.lora import LoraOptions, init_adapters, read_lora, with_adapters

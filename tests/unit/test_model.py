@@ -13,7 +13,8 @@ import pytest
 from diloco.common.protocol.errors import TaskError
 from diloco.common.protocol.layout import TensorHint
 from diloco.learner.contract import check_task
-from diloco.learner.task import hint_of_decoder, named_leaves, params_shapes
+from diloco.learner.task import hint_of_decoder, params_shapes
+from diloco.learner.tensors.tree import named_leaves
 from diloco.models.bytes_lm.model import (
     MUON_RATE,
     PRESETS,

@@ -29,7 +29,6 @@ from diloco.learner.task import (
     Variables,
     checked_options,
     hint_of_decoder,
-    named_leaves,
 )
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.mesh import by_kind_of_axis
@@ -233,7 +232,7 @@ def _init(config: DecoderConfig, adapters: Lora | None, dtype: str, key: jax.Arr
         return init_params(config, key)
     held = base_dtypes(config, dtype)
     base = init_params(config, jax.random.fold_in(key, 0))
-    leaves = {name: leaf.astype(held[name]) for name, leaf in named_leaves(base)}
+    leaves = {name: leaf.astype(held[name]) for name, leaf in tree.named_leaves(base)}
     trained = init_adapters(config, adapters, jax.random.fold_in(key, 1))
     return Variables(trained=trained, frozen=tree.from_names(base, leaves))
 
