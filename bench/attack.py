@@ -207,7 +207,7 @@ class Effect(NamedTuple):
 
 
 def effect(seed: int, steps: int, merge: str, fleet: Fleet, lie: Lie) -> Effect:
-    """What a lie does to one run."""
+    """Harm of a lie to one run."""
     found = play(seed, steps, merge, fleet, lie)
     alone = _alone(seed, steps, merge, fleet.honest)
     rates, works = [], []

@@ -121,7 +121,7 @@ class Learner:
         return jax.tree.map(put_like, found.state, leaves)
 
     def reading(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """The same batches; time that the loop waits for them counts as waiting for data."""
+        """Pass batches on; time that the loop waits for them counts as waiting for data."""
         asked_s = time.perf_counter()
         for batch in batches:
             self._synchronizer.meter.data_s += time.perf_counter() - asked_s

@@ -189,7 +189,7 @@ ROUNDING = 1e-9
 
 
 def passed_s(member: Member, stored_at_s: float, now_s: float) -> float:
-    """Time since a learner's update before, when one is stored and read now."""
+    """Seconds between a learner's previous update and one that is stored and read now."""
     if stored_at_s < member.heard_at_s and member.read_at_s:
         # The server's clock was set back; ours is another.
         return policy.elapsed_s(member.read_at_s, now_s)
@@ -197,7 +197,7 @@ def passed_s(member: Member, stored_at_s: float, now_s: float) -> float:
 
 
 def available_s(member: Member, stored_at_s: float, now_s: float) -> float:
-    """Time of a learner's that no update of it has claimed, when one is stored and read now."""
+    """Seconds that no update of a learner has claimed, when one is stored and read now."""
     return min(member.unused_s + passed_s(member, stored_at_s, now_s), wire.GREATEST_S)
 
 

@@ -212,7 +212,7 @@ def load_arrays(history: History, record: wire.Record) -> FragmentArrays:
 
 
 def copy_arrays(arrays: FragmentArrays) -> FragmentArrays:
-    """The same arrays, to be changed."""
+    """Copies of arrays, which may be changed."""
     state = {name: slot.copy() for name, slot in arrays.state.items()}
     return replace(arrays, view=arrays.view.copy(), theta=arrays.theta.copy(), state=state)
 

@@ -41,7 +41,7 @@ class Model:
 
 
 def read_settings(options: PlanOptions) -> RunSettings:
-    """The settings of the file, or the defaults; --set goes before both."""
+    """The settings of the file, or the defaults; an assignment of --set replaces either."""
     document: dict[str, Any] = {"run": {"name": "plan", "steps": 1}}
     if options.config is not None:
         document = load_config(options.config, connects=False).settings().model_dump()

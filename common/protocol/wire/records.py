@@ -63,9 +63,9 @@ class Shard(NestedRecord):
 class Manifest(Body):
     """Announces one update: one outer gradient of one fragment from one learner.
 
-    It is published after every shard is stored. Whoever reads it drops one undecoded that is longer
-    than any of its fragment can be: with a shard and a slice for each block, and every field as
-    long as it gets.
+    It is published after every shard is stored. A reader drops a message undecoded if it is longer
+    than the longest manifest of its fragment: one with a shard and a slice for each block, and each
+    field at its greatest length.
     """
 
     kind: ClassVar[str] = "update"

@@ -124,7 +124,7 @@ class Data:
                     yield life.update(seq), waiting
 
     def take(self, body: wire.Body, seq: int) -> Iterator[Violation]:
-        """A join, a leave, a manifest or a quarantine; of another tape's lives nothing counts."""
+        """Follow a join, leave, manifest or quarantine; lives of an older tape are ignored."""
         match body:
             case wire.Join():
                 self._learners[body.learner].join(seq)

@@ -69,7 +69,7 @@ class TensorLearner:
         self._take(after)
 
     def reading(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """The same batches; time that the loop waits for them counts as waiting for data."""
+        """Pass batches on; time that the loop waits for them counts as waiting for data."""
         return self._learner.reading(batches)
 
     def claimed(self, data: Shared) -> Iterator[Batch]:

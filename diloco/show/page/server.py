@@ -67,7 +67,7 @@ class Board:
         page: the page, with nothing on it yet.
 
     Attributes:
-        learners: makes a page of learners, of its number and of what their names hold.
+        learners: (number of the page, text that the names contain) -> the table of those learners.
     """
 
     def __init__(self, page: str) -> None:
