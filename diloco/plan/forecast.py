@@ -285,11 +285,12 @@ def over_learners(
     counts: list[int],
     *,
     seed: int = 0,
-    updates: int = UPDATES // 8,
 ) -> list[Plan]:
     """Plans for the same chips and the same batch, divided among other numbers of learners."""
     return [
-        make_plan(settings, divided(fleet, count), parameters, sized, seed=seed, updates=updates)
+        make_plan(
+            settings, divided(fleet, count), parameters, sized, seed=seed, updates=UPDATES // 8
+        )
         for count in counts
     ]
 

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from diloco.replay.blame import Blame, BlamedRounds, Fate
 from diloco.replay.blame_learners import AGAINST, Effect, Effects, Sentence, judge
+from diloco.replay.show import update_name
 from diloco.show.page.page import write_figure
 from diloco.show.page.svg import CYCLE, Axis, Panel, step_line
 
@@ -81,17 +82,12 @@ def in_words(one: Sentence) -> str:
         at = one.since
         since = (
             f", from version {at.version} of fragment {at.fragment} on (step {at.global_step}, "
-            f"update {name_of(at)})"
+            f"update {update_name(at)})"
         )
     beside = f"alone {one.alone:+.5f} on the held-out loss each, the others' {one.others:+.5f}"
     if one.word == "harmful":
         return f"{one.learner} is harmful{since}: {beside}"
     return f"{one.learner} is useless, not harmful{since}: {beside}"
-
-
-def name_of(effect: Effect) -> str:
-    """An update as `diloco show` takes it."""
-    return f"{effect.learner}:{effect.incarnation}-{effect.seq}"
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -122,9 +118,9 @@ def _updates(worst: Sequence[Effect]) -> Table:
     )  # fmt: skip
     for one in worst:
         rows.add_row(
-            f"{one.fragment}@{one.version}", name_of(one), f"{one.did:+.5f}", f"{one.alone:+.5f}",
-            f"{one.loss_before:.4f}", f"{one.loss:.4f}", f"{one.loss_without:.4f}",
-            f"{one.norm:.3g}",
+            f"{one.fragment}@{one.version}", update_name(one), f"{one.did:+.5f}",
+            f"{one.alone:+.5f}", f"{one.loss_before:.4f}", f"{one.loss:.4f}",
+            f"{one.loss_without:.4f}", f"{one.norm:.3g}",
         )  # fmt: skip
     return rows
 
@@ -133,7 +129,7 @@ def _tensors(found: Blame) -> Table:
     rows = _table("The worst updates by tensor", "where", "update", "tensor", "effect")
     for one in sorted(found.tensors, key=lambda part: (-part.effect.did, -part.did)):
         at = one.effect
-        rows.add_row(f"{at.fragment}@{at.version}", name_of(at), one.tensor, f"{one.did:+.5f}")
+        rows.add_row(f"{at.fragment}@{at.version}", update_name(at), one.tensor, f"{one.did:+.5f}")
     return rows
 
 
@@ -144,7 +140,7 @@ def tell_json(run: str, found: Blame) -> None:
         for one in judge(found.effects)
     ]
     tensors = [
-        {"update": name_of(one.effect), "fragment": one.effect.fragment,
+        {"update": update_name(one.effect), "fragment": one.effect.fragment,
          "version": one.effect.version, "tensor": one.tensor, "did": one.did}
         for one in found.tensors
     ]  # fmt: skip
@@ -166,7 +162,7 @@ def tell_json(run: str, found: Blame) -> None:
 
 
 def _plain(one: Effect) -> dict[str, Any]:
-    named = one._asdict() | {"update": name_of(one)}
+    named = one._asdict() | {"update": update_name(one)}
     return {name: value for name, value in named.items() if name not in ("incarnation", "seq")}
 
 

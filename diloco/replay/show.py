@@ -20,6 +20,7 @@ from diloco.common.protocol.codec import decode_numpy
 from diloco.common.protocol.errors import ConfigError, ObjectMissingError, WireError
 from diloco.common.storage.tape import InvalidMessage, Unreadable
 from diloco.replay.blame import tensor_ranges
+from diloco.replay.blame_learners import Effect
 from diloco.run.cli.opening import open_run
 from diloco.run.cli.screen import say_plainly
 from diloco.run.history import History, Sent, answered, identity, read_history, resolves
@@ -162,8 +163,9 @@ def _clock(at_s: float) -> str:
     return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3] + " UTC"
 
 
-def _name(taken: wire.Input | wire.Rejected) -> str:
-    return f"{taken.learner}:{taken.incarnation}-{taken.seq}"
+def update_name(update: wire.Input | wire.Rejected | Sent | Effect) -> str:
+    """An update as `diloco show` takes it."""
+    return f"{update.learner}:{update.incarnation}-{update.seq}"
 
 
 def _tell_message(history: History, seq: int) -> Iterator[str]:
@@ -234,15 +236,15 @@ def _merged_line(
             f"{manifest.upload_s:.3g} s"
         )
     return (
-        f"{_name(taken)} (message {taken.stream_seq}): weight {taken.weight:g}, {stale}, norm "
-        f"{taken.norm:.4g}{clip}, loss {taken.loss:.4g}, {taken.steps} steps{said}"
+        f"{update_name(taken)} (message {taken.stream_seq}): weight {taken.weight:g}, {stale}, "
+        f"norm {taken.norm:.4g}{clip}, loss {taken.loss:.4g}, {taken.steps} steps{said}"
     )
 
 
 def _not_merged(history: History, seq: int, record: wire.Record) -> Iterator[str]:
     """Refused by this record; and announced before it, answered by a later one or by none."""
     for refused in record.rejected:
-        yield f"  refused {_name(refused)} (message {refused.stream_seq}): {refused.reason}"
+        yield f"  refused {update_name(refused)} (message {refused.stream_seq}): {refused.reason}"
         yield f"    {refused.detail}"
     own = {answered(record, taken) for taken in resolves(record)}
     later: dict[Sent, int] = {}
@@ -253,10 +255,7 @@ def _not_merged(history: History, seq: int, record: wire.Record) -> Iterator[str
         waits = stream_seq < seq and update not in own
         if waits and (answer := later.get(update, seq + 1)) > seq:
             where = f"record {answer}" if update in later else "no record yet"
-            yield (
-                f"  late {update.learner}:{update.incarnation}-{update.seq} (message "
-                f"{stream_seq}): answered by {where}"
-            )
+            yield f"  late {update_name(update)} (message {stream_seq}): answered by {where}"
 
 
 def _observed(record: wire.Record, began_s: float) -> Iterator[str]:
@@ -324,9 +323,7 @@ def _objects(record: wire.Record) -> Iterator[str]:
 
 def tell_update(history: History, update: Sent) -> Iterator[str]:
     """Tell the story of an update in lines, from its announcement to its answer."""
-    yield (
-        f"update {update.learner}:{update.incarnation}-{update.seq} of fragment {update.fragment}"
-    )
+    yield f"update {update_name(update)} of fragment {update.fragment}"
     for seq, manifest in history.announced(update.fragment):
         if identity(manifest) == update:
             yield (
