@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from diloco.run.state import Finding, LearnerStatus, MergedPoint
+from diloco.run.state import RECENT, Finding, LearnerStatus, MergedPoint
 
 LOSS_SPIKE = "runbooks/loss-spike.md"
 # Spreads from the others' median at which a figure is far.
@@ -21,7 +21,7 @@ RATIO_FLOOR = math.log(TIMES) / FAR
 COSINE_FLOOR = 0.05
 # Of fewer updates that were merged together with others' nothing is said. While losses fall fast,
 # one that covers other steps is honestly above the others.
-FEWEST = 8
+FEWEST = RECENT
 # One other has no spread, and of two nobody can tell which is the odd one.
 OTHERS = 2
 # A learner agrees with the others this much less than they do with each other; or is against them.
@@ -80,7 +80,8 @@ def outliers(learners: Sequence[LearnerStatus]) -> Iterator[Finding]:
 def _of_two(one: LearnerStatus, other: LearnerStatus) -> Iterator[Finding]:
     """Two that are far apart: either may be the odd one."""
     said = []
-    if abs(gap(_of_loss(one), _of_loss(other))) >= math.log(TIMES):
+    # In the same rounds, both ways: medians over other rounds differ while losses fall.
+    if min(abs(_of_gap(one)), abs(_of_gap(other))) >= math.log(TIMES):
         said.append(f"losses {_of_loss(one):.4g} and {_of_loss(other):.4g}")
     if abs(_of_norm(one) - _of_norm(other)) >= math.log(TIMES):
         said.append(f"norms as {math.exp(_of_norm(one)):.2g} to {math.exp(_of_norm(other)):.2g}")

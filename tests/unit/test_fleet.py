@@ -110,6 +110,22 @@ def test_of_two_none_is_accused_alone(of_c):
     assert "of two, figures do not say which one is wrong" in found.sentence
 
 
+def test_of_few_updates_nothing_is_said():
+    assert strangers(rounds(loss=14.5)[1:]) == []
+    assert len(strangers(rounds(loss=14.5))) == 1
+
+
+def test_two_whose_losses_fall_fast_are_held_against_each_other_round_by_round():
+    def merged(version, **losses):
+        inputs = (make_input(learner=name, loss=loss) for name, loss in losses.items())
+        return make_record(version=version, inputs=tuple(inputs))
+
+    together = [merged(step, a=9.0 / 1.4**step, b=6.0 / 1.4**step) for step in range(1, 17)]
+    # The last ones of a were merged beside a newcomer's.
+    later_on = [merged(step, a=9.0 / 1.4**step, z=9.0 / 1.4**step) for step in range(17, 27)]
+    assert strangers([*together, *later_on]) == []
+
+
 def test_an_ended_run_is_judged_as_one_that_goes_on():
     seen = Observed("lab", 0, Lab().context.settings)
     for seq, record in enumerate(rounds(loss=-91.0), 1):
