@@ -50,7 +50,7 @@ def a_round(layout, store, *, updates=3, alike=0.7, weights=(1.0, 2.0, 5.0), dis
                 learner=f"l{index}", incarnation=1, seq=1, stream_seq=1, codec=CODEC, shards=refs,
                 weight=weights[index], staleness=0, discount=discounts[index], clip=1.0, norm=1.0,
                 tokens=1, steps=1, loss=1.0, final=False, coefficients=coefficients.tobytes(),
-                weight_unit=0, steps_credited=1, tokens_credited=1,
+                weight_unit=0, steps_credited=1, tokens_credited=1, announced_at_s=1000.0,
             )
         )  # fmt: skip
     factors = merge.factors(grid, accumulator, contributions)
