@@ -14,7 +14,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
+import numba
 from numba.core.caching import FunctionCache
+
+from diloco.common.protocol.errors import ConfigError
 
 _LOCK: Final = "lock"
 # Who has the folder alone reads or writes a file. One that is stopped meanwhile has it for ever.
@@ -74,3 +77,25 @@ class CachedKernel(FunctionCache):
                         raise
                 time.sleep(LOOK_S)
             yield
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel, compiled at its first call with arrays of some types, and kept on disk.
+
+    Where Numba is told not to compile, a call raises `ConfigError`: nothing else can run them.
+    """
+    if vars(numba.config)["DISABLE_JIT"]:
+        return _not_compiled
+    kernel: Callable[..., Any] = numba.njit(nogil=True, error_model="numpy")(function)
+    # Where neither this package's folder nor the user's cache can be written, it is not kept.
+    with contextlib.suppress(RuntimeError):
+        # As "cache=True" does.
+        kernel._cache = CachedKernel(function)  # type: ignore  # noqa: SLF001, PGH003
+    return kernel
+
+
+def _not_compiled(*_: Any) -> None:
+    raise ConfigError(
+        "NUMBA_DISABLE_JIT is set in the environment: versions are merged by compiled code alone",
+        hint="unset NUMBA_DISABLE_JIT",
+    )

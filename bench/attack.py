@@ -31,7 +31,7 @@ from bench.failover import filling
 from bench.tasks import student
 from diloco.common.process.config import RunSettings, load_config, make_config
 from diloco.common.protocol import names, shards, slices, wire
-from diloco.common.protocol.codec import Encoded
+from diloco.common.protocol.quantization import Encoded
 from diloco.common.storage.bus import Bus
 from diloco.common.storage.store import DirectoryStore
 from diloco.common.storage.tape import Entry, RunContext, read_item

@@ -4,9 +4,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from diloco.aggregator.arrays import centering, merge, outer
+from diloco.aggregator.arrays.codec_kernels import Vector
 from diloco.aggregator.arrays.grid import Grid
-from diloco.aggregator.arrays.merge import Accumulator, Norms, Vector
-from diloco.common.protocol.codec import Encoded
+from diloco.aggregator.arrays.merge import Accumulator, Norms
+from diloco.common.protocol.quantization import Encoded
 
 
 class Arithmetic(NamedTuple):

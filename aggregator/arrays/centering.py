@@ -24,9 +24,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import ml_dtypes
 import numpy as np
 
+from diloco.aggregator.arrays.codec_kernels import Vector
 from diloco.aggregator.arrays.grid import Grid
-from diloco.aggregator.arrays.merge import CHUNK, Contribution, Norms, Vector, share_of
-from diloco.common.protocol.codec import (
+from diloco.aggregator.arrays.merge import CHUNK, Contribution, Norms, share_of
+from diloco.common.protocol.quantization import (
     Codec,
     Encoded,
     code_count,

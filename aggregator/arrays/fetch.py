@@ -1,7 +1,7 @@
 """The one operation of the kernels that no plain loop can say: a fetch ahead of its use.
 
 A processor that waits for memory does nothing else. Many look ahead by themselves; on some machines
-they do not, or too little for a loop that does much with each byte. There the norms of `kernels.py`
+they do not, or too little for a loop that does much with each byte. There the norms of an update
 took four times as long. A fetch asks for what stands some blocks ahead, and does not wait. It
 changes no value, so it can change no bit; beyond an array's end it does nothing.
 
@@ -12,9 +12,18 @@ Why it came back: docs/adr/0073-kernels-that-are-read.md.
 
 from typing import Any, Final
 
+import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
+
+from diloco.aggregator.kernel_cache import compiled
+
+# Blocks ahead that is fetched what little is done with, and what more is.
+FAR: Final = np.uint64(64)
+NEAR: Final = np.uint64(16)
+# Bytes that a processor fetches at a time.
+_LINE: Final = np.uint64(64)
 
 _BYTE: Final = ir.IntType(8).as_pointer()
 _NUMBER: Final = ir.IntType(32)
@@ -37,3 +46,10 @@ def _fetch(_typing: Any, rows: Any, row: Any, column: Any) -> Any:
 
 
 fetch: Any = intrinsic(_fetch)
+
+
+@compiled
+def fetch_row(rows: Any, row: Any) -> None:
+    """Fetch all lines of a row."""
+    for j in range(np.uint64(0), np.uint64(rows.shape[1]), _LINE // np.uint64(rows.itemsize)):
+        fetch(rows, row, j)

@@ -11,15 +11,16 @@ import numpy as np
 from diloco.aggregator.arrays import centering, merge, outer
 from diloco.aggregator.arrays import grid as grids
 from diloco.aggregator.arrays.arithmetic import PRODUCTION, Arithmetic
+from diloco.aggregator.arrays.codec_kernels import Vector
 from diloco.aggregator.arrays.grid import Grid, share_out
-from diloco.aggregator.arrays.merge import Contribution, Norms, Vector
+from diloco.aggregator.arrays.merge import Contribution, Norms
 from diloco.aggregator.arrays.outer import OuterOptimizer, State
 from diloco.aggregator.core.updates import Admitted
 from diloco.common.process.config import RunSettings, averaged_settings, settings_of
 from diloco.common.protocol import shards, wire
-from diloco.common.protocol.codec import Codec, Encoded, aligned_empty, aligned_zeros
 from diloco.common.protocol.errors import IntegrityError, ObjectMissingError, WireError
 from diloco.common.protocol.layout import Layout
+from diloco.common.protocol.quantization import Codec, Encoded, aligned_empty, aligned_zeros
 from diloco.common.protocol.shards import Buffers
 
 

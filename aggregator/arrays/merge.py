@@ -29,9 +29,19 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from diloco.aggregator.arrays import kernels
+from diloco.aggregator.arrays.codec_kernels import (
+    LEAST_PRODUCT,
+    Bits,
+    Lanes,
+    Vector,
+    add,
+    lanes,
+    square,
+)
+from diloco.aggregator.arrays.fetch import FAR, NEAR, fetch, fetch_row
 from diloco.aggregator.arrays.grid import Grid, PieceRun, share_out
-from diloco.common.protocol.codec import (
+from diloco.aggregator.kernel_cache import compiled
+from diloco.common.protocol.quantization import (
     FORMS,
     Codec,
     Encoded,
@@ -40,7 +50,6 @@ from diloco.common.protocol.codec import (
     scale_count,
 )
 
-Vector = kernels.Vector
 Norms = npt.NDArray[np.float64]
 
 # The least bfloat16 that no machine takes for zero.
@@ -49,9 +58,11 @@ LEAST_COEFFICIENT: Final = 2.0**-126
 HEADROOM: Final = 32
 # Directions whose weighted sum is this much shorter than the sum of their lengths cancel.
 CANCELLING: Final = 1e-6
+# Updates that are added in one pass over the sum.
+MOST_UPDATES: Final = 8
 # Updates that wait to be added together: as many as have about 4 bytes a parameter.
 MOST_WAITING: Final[dict[Codec, int]] = {
-    codec: min(4 * form.elements // form.dtype.itemsize, kernels.MOST_UPDATES)
+    codec: min(4 * form.elements // form.dtype.itemsize, MOST_UPDATES)
     for codec, form in FORMS.items()
 }
 # Elements that one thread works on at a time, so that an operation finds them in its cache.
@@ -102,7 +113,7 @@ def segment_norms(grid: Grid, codec: Codec, shards: Sequence[Encoded], threads: 
     parts = _as_parts(grid, codec, shards)
 
     def measure(run: PieceRun) -> None:
-        kernels.measure(run, kernels.lanes(grid.block), parts[run.shard], run.of(squares_P))
+        measure_update(run, lanes(grid.block), parts[run.shard], run.of(squares_P))
 
     share_out(measure, grid.runs(threads), threads)
     return np.sqrt(grid.per_segment(squares_P))
@@ -242,11 +253,11 @@ class Accumulator:
 
     def _add_pieces(self, waiting: Sequence[_Waiting], run: PieceRun) -> None:
         # The kernel takes as many updates each time, and looks at those that it has numbers for.
-        spare = [waiting[0]] * (kernels.MOST_UPDATES - len(waiting))
+        spare = [waiting[0]] * (MOST_UPDATES - len(waiting))
         shards = [one.shards[run.shard] for one in (*waiting, *spare)]
-        kernels.add(
+        add_updates(
             run,
-            kernels.lanes(self._grid.block),
+            lanes(self._grid.block),
             tuple(shard.scales for shard in shards),
             tuple(shard.codes for shard in shards),
             np.stack([one.coefficients_S for one in waiting]),
@@ -290,4 +301,78 @@ def _scale_down(sum_N: Vector, rise: int) -> None:
         part = sum_N[start : start + CHUNK]
         for step in (rise // 2, rise - rise // 2):
             part *= np.ldexp(np.float32(1), -step)
-        part[np.abs(part) < kernels.LEAST_PRODUCT] = 0
+        part[np.abs(part) < LEAST_PRODUCT] = 0
+
+
+# --- The kernels (codec_kernels.py says why they look so)
+
+
+@compiled
+def measure_update(
+    run: PieceRun, elements: Lanes, update: Encoded, squares_P: npt.NDArray[Any]
+) -> None:
+    """Put the sum of squares of an update's values in each piece, float64."""
+    scales, codes = update
+    squares_b = np.zeros(len(elements))
+    for piece in range(len(run.segment_P)):
+        squares_b[:] = 0
+        for b in range(np.uint64(run.edges_P1[piece]), np.uint64(run.edges_P1[piece + 1])):
+            own = b - np.uint64(run.at)
+            fetch(codes, own + FAR, np.uint64(0))
+            square(elements, scales, codes, own, squares_b)
+        squares_P[piece] = squares_b.sum()
+
+
+@compiled
+def add_updates(
+    run: PieceRun,
+    elements: Lanes,
+    scales: tuple[Bits, ...],
+    codes: tuple[Any, ...],
+    coefficients_UxS: Vector,
+    keep: bool,
+    total_Bxb: Vector,
+    squares_P: npt.NDArray[Any],
+) -> None:
+    """Add updates to the sum, one after the other, and measure it.
+
+    Args:
+        run: of the fragment.
+        elements: of a block.
+        scales: of `MOST_UPDATES`, of which as many count as there are coefficients.
+        codes: of the same.
+        coefficients_UxS: what each is multiplied by.
+        keep: whether there is a sum before.
+        total_Bxb: the sum.
+        squares_P: takes the sum of its squares in each piece, float64.
+    """
+    squares_b = np.zeros(len(elements))
+    for piece in range(len(run.segment_P)):
+        factors_U = coefficients_UxS[:, run.segment_P[piece]]
+        squares_b[:] = 0
+        for b in range(np.uint64(run.edges_P1[piece]), np.uint64(run.edges_P1[piece + 1])):
+            total_b = total_Bxb[b]
+            if not keep:
+                total_b[:] = 0
+            own, count = b - np.uint64(run.at), len(factors_U)
+            fetch_row(total_Bxb, b + NEAR)
+            # A place in a tuple is looked up when compiled; one that is counted, each time.
+            add(elements, scales[0], codes[0], own, factors_U[0], total_b)
+            if count > 1:
+                add(elements, scales[1], codes[1], own, factors_U[1], total_b)
+            if count > 2:
+                add(elements, scales[2], codes[2], own, factors_U[2], total_b)
+            if count > 3:
+                add(elements, scales[3], codes[3], own, factors_U[3], total_b)
+            if count > 4:
+                add(elements, scales[4], codes[4], own, factors_U[4], total_b)
+            if count > 5:
+                add(elements, scales[5], codes[5], own, factors_U[5], total_b)
+            if count > 6:
+                add(elements, scales[6], codes[6], own, factors_U[6], total_b)
+            if count > 7:
+                add(elements, scales[7], codes[7], own, factors_U[7], total_b)
+            for j in range(len(elements)):
+                value = np.float64(total_b[j])
+                squares_b[j] += value * value
+        squares_P[piece] = squares_b.sum()

@@ -4,7 +4,7 @@ Shapes: N elements of a fragment's vector, S segments.
 
 `close_round` takes what a round has summed (`merge.py`), forms the outer gradient as it goes,
 moves the master parameters by an outer optimizer, and the view after them by a quantized delta.
-All of it is done with a block while that is in cache (`kernels.py`), with float32 constants and one
+All of it is done with a block while that is in cache (`codec_py`), with float32 constants and one
 rounding per operation, so that cutting it in pieces for threads changes no bit.
 
 Sources: DiLoCo (arXiv 2311.08105) for the outer Nesterov; Async Local-SGD (2401.09135) for
@@ -18,11 +18,12 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from diloco.aggregator.arrays import kernels
+from diloco.aggregator.arrays.codec_kernels import Lanes, Vector, encode, lanes
+from diloco.aggregator.arrays.fetch import NEAR, fetch_row
 from diloco.aggregator.arrays.grid import Grid, PieceRun, share_out
-from diloco.aggregator.arrays.kernels import MergedGradient, Moved, Step
-from diloco.aggregator.arrays.merge import Accumulator, Vector, as_bits
-from diloco.common.protocol.codec import (
+from diloco.aggregator.arrays.merge import Accumulator, as_bits
+from diloco.aggregator.kernel_cache import compiled
+from diloco.common.protocol.quantization import (
     Codec,
     Encoded,
     aligned_empty,
@@ -34,6 +35,49 @@ from diloco.common.protocol.codec import (
 
 State = dict[str, npt.NDArray[Any]]
 OuterName = Literal["sgd", "momentum", "nesterov", "delayed_nesterov"]
+# Blocks that are encoded in turn: a block's scale takes the processor many steps that wait for each
+# other, and meanwhile it goes on with the next.
+TILE: Final = np.uint64(8)
+Constants = tuple[np.float32, np.float32, np.float32, np.float32]
+SGD, MOMENTUM, NESTEROV, DELAYED_NESTEROV, DELAYED_NESTEROV_NTH = range(5)
+
+
+class Step(NamedTuple):
+    """One step of an outer optimizer.
+
+    Attributes:
+        rule: one of the above.
+        constants: learning rate, momentum, 1 / delay, and what multiplies the carried momentum;
+            rounded to float32 once, so that every machine has the same.
+    """
+
+    rule: int
+    constants: Constants
+
+
+class MergedGradient(NamedTuple):
+    """A round's merged gradient, not yet formed; arrays of centered clipping may be empty.
+
+    Attributes:
+        total_Bxb: the sum; left as it is.
+        factors_S: what it is multiplied by.
+        kept_S: share of the center that is added.
+        center_Bxb: the merged gradient before, in whose place this one is put.
+    """
+
+    total_Bxb: Vector  # noqa: N815 - shapes live in names of arrays
+    factors_S: Vector  # noqa: N815 - as above
+    kept_S: Vector  # noqa: N815 - as above
+    center_Bxb: Vector  # noqa: N815 - as above
+
+
+class Moved(NamedTuple):
+    """The arrays that an outer step moves; those that its rule does not use are empty."""
+
+    theta_Bxb: Vector  # noqa: N815 - shapes live in names of arrays
+    momentum_Bxb: Vector  # noqa: N815 - as above
+    delayed_Bxb: Vector  # noqa: N815 - as above
+    view_Bxb: Vector  # noqa: N815 - as above
 
 
 class OuterOptimizer(NamedTuple):
@@ -76,7 +120,7 @@ def make_outer(name: OuterName, *, delay: int = 1, delay_fraction: float = 0.0) 
         state["arrivals"] += 1
         nth = int(state["arrivals"][0]) % delay == 0
         applied = 1 - delay_fraction * delay + delay_fraction if nth else delay_fraction
-        rule = kernels.DELAYED_NESTEROV_NTH if nth else kernels.DELAYED_NESTEROV
+        rule = DELAYED_NESTEROV_NTH if nth else DELAYED_NESTEROV
         return Step(rule, (rate, carried, np.float32(1 / delay), np.float32(applied * momentum)))
 
     return OuterOptimizer(init, begin)
@@ -89,10 +133,10 @@ _SLOTS: Final[dict[OuterName, tuple[str, ...]]] = {
     "delayed_nesterov": ("momentum", "delayed"),
 }
 _RULES: Final[dict[OuterName, int]] = {
-    "sgd": kernels.SGD,
-    "momentum": kernels.MOMENTUM,
-    "nesterov": kernels.NESTEROV,
-    "delayed_nesterov": kernels.DELAYED_NESTEROV,
+    "sgd": SGD,
+    "momentum": MOMENTUM,
+    "nesterov": NESTEROV,
+    "delayed_nesterov": DELAYED_NESTEROV,
 }
 
 
@@ -168,7 +212,100 @@ def close_round(
     bits = Encoded(as_bits(delta.scales), codes)
 
     def advance(run: PieceRun) -> None:
-        kernels.advance(run, kernels.lanes(grid.block), step, merged, moved, bits)
+        advance_blocks(run, lanes(grid.block), step, merged, moved, bits)
 
     share_out(advance, grid.runs(threads), threads)
     return delta
+
+
+# --- The kernel (codec_kernels.py says why it looks so)
+
+
+@compiled
+def advance_blocks(  # noqa: C901 - in parts it would be slower
+    run: PieceRun, elements: Lanes, step: Step, merged: MergedGradient, moved: Moved, delta: Encoded
+) -> None:
+    """Take the outer step, encode what the view is behind, and move the view by that."""
+    theta_Bxb, momentum_Bxb, delayed_Bxb, view_Bxb = moved
+    rule, constants = step
+    total_Bxb, factors_S, kept_S, center_Bxb = merged
+    scales, codes = delta
+    g_b = np.empty(len(elements), np.float32)
+    behind_Kxb = np.empty((TILE, len(elements)), np.float32)
+    for piece in range(len(run.segment_P)):
+        segment = run.segment_P[piece]
+        factor = factors_S[segment]
+        start, end = np.uint64(run.edges_P1[piece]), np.uint64(run.edges_P1[piece + 1])
+        while start < end:
+            count = min(TILE, end - start)
+            for k in range(count):
+                b = start + k
+                fetch_row(total_Bxb, b + NEAR)
+                fetch_row(theta_Bxb, b + NEAR)
+                fetch_row(momentum_Bxb, b + NEAR)
+                fetch_row(view_Bxb, b + NEAR)
+                for j in range(len(elements)):
+                    g_b[j] = total_Bxb[b, j] * factor
+                if kept_S.size:
+                    _recenter(elements, kept_S[segment], g_b, center_Bxb[b])
+                if rule == SGD:
+                    for j in range(len(elements)):
+                        g_b[j] = g_b[j] * constants[0]
+                elif rule == MOMENTUM:
+                    _momentum(elements, constants, g_b, momentum_Bxb, b)
+                elif rule == NESTEROV:
+                    _nesterov(elements, constants, g_b, momentum_Bxb, b)
+                else:
+                    _delayed(elements, rule, constants, g_b, momentum_Bxb[b], delayed_Bxb[b])
+                for j in range(len(elements)):
+                    theta = theta_Bxb[b, j] - g_b[j]
+                    theta_Bxb[b, j] = theta
+                    behind_Kxb[k, j] = theta - view_Bxb[b, j]
+            encode(elements, scales, codes, start, count, behind_Kxb)
+            for k in range(count):
+                for j in range(len(elements)):
+                    view_Bxb[start + k, j] += behind_Kxb[k, j]
+            start += count
+
+
+@compiled
+def _recenter(elements: Lanes, kept: Any, g_b: Vector, center_b: Vector) -> None:
+    """Add the share of the merge before that stays, and put the new merge in its place."""
+    for j in range(len(elements)):
+        merged = g_b[j] + center_b[j] * kept
+        g_b[j] = merged
+        center_b[j] = merged
+
+
+# --- The outer optimizers
+
+
+@compiled
+def _momentum(elements: Lanes, k: Constants, g_b: Vector, momentum_Bxb: Vector, b: Any) -> None:
+    for j in range(len(elements)):
+        m = momentum_Bxb[b, j] * k[1] + g_b[j]
+        momentum_Bxb[b, j] = m
+        g_b[j] = m * k[0]
+
+
+@compiled
+def _nesterov(elements: Lanes, k: Constants, g_b: Vector, momentum_Bxb: Vector, b: Any) -> None:
+    for j in range(len(elements)):
+        m = momentum_Bxb[b, j] * k[1] + g_b[j]
+        momentum_Bxb[b, j] = m
+        g_b[j] = (g_b[j] + m * k[1]) * k[0]
+
+
+@compiled
+def _delayed(
+    elements: Lanes, rule: int, k: Constants, g_b: Vector, m_b: Vector, delayed_b: Vector
+) -> None:
+    rate, momentum, share, carried = k
+    for j in range(len(elements)):
+        delayed_b[j] += g_b[j]
+    if rule == DELAYED_NESTEROV_NTH:
+        for j in range(len(elements)):
+            m_b[j] = m_b[j] * momentum + delayed_b[j] * share
+            delayed_b[j] = 0
+    for j in range(len(elements)):
+        g_b[j] = (g_b[j] * share + m_b[j] * carried) * rate

@@ -1,7 +1,8 @@
 """`diloco doctor`: explains the health of a run, or of a configuration whose run is not made yet.
 
 It probes what it needs (bus, store, clock), reads tape, heartbeats and the list of objects, and
-leaves nothing behind but one line among the rejected copies. `symptoms.py` has the judgements.
+leaves nothing behind but one line among the rejected copies. `doctor_findings.py` has the
+judgements.
 """
 
 import asyncio
@@ -36,7 +37,7 @@ from diloco.common.protocol.errors import (
 from diloco.common.storage.bundle import is_bundle
 from diloco.common.storage.store import ObjectStore, open_store
 from diloco.common.storage.tape import RunContext
-from diloco.judge import service, symptoms
+from diloco.judge import doctor_findings, service
 from diloco.judge.audit import Account, Audit, Objects, audit
 from diloco.judge.evidence import wholeness
 from diloco.judge.objects import check_objects, list_now, read_listing
@@ -134,7 +135,7 @@ async def examine(target: str, *, deep: bool = False, progress: "Heard | None" =
     config = run_config(target)
     report = Report(config.run.name)
     found = report.findings
-    found += symptoms.configuration(config.settings())
+    found += doctor_findings.configuration(config.settings())
     # A file has neither bus nor store to probe.
     file = is_bundle(Path(target))
     store, probed = (None, []) if file else await asyncio.to_thread(_probe_store, config)
@@ -151,17 +152,17 @@ async def examine(target: str, *, deep: bool = False, progress: "Heard | None" =
     except BusUnavailableError as error:
         found.append(failed("bus", error, NATS_AWAY))
     except BusError as error:
-        found.append(failed("bus", error, symptoms.PERMISSIONS))
+        found.append(failed("bus", error, doctor_findings.PERMISSIONS))
     except StoreUnavailableError as error:
-        found.append(failed("store", error, symptoms.STORE_AWAY))
+        found.append(failed("store", error, doctor_findings.STORE_AWAY))
     except StoreError as error:
-        found.append(failed("store", error, symptoms.PERMISSIONS))
+        found.append(failed("store", error, doctor_findings.PERMISSIONS))
     except IntegrityError as error:
         found.append(failed("store", error, DIGEST_MISMATCH))
     except RunMismatchError as error:
-        found.append(failed("store", error, symptoms.STORE_AWAY))
+        found.append(failed("store", error, doctor_findings.STORE_AWAY))
     except DilocoError as error:
-        found.append(failed("run", error, symptoms.RUN_MISMATCH))
+        found.append(failed("run", error, doctor_findings.RUN_MISMATCH))
     report.findings = ranked(said_once(found))
     return report
 
@@ -182,7 +183,7 @@ def _no_run(config: Config, error: DilocoError, store: ObjectStore | None) -> It
         # What it holds stands behind a tape that was there, and is lost or on another server.
         objects = len(list_now(store, config.run.name)) if store is not None else 0
     except StoreError as away:
-        yield failed("run", away, symptoms.STORE_AWAY)
+        yield failed("run", away, doctor_findings.STORE_AWAY)
         return
     if objects:
         yield Finding(
@@ -191,12 +192,12 @@ def _no_run(config: Config, error: DilocoError, store: ObjectStore | None) -> It
             sentence=f"{error.message}, but the store holds {objects:,} objects of it: its tape is "
             "lost, or on another server",
             advice="check bus.url; if the server's disk is lost, resume from the store",
-            runbook=symptoms.RESTORE,
+            runbook=doctor_findings.RESTORE,
         )
         return
     yield Finding(
         severity="note", about="run", sentence=f"{error.message}: it does not exist yet",
-        advice=error.hint or "", runbook=symptoms.RUN_MISMATCH,
+        advice=error.hint or "", runbook=doctor_findings.RUN_MISMATCH,
     )  # fmt: skip
 
 
@@ -217,13 +218,13 @@ def _probe_store(config: Config) -> tuple[ObjectStore | None, list[Finding]]:
         # Of a run that is there it is an error, and `open_run` says so.
         note = Finding(
             severity="note", about="store", sentence=error.message, advice=error.hint or "",
-            runbook=symptoms.STORE_AWAY,
+            runbook=doctor_findings.STORE_AWAY,
         )  # fmt: skip
         return None, [note]
     except StoreUnavailableError as error:
-        return store, [failed("store", error, symptoms.STORE_AWAY)]
+        return store, [failed("store", error, doctor_findings.STORE_AWAY)]
     except DilocoError as error:
-        return store, [failed("store", error, symptoms.PERMISSIONS)]
+        return store, [failed("store", error, doctor_findings.PERMISSIONS)]
 
 
 def _round_trip(store: ObjectStore, name: str) -> None:
@@ -252,18 +253,18 @@ async def _probe_bus(context: RunContext) -> list[Finding]:
         message = await context.bus.last(names.ops_stream(context.run), subject)
     except BusUnavailableError as error:
         if answers:
-            return [symptoms.stores_nothing(names.ops_stream(context.run), error.message)]
+            return [doctor_findings.stores_nothing(names.ops_stream(context.run), error.message)]
         return [failed("bus", error, NATS_AWAY)]
     except BusError as error:
-        return [failed("bus", error, symptoms.PERMISSIONS)]
+        return [failed("bus", error, doctor_findings.PERMISSIONS)]
     assert message is not None
     # Within its travel time the message may have been stored at any moment.
     ahead_s = max(0.0, before_s - message.time_s) + min(0.0, after_s - message.time_s)
     liveness_timeout_s = context.settings.quorum.liveness_timeout_s
     return [
         Finding(severity="ok", about="bus", sentence="NATS answers and stores messages"),
-        symptoms.clock("this machine's clock", ahead_s, liveness_timeout_s),
-        *symptoms.readers(filled),
+        doctor_findings.clock("this machine's clock", ahead_s, liveness_timeout_s),
+        *doctor_findings.readers(filled),
     ]
 
 
@@ -275,7 +276,7 @@ def _compare(run: OpenRun) -> list[Finding]:
             about="specification",
             sentence=sentence,
             advice="daemons with this file are refused: use the one the run was created with",
-            runbook=symptoms.RUN_MISMATCH,
+            runbook=doctor_findings.RUN_MISMATCH,
         )
         for sentence in differences(run.config.settings(), run.context.settings)
     ]
@@ -311,7 +312,7 @@ def try_task(config: Config, layout: str | None) -> list[Finding]:
             about="layout",
             sentence=f"the task's layout is {digest} here, {layout} in the run",
             advice="learners with this task are refused: use the code the run was created with",
-            runbook=symptoms.RUN_MISMATCH,
+            runbook=doctor_findings.RUN_MISMATCH,
         )
     ]
 
@@ -320,7 +321,7 @@ def _not_built(config: Config, error: Exception) -> Finding:
     sentence = f"task {config.task.build!r} cannot be built here, so its layout is not checked"
     return Finding(
         severity="note", about="layout", sentence=f"{sentence}: {error}",
-        advice="only learners and `run create` need it", runbook=symptoms.RUN_MISMATCH,
+        advice="only learners and `run create` need it", runbook=doctor_findings.RUN_MISMATCH,
     )  # fmt: skip
 
 
@@ -333,15 +334,15 @@ async def _examine_run(
     report.findings[:] = [*in_force(report.findings, history)]
     made = await context.runtime.call(service.newest_checkpoint, context.store, context.run)
     report.findings += [
-        *symptoms.aggregator_clocks(history),
+        *doctor_findings.aggregator_clocks(history),
         *compared.findings,
-        *symptoms.ruined(await _scores(context, deep=deep)),
+        *doctor_findings.ruined(await _scores(context, deep=deep)),
         *service.checkpoints(history, made, now.as_of_s),
         *((_copy(),) if copied else ()),
-        *symptoms.tape(history, found),
+        *doctor_findings.tape(history, found),
         *wholeness(history, objects),
-        *symptoms.objects(objects, deep=deep),
-        *symptoms.rules(found),
+        *doctor_findings.objects(objects, deep=deep),
+        *doctor_findings.rules(found),
     ]
 
 
@@ -360,7 +361,7 @@ def in_force(findings: list[Finding], history: History) -> Iterator[Finding]:
     if not history.changes:
         yield from findings
         return
-    yield from symptoms.configuration(history.in_force)
+    yield from doctor_findings.configuration(history.in_force)
     yield from (one for one in findings if one.about != "configuration")
 
 

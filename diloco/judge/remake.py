@@ -13,16 +13,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from diloco.aggregator.arrays.codec_kernels import Vector
 from diloco.aggregator.arrays.fragment import FragmentArrays
-from diloco.aggregator.arrays.merge import Vector
 from diloco.aggregator.core import policy
 from diloco.aggregator.core.updates import Admitted, UpdateCredit
 from diloco.aggregator.owner.fetcher import read_input, read_payload
 from diloco.common.process import cores
 from diloco.common.process.config import RunSettings, sync_of
 from diloco.common.protocol import shards, wire
-from diloco.common.protocol.codec import Encoded
 from diloco.common.protocol.errors import IntegrityError, ObjectMissingError
+from diloco.common.protocol.quantization import Encoded
 from diloco.common.storage.store import ObjectStore
 from diloco.common.storage.tape import get_object
 from diloco.judge.audit import Breach, Objects

@@ -7,7 +7,7 @@ from pathlib import Path
 from diloco.common.protocol.errors import ConfigError, WireError
 from diloco.common.storage import checkpoint_files
 from diloco.common.storage.store import DirectoryStore, ObjectStore
-from diloco.judge.symptoms import PERMISSIONS
+from diloco.judge.doctor_findings import PERMISSIONS
 from diloco.run.history import History
 from diloco.run.state import Finding
 

@@ -16,8 +16,8 @@ from heapq import nlargest
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
+from diloco.aggregator.arrays.codec_kernels import Vector
 from diloco.aggregator.arrays.fragment import FragmentArrays
-from diloco.aggregator.arrays.merge import Vector
 from diloco.common.process.config import settings_of
 from diloco.common.protocol import wire
 from diloco.common.protocol.errors import ConfigError, IntegrityError, ObjectMissingError, WireError

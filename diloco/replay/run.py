@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from diloco.aggregator.arrays.merge import Vector
+from diloco.aggregator.arrays.codec_kernels import Vector
 from diloco.common.protocol import names
 from diloco.common.protocol.errors import ConfigError
 from diloco.common.storage.tape import RunContext, first_message

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from diloco.aggregator.arrays.merge import Vector
+from diloco.aggregator.arrays.codec_kernels import Vector
 from diloco.common.protocol import wire
 from diloco.common.protocol.errors import ConfigError, IntegrityError, ObjectMissingError
 from diloco.common.storage.store import ObjectStore, check_size

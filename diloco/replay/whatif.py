@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from rich.table import Table
 
+from diloco.aggregator.arrays.codec_kernels import Vector
 from diloco.aggregator.arrays.fragment import FragmentArrays, make_grid
-from diloco.aggregator.arrays.merge import Vector
 from diloco.aggregator.arrays.outer import make_outer
 from diloco.aggregator.core import policy, rounds
 from diloco.aggregator.core.decisions import decide_again

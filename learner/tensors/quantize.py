@@ -2,7 +2,7 @@
 
 Shapes: N elements of a vector, B = N / block blocks; G any leading axes of an array of blocks.
 
-`codec.py` says what codes and scales are.
+`quantization.py` says what codes and scales are.
 
 There are two forms of everything. Vectors are [N], their codes flat: what objects hold. Arrays of
 blocks are [*G, block] with scales [*G] and codes [*G, items], for arrays that are sharded over
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from diloco.common.protocol.codec import (
+from diloco.common.protocol.quantization import (
     GREATEST_CODE,
     GREATEST_SCALE,
     GREATEST_VALUE,

@@ -15,8 +15,8 @@ from jax.sharding import NamedSharding
 
 from diloco.common.process.config import SyncSection, sync_of
 from diloco.common.protocol import shards
-from diloco.common.protocol.codec import Encoded
 from diloco.common.protocol.layout import Layout
+from diloco.common.protocol.quantization import Encoded
 from diloco.learner.task import Params
 from diloco.learner.tensors.delta import Blocks, Codes, Kernels, Leaves, make_kernels
 from diloco.learner.tensors.placement import Shardings, make_ownership, make_placement

@@ -15,9 +15,9 @@ import numpy as np
 from diloco.common.process import metrics
 from diloco.common.process.config import sync_of
 from diloco.common.protocol import names, shards, slices, wire
-from diloco.common.protocol.codec import Encoded
 from diloco.common.protocol.errors import DilocoError, DivergedError
 from diloco.common.protocol.layout import Fragment
+from diloco.common.protocol.quantization import Encoded
 from diloco.common.storage.tape import publish_once
 from diloco.learner.background import Alone, Context, longest_round_s
 from diloco.learner.core import sync

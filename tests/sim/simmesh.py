@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from simtensors import LightReplica
 
-from diloco.common.protocol.codec import Encoded
+from diloco.common.protocol.quantization import Encoded
 from diloco.learner.background import Context
 from diloco.learner.core import sync
 from diloco.learner.wire.publish import Uploader, UploadResult

@@ -14,8 +14,8 @@ import numpy as np
 from diloco.aggregator.arrays.grid import make_grid
 from diloco.aggregator.arrays.merge import Accumulator, Contribution, coefficients
 from diloco.aggregator.arrays.outer import close_round, make_outer
-from diloco.common.protocol.codec import CODECS
 from diloco.common.protocol.layout import Tensor, TensorHint, make_layout
+from diloco.common.protocol.quantization import CODECS
 from diloco.common.protocol.shards import digest
 from diloco.learner.tensors.delta import make_kernels
 from diloco.learner.tensors.placement import make_ownership

@@ -20,7 +20,7 @@ from bench.tapes import Forger
 from diloco.common.process.service import Clock, cancel
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import BusUnavailableError, ConfigError
-from diloco.judge import symptoms
+from diloco.judge import doctor_findings
 from diloco.run import findings
 from diloco.run.model.scores import keep
 from diloco.run.state import Finding, RunStatus
@@ -401,7 +401,7 @@ def test_every_runbook_is_a_page_whose_links_lead_somewhere() -> None:
 def test_alerts_name_runbooks_that_there_are() -> None:
     named = {
         value
-        for value in (vars(symptoms) | vars(findings)).values()
+        for value in (vars(doctor_findings) | vars(findings)).values()
         if str(value).startswith("runbooks/")
     }
     assert {name.removeprefix("runbooks/") for name in named} <= runbook_names()

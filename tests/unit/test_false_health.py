@@ -14,7 +14,7 @@ from diloco.common.process.health import Health
 from diloco.common.process.service import cancel
 from diloco.common.protocol import names, wire
 from diloco.common.storage.tape import read_tape
-from diloco.judge import doctor, symptoms
+from diloco.judge import doctor, doctor_findings
 from diloco.judge.audit import Audit, Breach, audit
 from diloco.run.findings import DISK_FULL, NO_LEARNERS, PATIENCE, judged, patience_s
 from diloco.run.history import History, read_history
@@ -334,8 +334,8 @@ def test_a_tape_to_which_nothing_comes_while_learners_train_is_not_well() -> Non
 
 
 def test_decisions_that_could_not_be_followed_do_not_follow_from_the_rules() -> None:
-    (followed,) = symptoms.rules(Audit(deep=True, followed=7, unknown=2, remade=3))
-    (unknown,) = symptoms.rules(Audit(deep=True, unknown=2))
+    (followed,) = doctor_findings.rules(Audit(deep=True, followed=7, unknown=2, remade=3))
+    (unknown,) = doctor_findings.rules(Audit(deep=True, unknown=2))
     assert (followed.severity, unknown.severity) == ("ok", "note")
 
 
@@ -349,7 +349,7 @@ def test_settings_that_were_changed_are_judged_and_not_those_of_the_file() -> No
         await say(lab, names.settings(RUN), word)
 
     history = history_of(changes)
-    file = [*symptoms.configuration(history.settings)]
+    file = [*doctor_findings.configuration(history.settings)]
     found = [*doctor.in_force(file, history)]
     assert {one.severity for one in found} == {"warning"}
     assert len(found) > len([one for one in file if one.severity != "ok"])

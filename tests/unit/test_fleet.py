@@ -13,7 +13,7 @@ from runlab import Lab
 
 from diloco.common.protocol import wire
 from diloco.common.storage.tape import Recorded
-from diloco.judge import symptoms
+from diloco.judge import doctor_findings
 from diloco.run.cli.opening import RunLocation, open_run, use_place
 from diloco.run.findings import grouped, judged, ranked
 from diloco.run.outliers import LOSS_SPIKE, began
@@ -248,7 +248,7 @@ def scores(*losses):
     ],
 )
 def test_a_ruined_held_out_loss_is_told_of(losses, ruined):
-    found = [*symptoms.ruined(scores(*losses))]
+    found = [*doctor_findings.ruined(scores(*losses))]
     assert [one.about for one in found] == ["held-out loss"] * ruined
     assert not ruined or f"it was {min(losses):.4g}" in found[0].sentence
 

@@ -13,7 +13,7 @@ import pytest
 from diloco.aggregator.kernel_cache import CachedKernel
 
 KERNEL = """
-from diloco.aggregator.arrays.kernels import compiled
+from diloco.aggregator.kernel_cache import compiled
 
 @compiled
 def twice(values):
@@ -83,7 +83,7 @@ def test_numba_that_may_not_compile_is_named():
 
 def test_a_kernel_is_compiled_again_when_one_that_it_calls_changes(source):
     other = source.with_name("other.py")
-    other.write_text("from diloco.aggregator.arrays.kernels import compiled\n")
+    other.write_text("from diloco.aggregator.kernel_cache import compiled\n")
     with other.open("a") as file:
         file.write("@compiled\ndef sum_of(a, b):\n    return a + b\n")
     source.write_text(

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from diloco.aggregator.core import events, machine
 from diloco.common.process.config import load_config, parse_settings
-from diloco.common.protocol.codec import encoded_bytes
 from diloco.common.protocol.errors import ConfigError
+from diloco.common.protocol.quantization import encoded_bytes
 from diloco.common.storage.store.gcs.bucket import PART_BYTES
 from diloco.plan import costs
 from diloco.plan import forecast as plan

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from diloco.aggregator.arrays import kernels
+from diloco.aggregator.arrays import merge, outer
 from diloco.aggregator.arrays.fragment import FragmentArrays, Payload
 from diloco.aggregator.arrays.merge import segment_norms
 from diloco.aggregator.core import policy
@@ -11,11 +11,11 @@ from diloco.aggregator.core.updates import Admitted, UpdateCredit
 from diloco.aggregator.prepare import main, prepare
 from diloco.common.process.config import make_config
 from diloco.common.protocol import shards, slices, wire
-from diloco.common.protocol.codec import CODECS, Encoded
 from diloco.common.protocol.layout import Tensor, make_layout
+from diloco.common.protocol.quantization import CODECS, Encoded
 from diloco.learner.tensors.quantize import encode
 
-KERNELS = (kernels.measure, kernels.add, kernels.advance)
+KERNELS = (merge.measure_update, merge.add_updates, outer.advance_blocks)
 # No other test's, so that only `prepare` has compiled for it.
 BLOCK = 32
 

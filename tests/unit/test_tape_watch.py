@@ -11,7 +11,7 @@ from diloco.aggregator import tape_watch
 from diloco.aggregator.tape_watch import watch_tape
 from diloco.common.process.metrics import Metrics
 from diloco.common.storage.bus import Filled, MemoryBus, StreamLimits
-from diloco.judge import symptoms
+from diloco.judge import doctor_findings
 from diloco.run.findings import room
 
 LIMITS = StreamLimits(max_bytes=100_000, keep_old=True)
@@ -74,6 +74,6 @@ def test_the_doctor_says_how_full_it_is() -> None:
      (60_000, 65_536, "lets 65536 of them:")],
 )  # fmt: skip
 def test_the_doctor_says_how_many_read_it(taken: int, most: int, said: str) -> None:
-    found = list(symptoms.readers(Filled(0, 0, taken, most)))
+    found = list(doctor_findings.readers(Filled(0, 0, taken, most)))
     assert [one.severity for one in found] == ["warning"] * bool(said)
     assert all(said in one.sentence for one in found)

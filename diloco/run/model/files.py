@@ -11,7 +11,7 @@ import msgpack
 import numpy as np
 import tomli_w
 
-from diloco.aggregator.arrays.merge import Vector
+from diloco.aggregator.arrays.codec_kernels import Vector
 from diloco.common.process.config import RunSettings
 from diloco.common.protocol import wire
 from diloco.common.protocol.errors import ConfigError, ObjectMissingError

@@ -25,21 +25,21 @@ from diloco.common.protocol.errors import (
     RunMissingError,
     StoreUnavailableError,
 )
-from diloco.judge import symptoms
+from diloco.judge import doctor_findings
 from diloco.judge.doctor import examine
 from diloco.run.cli.opening import open_run, run_config
 from diloco.run.cli.screen import say_json, say_plainly
 from diloco.run.findings import NATS_AWAY, failed
 from diloco.run.state import Finding
 from diloco.run.watch import Watch
-from diloco.show.alerts.ledger import SEVERITIES, Alert, AlertLedger, Notice
+from diloco.show.alerts.firing import SEVERITIES, Alert, AlertLedger, Notice
 from diloco.show.alerts.webhook import Outbox, Webhook
 
 if TYPE_CHECKING:
     from diloco.show.alerts.command import WatchOptions
 
 # What keeps from looking at anything else.
-AWAY = (NATS_AWAY, symptoms.STORE_AWAY, symptoms.RESTORE)
+AWAY = (NATS_AWAY, doctor_findings.STORE_AWAY, doctor_findings.RESTORE)
 # Of the time between two examinations, while something is amiss.
 SOONER = 0.2
 # What waits for the webhook has so long, once the run has ended or somebody has asked.
@@ -199,7 +199,7 @@ class Watcher:
         except BusUnavailableError as error:
             self.look([failed("bus", error, NATS_AWAY)])
         except StoreUnavailableError as error:
-            self.look([failed("store", error, symptoms.STORE_AWAY)])
+            self.look([failed("store", error, doctor_findings.STORE_AWAY)])
         except RunMissingError as error:
             if not self._opened:
                 raise
@@ -279,5 +279,5 @@ def _lost(error: DilocoError) -> Finding:
         about="run",
         sentence=f"{error.message}, and it was there",
         advice="if the server's disk is lost, resume from the store",
-        runbook=symptoms.RESTORE,
+        runbook=doctor_findings.RESTORE,
     )

@@ -14,7 +14,7 @@ import requests
 from diloco.common.process import log
 from diloco.common.process.service import Runtime, cancel
 from diloco.common.protocol.errors import ConfigError, DilocoError
-from diloco.show.alerts.ledger import Notice
+from diloco.show.alerts.firing import Notice
 
 TIMEOUT_S = 10.0
 # What waits for a receiver that is away; of more the oldest are dropped.

@@ -16,7 +16,7 @@ from diloco.common.process.config import RunSettings
 from diloco.common.process.service import Runtime
 from diloco.common.protocol import names, wire
 from diloco.common.storage.tape import Recorded
-from diloco.judge import symptoms
+from diloco.judge import doctor_findings
 from diloco.judge.audit import audit
 from diloco.judge.doctor import said_once
 from diloco.run.findings import FRAGMENT_STOPPED, judged
@@ -122,14 +122,14 @@ def test_an_aggregator_whose_clock_is_ahead(ahead_s: float, severity: str) -> No
             await lab.send_many("fast", 2)
         return await read_history(lab.context)
 
-    (finding,) = symptoms.aggregator_clocks(ask(run()))
+    (finding,) = doctor_findings.aggregator_clocks(ask(run()))
     assert finding.severity == severity
-    assert finding.runbook == symptoms.CLOCK_SKEW
+    assert finding.runbook == doctor_findings.CLOCK_SKEW
 
 
 def test_clocks_that_agree_and_a_clock_that_is_behind() -> None:
-    assert symptoms.clock("clock", 0.4, 10.0).severity == "ok"
-    behind = symptoms.clock("clock", -20.0, 10.0)
+    assert doctor_findings.clock("clock", 0.4, 10.0).severity == "ok"
+    behind = doctor_findings.clock("clock", -20.0, 10.0)
     assert (behind.severity, "behind" in behind.sentence) == ("error", True)
 
 

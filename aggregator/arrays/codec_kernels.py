@@ -1,0 +1,325 @@
+"""What differs from codec to codec in the loops of merge and outer step, as Numba compiles it.
+
+A codec has three operations on one block, in the table `OPERATIONS`: add the squares of its values,
+add its values times a factor, encode. The kernels that go through a fragment with them are
+`measure_update` and `add_updates` of `merge.py` and `advance_blocks` of `outer.py`: each does all
+of its work on a block while that is in the processor's nearest cache. A kernel works on a run of
+pieces, which threads share; what is summed over a piece is summed within it. It holds no
+interpreter lock. What was compiled is kept on disk, and made again when a file of this folder
+changes (`kernel_cache.py`).
+
+Why the bits are the same everywhere: each operation on floats is rounded by itself, in the order in
+which it stands here. Numba neither fuses nor reorders them unless it is told to ("fastmath"), on
+any processor, and leaves denormal numbers as they are (docs/adr/0053-compiled-loops.md).
+
+Why the loops look as they do, which makes the difference between vectors and single elements, or
+spares what Numba does at each look into a tuple:
+  - arrays are taken out of their tuples at a kernel's begin;
+  - how many elements a loop has is the length of a tuple (`lanes`), and so known when compiled;
+  - a loop writes to few arrays, since the compiler must see that they do not overlap;
+  - numbers of blocks are unsigned, which need no care for negative ones;
+  - what is read some blocks later is asked for ahead (`fetch.py`).
+
+Shapes: B blocks of b elements, K of them, P pieces of a run, S segments, U updates. Arrays of
+bfloat16 are their bits, uint16.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numba.extending import overload
+
+from diloco.aggregator.arrays.fetch import NEAR, fetch
+from diloco.aggregator.kernel_cache import compiled
+from diloco.common.protocol.quantization import GREATEST_SCALE, GREATEST_VALUE, LEAST_SCALE
+
+f32, i8, i16, i32 = np.float32, np.int8, np.int16, np.int32
+u8, u16, u32, u64 = np.uint8, np.uint16, np.uint32, np.uint64
+
+Vector = npt.NDArray[np.float32]
+Bits = npt.NDArray[np.uint16]
+# As many zeros as a block has elements.
+Lanes = tuple[int, ...]
+
+# What is added to a sum is zero or not below this: then all that is added, and so the sum, is a
+# whole multiple of 2^-126, and no sum is a denormal number, which some machines flush.
+LEAST_PRODUCT: Final = f32(2.0**-100)
+# Scale x coefficient of a block that has anything but zeros is far below this.
+GREATEST_PRODUCT: Final = f32(2.0**100)
+
+
+def lanes(block: int) -> Lanes:
+    """A tuple whose length tells the compiler how many elements a loop has."""
+    return (0,) * block
+
+
+# --- What is done with one block: int4
+
+
+@compiled
+def _wide(bits: Any) -> Any:
+    """A bfloat16, given by its bits, as float32."""
+    return u32(u32(bits) << u32(16)).view(np.float32)
+
+
+@compiled
+def _step(scale: Any, factor: Any) -> Any:
+    """The number that a block's codes are multiplied by."""
+    product = _wide(scale) * factor
+    normal = f32(0) if abs(product) < LEAST_PRODUCT else product
+    # Only a block of zeros may reach the limit, and must not become a NaN.
+    return min(normal, GREATEST_PRODUCT)
+
+
+@compiled
+def _scaled(whole: Any, scale: Any) -> Any:
+    """A sum of squares of codes, times the square of their scale; exact."""
+    wide = np.float64(_wide(scale))
+    return whole * (wide * wide)
+
+
+def _square_int4(elements: Lanes, scales: Bits, codes: Any, b: Any, squares_b: Any) -> None:
+    # At most 256 pairs of at most 2 x 8^2 each.
+    whole = u16(0)
+    for j in range(len(elements) // 2):
+        low = i16(i16(codes[b, j] & 15) - i16(8))
+        high = i16(i16(codes[b, j] >> 4) - i16(8))
+        whole = u16(whole + u16(i16(low * low) + i16(high * high)))
+    squares_b[0] += _scaled(whole, scales[b])
+
+
+def _add_int4(
+    elements: Lanes, scales: Bits, codes: Any, b: Any, factor: Any, total_b: Vector
+) -> None:
+    fetch(codes, b + NEAR, u64(0))
+    step = _step(scales[b], factor)
+    half = len(elements) // 2
+    for j in range(half):
+        low, high = codes[b, j] & u8(15), codes[b, j] >> u8(4)
+        total_b[j] += f32(i8(low - u8(8))) * step
+        total_b[half + j] += f32(i8(high - u8(8))) * step
+
+
+def _encode_int4(
+    elements: Lanes, scales: Bits, codes: Any, first: Any, count: Any, values_Kxb: Vector
+) -> None:
+    half = len(elements) // 2
+    for k in range(count):
+        scales[first + k] = _scale_bits(elements, values_Kxb[k], _INT4)
+    for k in range(count):
+        b = first + k
+        scale = _wide(scales[b])
+        if scales[b] == _NAN_SCALE:
+            codes[b] = 0
+            values_Kxb[k] = scale
+            continue
+        inverse = f32(1) / scale
+        for j in range(len(elements)):
+            values_Kxb[k, j] = _rounded(values_Kxb[k, j], inverse, f32(7))
+        for j in range(half):
+            low, high = _nibble(values_Kxb[k, j]), _nibble(values_Kxb[k, half + j])
+            codes[b, j] = u8(low | u32(high << u32(4)))
+        for j in range(len(elements)):
+            values_Kxb[k, j] = values_Kxb[k, j] * scale
+
+
+# --- int8
+
+
+def _square_int8(elements: Lanes, scales: Bits, codes: Any, b: Any, squares_b: Any) -> None:
+    whole = i32(0)
+    for j in range(len(elements)):
+        code = i16(codes[b, j])
+        whole = i32(whole + i32(i16(code * code)))
+    squares_b[0] += _scaled(whole, scales[b])
+
+
+def _add_int8(
+    elements: Lanes, scales: Bits, codes: Any, b: Any, factor: Any, total_b: Vector
+) -> None:
+    step = _step(scales[b], factor)
+    fetch(codes, b + NEAR, u64(0))
+    for j in range(len(elements)):
+        total_b[j] += f32(codes[b, j]) * step
+
+
+def _encode_int8(
+    elements: Lanes, scales: Bits, codes: Any, first: Any, count: Any, values_Kxb: Vector
+) -> None:
+    for k in range(count):
+        scales[first + k] = _scale_bits(elements, values_Kxb[k], _INT8)
+    for k in range(count):
+        b = first + k
+        scale = _wide(scales[b])
+        if scales[b] == _NAN_SCALE:
+            codes[b] = 0
+            values_Kxb[k] = scale
+            continue
+        inverse = f32(1) / scale
+        for j in range(len(elements)):
+            code = _rounded(values_Kxb[k, j], inverse, f32(127))
+            codes[b, j] = i8(i32(code))
+            values_Kxb[k, j] = code * scale
+
+
+# --- bfloat16
+
+
+def _square_bfloat16(elements: Lanes, scales: Bits, codes: Any, b: Any, squares_b: Any) -> None:
+    for j in range(len(elements)):
+        value = np.float64(_wide(codes[b, j]))
+        squares_b[j] += value * value
+
+
+def _add_bfloat16(
+    elements: Lanes, scales: Bits, codes: Any, b: Any, factor: Any, total_b: Vector
+) -> None:
+    for j in range(len(elements)):
+        total_b[j] += _product(_wide(codes[b, j]), factor)
+
+
+def _encode_bfloat16(
+    elements: Lanes, scales: Bits, codes: Any, first: Any, count: Any, values_Kxb: Vector
+) -> None:
+    for k in range(count):
+        for j in range(len(elements)):
+            rounded = _bfloat16_bits(_bounded(values_Kxb[k, j]))
+            rounded = _NAN_SCALE if np.isnan(values_Kxb[k, j]) else rounded
+            codes[first + k, j] = u16(rounded)
+            values_Kxb[k, j] = _wide(rounded)
+
+
+# --- float32
+
+
+def _square_float32(elements: Lanes, scales: Bits, codes: Any, b: Any, squares_b: Any) -> None:
+    for j in range(len(elements)):
+        value = np.float64(codes[b, j])
+        squares_b[j] += value * value
+
+
+def _add_float32(
+    elements: Lanes, scales: Bits, codes: Any, b: Any, factor: Any, total_b: Vector
+) -> None:
+    for j in range(len(elements)):
+        total_b[j] += _product(codes[b, j], factor)
+
+
+def _encode_float32(
+    elements: Lanes, scales: Bits, codes: Any, first: Any, count: Any, values_Kxb: Vector
+) -> None:
+    for k in range(count):
+        for j in range(len(elements)):
+            values_Kxb[k, j] = _bounded(values_Kxb[k, j])
+            codes[first + k, j] = values_Kxb[k, j]
+
+
+# --- Numbers, bit for bit those of `diloco.learner.tensors.quantize`
+
+_GREATEST_VALUE: Final = f32(GREATEST_VALUE)
+_LEAST_SCALE: Final = f32(LEAST_SCALE)
+_GREATEST_SCALE: Final = f32(GREATEST_SCALE)
+_INT4: Final = f32(1 / 7)
+_INT8: Final = f32(1 / 127)
+_MAGNITUDE: Final = u32(0x7FFFFFFF)
+_INFINITY: Final = u32(0x7F800000)
+_NAN_SCALE: Final = u32(0x7FC0)
+# Adding 1.5 x 2^23 to a small float32 rounds it, half to even, into the low bits of the sum.
+_ROUND: Final = f32(1.5 * 2.0**23)
+_BIASED: Final = f32(1.5 * 2.0**23 + 8)
+
+
+@compiled
+def _product(value: Any, factor: Any) -> Any:
+    """The product, rounded, or zero for what is too small; a NaN stays."""
+    product = value * factor
+    return f32(0) if abs(product) < LEAST_PRODUCT else product
+
+
+@compiled
+def _bfloat16_bits(value: Any) -> Any:
+    """The bits of the nearest bfloat16, half to even."""
+    bits = f32(value).view(np.uint32)
+    return u32((bits + u32(0x7FFF) + ((bits >> u32(16)) & u32(1))) >> u32(16))
+
+
+@compiled
+def _scale_bits(elements: Lanes, values_b: Vector, inverse_of_greatest: Any) -> Any:
+    """The scale of a block by its greatest magnitude: a bfloat16's bits, or NaN's."""
+    greatest = u32(0)
+    for j in range(len(elements)):
+        greatest = max(greatest, u32(f32(values_b[j]).view(np.uint32) & _MAGNITUDE))
+    if greatest >= _INFINITY:
+        return _NAN_SCALE
+    wanted = u32(greatest).view(np.float32) * inverse_of_greatest
+    return _bfloat16_bits(min(max(wanted, _LEAST_SCALE), _GREATEST_SCALE))
+
+
+@compiled
+def _rounded(value: Any, inverse: Any, most: Any) -> Any:
+    """The nearest code, as a whole float32; of a NaN no matter what."""
+    return (min(max(value * inverse, -most), most) + _ROUND) - _ROUND
+
+
+@compiled
+def _nibble(code: Any) -> Any:
+    """A whole number -7..7 plus 8: the low bits of what is as large as 1.5 x 2^23."""
+    return u32(f32(code + _BIASED).view(np.uint32) & u32(15))
+
+
+@compiled
+def _bounded(value: Any) -> Any:
+    """Zero for values that are too small, the greatest for those too large; NaN and inf stay."""
+    if abs(value) < _LEAST_SCALE:
+        return f32(0)
+    if np.isinf(value):
+        return value
+    return min(max(value, -_GREATEST_VALUE), _GREATEST_VALUE)
+
+
+# --- The table
+
+
+class Operations(NamedTuple):
+    """A codec's operations on blocks.
+
+    Attributes:
+        square: add the squares of its values to float64 [b], in whatever places.
+        add: add its values, times a factor, to float32 [b].
+        encode: put K blocks of values into a delta, and what it says of them in their place.
+    """
+
+    square: Callable[..., None]
+    add: Callable[..., None]
+    encode: Callable[..., None]
+
+
+# By the type of codes as kernels take them.
+OPERATIONS: Final = {
+    "uint8": Operations(_square_int4, _add_int4, _encode_int4),
+    "int8": Operations(_square_int8, _add_int8, _encode_int8),
+    "uint16": Operations(_square_bfloat16, _add_bfloat16, _encode_bfloat16),
+    "float32": Operations(_square_float32, _add_float32, _encode_float32),
+}
+
+
+def _chosen(name: str) -> Any:
+    """An operation as kernels call it: Numba takes the row of the codes that it compiles for."""
+    like = getattr(OPERATIONS["float32"], name)
+
+    @wraps(like)
+    def stand_in(*_: Any) -> None:
+        raise NotImplementedError
+
+    @overload(stand_in)
+    @wraps(like)
+    def choose(*types: Any) -> Any:
+        return getattr(OPERATIONS[str(types[2].dtype)], name)
+
+    return stand_in
+
+
+square, add, encode = map(_chosen, Operations._fields)
