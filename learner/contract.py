@@ -60,7 +60,7 @@ def load_task(build: str, *, steps: int, seed: int, options: dict[str, Any]) -> 
 
 def build_task(build: str, *, steps: int, seed: int, options: dict[str, Any]) -> Task:
     """Import a task and build it, but draw no batch; arguments and errors as of `load_task`."""
-    function = _find(build)
+    function = function_of(build)
     arguments = _bind(build, function, {"steps": steps, "seed": seed}, options)
     task = function(**arguments)
     if not isinstance(task, Task):
@@ -127,7 +127,12 @@ def refusals(task: Task, *, steps: int) -> Iterator[TaskError]:
     yield from tried("schedule", lambda: _check_schedule(task, steps))
 
 
-def _find(build: str) -> Callable[..., Any]:
+def function_of(build: str) -> Callable[..., Any]:
+    """The function that a task is named by.
+
+    Raises:
+        TaskError: it cannot be found.
+    """
     if not build:
         raise TaskError(
             "this run has no task: its learners join from training loops of their own",

@@ -3,15 +3,19 @@
 import ipaddress
 import re
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 from diloco.common.process.config import Config, make_config, read_document
 from diloco.common.process.credentials import load_credentials
 from diloco.common.protocol.errors import ConfigError
+from diloco.infra.provision.certificates import check_certificates
 from diloco.infra.provision.fleet import Fleet, FleetFinding, region_of
 from diloco.infra.release import ReleaseRefused, manifest_of
-from diloco.operate.auth.files import identities
+from diloco.operate.auth.files import OPERATOR, identities, public_key
 
+# Words that Google allows in no project's id.
+RESTRICTED = ("google", "null", "undefined", "ssl")
 INSTALLED_AT, STREAMS_AT = "/etc/nats", "/var/lib/nats/jetstream"
 # Of the default images, and of every machine that TPUs are parts of.
 ARCHITECTURE = "x86_64"
@@ -39,9 +43,15 @@ def read_run(path: Path) -> Config:
 
 def check_names(fleet: Fleet, run: str) -> Iterator[FleetFinding]:
     """Names that Google's are made of."""
+    bucket = f"{fleet.project}-{run}"
+    for word in RESTRICTED:
+        if word in fleet.project:
+            yield FleetFinding(f"project {fleet.project!r}: Google allows no {word!r} in it")
+    if fleet.project.startswith("goog") or any(word in bucket for word in ("google", "g00gle")):
+        yield FleetFinding(f"Google allows no bucket {bucket!r}: neither goog first nor its name")
     if run.endswith("-"):
         yield FleetFinding(f"the run's name {run!r} ends in a hyphen: names of machines must not")
-    if len(f"{fleet.project}-{run}") > 49:
+    if len(bucket) > 49:
         yield FleetFinding(
             "project and run have more than 48 characters together: too many for a bucket"
         )
@@ -92,8 +102,12 @@ def check_auth(fleet: Fleet, folder: Path, run: str) -> Iterator[FleetFinding]:
             )
         else:
             yield from _credentials(folder / "credentials" / f"{name}.toml", name, role, run)
+    if fleet.hourly_checkpoints:
+        path = folder / "credentials" / f"{OPERATOR}.toml"
+        yield from _credentials(path, OPERATOR, OPERATOR, run)
     if all(region_of(zone) in fleet.subnets for zone in fleet.nats.zones):
         yield from _servers(fleet, folder, run)
+        yield from check_certificates(folder / "tls", nats_addresses(fleet), datetime.now(UTC))
 
 
 def _credentials(path: Path, name: str, role: str, run: str) -> Iterator[FleetFinding]:
@@ -106,6 +120,12 @@ def _credentials(path: Path, name: str, role: str, run: str) -> Iterator[FleetFi
     if stated != (run, name, role):
         yield FleetFinding(
             f"{path} is not of the {role} {name!r} of the run {run!r}, but of {stated}"
+        )
+    accounts = path.parents[1] / "accounts.conf"
+    if found and public_key(found) not in (accounts.read_text() if accounts.is_file() else ""):
+        yield FleetFinding(
+            f"{accounts} does not have the key of {path}, so that servers would refuse it: diloco "
+            f"auth revoke, then add-{role}"
         )
 
 

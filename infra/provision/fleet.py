@@ -1,9 +1,10 @@
 """The file of a fleet: typed, each part checked by itself when it is read."""
 
 import ipaddress
+import math
 import re
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -11,11 +12,12 @@ from diloco.common.process.config import explain, read_document
 from diloco.common.protocol.errors import ConfigError
 from diloco.infra.provision.known import Kind
 
-# `[a-z0-9]` at the end too: names become parts of host names and of accounts.
-NAME = r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$"
 ZONE = re.compile(r"([a-z]+-[a-z]+[0-9]+)-[a-z]")
 PRIVATE = [ipaddress.IPv4Network(one) for one in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16")]
 MULTI_REGIONS = ("US", "EU", "ASIA")
+MOST_LABELS = 63
+# Of a slice of several hosts.
+CHIPS_OF_HOST = 4
 _HINT = "docs/provision.md describes every key"
 
 
@@ -25,10 +27,16 @@ def region_of(zone: str) -> str:
     return found[1] if found else ""
 
 
-def _zone(zone: str) -> str:
-    if not region_of(zone):
-        raise ValueError("is not a zone, such as us-central1-a")
-    return zone
+def _shape(pattern: str, expected: str) -> AfterValidator:
+    """A check that a text has a shape, which says what was `expected` in words."""
+    compiled = re.compile(pattern)
+
+    def checked(text: str) -> str:
+        if not compiled.fullmatch(text):
+            raise ValueError(f"must be {expected}")
+        return text
+
+    return AfterValidator(checked)
 
 
 def _private(text: str) -> str:
@@ -47,19 +55,87 @@ def _subnet(text: str) -> str:
     return text
 
 
+def _few(labels: dict[str, str]) -> dict[str, str]:
+    if len(labels) > MOST_LABELS:
+        raise ValueError(f"has {len(labels)} labels, and a resource takes {MOST_LABELS} beside one")
+    return labels
+
+
 def _text(text: str) -> str:
     if not text.isprintable():
         raise ValueError("has characters that cannot be printed")
     return text
 
 
-Zone = Annotated[str, AfterValidator(_zone)]
+# A letter or digit at the end too: names become parts of host names and of accounts.
+Name = Annotated[
+    str,
+    _shape(
+        "[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?",
+        "a name of up to 40 lower-case letters, digits and hyphens, none of these at an end",
+    ),
+]
+SiteName = Annotated[
+    str,
+    _shape(
+        "[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?",
+        "a name of up to 32 lower-case letters, digits and hyphens, none of these at an end",
+    ),
+]
+Project = Annotated[
+    str,
+    _shape(
+        "[a-z][a-z0-9-]{4,28}[a-z0-9]",
+        "a project's id: 6 to 30 lower-case letters, digits and hyphens, a letter first and no "
+        "hyphen last",
+    ),
+]
+Zone = Annotated[str, _shape(ZONE.pattern, "a zone, such as us-central1-a")]
 Private = Annotated[str, AfterValidator(_private)]
 Subnet = Annotated[str, AfterValidator(_subnet)]
-Name = Annotated[str, Field(pattern=NAME)]
-Region = Annotated[str, Field(pattern=r"^[a-z]+-[a-z]+[0-9]+$")]
-Machine = Annotated[str, Field(pattern=r"^[a-z][a-z0-9]+(-[a-z0-9]+){1,3}$")]
-Image = Annotated[str, Field(pattern=r"^projects/[^/ ]+/global/images/(family/)?[^/ ]+$")]
+Region = Annotated[str, _shape("[a-z]+-[a-z]+[0-9]+", "a region, such as us-central1")]
+Location = Annotated[
+    str,
+    _shape(
+        "[a-z]+-[a-z]+[0-9]+|US|EU|ASIA", "a region, such as us-central1, or one of US, EU and ASIA"
+    ),
+]
+Machine = Annotated[
+    str, _shape("[a-z][a-z0-9]+(-[a-z0-9]+){1,3}", "a machine type, such as n2-highmem-8")
+]
+Image = Annotated[
+    str,
+    _shape(
+        "projects/[^/ ]+/global/images/(family/)?[^/ ]+",
+        "an image, such as projects/debian-cloud/global/images/family/debian-12",
+    ),
+]
+Topology = Annotated[str, _shape("[0-9]+(x[0-9]+){1,2}", "a topology, such as 4x4 or 4x4x4")]
+Reservation = Annotated[
+    str, _shape("[a-z]([a-z0-9-]*[a-z0-9])?", "the name of a reservation, such as my-reservation")
+]
+Member = Annotated[
+    str,
+    _shape(
+        r"(user|group|serviceAccount):[^ @]+@[^ @]+\.[^ @]+",
+        "a known person or group, such as user:ann@example.org or group:team@example.org",
+    ),
+]
+LabelKey = Annotated[
+    str,
+    _shape(
+        "[a-z][a-z0-9_-]{0,62}",
+        "a label's key: up to 63 lower-case letters, digits, hyphens and underscores, a letter "
+        "first",
+    ),
+]
+Label = Annotated[
+    str,
+    _shape(
+        "[a-z0-9_-]{0,63}",
+        "a label: up to 63 lower-case letters, digits, hyphens and underscores",
+    ),
+]
 Disk = Annotated[int, Field(ge=20, le=65536)]
 FilePath = Annotated[str, Field(min_length=1), AfterValidator(_text)]
 
@@ -108,15 +184,15 @@ class Learner(FileSection):
     zone: Zone
     kind: Kind
     chips: int | None = None
-    topology: Annotated[str, Field(pattern=r"^[0-9]+(x[0-9]+){1,2}$")] | None = None
+    topology: Topology | None = None
     machine_type: Machine | None = None
     spot: bool = False
-    reservation: Annotated[str, Field(pattern=r"^[a-z]([a-z0-9-]*[a-z0-9])?$")] | None = None
+    reservation: Reservation | None = None
     image: Image | None = None
     disk_gib: Disk = 100
     warm_start: bool = False
     paused: bool = False
-    site: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$")] | None = None
+    site: SiteName | None = None
 
     @model_validator(mode="after")
     def _size(self) -> "Learner":
@@ -131,6 +207,18 @@ class Learner(FileSection):
         if self.spot and self.reservation is not None:
             raise ValueError("is either spot or of a reservation, not both")
         return self
+
+
+def chips_of(learner: Learner) -> int:
+    """The chips of all its hosts; 0 for a machine without."""
+    if learner.topology is None:
+        return learner.chips or 0
+    return math.prod(int(side) for side in learner.topology.split("x"))
+
+
+def hosts_of(learner: Learner) -> int:
+    """The machines that make up a learner, as infra/terraform/modules/learner counts them."""
+    return 1 if learner.topology is None else max(1, chips_of(learner) // CHIPS_OF_HOST)
 
 
 class Backstops(FileSection):
@@ -160,34 +248,30 @@ class Fleet(FileSection):
     """The file.
 
     Attributes:
-        parameters: of the model, which sizes the aggregators' machines.
+        parameters: of the model, where the run has no task that says it.
         allow_unlisted: what the dated table contradicts is a warning: Google has changed since.
     """
 
-    project: Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{4,28}[a-z0-9]$")]
+    project: Project
     run_toml: FilePath
     auth_folder: FilePath
     releases: ReleaseFiles
-    parameters: Annotated[int, Field(ge=1)]
+    parameters: Annotated[int, Field(ge=1)] | None = None
     subnets: Annotated[dict[Region, Subnet], Field(min_length=1)]
     nats: Nats
     aggregators: Annotated[dict[Name, Aggregator], Field(min_length=1)]
     learners: dict[Name, Learner] = {}
-    bucket_location: Region | Literal["US", "EU", "ASIA"] | None = None
+    bucket_location: Location | None = None
     bucket_backstop_days: Backstops = Backstops()
     images: Images = Images()
     hourly_checkpoints: bool = False
     paused: bool = False
     keeper: bool = True
-    operators: list[
-        Annotated[str, Field(pattern=r"^(user|group|serviceAccount):[^ @]+@[^ @]+\.[^ @]+$")]
-    ] = []
+    operators: list[Member] = []
     metrics_port: Annotated[int, Field(ge=1024, le=65535)] = 9464
     monitoring_ranges: list[Private] = []
-    labels: dict[
-        Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,62}$")],
-        Annotated[str, Field(pattern=r"^[a-z0-9_-]{0,63}$")],
-    ] = {}
+    # One of 64 is the run's own.
+    labels: Annotated[dict[LabelKey, Label], AfterValidator(_few)] = {}
     allow_unlisted: bool = False
 
     def bucket(self) -> str:

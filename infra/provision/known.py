@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import BaseModel
 
 Kind = Literal["v5p", "v6e", "tpu7x", "cpu"]
-_MACHINE = re.compile(r"(?P<series>[a-z][a-z0-9]+)-(?P<class>standard|highmem)-(?P<cores>[0-9]+)")
+_MACHINE = re.compile(r"(?P<series>[a-z][a-z0-9]*)-(?P<class>[a-z]+)(-(?P<cores>[0-9]+))?.*")
 
 
 class Accelerator(BaseModel):
@@ -20,10 +20,12 @@ class Accelerator(BaseModel):
         chips: that a learner of one host may have.
         topologies: of slices of several hosts; empty where all of so many `dimensions` are.
         most_chips: of a slice; 0 where it is not known.
+        hbm_gib: memory of a chip, GiB.
         zones: that have it, all of them in regions whose names begin with one of `read`.
     """
 
     chips: tuple[int, ...]
+    hbm_gib: int
     dimensions: int
     zones: frozenset[str]
     read: tuple[str, ...]
@@ -31,35 +33,62 @@ class Accelerator(BaseModel):
     most_chips: int = 0
 
 
-class Machines(BaseModel):
-    """Machines whose memory is known: GB for each of their cores, by class."""
+class MachineClass(BaseModel):
+    """The sizes of a class of machines: `gb` of memory for each of its `cores`."""
 
-    series: frozenset[str]
+    gb: float
     cores: tuple[int, ...]
-    standard: int
-    highmem: int
+
+
+class Series(BaseModel):
+    """A series of machines, by class; without classes its sizes are not known.
+
+    Attributes:
+        hyperdisk: it takes no pd-balanced disk.
+        arm: its processors are not those that releases are for.
+        paid: what it has that nobody here would use.
+    """
+
+    standard: MachineClass | None = None
+    highmem: MachineClass | None = None
+    highcpu: MachineClass | None = None
+    hyperdisk: bool = False
+    arm: bool = False
+    paid: str = ""
+
+    @property
+    def classes(self) -> dict[str, MachineClass]:
+        """Those whose sizes are known."""
+        named = {"standard": self.standard, "highmem": self.highmem, "highcpu": self.highcpu}
+        return {name: one for name, one in named.items() if one}
 
 
 class Known(BaseModel):
-    """The table; `as_of` is when the pages were read."""
+    """The table; `as_of` is when the pages were read, `regions` has the letters of zones."""
 
     as_of: date
     kinds: dict[str, Accelerator]
-    machines: Machines
+    series: dict[str, Series]
+    regions: dict[str, str]
+
+    def size_of(self, machine_type: str) -> tuple[int, int] | None:
+        """The cores and the bytes of memory of a machine; None where they are not known."""
+        found = _MACHINE.fullmatch(machine_type)
+        if found is None or found["cores"] is None or found["series"] not in self.series:
+            return None
+        known = self.series[found["series"]].classes.get(found["class"])
+        cores = int(found["cores"])
+        return (cores, round(cores * known.gb * 10**9)) if known and cores in known.cores else None
 
     def memory_bytes(self, machine_type: str) -> int | None:
         """The memory of a machine; None where it is not known."""
-        found, known = _MACHINE.fullmatch(machine_type), self.machines
-        if found is None or found["series"] not in known.series:
-            return None
-        if int(found["cores"]) not in known.cores:
-            return None
-        of_core = known.standard if found["class"] == "standard" else known.highmem
-        return int(found["cores"]) * of_core * 10**9
+        size = self.size_of(machine_type)
+        return size[1] if size else None
 
     def machine_with(self, memory_bytes: int) -> str | None:
         """The smallest machine of the default series that has so much memory."""
-        names = [f"n2-highmem-{cores}" for cores in self.machines.cores if cores >= 4]
+        sizes = self.series["n2"].classes["highmem"].cores
+        names = [f"n2-highmem-{cores}" for cores in sizes if cores >= 4]
         return next((one for one in names if (self.memory_bytes(one) or 0) >= memory_bytes), None)
 
 

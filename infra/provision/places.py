@@ -4,14 +4,26 @@ import ipaddress
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 
-from diloco.infra.provision.fleet import MULTI_REGIONS, Fleet, FleetFinding, Learner, region_of
+from diloco.infra.provision.fleet import (
+    MULTI_REGIONS,
+    Fleet,
+    FleetFinding,
+    Learner,
+    hosts_of,
+    region_of,
+)
 from diloco.infra.provision.known import Accelerator, Known
 
 # Accounts of learners, each with three bindings of the bucket: docs/security.md has the limits.
 MOST_IDENTITIES = 30
 LIVENESS_PORT = 9463
+# Of JAX's coordinator and libtpu: the firewall of modules/learner opens them.
+TPU_PORTS = range(8470, 8491)
+# Addresses of a range that no machine gets.
+OF_GOOGLE = 4
 _RESERVED = ("operator", "guard", "keeper")
 _NODE = re.compile(r"nats-[0-9]+")
 _CUBE = (4, 8, 12, 16, 20, 24)
@@ -21,15 +33,63 @@ _SMALL = ("2x2x2", "2x2x4", "2x4x4")
 def check_places(fleet: Fleet, known: Known) -> Iterator[FleetFinding]:
     """Networks, names, zones and accelerators."""
     yield from _subnets(fleet)
+    yield from _regions(fleet, known)
     yield from _names(fleet)
     yield from _sites(fleet)
     yield from _bucket(fleet)
     for name, learner in fleet.learners.items():
         if learner.kind != "cpu":
             yield from _accelerated(name, learner, known, unlisted=fleet.allow_unlisted)
-    yield from _images(fleet, known)
+    yield from _slices(fleet)
+
+
+def _placed(fleet: Fleet) -> list[tuple[str, str]]:
+    """The zone of each machine, with where it is written."""
+    return [
+        *((f"nats.zones: {zone}", zone) for zone in fleet.nats.zones),
+        *((f"aggregators.{name}", one.zone) for name, one in fleet.aggregators.items()),
+        *((f"learners.{name}", one.zone) for name, one in fleet.learners.items()),
+    ]
+
+
+def _regions(fleet: Fleet, known: Known) -> Iterator[FleetFinding]:
+    """Zones and regions that Google does not have."""
+    hint = f"(read on {known.as_of}); allow_unlisted = true if Google has it since"
+    named = [*((f"subnets.{region}", region) for region in fleet.subnets)]
+    if fleet.bucket() not in MULTI_REGIONS:
+        named.append(("bucket_location", fleet.bucket()))
+    for where, region in named:
+        if region not in known.regions:
+            yield FleetFinding(
+                f"{where}: Google has no region {region} {hint}", refused=not fleet.allow_unlisted
+            )
+    for where, zone in _placed(fleet):
+        letters = known.regions.get(region_of(zone))
+        letter = zone.rpartition("-")[2]
+        if letters is not None and len(letter) == 1 and letter not in letters:
+            yield FleetFinding(
+                f"{where}: {region_of(zone)} has no zone {zone}, but those of the letters "
+                f"{', '.join(letters)} {hint}",
+                refused=not fleet.allow_unlisted,
+            )
+
+
+def _slices(fleet: Fleet) -> Iterator[FleetFinding]:
+    """Ports of machines, and slices of several hosts that nobody would mend."""
+    large = [name for name, one in fleet.learners.items() if hosts_of(one) > 1]
     if fleet.metrics_port == LIVENESS_PORT:
         yield FleetFinding(f"metrics_port {LIVENESS_PORT} is where machines answer health checks")
+    if large and fleet.metrics_port in TPU_PORTS:
+        yield FleetFinding(
+            f"metrics_port {fleet.metrics_port} is among {TPU_PORTS.start} to "
+            f"{TPU_PORTS.stop - 1}, at which the hosts of {large[0]} speak to each other"
+        )
+    lost = [name for name in large if fleet.learners[name].spot]
+    if lost and not fleet.keeper:
+        yield FleetFinding(
+            f"keeper = false, and {', '.join(lost)} are spot slices of several hosts: once "
+            "preempted they would never return"
+        )
 
 
 def _subnets(fleet: Fleet) -> Iterator[FleetFinding]:
@@ -39,14 +99,22 @@ def _subnets(fleet: Fleet) -> Iterator[FleetFinding]:
             yield FleetFinding(
                 f"subnets: the ranges of {one} and {other} overlap: {first}, {second}"
             )
-    placed = [
-        *((f"nats.zones: {zone}", zone) for zone in fleet.nats.zones),
-        *((f"aggregators.{name}", one.zone) for name, one in fleet.aggregators.items()),
-        *((f"learners.{name}", one.zone) for name, one in fleet.learners.items()),
-    ]
-    for where, zone in placed:
+    for where, zone in _placed(fleet):
         if region_of(zone) not in fleet.subnets:
             yield FleetFinding(f"{where}: the region {region_of(zone)} has no range in subnets")
+    hosts: Counter[str] = Counter()
+    for learner in fleet.learners.values():
+        hosts[region_of(learner.zone)] += hosts_of(learner)
+    others = [*fleet.nats.zones, *(one.zone for one in fleet.aggregators.values())]
+    hosts.update(region_of(zone) for zone in others)
+    hosts[region_of(fleet.nats.zones[0])] += fleet.keeper
+    for region, count in hosts.items():
+        free = ranges[region].num_addresses - OF_GOOGLE if region in ranges else count
+        if count > free:
+            yield FleetFinding(
+                f"subnets.{region}: {ranges[region]} has {free} addresses beside Google's "
+                f"{OF_GOOGLE}, and {count} machines are there"
+            )
 
 
 def _names(fleet: Fleet) -> Iterator[FleetFinding]:
@@ -141,21 +209,3 @@ def _topology(where: str, name: str, topology: str, kind: Accelerator) -> Iterat
         yield FleetFinding(f"{where}: {topology} is no slice of several hosts of {name}: {shapes}")
     elif kind.most_chips and math.prod(sides) > kind.most_chips:
         yield FleetFinding(f"{where}: a slice of {name} has {kind.most_chips} chips at most")
-
-
-def _images(fleet: Fleet, known: Known) -> Iterator[FleetFinding]:
-    """An image is for one kind of machine: Google names the kinds in it."""
-    given = [(f"images.{kind}", kind, image) for kind, image in fleet.images if image]
-    given += [(f"learners.{n}.image", one.kind, one.image) for n, one in fleet.learners.items()]
-    for where, kind, image in given:
-        if image is None:
-            continue
-        named = {one for one in known.kinds if re.search(rf"\b{one}\b", image)}
-        if named and kind not in named:
-            yield FleetFinding(
-                f"{where}: {image} is for {', '.join(sorted(named))}, not for {kind}"
-            )
-        elif kind != "cpu" and not named:
-            yield FleetFinding(
-                f"{where}: whether {image} fits {kind} is not known here", refused=False
-            )

@@ -3,22 +3,22 @@
 Here too: which machine an aggregator needs, and whether meshes fit slices.
 """
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from diloco.common.process.config import Config, MeshSection, RunSettings
+from diloco.common.process.config import Config, RunSettings
 from diloco.common.protocol.errors import ConfigError
+from diloco.infra.provision.building import ONE_DEVICE, axes_of, check_run, model_or_fault
 from diloco.infra.provision.files import check_auth, check_names, check_releases, read_run
-from diloco.infra.provision.fleet import Fleet, FleetFinding, Learner, read_fleet
+from diloco.infra.provision.fleet import Fleet, FleetFinding, chips_of, read_fleet
 from diloco.infra.provision.known import Known, known
+from diloco.infra.provision.machines import check_machines
 from diloco.infra.provision.places import check_places
+from diloco.learner.tensors.tree import task_layout
 from diloco.plan.traffic import equal_fragments, sizes
 
 _FILES = ("run_toml", "auth_folder")
-# A chip of these is one device to JAX. Of others it is not known here.
-_ONE_DEVICE = frozenset({"v5p", "v6e"})
 # Beside the arrays that `diloco plan` counts: the system, the interpreter, and room to breathe.
 REST_BYTES = 4 * 10**9
 
@@ -51,23 +51,42 @@ def check(path: Path) -> Checked:
     releases = {
         kind: (path.parent / file).absolute() for kind, file in fleet.releases if file is not None
     }
-    findings = [*check_places(fleet, table), *check_releases(fleet, releases)]
+    findings = [*check_places(fleet, table), *check_machines(fleet, table)]
+    findings += check_releases(fleet, releases)
     try:
         config = read_run(files["run_toml"])
     except ConfigError as error:
         return Checked([*findings, FleetFinding(f"run_toml: {error.message}")], None)
     run = config.run.name
-    needed = memory_needed(fleet, config.settings())
     findings += check_names(fleet, run)
-    findings += check_memory(fleet, table, needed)
     findings += check_meshes(fleet, config)
     findings += check_auth(fleet, files["auth_folder"], run)
+    fragments, more = _model(fleet, config, table)
+    findings += more
+    needed = memory_needed(config.settings(), fragments) if fragments else 0
+    findings += check_memory(fleet, table, needed)
     checked = Checked(findings, None)
     if checked.refused:
         return checked
     given: dict[str, Any] = {key: str(file) for key, file in files.items()} | {"run": run}
     given["releases"] = {kind: str(file) for kind, file in releases.items()}
     return checked._replace(variables=_variables(fleet, given, machines(fleet, table, needed)))
+
+
+def _model(
+    fleet: Fleet, config: Config, table: Known
+) -> tuple[Sequence[int], Sequence[FleetFinding]]:
+    """The elements of each fragment, none where they are not known, and what is wrong there."""
+    settings = config.settings()
+    if config.task.build:
+        task = model_or_fault(settings)
+        if isinstance(task, FleetFinding):
+            return [], [task]
+        fragments = [one.size for one in task_layout(task, config.sync).fragments]
+        return fragments, [*check_run(fleet, config, task, table)]
+    if fleet.parameters is None:
+        return [], [FleetFinding("parameters is missing, and the run has no task that says it")]
+    return equal_fragments(settings, fleet.parameters), []
 
 
 def _variables(fleet: Fleet, given: dict[str, Any], found: dict[str, str | None]) -> dict[str, Any]:
@@ -78,9 +97,9 @@ def _variables(fleet: Fleet, given: dict[str, Any], found: dict[str, str | None]
     return document | given | {"bucket_location": fleet.bucket()}
 
 
-def memory_needed(fleet: Fleet, settings: RunSettings) -> int:
+def memory_needed(settings: RunSettings, fragments: Sequence[int]) -> int:
     """The memory of one aggregator: able to own every fragment if the others are lost."""
-    return sizes(settings, equal_fragments(settings, fleet.parameters)).resident_bytes + REST_BYTES
+    return sizes(settings, fragments).resident_bytes + REST_BYTES
 
 
 def machines(fleet: Fleet, known: Known, needed_bytes: int) -> dict[str, str | None]:
@@ -91,7 +110,7 @@ def machines(fleet: Fleet, known: Known, needed_bytes: int) -> dict[str, str | N
 
 def check_memory(fleet: Fleet, known: Known, needed_bytes: int) -> Iterator[FleetFinding]:
     """Whether the model fits into each aggregator."""
-    needed = f"{needed_bytes / 1e9:.0f} GB for {fleet.parameters / 1e9:g} billion parameters"
+    needed = f"{needed_bytes / 1e9:.0f} GB for the run's model"
     fitting = known.machine_with(needed_bytes)
     hint = f"the smallest known here is {fitting}" if fitting else "none known here has as much"
     for name, machine in machines(fleet, known, needed_bytes).items():
@@ -114,10 +133,10 @@ def check_meshes(fleet: Fleet, config: Config) -> Iterator[FleetFinding]:
     """Meshes that do not fit their slices, and islands of nobody."""
     for name, learner in fleet.learners.items():
         chips = chips_of(learner)
-        if learner.kind not in _ONE_DEVICE or not chips:
+        if learner.kind not in ONE_DEVICE or not chips:
             continue
         mesh = config.learner.island(name).mesh or config.learner.mesh
-        if not _fits(mesh, chips):
+        if axes_of(mesh, chips) is None:
             words = f"data={mesh.data}, fsdp={mesh.fsdp}, tensor={mesh.tensor}"
             yield FleetFinding(
                 f"learners.{name}: the mesh of the run's file ({words}) does not fit its {chips} "
@@ -129,16 +148,3 @@ def check_meshes(fleet: Fleet, config: Config) -> Iterator[FleetFinding]:
             f"the run's file has [learner.islands.{name}], and the fleet no such learner",
             refused=False,
         )
-
-
-def chips_of(learner: Learner) -> int:
-    """The chips of all its hosts; 0 for a machine without."""
-    if learner.topology is None:
-        return learner.chips or 0
-    return math.prod(int(side) for side in learner.topology.split("x"))
-
-
-def _fits(mesh: MeshSection, devices: int) -> bool:
-    sizes = (mesh.data, mesh.fsdp, mesh.tensor)
-    given = math.prod(size for size in sizes if size)
-    return devices % given == 0 if 0 in sizes else devices == given

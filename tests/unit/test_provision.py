@@ -143,6 +143,18 @@ def replaced(name: str, text: str) -> Callable[[Document, Path], None]:
     return spoil
 
 
+def own_loops(parameters: int | None, **aggregator: str) -> Callable[[Document, Path], None]:
+    """A run whose learners join from loops of their own; nothing but the fleet says its size."""
+
+    def spoil(document: Document, place: Path) -> None:
+        text("run.toml", "diloco.models.bytes_lm:build", "")(document, place)
+        document["aggregators"]["aggregator-a"].update(aggregator)
+        if parameters is not None:
+            document["parameters"] = parameters
+
+    return spoil
+
+
 def many(document: Document, place: Path) -> None:
     for number in range(49):
         document["learners"][f"l{number}"] = {"zone": "us-east5-a", "kind": "v6e", "chips": 1}
@@ -167,7 +179,7 @@ WRONG: dict[str, tuple[Callable[[Document, Path], None], str]] = {
     "a typo in images": (put("images", {"v7x": "x"}), "images.v7x"),
     "a typo in backstops": (put("bucket_backstop_days", {"update": 30}), "update"),
     "no project": (put("project", None), "'project' is missing"),
-    "no parameters": (put("parameters", None), "'parameters' is missing"),
+    "no parameters of own loops": (own_loops(None), "parameters is missing"),
     "no subnets": (put("subnets", None), "'subnets' is missing"),
     "no aggregators": (put("aggregators", {}), "aggregators"),
     "no zone": (put("learners/east", {"kind": "v6e", "chips": 4}), "learners.east.zone"),
@@ -204,7 +216,7 @@ WRONG: dict[str, tuple[Callable[[Document, Path], None], str]] = {
     # NATS.
     "two servers": (put("nats/zones", ["us-central1-a", "us-central1-b"]), "three different"),
     "two servers in a zone": (put("nats/zones", ["us-central1-a"] * 3), "three different"),
-    "a server in a region": (put("nats/zones", ["us-central1"] * 3), "is not a zone"),
+    "a server in a region": (put("nats/zones", ["us-central1"] * 3), "must be a zone"),
     "a disk of less than nothing": (put("nats/disk_gib", -5), "nats.disk_gib"),
     "a disk that is too small": (put("nats/disk_gib", 5), "nats.disk_gib"),
     "no snapshots": (put("nats/snapshot_days", 0), "nats.snapshot_days"),
@@ -292,8 +304,8 @@ WRONG: dict[str, tuple[Callable[[Document, Path], None], str]] = {
     ),
     "spot of a reservation": (learner(chips=4, spot=True, reservation="mine"), "not both"),
     "a reservation with blanks": (learner(chips=4, reservation="my own"), "reservation"),
-    "a zone that is none": (learner(zone="us-east5", chips=4), "is not a zone"),
-    "a zone of another cloud": (learner(zone="eu-west-1a", chips=4), "is not a zone"),
+    "a zone that is none": (learner(zone="us-east5", chips=4), "must be a zone"),
+    "a zone of another cloud": (learner(zone="eu-west-1a", chips=4), "must be a zone"),
     "a learner's disk": (learner(chips=4, disk_gib=-5), "learners.east.disk_gib"),
     "an image of another kind": (
         put("images", {"v6e": "projects/p/global/images/family/ubuntu-2404-amd64-tpu-tpu7x"}),
@@ -315,13 +327,10 @@ WRONG: dict[str, tuple[Callable[[Document, Path], None], str]] = {
     "a label with capitals": (put("labels", {"Team": "a"}), "labels"),
     # Aggregators' memory.
     "a machine that is too small": (
-        lambda document, _: (
-            document["aggregators"]["aggregator-a"].update(machine_type="n2-highmem-8")
-            or document.update(parameters=12_000_000_000)
-        ),
+        own_loops(12_000_000_000, machine_type="n2-highmem-8"),
         "n2-highmem-8 has 64 GB of memory",
     ),
-    "a model for no known machine": (put("parameters", 100_000_000_000), "none known here"),
+    "a model for no known machine": (own_loops(100_000_000_000), "none known here"),
     # The run's file.
     "no run's file": (put("run_toml", "none.toml"), "no configuration file"),
     "a run's file that is no TOML": (text("run.toml", "[run]", "[run"), "not valid TOML"),
@@ -459,7 +468,7 @@ def test_the_fleet_of_the_12b_is_right_and_its_links_and_aggregators_hold_it(
         batches.append(task.tokens_per_batch)
         assert task.tokens_per_batch % (64 * config.task.options["length"]) == 0
     leaves = jax.tree.leaves(params_shapes(task))
-    assert sum(math.prod(leaf.shape) for leaf in leaves) == document["parameters"]
+    parameters = sum(math.prod(leaf.shape) for leaf in leaves)
     # As the page of the models gives it.
     command = re.search(r"diloco plan infra\S+((?:[ \\\n]+--[\w-]+ \S+)+)", MODELS.read_text())
     assert command is not None
@@ -468,7 +477,7 @@ def test_the_fleet_of_the_12b_is_right_and_its_links_and_aggregators_hold_it(
     done = CliRunner().invoke(app, ["plan", str(tmp_path / "run.toml"), *options, "--json"])
     assert done.exit_code == 0, done.output
     planned = json.loads(done.output)
-    assert planned["parameters"] == document["parameters"]
+    assert planned["parameters"] == parameters
     assert planned["participants"] == 4
     assert [one["carried"] for one in planned["intervals"] if one["steps"] == 24] == [True]
 
@@ -487,9 +496,9 @@ def test_the_shipped_variables_have_the_learners_of_the_shipped_fleets(name: str
 def test_the_bucket_is_beside_the_aggregators_and_their_machines_hold_the_model(
     place: Path,
 ) -> None:
-    document = example() | {"parameters": 12_000_000_000}
-    path = write(place, document)
-    variables = check(path).variables
+    document = example()
+    own_loops(12_000_000_000)(document, place)
+    variables = check(write(place, document)).variables
     assert variables is not None
     assert variables["bucket_location"] == "us-central1"
     machine = variables["aggregators"]["aggregator-a"]["machine_type"]

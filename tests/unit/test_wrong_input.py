@@ -38,13 +38,13 @@ def test_folders_that_cannot_be_made() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('[run]\nname = "x"\nsteps = "many"\n', "'run.steps': Input should be a valid integer"),
+        ('[run]\nname = "x"\nsteps = "many"\n', "'run.steps' must be a whole number, got 'many'"),
         ("[run\n", "is not valid TOML"),
         ("[sync]\nfragmets = 3\n", "did you mean 'sync.fragments'?"),
         ("[snyc]\n", "did you mean 'sync'?"),
         ("[outer]\nzzz = 1\n", "unknown key 'outer.zzz'"),
         ("bus = 3\n", "'bus' must be a table, got 3"),
-        ('[run]\nname = "x"\nsteps = 9999999999\n', "'run.steps': Input should be less than"),
+        ('[run]\nname = "x"\nsteps = 9999999999\n', "'run.steps' must be at most"),
     ],
 )
 def test_files_are_named_in_what_is_said_of_them(tmp_path: Path, text: str, said: str) -> None:

@@ -7,14 +7,42 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from diloco.common.process.config.daemon import Config
 from diloco.common.process.config.environment import with_environment
 from diloco.common.process.config.run import RunSettings
 from diloco.common.protocol.errors import ConfigError
+from diloco.common.protocol.names import NAME
 
 # What pydantic calls it where a table was expected.
 _TABLES = {"dict_type", "model_type", "model_attributes_type"}
+_WHOLE, _NUMBER = "must be a whole number", "must be a number"
+# The end of a sentence about a key, by what pydantic calls its fault.
+_EXPECTED = {
+    "int_type": _WHOLE,
+    "int_parsing": _WHOLE,
+    "int_from_float": _WHOLE,
+    "float_type": _NUMBER,
+    "float_parsing": _NUMBER,
+    "finite_number": "must be a finite number",
+    "string_type": "must be text",
+    "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
+    "list_type": "must be a list",
+    "literal_error": "must be {expected}",
+    "greater_than": "must be greater than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
+    "string_too_short": "must not be empty",
+    "value_error": "{error}",
+}
+_FORMS = {
+    f"^{NAME.pattern}$": "must have up to 40 lower-case letters, digits and hyphens, and a letter "
+    "or digit first",
+    r"^([\w.]+:\w+)?$": 'must name a function as "package.module:function"',
+}
 
 
 def load_config(path: Path | str, *, connects: bool = True) -> Config:
@@ -119,8 +147,16 @@ def explain(error: ValidationError) -> str:
         elif item["type"] in _TABLES:
             lines.append(f"{key!r} must be a table, got {item['input']!r}"[:300])
         else:
-            lines.append(f"{key!r}: {item['msg']}, got {item['input']!r}"[:300])
+            lines.append(f"{key!r} {_expected(item)}, got {item['input']!r}"[:300])
     return "; ".join(lines)
+
+
+def _expected(item: ErrorDetails) -> str:
+    found = item.get("ctx", {})
+    if item["type"] == "string_pattern_mismatch":
+        return _FORMS.get(found["pattern"], f"must be of the form {found['pattern']}")
+    words = _EXPECTED.get(item["type"])
+    return words.format_map(found) if words else f"is wrong: {item['msg']}"
 
 
 def _unknown(key: str) -> str:

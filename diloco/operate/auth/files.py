@@ -139,14 +139,19 @@ def identities(folder: Path) -> tuple[Identity, ...]:
     return _load(folder).identities
 
 
+def public_key(credentials: Credentials) -> str:
+    """The key by which servers know an identity."""
+    public: str = nkeys.from_seed(bytearray(credentials.seed.encode())).public_key.decode()
+    return public
+
+
 def _add(folder: Path, state: _State, name: str, role: Role) -> Path:
     seed = nkeys.encode_seed(secrets.token_bytes(32), nkeys.PREFIX_BYTE_USER)
-    public = nkeys.from_seed(bytearray(seed)).public_key.decode()
     credentials = Credentials(run=state.run, identity=name, role=role, seed=seed.decode())
     path = _credentials_path(folder, name)
     path.parent.mkdir(mode=0o700, exist_ok=True)
     _write(path, render_credentials(credentials).encode(), secret=True)
-    more = (*state.identities, Identity(name, role, public))
+    more = (*state.identities, Identity(name, role, public_key(credentials)))
     _save(folder, state.model_copy(update={"identities": more}))
     return path
 

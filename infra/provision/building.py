@@ -1,0 +1,233 @@
+"""Whether the run of a fleet can be built, and fits its machines; nothing is allocated."""
+
+import inspect
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType
+
+from diloco.common.process.config import Config, MeshSection, RunSettings
+from diloco.common.protocol.errors import DilocoError
+from diloco.common.protocol.quantization import encoded_bytes
+from diloco.infra.provision.fleet import Fleet, FleetFinding, Learner, chips_of, hosts_of
+from diloco.infra.provision.known import Known
+from diloco.learner.contract import build_task, function_of, model_of
+from diloco.learner.dry_run import device_bytes
+from diloco.learner.task import Task, params_shapes
+from diloco.learner.tensors import tree
+from diloco.learner.tensors.mesh import AXES, param_shardings, state_shardings
+
+GIB = 1 << 30
+DAY_S = 86400.0
+# A chip of these is one device to JAX. Of others it is not known here.
+ONE_DEVICE = frozenset({"v5p", "v6e"})
+# How far `parameters` may be from those of the task.
+TOLERANCE = 0.1
+# Of a learner's disk: the image, the release, logs and the compiler's cache.
+REST_GIB = 20
+
+
+class ArrayBytes(NamedTuple):
+    """Bytes of a learner's arrays: of each device, and of the optimizer's state in all.
+
+    Attributes:
+        device: parameters, optimizer, view and codes in flight; activations come on top.
+        whole: as much of a learner of one device.
+        state: what a checkpoint holds.
+    """
+
+    device: int
+    whole: int
+    state: int
+
+
+def model_or_fault(settings: RunSettings) -> Task | FleetFinding:
+    """The run's task for its shapes, or why it cannot be built here."""
+    try:
+        return model_of(settings)
+    except Exception as error:  # noqa: BLE001 - a user's own code
+        return _fault("run_toml: the task", error)
+
+
+def _fault(where: str, error: Exception) -> FleetFinding:
+    if isinstance(error, DilocoError):
+        hint = f"; {error.hint}" if error.hint else ""
+        return FleetFinding(f"{where}: {error.message}{hint}")
+    return FleetFinding(
+        f"{where} cannot be built: {type(error).__name__}: {error}; try it with: diloco check "
+        "TASK.py, or the run's file"
+    )
+
+
+def check_run(fleet: Fleet, config: Config, task: Task, known: Known) -> Iterator[FleetFinding]:
+    """The run's own numbers, and each learner's options, batch, memory and disk."""
+    settings = config.settings()
+    yield from _parameters(fleet, task)
+    yield from _quorum(fleet, config)
+    yield from _retention(fleet, config)
+    layout = tree.task_layout(task, settings.sync)
+    for name, learner in fleet.learners.items():
+        where = f"learners.{name}"
+        section = config.learner.island(name)
+        options = {**settings.task.options, **section.options}
+        if section.options:
+            try:
+                task = build_task(
+                    settings.task.build, steps=settings.run.steps, seed=0, options=options
+                )
+            except Exception as error:  # noqa: BLE001 - a user's own code
+                yield _fault(where, error)
+                continue
+        assert section.mesh is not None
+        axes = axes_of(section.mesh, devices_of(learner, config))
+        if axes is None:
+            continue
+        yield from _batch(where, settings.task.build, options, axes)
+        try:
+            needed = array_bytes(task, config, name, layout, axes)
+        except DilocoError as error:
+            yield _fault(where, error)
+            continue
+        yield from _memory(where, learner, needed, known)
+        yield from _disk(where, learner, needed, config)
+
+
+def devices_of(learner: Learner, config: Config) -> int:
+    """Devices that JAX will have; where a chip may be several, its chips."""
+    return chips_of(learner) or config.learner.cpu_devices or 1
+
+
+def axes_of(mesh: MeshSection, devices: int) -> tuple[int, int, int] | None:
+    """The sizes of a mesh of so many devices; None where it does not fit them."""
+    sizes = (mesh.data, mesh.fsdp, mesh.tensor)
+    given = math.prod(size for size in sizes if size)
+    found = tuple(size or devices // given for size in sizes)
+    return (found[0], found[1], found[2]) if math.prod(found) == devices else None
+
+
+def _parameters(fleet: Fleet, task: Task) -> Iterator[FleetFinding]:
+    shapes = params_shapes(task)
+    trained = tree.division_of(task, shapes).trained_of(shapes)
+    true = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trained))
+    said = fleet.parameters
+    if said is not None and abs(said - true) > TOLERANCE * true:
+        yield FleetFinding(
+            f"parameters = {said:_}, and the run's task trains {true:_}: leave the key out"
+        )
+
+
+def _quorum(fleet: Fleet, config: Config) -> Iterator[FleetFinding]:
+    count, least = len(fleet.learners), config.quorum.min_learners
+    if count < least:
+        yield FleetFinding(
+            f"the run's quorum.min_learners is {least}, and the fleet has {count} learners: no "
+            "version would ever be made"
+        )
+    shares = config.run.data_shares or config.task.options.get("shares", 0)
+    if isinstance(shares, int) and 0 < shares < count:
+        yield FleetFinding(
+            f"the run's data has {shares} shares, and the fleet {count} learners: some would have "
+            "nothing to train on"
+        )
+
+
+def _retention(fleet: Fleet, config: Config) -> Iterator[FleetFinding]:
+    days, kept = config.gc.replay_window_s / DAY_S, fleet.bucket_backstop_days.updates
+    if days + 1 > kept:
+        yield FleetFinding(
+            f"the run's gc.replay_window_s is {days:g} days, and the bucket itself deletes updates "
+            f"after {kept}: set bucket_backstop_days.updates to {math.ceil(days) + 1} or more"
+        )
+
+
+def _batch(
+    where: str, build: str, options: Mapping[str, Any], axes: tuple[int, int, int]
+) -> Iterator[FleetFinding]:
+    """Rows of a batch, of tasks that have them as an option."""
+    parameter = inspect.signature(function_of(build)).parameters.get("batch")
+    rows = options.get("batch", parameter.default if parameter else None)
+    parts = axes[0] * axes[1]
+    if isinstance(rows, int) and rows % parts:
+        yield FleetFinding(
+            f"{where}: a batch of {rows} rows cannot be cut into data x fsdp = {parts} parts of "
+            "its mesh"
+        )
+
+
+def array_bytes(
+    task: Task, config: Config, name: str, layout: Any, axes: tuple[int, int, int]
+) -> ArrayBytes:
+    """What a learner's arrays take, by how they lie on its mesh.
+
+    Raises:
+        DilocoError: the task's tensors cannot lie so.
+    """
+    sync = config.sync
+    mesh: Any = AbstractMesh(axes, AXES, axis_types=(AxisType.Auto,) * 3)
+    shapes = params_shapes(task)
+    division = tree.division_of(task, shapes)
+    shardings = param_shardings(task, layout, shapes, mesh)
+    trained, lying = division.trained_of(shapes), division.trained_of(shardings)
+    state = jax.eval_shape(task.optimizer.init, trained)
+    placed = _placed(state, state_shardings(state, trained, lying, mesh))
+    views = 0 if (config.learner.island(name).anchor or sync.anchor) == "host" else 1
+    views *= 2 if sync.adopt == "blend" else 1
+    floats = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, np.float32), trained)
+    view = _placed(floats, lying)
+    codes = sum(encoded_bytes(sync.codec, one.size, sync.block) for one in layout.fragments)
+    kept = device_bytes(_placed(shapes, shardings)) + device_bytes(placed)
+    state_bytes = _whole(state)
+    return ArrayBytes(
+        kept + views * device_bytes(view) + codes // math.prod(axes),
+        _whole(shapes) + state_bytes + views * _whole(view) + codes,
+        state_bytes,
+    )
+
+
+def _placed(shapes: Any, shardings: Any) -> Any:
+    return jax.tree.map(
+        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+        shapes,
+        shardings,
+    )
+
+
+def _whole(shapes: Any) -> int:
+    leaves = jax.tree.leaves(shapes)
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def _memory(
+    where: str, learner: Learner, needed: ArrayBytes, known: Known
+) -> Iterator[FleetFinding]:
+    """Arrays alone; what activations need besides, `diloco learner --dry-run` says."""
+    if learner.kind == "cpu":
+        has, takes, what = known.memory_bytes(learner.machine_type or ""), needed.whole, "it"
+        of = str(learner.machine_type)
+    else:
+        has, what, of = known.kinds[learner.kind].hbm_gib * GIB, "each device", learner.kind
+        exact = learner.kind in ONE_DEVICE
+        takes = needed.device if exact else needed.whole // chips_of(learner)
+    if has is not None and takes > has:
+        yield FleetFinding(
+            f"{where}: parameters, optimizer and view take {takes / 1e9:.0f} GB of {what}, and "
+            f"{of} has {has / 1e9:.0f}: give it more chips, or a mesh that cuts more; "
+            "diloco learner --dry-run says all that it needs"
+        )
+
+
+def _disk(
+    where: str, learner: Learner, needed: ArrayBytes, config: Config
+) -> Iterator[FleetFinding]:
+    """Checkpoints of the optimizer, one more than are kept: it is written before one goes."""
+    each = needed.state / hosts_of(learner) / GIB
+    count = config.learner.checkpoint_keep + 1
+    if REST_GIB + count * each > learner.disk_gib:
+        yield FleetFinding(
+            f"{where}: disk_gib is {learner.disk_gib}, and {count} checkpoints of {each:.1f} GiB "
+            f"for each host need {REST_GIB + count * each:.0f} with the system: give it more, or "
+            "set learner.checkpoint_keep"
+        )

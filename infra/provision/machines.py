@@ -1,0 +1,83 @@
+"""Whether machine types and images of a fleet exist, and run what releases have. Pure."""
+
+import re
+from collections.abc import Iterator
+
+from diloco.infra.provision.fleet import Fleet, FleetFinding
+from diloco.infra.provision.known import Known
+
+# Of a machine whose cores are shared, which has no number of them.
+_SHARED = frozenset({"micro", "small", "medium", "custom"})
+# Images of Google's public projects that have no drivers of TPUs.
+_PLAIN = re.compile(r"projects/(debian|ubuntu-os|rocky-linux|rhel|centos|fedora)-cloud/")
+# What releases need: Linux on x86-64, systemd, Python of 3.10 or later.
+_UNFIT = {
+    r"arm64|aarch64": "is for ARM, and releases are for x86-64",
+    r"windows": "is Windows, and releases are for Linux",
+    r"cos-cloud|cos-stable": "has no interpreter of Python and cannot be written to",
+    r"debian-(8|9|10|11)\b": "has a Python before 3.10",
+    r"ubuntu\D*(16|18|20)[01][0-9]": "has a Python before 3.10",
+    r"(rocky-linux|rhel|centos|centos-stream)-(6|7|8|9)\b": "has a Python before 3.10",
+}
+
+
+def check_machines(fleet: Fleet, known: Known) -> Iterator[FleetFinding]:
+    """Machine types of those without accelerators, and images of all."""
+    named = [("nats.machine_type", fleet.nats.machine_type)]
+    named += [(f"aggregators.{n}", one.machine_type or "") for n, one in fleet.aggregators.items()]
+    named += [(f"learners.{n}", one.machine_type or "") for n, one in fleet.learners.items()]
+    for where, machine in named:
+        fault, certain = _fault(machine, known) if machine else ("", True)
+        if fault:
+            yield FleetFinding(f"{where}: {fault}", refused=certain or not fleet.allow_unlisted)
+    yield from _images(fleet, known)
+
+
+def _fault(machine: str, known: Known) -> tuple[str, bool]:
+    """What is wrong with a machine type, and whether Google cannot mend it; "" if nothing is."""
+    name, _, rest = machine.partition("-")
+    series = known.series.get(name)
+    if series is None:
+        have = ", ".join(sorted(known.series))
+        return (
+            f"{machine} is of no series that Google has (read on {known.as_of}: {have}); "
+            "allow_unlisted = true if Google has it since"
+        ), False
+    if series.arm:
+        return f"{machine} has processors of ARM, and releases are for x86-64: take n2", True
+    if series.paid:
+        return f"{machine} has {series.paid} that nothing here would use: take n2", True
+    if series.hyperdisk:
+        return f"{machine} takes no pd-balanced disk, which the modules give it: take n2", True
+    kind = rest.partition("-")[0]
+    if not series.classes or kind in _SHARED:
+        return "", True
+    if kind not in series.classes:
+        return f"{machine}: {name} has the classes {', '.join(series.classes)}, not {kind}", False
+    if known.size_of(machine) is None:
+        sizes = ", ".join(map(str, series.classes[kind].cores))
+        return f"{machine}: {name}-{kind} has {sizes} cores", False
+    return "", True
+
+
+def _images(fleet: Fleet, known: Known) -> Iterator[FleetFinding]:
+    """An image is for one kind of machine: Google names the kinds in it."""
+    given = [(f"images.{kind}", kind, image) for kind, image in fleet.images if image]
+    given += [(f"learners.{n}.image", one.kind, one.image) for n, one in fleet.learners.items()]
+    for where, kind, image in given:
+        if image is None:
+            continue
+        named = {one for one in known.kinds if re.search(rf"\b{one}\b", image)}
+        unfit = [why for pattern, why in _UNFIT.items() if re.search(pattern, image)]
+        if unfit:
+            yield FleetFinding(f"{where}: {image} {unfit[0]}")
+        elif named and kind not in named:
+            yield FleetFinding(
+                f"{where}: {image} is for {', '.join(sorted(named))}, not for {kind}"
+            )
+        elif kind != "cpu" and _PLAIN.match(image):
+            yield FleetFinding(f"{where}: {image} has no drivers of TPUs: leave it out")
+        elif kind != "cpu" and not named:
+            yield FleetFinding(
+                f"{where}: whether {image} fits {kind} is not known here", refused=False
+            )
