@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from statistics import median
 
 from diloco.aggregator.tape_watch import NEARLY_FULL
 from diloco.common.process.config import RunSettings
@@ -34,8 +35,9 @@ TAPE_FULL = "runbooks/tape-full.md"
 ORDER: tuple[Severity, ...] = ("error", "warning", "note", "ok")
 # A fragment stands still when what is in flight has waited for so many hard deadlines.
 PATIENCE = 3.0
-# Mean staleness, in versions, from which a learner's work hardly counts.
+# Median staleness, in versions, from which a learner's work hardly counts; of so many updates.
 STALE = 4.0
+STALE_LEAST = 4
 REJECTED_SHARE = 0.1
 # Things that a group of findings names.
 NAMED = 5
@@ -229,8 +231,10 @@ def _of_little_use(one: LearnerStatus) -> Iterator[Finding]:
         listed = ", ".join(f"{times} {LESS[what]}" for what, times in less.most_common())
         why = f"of its last {count} updates {listed}"
         yield _of(one, "warning", why, CURE[less.most_common(1)[0][0]], REJECTED_UPDATES)
-    if one.staleness is not None and one.staleness >= STALE:
-        why = f"its last updates were {one.staleness:.1f} versions old: they count for little"
+    stale = [answer.staleness for answer in one.recent if not answer.reason]
+    # The first update of a learner that joins late is old, and says nothing of the next ones.
+    if len(stale) >= STALE_LEAST and (usual := median(stale)) >= STALE:
+        why = f"its last updates were {usual:.1f} versions old: they count for little"
         advice = "give it faster steps, or a larger H for all"
         yield _of(one, "warning", why, advice, LAGGING_LEARNER)
     if reasons.total() > REJECTED_SHARE * count:

@@ -126,6 +126,21 @@ def test_two_whose_losses_fall_fast_are_held_against_each_other_round_by_round()
     assert strangers([*together, *later_on]) == []
 
 
+@pytest.mark.parametrize(
+    ("of_c", "told"),
+    [((40, 0, 1, 0, 0), False), ((6, 7, 6, 8, 6), True), ((9, 9, 9), False)],
+    ids=["joined late", "lags", "too few to say"],
+)
+def test_a_learner_lags_whose_updates_are_old_as_a_rule(of_c, told):
+    seen = Observed("lab", 0, Lab().context.settings)
+    for version, staleness in enumerate(of_c, 1):
+        taken = make_input(learner="c", seq=version, staleness=staleness)
+        record = make_record(version=version, inputs=(make_input(seq=version), taken))
+        seen.note_record(Recorded(record, version, record.closed_at_s))
+    found = judged(seen.run(0.0), seen.settings)
+    assert ["learner c" for one in found if "versions old" in one.sentence] == ["learner c"] * told
+
+
 def test_an_ended_run_is_judged_as_one_that_goes_on():
     seen = Observed("lab", 0, Lab().context.settings)
     for seq, record in enumerate(rounds(loss=-91.0), 1):
