@@ -42,6 +42,10 @@ class Admission:
         wrong = honest and word.active and word.by != "operator"
         hold(not wrong, "quarantine", word.learner, f"shut out by {word.by}: {word.reason}")
 
+    def shut_out(self) -> bool:
+        """Whether anybody is, by the last word on each."""
+        return any(words[-1][1] for words in self._words.values())
+
     def check_merged(self, fragment: int, taken: wire.Input) -> None:
         """Nothing is merged that is a lie, is damaged, or is of somebody who is shut out."""
         update = update_id(taken)

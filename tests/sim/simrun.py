@@ -41,6 +41,8 @@ PAUSED_S = 15.0
 ENDED_EARLY = 0.2
 # For how long a run whose objects are damaged is watched without faults.
 STANDSTILL_S = 30.0
+# How often the operator looks in calm whether somebody is shut out.
+RETURNS_S = 5.0
 # Simulations between two collections of what they leave.
 COLLECT_EVERY = 8
 _simulated = itertools.count(1)
@@ -163,6 +165,7 @@ class Scenario:
             await asyncio.wait(work, timeout=STANDSTILL_S)
             self._check_adopted()
             return
+        work.append(asyncio.ensure_future(self._let_everybody_in(plan.rng("let in"))))
         work.append(asyncio.ensure_future(self._check_superseded()))
         if plan.has("life"):
             work.append(asyncio.ensure_future(self._check_paused(plan.rng("calm"))))
@@ -270,6 +273,13 @@ class Scenario:
         """An operator shuts learners out, lets them in again, and collects garbage."""
         at = self.operator
         await self._give_commands(rng, "commands", [at.shut_out, at.release, at.collect])
+
+    async def _let_everybody_in(self, rng: random.Random) -> None:
+        """The operator comes back, who was killed between two words: nobody stays shut out."""
+        while not self.world.checkers.stopped:
+            if self.world.checkers.admission.shut_out():
+                await self.operator.command(self.operator.release, rng)
+            await asyncio.sleep(RETURNS_S)
 
     async def _lead_a_life(self, rng: random.Random) -> None:
         """An operator makes the run longer and shorter, holds it for a while, or ends it early."""

@@ -65,6 +65,14 @@ def test_nor_with_more_fragments_than_steps_in_an_interval():
         assert outcome.fates["merged"] > 50
 
 
+def test_an_operator_who_was_killed_between_two_words_comes_back_and_lets_learners_in():
+    """Every learner is shut out, and the command that would let them in is killed."""
+    kinds = ("commands", "crash_at_effect")
+    outcome = simulate(Trial(seed=940019, minutes=1.0, learners=3, kinds=kinds))
+    assert outcome.injected["commands"] > 0
+    assert outcome.violation is None, explain(outcome)
+
+
 def test_a_seed_repeats_itself():
     def story(seed):
         outcome = simulate(Trial(seed=seed))
