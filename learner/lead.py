@@ -366,13 +366,14 @@ def _leave(
     synchronizer.meter.state = "leaving"
     within_s = host.config.learner.drain_timeout_s
     try:
-        host.background.call(_say_end(publisher, shares, synchronizer.position), within_s)
+        host.background.call(say_end(publisher, shares, synchronizer.position), within_s)
     except TimeoutError:
         context.logger.warning("left_silently", waited_s=within_s)
     return "run ended" if planner.state.stopping else "asked to"
 
 
-async def _say_end(publisher: Publisher, shares: Claims, position: int) -> None:
+async def say_end(publisher: Publisher, shares: Claims, position: int) -> None:
+    """Say on the tape that this life ends, here in its data."""
     # In this order: what comes behind the leave is of nobody's shares any more.
     await publisher.leave(position)
     await shares.end(position)

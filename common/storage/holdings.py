@@ -8,8 +8,8 @@ Rules:
 3. A learner's end says the position that it has reached. Of each share that it holds, the batches
    before that are behind it; the others are free. It says so itself; once it is silent an
    aggregator does, after ending its life on the tape.
-4. A life has what earlier ones of its name held. After its first word theirs are void. A word of a
-   life that could not have begun where it stands on the tape is none.
+4. A life has what earlier ones of its name held. After its first word theirs are void, after its
+   end its own. A word of a life that could not have begun where it stands on the tape is none.
 5. Shares of one epoch are all given out before any of the next: only what is free of the earliest
    epoch that has anything free can be claimed.
 
@@ -77,9 +77,13 @@ def declared_sizes(settings: RunSettings) -> Sizes | None:
 
 @dataclass
 class _LearnerHoldings:
-    """A learner's holdings; its next holding begins no earlier than at `least`."""
+    """A learner's holdings; its next holding begins no earlier than at `least`.
+
+    `ended`: the newest life whose end was said.
+    """
 
     incarnation: int = 0
+    ended: int = 0
     least: int = 0
     held: tuple[Holding, ...] = ()
 
@@ -121,6 +125,11 @@ class Holdings:
     def of(self, learner: str) -> tuple[Holding, ...]:
         """A learner's holdings, oldest first."""
         return self._learners[learner].held if learner in self._learners else ()
+
+    def is_over(self, learner: str, life: int) -> bool:
+        """Whether a life can claim nothing any more: its end was said, or a newer one's word."""
+        known = self._learners.get(learner, _LearnerHoldings())
+        return life < known.incarnation or life <= known.ended
 
     def newest_life(self, learner: str) -> int:
         """The newest life of a learner that has said anything; 0 for none."""
@@ -170,7 +179,7 @@ class Holdings:
         return claim.first == 0 and share >= self.unclaimed and share not in self.ahead
 
     def _give(self, claim: wire.Claim, known: _LearnerHoldings) -> bool:
-        begun = known.incarnation == claim.incarnation
+        begun = known.ended < claim.incarnation == known.incarnation
         behind = claim.position >= self.next_position(claim.learner)
         if not (begun and behind and self._is_free(claim)):
             return False
@@ -190,3 +199,4 @@ class Holdings:
                 self.partial[holding.share] = reached
                 heapq.heappush(self._given_up, holding.share)
         known.held, known.least = (), max(known.least, position)
+        known.ended = known.incarnation

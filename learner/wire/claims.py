@@ -168,8 +168,8 @@ class Claims(GrantedShares):
                 self._told(holding, end_of(sizes, holding))
             granted = len(held)
             behind = self._holdings.next_position(learner)
-            if self._holdings.newest_life(learner) > self._life.incarnation:
-                # This one's claims are void; what ends it says why.
+            if self._holdings.is_over(learner, self._life.incarnation):
+                # What it claims now is void; what ends it says why.
                 await asyncio.Event().wait()
             if behind <= self._position or not held:
                 share, first = self._holdings.choose(learner, sizes)

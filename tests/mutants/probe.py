@@ -1,6 +1,6 @@
 """Within a tree: tests, then seeds, until one fails; prints which, as JSON, as the last line.
 
-`python probe.py '{"tests": [...], "seeds": [first, count], "dense": [first, count]}'`
+`python probe.py '{"tests": [...], "seeds": [first, count], "dense": [...], "full": [...]}'`
 """
 
 import json
@@ -36,17 +36,21 @@ def failing_test(tests: list[str]) -> str:
     return first.name or ("" if status in (0, 5) else f"pytest ended with {status}")
 
 
-def failing_seed(seeds: list[int], *, dense: bool) -> str:
+def failing_seed(seeds: list[int], kind: str) -> str:
     """The first seed that breaks something, with its rule; "" if none does."""
     from simrun import simulate
-    from simtrial import Trial
+    from simtrial import FULL, Trial
+
+    plans: dict[str, dict[str, Any]] = {
+        "seed": {},
+        "dense seed": {"minutes": 1.0, "dense": True},
+        "full seed": {"minutes": 1.0, "learners": 3, "kinds": FULL},
+    }
 
     first, count = seeds
     for seed in range(first, first + count):
-        trial = Trial(seed=seed, minutes=1.0, dense=True) if dense else Trial(seed=seed)
-        kind = "dense seed" if dense else "seed"
         try:
-            violation = simulate(trial).violation
+            violation = simulate(Trial(seed=seed, **plans[kind])).violation
         except Exception as error:  # Whatever it is, the seed has found the bug.
             return f"{kind} {seed}: {error!r}"[:300]
         if violation is not None:
@@ -59,8 +63,9 @@ def main() -> None:
     asked = json.loads(sys.argv[1])
     sys.path[:0] = [str(HERE), str(HERE / "tests" / "sim")]
     caught = failing_test(asked["tests"]) if asked["tests"] else ""
-    caught = caught or failing_seed(asked["seeds"], dense=False)
-    caught = caught or failing_seed(asked["dense"], dense=True)
+    caught = caught or failing_seed(asked["seeds"], "seed")
+    caught = caught or failing_seed(asked["dense"], "dense seed")
+    caught = caught or failing_seed(asked["full"], "full seed")
     print(json.dumps({"caught": caught}))
 
 

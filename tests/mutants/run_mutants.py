@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +20,9 @@ from pathlib import Path
 from mutants import ROOT, DriftError, Mutant, load, plant, tree_digest
 
 # What is asked of each, and of who survives that.
-SEEDS, DENSE = (0, 16), (60, 2)
-MORE_SEEDS, MORE_DENSE = (16, 300), (62, 20)
+# Seeds: the first, and how many; light ones, dense ones, and those of full worlds.
+ASKED = {"seeds": (0, 16), "dense": (60, 2), "full": (0, 60)}
+MORE = {"seeds": (16, 300), "dense": (62, 20), "full": (60, 300)}
 # Tests that cover the lines of a folder; those of an entry are asked before.
 COVERING = {
     "aggregator/core/": ("tests/scenarios/test_oracle_histories.py",),
@@ -83,9 +85,9 @@ def _ask(mutant: Mutant, tree: str, arguments: argparse.Namespace) -> Result:
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="tree-") as folder:
         plant(mutant, Path(folder))
-        caught = _probe(Path(folder), _tests(mutant), SEEDS, DENSE, LIMIT_S)
+        caught = _probe(Path(folder), _tests(mutant), ASKED, LIMIT_S)
         if not caught and not mutant.equivalent and not arguments.quick:
-            caught = _probe(Path(folder), EVERYTHING, MORE_SEEDS, MORE_DENSE, LONG_LIMIT_S)
+            caught = _probe(Path(folder), EVERYTHING, MORE, LONG_LIMIT_S)
     result = Result(mutant.name, caught, round(time.monotonic() - began_s, 1))
     kept.write_text(json.dumps(vars(result)))
     print(f"  {mutant.name}: {caught or 'SURVIVES'} ({result.took_s:.0f} s)", flush=True)
@@ -101,11 +103,10 @@ def _tests(mutant: Mutant) -> tuple[str, ...]:
 def _probe(
     folder: Path,
     tests: tuple[str, ...],
-    seeds: tuple[int, int],
-    dense: tuple[int, int],
+    seeds: Mapping[str, tuple[int, int]],
     limit_s: float,
 ) -> str:
-    asked = json.dumps({"tests": tests, "seeds": seeds, "dense": dense})
+    asked = json.dumps({"tests": tests, **seeds})
     # Before the installed package: the copy is what is imported.
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     probe = [sys.executable, "tests/mutants/probe.py", asked]

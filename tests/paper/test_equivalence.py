@@ -15,8 +15,9 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "sim"))
 
+from simlearner import SimLearner
 from simtensors import Covers, Ledger
-from simworld import SimLearner, World
+from simworld import World
 
 LEARNERS, SIZE, INNER_RATE = 3, 64, 0.05
 _chance = np.random.default_rng(5)

@@ -58,6 +58,9 @@ class Faults:
         rot_record: a record cannot be, soon after it was read by those who wait for it.
         store_refused, store_lost_answer: as for requests, of the store.
         store_slow: a call takes `slow_s`.
+        host_loss: a learner of several hosts loses one while they store an update.
+        removed: a shard that an aggregator has read is removed by its sender, unless it is kept.
+        interleaved: what a collector awaits takes so long that the tape moves meanwhile.
         late_object: `get` of others misses an object for `visible_s` after `put` returned.
     """
 
@@ -81,11 +84,23 @@ class Faults:
     store_lost_answer: float = 0.0
     store_slow: float = 0.0
     slow_s: float = 2.0
+    host_loss: float = 0.0
+    removed: float = 0.0
+    interleaved: float = 0.0
     late_object: float = 0.0
     visible_s: float = 1.0
 
 
 CALM = Faults()
+# Mean time that a collector waits between two of its steps; versions are made meanwhile.
+INTERLEAVED_S = 3.0
+
+
+def _collects() -> bool:
+    """Whether what runs now is a collection of garbage: an owner's, or an operator's."""
+    task = asyncio.current_task()
+    name = getattr(task.get_coro(), "__qualname__", "") if task else ""
+    return name in ("Collector.work", "Operator.collect")
 
 
 class ActorLog:
@@ -104,7 +119,7 @@ class ActorLog:
             what = " ".join(f"{key}={value}" for key, value in fields.items())
             world.note(self._actor, event, f"{self._about} {what}")
 
-    debug = warning = info
+    debug = warning = error = info
 
     def exception(self, event: str, **fields: Any) -> None:
         self.info(event, **fields)
@@ -180,6 +195,11 @@ class Actor:
 
     # Faults
 
+    @property
+    def is_slow(self) -> bool:
+        """Whether anything that it awaits may take time."""
+        return bool(self.faults.delay or self.faults.interleaved)
+
     def hit(self, rate: float, kind: str) -> bool:
         """Whether a fault of this rate happens now; counted if it does."""
         if rate and self.rng.random() < rate:
@@ -194,11 +214,17 @@ class Actor:
         """Take some time now and then, and find out whether one still lives."""
         if self.hit(self.faults.delay, "delay"):
             await asyncio.sleep(self.lasting(self.faults.delay_s))
+        if (
+            self.faults.interleaved
+            and _collects()
+            and self.hit(self.faults.interleaved, "interleaved")
+        ):
+            await asyncio.sleep(self.lasting(INTERLEAVED_S))
         self.check()
 
     async def _offload(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         faults = self.faults
-        if faults.delay:
+        if self.is_slow:
             await self.delay()
         else:
             self.check()
@@ -206,7 +232,7 @@ class Actor:
             await asyncio.sleep(self.lasting(faults.slow_s))
             self.check()
         result = function(*args, **kwargs)
-        if faults.delay:
+        if self.is_slow:
             await self.delay()
         return result
 
@@ -217,7 +243,8 @@ class Actor:
 
     def may_end_with(self, error: BaseException) -> bool:
         """Whether a process may end with an error, to be started again."""
-        if self.world.damaged and isinstance(error, IntegrityError | WireError):
+        amiss = self.world.damaged or self.name == self.world.bad
+        if amiss and isinstance(error, IntegrityError | WireError):
             return True
         if self.reads_replicas and isinstance(error, RunIncompleteError):
             return (

@@ -275,7 +275,7 @@ class ActorBus:
         ttl_s: float | None = None,
     ) -> int:
         actor, faults = self.actor, self.actor.faults
-        if faults.delay:
+        if actor.is_slow:
             await actor.delay()
         else:
             actor.check()
@@ -390,7 +390,7 @@ class ActorBus:
                     continue
                 message = queue.popleft()
                 self.actor.world.delivered += 1
-                if self.actor.faults.delay or self.actor.bus_is_cut():
+                if self.actor.is_slow or self.actor.bus_is_cut():
                     await self._deliver()
                 else:
                     self.actor.check()

@@ -16,12 +16,14 @@ from simblended import Blended
 from simchain import Chain, Sent, UpdateId, Violation, check_covers, hold, update_id
 from simgarbage import GarbageChecker
 from simoracle import Beside
+from simshares import Batches
 from simstore import AsStored
 from simtensors import Covers, Light
 
 from diloco.common.protocol import names, shards, wire
 from diloco.common.protocol.errors import DilocoError, WireError
 from diloco.common.storage.bus import Message
+from diloco.common.storage.holdings import Holding
 from diloco.common.storage.tape import decode, decode_as
 from diloco.common.storage.tape.positions import first_sequence
 from diloco.learner.core.sync import Ready
@@ -49,6 +51,7 @@ class Checkers:
         self.past: Counter[str] = Counter()
         self.oracle = Beside(world.layout, light=isinstance(world.tensors, Light))
         self.admission = Admission(world.store.rotten, world.injected)
+        self.batches = Batches(world.sizes, world.injected)
         self.garbage = GarbageChecker(
             world.run_name,
             len(self.chains),
@@ -59,6 +62,8 @@ class Checkers:
         )
         self._handlers = {
             "join": self._on_join,
+            "leave": self._on_leave,
+            "claim": self._on_claim,
             "update": self._on_update,
             "record": self._on_record,
             "checkpoint": self._on_checkpoint,
@@ -73,6 +78,7 @@ class Checkers:
         self.past["abandoned"] += self.past.pop("in_flight")
         self.epoch, self.joined, self.stopped = epoch, {}, False
         self.let_go = self._accounts()
+        self.batches = Batches(self._world.sizes, self._world.injected)
         shut_out = {name for record in file.records for name in record.policy.quarantined}
         world = self._world
         self.admission = Admission(world.store.rotten, world.injected, shut_out)
@@ -151,6 +157,17 @@ class Checkers:
     def _on_join(self, message: Message) -> None:
         join = decode_as(wire.Join, message.subject, message.payload)
         self.joined[join.learner] = message.seq
+        self.batches.join(message.seq, message.msg_id)
+
+    def _on_leave(self, message: Message) -> None:
+        word = decode_as(wire.Leave, message.subject, message.payload)
+        if word.learner != LIAR:
+            self.batches.leave_said(word, message.seq)
+
+    def _on_claim(self, message: Message) -> None:
+        word = decode_as(wire.Claim, message.subject, message.payload)
+        if word.learner != LIAR:
+            self.batches.claim(word)
 
     def _on_update(self, message: Message) -> None:
         try:
@@ -175,6 +192,8 @@ class Checkers:
             return
         covers = self._covers(update, manifest)
         chain.send(manifest, covers, message.seq)
+        self.batches.announce(update, covers, message.seq)
+        self._world.announced(manifest)
         # What is stored after a newer life has joined will be rejected.
         if update.incarnation != self.joined.get(update.learner):
             return
@@ -209,6 +228,9 @@ class Checkers:
         for taken in record.inputs:
             chain.resolve(record, taken, lies=taken.learner == LIAR)
             self.admission.check_merged(record.fragment, taken)
+            if taken.learner != LIAR:
+                sent = chain.sent[update_id(taken)]
+                self.batches.merge(record.fragment, update_id(taken), sent.covers)
             self._check_announced(taken)
         for refused in record.rejected:
             chain.resolve(record, refused, lies=refused.learner == LIAR)
@@ -279,6 +301,28 @@ class Checkers:
         if life.epoch == self.epoch:
             for account in self.let_go.values():
                 account.begin(life, versions[account.fragment], position)
+
+    def on_batch(self, life: Life, position: int, holding: Holding) -> None:
+        """A life begins a step on the batch at a position of its data."""
+        if self._is_judged(life):
+            self._guard(self.batches.train, life, position, holding)
+
+    def _is_judged(self, life: Life) -> bool:
+        """Whether a life is of this tape, and the tape has all that was acknowledged."""
+        return life.epoch == self.epoch and not self._world.tail_lost
+
+    def on_leaving(self, life: Life, position: int) -> None:
+        """A life ends in order, here in its data."""
+        if self._is_judged(life):
+            self.batches.leave(life, position)
+
+    def on_granted(self, life: Life, holding: Holding) -> None:
+        """A life has a share: by the oracle's rules it does."""
+        self._world.injected["shares"] += 1
+        if self._is_judged(life) and self.oracle.oracle is not None:
+            shares = self.oracle.oracle.shares._held[life.learner]
+            held = any(one.share == holding.share for one in shares)
+            self._guard(hold, held, "shares", life, f"is granted {holding}")
 
     def on_adopted(self, life: Life, ready: Ready, view: np.ndarray, position: int) -> None:
         """A learner has adopted a record: its view is the aggregator's, bit for bit."""

@@ -1,14 +1,17 @@
 """A learner of several hosts in the simulation: each block is uploaded by one of them, by chance.
 
 What a learner's mesh is must make no difference to anybody else. The hosts store their shards side
-by side; one process stands for all of them, and dies with all of them.
+by side; one process stands for all of them, and dies with all of them. A host may be lost while it
+stores its shards; those of the others are stored all the same, and nobody announces them.
 """
 
 import asyncio
 import random
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import numpy as np
+from simactor import Actor, Killed
 from simtensors import LightReplica
 
 from diloco.common.protocol.quantization import Encoded
@@ -16,6 +19,8 @@ from diloco.learner.background import Context
 from diloco.learner.core import sync
 from diloco.learner.wire.publish import Uploader, UploadResult
 
+# Mean time until the others end with a host that is lost.
+NOTICED_S = 3.0
 # Runs of blocks of one host, of any length.
 RUNS = 6
 
@@ -50,11 +55,10 @@ class _Host:
 class MeshUploader:
     """`Uploader` of a learner whose blocks lie on several hosts."""
 
-    def __init__(
-        self, context: Context, replica: LightReplica, rng: random.Random, hosts: int
-    ) -> None:
+    def __init__(self, context: Context, replica: LightReplica, actor: Actor, hosts: int) -> None:
+        self._actor = actor
         owners = [
-            _owners(rng, hosts, len(replica.owned(fragment.index)))
+            _owners(actor.rng, hosts, len(replica.owned(fragment.index)))
             for fragment in context.layout.fragments
         ]
         self._uploaders = [
@@ -66,9 +70,30 @@ class MeshUploader:
         ]  # fmt: skip
 
     async def store(self, incarnation: int, send: sync.Send, codes: Any) -> UploadResult:
-        """As `Uploader.store`, of all hosts."""
+        """As `Uploader.store`, of all hosts; one of them may be lost, and all end with it."""
+        uploaders = self._uploaders
+        if self._actor.hit(self._actor.faults.host_loss, "host_loss"):
+            lost = self._actor.rng.randrange(len(uploaders))
+            uploaders = [one for index, one in enumerate(uploaders) if index != lost]
+            if lost == 0:
+                self._die(uploaders, incarnation, send, codes)
+            self._actor.later(self._actor.lasting(NOTICED_S), self._actor.kill)
         stored = await asyncio.gather(
-            *(uploader.store(incarnation, send, codes) for uploader in self._uploaders)
+            *(uploader.store(incarnation, send, codes) for uploader in uploaders)
         )
+        if len(uploaders) < len(self._uploaders):
+            await asyncio.Event().wait()
         entries = [entry for each in stored for entry in each.shards]
         return UploadResult(tuple(entries), max(each.encoded_at_s for each in stored))
+
+    def _die(
+        self, others: list[Uploader], incarnation: int, send: sync.Send, codes: Any
+    ) -> NoReturn:
+        """The host that speaks is lost: what the others are about to store comes behind its end."""
+        actor = self._actor
+        for uploader in others:
+            for shard, data in uploader._pack(incarnation, send, codes):
+                put = partial(actor.world.store.put, shard.name, data)
+                actor.later(actor.lasting(NOTICED_S), put)
+        actor.kill()
+        raise Killed

@@ -67,7 +67,7 @@ class Operator:
         """`diloco run set`."""
         now, seq = await effective_settings(context)
         sections = {
-            "sync": {"min_steps": rng.choice([1, 2, 4])},
+            "sync": {"min_steps": min(now.sync.interval_steps, rng.choice([1, 2, 4]))},
             "quorum": {"min_learners": rng.choice([1, 2, 3])},
             "outer": {"learning_rate": rng.choice([0.5, 1.0])},
         }

@@ -10,6 +10,7 @@ import gc
 import itertools
 import random
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -19,16 +20,19 @@ from simadmission import LIAR
 from simchain import Violation
 from simdisk import Disk
 from simhostile import Liar
+from simlearner import SimLearner
 from simoperator import Command, Operator
 from simtensors import Ledger, Light, Numbers
 from simtrial import Outcome, Trial, faults, settings
-from simworld import SimLearner, World, ended
+from simworld import World, ended
 
 from diloco.aggregator.context import Context
+from diloco.aggregator.core.members import LIVES
 from diloco.common.process.config import BusSection, GcSection
 from diloco.common.protocol import wire
 from diloco.common.protocol.errors import ObjectMissingError
 from diloco.common.storage import checkpoint_files
+from diloco.common.storage.holdings import Sizes
 
 # Share of the time with faults, and how much longer than planned the rest may take.
 FAULTY = 0.75
@@ -63,7 +67,13 @@ class Scenario:
             traced=plan.traced,
             record_bytes=self._record_bytes(),
             averaged=plan.has("averaged"),
+            sizes=self._sizes(),
+            share_expiry_s=plan.rng("expiry").choice([4.0, 8.0, 20.0]),
         )
+        # Learners that die as soon as they have announced something, and how often they still will.
+        self._looping: Counter[str] = Counter()
+        if plan.has("bad_machine"):
+            self.world.bad = "two"
         self.world.power_fails = plan.has("power_cut")
         self.calm = False
         self.closed = False
@@ -86,6 +96,13 @@ class Scenario:
         two = self.plan.rng("shards").random() < 0.3
         return Numbers(1536) if self.plan.has("numbers") else Light(2048 if two else 32)
 
+    def _sizes(self) -> Sizes | None:
+        """How an epoch of the data is divided, if it is."""
+        rng = self.plan.rng("sizes")
+        return (
+            Sizes(rng.choice([1, 2, 4]), rng.choice([2, 5, 9])) if self.plan.has("shares") else None
+        )
+
     def _record_bytes(self) -> int:
         """What a record may have on the tape: all, a few, or none of them fit."""
         if not self.plan.has("bodies"):
@@ -98,7 +115,7 @@ class Scenario:
             step_s = self.plan.rng(f"speed-{index}").choice([0.5, 1.0, 1.0, 3.0])
             self.world.injected["speeds"] += step_s != 1.0
         hosts = (1,)
-        if self.plan.has("meshes"):
+        if self.plan.has("meshes") or self.plan.has("host_loss"):
             hosts = self.plan.rng(f"hosts-{index}").choice([(1,), (2,), (1, 2, 3)])
         disk = Disk(self.plan.rng(f"disk-{index}")) if self.plan.has("checkpoints") else None
         return SimLearner(self.world, index, step_s=step_s, hosts=hosts, disk=disk)
@@ -123,7 +140,7 @@ class Scenario:
         world, plan = self.world, self.plan
         await world.create()
         names: dict[str, float | None] = {"one": None}
-        if plan.has("standby"):
+        if plan.has("standby") or plan.has("bad_machine"):
             lease_ttl_s = plan.rng("lease").choice([1.5, 3.0, 6.0])
             names = dict.fromkeys(("one", "two", "three"), lease_ttl_s)
             world.injected["standby"] += 2
@@ -151,6 +168,7 @@ class Scenario:
                 ("disk_full", self._fill_disks),
                 ("revoked", self._revoke),
                 ("tail_lost", self._lose_tail),
+                ("crash_loop", self._loop_crashing),
             )
             if plan.has(kind)
         ]
@@ -179,6 +197,8 @@ class Scenario:
             actor.bus_cut_until_s = actor.store_cut_until_s = 0.0
         self.world.full_until_s = {"bus": 0.0, "store": 0.0}
         self.world.revoked.clear()
+        self.world.store.slow_until_s.clear()
+        self._looping.clear()
 
     # Processes
 
@@ -202,8 +222,15 @@ class Scenario:
         while not await learner.live(self._begin) or learner.leave_asked:
             if learner.superseded:
                 return
-            await asyncio.sleep(rng.uniform(0.1, 6.0))
+            await asyncio.sleep(self._away_s(learner, rng))
             await self._opened()
+
+    def _away_s(self, learner: SimLearner, rng: random.Random) -> float:
+        """For how long a learner whose life has ended stays away: longer than others wait, at times."""
+        if self._looping[learner.name]:
+            return rng.uniform(0.05, 0.3)
+        long = self.plan.has("shares") and not self.calm and rng.random() < 0.3
+        return rng.uniform(6.0, 40.0) if long else rng.uniform(0.1, 6.0)
 
     def _outlives(self, rng: random.Random, actor: Actor) -> float | None:
         """For how long a process is stopped while the server is lost; most die with it."""
@@ -323,6 +350,30 @@ class Scenario:
             self.world.injected[kind] += 1
             await self.operator.command(rng.choice(commands), rng)
 
+    async def _loop_crashing(self, rng: random.Random) -> None:
+        """A learner dies whenever it has announced something, faster than its first update is read."""
+        world = self.world
+        world.announced = partial(self._crash_soon, rng)
+        while True:
+            await self._every(rng, 15.0)
+            victim = rng.choice(self.learners).name
+            world.injected["crash_loop"] += 1
+            world.note(self._somebody(rng), "crash loop", victim)
+            self._looping[victim] = LIVES + rng.randint(1, 3)
+
+    def _crash_soon(self, rng: random.Random, manifest: wire.Manifest) -> None:
+        world, left = self.world, self._looping[manifest.learner]
+        if not left:
+            return
+        if left > LIVES:
+            # What the first lives have sent is slow to read.
+            until_s = world.loop.now_s + rng.uniform(10.0, 60.0)
+            world.store.slow_until_s |= {shard.name: until_s for shard in manifest.shards}
+        self._looping[manifest.learner] -= 1
+        dying = {manifest.learner} if left > 1 else {"aggregator", "one", "two", "three"}
+        for actor in [one for one in world.actors if one.name in dying]:
+            actor.later(rng.uniform(0.0, 0.3), actor.kill)
+
     async def _fill_disks(self, rng: random.Random) -> None:
         """The disk of the bus's server or of the store is full for a while."""
         while True:
@@ -357,7 +408,9 @@ class Scenario:
         if world.without_server:
             return  # Nobody has been told of another tape, where the checkpoint cannot be resumed.
         try:
-            standing = [world.checkers.views(fragment) for fragment in range(self.plan.fragments)]
+            standing = [
+                world.checkers.views(fragment) for fragment in range(len(world.layout.fragments))
+            ]
         except ObjectMissingError:
             return  # Nor what one said whose body was collected on the word of those that were lost.
         # Who was stopped until a moment ago has not been told of what it missed.

@@ -32,6 +32,9 @@ class SimStore(MemoryStore):
         self.hidden: dict[str, tuple[Actor, float]] = {}
         # Objects of which their writers do not know that they are stored: not synced yet.
         self.unsynced: dict[str, Actor] = {}
+        # Shards that aggregators keep, whoever removes them; and those that are slow to read for now.
+        self.kept: set[str] = set()
+        self.slow_until_s: dict[str, float] = {}
         # What was stored under names whose objects are damaged now.
         self.rotten: dict[str, bytes] = {}
 
@@ -53,9 +56,8 @@ class SimStore(MemoryStore):
     def rot(self, name: str) -> None:
         """One bit of an object turns over."""
         if name not in self.rotten:
-            data = bytearray(self._objects[name])
-            data[len(data) // 2] ^= 4
-            self.rotten[name], self._objects[name] = self._objects[name], bytes(data)
+            self.rotten[name] = self._objects[name]
+            self._objects[name] = turned_over(self._objects[name])
 
     def cut_power(self, actor: "Actor") -> None:
         """What an actor has stored last, and nobody relies on, is gone."""
@@ -77,6 +79,11 @@ class SimStore(MemoryStore):
             self.deleting(name)
             del self._folders[_folder(name)][name]
         super().delete(name)
+
+    def remove(self, name: str) -> None:
+        """Its sender removes an object that nobody keeps."""
+        if name not in self.kept and self._objects.pop(name, None) is not None:
+            del self._folders[_folder(name)][name]
 
     def list(self, prefix: str) -> list[ObjectInfo]:
         if not prefix.endswith("/"):
@@ -100,6 +107,16 @@ class AsStored:
         self, name: str, limit_bytes: int | None = None, within_s: float | None = None
     ) -> bytes:
         return self._store.sound(name)
+
+
+def turned_over(data: bytes) -> bytes:
+    """The bytes with one bit turned over."""
+    return data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 4]) + data[len(data) // 2 + 1 :]
+
+
+def _is_of_version(name: str) -> bool:
+    """Whether an object is of a fragment's version: its view, its state or its delta."""
+    return "/global/" in name and "-record-" not in name and name.rsplit("/", 2)[1].isdecimal()
 
 
 def _folder(name: str) -> str:
@@ -143,7 +160,21 @@ class ActorStore:
         self._reach()
         if self._inner.hidden and self._is_hidden(name):
             raise ObjectMissingError(f"no object {name!r} yet")
-        return self._inner.get(name, limit_bytes, within_s)
+        actor = self._actor
+        if self._inner.slow_until_s.get(name, 0.0) > actor.world.loop.now_s:
+            raise StoreUnavailableError(f"{actor.name}: {name!r} takes long to read")
+        data = self._inner.get(name, limit_bytes, within_s)
+        if "/update/" in name and actor.hit(actor.faults.removed, "removed"):
+            self._inner.remove(name)
+        if actor.name == actor.world.bad and _is_of_version(name):
+            actor.world.injected["bad_machine"] += 1
+            return turned_over(data)
+        return data
+
+    def keep(self, name: str, _limit_bytes: int) -> None:
+        """As `Keeps.keep`."""
+        self._reach()
+        self._inner.kept.add(name)
 
     def get_range(self, name: str, start: int, stop: int) -> bytes:
         self._reach()

@@ -52,6 +52,9 @@ MORE_OPERATIONS = {
     "rot_version": 0.05,
     "rot_message": 0.2,
     "rot_record": 0.05,
+    "host_loss": 0.1,
+    "removed": 0.3,
+    "interleaved": 0.5,
 }
 WORLDS = (
     *MORE_OPERATIONS,
@@ -70,13 +73,17 @@ WORLDS = (
     "overwrite",
     "blend",
     "life",
+    "shares",
+    "crash_loop",
+    "bad_machine",
+    "together",
 )
 FULL = (*KINDS, *WORLDS)
 CODECS = ("float32", "bfloat16", "int8", "int4")
 OPTIMIZERS = ("sgd", "momentum", "nesterov", "delayed_nesterov")
-# Kinds in a sixteenth of full worlds: tensors of any numbers cost much, and where the tape has lost
-# messages it cannot be judged any more.
-RARE, RARELY = ("numbers", "tail_lost"), 0.125
+# Kinds in a sixteenth of full worlds: tensors of any numbers and many versions cost much, and where
+# the tape has lost messages it cannot be judged any more.
+RARE, RARELY = ("numbers", "tail_lost", "together"), 0.125
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,20 +134,23 @@ class Outcome:
 def settings(plan: Trial) -> dict[str, Any]:
     """The settings of a plan's run."""
     rng, codecs, rng_of_blend = plan.rng("settings"), plan.rng("codecs"), plan.rng("blend share")
-    interval = rng.choice([4, 8, 12])
+    interval, fragments = rng.choice([4, 8, 12]), plan.fragments
+    if plan.has("together"):
+        # Several fragments are due at one step.
+        interval, fragments = 2, max(3, fragments)
     return {
         "run": {"name": "sim", "steps": max(interval, int(plan.minutes * 60 * 0.8))},
         "sync": {
             "interval_steps": interval,
-            "fragments": plan.fragments,
-            "min_steps": rng.choice([1, 2, 4]),
+            "fragments": fragments,
+            "min_steps": min(interval, rng.choice([1, 2, 4])),
             "adopt": _adopt(plan),
             "blend": rng_of_blend.choice([0.3, 0.5, 0.75]),
             "codec": codecs.choice(CODECS) if plan.has("numbers") else "float32",
             "delta_codec": codecs.choice(CODECS) if plan.has("numbers") else "float32",
             "block": 16,
             "shard_elements": 1 << 20 if plan.dense else 1024,
-            "snapshot_interval_versions": max(rng.choice([1, 2, 5]), plan.fragments // 3),
+            "snapshot_interval_versions": max(rng.choice([1, 2, 5]), fragments // 3),
             "overlap_steps": rng.choice([0, 2]),
             "reannounce_timeout_s": rng.choice([4.0, 20.0]),
         },

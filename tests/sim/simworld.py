@@ -5,27 +5,22 @@ message and object; `simactor.py` has what may go wrong, `simtensors.py` what st
 """
 
 import asyncio
-import contextlib
 import random
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from contextvars import copy_context
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
 import structlog
-from simactor import CALM, Actor, Faults, Killed
-from simaveraged import Life
+from simactor import CALM, Actor, Faults
 from simbus import SimBroker
 from simchain import Violation
 from simcheck import Checkers
-from simdisk import Disk
 from simloop import StuckError, VirtualLoop
-from simmesh import MeshUploader
 from simstore import SimStore
-from simtensors import TOKENS, Ledger, Light, Numbers
+from simtensors import Ledger, Light, Numbers
 
 from diloco.aggregator import checkpoint
 from diloco.aggregator.context import Context as AggregatorContext
@@ -36,32 +31,21 @@ from diloco.common.process.config import (
     Config,
     GcSection,
     RunSettings,
-    check_same_run,
-    parse_settings,
 )
 from diloco.common.process.service import cancel
 from diloco.common.protocol import names, wire
-from diloco.common.protocol.errors import SupersededError
 from diloco.common.protocol.layout import Layout, Tensor, TensorHint, make_layout
 from diloco.common.storage import checkpoint_files
 from diloco.common.storage.bus import Message, subject_matches
-from diloco.common.storage.tape import load_specification, place_on_tape
-from diloco.learner.background import Alone
+from diloco.common.storage.holdings import Sizes
+from diloco.common.storage.tape import place_on_tape
 from diloco.learner.background import Context as LearnerContext
-from diloco.learner.core import sync
-from diloco.learner.core.boundary import NOTHING, Arrived, Decoded
-from diloco.learner.synchronizer import HOLD_S, Meter, Planner, Synchronizer
-from diloco.learner.wire.incarnation import Joined, end_when_superseded, join, place_after_join
-from diloco.learner.wire.publish import Publisher, Uploader
-from diloco.learner.wire.receive import Receiver, VersionFetcher, load, start_at
 from diloco.operate.create import create_run
 from diloco.operate.streams import make_streams
 
 EPOCH_S = 1_000_000.0
 # Events kept for the trace of a failure.
 TRACE = 4000
-# As `learner.drain_timeout_s`.
-LEAVE_S = 20.0
 
 
 class World:
@@ -77,6 +61,8 @@ class World:
         traced: keep the last events.
         record_bytes: a longer record keeps its body in an object.
         averaged: the last of several fragments holds state that is averaged.
+        sizes: how an epoch of the data is divided into shares; None: it is not.
+        share_expiry_s: silence after which an aggregator ends the life of who holds shares.
     """
 
     def __init__(
@@ -91,7 +77,13 @@ class World:
         traced: bool = False,
         record_bytes: int = wire.RECORD_BYTES,
         averaged: bool = False,
+        sizes: Sizes | None = None,
+        share_expiry_s: float = 600.0,
     ) -> None:
+        self.sizes = sizes
+        self.share_expiry_s = share_expiry_s
+        # An aggregator whose machine reads versions otherwise than they are stored.
+        self.bad = ""
         self.record_bytes = record_bytes
         self.seed = seed
         self.tensors = tensors
@@ -113,6 +105,8 @@ class World:
         self.tail_lost = False
         # Processes that die do so because their machine's power fails.
         self.power_fails = False
+        # Is given each manifest of an honest learner, when it is announced for the first time.
+        self.announced: Callable[[wire.Manifest], None] = lambda _manifest: None
         self.full_until_s = {"bus": 0.0, "store": 0.0}
         self.delivered = 0
         self.steps = 0
@@ -189,7 +183,7 @@ class World:
 
     def on_exception(self, actor: Actor, event: str, error: BaseException | None) -> None:
         """An actor has logged an exception: unless something was damaged, nothing may stop."""
-        if not (self.damaged or actor.outlived):
+        if not (self.damaged or actor.outlived or actor.name == self.bad):
             self.fail(Violation("stopped", actor.name, f"{event}: {error!r}"))
 
     @property
@@ -280,6 +274,7 @@ class World:
             logger=actor.logger,
             name=name,
             gc=self.gc,
+            share_expiry_s=self.share_expiry_s,
             record_bytes=self.record_bytes,
             # Where records are in objects, so are positions.
             most_positions=wire.MAX_KEYS if self.record_bytes == wire.RECORD_BYTES else 1,
@@ -367,206 +362,3 @@ async def ended(actor: Actor) -> None:
         actor.world.fail(Violation("breaks", actor.name, repr(error)))
         raise error
     await cancel(*(task for task in actor.tasks if task is not main))
-
-
-class SimBackground:
-    """`diloco.learner.background.Background` within the virtual loop."""
-
-    def __init__(self, actor: Actor) -> None:
-        self.actor = actor
-        self.arrived: list[Arrived] = []
-
-    def post(self, event: sync.Event, payload: Decoded = NOTHING) -> None:
-        self.arrived.append(Arrived(event, payload))
-
-    def events(self, _wait_s: float = 0.0) -> list[Arrived]:
-        arrived, self.arrived = self.arrived, []
-        return arrived
-
-    def spawn(self, coroutine) -> None:
-        self.actor.spawn(coroutine).add_done_callback(self._ended)
-
-    def _ended(self, task) -> None:
-        self.actor.tasks.remove(task)
-        error = None if task.cancelled() else task.exception()
-        if error is None or isinstance(error, Killed):
-            return
-        if self.actor.may_end_with(error):
-            self.actor.kill()
-        else:
-            self.actor.world.fail(Violation("breaks", self.actor.name, repr(error)))
-
-
-@dataclass(kw_only=True)
-class SimSynchronizer(Synchronizer):
-    """`Synchronizer` that shows the checkers each view it has adopted.
-
-    Attributes:
-        life: whose it is.
-    """
-
-    life: Life
-
-    def _perform(self, effect: sync.Effect) -> None:
-        super()._perform(effect)
-        if isinstance(effect, sync.Adopt):
-            world, ready = self.boundaries.inbox.actor.world, effect.ready
-            view = world.tensors.view(self.replica, ready.fragment)
-            world.checkers.on_adopted(self.life, ready, view, self.position)
-
-
-class SimLearner:
-    """A learner in virtual time: production publisher, receiver, core and synchronizer, life by life.
-
-    Args:
-        world: where it trains.
-        index: its number; it is named after it.
-        step_s: of an inner step.
-        heartbeat_interval_s: between heartbeats.
-        hosts: numbers of hosts, one of which each life has.
-        disk: keeps its checkpoints.
-        life: of `Actor`, for all its lives.
-    """
-
-    def __init__(
-        self,
-        world: World,
-        index: int,
-        *,
-        step_s: float = 1.0,
-        heartbeat_interval_s: float = 1.0,
-        hosts: Sequence[int] = (1,),
-        disk: Disk | None = None,
-        **life: Any,
-    ) -> None:
-        self.disk = disk
-        self.world = world
-        self.index = index
-        self.name = f"learner-{index}"
-        self.step_s = step_s
-        self.heartbeat_interval_s = heartbeat_interval_s
-        self.hosts = hosts
-        self.life = life
-        self.steps = 0
-        self.actor: Actor | None = None
-        self.leave_asked = False
-        self.superseded = False
-        self.incarnation = 0
-
-    async def live(self, begin: Callable[[Actor], None] | None = None) -> bool:
-        """One life, to its end; True if it ended on purpose. `begin` may change the actor."""
-        world = self.world
-        self.leave_asked = False
-        self.incarnation = 0
-        life = {"faults": world.faults, "reads_replicas": True, **self.life}
-        self.actor = actor = Actor(self.name, world, **life)
-        if begin is not None:
-            begin(actor)
-        context = world.learner_context(actor)
-        actor.spawn(self._live(actor, SimBackground(actor), context))
-        await ended(actor)
-        self.actor = None
-        if self.disk is not None and actor.dead and world.power_fails and self.disk.lose_power():
-            world.injected["power_cut"] += 1
-        return not actor.dead
-
-    async def _live(self, actor: Actor, background: SimBackground, context: LearnerContext) -> None:
-        """As `diloco.learner.lead` does it."""
-        world, tensors, peers = self.world, self.world.tensors, Alone()
-        actor.starting = True
-        specification = await load_specification(actor.bus, world.run_name)
-        theirs = parse_settings(specification.settings)
-        check_same_run(world.settings, theirs, world.layout.digest, specification.layout)
-        context = replace(context, epoch=specification.epoch)
-        fragments = range(len(world.layout.fragments))
-        # A replica that is far behind may know of no record for longer than a start has patience.
-        loaded = [await load(context, fragment) for fragment in fragments]
-        actor.starting = False
-        views = [item.view for item in loaded]
-        starts = tuple(start_at(item) for item in loaded)
-        replica = tensors.replica(self.index, world.settings.sync, world.layout, views)
-        found = self.disk.restore(actor, context) if self.disk is not None else None
-        local_step, tokens = (found.local_step, found.tokens) if found else (0, 0)
-        meter = Meter(self.name, context.traffic, local_step=local_step, earlier_tokens=tokens)
-        life = await join(context, "sim")
-        self.incarnation = life.incarnation
-        uploader = self._uploader(actor, context, replica)
-        publisher = Publisher(context, background.post, uploader, peers, life)
-        receiver = Receiver(
-            context,
-            background.post,
-            VersionFetcher(context, replica),
-            peers,
-            starts,
-            life.incarnation,
-        )
-        background.spawn(receiver.follow())
-        background.spawn(self._end_when_superseded(context, life))
-        background.spawn(
-            publisher.beat(lambda: meter.heartbeat(life.incarnation), self.heartbeat_interval_s)
-        )
-        position = (await place_after_join(context)).position
-        tensors.begin(replica, position)
-        self.meter = meter
-        own = Life(context.epoch, self.name, life.incarnation)
-        world.checkers.on_began(own, [start.version for start in starts], position)
-        rules = sync.sync_rules(world.settings.sync, world.layout)
-        planner = Planner(
-            rules=rules, state=sync.begin(rules, starts),
-            inbox=background, tokens_per_step=TOKENS, drain_timeout_s=LEAVE_S, clock=actor.clock,
-            asked_to_leave=lambda: self.leave_asked,
-        )  # fmt: skip
-        synchronizer = SimSynchronizer(
-            replica=replica, position=position, tokens_per_step=TOKENS, boundaries=planner,
-            outbox=lambda word: background.spawn(publisher.say(word)), meter=meter,
-            saver=None, clock=actor.clock, life=own,
-        )  # fmt: skip
-        save = None
-        if self.disk is not None:
-            save = partial(self.disk.save, actor, context, synchronizer, life.incarnation)
-        await self._train(actor, synchronizer, save)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(publisher.leave(synchronizer.position), LEAVE_S)
-
-    async def _end_when_superseded(self, context: LearnerContext, life: Joined) -> None:
-        """As `diloco.learner.lead` does it: the error ends the process."""
-        try:
-            await end_when_superseded(context, life)
-        except SupersededError:
-            self.superseded = True
-            context.bus.actor.kill()
-
-    def _uploader(self, actor: Actor, context: LearnerContext, replica: Any) -> Any:
-        """Of as many hosts as this life has."""
-        hosts = actor.rng.choice(self.hosts) if len(self.hosts) > 1 else self.hosts[0]
-        if hosts == 1:
-            return Uploader(context, replica)
-        self.world.injected["meshes"] += 1
-        return MeshUploader(context, replica, actor.rng, hosts)
-
-    async def _train(
-        self, actor: Actor, synchronizer: SimSynchronizer, save: Callable[[], None] | None
-    ) -> None:
-        world, meter, loop = self.world, synchronizer.meter, self.world.loop
-        meter.step_time_s = self.step_s
-        then = "step"
-        while then != "end":
-            if then == "hold":
-                await asyncio.sleep(HOLD_S)
-                actor.check()
-                then = synchronizer.turn().then
-                continue
-            await asyncio.sleep(self.step_s * actor.rng.uniform(0.95, 1.05))
-            actor.check()
-            began_s = loop.now_s
-            world.tensors.train(synchronizer.replica, self.index, synchronizer.position)
-            synchronizer.position += 1
-            self.steps += 1
-            world.steps += 1
-            meter.local_step += 1
-            meter.tokens += TOKENS
-            synchronizer.losses.stepped(None, 1.0)
-            if save is not None:
-                save()
-            then = synchronizer.turn().then
-            world.checkers.on_stepped(self.name, loop.now_s - began_s)

@@ -4,8 +4,8 @@ import asyncio
 from itertools import pairwise
 
 import pytest
+from simlearner import SimLearner
 from simtensors import Light
-from simworld import SimLearner
 from test_run_in_virtual_time import finished, make_world, run_fleet
 
 from diloco.common.protocol import names

@@ -1,10 +1,10 @@
 """Where versions overwrite or blend what learners have not sent, a tape is as sound as any other."""
 
 import pytest
+from simlearner import SimLearner
 from simrun import simulate
 from simtensors import Light
 from simtrial import KINDS, Trial
-from simworld import SimLearner
 from test_decided_again import history_of
 from test_run_in_virtual_time import finished, make_world, run_fleet
 

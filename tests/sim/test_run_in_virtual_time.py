@@ -4,8 +4,9 @@ import asyncio
 
 import pytest
 from simactor import CALM, Actor, Faults
+from simlearner import SimLearner
 from simtensors import Ledger, Light
-from simworld import SimLearner, World, ended
+from simworld import World, ended
 
 from diloco.common.protocol import names, wire
 from diloco.learner.background import TrafficCounts

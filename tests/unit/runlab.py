@@ -119,6 +119,10 @@ class Lab:
         """Store the next update; what `announce` takes."""
         life = (learner, self.lives[learner], fragment)
         seq = self.sent[life] = self.sent.get(life, 0) + 1
+        # Over all its lives.
+        position = 8 * sum(
+            count for of, count in self.sent.items() if (of[0], of[2]) == (learner, fragment)
+        )
         vector = self.rng.normal(size=self.context.layout.fragments[fragment].size)
         rows = (
             (vector / 100 * self.loudness.get(learner, 1.0)).astype(np.float32).reshape(-1, BLOCK)
@@ -130,7 +134,7 @@ class Lab:
         return wire.Manifest(
             run=RUN, learner=learner, epoch=0, incarnation=life[1], seq=seq, fragment=fragment,
             base_version=0, base_digest="0" * 32, layout=self.context.layout.digest,
-            codec=self.context.settings.sync.codec, shards=entries, tokens=80, steps=8, position=8 * seq,
+            codec=self.context.settings.sync.codec, shards=entries, tokens=80, steps=8, position=position,
             local_step=8 * seq, loss=1.0, step_time_s=0.001, encode_s=0.0, upload_s=0.0, attempt=0,
             final=False,
         )  # fmt: skip

@@ -19,6 +19,7 @@ from diloco.common.protocol.errors import (
     TaskError,
 )
 from diloco.common.storage.bundle import BundleBus, BundleStore, open_bundle
+from diloco.common.storage.tape import records_of
 from diloco.judge.doctor import Report, examine
 from diloco.replay import bundle
 from diloco.replay.bundle import run_bundle
@@ -87,6 +88,19 @@ def test_a_part_is_what_collection_would_have_left(run, tmp_path):
     assert (status, "before what garbage collection has left" in text) == (2, True), text
     assert "MISSING" not in text
     assert replay(part, decide=True)[0] in (0, 2)
+
+
+def test_every_object_that_a_record_names_is_in_the_file(whole):
+    async def records():
+        async with open_run(str(whole), reads=True) as opened:
+            return [found.record async for found in records_of(opened.context, 0)], opened.bundle
+
+    made, file = asyncio.run(records())
+    assert len(made) > 4
+    for record in made:
+        shards = [shard for taken in record.inputs for shard in taken.shards]
+        refs = [record.snapshot, record.outer, *record.deltas, *shards]
+        assert [ref.name for ref in refs if ref.name not in file.objects] == []
 
 
 def test_a_version_before_all_that_is_stored_is_refused(whole, tmp_path):

@@ -65,8 +65,33 @@ def test_an_end_frees_what_lies_behind_its_position():
     assert end_of(SIZES, held.of("b")[-1]) == 2
     # The share before it is at its end, and nobody's any more.
     assert not held.take(word("b", 2, "claim", position=2, share=0), SEQ)
-    assert not held.take(word("a", 1, "claim", position=5, share=2), SEQ)
-    assert held.take(word("a", 1, "claim", position=6, share=2), SEQ)
+    held.take(word("a", 7, "begin"), SEQ)
+    assert not held.take(word("a", 7, "claim", position=5, share=2), SEQ)
+    assert held.take(word("a", 7, "claim", position=6, share=2), SEQ)
+
+
+def test_who_has_said_its_end_claims_nothing_more():
+    """Its next life would wait for ever: it begins before what was claimed behind the end."""
+    held = Holdings()
+    held.take(word("a", 1, "begin"), SEQ)
+    held.take(word("a", 1, "claim", share=0), SEQ)
+    assert not held.is_over("a", 1)
+    held.take(word("a", 1, "end", position=2), SEQ)
+    assert held.is_over("a", 1)
+    assert not held.take(word("a", 1, "claim", position=4, share=0, first=2), SEQ)
+    assert not held.is_over("a", 7)
+    held.take(word("a", 7, "begin"), SEQ)
+    assert held.take(word("a", 7, "claim", position=2, share=0, first=2), SEQ)
+    assert held.of("a") == (Holding(0, 2, 2),)
+
+
+def test_a_share_that_is_given_up_twice_goes_on_where_the_second_one_ended():
+    held = Holdings()
+    for learner, life, first in (("a", 1, 0), ("b", 2, 1)):
+        held.take(word(learner, life, "begin"), SEQ)
+        assert held.take(word(learner, life, "claim", position=10, share=0, first=first), SEQ)
+        held.take(word(learner, life, "end", position=11), SEQ)
+    assert held.partial == {0: 2}
 
 
 def test_words_of_an_earlier_life_are_void():

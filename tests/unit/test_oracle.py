@@ -113,6 +113,31 @@ def test_centered_clipping_is_followed_and_clips(crowded_tape):
     assert min(kept[1:]) > 0.1
 
 
+async def twice_in_a_round(lab: Lab) -> None:
+    """Three learners in each round, one of which sends from two lives, louder from the second."""
+    for learner in "abc":
+        await lab.join(learner)
+    async with lab.aggregating():
+        for _ in range(3):
+            sent = [lab.upload("a")]
+            await lab.announce(sent[0])
+            await lab.join("a")
+            lab.loudness["a"] = 6.0
+            sent += [lab.upload(learner) for learner in "abc"]
+            lab.loudness["a"] = 1.0
+            for manifest in sent[1:]:
+                await lab.announce(manifest)
+            for manifest in sent:
+                await lab.answered(manifest)
+
+
+def test_of_a_learner_with_two_updates_in_a_round_the_later_one_sets_the_radius():
+    lab, tape = play(twice_in_a_round, {**CENTERED, "quorum": {"min_learners": 3}})
+    made = [item.body for item in tape if getattr(item.body, "inputs", ())]
+    assert [one.learner for one in made[1].inputs].count("a") == 2
+    assert [finding.sentence for finding in ask(lab, tape).findings] == []
+
+
 @pytest.mark.parametrize("field", ["kept", "radii"])
 def test_what_is_said_wrongly_of_a_center_is_named(crowded_tape, field):
     lab, tape = crowded_tape

@@ -1,7 +1,8 @@
 """Shares of the data: the claimant of each; and that no batch is merged twice.
 
-A claim counts if, where it stands, its life can have begun and has, nobody has the share, and all
-of the epochs before are given out. An end gives back what lies behind its position.
+A claim counts if, where it stands, its life can have begun and has, and has not ended, nobody has
+the share, and all of the epochs before are given out. An end gives back what lies behind its
+position.
 """
 
 from collections import defaultdict
@@ -45,6 +46,7 @@ class Shares:
         self._shares = run.data_shares if run else 0
         self._batches = run.share_batches if run else 0
         self._lives: dict[str, int] = {}
+        self._ended: dict[str, int] = {}
         self._held: dict[str, list[_ReadShare]] = defaultdict(list)
         self._reached: dict[str, int] = defaultdict(int)
         # Batches that were given out of each share; all of them while somebody has it.
@@ -74,7 +76,8 @@ class Shares:
             self._lives[name] = claim.incarnation
             if claim.what == "end":
                 self._end(name, claim.position)
-        elif claim.incarnation == life and self._may_have(claim):
+                self._ended[name] = claim.incarnation
+        elif self._ended.get(name, 0) < claim.incarnation == life and self._may_have(claim):
             stop = claim.position + self._batches - claim.first
             self._held[name].append(_ReadShare(claim.share, claim.first, claim.position, stop))
             self._given[claim.share] = self._batches

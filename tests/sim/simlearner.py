@@ -1,0 +1,295 @@
+"""A learner of a simulated run: production code, life by life, as `diloco.learner.lead` puts it together."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from simactor import Actor, Killed
+from simaveraged import Life
+from simchain import Violation
+from simdisk import Disk
+from simmesh import MeshUploader
+from simtensors import TOKENS
+from simworld import World, ended
+
+from diloco.common.process.config import check_same_run, parse_settings
+from diloco.common.protocol.errors import ExpiredError, SupersededError
+from diloco.common.storage.holdings import Holding
+from diloco.common.storage.tape import load_specification
+from diloco.learner.background import Alone
+from diloco.learner.background import Context as LearnerContext
+from diloco.learner.core import sync
+from diloco.learner.core.boundary import NOTHING, Arrived, Decoded
+from diloco.learner.lead import say_end
+from diloco.learner.synchronizer import HOLD_S, Meter, Planner, Synchronizer
+from diloco.learner.wire.claims import LOOK_S, Claims
+from diloco.learner.wire.incarnation import (
+    DataPosition,
+    Joined,
+    end_when_superseded,
+    join,
+    place_after_join,
+)
+from diloco.learner.wire.publish import Publisher, Uploader
+from diloco.learner.wire.receive import Receiver, VersionFetcher, load, start_at
+
+# As `learner.drain_timeout_s`.
+LEAVE_S = 20.0
+
+
+class SimBackground:
+    """`diloco.learner.background.Background` within the virtual loop."""
+
+    def __init__(self, actor: Actor) -> None:
+        self.actor = actor
+        self.loop = actor.world.loop
+        self.check = actor.check
+        self.arrived: list[Arrived] = []
+
+    def post(self, event: sync.Event, payload: Decoded = NOTHING) -> None:
+        self.arrived.append(Arrived(event, payload))
+
+    def events(self, _wait_s: float = 0.0) -> list[Arrived]:
+        arrived, self.arrived = self.arrived, []
+        return arrived
+
+    def spawn(self, coroutine) -> None:
+        self.actor.spawn(coroutine).add_done_callback(self._ended)
+
+    def _ended(self, task) -> None:
+        self.actor.tasks.remove(task)
+        error = None if task.cancelled() else task.exception()
+        if error is None or isinstance(error, Killed):
+            return
+        if self.actor.may_end_with(error):
+            self.actor.kill()
+        else:
+            self.actor.world.fail(Violation("breaks", self.actor.name, repr(error)))
+
+
+class SimClaims(Claims):
+    """`Claims` of a loop that does not stop its thread while it waits for a share."""
+
+    async def held_at(self, position: int) -> Holding | None:
+        """As `at`."""
+        while self._find(position) is None:
+            self._check_life()
+            if self._ends():
+                return None
+            await asyncio.sleep(LOOK_S)
+        return self.at(position)
+
+
+@dataclass(kw_only=True)
+class SimSynchronizer(Synchronizer):
+    """`Synchronizer` that shows the checkers each view it has adopted.
+
+    Attributes:
+        life: whose it is.
+    """
+
+    life: Life
+
+    def _perform(self, effect: sync.Effect) -> None:
+        super()._perform(effect)
+        if isinstance(effect, sync.Adopt):
+            world, ready = self.boundaries.inbox.actor.world, effect.ready
+            view = world.tensors.view(self.replica, ready.fragment)
+            world.checkers.on_adopted(self.life, ready, view, self.position)
+
+
+class SimLearner:
+    """A learner in virtual time: production publisher, receiver, core and synchronizer, life by life.
+
+    Args:
+        world: where it trains.
+        index: its number; it is named after it.
+        step_s: of an inner step.
+        heartbeat_interval_s: between heartbeats.
+        hosts: numbers of hosts, one of which each life has.
+        disk: keeps its checkpoints.
+        life: of `Actor`, for all its lives.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        index: int,
+        *,
+        step_s: float = 1.0,
+        heartbeat_interval_s: float = 1.0,
+        hosts: Sequence[int] = (1,),
+        disk: Disk | None = None,
+        **life: Any,
+    ) -> None:
+        self.disk = disk
+        self.world = world
+        self.index = index
+        self.name = f"learner-{index}"
+        self.step_s = step_s
+        self.heartbeat_interval_s = heartbeat_interval_s
+        self.hosts = hosts
+        self.life = life
+        self.steps = 0
+        self.actor: Actor | None = None
+        self.leave_asked = False
+        self.superseded = False
+        self.incarnation = 0
+
+    async def live(self, begin: Callable[[Actor], None] | None = None) -> bool:
+        """One life, to its end; True if it ended on purpose. `begin` may change the actor."""
+        world = self.world
+        self.leave_asked = False
+        self.incarnation = 0
+        life = {"faults": world.faults, "reads_replicas": True, **self.life}
+        self.actor = actor = Actor(self.name, world, **life)
+        if begin is not None:
+            begin(actor)
+        context = world.learner_context(actor)
+        actor.spawn(self._live(actor, SimBackground(actor), context))
+        await ended(actor)
+        self.actor = None
+        if self.disk is not None and actor.dead and world.power_fails and self.disk.lose_power():
+            world.injected["power_cut"] += 1
+        return not actor.dead
+
+    async def _live(self, actor: Actor, background: SimBackground, context: LearnerContext) -> None:
+        """As `diloco.learner.lead` does it."""
+        world, tensors, peers = self.world, self.world.tensors, Alone()
+        actor.starting = True
+        specification = await load_specification(actor.bus, world.run_name)
+        theirs = parse_settings(specification.settings)
+        check_same_run(world.settings, theirs, world.layout.digest, specification.layout)
+        context = replace(context, epoch=specification.epoch)
+        fragments = range(len(world.layout.fragments))
+        # A replica that is far behind may know of no record for longer than a start has patience.
+        loaded = [await load(context, fragment) for fragment in fragments]
+        actor.starting = False
+        views = [item.view for item in loaded]
+        starts = tuple(start_at(item) for item in loaded)
+        replica = tensors.replica(self.index, world.settings.sync, world.layout, views)
+        found = self.disk.restore(actor, context) if self.disk is not None else None
+        local_step, tokens = (found.local_step, found.tokens) if found else (0, 0)
+        meter = Meter(self.name, context.traffic, local_step=local_step, earlier_tokens=tokens)
+        life = await join(context, "sim")
+        self.incarnation = life.incarnation
+        uploader = self._uploader(actor, context, replica)
+        publisher = Publisher(context, background.post, uploader, peers, life)
+        receiver = Receiver(
+            context,
+            background.post,
+            VersionFetcher(context, replica),
+            peers,
+            starts,
+            life.incarnation,
+        )
+        background.spawn(receiver.follow())
+        background.spawn(self._end_when_superseded(context, life))
+        background.spawn(
+            publisher.beat(lambda: meter.heartbeat(life.incarnation), self.heartbeat_interval_s)
+        )
+        place = await place_after_join(context)
+        position = place.position
+        tensors.begin(replica, position)
+        self.meter = meter
+        own = Life(context.epoch, self.name, life.incarnation)
+        world.checkers.on_began(own, [start.version for start in starts], position)
+        claims = self._claims(context, background, life, place)
+        rules = sync.sync_rules(world.settings.sync, world.layout)
+        planner = Planner(
+            rules=rules, state=sync.begin(rules, starts),
+            inbox=background, tokens_per_step=TOKENS, drain_timeout_s=LEAVE_S, clock=actor.clock,
+            asked_to_leave=lambda: self.leave_asked,
+        )  # fmt: skip
+        synchronizer = SimSynchronizer(
+            replica=replica, position=position, tokens_per_step=TOKENS, boundaries=planner,
+            outbox=lambda word: background.spawn(publisher.say(word)), meter=meter,
+            saver=None, clock=actor.clock, life=own,
+        )  # fmt: skip
+        save = None
+        if self.disk is not None:
+            save = partial(self.disk.save, actor, context, synchronizer, life.incarnation)
+        await self._train(actor, synchronizer, claims, save)
+        world.checkers.on_leaving(own, synchronizer.position)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(say_end(publisher, claims, synchronizer.position), LEAVE_S)
+
+    def _claims(
+        self, context: LearnerContext, background: SimBackground, life: Joined, place: DataPosition
+    ) -> SimClaims:
+        """Its shares of the data; none where the world's data is not divided."""
+
+        def told(holding: Holding, _end: int) -> None:
+            own = Life(context.epoch, context.learner, life.incarnation)
+            self.world.checkers.on_granted(own, holding)
+
+        claims = SimClaims(
+            context, lambda: self.leave_asked, life, place, background=background, told=told
+        )
+        if self.world.sizes is not None:
+            claims.divide(self.world.sizes)
+        return claims
+
+    async def _end_when_superseded(self, context: LearnerContext, life: Joined) -> None:
+        """As `diloco.learner.lead` does it: the error ends the process."""
+        try:
+            await end_when_superseded(context, life)
+        except SupersededError:
+            self.superseded = True
+            context.bus.actor.kill()
+        except ExpiredError:
+            self.world.injected["expired"] += 1
+            context.bus.actor.kill()
+
+    def _uploader(self, actor: Actor, context: LearnerContext, replica: Any) -> Any:
+        """Of as many hosts as this life has."""
+        hosts = actor.rng.choice(self.hosts) if len(self.hosts) > 1 else self.hosts[0]
+        if hosts == 1:
+            return Uploader(context, replica)
+        self.world.injected["meshes"] += 1
+        return MeshUploader(context, replica, actor, hosts)
+
+    async def _next_batch(self, synchronizer: SimSynchronizer, claims: SimClaims) -> bool:
+        """Whether there is one: not for who is to end while it waits for a share."""
+        holding, life = await claims.held_at(synchronizer.position), synchronizer.life
+        if holding is not None:
+            self.world.checkers.on_batch(life, synchronizer.position, holding)
+        return holding is not None
+
+    async def _train(
+        self,
+        actor: Actor,
+        synchronizer: SimSynchronizer,
+        claims: SimClaims,
+        save: Callable[[], None] | None,
+    ) -> None:
+        world, meter, loop = self.world, synchronizer.meter, self.world.loop
+        meter.step_time_s = self.step_s
+        then = "step"
+        while then != "end":
+            if then == "hold":
+                await asyncio.sleep(HOLD_S)
+                actor.check()
+                then = synchronizer.turn().then
+                continue
+            if world.sizes is not None and not await self._next_batch(synchronizer, claims):
+                synchronizer.boundaries.give_up()
+                then = "hold"
+                continue
+            await asyncio.sleep(self.step_s * actor.rng.uniform(0.95, 1.05))
+            actor.check()
+            began_s = loop.now_s
+            world.tensors.train(synchronizer.replica, self.index, synchronizer.position)
+            synchronizer.position += 1
+            self.steps += 1
+            world.steps += 1
+            meter.local_step += 1
+            meter.tokens += TOKENS
+            synchronizer.losses.stepped(None, 1.0)
+            if save is not None:
+                save()
+            then = synchronizer.turn().then
+            world.checkers.on_stepped(self.name, loop.now_s - began_s)
