@@ -7,9 +7,7 @@ still names the first's types, and every later process calls the wrong code).
 """
 
 import contextlib
-import fcntl
 import inspect
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -17,11 +15,10 @@ from typing import Any, Final
 import numba
 from numba.core.caching import FunctionCache
 
+from diloco.common.process.turn import turn
 from diloco.common.protocol.errors import ConfigError
 
 _LOCK: Final = "lock"
-# Who has the folder alone reads or writes a file. One that is stopped meanwhile has it for ever.
-LOOK_S: Final = 0.05
 
 
 class CachedKernel(FunctionCache):
@@ -31,8 +28,8 @@ class CachedKernel(FunctionCache):
     other, and Numba looks at the file of the one alone.
 
     Attributes:
-        patience_s: so long it waits for another process that has the folder; 0 once one took
-            longer: then nothing is read or kept, and kernels work from memory.
+        patience_s: so long it waits for another process that has the folder, which may be stopped
+            for ever; 0 once one took longer: then nothing is read or kept.
     """
 
     patience_s = 10.0
@@ -65,18 +62,12 @@ class CachedKernel(FunctionCache):
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """While no other process reads or writes in the folder."""
-        with (Path(self.cache_path) / _LOCK).open("ab") as lock:
-            until_s = time.monotonic() + self.patience_s
-            while True:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() >= until_s:
-                        CachedKernel.patience_s = 0.0
-                        raise
-                time.sleep(LOOK_S)
-            yield
+        try:
+            with turn(Path(self.cache_path) / _LOCK, self.patience_s):
+                yield
+        except BlockingIOError:
+            CachedKernel.patience_s = 0.0
+            raise
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -82,7 +82,7 @@ class Loop:
         self.learner = Learner(life, threading.Event())
         self.synchronizer = life.synchronizer
         self.params = self.learner.params
-        self.inner_step = island.inner_step(judging=False)
+        self.inner_step = island.inner_step()
         self.state = island.init_state(self.params)
         self.batches = island.feed(self.learner.position)
 

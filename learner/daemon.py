@@ -15,6 +15,7 @@ from diloco.common.process.health import tell
 from diloco.common.process.probes import Probes, make_probes, serving
 from diloco.common.process.service import AskedToStopError, Runtime, on_signals
 from diloco.common.protocol.errors import HostLostError, status_of
+from diloco.learner.compiled import CompiledPrograms, keep_programs
 from diloco.learner.hosts.messages import MEET_S, end_if_hanging
 from diloco.learner.island import Island
 from diloco.learner.library import check_name, joined, member_of
@@ -37,7 +38,7 @@ def serve(config: Config, learner: str) -> None:
     with serving(config.metrics, probes):
         if config.learner.coordinator is not None:
             probes.health.begin_phase("meeting the learner's other hosts")
-        _configure(config)
+        programs = _configure(config, learner)
         with _together():
             probes.health.begin_phase("building the task")
             island = Island(config, learner)
@@ -46,6 +47,7 @@ def serve(config: Config, learner: str) -> None:
             member = replace(
                 member_of(config, learner, like, island.hint, tokens, program.warm_up),
                 load_frozen=partial(loaded_frozen, task),
+                compiling=partial(programs.compiling, _equal(config, learner)),
                 flops_per_token=task.flops_per_token,
             )
             try:
@@ -65,21 +67,30 @@ def _end_before_it_began(config: Config, learner: str, probes: Probes, why: str)
     tell(probes.manager, READY="1", STATUS=f"left: {why}")
 
 
-def _configure(config: Config) -> None:
+def _equal(config: Config, learner: str) -> str | None:
+    """Equal for learners that have the same programs.
+
+    None of several hosts: they meet in collectives, in which one would wait for its own turn.
+    """
+    if jax.process_count() > 1:
+        return None
+    return f"{config.settings()!r} {config.learner.island(learner)!r} {config.learner.cpu_devices}"
+
+
+def _configure(config: Config, learner: str) -> CompiledPrograms:
     """Settings of JAX, before it looks for devices; the learner's hosts meet here.
 
     Raises:
         HostLostError: they did not.
     """
     section = config.learner
-    if section.compilation_cache_dir:
-        jax.config.update("jax_compilation_cache_dir", section.compilation_cache_dir)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    logger = log.get(run=config.run.name, learner=learner)
+    programs = keep_programs(section.compilation_cache_dir, logger)
     if section.cpu_devices:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", section.cpu_devices)
     if section.coordinator is None:
-        return
+        return programs
     # It would take SIGTERM for itself, by which a learner is asked to leave.
     jax.config.update("jax_enable_preemption_service", False)
     where: dict[str, Any] = {}
@@ -97,6 +108,7 @@ def _configure(config: Config) -> None:
             hint="start all of them; learner.coordinator is host 0's address, as others see it: "
             "runbooks/lost-host.md",
         ) from error
+    return programs
 
 
 @contextlib.contextmanager

@@ -190,12 +190,12 @@ def dry_run(
 
 def compile_step(island: Island) -> jax.stages.Compiled:
     """The learner's inner step, from shapes."""
-    # The key that the step draws from is computed here, which the island's devices may not be.
+    step: Any = island.inner_step()
+    # The key is computed here, which the island's devices may not be.
     with jax.set_mesh(single()):
-        step: Any = island.inner_step()
-    lowered = step.lower(
-        island.params_lying(), island.state_lying(), island.batch_lying(), np.int32(0), np.uint32(0)
-    )
+        numbers = np.int32(0), np.uint32(0), island.key()
+    lying = island.params_lying(), island.state_lying(), island.batch_lying()
+    lowered = step.lower(*lying, *numbers)
     compiled: jax.stages.Compiled = lowered.compile()
     return compiled
 

@@ -90,15 +90,17 @@ class Island:
             anchor=self.anchor,
         )
 
-    def inner_step(self, *, judging: bool = True) -> InnerStep:
-        """The inner step; `judging` as of `make_inner_step`."""
+    def inner_step(self) -> InnerStep:
+        """The inner step."""
         return make_inner_step(
             self.task,
-            key=key_of(self.settings.run.seed, self.learner),
             shardings=(self.shardings, self.state_shardings),
             compiler_options=self._compiler_options,
-            judging=judging,
         )
+
+    def key(self) -> np.ndarray:
+        """What the inner step draws from."""
+        return key_of(self.settings.run.seed, self.learner)
 
     def init_state(self, params: Params) -> Any:
         """A fresh state of the inner optimizer."""

@@ -290,9 +290,10 @@ def compile_programs(host: Host, replica: Replica, held: Params) -> None:
         host.probes.health.begin_phase("waiting for the learner's other hosts")
         open_groups(host.member.shardings.values(), partial(wait_for_hosts, PHASE_S))
     host.probes.health.begin_phase("compiling")
-    replica.warm_up()
-    if host.member.warm_up is not None:
-        host.member.warm_up(tree.join(copied(replica.trained), copied(held)))
+    with host.member.compiling():
+        replica.warm_up()
+        if host.member.warm_up is not None:
+            host.member.warm_up(tree.join(copied(replica.trained), copied(held)))
 
 
 def own_folder(host: Host, context: Context) -> CheckpointFolder | None:

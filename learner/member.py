@@ -1,6 +1,7 @@
 """A training loop's parameters and facts, which it brings when it joins a run."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -30,6 +31,7 @@ class Member:
         hint: of the tensors; None: the run's layout says what it would.
         warm_up: compiles the loop's programs, given copies of the parameters that it may donate.
         flops_per_token: as of a task.
+        compiling: within it programs are compiled.
         load_frozen: gives leaves that the run does not store, by name.
     """
 
@@ -40,6 +42,7 @@ class Member:
     tokens_per_step: int
     hint: Hint | None = None
     warm_up: Callable[[Params], object] | None = None
+    compiling: Callable[[], AbstractContextManager[None]] = nullcontext
     load_frozen: Callable[[], Mapping[str, Any]] | None = None
     flops_per_token: float | None = None
 

@@ -32,16 +32,15 @@ class Program:
 
     def __init__(self, island: Island) -> None:
         self._island = island
-        self._judging = island.inner_step()
-        self._step = island.inner_step(judging=False)
+        self._step = island.inner_step()
+        self._key = island.key()
 
     def warm_up(self, params: Params) -> None:
-        """Compile the inner steps, on parameters that they may donate."""
+        """Compile the inner step, on parameters that it may donate."""
         island = self._island
         state, batch = island.init_state(params), next(island.feed(0))
-        for inner_step in (self._judging, self._step):
-            params, state, outcome = inner_step(params, state, batch, np.int32(0), np.uint32(0))
-        jax.block_until_ready(outcome)
+        numbers = np.int32(0), np.uint32(0), self._key
+        jax.block_until_ready(self._step(params, state, batch, *numbers))
 
     def train(self, learner: Learner, speed: float = 1.0) -> None:
         """Train until the run stops or somebody asks this learner to leave.
@@ -64,15 +63,15 @@ class Program:
                     raise contract.batches_ended(f"batch number {learner.position}")
                 break
             began_s = time.perf_counter()
-            inner_step = self._step if judge.done else self._judging
-            params, state, outcome = inner_step(
+            params, state, outcome = self._step(
                 params,
                 state,
                 batch,
                 np.int32(learner.global_step),
                 np.uint32(learner.position),
+                self._key,
             )
-            if outcome.descent is not None:
+            if not judge.done:
                 judge.look(float(outcome.descent))
             watch.look(outcome.still)
             params = learner.step(

@@ -37,6 +37,8 @@ def _share_compiled_programs() -> None:
         # Workers are started with it.
         folder = os.environ["TESTS_COMPILED"] = tempfile.mkdtemp(prefix="compiled-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    # Processes that tests start have it in the user's cache.
+    os.environ["XDG_CACHE_HOME"] = folder
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
     put = LRUCache.put

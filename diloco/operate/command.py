@@ -47,11 +47,13 @@ def run_create(
 
     loaded = load_config(config)
     from diloco.common.process.config import warnings
+    from diloco.learner.compiled import keep_programs
     from diloco.operate.create import create_from
 
     for sentence in warnings(loaded.settings()):
         say(f"[yellow]warning:[/] {escape(sentence)}")
     with working("first parameters, streams, version 0"):
+        keep_programs(loaded.learner.compilation_cache_dir, log.get(run=loaded.run.name))
         layout = create_from(loaded, source, tasked="task" in loaded.model_fields_set)
     elements = sum(fragment.elements for fragment in layout.fragments)
     Console().print(

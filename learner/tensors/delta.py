@@ -16,10 +16,11 @@ update in flight, q dequantized. What is not yet sent is V - q - theta (docs/des
     mix        theta = alpha theta + (1 - alpha) V
     blend      theta -= (1 - a) (theta - V' - (theta - V at the send)), before it is settled
 
-Each is one small kernel over the leaves, shared by fragments whose pieces have the same shapes,
-and one over the blocks: learners restart often, and compiling is what they would wait for. V' is
-bit for bit the aggregator's: a product of code and scale is exact, so V + code x scale is rounded
-once however it is compiled.
+Each of the first three is one program, shared by fragments whose pieces have the same shapes:
+learners restart often, and compiling is what they would wait for. (Of a large fragment, to send is
+several: `MOST_AT_ONCE`.) V' is bit for bit the aggregator's: a product of code and scale is exact,
+so V + code x scale is rounded once however it is compiled. A blend's product is not, so its sum
+is a program of its own.
 
 Arrays that an operation replaces are donated: the caller must not touch them again.
 """
@@ -41,6 +42,9 @@ from diloco.learner.tensors.mesh import Cuts, cuts_of, fit, sharding_of, single
 from diloco.learner.tensors.quantize import decode_blocks, encode_blocks
 
 Leaves = dict[str, jax.Array]
+# Elements of a fragment beyond which it is encoded by programs that follow each other, since XLA's
+# CPU compiler fuses too much in one: 16M elements take 23 ms and not 54.
+MOST_AT_ONCE = 1 << 20
 # One item for each piece: float32 [*G, n, b], or codes and scales of such.
 Blocks = tuple[jax.Array, ...]
 Codes = tuple[Encoded, ...]
@@ -117,16 +121,22 @@ class Kernels:
 
     def send(self, leaves: Leaves, view: Blocks) -> Codes:
         """Codes of what the learner did since its view."""
-        return encode_blocks(self.codec, view, self._encodable(leaves))
+        if sum(math.prod(part.grid) for part in self.geometry.parts) * self.block > MOST_AT_ONCE:
+            return encode_blocks(self.codec, view, self._encodable(leaves))
+        own, starts = self._tuple(leaves), self._starts()
+        codes: Codes = _send(own, starts, view, self.geometry, self.codec)
+        return codes
 
     def settle(self, leaves: Leaves, update: Codes) -> Leaves:
         """Leaves plus an update of theirs that a record has resolved; leaves are donated."""
-        return self.add(leaves, _decoded(update, self.codec, self.block))
+        own, starts = self._tuple(leaves), self._starts()
+        return self._named(_settle(own, starts, update, self.geometry, self.codec))
 
     def apply(self, leaves: Leaves, view: Blocks, delta: Codes) -> tuple[Leaves, Blocks]:
         """Leaves and view moved by a version delta; both are donated."""
-        moved, step = _advance(view, delta, self.delta_codec, self.block)
-        return self.add(leaves, step), moved
+        own, starts = self._tuple(leaves), self._starts()
+        changed, moved = _apply(own, starts, view, delta, self.geometry, self.delta_codec)
+        return self._named(changed), moved
 
     def advance(self, view: Blocks, delta: Codes) -> Blocks:
         """The view moved by a version delta, leaves left alone; the view is donated."""
@@ -419,11 +429,6 @@ def _advance(view: Blocks, delta: Codes, codec: Codec, block: int) -> tuple[Bloc
     return moved, tuple(new - old for new, old in zip(moved, view, strict=True))
 
 
-@partial(jax.jit, static_argnames=("codec", "block"))
-def _decoded(update: Codes, codec: Codec, block: int) -> Blocks:
-    return tuple(decode_blocks(codec, encoded, block) for encoded in update)
-
-
 @partial(jax.jit, donate_argnames="old")
 def _difference(new: Blocks, old: Blocks) -> Blocks:
     return tuple(one - other for one, other in zip(new, old, strict=True))
@@ -441,3 +446,43 @@ def _fading(values: Blocks, view: Blocks, sent: Blocks, share: jax.Array) -> Blo
         (share - 1) * (one - base - before)
         for one, base, before in zip(values, view, sent, strict=True)
     )
+
+
+# --- What every round does, each a whole program
+
+
+@partial(jax.jit, static_argnames=("geometry", "codec"))
+def _send(
+    leaves: tuple[jax.Array, ...],
+    starts: jax.Array,
+    view: Blocks,
+    geometry: _Geometry,
+    codec: Codec,
+) -> Codes:
+    return encode_blocks(codec, view, _blocks(leaves, starts, geometry))
+
+
+@partial(jax.jit, static_argnames=("geometry", "codec"), donate_argnames="leaves")
+def _settle(
+    leaves: tuple[jax.Array, ...],
+    starts: jax.Array,
+    update: Codes,
+    geometry: _Geometry,
+    codec: Codec,
+) -> tuple[jax.Array, ...]:
+    values = tuple(decode_blocks(codec, encoded, geometry.block) for encoded in update)
+    settled: tuple[jax.Array, ...] = _add(leaves, starts, values, geometry)
+    return settled
+
+
+@partial(jax.jit, static_argnames=("geometry", "codec"), donate_argnames=("leaves", "view"))
+def _apply(
+    leaves: tuple[jax.Array, ...],
+    starts: jax.Array,
+    view: Blocks,
+    delta: Codes,
+    geometry: _Geometry,
+    codec: Codec,
+) -> tuple[tuple[jax.Array, ...], Blocks]:
+    moved, step = _advance(view, delta, codec, geometry.block)
+    return _add(leaves, starts, step, geometry), moved

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from diloco.learner.task import (
@@ -26,19 +27,18 @@ class StepOutcome(NamedTuple):
     Attributes:
         loss: of its batch, before it.
         descent: minus the inner product of gradient and move, as far as the optimizer alone
-            decides it: negative for one that goes uphill, 0 where nothing moved. None from a step
-            that does not judge.
+            decides it: negative for one that goes uphill, 0 where nothing moved.
         metrics: what else the loss says, by name.
         still: of each trained leaf, whether its gradient is zero; bool [leaves].
     """
 
     loss: jax.Array
-    descent: jax.Array | None
+    descent: jax.Array
     metrics: dict[str, jax.Array]
     still: jax.Array
 
 
-# (parameters, optimizer's state, batch, the run's global step, this learner's position).
+# (parameters, optimizer's state, batch, the run's global step, this learner's position, its key).
 InnerStep = Callable[..., tuple[Params, Any, StepOutcome]]
 # States of optax that count an optimizer's own updates, by which it looks up its schedule. By name:
 # one of them is not public.
@@ -55,26 +55,21 @@ _COUNTING = frozenset(
 def make_inner_step(
     task: Task,
     *,
-    key: jax.Array | None = None,
     shardings: tuple[Params, Any] | None = None,
     compiler_options: dict[str, Any] | None = None,
-    judging: bool = True,
 ) -> InnerStep:
     """The jitted inner step, an `InnerStep`; parameters and optimizer state are donated.
 
     The learning rate follows the run's global step: a learner that is slow or joined late is where
     the run is. The loss's PRNG key follows the position, so that a restart draws the same again.
+    What differs from learner to learner is given to the step: equal learners have the same program.
 
     Args:
         task: the run's.
-        key: of this learner (`key_of`).
         shardings: of the parameters and of the optimizer's state, which stay as they are.
         compiler_options: of XLA.
-        judging: whether it tells in which direction it moves, which takes one more look at
-            gradient and move.
     """
     division = division_of(task, params_shapes(task))
-    first_key = jax.random.key(0) if key is None else key
 
     def inner_step(
         params: Params,
@@ -82,8 +77,10 @@ def make_inner_step(
         batch: Batch,
         global_step: jax.Array,
         position: Any = 0,
+        key: Any = None,
     ) -> tuple[Params, Any, StepOutcome]:
-        drawn = jax.random.fold_in(first_key, position)
+        own = jax.random.key(0) if key is None else jax.random.wrap_key_data(key)
+        drawn = jax.random.fold_in(own, position)
         said, gradient = _gradient(task, division, params, batch, drawn)
         trained = division.trained_of(params)
         if task.schedule is None:
@@ -99,8 +96,8 @@ def make_inner_step(
             )
             down = direction
         params = _with_state(division.with_trained(params, moved), said.state)
-        descent = _product(gradient, down) if judging else None
-        outcome = StepOutcome(said.loss, descent, dict(said.metrics), _still(gradient))
+        descent, metrics = _product(gradient, down), dict(said.metrics)
+        outcome = StepOutcome(said.loss, descent, metrics, _still(gradient))
         return params, optimizer_state, outcome
 
     options: dict[str, Any] = {"donate_argnums": (0, 1)}
@@ -111,9 +108,10 @@ def make_inner_step(
     return jax.jit(inner_step, **options)
 
 
-def key_of(seed: int, learner: str) -> jax.Array:
-    """The PRNG key from which those of a learner's steps follow."""
-    return jax.random.fold_in(jax.random.key(seed), zlib.crc32(learner.encode()))
+def key_of(seed: int, learner: str) -> np.ndarray:
+    """Data of the PRNG key from which those of a learner's steps follow; uint32."""
+    key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(learner.encode()))
+    return np.asarray(jax.random.key_data(key))
 
 
 # --- The gradient of a batch

@@ -16,11 +16,11 @@ from jax.sharding import NamedSharding
 from diloco.common.process.config import SyncSection, sync_of
 from diloco.common.protocol import shards
 from diloco.common.protocol.layout import Layout
-from diloco.common.protocol.quantization import Encoded
+from diloco.common.protocol.quantization import Encoded, code_count, code_dtype, scale_count
 from diloco.learner.task import Params
+from diloco.learner.tensors.checkpoint import copied
 from diloco.learner.tensors.delta import Blocks, Codes, Kernels, Leaves, make_kernels
 from diloco.learner.tensors.placement import Shardings, make_ownership, make_placement
-from diloco.learner.tensors.quantize import encode
 from diloco.learner.tensors.tree import named_leaves
 
 
@@ -180,7 +180,7 @@ class Replica:
         if len(ownership.owned) * ownership.block != self._sizes[fragment]:
             return None
         # The next adoption takes the memory of what lies on the devices.
-        copy = _copied(view) if self._anchor is None else view
+        copy = copied(view) if self._anchor is None else view
         return lambda: shards.digest(ownership.gather(copy).reshape(-1))
 
     def warm_up(self) -> None:
@@ -188,12 +188,10 @@ class Replica:
         for index, kernels in enumerate(self._kernels):
             ownership = self._ownership[index]
             part = _part(self._leaves(), kernels)
-            copies = _copied(self._placement.inward(part))
-            view = _copied(self._view(index))
+            copies = copied(self._placement.inward(part))
+            view = copied(self._view(index))
             codes = kernels.send(copies, view)
-            zeros = np.zeros(len(ownership.held) * kernels.block, np.float32)
-            encoded = encode(kernels.delta_codec, zeros, kernels.block)
-            delta = ownership.place(Encoded(*map(np.asarray, encoded)))
+            delta = ownership.place(_zero_rows(kernels, len(ownership.held)))
             sent = kernels.ahead(copies, view) if self._settings[index].adopt == "blend" else None
             copies, view = kernels.apply(copies, view, delta)
             if sent is not None:
@@ -274,8 +272,11 @@ class Replica:
         return kernels.overwrite(part, view)
 
 
-# A copy inside a program is a real one, and there is one dispatch for all leaves.
-_copied = jax.jit(lambda values: jax.tree.map(jnp.copy, values))
+def _zero_rows(kernels: Kernels, blocks: int) -> Encoded:
+    """Codes of so many blocks of a version delta, whatever they decode to."""
+    codec, block = kernels.delta_codec, kernels.block
+    scales = np.zeros(scale_count(codec, blocks * block, block), code_dtype("bfloat16"))
+    return Encoded(scales, np.zeros((blocks, code_count(codec, block)), code_dtype(codec)))
 
 
 def _part(leaves: dict[str, Any], kernels: Kernels) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from diloco.common.process.config import MeshSection
 from diloco.common.protocol.errors import TaskError
 from diloco.learner.dry_run import exchanges
 from diloco.learner.task import Task
-from diloco.learner.tensors.inner_step import by_clock, make_inner_step
+from diloco.learner.tensors.inner_step import by_clock, key_of, make_inner_step
 from diloco.learner.tensors.mesh import make_mesh, within
 from diloco.learner.train import SignCheck
 
@@ -104,16 +104,23 @@ def test_a_later_step_may_go_up_for_once_but_not_the_first_three_together():
     assert SignCheck(done=True).done
 
 
-def test_a_step_that_does_not_judge_moves_as_one_that_does():
-    task = task_of(optax.adam(RATE))
-    moved = []
-    for judging in (True, False):
-        params = task.init(jax.random.key(0))
-        state, inner_step = task.optimizer.init(params), make_inner_step(task, judging=judging)
-        params, _, outcome = inner_step(params, state, np.ones(4, np.float32), np.int32(AFTER))
-        assert (outcome.descent is not None) is judging
-        moved.append(np.asarray(params["w"]))
-    np.testing.assert_array_equal(*moved)
+def test_learners_of_a_run_have_the_same_program_and_draw_otherwise():
+    task = dataclasses.replace(
+        task_of(optax.sgd(RATE)),
+        loss=lambda params, batch, key: (
+            jnp.vdot(params["w"], jax.random.normal(key, batch.shape)),
+            {},
+        ),
+    )
+    params, batch = task.init(jax.random.key(0)), np.ones(4, np.float32)
+    keys = [key_of(0, name) for name in ("a", "b")]
+    given = [params, task.optimizer.init(params), batch, np.int32(0), np.uint32(0)]
+    texts = {make_inner_step(task).lower(*given, key).as_text() for key in keys}
+    assert len(texts) == 1
+    losses = {
+        float(make_inner_step(task)(*jax.tree.map(jnp.copy, given), key)[2].loss) for key in keys
+    }
+    assert len(losses) == 2
 
 
 def test_judging_gathers_nothing():

@@ -22,6 +22,7 @@ from diloco.common.process.config.environment import (
     ServiceManager,
     allows_accelerators,
     allows_http,
+    cache_home,
     encode_on_threads,
     environment_with,
     is_journal,

@@ -158,7 +158,9 @@ class LearnerSection(Section):
     )
     heartbeat_interval_s: Seconds = Field(default=1.0, description="seconds between heartbeats")
     compilation_cache_dir: str | None = Field(
-        default=None, description="folder of JAX's persistent compilation cache"
+        default=None,
+        description="folder of compiled programs; without it `$XDG_CACHE_HOME/diloco` or"
+        " `~/.cache/diloco`, or where JAX's own settings say",
     )
     drain_timeout_s: NonNegative = Field(
         default=20.0,

@@ -5,6 +5,7 @@ DILOCO_<SECTION>_<KEY> overrides a key of the daemon sections.
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from diloco.common.process.config.daemon import DAEMON_SECTIONS
@@ -130,6 +131,17 @@ def with_environment(document: Mapping[str, Any]) -> dict[str, Any]:
             if isinstance(section, dict):  # What is no table is refused with the rest of the file.
                 merged[parts[1]] = {**section, parts[2]: value}
     return merged
+
+
+def cache_home() -> Path:
+    """The folder of the user's caches.
+
+    Raises:
+        RuntimeError: the user has no home.
+    """
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    # What is not absolute does not count, by the convention.
+    return Path(base) if base.startswith("/") else Path.home() / ".cache"
 
 
 def compile_without_tpu() -> None:

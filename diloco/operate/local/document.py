@@ -45,7 +45,6 @@ def local_document(
             "corpus": str(Path(options.corpus).absolute()),
         }
     learner = document.setdefault("learner", {})
-    learner.setdefault("compilation_cache_dir", str(run_dir / "compiled"))
     learner.setdefault("checkpoint_dir", str(run_dir / "checkpoints"))
     learner.setdefault("checkpoint_interval_s", CHECKPOINT_S)
     learner.setdefault("drain_timeout_s", LEAVE_S)

@@ -57,7 +57,7 @@ CONNECT_S = 5.0
 # How long the server of a local run may take to answer before it counts as ended.
 LOCAL_CONNECT_S = 2.0
 # Keys of the section `learner` that are folders, below that of a local run.
-FOLDERS = ("checkpoint_dir", "compilation_cache_dir")
+FOLDERS = ("checkpoint_dir",)
 
 
 class RunLocation(NamedTuple):

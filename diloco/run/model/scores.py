@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from rich.console import Console
 
+from diloco.common.process import log
 from diloco.common.process.service import cancel
 from diloco.common.protocol import names, shards, wire
 from diloco.common.protocol.errors import ConfigError, IntegrityError, ObjectMissingError, WireError
@@ -383,6 +384,9 @@ async def run_evaluate(
             else:
                 console.print(sentence(score))
 
+        from diloco.learner.compiled import keep_programs
+
+        keep_programs(run.config.learner.compilation_cache_dir, log.get(run=run.context.run))
         with working("loading the task and its held-out data"):
             scorer = await Scorer.of_run(run.context)
         if version is not None:

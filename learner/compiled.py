@@ -1,0 +1,129 @@
+"""JAX's persistent cache of compiled programs: the user's, for every run and process.
+
+Equal learners have equal programs: one compiles them, the others wait for it and load them. Their
+keys are the programs and what XLA was told; where they lie is not among it, or each folder would
+have its own (`jax_persistent_cache_enable_xla_caches`).
+"""
+
+import contextlib
+import hashlib
+import platform
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import jax
+
+from diloco.common.process import cores, log
+from diloco.common.process.config import cache_home
+from diloco.common.process.turn import turn
+
+# Of all programs together; those that were used least recently go.
+MOST_BYTES: Final = 1 << 30
+# For another process that compiles the same: one that is stopped has its turn for ever.
+PATIENCE_S: Final = 120.0
+_READING: Final = "Error reading persistent compilation cache entry"
+_WRITING: Final = "Error writing persistent compilation cache entry"
+ADVICE: Final = (
+    "set learner.compilation_cache_dir to a folder where this user may write, or nothing is kept"
+)
+
+
+@dataclass(frozen=True)
+class CompiledPrograms:
+    """The folder of kept programs.
+
+    Attributes:
+        folder: None where nothing is kept.
+        logger: told once of what cannot be kept or read.
+    """
+
+    folder: Path | None
+    logger: log.Logger
+
+    @contextlib.contextmanager
+    def compiling(self, what: str | None) -> Iterator[None]:
+        """Within it programs are compiled: of processes that compile the same, by one at a time.
+
+        What cannot be read is compiled again, and kept again.
+
+        Args:
+            what: equal for processes that have equal programs; None: nobody waits.
+        """
+        with contextlib.ExitStack() as stack, warnings.catch_warnings(record=True) as caught:
+            warnings.filterwarnings("always", f"{_READING}|{_WRITING}")
+            if self.folder is not None and what is not None:
+                name = hashlib.blake2b(what.encode(), digest_size=8).hexdigest()
+                with contextlib.suppress(OSError):
+                    stack.enter_context(turn(self.folder / f"{name}.lock", PATIENCE_S))
+            yield
+        troubles = []
+        for one in caught:
+            if (words := str(one.message)).startswith((_READING, _WRITING)):
+                troubles.append(words)
+            else:
+                warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+        if troubles:
+            self._drop([words.split("'")[1] for words in troubles if words.startswith(_READING)])
+            self.logger.warning("cache_unusable", error=troubles[0], advice=ADVICE)
+
+    def _drop(self, damaged: Iterable[str]) -> None:
+        """Delete what cannot be read: JAX replaces no file that is there."""
+        if self.folder is None:
+            return
+        for name in damaged:
+            for path in self.folder.glob(f"{name}-*"):
+                path.unlink(missing_ok=True)
+
+
+def keep_programs(given: str | None, logger: log.Logger) -> CompiledPrograms:
+    """Have JAX keep what it compiles, before it compiles anything.
+
+    Args:
+        given: a folder; None: where JAX's own settings say, or the user's cache.
+        logger: told of a folder that cannot be used.
+    """
+    if given is None and getattr(jax.config, "jax_compilation_cache_dir", None):
+        return CompiledPrograms(None, logger)
+    try:
+        root = cache_home() / "diloco" if given is None else Path(given)
+        folder = root / _machine()
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        (folder / ".writable").write_bytes(b"")
+        _bound(root)
+    except (OSError, RuntimeError) as error:
+        logger.warning("cache_unusable", error=str(error), advice=ADVICE)
+        return CompiledPrograms(None, logger)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
+    return CompiledPrograms(folder, logger)
+
+
+def _machine() -> str:
+    """What programs for CPUs depend on, and JAX's keys do not say: its instructions and cores."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    features = [line for line in lines if line.startswith(("flags", "Features", "model name"))]
+    said = f"{platform.machine()} {platform.processor()} {sorted(set(features))}"
+    digest = hashlib.blake2b(said.encode(), digest_size=6).hexdigest()
+    return f"{digest}-{cores.available()}"
+
+
+def _bound(root: Path) -> None:
+    """Delete programs beyond `MOST_BYTES`, those first that were used least recently."""
+    found = []
+    for path in root.glob("*/*-cache"):
+        with contextlib.suppress(FileNotFoundError):  # another process may do the same
+            state = path.stat()
+            found.append((max(state.st_atime, state.st_mtime), state.st_size, path))
+    total = sum(size for _, size, _ in found)
+    for _, size, path in sorted(found):
+        if total <= MOST_BYTES:
+            break
+        path.unlink(missing_ok=True)
+        total -= size

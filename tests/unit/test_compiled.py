@@ -1,0 +1,125 @@
+"""The user's cache of compiled programs: shared by processes, bounded, done without where it fails."""
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from structlog.testing import capture_logs
+
+from diloco.common.process import log
+from diloco.common.process.config import cache_home
+from diloco.learner import compiled
+
+PROCESS = """
+import json, sys
+import jax
+from diloco.common.process import log
+from diloco.common.process.config import cache_home
+from diloco.learner.compiled import keep_programs
+
+log.configure()
+counted = {}
+def count(event, **_):
+    counted[event.rpartition("/")[2]] = counted.get(event.rpartition("/")[2], 0) + 1
+jax.monitoring.register_event_listener(count)
+programs = keep_programs(None, log.get())
+with programs.compiling("these"):
+    result = float(jax.jit(lambda x: x * 2 + 1)(3.0))
+print(json.dumps([result, counted.get("cache_hits", 0), counted.get("cache_misses", 0)]))
+"""
+
+
+def process(home) -> tuple[float, int, int, list[dict]]:
+    """What a process gave, loaded and compiled, and the lines that it logged."""
+    own = {"XDG_CACHE_HOME": str(home), "JAX_COMPILATION_CACHE_DIR": "", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROCESS],
+        env=os.environ | own,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    return (*json.loads(done.stdout), lines)
+
+
+def kept(home):
+    return list((home / "diloco").rglob("*-cache"))
+
+
+def test_what_one_process_compiled_another_loads_and_what_is_damaged_is_kept_again(tmp_path):
+    assert process(tmp_path) == (7.0, 0, 1, [])
+    (file,) = kept(tmp_path)
+    assert process(tmp_path) == (7.0, 1, 0, [])
+    file.write_bytes(file.read_bytes()[:40])
+    result, loaded, _, lines = process(tmp_path)
+    assert (result, loaded) == (7.0, 0)
+    (line,) = lines
+    assert (line["action"], line["level"]) == ("cache_unusable", "warning")
+    assert "Error reading" in line["error"]
+    assert not kept(tmp_path)
+    assert process(tmp_path)[:3] == (7.0, 0, 1)
+
+
+@pytest.fixture
+def jax_settings(monkeypatch):
+    """What a process was told of JAX's cache, which is no test's."""
+    told = {}
+    monkeypatch.setattr(compiled.jax.config, "update", told.__setitem__)
+    return told
+
+
+def test_a_cache_that_cannot_be_written_is_named_once_and_done_without(tmp_path, jax_settings):
+    (tmp_path / "file").write_text("")
+    with capture_logs() as lines:
+        programs = compiled.keep_programs(str(tmp_path / "file"), log.get())
+        with programs.compiling("these"):
+            pass
+    (line,) = lines
+    assert line["event"] == "cache_unusable"
+    assert str(tmp_path / "file") in line["error"]
+    assert programs.folder is None
+    assert not jax_settings
+
+
+def test_the_users_cache_is_where_the_environment_says_if_that_is_absolute(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for said, found in ((str(tmp_path / "x"), tmp_path / "x"), ("x", tmp_path / ".cache")):
+        monkeypatch.setenv("XDG_CACHE_HOME", said)
+        assert cache_home() == found
+
+
+def test_where_a_program_lies_is_not_in_its_key(tmp_path, jax_settings):
+    programs = compiled.keep_programs(str(tmp_path / "kept"), log.get())
+    assert jax_settings["jax_compilation_cache_dir"] == str(programs.folder)
+    assert jax_settings["jax_persistent_cache_enable_xla_caches"] == "none"
+    assert programs.folder.stat().st_mode & 0o77 == 0
+
+
+def test_a_process_that_is_stopped_is_not_waited_for_for_ever(tmp_path, jax_settings, monkeypatch):
+    programs = compiled.keep_programs(str(tmp_path), log.get())
+    with programs.compiling("these"):
+        (lock,) = programs.folder.glob("*.lock")
+    # Another of the same waits, and one of others does not.
+    with lock.open("ab") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        patience = []
+        monkeypatch.setattr(compiled, "PATIENCE_S", 0.0)
+        for what in ("these", "others", None):
+            with programs.compiling(what):
+                patience.append(what)
+    assert patience == ["these", "others", None]
+
+
+def test_programs_that_were_used_least_recently_make_room(tmp_path, jax_settings, monkeypatch):
+    folder = compiled.keep_programs(str(tmp_path), log.get()).folder
+    for age, name in enumerate(("new", "older", "oldest")):
+        path = folder / f"{name}-cache"
+        path.write_bytes(bytes(100))
+        os.utime(path, (1e9 - age, 1e9 - age))
+    monkeypatch.setattr(compiled, "MOST_BYTES", 250)
+    compiled.keep_programs(str(tmp_path), log.get())
+    assert {path.name for path in folder.glob("*-cache")} == {"new-cache", "older-cache"}
