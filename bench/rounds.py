@@ -52,6 +52,9 @@ STEP_S = 0.25
 # Versions that are made before anything is counted: averages settle, learners fall into phase.
 SETTLE = 10
 SLOWEST = 1.5
+# Of a cell whose aggregator begins late: the step at which it does, and the versions that count.
+BEGINS = 41
+AFTER = 5
 # Reads a step of the fastest learner. Five: 12 B in 24 fragments at 10 Gbit/s, scaled.
 READS = {"fast": 200.0, "slow": 5.0}
 # What a cell may be worse by: in one of 50 versions the last update may miss it.
@@ -62,7 +65,10 @@ NO_STEPS = 0.01
 
 
 class RoundsCase(NamedTuple):
-    """One cell's fleet and settings; `store_steps` that storing a delta takes."""
+    """One cell's fleet and settings; `store_steps` that storing a delta takes.
+
+    `late`: nobody takes updates before step `BEGINS`, and the next versions are counted.
+    """
 
     learners: int
     least: int = 1
@@ -71,6 +77,7 @@ class RoundsCase(NamedTuple):
     reads: str = "slow"
     speeds: str = "equal"
     store_steps: float = 0.08
+    late: bool = False
 
 
 class Cell(NamedTuple):
@@ -90,6 +97,8 @@ def cases() -> list[RoundsCase]:
         *(RoundsCase(learners) for learners in (8, 16, 32, 64)),
         RoundsCase(8, store_steps=1.6),
         RoundsCase(8, reads="fast", speeds="unequal"),
+        RoundsCase(8, reads="fast", speeds="unequal", late=True),
+        RoundsCase(16, reads="slow", speeds="unequal", late=True),
     ]
     choices = product(
         (1, 8, 16), (6, INTERVAL), ("together", "spread"), READS, ("equal", "unequal")
@@ -131,6 +140,7 @@ def simulated(case: RoundsCase, workers: list[PlannedLearner], horizon_s: float)
     aggregator = PlannedAggregator(
         read_s=STEP_S / READS[case.reads], make_s=0.02 * STEP_S,
         store_s=case.store_steps * STEP_S, message_s=0.005,
+        away_s=(0.0, BEGINS * STEP_S if case.late else 0.0),
     )  # fmt: skip
     return plan_rounds.simulate(
         settings_of(case), workers, aggregator=aggregator, horizon_s=horizon_s,
@@ -142,10 +152,10 @@ def cell(case: RoundsCase, rounds: int) -> Cell:
     """Simulate a case; the first versions are left out."""
     horizon_s = rounds * INTERVAL * STEP_S
     found = simulated(case, workers_of(case, horizon_s), horizon_s)
-    merged = found.merged[SETTLE:]
-    times_s = found.committed_s[SETTLE:]
-    settled = sum(found.merged[:SETTLE])
-    staleness, waits_s = found.staleness[settled:], found.waits_s[settled:]
+    first, last = (1, 1 + AFTER) if case.late else (SETTLE, found.versions)
+    merged, times_s = found.merged[first:last], found.committed_s[first:last]
+    some = slice(sum(found.merged[:first]), sum(found.merged[:last]))
+    staleness, waits_s = found.staleness[some], found.waits_s[some]
     return Cell(
         float(np.mean(merged)),
         float(np.mean(np.diff(times_s))) / STEP_S,

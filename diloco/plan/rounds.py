@@ -56,6 +56,7 @@ class PlannedAggregator:
         store_s: from the version to its record, during which updates are read.
         snapshot_s: added to `store_s` when view and outer state are stored too.
         message_s: a message, or the answer to a question.
+        away_s: from when until when nobody takes what is announced.
     """
 
     read_s: float
@@ -63,6 +64,7 @@ class PlannedAggregator:
     store_s: float
     message_s: float
     snapshot_s: float = 0.0
+    away_s: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -196,6 +198,13 @@ class _PlannedOwner(VirtualFragment):
         self.found.kept = self.sent / self.trained if self.trained else 1.0
         self.found.utilization = min(1.0, self.trained / possible) if possible else 1.0
         return self.found
+
+    def decide(self, event: events.Event) -> None:
+        begins_s, ends_s = self._aggregator.away_s
+        if begins_s <= self.timeline.now_s < ends_s:
+            self.timeline.at(ends_s, self.decide, event)
+        else:
+            super().decide(event)
 
     def perform(self, effect: Effect) -> None:
         message_s = self._aggregator.message_s
@@ -409,15 +418,20 @@ class _Learner:
             return
         self._unannounced = 0
         self._owner.sent += manifest.tokens
+        self.feed()
         self._tell(sync.Published(self._timeline.now_s, 0, manifest.seq))
         self._owner.announce(manifest)
 
     def hear_of_round(self, version: int) -> None:
         """A round is open: who has nothing under way looks at its next step boundary."""
-        if self.state is not None:
+        if self.state is None:
+            return
+        if self.state.fragments[0].in_flight is None:
             self._opened = version
-            if self.state.fragments[0].in_flight is None:
-                self._look()
+            self._look()
+        else:
+            self.feed()
+            self._tell(sync.RoundOpened(0, version))
 
     def hear_of_record(self, ready: sync.Ready) -> None:
         """A record stands: the learner has its version once the delta is there."""

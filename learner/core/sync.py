@@ -37,6 +37,7 @@ class SyncRules:
     warmup_steps: int
     warmup_interval_steps: int
     min_steps: int
+    overlap_steps: int
     reannounce_timeout_s: float
     lockstep: bool
     overwrite: bool
@@ -63,6 +64,7 @@ def sync_rules(
         warmup_steps=sync.warmup_steps,
         warmup_interval_steps=sync.warmup_interval_steps,
         min_steps=sync.min_steps,
+        overlap_steps=sync.overlap_steps,
         reannounce_timeout_s=sync.reannounce_timeout_s,
         lockstep=sync.mode == "lockstep",
         overwrite=sync.adopt == "overwrite",
@@ -78,12 +80,14 @@ def sync_rules(
 class InFlight(NamedTuple):
     """An update of `steps` on its way; `announced_at_s` is 0 until its manifest is on the tape.
 
-    `void`: a rollback came meanwhile; it will be rejected, and its codes are forgotten.
+    `waits_from`: steps done by this life at its announcement, or at the last round that opened
+    since. `void`: a rollback came meanwhile; it will be rejected, and its codes are forgotten.
     """
 
     seq: int
     steps: int
     announced_at_s: float = 0.0
+    waits_from: int = 0
     attempt: int = 0
     void: bool = False
 
@@ -520,15 +524,37 @@ def _on_ready(_rules: SyncRules, state: State, event: Ready) -> Result:
     return state, ()
 
 
-def _on_round_opened(_rules: SyncRules, state: State, event: RoundOpened) -> Result:
+def _on_round_opened(rules: SyncRules, state: State, event: RoundOpened) -> Result:
     # It came as a broadcast, which anybody on the bus's core subjects may have sent: a wrong number
     # must not end a learner.
     if not 0 <= event.fragment < len(state.fragments):
         return state, ()
     fragment = state.fragments[event.fragment]
     # Broadcasts may overtake each other; the newest round counts.
-    opened = fragment._replace(open_version=max(fragment.open_version, event.version))
+    if event.version <= fragment.open_version:
+        return state, ()
+    opened = _in_phase(rules, state, event.fragment, fragment)._replace(open_version=event.version)
     return _with_fragment(state, event.fragment, opened), ()
+
+
+def _in_phase(rules: SyncRules, state: State, index: int, fragment: FragmentState) -> FragmentState:
+    """The fragment, its next update due later by what the one in flight has waited for the round.
+
+    Pace counts from the round and `due_steps` from the update: after an outage each update would
+    come as long before its round as the last one did.
+    """
+    flying, done = fragment.in_flight, state.done.steps
+    # Where versions overwrite, what is due counts from the version already. And whoever is slow
+    # must still be drawn in by a round that opens, or it would miss every second one.
+    if flying is None or not flying.announced_at_s or rules.overwrites(index):
+        return fragment
+    if fragment.due_steps < 2 * rules.min_steps:
+        return fragment
+    # What the overlap is there to hide is no wait.
+    waited = max(0, done - flying.waits_from - rules.overlap_steps)
+    return fragment._replace(
+        due_steps=fragment.due_steps + waited, in_flight=flying._replace(waits_from=done)
+    )
 
 
 def _on_published(_rules: SyncRules, state: State, event: Published) -> Result:
@@ -537,7 +563,8 @@ def _on_published(_rules: SyncRules, state: State, event: Published) -> Result:
     # A record may resolve an update before word comes that its manifest is on the tape.
     if flying is None or flying.seq != event.seq:
         return state, ()
-    announced = flying._replace(announced_at_s=event.now_s)
+    since = flying.waits_from if flying.announced_at_s else state.done.steps
+    announced = flying._replace(announced_at_s=event.now_s, waits_from=since)
     return _with_fragment(state, event.fragment, fragment._replace(in_flight=announced)), ()
 
 

@@ -237,6 +237,19 @@ def test_the_fastest_learner_sets_the_pace():
     assert slower.kept == 1
 
 
+# Of the fastest learner: one before the first version, and one in the middle of a run.
+@pytest.mark.parametrize("away_s", [(0.0, 41.0), (230.0, 257.0)], ids=["late start", "outage"])
+def test_the_round_after_an_outage_closes_the_gap(away_s):
+    """Learners announce as long before their rounds as they waited, else, for many rounds."""
+    rounds = rounds_of(
+        [worker(1 + number / 16) for number in range(8)], aggregator=replace(QUICK, away_s=away_s)
+    )
+    back = next(index for index, at_s in enumerate(rounds.committed_s) if at_s >= away_s[1])
+    after_s = rounds.waits_s[sum(rounds.merged[: back + 1]) :]
+    assert max(after_s) < 2
+    assert set(rounds.merged) == {8}
+
+
 def test_without_grace_a_slower_learner_is_late():
     """The quorum's constants are those of the run's own policy."""
     late = rounds_of([worker(), worker(upload_s=1.0)], quorum={"grace_fraction": 0.0})

@@ -9,7 +9,7 @@ from diloco.learner.core.boundary import Arrived, Boundary
 from diloco.learner.synchronizer import Planner
 
 RULES = sync.SyncRules(
-    interval_steps=6, min_steps=2, reannounce_timeout_s=30.0, lockstep=False, overwrite=False,
+    interval_steps=6, min_steps=2, overlap_steps=2, reannounce_timeout_s=30.0, lockstep=False, overwrite=False,
     blend=1.0, warmup_steps=0, warmup_interval_steps=6,
 )  # fmt: skip
 
