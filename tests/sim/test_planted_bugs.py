@@ -105,7 +105,7 @@ def position_from_any_replica():
     async def place(context):
         return DataPosition(await data_position(context, context.learner), ())
 
-    return mock.patch("simworld.place_after_join", place)
+    return mock.patch("simlearner.place_after_join", place)
 
 
 def deaf_to_newer_joins():
@@ -114,7 +114,7 @@ def deaf_to_newer_joins():
     async def never(_context, _life):
         await asyncio.Event().wait()
 
-    return mock.patch("simworld.end_when_superseded", never)
+    return mock.patch("simlearner.end_when_superseded", never)
 
 
 def acknowledgement_believed():
