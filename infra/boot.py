@@ -12,6 +12,7 @@ Files on the machine:
     /opt/diloco-before      link to the one before, to which it goes back
     /etc/diloco/run.toml    and other files of the bucket of configurations
     /etc/diloco/credentials/NAME.toml, /etc/nats/tls/NAME.key   secrets
+    /var/lib/diloco-data/tokens   on a learner's machine: prepared data, by a unit of its own
     /var/lib/nats/jetstream   on a NATS server: the disk of the streams
     /usr/local/lib/diloco   this program, by infra/terraform/startup.py.tftpl at each boot
 """
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from diloco.infra.cloud import Google
-from diloco.infra.cloud_units import ACCELERATORS, KEEPER, LIVEZ, LOGS, UNITS
+from diloco.infra.cloud_units import ACCELERATORS, KEEPER, LIVEZ, LOGS, UNITS, data_units
 from diloco.infra.ended import DROP_IN
 from diloco.infra.release import ReleaseRefused, Releases, Run, run_command, say, write
 
@@ -48,6 +49,7 @@ class Parameters(NamedTuple):
         kind: of the release: "cpu", "cuda" or "tpu".
         groups: of learners, for the keeper: `keeper.Wanted` each.
         disk: {"device": of the streams, "folder": where they are}; None: no disk of its own.
+        data: a bucket's URL of prepared data, which a learner's machine copies; "": none.
     """
 
     role: str
@@ -61,6 +63,7 @@ class Parameters(NamedTuple):
     kind: str
     groups: Sequence[Mapping[str, object]] = ()
     disk: Mapping[str, str] | None = None
+    data: str = ""
 
 
 class Boot:
@@ -92,7 +95,7 @@ class Boot:
         if parameters.role == "keeper":
             return True
         if parameters.role == "learner":
-            self._prepare(parameters.kind)
+            self._prepare(parameters.kind, parameters.data)
         before = self._releases.used
         home = self._fetch(parameters, before)
         self._releases.install(home)
@@ -112,10 +115,12 @@ class Boot:
         self._run(["systemctl", "daemon-reload"])
         self._run(["systemctl", "enable", "--now", *units])
 
-    def _prepare(self, kind: str) -> None:
+    def _prepare(self, kind: str, data: str) -> None:
         """Write the additions to a learner's unit that only such a machine needs."""
         drop_in = self._root / "etc/systemd/system/diloco-learner@.service.d/40-ended.conf"
         write(drop_in, DROP_IN.encode(), 0o644)
+        for path, text in data_units(data).items() if data else ():
+            write(self._root / path, text.encode(), 0o644)
         if kind == "tpu":
             for path, text in ACCELERATORS.items():
                 write(self._root / path, text.encode(), 0o644)

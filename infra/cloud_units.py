@@ -89,6 +89,51 @@ ACCELERATORS = {
 }
 
 
+# Where a learner's machine has the data of the run: the task's option names this folder.
+DATA = "/var/lib/diloco-data/tokens"
+DATA_UNIT = "diloco-data.service"
+_DATA_UNIT = f"""[Unit]
+Description=Data of a diloco run, from a bucket to this disk
+Wants=network-online.target
+After=network-online.target
+
+[Service]
+Type=oneshot
+RemainAfterExit=yes
+# Each shard is compared with the manifest; what is here already stays, so that it goes on.
+ExecStart=/bin/sh -c 'until /opt/diloco/bin/diloco data copy {{place}} {DATA}; do sleep 15; done'
+TimeoutStartSec=infinity
+StateDirectory=diloco-data
+StateDirectoryMode=0755
+UMask=0022
+CapabilityBoundingSet=
+NoNewPrivileges=yes
+ProtectSystem=strict
+ProtectHome=yes
+ProtectKernelTunables=yes
+ProtectKernelModules=yes
+ProtectControlGroups=yes
+PrivateTmp=yes
+PrivateDevices=yes
+RestrictNamespaces=yes
+LockPersonality=yes
+SystemCallArchitectures=native
+SystemCallFilter=@system-service
+SystemCallErrorNumber=EPERM
+RestrictAddressFamilies=AF_INET AF_INET6 AF_UNIX
+"""
+# The learner waits for it, however long it takes, and is not started before.
+_AFTER_DATA = f"[Unit]\nRequires={DATA_UNIT}\nAfter={DATA_UNIT}\n"
+
+
+def data_units(place: str) -> dict[str, str]:
+    """Units that bring a place's prepared data to a learner's disk before it starts, by path."""
+    return {
+        f"etc/systemd/system/{DATA_UNIT}": _DATA_UNIT.format(place=place),
+        "etc/systemd/system/diloco-learner@.service.d/50-data.conf": _AFTER_DATA,
+    }
+
+
 class _Livez(BaseHTTPRequestHandler):
     timeout = 10.0
 

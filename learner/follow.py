@@ -24,6 +24,8 @@ from diloco.learner.life import (
     make_saver,
     never,
     own_folder,
+    own_part,
+    patient_fetch,
     read_frozen,
 )
 from diloco.learner.synchronizer import Meter, Synchronizer
@@ -71,13 +73,14 @@ def _following_life(
     background.spawn(worker.serve())
 
     def find(like: Any, shardings: Any) -> Restored | None:
-        parts = readable_parts(context, host.config.learner, folder, like, shardings)
+        fetch, section = patient_fetch(host, context), host.config.learner
+        parts = readable_parts(context, section, folder, like, shardings, fetch, own_part())
         link.tell(messages.Have(checkpoints=tuple(parts)))
         chosen = link.receive(messages.Resume).checkpoint
         if chosen is None:
             return None
-        found = parts[chosen]()
-        log_restored(context, found)
+        found = parts[chosen].restore()
+        log_restored(context, found, parts[chosen].where)
         return found
 
     return Life(

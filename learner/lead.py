@@ -3,7 +3,7 @@
 import contextlib
 import platform
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -34,6 +34,8 @@ from diloco.learner.life import (
     make_saver,
     never,
     own_folder,
+    own_part,
+    patient_fetch,
     prove_store,
     read_frozen,
     show_series,
@@ -252,15 +254,16 @@ def _find(
     shardings: Any,
 ) -> Restored | None:
     """The checkpoint to go on from; of several hosts, one of which each has its part."""
+    section, fetch = host.config.learner, patient_fetch(host, context)
     if not isinstance(peers, Coordinator):
-        return _restore(host, context, folder, like)
-    parts = readable_parts(context, host.config.learner, folder, like, shardings)
+        return restore(context, section, folder, like, fetch)
+    parts = readable_parts(context, section, folder, like, shardings, fetch, own_part())
     chosen = _common_checkpoint(parts, host.background.call(peers.checkpoints()))
     peers.say(messages.Resume(checkpoint=chosen))
     if chosen is None:
         return None
-    found = parts[chosen]()
-    log_restored(context, found)
+    found = parts[chosen].restore()
+    log_restored(context, found, parts[chosen].where)
     return found
 
 
@@ -308,24 +311,10 @@ def _load_views(
 
 
 def _common_checkpoint(
-    parts: dict[CheckpointId, Callable[[], Restored]], others: list[set[CheckpointId]]
+    parts: Iterable[CheckpointId], others: list[set[CheckpointId]]
 ) -> CheckpointId | None:
     """The checkpoint of most steps of which every host has its part."""
     return max(set(parts).intersection(*others), key=lambda found: found[::-1], default=None)
-
-
-def _restore(
-    host: Host, context: Context, folder: CheckpointFolder | None, like: Any
-) -> Restored | None:
-    background = host.background
-
-    def fetch(what: str, function: Callable[[], Any]) -> Any:
-        runtime = context.runtime
-        return background.call(
-            runtime.retry(what, lambda: runtime.call(function), logger=context.logger)
-        )
-
-    return restore(context, host.config.learner, folder, like, fetch)
 
 
 def _planner(

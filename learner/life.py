@@ -46,6 +46,7 @@ from diloco.learner.tensors.placement import placed
 from diloco.learner.tensors.replica import Replica
 from diloco.learner.wire.claims import GrantedShares
 from diloco.learner.wire.recovery import (
+    Fetch,
     Restored,
     Saver,
     open_folder,
@@ -303,20 +304,37 @@ def own_folder(host: Host, context: Context) -> CheckpointFolder | None:
         ConfigError: what a learner of several hosts cannot do is asked for.
     """
     section, hosts = host.config.learner, jax.process_count()
-    if hosts > 1 and (section.checkpoint_upload or section.warm_start):
+    if hosts > 1 and section.warm_start:
         raise ConfigError(
-            "a learner of several hosts keeps its checkpoints on the hosts' disks only",
-            hint="set learner.checkpoint_upload and learner.warm_start to false for it",
+            "a learner of several hosts resumes from its own checkpoints alone",
+            hint="set learner.warm_start to false for it",
         )
     return open_folder(context, section, jax.process_index(), hosts)
 
 
-def log_restored(context: Context, found: Restored) -> None:
+def own_part() -> str:
+    """This host's part of a checkpoint, as in names of objects; "" of a learner of one host."""
+    return names.checkpoint_part(jax.process_index(), jax.process_count())
+
+
+def patient_fetch(host: Host, context: Context) -> Fetch:
+    """What reads the store from another thread than the event loop's, and waits out faults."""
+
+    def fetch(what: str, function: Callable[[], Any]) -> Any:
+        runtime = context.runtime
+        return host.background.call(
+            runtime.retry(what, lambda: runtime.call(function), logger=context.logger)
+        )
+
+    return fetch
+
+
+def log_restored(context: Context, found: Restored, where: str) -> None:
     """Tell of the part of a checkpoint that a host of several goes on from."""
     context.logger.info(
         "checkpoint_restored",
-        where="folder",
-        name=f"host-{jax.process_index()}-of-{jax.process_count()}",
+        where=where,
+        name=own_part().rstrip("/"),
         of=context.learner,
         local_step=found.local_step,
     )
@@ -328,7 +346,7 @@ def make_saver(
     """Make the writer of this life's checkpoints, if it keeps any."""
     if folder is None:
         return None
-    return Saver(context, host.config.learner, folder, incarnation, jax.process_count())
+    return Saver(context, host.config.learner, folder, incarnation, own_part())
 
 
 def make_replica(host: Host, context: Context, views: Any) -> Replica:

@@ -263,9 +263,17 @@ def learner_checkpoints(run: str, learner: str) -> str:
     return f"{learner_prefix(run, learner)}checkpoint/"
 
 
-def learner_checkpoint(run: str, learner: str, local_step: int, digest: str) -> str:
-    """Object of one checkpoint of a learner's; its name holds the digest of its bytes."""
-    return f"{learner_checkpoints(run, learner)}{local_step:012d}-{digest}"
+def checkpoint_part(host: int, hosts: int) -> str:
+    """Folder of one host's parts of a learner's checkpoints; none of a learner of one host."""
+    return f"host-{host}-of-{hosts}/" if hosts > 1 else ""
+
+
+def learner_checkpoint(run: str, learner: str, local_step: int, digest: str, part: str = "") -> str:
+    """Object of one checkpoint of a learner's, or of a host's `part` of it.
+
+    Its name holds the digest of its bytes.
+    """
+    return f"{learner_checkpoints(run, learner)}{part}{local_step:012d}-{digest}"
 
 
 def global_prefix(run: str) -> str:

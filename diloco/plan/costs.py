@@ -1,6 +1,7 @@
 """The cost of a run a day, by where its bucket is: pure.
 
-Left out: the learners' own machines, logs, and bytes between zones.
+Left out: the learners' own machines (`diloco host provision` counts a fleet's), logs, and bytes
+between zones.
 """
 
 from collections import Counter
@@ -14,9 +15,22 @@ from diloco.plan.forecast import Plan
 
 GIB = 1 << 30
 MONTH_DAYS = 365.25 / 12
-# The bus: three servers, of so many cores and GiB each. Beside each aggregator one stands by.
-BUS_NODES, BUS_CORES, BUS_GIB = 3, 2, 8
-AGGREGATORS = 2
+# What infra/terraform makes: servers of the bus, aggregators, a keeper, with disks of so many GiB.
+BUS_NODES, BUS_MACHINE, BUS_DISKS_GIB = 3, "e2-standard-2", 20 + 50
+AGGREGATORS, AGGREGATOR_DISK_GIB = 2, 50
+KEEPER_MACHINE, KEEPER_DISK_GIB = "e2-micro", 20
+DISK = "pd-balanced"
+# An aggregator's machine: of this class, with so many GB for each core.
+AGGREGATOR_CLASS, CORE_GB = "n2-highmem", 8
+# Beside an aggregator's arrays: the system, the interpreter, and room to breathe.
+REST_BYTES = 4 * 10**9
+
+
+class Rate(Section):
+    """Dollars an hour of a core and of a GiB of memory."""
+
+    core: float
+    gib: float
 
 
 class Prices(Section):
@@ -31,8 +45,11 @@ class Prices(Section):
     multi_region_storage: float
     replication: float
     multi_region_read: float
-    core: float
-    gib: float
+    series: dict[str, Rate]
+    machines: dict[str, float]
+    disks: dict[str, float]
+    chips: dict[str, float]
+    aggregator_cores: tuple[int, ...]
     uploads_charged: bool
     continents: dict[str, str]
     egress: dict[str, float]
@@ -50,6 +67,17 @@ class Prices(Section):
     def continent(self, region: str) -> str:
         """Where a region is; "" if no name begins so."""
         return self.continents.get(region.partition("-")[0], "")
+
+    def machine(self, name: str, cores: int, gib: float) -> float | None:
+        """Dollars an hour of a machine; None where its price is not known."""
+        rate = self.series.get(name.partition("-")[0])
+        if name in self.machines or rate is None:
+            return self.machines.get(name)
+        return cores * rate.core + gib * rate.gib
+
+    def disk_day(self, kind: str, gib: float) -> float:
+        """Dollars a day of a disk."""
+        return self.disks[kind] * gib / MONTH_DAYS
 
     def between(self, one: str, other: str) -> float:
         """Dollars for a GiB from a region to another one."""
@@ -69,6 +97,7 @@ class DailyCost(NamedTuple):
     downloads: float
     replication: float
     machines: float
+    disks: float
 
     @property
     def total(self) -> float:
@@ -83,10 +112,30 @@ def compare(prices: Prices, regions: Sequence[str], made: Plan) -> list[DailyCos
     return sorted([best, _multi_region(prices, regions, made)], key=lambda cost: cost.total)
 
 
+def aggregator_cores(prices: Prices, made: Plan) -> int:
+    """Cores of the smallest machine that holds the model; of the largest where none does."""
+    needed = made.memory_bytes + REST_BYTES
+    fitting = (cores for cores in prices.aggregator_cores if cores * CORE_GB * 10**9 >= needed)
+    return next(fitting, max(prices.aggregator_cores))
+
+
 def _machines(prices: Prices, made: Plan) -> float:
-    cores = AGGREGATORS * made.cores + BUS_NODES * BUS_CORES
-    gib = AGGREGATORS * made.memory_bytes / GIB + BUS_NODES * BUS_GIB
-    return 24 * (cores * prices.core + gib * prices.gib)
+    cores = aggregator_cores(prices, made)
+    rate = prices.series[AGGREGATOR_CLASS.partition("-")[0]]
+    aggregators = AGGREGATORS * cores * (rate.core + CORE_GB * rate.gib)
+    bus = BUS_NODES * prices.machines[BUS_MACHINE]
+    return 24 * (aggregators + bus + prices.machines[KEEPER_MACHINE])
+
+
+def _disks(prices: Prices) -> float:
+    gib = AGGREGATORS * AGGREGATOR_DISK_GIB + BUS_NODES * BUS_DISKS_GIB + KEEPER_DISK_GIB
+    return prices.disk_day(DISK, gib)
+
+
+def at_interval(cost: DailyCost, asked: int, steps: int) -> float:
+    """Dollars a day with another H: all but machines and disks goes by how often is sent."""
+    fixed = cost.machines + cost.disks
+    return fixed + (cost.total - fixed) * asked / steps
 
 
 def _each_gib(made: Plan) -> tuple[float, float]:
@@ -107,6 +156,7 @@ def _regional(prices: Prices, regions: Sequence[str], place: str, made: Plan) ->
         down_gib * between,
         0.0,
         _machines(prices, made),
+        _disks(prices),
     )
 
 
@@ -128,4 +178,5 @@ def _multi_region(prices: Prices, regions: Sequence[str], made: Plan) -> DailyCo
         + daily.bytes_merged / GIB * prices.multi_region_read,
         daily.bytes_written / GIB * prices.replication,
         _machines(prices, made),
+        _disks(prices),
     )

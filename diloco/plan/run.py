@@ -13,7 +13,7 @@ from rich.console import Console
 from diloco.common.process.config import RunSettings, warnings
 from diloco.common.protocol.errors import ConfigError
 from diloco.plan import inputs
-from diloco.plan.costs import compare
+from diloco.plan.costs import at_interval, compare
 from diloco.plan.forecast import make_plan, over_learners
 from diloco.plan.intervals import Interval, advice, intervals, with_interval
 from diloco.plan.options import PlanOptions
@@ -115,11 +115,15 @@ def run_plan(options: PlanOptions) -> None:
     if options.json:
         document = as_json(made, possible, model.parameters, tokens) | {"warnings": warned}
         document["costs"] = costs_as_json(costs, prices, regions, made)
+        asked = settings.sync.interval_steps
+        document["costs"]["a_day_by_interval"] = {
+            one.steps: at_interval(costs[0], asked, one.steps) for one in possible
+        }
         document["written"] = written
         print(jsonlib.dumps(document, allow_nan=False))  # noqa: T201
         return
     console = Console()
-    found = tables(settings, fleet, made, possible, model.parameters, tokens)
+    found = tables(settings, fleet, made, possible, model.parameters, tokens, costs[0])
     for table in [*found, cost_table(costs, prices, regions, made)]:
         console.print(table)
         console.print()

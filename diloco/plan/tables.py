@@ -11,7 +11,15 @@ import numpy as np
 from rich.table import Table
 
 from diloco.common.process.config import RunSettings
-from diloco.plan.costs import AGGREGATORS, BUS_NODES, DailyCost, Prices
+from diloco.plan.costs import (
+    AGGREGATOR_CLASS,
+    AGGREGATORS,
+    BUS_NODES,
+    DailyCost,
+    Prices,
+    aggregator_cores,
+    at_interval,
+)
 from diloco.plan.forecast import DAY_S, Bandwidth, Fleet, Plan
 from diloco.plan.intervals import MEASURED_AT, Interval, advice
 from diloco.run.cli import units
@@ -49,13 +57,14 @@ def tables(
     possible: list[Interval],
     parameters: int,
     tokens: int,
+    cost: DailyCost,
 ) -> list[Table]:
-    """The plan for people."""
+    """The plan for people; `cost` is of the cheapest arrangement."""
     return [
         _systems(fleet, made, tokens),
         _bandwidth(made, parameters),
         _needs(settings, made),
-        _intervals(possible, settings.sync.interval_steps),
+        _intervals(possible, settings.sync.interval_steps, cost),
     ]
 
 
@@ -141,9 +150,9 @@ def _needs(settings: RunSettings, made: Plan) -> Table:
     return table
 
 
-def _intervals(found: list[Interval], current: int) -> Table:
+def _intervals(found: list[Interval], current: int, cost: DailyCost) -> Table:
     table = plain_table(
-        "H", "Gbit/s up", "Gbit/s down", "link full, %", "versions every", "loss, %",
+        "H", "Gbit/s up", "Gbit/s down", "link full, %", "versions every", "loss, %", "$ a day",
         title="H: what it needs, and the loss expected", wraps=True,
     )  # fmt: skip
     for row in found:
@@ -155,6 +164,7 @@ def _intervals(found: list[Interval], current: int) -> Table:
             f"{100 * row.full:.0f}",
             f"{row.apart:.3g} steps" if math.isfinite(row.apart) else "never",
             f"{least:+.1f} to {most:+.1f}" if row.steps != MEASURED_AT else "0",
+            _dollars(at_interval(cost, current, row.steps)),
         )
     table.caption = (
         f"{advice(found, current)}.\nThe loss is over that of H = {MEASURED_AT}, fitted to this"
@@ -173,7 +183,7 @@ def cost_table(costs: list[DailyCost], prices: Prices, regions: Sequence[str], m
     table.add_row("a day", *(_dollars(cost.total) for cost in costs))
     if run is not None and math.isfinite(run):
         table.add_row("the run", *(_dollars(cost.total * run) for cost in costs))
-    table.caption = _assumed(costs, prices, regions)
+    table.caption = _assumed(costs, prices, regions, made)
     return table
 
 
@@ -186,20 +196,22 @@ def costs_as_json(
     return {
         "as_of": prices.as_of,
         "regions": list(regions),
-        "assumed": _assumed(costs, prices, regions),
+        "assumed": _assumed(costs, prices, regions, made),
         "a_day": [cost._asdict() | {"total": cost.total} for cost in costs],
         "run": None if days is None else [cost.total * days for cost in costs],
     }
 
 
-def _assumed(costs: list[DailyCost], prices: Prices, regions: Sequence[str]) -> str:
+def _assumed(costs: list[DailyCost], prices: Prices, regions: Sequence[str], made: Plan) -> str:
     counts = ", ".join(f"{count} in {name}" for name, count in sorted(Counter(regions).items()))
     uploads = "charged as downloads" if prices.uploads_charged else "free"
     return (
         f"Cheapest: {costs[0].name}.\n"
         f"Assumed: learners {counts}; list prices of {prices.as_of};\n"
-        f"uploads into another region {uploads}; {AGGREGATORS} aggregators as above,\n"
-        f"{BUS_NODES} servers of the bus. The learners' own machines are not counted."
+        f"uploads into another region {uploads}; {AGGREGATORS} aggregators of "
+        f"{AGGREGATOR_CLASS}-{aggregator_cores(prices, made)},\n"
+        f"{BUS_NODES} servers of the bus, a keeper. The learners' own machines are not counted:\n"
+        "diloco host provision counts a fleet's."
     )
 
 

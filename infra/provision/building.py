@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType
 from diloco.common.process.config import Config, MeshSection, RunSettings
 from diloco.common.protocol.errors import DilocoError
 from diloco.common.protocol.quantization import encoded_bytes
+from diloco.infra.cloud_units import DATA
 from diloco.infra.provision.fleet import Fleet, FleetFinding, Learner, chips_of, hosts_of
 from diloco.infra.provision.known import Known
 from diloco.learner.contract import build_task, function_of, model_of
@@ -85,6 +87,7 @@ def check_run(fleet: Fleet, config: Config, task: Task, known: Known) -> Iterato
         axes = axes_of(section.mesh, devices_of(learner, config))
         if axes is None:
             continue
+        yield from _reach(where, options, fleet.data)
         yield from _batch(where, settings.task.build, options, axes)
         try:
             needed = array_bytes(task, config, name, layout, axes)
@@ -141,6 +144,25 @@ def _retention(fleet: Fleet, config: Config) -> Iterator[FleetFinding]:
             f"the run's gc.replay_window_s is {days:g} days, and the bucket itself deletes updates "
             f"after {kept}: set bucket_backstop_days.updates to {math.ceil(days) + 1} or more"
         )
+
+
+def _reach(where: str, options: Mapping[str, Any], data: str | None) -> Iterator[FleetFinding]:
+    """Files that options name: machines have the release, and what `data` brings them."""
+    for key, value in options.items():
+        paths = [value] if isinstance(value, str) else [*value] if isinstance(value, dict) else []
+        for path in paths:
+            if not path.startswith("/") or Path(path).is_relative_to("/opt/diloco"):
+                continue
+            if not Path(path).is_relative_to(DATA):
+                yield FleetFinding(
+                    f"{where}: the task's option {key} names {path}, which is on no machine: bring "
+                    f'it by the fleet\'s data = "gs://BUCKET/FOLDER", which is copied to {DATA}'
+                )
+            elif data is None:
+                yield FleetFinding(
+                    f"{where}: the task's option {key} names {path}, and nothing is copied there: "
+                    'set data = "gs://BUCKET/FOLDER" in the fleet\'s file'
+                )
 
 
 def _batch(

@@ -42,6 +42,7 @@ def say_findings(file: Path) -> "Checked":
     Raises:
         ConfigError: it is not one.
     """
+    from diloco.infra.provision.costs import cost_sentences
     from diloco.infra.provision.plan import check
 
     checked = check(file)
@@ -49,4 +50,6 @@ def say_findings(file: Path) -> "Checked":
         say_plainly(f"{'refused' if finding.refused else 'warning'}: {finding.sentence}")
     if checked.refused:
         say_plainly(f"{len(checked.refused)} refused: nothing was written")
+    for sentence in cost_sentences(checked.costs):
+        say_plainly(sentence)
     return checked

@@ -136,6 +136,13 @@ Label = Annotated[
         "a label: up to 63 lower-case letters, digits, hyphens and underscores",
     ),
 ]
+DataPlace = Annotated[
+    str,
+    _shape(
+        "gs://[a-z0-9][a-z0-9._-]+[a-z0-9](/[A-Za-z0-9._-]+)+",
+        "a folder of prepared data in a bucket, such as gs://my-data/tokens",
+    ),
+]
 Disk = Annotated[int, Field(ge=20, le=65536)]
 FilePath = Annotated[str, Field(min_length=1), AfterValidator(_text)]
 
@@ -248,6 +255,7 @@ class Fleet(FileSection):
     """The file.
 
     Attributes:
+        data: prepared tokens, copied to each learner's machine before it starts.
         parameters: of the model, where the run has no task that says it.
         allow_unlisted: what the dated table contradicts is a warning: Google has changed since.
     """
@@ -261,6 +269,7 @@ class Fleet(FileSection):
     nats: Nats
     aggregators: Annotated[dict[Name, Aggregator], Field(min_length=1)]
     learners: dict[Name, Learner] = {}
+    data: DataPlace | None = None
     bucket_location: Location | None = None
     bucket_backstop_days: Backstops = Backstops()
     images: Images = Images()

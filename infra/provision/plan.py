@@ -10,17 +10,18 @@ from typing import Any, NamedTuple
 from diloco.common.process.config import Config, RunSettings
 from diloco.common.protocol.errors import ConfigError
 from diloco.infra.provision.building import ONE_DEVICE, axes_of, check_run, model_or_fault
+from diloco.infra.provision.costs import ResourceCost, fleet_costs
 from diloco.infra.provision.files import check_auth, check_names, check_releases, read_run
 from diloco.infra.provision.fleet import Fleet, FleetFinding, chips_of, read_fleet
 from diloco.infra.provision.known import Known, known
 from diloco.infra.provision.machines import check_machines
 from diloco.infra.provision.places import check_places
 from diloco.learner.tensors.tree import task_layout
+from diloco.plan.costs import REST_BYTES
+from diloco.plan.inputs import read_prices
 from diloco.plan.traffic import equal_fragments, sizes
 
 _FILES = ("run_toml", "auth_folder")
-# Beside the arrays that `diloco plan` counts: the system, the interpreter, and room to breathe.
-REST_BYTES = 4 * 10**9
 
 
 class Checked(NamedTuple):
@@ -28,10 +29,12 @@ class Checked(NamedTuple):
 
     Attributes:
         variables: what Terraform is given; None where something is refused.
+        costs: of what it then makes.
     """
 
     findings: list[FleetFinding]
     variables: dict[str, Any] | None
+    costs: Sequence[ResourceCost] = ()
 
     @property
     def refused(self) -> list[FleetFinding]:
@@ -70,7 +73,11 @@ def check(path: Path) -> Checked:
         return checked
     given: dict[str, Any] = {key: str(file) for key, file in files.items()} | {"run": run}
     given["releases"] = {kind: str(file) for kind, file in releases.items()}
-    return checked._replace(variables=_variables(fleet, given, machines(fleet, table, needed)))
+    named = machines(fleet, table, needed)
+    return checked._replace(
+        variables=_variables(fleet, given, named),
+        costs=fleet_costs(fleet, named, table, read_prices(None)),
+    )
 
 
 def _model(

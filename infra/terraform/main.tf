@@ -251,6 +251,7 @@ module "identity" {
   name          = each.key
   site          = each.value.site
   warm_start    = each.value.warm_start
+  data          = var.data
   bucket        = module.objects.name
   configuration = module.configuration.name
   deleter_role  = local.deleter_role
@@ -279,6 +280,7 @@ module "learner" {
   livez_port     = local.livez_port
   paused         = var.paused || each.value.paused
   startup_script = local.startup_script
+  data           = var.data
   boot           = local.boot[each.value.kind == "cpu" ? "cpu" : "tpu"]
   files          = local.files
   labels         = local.labels

@@ -329,6 +329,17 @@ variable "learners" {
   }
 }
 
+variable "data" {
+  description = "Prepared data (diloco data prepare) in a bucket with uniform access, gs://BUCKET/FOLDER: learners may read it, and have it in /var/lib/diloco-data/tokens before they start."
+  type        = string
+  default     = null
+
+  validation {
+    condition     = var.data == null || can(regex("^gs://[a-z0-9][a-z0-9._-]+[a-z0-9](/[A-Za-z0-9._-]+)+$", coalesce(var.data, "-")))
+    error_message = "data must be a folder of prepared data in a bucket, such as gs://my-data/tokens."
+  }
+}
+
 variable "paused" {
   description = "Whether no learner has machines for now: for a pause, or when the run has ended. NATS, aggregators, the bucket and all rights stay."
   type        = bool

@@ -387,8 +387,10 @@ class CheckpointObject(NamedTuple):
     size_bytes: int
 
 
-def stored(store: ObjectStore, run: str, learner: str | None = None) -> list[CheckpointObject]:
-    """Checkpoints of a learner, or of all of them, most steps first.
+def stored(
+    store: ObjectStore, run: str, learner: str | None = None, part: str = ""
+) -> list[CheckpointObject]:
+    """Checkpoints of a learner, or of all of them, most steps first; of a host's `part` its own.
 
     Raises:
         StoreError: as `ObjectStore.list`.
@@ -396,9 +398,9 @@ def stored(store: ObjectStore, run: str, learner: str | None = None) -> list[Che
     if learner is None:
         prefix, any_learner = names.learners_prefix(run), names.NAME.pattern
     else:
-        prefix, any_learner = names.learner_checkpoints(run, learner), learner
+        prefix, any_learner = names.learner_checkpoints(run, learner) + part, learner
     name = re.compile(
-        f"{names.learners_prefix(run)}({any_learner})/checkpoint/([0-9]{{12}})-([0-9a-f]{{32}})"
+        f"{names.learners_prefix(run)}({any_learner})/checkpoint/{part}([0-9]{{12}})-([0-9a-f]{{32}})"
     )
     found = [
         CheckpointObject(info.name, match[1], int(match[2]), match[3], info.size_bytes)

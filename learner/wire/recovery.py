@@ -6,7 +6,7 @@ this learner uploaded, and, for a warm start, what others uploaded.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -64,7 +64,7 @@ def open_folder(
     path = Path(section.checkpoint_dir) / context.run / context.learner
     if hosts == 1:
         return Folder(path, section.checkpoint_keep)
-    return PartFolder(path / f"host-{host}-of-{hosts}", section.checkpoint_keep)
+    return PartFolder(path / names.checkpoint_part(host, hosts), section.checkpoint_keep)
 
 
 # --- Saving
@@ -78,7 +78,7 @@ class Saver:
         section: when to make one, and whether to upload it.
         folder: where they are kept.
         incarnation: the life.
-        hosts: of the learner; of several, each saves what its devices hold.
+        part: of this host, where a learner has several: each saves what its devices hold.
     """
 
     def __init__(
@@ -87,13 +87,13 @@ class Saver:
         section: LearnerSection,
         folder: CheckpointFolder,
         incarnation: int,
-        hosts: int = 1,
+        part: str = "",
     ) -> None:
         self._context = context
         self._section = section
         self._folder = folder
         self._incarnation = incarnation
-        self._hosts = hosts
+        self._part = part
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._running: Future[None] | None = None
         self._made_s = time.monotonic()
@@ -108,7 +108,7 @@ class Saver:
         """Make a checkpoint, after the one that is being made."""
         self._made_s = time.monotonic()
         copies = checkpoints.copied(state)
-        if self._hosts > 1:
+        if self._part:
             copies = checkpoints.local_part(copies)
         stall_s = time.monotonic() - self._made_s
         self._running = self._worker.submit(self._make, copies, progress, stall_s)
@@ -158,14 +158,14 @@ class Saver:
         context, local_step = self._context, checkpoint.facts.local_step
         data = checkpoints.pack(checkpoint)
         name = names.learner_checkpoint(
-            context.run, context.learner, local_step, shards.digest(data)
+            context.run, context.learner, local_step, shards.digest(data), self._part
         )
         context.store.put(name, data)
         context.traffic.bytes_up += len(data)
         context.logger.info("checkpoint_uploaded", name=name, size_bytes=len(data))
         others = [
             one
-            for one in checkpoints.stored(context.store, context.run, context.learner)
+            for one in checkpoints.stored(context.store, context.run, context.learner, self._part)
             if one.name != name
         ]
         before = [one for one in others if one.local_step <= local_step]
@@ -181,18 +181,28 @@ class Saver:
 CheckpointId = tuple[int, int]
 
 
+class ReadablePart(NamedTuple):
+    """A host's part of a checkpoint, read and checked: `restore` brings it to the devices."""
+
+    where: str
+    restore: Callable[[], Restored]
+
+
 def readable_parts(
     context: Context,
     section: LearnerSection,
     folder: CheckpointFolder | None,
     like: Any,
     shardings: Any,
-) -> dict[CheckpointId, Callable[[], Restored]]:
+    fetch: Fetch,
+    part: str,
+) -> dict[CheckpointId, ReadablePart]:
     """This host's parts of the checkpoints of a learner of several hosts, read and checked.
 
-    Each host has its part on its own disk; a learner goes on from a moment of which all hosts have
-    theirs. Only what is called is brought to the devices. One that comes back on a slice of another
-    shape has none, and begins with a fresh inner optimizer.
+    Each host has its part on its own disk, and in the store where checkpoints are uploaded, for a
+    machine that comes back with an empty disk; a learner goes on from a moment of which all hosts
+    have theirs. Of a moment that the disk has, the store is not read. One that comes back on a
+    slice of another shape has none, and begins with a fresh inner optimizer.
 
     Args:
         context: the learner's.
@@ -200,24 +210,24 @@ def readable_parts(
         folder: this host's.
         like: shapes of the whole state.
         shardings: how it lies.
+        fetch: reads the store, and waits out transient faults.
+        part: this host's, as in names of objects.
     """
     if folder is None:
         return {}
     shapes = checkpoints.local_shapes(like, shardings)
-    search = _Search(context, section, folder, shapes, _now, checkpoints.part_of)
+    search = _Search(context, section, folder, shapes, fetch, checkpoints.part_of, part)
 
-    def restored(facts: Facts, part: Any) -> Restored:
-        state = checkpoints.of_local_part(like, shardings, part)
+    def restored(facts: Facts, arrays: Any) -> Restored:
+        state = checkpoints.of_local_part(like, shardings, arrays)
         return Restored(state, facts.local_step, facts.tokens)
 
-    return {
-        (facts.incarnation, facts.local_step): partial(restored, facts, part)
-        for _, facts, part in _healthy(context, search.of_folder())
-    }
-
-
-def _now(what: str, function: Callable[[], T]) -> T:  # noqa: ARG001 - as `Fetch`
-    return function()
+    found: dict[CheckpointId, ReadablePart] = {}
+    for source in (search.of_folder(), search.uploaded(lambda: {step for _, step in found})):
+        for candidate, facts, arrays in _healthy(context, source):
+            number = (facts.incarnation, facts.local_step)
+            found[number] = ReadablePart(candidate.where, partial(restored, facts, arrays))
+    return found
 
 
 def _skip(context: Context, where: str, name: str, error: DilocoError) -> None:
@@ -283,6 +293,7 @@ class _Search(NamedTuple):
     like: Any
     fetch: Fetch
     build: Callable[[Any, HostCheckpoint], Any]
+    part: str = ""
 
     def candidates(self) -> Iterator[_Candidate]:
         own = self.context.learner
@@ -297,17 +308,26 @@ class _Search(NamedTuple):
         for number in self.folder.numbers():
             yield _Candidate("folder", str(number), partial(self._read_folder, number))
 
-    def _in_store(self, where: str, learner: str | None) -> Iterator[_Candidate]:
+    def uploaded(self, besides: Callable[[], Container[int]]) -> Iterator[_Candidate]:
+        """This host's parts in the store, but those of steps that are known already."""
+        if self.section.checkpoint_upload:
+            yield from self._in_store("store", self.context.learner, besides)
+
+    def _in_store(
+        self, where: str, learner: str | None, besides: Callable[[], Container[int]] = tuple
+    ) -> Iterator[_Candidate]:
         context = self.context
         try:
             found = self.fetch(
                 "listing checkpoints",
-                lambda: checkpoints.stored(context.store, context.run, learner),
+                lambda: checkpoints.stored(context.store, context.run, learner, self.part),
             )
         except DilocoError as error:
             _skip(context, where, "*", error)
             return
         for one in found:
+            if one.local_step in besides():
+                continue
             if (learner is None) == (one.learner != context.learner):
                 yield _Candidate(where, one.name, partial(self._read_stored, one))
 

@@ -1,11 +1,17 @@
 """Learners of several devices and several hosts beside others, in one run."""
 
+import os
+import shutil
+import signal
+
 import pytest
 from audit import Tape, read_tape
 from harness import ENDLESS, PEER_LOST, Process, World
 
 from diloco.common.process.nats_server import LOOPBACK, free_port
 
+# Of a slice that is lost whole; more where the machine has cores for them.
+HOSTS = int(os.environ.get("TESTS_HOSTS", "2"))
 # The tape keeps every life's messages, to be looked at afterwards.
 WHOLE = {"enabled": False}
 # Amid training, on each host by itself.
@@ -91,6 +97,29 @@ def test_one_run_of_unequal_slices_loses_a_host(new_world):
             continue
         senders = {shard.name.rsplit("-", 1)[-1] for shard in manifest.shards}
         assert len(senders) > 1
+
+
+def test_a_slice_whose_machines_are_gone_goes_on_from_the_store(new_world, tmp_path):
+    """Killed, and each host begins again with an empty disk: with the inner optimizer of before."""
+    world = new_world(run=ENDLESS, gc=WHOLE, learner={**OFTEN, "checkpoint_upload": True})
+    world.aggregator()
+    hosts = start(world, "a", hosts=HOSTS, devices=1)
+    for host in hosts:
+        world.until(lambda host=host: host.events("checkpoint_uploaded")[1:], "two are stored")
+    for host in hosts:
+        host.signal(signal.SIGKILL)
+    disks = [path for path in tmp_path.rglob("host-*-of-*") if "checkpoints" in path.parts]
+    assert len(disks) == HOSTS
+    for disk in disks:
+        shutil.rmtree(disk)
+    again = start(world, "a", hosts=HOSTS, devices=1)
+    for host in again:
+        world.until(lambda host=host: host.events("checkpoint_restored"), "it goes on")
+    found = [host.events("checkpoint_restored")[0] for host in again]
+    assert {one["where"] for one in found} == {"store"}
+    assert len({one["local_step"] for one in found}) == 1
+    assert found[0]["local_step"] > 0
+    until_merged(world, "a", more=1)
 
 
 @pytest.mark.slow

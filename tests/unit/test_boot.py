@@ -181,6 +181,20 @@ def test_from_an_empty_disk_to_a_started_unit(machine: Machine, cloud: Cloud) ->
     ]
 
 
+def test_a_learner_waits_for_its_data_which_its_machine_copies(
+    machine: Machine, cloud: Cloud
+) -> None:
+    machine.boot()
+    units = machine.root / "etc/systemd/system"
+    assert not (units / cloud_units.DATA_UNIT).exists()
+    cloud.parameters["data"] = "gs://my-data/tokens"
+    machine.boot()
+    unit = (units / cloud_units.DATA_UNIT).read_text()
+    assert f"/opt/diloco/bin/diloco data copy gs://my-data/tokens {cloud_units.DATA};" in unit
+    after = (units / "diloco-learner@.service.d/50-data.conf").read_text()
+    assert after == "[Unit]\nRequires=diloco-data.service\nAfter=diloco-data.service\n"
+
+
 @pytest.mark.parametrize("word", ["pip", "apt", "uv ", "curl", "http"])
 def test_nothing_is_fetched_but_the_release(machine: Machine, word: str) -> None:
     assert not any(word in command for command in machine.boot())

@@ -221,6 +221,14 @@ def test_one_at_a_time_and_only_when_due(tmp_path):
 # --- On several hosts
 
 
+def parts(learner, folder, like, shardings):
+    """What host 1 of 2 has."""
+    return readable_parts(
+        learner.context, learner.section, folder, like, shardings, lambda _, read: read(),
+        "host-1-of-2/",
+    )  # fmt: skip
+
+
 def test_a_hosts_part_comes_back_on_the_mesh_it_was_saved_on(tmp_path):
     """As of a host that holds all devices; its key, its count and its moments are all there."""
     state = {"mu": jnp.arange(64.0).reshape(8, 8), "count": jnp.int32(3), "key": jax.random.key(1)}
@@ -230,7 +238,7 @@ def test_a_hosts_part_comes_back_on_the_mesh_it_was_saved_on(tmp_path):
     like = jax.eval_shape(lambda: state)
     learner = Learner(tmp_path)
     folder = open_folder(learner.context, learner.section, host=1, hosts=2)
-    saver = Saver(learner.context, learner.section, folder, 7, hosts=2)
+    saver = Saver(learner.context, learner.section, folder, 7, "host-1-of-2/")
     for local_step in (10, 11, 12):
         saver.save(jax.device_put(state, shardings), PROGRESS._replace(local_step=local_step))
     saver.close()
@@ -238,21 +246,60 @@ def test_a_hosts_part_comes_back_on_the_mesh_it_was_saved_on(tmp_path):
     assert [saved["size_bytes"] for saved in learner.logger.fields("checkpoint_saved")] == 3 * [
         8 * 8 * 4 + 4 + 8
     ]
-    found = readable_parts(learner.context, learner.section, folder, like, shardings)
+    found = parts(learner, folder, like, shardings)
     assert set(found) == {(7, 12), (7, 11)}
-    restored = found[7, 12]().state
+    restored = found[7, 12].restore().state
     check_same(restored, state)
     assert restored["mu"].sharding == cut
     other = {**shardings, "mu": NamedSharding(mesh, PartitionSpec(None, "fsdp"))}
-    assert not readable_parts(learner.context, learner.section, folder, like, other)
+    assert not parts(learner, folder, like, other)
     assert len(learner.skipped()) == 2
     (newest,) = tmp_path.rglob("3.safetensors")
     data = newest.read_bytes()
     for damaged in (data[:-9], flipped(data), b""):
         newest.chmod(0o644)
         newest.write_bytes(damaged)
-        found = readable_parts(learner.context, learner.section, folder, like, shardings)
-        assert set(found) == {(7, 11)}
+        assert set(parts(learner, folder, like, shardings)) == {(7, 11)}
+
+
+def test_a_host_whose_disk_is_gone_reads_its_part_from_the_store(tmp_path):
+    """The newest two of its own are there, and those of the other host and of no host are not its."""
+    state = {"mu": jnp.arange(64.0).reshape(8, 8)}
+    mesh = make_mesh(MeshSection(), jax.devices()[:4])
+    shardings = {"mu": NamedSharding(mesh, PartitionSpec("fsdp"))}
+    like = jax.eval_shape(lambda: state)
+    learner = Learner(tmp_path, checkpoint_upload=True)
+    for host, steps in ((0, (20, 21)), (1, (10, 11, 12))):
+        folder = open_folder(learner.context, learner.section, host, hosts=2)
+        saver = Saver(learner.context, learner.section, folder, 7, f"host-{host}-of-2/")
+        for local_step in steps:
+            saver.save(jax.device_put(state, shardings), PROGRESS._replace(local_step=local_step))
+        saver.close()
+    shutil.rmtree(tmp_path / "checkpoints")
+    folder = open_folder(learner.context, learner.section, host=1, hosts=2)
+    found = parts(learner, folder, like, shardings)
+    assert {number: one.where for number, one in found.items()} == {
+        (7, 12): "store",
+        (7, 11): "store",
+    }
+    check_same(found[7, 12].restore().state, state)
+    silent = Learner(tmp_path, learner.context.store)
+    assert not parts(silent, folder, like, shardings)
+
+
+def test_of_a_moment_that_the_disk_has_the_store_is_not_read(tmp_path):
+    state = {"mu": jnp.ones((8, 8))}
+    mesh = make_mesh(MeshSection(), jax.devices()[:4])
+    shardings = {"mu": NamedSharding(mesh, PartitionSpec("fsdp"))}
+    like = jax.eval_shape(lambda: state)
+    learner = Learner(tmp_path, checkpoint_upload=True)
+    folder = open_folder(learner.context, learner.section, host=1, hosts=2)
+    saver = Saver(learner.context, learner.section, folder, 7, "host-1-of-2/")
+    saver.save(jax.device_put(state, shardings), PROGRESS._replace(local_step=10))
+    saver.close()
+    found = parts(learner, folder, like, shardings)
+    assert [one.where for one in found.values()] == ["folder"]
+    assert learner.context.traffic.bytes_down == 0
 
 
 # --- What is not healthy

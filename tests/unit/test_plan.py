@@ -640,10 +640,33 @@ def test_the_cheapest_is_first_and_prices_decide_it():
     assert free[0].uploads == 0
 
 
+def test_machines_are_those_that_are_made():
+    """For 12 billion parameters two n2-highmem-32, of which a day cost 100.6 dollars."""
+    run = run_settings()
+    sized = plan_traffic.sizes(run, plan_traffic.equal_fragments(run, 12 * 10**9))
+    fleet = plan.Fleet(islands=(plan.PlannedIsland(chips=64),) * 2, outages=None, elastic=False)
+    made = plan.make_plan(run, fleet, 12 * 10**9, sized, tokens=10**6, seed=0, updates=100)
+    table = plan_inputs.read_prices(None)
+    (cheapest, _) = costs.compare(table, ["us-east1"] * 2, made)
+    assert costs.aggregator_cores(table, made) == 32
+    aggregators = 2 * 24 * (32 * 0.031611 + 256 * 0.004237)
+    assert aggregators == pytest.approx(100.6, abs=0.05)
+    others = 24 * (3 * 0.067006 + 0.008376)
+    assert cheapest.machines == pytest.approx(aggregators + others)
+    assert cheapest.disks == pytest.approx((100 + 210 + 20) * 0.10 / costs.MONTH_DAYS)
+
+
+def test_a_longer_interval_costs_less_and_machines_stay():
+    _, (cheapest, _) = costs_of("us-east1", "us-west1", "us-central1", "europe-west4")
+    fixed = cheapest.machines + cheapest.disks
+    assert costs.at_interval(cheapest, 24, 24) == pytest.approx(cheapest.total)
+    assert costs.at_interval(cheapest, 24, 48) == pytest.approx((cheapest.total + fixed) / 2)
+
+
 def test_a_table_of_prices_of_one_s_own(tmp_path):
     text = resources.files("diloco.plan").joinpath("prices.toml").read_text()
     file = tmp_path / "prices.toml"
-    file.write_text(text.replace("core = 0.031611", "core = 1000.0"))
+    file.write_text(text.replace("core = 0.031611", "core = 4000.0"))
     dear = json.loads(invoke("--json", "--learners", "2", "--mtbi", "never", "--prices", str(file)))
     cheap = json.loads(
         invoke(

@@ -31,6 +31,20 @@ HOSTS = ["10.64.0.11", "10.64.0.12", "10.64.0.13"]
 LEARNERS = ("central", "east", "east-two", "europe", "tokyo", "slice", "tester")
 SLICE = {"zone": "us-east5-a", "kind": "v6e", "chips": 4}
 Document = dict[str, Any]
+# Kinds of resources by whether money is asked for them: of the bucket `diloco plan` says it.
+PRICED = {
+    "compute_instance", "compute_instance_group_manager", "compute_instance_template",
+    "compute_disk", "storage_bucket", "storage_bucket_object",
+}  # fmt: skip
+# Cents a day: gateways while machines of the region use them, versions of secrets, snapshots.
+CENTS = {"compute_router_nat", "secret_manager_secret_version", "compute_resource_policy"}
+FREE = {
+    "compute_address", "compute_disk_resource_policy_attachment", "compute_firewall",
+    "compute_health_check", "compute_network", "compute_router", "compute_subnetwork",
+    "project_iam_custom_role", "project_iam_member", "project_service", "secret_manager_secret",
+    "secret_manager_secret_iam_member", "service_account", "service_account_iam_member",
+    "storage_bucket_iam_member",
+}  # fmt: skip
 
 
 def make_auth(folder: Path, **changed: Any) -> None:
@@ -325,6 +339,17 @@ WRONG: dict[str, tuple[Callable[[Document, Path], None], str]] = {
     "a port of the system": (put("metrics_port", 80), "metrics_port"),
     "the port of health checks": (put("metrics_port", 9463), "answer health checks"),
     "a label with capitals": (put("labels", {"Team": "a"}), "labels"),
+    # Data.
+    "data of a web server": (put("data", "https://example.org/tokens"), "'data' must be a folder"),
+    "data that is a bucket": (put("data", "gs://my-data"), "'data' must be a folder of prepared"),
+    "text that is on no machine": (
+        text("run.toml", 'corpus = "stdlib"', 'corpus = "/srv/texts"'),
+        "names /srv/texts, which is on no machine",
+    ),
+    "data that nobody copies": (
+        text("run.toml", 'corpus = "stdlib"', 'corpus = "/var/lib/diloco-data/tokens"'),
+        "and nothing is copied there: set data",
+    ),
     # Aggregators' memory.
     "a machine that is too small": (
         own_loops(12_000_000_000, machine_type="n2-highmem-8"),
@@ -525,6 +550,31 @@ def test_what_is_not_known_is_a_warning_and_what_has_changed_since_can_be_allowe
     document["learners"]["east"]["zone"] = "us-east5-c"
     assert check(write(place, document)).refused
     assert not check(write(place, document | {"allow_unlisted": True})).refused
+
+
+def test_the_costs_are_those_of_every_resource_that_is_made(tmp_path: Path) -> None:
+    """Of the fleet of the 12B, counted here from the modules by hand, within 5 %."""
+    document = example("gemma-12b")
+    for one in document["learners"].values():
+        one["spot"] = False
+    make_auth(tmp_path / "auth", run="gemma-12b", learners=document["learners"])
+    for kind in ("cpu", "tpu"):
+        archive_of(tmp_path / f"{kind}.tar.gz", kind=kind)
+    shutil.copy(EXAMPLES / "gemma-12b-run.toml", tmp_path / "run.toml")
+    found = check(write(tmp_path, document)).costs
+    hours = 3 * 0.067006 + 2 * 2.096192 + 0.008376 + 128 * 4.20 + 128 * 2.70
+    balanced = 3 * (20 + 50) + 2 * 50 + 20 + 32 * 100
+    by_hand = 24 * hours + (balanced * 0.10 + 32 * 100 * 0.08) * 12 / 365.25
+    assert sum(one.dollars or 0.0 for one in found) == pytest.approx(by_hand, rel=0.05)
+    document["learners"]["coast"]["spot"] = True
+    unknown = [one.what for one in check(write(tmp_path, document)).costs if one.dollars is None]
+    assert unknown == ["coast: 64 chips of v6e, spot"]
+
+
+def test_each_kind_of_resource_of_the_modules_has_a_price_or_is_free() -> None:
+    """A kind that is new here costs something: say what, in infra/provision/costs.py."""
+    text = "\n".join(path.read_text() for path in EXAMPLES.parent.rglob("*.tf"))
+    assert set(re.findall(r'^resource "google_(\w+)"', text, re.MULTILINE)) == PRICED | CENTS | FREE
 
 
 def test_the_command_writes_the_variables_of_a_right_fleet_alone(place: Path) -> None:

@@ -1,5 +1,6 @@
 # Gemma 3 12B over four regions on two continents: two learners of 64 v5p and two of 64 v6e, of 16 hosts each.
 project = "my-project"
+data    = "gs://my-data/tokens" # of diloco data prepare; copied to each host, so disk_gib holds it too
 run     = "gemma-12b"
 
 run_toml    = "examples/gemma-12b-run.toml"

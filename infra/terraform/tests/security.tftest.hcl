@@ -473,12 +473,28 @@ run "slice" {
     error_message = "the hosts of a slice come and go together"
   }
   assert {
-    condition     = jsondecode(module.learner["slice"].template.metadata["diloco"]).environment == { DILOCO_LEARNER_COORDINATOR = "auto" }
-    error_message = "they find each other by what the platform knows of the slice"
+    condition     = jsondecode(module.learner["slice"].template.metadata["diloco"]).environment == { DILOCO_LEARNER_COORDINATOR = "auto", DILOCO_LEARNER_CHECKPOINT_UPLOAD = "true" }
+    error_message = "they find each other by what the platform knows of the slice, and a new disk is empty"
   }
   assert {
     condition     = length(module.learner["slice"].slice_firewall.source_service_accounts) == 1 && length(module.learner["slice"].slice_firewall.target_service_accounts) == 1 && flatten(module.learner["slice"].slice_firewall.allow[*].ports) == ["8470-8490", "32768-60999"]
     error_message = "they speak to each other, and to no other learner's hosts"
+  }
+}
+
+run "data" {
+  command = plan
+
+  variables {
+    data = "gs://my-data/of/tokens"
+  }
+  assert {
+    condition     = jsondecode(module.learner["east"].template.metadata["diloco"]).data == "gs://my-data/of/tokens"
+    error_message = "machines are told where the data is"
+  }
+  assert {
+    condition     = alltrue([for one in module.identity : one.data[0].bucket == "my-data" && one.data[0].condition[0].expression == "resource.name.startsWith('projects/_/buckets/my-data/objects/of/tokens/')"])
+    error_message = "and may read it, and nothing else of that bucket"
   }
 }
 

@@ -70,6 +70,20 @@ resource "google_storage_bucket_iam_member" "configuration" {
   }
 }
 
+# The data that it trains on, in a bucket of the operator's.
+resource "google_storage_bucket_iam_member" "data" {
+  count  = var.data == null ? 0 : 1
+  bucket = split("/", var.data)[2]
+  role   = "roles/storage.objectViewer"
+  member = google_service_account.this.member
+
+  condition {
+    title       = "read the run's data"
+    expression  = "resource.name.startsWith('projects/_/buckets/${split("/", var.data)[2]}/objects/${join("/", slice(split("/", var.data), 3, length(split("/", var.data))))}/')"
+    description = local.who
+  }
+}
+
 resource "google_project_iam_member" "logs" {
   project = var.project
   role    = "roles/logging.logWriter"

@@ -19,6 +19,11 @@ output "bindings" {
   ]
 }
 
+output "data" {
+  description = "The right to read the run's data, if it has some."
+  value       = google_storage_bucket_iam_member.data
+}
+
 output "logs" {
   description = "The right to write logs."
   value       = google_project_iam_member.logs

@@ -28,6 +28,11 @@ variable "bucket" {
   type        = string
 }
 
+variable "data" {
+  description = "Prepared data that it may read, gs://BUCKET/FOLDER; null for none."
+  type        = string
+}
+
 variable "configuration" {
   description = "Bucket of releases and configuration."
   type        = string

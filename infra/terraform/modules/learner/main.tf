@@ -20,20 +20,19 @@ locals {
   machine_type  = local.accelerator ? "${local.kinds[var.kind].prefix}${local.chips}t" : var.machine_type
   disk_type     = local.accelerator ? local.kinds[var.kind].disk : "pd-balanced"
 
-  parameters = merge(var.boot, {
+  parameters = merge(var.boot, var.data == null ? {} : { data = var.data }, {
     role    = "learner"
     name    = var.name
     files   = var.files
     secrets = { "/etc/diloco/credentials/${var.name}.toml" = module.credentials.version }
     units   = ["diloco-learner@${var.name}.service"]
-    environment = local.hosts == 1 ? {
+    environment = merge(
       # A machine that comes back after a preemption has an empty disk.
-      DILOCO_LEARNER_CHECKPOINT_UPLOAD = "true"
-      } : {
+      { DILOCO_LEARNER_CHECKPOINT_UPLOAD = "true" },
       # All hosts are told the same: who is which, and where host 0 is, stands in what Google's metadata
-      # say of a slice, and JAX reads it there. Checkpoints of such a learner stay on its disks.
-      DILOCO_LEARNER_COORDINATOR = "auto"
-    }
+      # say of a slice, and JAX reads it there.
+      local.hosts == 1 ? {} : { DILOCO_LEARNER_COORDINATOR = "auto" },
+    )
   })
 }
 

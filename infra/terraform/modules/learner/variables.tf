@@ -97,6 +97,11 @@ variable "livez_port" {
   type        = number
 }
 
+variable "data" {
+  description = "Prepared data that each machine copies before its learner starts; null for none."
+  type        = string
+}
+
 variable "startup_script" {
   description = "What a machine runs at each boot."
   type        = string

@@ -1,0 +1,81 @@
+"""Dollars a day of the machines and disks that Terraform makes of a fleet. Pure.
+
+The bucket's bytes, operations and traffic follow from the run: `diloco plan --regions` has them.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from diloco.infra.provision.fleet import Fleet, Learner, chips_of, hosts_of
+from diloco.infra.provision.known import Known
+from diloco.plan.costs import DISK, KEEPER_DISK_GIB, KEEPER_MACHINE, Prices
+
+# Of a NATS server and an aggregator that Terraform's modules give.
+BOOT_DISK_GIB = 20
+# Of kinds whose machines take no other: modules/learner has the same.
+DISKS = {"v6e": "hyperdisk-balanced", "tpu7x": "hyperdisk-balanced"}
+
+
+class ResourceCost(NamedTuple):
+    """Dollars a day of some equal resources; None where the price of one is not known."""
+
+    what: str
+    dollars: float | None
+
+
+def fleet_costs(
+    fleet: Fleet, aggregators: Mapping[str, str | None], known: Known, prices: Prices
+) -> list[ResourceCost]:
+    """What a fleet's machines and disks cost while all of them run."""
+    found = [_machines(len(fleet.nats.zones), fleet.nats.machine_type, "NATS", known, prices)]
+    found += [_machines(1, str(one), name, known, prices) for name, one in aggregators.items()]
+    if fleet.keeper:
+        found.append(_machines(1, KEEPER_MACHINE, "keeper", known, prices))
+    for name, learner in fleet.learners.items():
+        if not (fleet.paused or learner.paused):
+            found.append(_learner(name, learner, known, prices))
+    return [*found, *_disks(fleet, prices)]
+
+
+def _machines(count: int, machine: str, name: str, known: Known, prices: Prices) -> ResourceCost:
+    cores, memory = known.size_of(machine) or (0, 0)
+    hour = prices.machine(machine, cores, memory / 1e9)
+    day = 24 * count * hour if hour else None
+    return ResourceCost(f"{name}: {count} x {machine}", day)
+
+
+def _learner(name: str, learner: Learner, known: Known, prices: Prices) -> ResourceCost:
+    if learner.kind == "cpu" and not learner.spot:
+        return _machines(1, str(learner.machine_type), name, known, prices)
+    way = "spot" if learner.spot else "of a reservation" if learner.reservation else "on demand"
+    count, what = chips_of(learner), f"chips of {learner.kind}"
+    if learner.kind == "cpu":
+        count, what = 1, str(learner.machine_type)
+    hour = prices.chips.get(learner.kind) if way == "on demand" else None
+    return ResourceCost(f"{name}: {count} {what}, {way}", 24 * count * hour if hour else None)
+
+
+def _disks(fleet: Fleet, prices: Prices) -> Iterator[ResourceCost]:
+    gib: dict[str, int] = {DISK: len(fleet.nats.zones) * (BOOT_DISK_GIB + fleet.nats.disk_gib)}
+    gib[DISK] += sum(one.disk_gib for one in fleet.aggregators.values())
+    gib[DISK] += KEEPER_DISK_GIB if fleet.keeper else 0
+    for learner in fleet.learners.values():
+        if not (fleet.paused or learner.paused):
+            kind = DISKS.get(learner.kind, DISK)
+            gib[kind] = gib.get(kind, 0) + hosts_of(learner) * learner.disk_gib
+    for kind, size in gib.items():
+        yield ResourceCost(f"disks: {size} GiB of {kind}", prices.disk_day(kind, size))
+
+
+def cost_sentences(costs: Sequence[ResourceCost]) -> Iterable[str]:
+    """A line for each, and their sum."""
+    for one in costs:
+        dollars = "price not known" if one.dollars is None else f"${one.dollars:,.2f} a day"
+        yield f"cost: {one.what}: {dollars}"
+    unknown = sum(one.dollars is None for one in costs)
+    if costs:
+        total = sum(one.dollars or 0.0 for one in costs)
+        besides = f", and {unknown} whose prices are not known" if unknown else ""
+        yield (
+            f"cost: ${total:,.2f} a day{besides}; the bucket and its traffic: diloco plan --regions"
+        )
