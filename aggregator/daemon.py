@@ -35,7 +35,7 @@ from diloco.common.protocol.errors import ConfigError
 from diloco.common.protocol.layout import Layout, parse_layout
 from diloco.common.storage.bus import Bus, jetstream
 from diloco.common.storage.store import ObjectStore, open_store
-from diloco.common.storage.tape import load_specification
+from diloco.common.storage.tape import await_specification, load_specification
 
 # The longest farewell; systemd ends the unit after 30 s.
 LEAVE_S = 25.0
@@ -59,7 +59,7 @@ async def load_run(
 
 async def _open_run(config: Config, bus: Bus, runtime: Runtime) -> tuple[ObjectStore, Layout, int]:
     # The bus is asked first: before a run is created there is no folder to open either.
-    await load_specification(bus, config.run.name)
+    await await_specification(bus, config.run.name, config.bus.wait_for_run_s)
     store = open_store(config.store.url, emulator=config.store.emulator)
     return store, *await load_run(config, bus, store, runtime)
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from diloco.learner.library import Learner, join
     from diloco.learner.reading import GrainData
     from diloco.learner.task import Batch, Params, Task, Variables
+    from diloco.learner.tensors.inner_step import by_clock
     from diloco.learner.tensors.mesh import constrain
     from diloco.learner.tensors.optimizer import (
         Matrices,
@@ -59,6 +60,7 @@ __all__ = [
     "Variables",
     "__version__",
     "adamw",
+    "by_clock",
     "check_task",
     "constrain",
     "create",
@@ -92,6 +94,7 @@ _NAMES = {
     "diloco.models.frameworks.tensors": ("Leaf",),
     "diloco.learner.contract": ("check_task", "load_task"),
     "diloco.learner.library": ("Learner", "join"),
+    "diloco.learner.tensors.inner_step": ("by_clock",),
     "diloco.learner.tensors.mesh": ("constrain",),
     "diloco.learner.tensors.optimizer": (
         "Matrices",

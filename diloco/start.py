@@ -2,12 +2,17 @@
 
 import sys
 
+from diloco import __version__
+
 # As a shell has it of what Ctrl-C ends.
 INTERRUPTED = 130
 
 
 def main() -> None:
-    """Load the command and run it."""
+    """Load the command and run it; the version is told without."""
+    if sys.argv[1:] == ["--version"]:
+        print(f"diloco {__version__}")  # noqa: T201 - what the command is for
+        return
     try:
         from diloco.program import main as run
 

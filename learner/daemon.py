@@ -43,11 +43,15 @@ def serve(config: Config, learner: str) -> None:
             probes.health.begin_phase("building the task")
             island = Island(config, learner)
             program, task = Program(island), island.task
+            compiling = partial(programs.compiling, _equal(config, learner))
+            if config.bus.wait_for_run_s:
+                with compiling():
+                    program.compile()
             like, tokens = island.params_lying(), task.tokens_per_batch
             member = replace(
                 member_of(config, learner, like, island.hint, tokens, program.warm_up),
                 load_frozen=partial(loaded_frozen, task),
-                compiling=partial(programs.compiling, _equal(config, learner)),
+                compiling=compiling,
                 flops_per_token=task.flops_per_token,
             )
             try:

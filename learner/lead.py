@@ -17,7 +17,7 @@ from diloco.common.protocol import wire
 from diloco.common.protocol.errors import DilocoError, SupersededError
 from diloco.common.storage.bus import Bus, jetstream
 from diloco.common.storage.holdings import Holding
-from diloco.common.storage.tape import has_ended, load_specification
+from diloco.common.storage.tape import await_specification, has_ended
 from diloco.learner.background import Alone, Context
 from diloco.learner.core import sync
 from diloco.learner.hosts import messages
@@ -125,7 +125,9 @@ async def _specification(host: Host, bus: Bus) -> wire.Specification:
     run = host.config.run.name
     logger = log.get(run=run, learner=host.member.learner)
     return await host.runtime.retry(
-        "reading the run", lambda: load_specification(bus, run), logger=logger
+        "reading the run",
+        lambda: await_specification(bus, run, host.config.bus.wait_for_run_s),
+        logger=logger,
     )
 
 

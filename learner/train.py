@@ -32,8 +32,15 @@ class Program:
 
     def __init__(self, island: Island) -> None:
         self._island = island
-        self._step = island.inner_step()
+        self._step: Any = island.inner_step()
         self._key = island.key()
+
+    def compile(self) -> None:
+        """Compile the inner step before there are parameters."""
+        island, numbers = self._island, (np.int32(0), np.uint32(0), self._key)
+        lying = island.params_lying(), island.state_lying(), island.batch_lying()
+        with island.context():
+            self._step.lower(*lying, *numbers).compile()
 
     def warm_up(self, params: Params) -> None:
         """Compile the inner step, on parameters that it may donate."""

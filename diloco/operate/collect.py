@@ -7,9 +7,8 @@ it. And what no aggregator looks at is looked at too: the shards of learners tha
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-import typer
 from rich.table import Table
 
 from diloco.aggregator.core import garbage
@@ -33,6 +32,9 @@ from diloco.common.storage.store import ObjectInfo
 from diloco.common.storage.tape import Entry, Extent, RunContext, has_ended, read_tape
 from diloco.run.cli.opening import open_run
 from diloco.run.cli.screen import plain_table
+
+if TYPE_CHECKING:
+    from diloco.operate.command import TimerOptions
 
 KINDS = ("shard", "delta", "view", "outer", "record", "checkpoint")
 
@@ -186,26 +188,7 @@ def table(found: GarbageFound, *, dry_run: bool) -> Table:
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True)
-class TimerOptions:
-    """The options that a timer adds to those of the work."""
-
-    wait_s: Annotated[
-        float,
-        typer.Option(
-            "--wait",
-            help="keep trying while NATS or the store is unreachable",
-            min=0,
-            metavar="SECONDS",
-        ),
-    ] = 0.0
-    until_end: Annotated[
-        bool,
-        typer.Option("--until-end", help=f"exit with status {int(Exit.OVER)} if the run has ended"),
-    ] = False
-
-
-async def timed(target: str, work: Callable[[], Awaitable[T]], options: TimerOptions) -> T:
+async def timed(target: str, work: Callable[[], Awaitable[T]], options: "TimerOptions") -> T:
     """Run the work once NATS and the store are there; systemd is told what it waits for.
 
     Raises:
@@ -226,7 +209,7 @@ async def timed(target: str, work: Callable[[], Awaitable[T]], options: TimerOpt
     return result
 
 
-async def status(target: str, options: TimerOptions) -> int:
+async def status(target: str, options: "TimerOptions") -> int:
     """The exit status of work that is done."""
     if not options.until_end:
         return Exit.ENDED

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from diloco.common.process import log
-from diloco.operate.collect import TimerOptions, status, timed
+from diloco.common.protocol.errors import Exit
 from diloco.operate.units import UnitOptions
 from diloco.run.cli import options as shared
 from diloco.run.cli.command import command, group
@@ -25,6 +26,25 @@ app.add_typer(run_app, name="run")
 Learner = Annotated[str, typer.Argument(metavar="NAME", help="name of the learner")]
 Reason = Annotated[str, typer.Option(help="reason to record on the tape", metavar="TEXT")]
 Yes = Annotated[bool, typer.Option("--yes", help="skip the confirmation")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimerOptions:
+    """The options that a timer adds to those of the work."""
+
+    wait_s: Annotated[
+        float,
+        typer.Option(
+            "--wait",
+            help="keep trying while NATS or the store is unreachable",
+            min=0,
+            metavar="SECONDS",
+        ),
+    ] = 0.0
+    until_end: Annotated[
+        bool,
+        typer.Option("--until-end", help=f"exit with status {int(Exit.OVER)} if the run has ended"),
+    ] = False
 
 
 @command(run_app, "create")
@@ -212,6 +232,7 @@ def run_checkpoint(run: shared.Run, timer: TimerOptions) -> int:
     The checkpoint is in the object store; `diloco run resume` starts from it. Training continues.
     """
     from diloco.operate.change import mark
+    from diloco.operate.collect import status, timed
 
     with working("storing the newest versions"):
         marked = asyncio.run(timed(run, lambda: mark(run), timer))
@@ -289,7 +310,7 @@ def run_gc(
     Aggregators do this themselves (`gc.enabled`); this command also removes what no aggregator
     tracks, such as shards of learners that left long ago. Training may continue meanwhile.
     """
-    from diloco.operate.collect import collect, table
+    from diloco.operate.collect import collect, status, table, timed
 
     with working("looking for garbage" if dry_run else "collecting garbage"):
         found = asyncio.run(timed(run, lambda: collect(run, dry_run=dry_run), timer))

@@ -18,6 +18,7 @@ MEANINGS = {
     "cache_unusable": "compiled programs cannot be kept or read: they are compiled again",
     "compiled": "the merge is compiled, at the first start on a machine",
     "started fragments": "an aggregator: the number of fragments, or those that it is pinned to",
+    "started every_s": "`diloco evaluate --follow` scores from now on",
     "started position": "a learner: the join is on the tape; training begins at this data position",
     "warned": "Python's `warnings` of a library. Of the compilation cache: empty its folder",
     "accelerator_unused": (

@@ -184,6 +184,7 @@ def _still(gradient: Params) -> jax.Array:
 def by_clock(state: Any, global_step: Any) -> Any:
     """An optimizer's state whose schedules stand at the run's step, whatever it has counted.
 
+    For `optimizer.update`, in a program or not; a state that goes on from a checkpoint, too.
     The count of Adam's bias correction and its like are the optimizer's own, and stay.
     """
 

@@ -109,6 +109,9 @@ def test_a_task_of_the_users_own_from_beginning_to_end(tmp_path, tidy):
     assert summary["steps"] == 160
     assert summary["restarts"] == 1
     assert summary["eval_loss_last"] < 0.5 * summary["eval_loss_first"]
+    scored = (run_dir / "logs" / "scores.log").read_text().splitlines()
+    steps = [json.loads(line)["global_step"] for line in scored if "global_step" in line]
+    assert (steps[0], steps[-1]) == (0, 160), "beside the run, from its beginning to its end"
     assert 0 <= summary["stall_fraction"] < 1
     assert summary["updates_rejected"] == 0
     assert "dashboard: http://127.0.0.1:" in err

@@ -9,6 +9,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+import diloco
 from diloco.common.process.config import MeshSection
 from diloco.common.protocol.errors import TaskError
 from diloco.learner.dry_run import exchanges
@@ -102,6 +103,16 @@ def test_a_later_step_may_go_up_for_once_but_not_the_first_three_together():
     with pytest.raises(TaskError, match="wrong sign"):
         judge.look(-3.0)
     assert SignCheck(done=True).done
+
+
+def test_a_loop_of_ones_own_has_its_schedules_follow_the_clock_of_the_run():
+    optimizer = optax.sgd(optax.piecewise_constant_schedule(1.0, {10: 0.5}))
+    params = {"w": jnp.ones(2)}
+    state = optimizer.init(params)
+    for step, rate in ((3, 1.0), (12, 0.5), (3, 1.0)):
+        update = jax.jit(lambda g, s, n: optimizer.update(g, diloco.by_clock(s, n)))
+        moves, state = update(params, state, np.int32(step))
+        assert float(moves["w"][0]) == -rate
 
 
 def test_learners_of_a_run_have_the_same_program_and_draw_otherwise():

@@ -63,6 +63,24 @@ def test_what_does_not_compute_loads_nothing_heavy(code: str) -> None:
     assert loaded_by(code) == []
 
 
+@pytest.mark.parametrize(
+    ("code", "most"),
+    [
+        ("sys.argv[1:] = ['--version']; from diloco.start import main; main()", 160),
+        ("import diloco.program", 420),
+    ],
+    ids=["version", "commands"],
+)
+def test_what_tells_of_itself_loads_little(code: str, most: int) -> None:
+    told = f"import json, sys; {code}; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", told], capture_output=True, text=True, check=True
+    )  # fmt: skip
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert not {"numpy", "nats", "pydantic"} & set(found)
+    assert len(found) <= most
+
+
 def test_what_computes_is_seen_to_load_jax() -> None:
     assert "jax" in loaded_by("from diloco import Task")
 

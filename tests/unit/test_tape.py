@@ -14,7 +14,7 @@ from bench.tapes import Forger
 from diloco.aggregator.owner.liveness import LivenessWatch
 from diloco.common.process.service import cancel
 from diloco.common.protocol import names, wire
-from diloco.common.protocol.errors import WireError
+from diloco.common.protocol.errors import RunMissingError, WireError
 from diloco.common.protocol.reasons import Reason
 from diloco.common.protocol.shards import crc32c
 from diloco.common.storage.bus import MemoryBus, Message
@@ -24,6 +24,7 @@ from diloco.common.storage.tape import (
     InvalidMessage,
     Item,
     Unreadable,
+    await_specification,
     decode,
     decode_as,
     messages_of,
@@ -297,3 +298,33 @@ def test_messages_that_somebody_has_are_read_without_a_bus(lab):
 
     messages, found = run(read)
     assert [read_message(message, lab.store, lab.context.layout) for message in messages] == found
+
+
+class Half(MemoryBus):
+    """A bus on which fragment 1 has no record yet."""
+
+    whole = False
+
+    async def last(self, stream: str, subject: str) -> Message | None:
+        hidden = subject == names.record(RUN, 1) and not self.whole
+        return None if hidden else await super().last(stream, subject)
+
+
+def test_a_daemon_that_waits_for_its_run_has_it_once_it_is_wholly_created(monkeypatch) -> None:
+    monkeypatch.setattr("diloco.common.storage.tape.run.CREATED_LOOK_S", 0.0)
+
+    async def wait() -> None:
+        lab = Lab(fragments=2)
+        bus = lab.bus
+        bus.__class__ = Half
+        with pytest.raises(RunMissingError):
+            await await_specification(bus, RUN, 0.0)
+        waiting = asyncio.ensure_future(await_specification(bus, RUN, 600.0))
+        await lab.create()
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        bus.whole = True
+        assert (await waiting).run == RUN
+
+    asyncio.run(wait())

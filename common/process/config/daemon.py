@@ -25,6 +25,11 @@ class BusSection(Section):
         description="path of the CA certificate (PEM) that signed the servers'; without it, the"
         " system's CAs",
     )
+    wait_for_run_s: NonNegative = Field(
+        default=0.0,
+        description="longest time that a daemon waits for a run that is not created yet; learners"
+        " compile meanwhile",
+    )
     replicas: Annotated[int, Field(ge=1, le=5)] = Field(
         default=1, description="replicas of the run's streams; read by `diloco run create`"
     )

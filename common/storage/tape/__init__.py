@@ -34,6 +34,7 @@ from diloco.common.storage.tape.reader import (
 from diloco.common.storage.tape.run import (
     Recorded,
     RunContext,
+    await_specification,
     changed_settings,
     check_record,
     data_position,

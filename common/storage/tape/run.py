@@ -1,6 +1,8 @@
 """A run as one daemon or command has it: its context, specification, settings and records."""
 
+import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +32,8 @@ from diloco.common.storage.store import ObjectStore
 from diloco.common.storage.store.protocol import get_object, lost_for_good
 from diloco.common.storage.tape.messages import check_fits, decode, decode_as
 from diloco.common.storage.tape.positions import read_positions, same_tape
+
+CREATED_LOOK_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +104,26 @@ async def load_specification(bus: Bus, run: str) -> wire.Specification:
             " diloco.create(FILE, params)",
         )
     return decode_as(wire.Specification, message.subject, message.payload)
+
+
+async def await_specification(bus: Bus, run: str, within_s: float) -> wire.Specification:
+    """As `load_specification`, of a run that is created, wholly, within so many seconds."""
+    until_s = time.monotonic() + within_s
+    while True:
+        if time.monotonic() >= until_s or await _is_created(bus, run):
+            return await load_specification(bus, run)
+        await asyncio.sleep(CREATED_LOOK_S)
+
+
+async def _is_created(bus: Bus, run: str) -> bool:
+    """Whether there is a run, and version 0 of all that it has."""
+    try:
+        settings = parse_settings((await load_specification(bus, run)).settings)
+    except RunMissingError:
+        return False
+    subjects = [names.record(run, index) for index in range(settings.sync.fragments)]
+    found = [await bus.last(names.tape_stream(run), subject) for subject in subjects]
+    return None not in found
 
 
 async def first_message(context: RunContext, subject: str, start_seq: int = 1) -> Message:

@@ -22,6 +22,8 @@ DEFAULT_STEPS = 600
 CHECKPOINT_S = 15.0
 # After Ctrl-C nobody wants to wait long, and the whole run ends.
 LEAVE_S = 5.0
+# So long the creation of a run may take, such as of a large model from files.
+CREATED_S = 3600.0
 
 
 def local_document(
@@ -50,6 +52,8 @@ def local_document(
     learner.setdefault("drain_timeout_s", LEAVE_S)
     if options.speed:
         learner["speed"] = _speeds(options.speed, learners)
+    # The run is created while its daemons start.
+    document.setdefault("bus", {}).setdefault("wait_for_run_s", CREATED_S)
     document["store"] = {"url": str(run_dir / "store")}
     for assignment in options.settings:
         assign(document, assignment)

@@ -22,6 +22,8 @@ WITHIN_S = 60.0
 # Nor is one that fails the same way so often, one life after the other, however long each is.
 ALIKE = 3
 TAIL_LINES = 12
+# The priority of who yields: below all others.
+NICE = 19
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 # When one host of a learner has died, its peers have so long to end by themselves.
 HOSTS_END_S = 30.0
@@ -58,6 +60,7 @@ class Daemon:
     `failed` is the process that failed first in this life, seen to have done so at
     `failing_since_s`; its peers end then, for they cannot go on without it. `killed`: we did it.
     `ways`: how its last lives failed. `spare`: the run goes on without it, while another is there.
+    `yields`: it works where others leave time.
     """
 
     name: str
@@ -68,6 +71,7 @@ class Daemon:
     failed_at_s: list[float] = field(default_factory=list)
     ways: list[str] = field(default_factory=list)
     spare: bool = False
+    yields: bool = False
     failed: Process | None = None
     failing_since_s: float = 0.0
     killed: bool = False
@@ -121,6 +125,7 @@ class LocalDaemons:
         cores: set[int] | None = None,
         environments: Sequence[Mapping[str, str | None]] | None = None,
         spare: bool = False,
+        yields: bool = False,
     ) -> Daemon:
         """Start `diloco ARGUMENTS...` under a name, with a log file of its own.
 
@@ -137,6 +142,7 @@ class LocalDaemons:
             ],
             cores,
             spare=spare,
+            yields=yields,
         )
         self.daemons[name] = daemon
         self._spawn(daemon)
@@ -148,9 +154,9 @@ class LocalDaemons:
         coordinator = f"{LOOPBACK}:{free_port()}" if hosts > 1 else ""
         for host, process in enumerate(daemon.processes):
             place = ["--hosts", str(hosts), "--host", str(host), "--coordinator", coordinator]
-            self._spawn_process(process, place if hosts > 1 else [], daemon.cores)
+            self._spawn_process(process, place if hosts > 1 else [], daemon)
 
-    def _spawn_process(self, process: Process, place: list[str], cores: set[int] | None) -> None:
+    def _spawn_process(self, process: Process, place: list[str], daemon: Daemon) -> None:
         log = process.log_path.open("ab")
         self._files.append(log)
         process.running = subprocess.Popen(  # noqa: S603 - our own command
@@ -163,8 +169,10 @@ class LocalDaemons:
             start_new_session=True,
         )
         self._reaper.watch(process.running.pid)
-        if cores and hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(process.running.pid, cores)
+        if daemon.cores and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(process.running.pid, daemon.cores)
+        if daemon.yields:
+            os.setpriority(os.PRIO_PROCESS, process.running.pid, NICE)
 
     def kill(self, name: str) -> str:
         """SIGKILL a daemon and start it again; who was killed, in words.
@@ -198,8 +206,8 @@ class LocalDaemons:
         self.daemons[name].restarts += 1
         self._spawn(self.daemons[name])
 
-    def look_after(self) -> None:
-        """Note daemons that have ended; restart those that have failed.
+    def look_after(self, *names: str) -> None:
+        """Note daemons that have ended; restart those that have failed: all, if none is named.
 
         Raises:
             DilocoError: one fails again and again; the end of its log is shown.
@@ -208,7 +216,7 @@ class LocalDaemons:
             self._server.start()
             self._watch_server()
             self.came_back.append("nats-server ended, and is started again")
-        for daemon in self.daemons.values():
+        for daemon in [self.daemons[name] for name in names or self.daemons]:
             if not daemon.ended:
                 self._look_after(daemon)
 

@@ -53,6 +53,10 @@ from diloco.show.page.live import LiveRun, served
 REFRESH_S = 0.5
 LINE_S = 10.0
 STOP_S = 15.0
+# Processes that are no daemons of the run.
+CREATE, SCORES = "create", "scores"
+# The least seconds between two scores, and the most of the time that scoring takes.
+SCORE_S, SCORE_SHARE = 5.0, 0.1
 
 
 @dataclass
@@ -268,31 +272,28 @@ class LocalRun:
         stop.set()
 
     async def _work(self) -> None:
-        from diloco.run.model.scores import Scorer, keep, read_scores
+        from diloco.run.model.scores import read_scores
 
-        if not await self._is_created():
-            with self.console.status("creating the run: first parameters, streams, version 0 ..."):
-                await self._create()
+        created = await self._is_created()
+        if not created:
+            await self._create()
         async with open_run(self.config_path, name="local") as opened, self._page(opened) as url:
             context = opened.context
             self.console.print(f"dashboard: {url}", soft_wrap=True)
             if await has_ended(context.bus, context.run):
                 self.console.print("it has ended: begin another run from its parameters")
                 return
-            with self.console.status("evaluating the model on held-out data ..."):
-                scorer = await Scorer.of_run(context)
-                earlier = await read_scores(context, thinned=True)
-                first = earlier[0] if earlier else await scorer.newest()
-                await keep(context, first)
             self.past_seq = await context.bus.last_sequence(context.tape)
             watch = Watch(context)
-            self._start_daemons()
+            if created:
+                self._start_daemons()
+            self._start_scores()
             await self._watch(watch)
             await self._wait_for_daemons()
             with self.console.status("evaluating the final version on held-out data ..."):
-                last = await scorer.newest()
-            await keep(context, last)
-        summary = self._summary(watch, first.loss, last.loss)
+                await self._end_of(SCORES)
+            scores = await read_scores(context, thinned=True)
+        summary = self._summary(watch, scores[0].loss, scores[-1].loss)
         self._tell(summary)
         self._save_picture(self._frame(watch), summary)
 
@@ -315,12 +316,25 @@ class LocalRun:
         return True
 
     async def _create(self) -> None:
+        """Create the run; its daemons start meanwhile, and wait for it."""
         source = ["--from", self.options.source] if self.options.source else []
         command = ["run", "create", "--config", str(self.config_path), *source]
-        creation = self.fleet.start("create", command)
-        while not creation.ended:
+        self.fleet.start(CREATE, command)
+        self._start_daemons()
+        with self.console.status("creating the run: first parameters, streams, version 0 ..."):
+            await self._end_of(CREATE)
+
+    async def _end_of(self, name: str) -> None:
+        """Wait for one process, whose failure is to be told before others'."""
+        while not self.fleet.daemons[name].ended:
             await asyncio.sleep(0.05)
-            self.fleet.look_after()
+            self.fleet.look_after(name)
+
+    def _start_scores(self) -> None:
+        """Have the model scored beside the run, which goes first."""
+        command = ["evaluate", str(self.config_path), "--follow", "--json"]
+        pace = ["--every-s", str(SCORE_S), "--share", str(SCORE_SHARE)]
+        self.fleet.start(SCORES, [*command, *pace], yields=True)
 
     def _start_daemons(self) -> None:
         path = str(self.config_path)
@@ -404,7 +418,7 @@ class LocalRun:
         deadline_s = time.monotonic() + STOP_S
         while time.monotonic() < deadline_s:
             self.fleet.look_after()
-            if all(daemon.ended for daemon in self.fleet.daemons.values()):
+            if all(one.ended for one in self.fleet.daemons.values() if one.name != SCORES):
                 return
             await asyncio.sleep(0.1)
 

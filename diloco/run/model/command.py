@@ -12,7 +12,7 @@ from diloco.run.cli.loading import interrupts_wait
 app = group()
 
 
-@command(app)
+@command(app, logs="info")
 def evaluate(
     run: shared.RunOrTape,
     version: shared.Version = None,
@@ -23,6 +23,10 @@ def evaluate(
         float,
         typer.Option("--every-s", help="with --follow: least seconds between scores", min=0),
     ] = 10.0,
+    share: Annotated[
+        float,
+        typer.Option("--share", help="with --follow: most of the time to score", min=0.01, max=1),
+    ] = 1.0,
     keep: Annotated[
         bool, typer.Option(help="keep scores in the run's store, for diloco report")
     ] = True,
@@ -30,10 +34,16 @@ def evaluate(
 ) -> None:
     """Score the global model on the task's held-out data."""
     with interrupts_wait():
-        from diloco.run.model.scores import run_evaluate
+        from diloco.run.model.scores import Pace, run_evaluate
 
     asyncio.run(
-        run_evaluate(run, version=version, follow=follow, every_s=every_s, keeps=keep, json=json)
+        run_evaluate(
+            run,
+            version=version,
+            pace=Pace(every_s, share) if follow else None,
+            keeps=keep,
+            json=json,
+        )
     )
 
 

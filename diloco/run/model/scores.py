@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -35,6 +35,18 @@ KEPT = 400
 # Of the text that a view writes beside its score, where its task can: pieces, and how it is drawn.
 PIECES, TEMPERATURE = 240, 0.7
 MOST_TEXT = 2000
+
+
+class Pace(NamedTuple):
+    """How often a run is scored while it moves.
+
+    Attributes:
+        every_s: shortest time between the beginnings of two scores.
+        share: of the time, at most, in which it scores.
+    """
+
+    every_s: float
+    share: float = 1.0
 
 
 class Scorer:
@@ -136,12 +148,12 @@ class Scorer:
         pieces = write(params, "", jax.random.key(0), TEMPERATURE)
         return figures, "".join(itertools.islice(pieces, PIECES))[:MOST_TEXT]
 
-    async def follow(self, tell: Callable[[wire.Score], Awaitable[None]], every_s: float) -> None:
+    async def follow(self, tell: Callable[[wire.Score], Awaitable[None]], pace: Pace) -> None:
         """Score the newest view, and again as it moves; returns once the run has ended.
 
         Args:
             tell: takes each score.
-            every_s: shortest time between the beginnings of two.
+            pace: how often.
 
         Raises:
             DilocoError: as `newest`, or what `tell` raises.
@@ -161,9 +173,10 @@ class Scorer:
                 if ended:
                     watching.result()
                     return
+                took_s = time.monotonic() - began_s
                 if not watching.done():
                     await moved.wait()
-                rest_s = began_s + every_s - time.monotonic()
+                rest_s = began_s + max(pace.every_s, took_s / pace.share) - time.monotonic()
                 await asyncio.wait([watching], timeout=max(rest_s, 0.0))
         finally:
             await cancel(watching)
@@ -361,8 +374,7 @@ async def run_evaluate(
     target: str,
     *,
     version: str | None = None,
-    follow: bool,
-    every_s: float,
+    pace: Pace | None = None,
     keeps: bool,
     json: bool,
 ) -> None:
@@ -371,7 +383,7 @@ async def run_evaluate(
     Raises:
         DilocoError: no such run; bus or store are away; the task cannot be built.
     """
-    if follow and version is not None:
+    if pace is not None and version is not None:
         raise ConfigError("--follow scores what is new, --version what was: give one of them")
     console = Console(soft_wrap=True, highlight=False)
     async with open_run(target, name="evaluate", reads=True) as run:
@@ -390,18 +402,26 @@ async def run_evaluate(
         with working("loading the task and its held-out data"):
             scorer = await Scorer.of_run(run.context)
         if version is not None:
-            at = await find_targets(run.context, version, option="--version")
-            found = [at[fragment] for fragment in sorted(at)]
-            records, seqs = [one.record for one in found], [one.record_seq for one in found]
             with working("evaluating"):
-                score = await scorer.of(records, seqs)
+                score = await _of_version(scorer, run.context, version)
             await tell(score)
-        elif follow:
-            await scorer.follow(tell, every_s)
+        elif pace is not None:
+            log.get(run=run.context.run).info("started", every_s=pace.every_s)
+            if keeps and not await read_scores(run.context, thinned=True):
+                # The curve begins where the run does, if that is still there.
+                with contextlib.suppress(ConfigError, ObjectMissingError):
+                    await tell(await _of_version(scorer, run.context, "0"))
+            await scorer.follow(tell, pace)
         else:
             with working("evaluating"):
                 score = await scorer.newest()
             await tell(score)
+
+
+async def _of_version(scorer: Scorer, context: RunContext, version: str) -> wire.Score:
+    at = await find_targets(context, version, option="--version")
+    found = [at[fragment] for fragment in sorted(at)]
+    return await scorer.of([one.record for one in found], [one.record_seq for one in found])
 
 
 def sentence(score: wire.Score) -> str:
