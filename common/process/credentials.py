@@ -7,11 +7,15 @@
 
 What else a client must do follows from the role. Everybody but the operator lives in an
 account of its own, where the JetStream API has another prefix; and each identity has its own
-inbox, so that nobody can listen to another's answers.
+inbox, so that nobody can listen to another's answers. The consumers of a learner or a reader have
+names that its permissions list one by one: there are never more of them, and whoever revokes it
+knows which to remove (docs/adr/0087-consumers-by-name.md).
 """
 
 import os
+import re
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -28,6 +32,8 @@ OWN_API = "$JS.API"
 NO_FILE = "# no file: "
 # The server takes `$JS.API` in every account for that account's own streams.
 SHARED_API = "JS.diloco"
+_OF_LANE, _OF_READER = 2, 16
+_NO_TOKEN = re.compile("[^a-z]")
 
 
 class Credentials(BaseModel):
@@ -50,6 +56,10 @@ class Credentials(BaseModel):
         """Under which this identity finds the JetStream API."""
         return OWN_API if self.role == "operator" else SHARED_API
 
+    def consumer_names(self, subjects: Sequence[str]) -> tuple[str, ...]:
+        """Names that a consumer of these subjects may have; none where any will do."""
+        return consumer_names(self.role, self.identity, subjects)
+
     @property
     def direct_reads(self) -> bool:
         """Whether the last message of a subject is asked for with the subject in the request.
@@ -62,6 +72,28 @@ class Credentials(BaseModel):
 def inbox_prefix(role: Role, identity: str) -> str:
     """First token of the subjects that answers to an identity come to."""
     return f"_INBOX_{role}_{identity}"
+
+
+def consumers_prefix(role: Role, identity: str) -> str:
+    """How the names of an identity's consumers begin; no identity's name holds a '_'."""
+    return f"{role}_{identity}_"
+
+
+def consumer_names(role: Role, identity: str, subjects: Sequence[str]) -> tuple[str, ...]:
+    """Names that an identity's consumers of these subjects may have; none where any will do.
+
+    A learner follows each kind of subject once, and reads it once more now and then. A reader's
+    credentials serve several processes. How many an aggregator needs follows from the run.
+    """
+    prefix = consumers_prefix(role, identity)
+    match role:
+        case "learner":
+            lane = f"{prefix}{_NO_TOKEN.sub('', subjects[0].split('.')[2])}_"
+            return tuple(f"{lane}{number}" for number in range(_OF_LANE))
+        case "reader":
+            return tuple(f"{prefix}{number}" for number in range(_OF_READER))
+        case _:
+            return ()
 
 
 def render_credentials(credentials: Credentials) -> str:

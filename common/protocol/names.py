@@ -83,6 +83,11 @@ def leases_subjects(run: str) -> list[str]:
     return [f"$KV.{leases_bucket(run)}.>"]
 
 
+def streams(run: str) -> tuple[str, ...]:
+    """Every stream of a run."""
+    return tape_stream(run), ops_stream(run), leases_stream(run)
+
+
 def fragment_lease(run: str, fragment: int | str) -> str:
     """Subject of the lease of a fragment."""
     return f"$KV.{leases_bucket(run)}.fragment.{fragment}"

@@ -102,7 +102,7 @@ async def belongings(target: str, *, going_on: bool) -> Belongings:
 async def _streams(opened: OpenRun) -> dict[str, int]:
     run, bus = opened.context.run, opened.context.bus
     found: dict[str, int] = {}
-    for stream in (names.tape_stream(run), names.ops_stream(run), names.leases_stream(run)):
+    for stream in names.streams(run):
         with contextlib.suppress(StreamMissingError):
             found[stream] = (await bus.filled(stream)).size_bytes
     return found

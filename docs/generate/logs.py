@@ -70,8 +70,9 @@ MEANINGS = {
     ),
     "alert_refused": "the webhook refused a message, which is dropped ([alerts](watch.md#alerts))",
     "guarding": "`diloco host guard` reads the tape",
+    "unwatched": "the guard cannot ask this server what its connections send; told once",
     "revoked": (
-        "a learner flooded the tape; its credentials are revoked "
+        "a learner flooded tape or servers; its credentials are revoked "
         "([runbook](../runbooks/credentials.md))"
     ),
     "reload_failed": "reload the servers by hand",

@@ -24,7 +24,7 @@ import diloco
 from diloco.aggregator.context import Context
 from diloco.aggregator.owner.committer import swap
 from diloco.common.process.config import BusSection, RunSettings
-from diloco.common.process.credentials import SHARED_API, load_credentials
+from diloco.common.process.credentials import SHARED_API, consumer_names, load_credentials
 from diloco.common.process.nats_server import NatsServer, free_port
 from diloco.common.process.service import Runtime
 from diloco.common.protocol import names, wire
@@ -41,6 +41,7 @@ from diloco.common.storage.bus.jetstream import NatsBus, connect, cursor
 from diloco.common.storage.store import MemoryStore
 from diloco.common.storage.tape import RunContext, publish_once
 from diloco.operate.auth import files as auth
+from diloco.operate.auth import guard
 from diloco.operate.streams import make_streams
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
@@ -197,6 +198,35 @@ def test_who_floods_the_tape_is_cut_off_and_nobody_else(world: World, guarded: G
     assert not guard.events("reload_failed")
     asyncio.run(asyncio.wait_for(slowly(), PATIENCE_S))
     assert "b" not in {one.name for one in auth.identities(guarded.folder)}
+    guard.terminate()
+
+
+@pytest.mark.parametrize("what", ["consumers", "requests"])
+def test_who_floods_the_server_is_cut_off_and_nobody_else(
+    world: World, guarded: Guarded, what: str
+) -> None:
+    monitor = f"http://127.0.0.1:{guarded.monitor_port}" if what == "requests" else "http://[::1]:9"
+    guard = world.start(
+        "guard", "host", "guard", str(guarded.folder), str(world.config_path), "--max-rate", "20",
+        "--reload", f"kill -HUP {guarded.server.pid}", "--monitor", monitor,
+    )  # fmt: skip
+    world.until(lambda: guard.events("guarding"), "the guard")
+
+    async def flood() -> None:
+        async with guarded.enter("b") as bus, guarded.enter("a") as honest:
+            while True:
+                for _ in range(100):
+                    if what == "consumers":
+                        await anext(bus.read(TAPE, [names.spec(RUN)], 1))
+                    else:
+                        await bus.last(TAPE, names.spec(RUN))
+                assert await honest.last(TAPE, names.end(RUN)) is None
+
+    with pytest.raises(BusError, match=r"lost|refused|closed|no credentials file"):
+        asyncio.run(asyncio.wait_for(flood(), PATIENCE_S))
+    world.until(lambda: guard.events("revoked"), "its word")
+    assert [event["learner"] for event in guard.events("revoked")] == ["b"]
+    assert bool(guard.events("unwatched")) == (what == "consumers")
     guard.terminate()
 
 
@@ -430,29 +460,32 @@ def test_a_reader_reads_everything_and_publishes_nothing(guarded: Guarded, run_a
     run_async(scenario())
 
 
+async def make_durable(
+    client: nats.NATS, stream: str, subject: str, name: str, **config: Any
+) -> dict[str, Any]:
+    """The server's answer to a learner's request for a consumer that outlives its connection."""
+    wanted = {"durable_name": name, "filter_subject": subject, "ack_policy": "none", **config}
+    answer = await client.request(
+        f"{SHARED_API}.CONSUMER.CREATE.{stream}.{name}.{subject}",
+        json.dumps({"stream_name": stream, "config": wanted}).encode(),
+        timeout=300,
+    )
+    told: dict[str, Any] = json.loads(answer.data)
+    return told
+
+
 def test_no_consumer_outlives_its_use_by_long(guarded: Guarded, run_async: Run) -> None:
     """Those of a learner whose credentials are revoked would cost the server memory for years."""
 
     async def scenario() -> None:
         await make_run(guarded)
-        client, own = await guarded.raw("a"), names.update(RUN, "a", 0)
+        client, own = await guarded.raw("a"), names.update(RUN, "a", "*")
         for stream, subject in ((TAPE, own), (OPS, names.rejected(RUN, "a"))):
-            for name, asked_s in (
-                ("ours", 30),
-                ("short", 1),
-                ("default", None),
-                ("years", 3 << 30),
-            ):
-                config = {"durable_name": name, "filter_subject": subject, "ack_policy": "none"}
-                if asked_s is not None:
-                    config["inactive_threshold"] = asked_s * 10**9
-                answer = await client.request(
-                    f"{SHARED_API}.CONSUMER.CREATE.{stream}.{name}.{subject}",
-                    json.dumps({"stream_name": stream, "config": config}).encode(),
-                    timeout=300,
-                )
-                told = json.loads(answer.data)
-                if name == "years":
+            name = consumer_names("learner", "a", (subject,))[0]
+            for asked_s in (30, 1, None, 3 << 30):
+                idle = {} if asked_s is None else {"inactive_threshold": asked_s * 10**9}
+                told = await make_durable(client, stream, subject, name, **idle)
+                if asked_s == 3 << 30:
                     assert "inactive threshold" in told["error"]["description"]
                 else:
                     assert told["config"]["inactive_threshold"] == (asked_s or 30) * 10**9
@@ -461,9 +494,120 @@ def test_no_consumer_outlives_its_use_by_long(guarded: Guarded, run_async: Run) 
     run_async(scenario())
 
 
+async def consumers_of(operator: NatsBus, name: str) -> list[str]:
+    """Names of the consumers that streams hold for a learner."""
+    return [
+        consumer.name
+        for stream in (TAPE, OPS, LEASES)
+        for consumer in await operator._connection.call(
+            f"$JS.API.CONSUMER.LIST.{stream}", lambda js, stream=stream: js.consumers_info(stream)
+        )
+        if f"_{name}_" in consumer.name
+    ]
+
+
+def test_a_learner_makes_the_consumers_of_its_names_alone_and_leaves_none_when_revoked(
+    guarded: Guarded, run_async: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "AGAIN_S", 0.2)
+    own = names.update(RUN, "a", "*")
+    lanes = consumer_names("learner", "a", (own,))
+    huge = {"metadata": {"k": "x" * 100_000}}
+
+    async def scenario() -> None:
+        await make_run(guarded)
+        client = await guarded.raw("a")
+        # No answer comes to what is not permitted.
+        for number in range(1500):
+            config = {"durable_name": f"d{number}", "filter_subject": own, "ack_policy": "none"}
+            await client.publish(
+                f"{SHARED_API}.CONSUMER.CREATE.{TAPE}.d{number}.{own}",
+                json.dumps({"stream_name": TAPE, "config": {**config, **huge}}).encode(),
+            )
+        for lane in lanes:
+            told = await make_durable(client, TAPE, own, lane, **huge)
+            assert told["name"] == lane
+        async with guarded.enter("operator") as operator, guarded.enter("b") as other:
+            reading = other.read(TAPE, [names.record(RUN, "*")], 1)
+            assert (await anext(reading)).payload == b"real"
+            made = await operator.filled(TAPE)
+            assert made.readers == len(lanes) + 1
+            assert sorted(await consumers_of(operator, "a")) == sorted(lanes)
+            context = RunContext(
+                settings=RunSettings.model_validate({"run": {"name": RUN, "steps": 1}}),
+                layout=make_layout(
+                    [Tensor(name="w", shape=(16,), dtype="float32")], fragments=1, block=16
+                ),
+                epoch=0, bus=operator, store=MemoryStore(), runtime=Runtime(),
+                logger=structlog.get_logger(),
+            )  # fmt: skip
+            reload = ["kill", "-HUP", str(guarded.server.pid)]
+            assert await guard.cut_off(context, guarded.folder, "a", reload) == ""
+            assert await consumers_of(operator, "a") == []
+            assert await guard.cut_off(context, guarded.folder, "a", reload) is None
+            await operator.publish(names.record(RUN, 0), b"next")
+            assert (await anext(reading)).payload == b"next"
+            assert not client.is_connected
+        await client.close()
+
+    run_async(scenario())
+
+
+def test_a_learner_reads_on_after_an_earlier_life_that_left_its_consumers(
+    guarded: Guarded, run_async: Run
+) -> None:
+    records = names.record(RUN, "*")
+
+    async def scenario() -> None:
+        await make_run(guarded)
+        client = await guarded.raw("a")
+        for name in consumer_names("learner", "a", (records,)):
+            assert "error" not in await make_durable(client, TAPE, records, name)
+        await client.close()
+        async with guarded.enter("a") as bus:
+            reading = [bus.read(TAPE, [records], 1) for _ in range(2)]
+            for one in reading:
+                assert (await anext(one)).payload == b"real"
+            # A third waits until one of the others is done.
+            third = asyncio.ensure_future(anext(bus.read(TAPE, [records], 1)))
+            await asyncio.sleep(0.5)
+            assert not third.done()
+            await reading[0].aclose()  # type: ignore[attr-defined]
+            assert (await third).payload == b"real"
+
+    run_async(scenario())
+
+
+def test_processes_with_one_readers_credentials_read_beside_each_other(
+    guarded: Guarded, run_async: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cursor, "_OTHERS_S", 0.0)
+    spec, most = names.spec(RUN), len(consumer_names("reader", "screen", ()))
+
+    async def scenario() -> None:
+        auth.add(guarded.folder, "screen", "reader")
+        for _ in range(2):
+            guarded.reload()
+            await asyncio.sleep(1.0)
+        await make_run(guarded)
+        async with guarded.enter("screen") as first, guarded.enter("screen") as second:
+            buses = [first, first, *[second] * (most - 2)]
+            reading = [bus.read(TAPE, [spec], 1) for bus in buses]
+            for one in reading:
+                assert (await anext(one)).payload == b"real"
+            with pytest.raises(BusError, match=r"16 processes read .* reader 'screen'") as told:
+                await anext(second.read(TAPE, [spec], 1))
+            assert "add-reader" in (told.value.hint or "")
+            for one in reading:
+                await one.aclose()  # type: ignore[attr-defined]
+
+    run_async(scenario())
+
+
 def test_no_answer_is_stored_where_a_learner_asks_for_it(guarded: Guarded, run_async: Run) -> None:
     """The server would send acknowledgements and what it reads to any subject a request names."""
-    own = names.update(RUN, "a", 0)
+    own, of_all = names.update(RUN, "a", 0), names.update(RUN, "a", "*")
+    pull, push = consumer_names("learner", "a", (of_all,))
     wanted = [
         names.record(RUN, 0),
         names.end(RUN),
@@ -474,25 +618,17 @@ def test_no_answer_is_stored_where_a_learner_asks_for_it(guarded: Guarded, run_a
     ]
     api = f"{SHARED_API}.CONSUMER"
 
-    async def make_consumer(client: nats.NATS, name: str, deliver: str | None) -> None:
-        config = {"name": name, "filter_subject": own, "ack_policy": "none"}
-        if deliver is not None:
-            config["deliver_subject"] = deliver
-        request = {"stream_name": TAPE, "config": config}
-        subject = f"{api}.CREATE.{TAPE}.{name}.{own}"
-        await client.request(subject, json.dumps(request).encode(), timeout=300)
-
     async def scenario() -> None:
         await make_run(guarded)
         client = await guarded.raw("a")
         async with guarded.enter("operator") as operator:
             before = [await operator.last_sequence(stream) for stream in (TAPE, OPS, LEASES)]
-            await make_consumer(client, "pull", None)
-            for index, subject in enumerate(wanted):
+            assert "error" not in await make_durable(client, TAPE, of_all, pull)
+            for subject in wanted:
                 await client.publish(own, b'{"keep": 0}', reply=subject)
                 await client.publish(f"{SHARED_API}.DIRECT.GET.{TAPE}.{own}", b"", reply=subject)
-                await client.publish(f"{api}.MSG.NEXT.{TAPE}.pull", b'{"batch":1}', reply=subject)
-                await make_consumer(client, f"push-{index}", subject)
+                await client.publish(f"{api}.MSG.NEXT.{TAPE}.{pull}", b'{"batch":1}', reply=subject)
+                await make_durable(client, TAPE, of_all, push, deliver_subject=subject)
             await client.flush()
             await asyncio.sleep(1.0)
             after = [await operator.last_sequence(stream) for stream in (TAPE, OPS, LEASES)]

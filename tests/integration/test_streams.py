@@ -24,7 +24,7 @@ async def configurations(url: str, run: str) -> dict[str, Any]:
     """What the server says of the run's streams."""
     client = await nats.connect(url)
     try:
-        streams = (names.tape_stream(run), names.ops_stream(run), names.leases_stream(run))
+        streams = names.streams(run)
         return {s: (await client.jetstream().stream_info(s)).config for s in streams}
     finally:
         await client.close()

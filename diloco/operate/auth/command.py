@@ -18,6 +18,14 @@ app.add_typer(auth_app, name="auth")
 FolderArgument = Annotated[
     Path, typer.Argument(metavar="DIR", help="folder of credentials and keys; keep it secret")
 ]
+ReloadOption = Annotated[
+    str | None,
+    typer.Option(
+        help="command that copies accounts.conf to every server and reloads it "
+        "[default: signal the server that runs from DIR]",
+        metavar="COMMAND",
+    ),
+]
 NameArgument = Annotated[
     str, typer.Argument(metavar="NAME", help="name of the learner, aggregator or reader in the run")
 ]
@@ -100,13 +108,31 @@ def auth_add_reader(folder: FolderArgument, name: NameArgument) -> None:
 
 
 @command(auth_app, "revoke")
-def auth_revoke(folder: FolderArgument, name: NameArgument) -> None:
+def auth_revoke(
+    folder: FolderArgument,
+    name: NameArgument,
+    run: Annotated[
+        str | None,
+        typer.Option(
+            "--run",
+            help="TOML file of the run, with the operator's credentials: have the servers reload, "
+            "and remove what they keep for NAME's reading",
+            metavar="RUN",
+        ),
+    ] = None,
+    reload: ReloadOption = None,
+) -> None:
     """Revoke the credentials of a name; nothing else is interrupted."""
     from diloco.operate.auth import files as auth
+    from diloco.operate.auth import guard
 
-    auth.revoke(folder, name)
-    say_plainly(f"{name} is cut off once the servers have reloaded:")
-    _tell_reload(folder, times=1)
+    if run is None:
+        auth.revoke(folder, name)
+        say_plainly(f"{name} is cut off once the servers have reloaded:")
+        _tell_reload(folder, times=1)
+        return
+    asyncio.run(guard.revoke(folder, run, name, guard.reload_command(folder, reload)))
+    say_plainly(f"{name} is cut off, and the servers keep nothing for it")
 
 
 @command(auth_app, "list")
@@ -135,16 +161,18 @@ def host_guard(
             "--max-bytes", help="bytes per second of one learner on the tape, over 10 s", min=1000
         ),
     ] = 1e6,
-    reload: Annotated[
-        str | None,
+    reload: ReloadOption = None,
+    monitors: Annotated[
+        list[str] | None,
         typer.Option(
-            help="command that copies accounts.conf to every server and reloads it "
-            "[default: signal the server that runs from DIR]",
-            metavar="COMMAND",
+            "--monitor",
+            help="address of a NATS server's monitoring, to see what each connection sends; "
+            "repeat for each server",
+            metavar="URL",
         ),
     ] = None,
 ) -> None:
-    """Watch the tape and revoke a learner that floods it; runs until stopped.
+    """Watch the tape, consumers and connections, and revoke who floods; runs until stopped.
 
     Run it on the machine that has DIR. Logs are JSON lines on stderr.
     """
@@ -153,7 +181,9 @@ def host_guard(
     command = guard.reload_command(folder, reload)
     with contextlib.suppress(KeyboardInterrupt):
         rates = guard.Rates(most_per_s, most_bytes_per_s)
-        asyncio.run(guard.guard(folder, run, rates=rates, reload=command))
+        asyncio.run(
+            guard.guard(folder, run, rates=rates, reload=command, monitors=tuple(monitors or ()))
+        )
 
 
 def _tell_added(folder: Path, credentials: Path) -> None:

@@ -1,30 +1,45 @@
-"""`diloco host guard`: cuts off clients that flood the tape, before it is full.
+"""`diloco host guard`: cuts off clients that flood the tape or the servers.
 
 nats-server limits connections and sizes, but not messages in a second. The guard reads the tape
-with the operator's credentials as it grows; a learner that publishes faster than any honest one
-could, in messages or in bytes, is revoked, and the servers are told to reload. It runs where the
-folder of credentials is.
+with the operator's credentials as it grows, hears of each consumer that is made, and asks the
+servers what each account sends over its connections. Whoever does more than any honest party could
+is revoked, the servers are told to reload, and its consumers are removed. It runs where the folder
+of credentials is.
 """
 
 import asyncio
+import json
 import math
 import shlex
 import subprocess
+import urllib.request
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from diloco.common.process import log
+from diloco.common.process.credentials import consumers_prefix
+from diloco.common.process.service import all_of
 from diloco.common.protocol import names
 from diloco.common.protocol.errors import ConfigError
+from diloco.common.storage.bus.jetstream import NatsBus
 from diloco.common.storage.tape import RunContext
 from diloco.operate.auth import files as auth
+from diloco.operate.auth.permissions import run_account
 from diloco.run.cli.opening import open_run
 
 # A rate is taken over so many seconds: a learner that comes back from an outage may send at once
 # what it has.
 SPAN_S = 10.0
 COMMAND_S = 60.0
+# What the servers count is asked for so often.
+LOOK_S = 2.0
+# Consumers of a revoked party are looked for again after so long: its server may reload late.
+AGAIN_S = 1.0
+# Whose consumers and connections are judged: an aggregator sends as much as its run needs.
+_REVOKED = ("learner", "reader")
+_CREATED = "$JS.EVENT.ADVISORY.CONSUMER.CREATED"
 
 
 class Rates:
@@ -33,16 +48,20 @@ class Rates:
     def __init__(self, most_per_s: float, most_bytes_per_s: float = math.inf) -> None:
         self.most_per_s = most_per_s
         self.most_bytes_per_s = most_bytes_per_s
-        self._sent: dict[str, deque[tuple[float, int]]] = {}
+        self._sent: dict[str, deque[tuple[float, int, int]]] = {}
 
-    def count(self, sender: str, at_s: float, size_bytes: int = 0) -> bool:
-        """Whether a message is one too many of its sender's."""
+    def anew(self) -> "Rates":
+        """The same limits, for what is counted apart."""
+        return Rates(self.most_per_s, self.most_bytes_per_s)
+
+    def count(self, sender: str, at_s: float, size_bytes: int = 0, messages: int = 1) -> bool:
+        """Whether some messages are too many of their sender's."""
         sent = self._sent.setdefault(sender, deque())
-        sent.append((at_s, size_bytes))
+        sent.append((at_s, messages, size_bytes))
         while sent[0][0] <= at_s - SPAN_S:
             sent.popleft()
-        span_bytes = sum(size for _, size in sent)
-        if len(sent) <= self.most_per_s * SPAN_S and span_bytes <= self.most_bytes_per_s * SPAN_S:
+        span, span_bytes = (sum(one[part] for one in sent) for part in (1, 2))
+        if span <= self.most_per_s * SPAN_S and span_bytes <= self.most_bytes_per_s * SPAN_S:
             return False
         sent.clear()
         return True
@@ -66,8 +85,10 @@ def reload_command(folder: Path, given: str | None) -> list[str]:
     return ["nats-server", "--signal", f"reload={pid_file}"]
 
 
-async def guard(folder: Path, target: str, *, rates: Rates, reload: list[str]) -> None:
-    """Read the tape from its end on, for ever, and revoke clients that flood it.
+async def guard(
+    folder: Path, target: str, *, rates: Rates, reload: list[str], monitors: tuple[str, ...]
+) -> None:
+    """Watch the tape from its end on, consumers and connections, and revoke who floods; for ever.
 
     Raises:
         ConfigError: RUN cannot be opened, or the folder is none of `diloco auth init`.
@@ -80,27 +101,77 @@ async def guard(folder: Path, target: str, *, rates: Rates, reload: list[str]) -
             "guarding", most_per_s=rates.most_per_s, most_bytes_per_s=rates.most_bytes_per_s
         )
 
-        async def revoke(learner: str) -> None:
-            await asyncio.to_thread(auth.revoke, folder, learner)
-            failure = await context.runtime.call(_run, reload)
+        async def revoke(name: str) -> None:
+            failure = await cut_off(context, folder, name, reload)
+            if failure is None:
+                return
             if failure:
                 logger.error("reload_failed", error=failure)
             logger.warning(
                 "revoked",
-                learner=learner,
+                learner=name,
                 most_per_s=rates.most_per_s,
                 most_bytes_per_s=rates.most_bytes_per_s,
                 runbook="runbooks/credentials.md",
             )
 
-        await watch(context, rates, revoke)
+        await watch(context, rates, revoke, monitors)
+
+
+async def revoke(folder: Path, target: str, name: str, reload: list[str]) -> None:
+    """Cut one identity off, of its run's servers too.
+
+    Raises:
+        ConfigError: there is none of that name, RUN cannot be opened, or no server reloads.
+    """
+    async with open_run(target, name="operator") as opened:
+        failure = await cut_off(opened.context, folder, name, reload)
+    if failure is None:
+        auth.revoke(folder, name)  # says who there is
+    if failure:
+        raise ConfigError(
+            f"{name} is revoked in {folder}, but the servers have not reloaded: {failure}",
+            hint="reload them by hand: runbooks/credentials.md",
+        )
+
+
+async def cut_off(context: RunContext, folder: Path, name: str, reload: list[str]) -> str | None:
+    """Revoke an identity, have the servers reload, and remove its consumers.
+
+    What went wrong with the reload, or nothing; None if there is no such identity any more.
+    """
+    known = [one for one in auth.identities(folder) if one.name == name]
+    if not known:
+        return None
+    await asyncio.to_thread(auth.revoke, folder, name)
+    failure = await context.runtime.call(_run, reload)
+    bus, prefix, clean = context.bus, consumers_prefix(known[0].role, name), 0
+    assert isinstance(bus, NatsBus)
+    while clean < 2:
+        await asyncio.sleep(AGAIN_S)
+        removed = [await bus.remove_readers(one, prefix) for one in names.streams(context.run)]
+        clean = 0 if any(removed) and not failure else clean + 1
+    return failure
 
 
 async def watch(
+    context: RunContext,
+    rates: Rates,
+    revoke: Callable[[str], Awaitable[None]],
+    monitors: Iterable[str] = (),
+) -> None:
+    """Call `revoke` with the name of each party that does more than it may; never returns."""
+    await all_of(
+        _watch_tape(context, rates.anew(), revoke),
+        _watch_consumers(context, rates.anew(), revoke),
+        *(_watch_accounts(context, rates.anew(), revoke, url) for url in monitors),
+    )
+
+
+async def _watch_tape(
     context: RunContext, rates: Rates, revoke: Callable[[str], Awaitable[None]]
 ) -> None:
-    """Call `revoke` once for each learner that publishes more than it may."""
-    run, revoked = context.run, set[str]()
+    run = context.run
     subjects = [
         names.join(run, "*"),
         names.leave(run, "*"),
@@ -110,12 +181,65 @@ async def watch(
     start = await context.bus.last_sequence(context.tape) + 1
     async for message in context.bus.read(context.tape, subjects, start):
         learner = names.subject_learner(message.subject)
-        if learner is None:
-            continue
-        too_much = rates.count(learner, message.time_s, len(message.payload))
-        if too_much and learner not in revoked:
-            revoked.add(learner)
+        if learner and rates.count(learner, message.time_s, len(message.payload)):
             await revoke(learner)
+
+
+async def _watch_consumers(
+    context: RunContext, rates: Rates, revoke: Callable[[str], Awaitable[None]]
+) -> None:
+    """The server tells of each consumer that is made, whose name says of whom it is."""
+    async for subject, _ in context.bus.listen(f"{_CREATED}.*.*"):
+        role, *rest = subject.rpartition(".")[2].split("_")
+        if role in _REVOKED and rest and rates.count(rest[0], context.runtime.clock()):
+            await revoke(rest[0])
+
+
+class Sent(NamedTuple):
+    """What an account has sent since its server started."""
+
+    messages: int
+    size_bytes: int
+
+
+async def _watch_accounts(
+    context: RunContext, rates: Rates, revoke: Callable[[str], Awaitable[None]], url: str
+) -> None:
+    """A server counts what comes over the connections of each account, whatever it asks for."""
+    before, told = dict[str, Sent](), False
+    while True:
+        now = dict[str, Sent]()
+        try:
+            now = await context.runtime.call(accounts, url, context.run)
+            told = False
+        except (OSError, ValueError, KeyError) as error:
+            if not told:
+                context.logger.warning("unwatched", url=url, error=str(error))
+            told = True
+        for name, sent in now.items():
+            last = before.get(name, sent)
+            messages, size = sent.messages - last.messages, sent.size_bytes - last.size_bytes
+            # A server that was started again counts anew.
+            if messages > 0 and rates.count(name, context.runtime.clock(), size, messages):
+                await revoke(name)
+        before = now
+        await asyncio.sleep(LOOK_S)
+
+
+def accounts(url: str, run: str) -> dict[str, Sent]:
+    """What each learner and reader of a run has sent, as the server's monitoring at `url` counts.
+
+    Raises:
+        OSError, ValueError, KeyError: nothing answers, or nothing that nats-server would say.
+    """
+    with urllib.request.urlopen(f"{url}/accstatz?unused=1", timeout=COMMAND_S) as answer:  # noqa: S310 - the operator's own
+        found = json.load(answer)["account_statz"]
+    sent = {}
+    for one in found:
+        account, role, name = [*one["acc"].split("_"), "", ""][:3]
+        if account == run_account(run) and role in _REVOKED:
+            sent[name] = Sent(one["received"]["msgs"], one["received"]["bytes"])
+    return sent
 
 
 def _run(command: list[str]) -> str:

@@ -10,7 +10,13 @@ below; answers then stay in the asker's account (docs/adr/0017-credentials.md).
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from diloco.common.process.credentials import OWN_API, SHARED_API, Role, inbox_prefix
+from diloco.common.process.credentials import (
+    OWN_API,
+    SHARED_API,
+    Role,
+    consumer_names,
+    inbox_prefix,
+)
 from diloco.common.protocol import names
 
 # A learner has one connection, and a second one while the first is found to be dead.
@@ -39,7 +45,7 @@ def grants(run: str, identity: Identity) -> Grants:
         case "learner":
             return _learner(run, identity.name)
         case "reader":
-            return _reader(run)
+            return _reader(run, identity.name)
         case _:
             return _aggregator(run)
 
@@ -59,7 +65,9 @@ def _learner(run: str, learner: str) -> Grants:
         names.settings(run),
         names.stop(run),
         names.end(run),
-        *own,
+        names.join(run, learner),
+        names.leave(run, learner),
+        names.update(run, learner, "*"),
         # From them it knows which shares of the data are free.
         names.claim(run, "*"),
     )
@@ -68,8 +76,8 @@ def _learner(run: str, learner: str) -> Grants:
             *own,
             names.heartbeat(run, learner),
             f"{OWN_API}.STREAM.INFO.{tape}",
-            *_fenced_reads(tape, readable),
-            *_fenced_reads(ops, (names.rejected(run, learner),)),
+            *_fenced_reads(learner, tape, readable),
+            *_fenced_reads(learner, ops, (names.rejected(run, learner),)),
         ),
         hears=(names.round_open(run, "*"),),
     )
@@ -91,35 +99,40 @@ def _aggregator(run: str) -> Grants:
             names.rejected(run, "*"),
             names.round_open(run, "*"),
             *names.leases_subjects(run),
-            *_reader(run).requests,
+            *_reads(run, ("*",)),
             f"{OWN_API}.STREAM.PURGE.{names.tape_stream(run)}",
         )
     )
 
 
-def _reader(run: str) -> Grants:
+def _reader(run: str, reader: str) -> Grants:
     """To read everything of the run, and to say nothing."""
-    streams = (names.tape_stream(run), names.ops_stream(run), names.leases_stream(run))
-    return Grants(tuple(request for stream in streams for request in _reads(stream)))
+    return Grants(tuple(_reads(run, consumer_names("reader", reader, ()))))
 
 
-def _fenced_reads(stream: str, subjects: Iterable[str]) -> Iterable[str]:
+def _fenced_reads(learner: str, stream: str, subjects: Iterable[str]) -> Iterable[str]:
     """To read these subjects of a stream, and no others."""
     for subject in subjects:
         yield f"{OWN_API}.DIRECT.GET.{stream}.{subject}"
-        yield f"{OWN_API}.CONSUMER.CREATE.{stream}.*.{subject}"
-    # Consumers' names hold 64 random bits, and only their makers know them.
-    yield f"{OWN_API}.CONSUMER.MSG.NEXT.{stream}.*"
-    yield f"{OWN_API}.CONSUMER.DELETE.{stream}.*"
+        for consumer in consumer_names("learner", learner, (subject,)):
+            yield f"{OWN_API}.CONSUMER.CREATE.{stream}.{consumer}.{subject}"
+            yield from _uses(stream, consumer)
 
 
-def _reads(stream: str) -> Iterable[str]:
-    """To read all of a stream."""
-    yield f"{OWN_API}.STREAM.INFO.{stream}"
-    yield f"{OWN_API}.STREAM.MSG.GET.{stream}"
-    yield f"{OWN_API}.CONSUMER.CREATE.{stream}.>"
-    yield f"{OWN_API}.CONSUMER.MSG.NEXT.{stream}.*"
-    yield f"{OWN_API}.CONSUMER.DELETE.{stream}.*"
+def _reads(run: str, consumers: Iterable[str]) -> Iterable[str]:
+    """To read all of the streams, with these consumers."""
+    for stream in names.streams(run):
+        yield f"{OWN_API}.STREAM.INFO.{stream}"
+        yield f"{OWN_API}.STREAM.MSG.GET.{stream}"
+        for consumer in consumers:
+            yield f"{OWN_API}.CONSUMER.CREATE.{stream}.{consumer}"
+            yield from _uses(stream, consumer)
+
+
+def _uses(stream: str, consumer: str) -> Iterable[str]:
+    """To use a consumer that there is, and to remove it."""
+    yield f"{OWN_API}.CONSUMER.MSG.NEXT.{stream}.{consumer}"
+    yield f"{OWN_API}.CONSUMER.DELETE.{stream}.{consumer}"
 
 
 def render_accounts(run: str, identities: Iterable[Identity], limits: Mapping[str, int]) -> str:
@@ -135,7 +148,7 @@ def render_accounts(run: str, identities: Iterable[Identity], limits: Mapping[st
     operators = [identity for identity in known if identity.role == "operator"]
     lines = [
         "# Written by diloco auth, which will write it again: change nothing here.",
-        f"{_quoted(_run_account(run))}: {{",
+        f"{_quoted(run_account(run))}: {{",
         f"  jetstream: {{{', '.join(f'{key}: {value}' for key, value in limits.items())}}}",
         "  users: [",
         *(
@@ -176,7 +189,7 @@ def _answers(subject: str) -> str:
 def _account(run: str, identity: Identity) -> list[str]:
     """The account of one identity: what it imports is all that it can reach."""
     granted = grants(run, identity)
-    from_run = f"account: {_quoted(_run_account(run))}"
+    from_run = f"account: {_quoted(run_account(run))}"
     publish = ", ".join(_quoted(_as_seen(subject)) for subject in granted.requests)
     inbox = f"{inbox_prefix(identity.role, identity.name)}.>"
     subscribe = ", ".join(_quoted(subject) for subject in (inbox, *granted.hears))
@@ -209,7 +222,8 @@ def _as_seen(subject: str) -> str:
     return subject
 
 
-def _run_account(run: str) -> str:
+def run_account(run: str) -> str:
+    """The account of a run's streams; those of its parties begin with it, and a '_'."""
     return f"diloco-{run}"
 
 

@@ -17,7 +17,8 @@ Rules:
 Permissions a client needs: publish on its own subjects; `<api>.STREAM.INFO.<stream>` and
 `<api>.STREAM.MSG.GET.<stream>` (or `<api>.DIRECT.GET.<stream>.<subject>` with `direct_reads`);
 `<api>.CONSUMER.CREATE.<stream>.*.<subject>` for each subject it reads alone, without the subject
-to read several in one order; `<api>.CONSUMER.{MSG.NEXT,DELETE}.<stream>.*`; subscribe on
+to read several in one order; `<api>.CONSUMER.{MSG.NEXT,DELETE}.<stream>.*` (of learners and
+readers, whose consumers have the names of their credentials, in place of each `*`); subscribe on
 `<inbox_prefix>.>`. `<api>` is `$JS.API`, or what the credentials say.
 `diloco/operate/auth/permissions.py` grants this.
 """

@@ -207,6 +207,18 @@ async def store(
     )
 
 
+def asked_by(msg_id: str | None, expected_last: int | None, ttl_s: float | None) -> dict[str, str]:
+    """The headers by which a publication asks the server for its checks."""
+    headers: dict[str, str] = {}
+    if msg_id is not None:
+        headers[api.Header.MSG_ID.value] = msg_id
+    if expected_last is not None:
+        headers[api.Header.EXPECTED_LAST_SUBJECT_SEQUENCE.value] = str(expected_last)
+    if ttl_s is not None:
+        headers[api.Header.MSG_TTL.value] = f"{round(ttl_s * 1000)}ms"
+    return headers
+
+
 def stream_config(
     stream: str, subjects: list[str], limits: StreamLimits, first_seq: int, most_readers: int
 ) -> api.StreamConfig:

@@ -5,12 +5,15 @@ import contextlib
 import json
 import re
 import secrets
+from collections.abc import Awaitable, Callable
+from functools import partial
 
 import nats.errors
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
-from nats.js import api
+from nats.js import JetStreamContext, api
 
+from diloco.common.process.credentials import Credentials
 from diloco.common.protocol.errors import BusError, BusUnavailableError
 from diloco.common.storage.bus.jetstream.connection import (
     CONSUMER_IDLE_S,
@@ -33,6 +36,9 @@ _PULL_BYTES = 8 << 20  # what a reader holds at most; a pull ends early rather t
 _PULL_EXPIRES_S = 5.0
 _HEARTBEAT_S = 1.5
 _SILENCE_S = 4.0  # without a heartbeat for so long, the consumer or the server is gone
+_CONSUMER_EXISTS = 10148
+# What another process has left behind is gone by then.
+_OTHERS_S = CONSUMER_IDLE_S + CALL_TIMEOUT_S
 _PULL_ENDED = {"Batch Completed", "Message Size Exceeds MaxBytes"}
 
 
@@ -40,9 +46,16 @@ class Cursor:
     """One pull consumer; every irregularity is a `BusUnavailableError`."""
 
     def __init__(
-        self, connection: Connection, link: Link, stream: str, consumer: str, position: int
+        self,
+        connection: Connection,
+        link: Link,
+        stream: str,
+        consumer: str,
+        position: int,
+        release: Callable[[], None],
     ) -> None:
         self._connection = connection
+        self._release = release
         self._stream = stream
         self._imported_to: int | None = None
         self._link = link
@@ -84,6 +97,7 @@ class Cursor:
                     await self._link.client.publish(
                         f"{self._link.api}.CONSUMER.DELETE.{self._path}"
                     )
+        self._release()
 
     async def _pull(self) -> None:
         request = {
@@ -146,29 +160,124 @@ class Cursor:
 
 
 class Cursors:
-    """Makes the cursors of one bus."""
+    """Makes the cursors of one bus.
 
-    def __init__(self, connection: Connection) -> None:
+    Args:
+        connection: to the servers.
+        own: whose names the consumers have; None: any names.
+    """
+
+    def __init__(self, connection: Connection, own: Credentials | None) -> None:
         self._connection = connection
+        self._own = own
         self._can_see_end = True
+        self._held: set[str] = set()
+        self._freed = asyncio.Event()
 
     async def open(self, stream: str, subjects: list[str], position: int) -> Cursor:
         """A cursor whose first message is the first of `subjects` from `position` on.
 
         Raises:
-            BusError: no such stream, not permitted, or `position` is more than one beyond the end.
+            BusError: no such stream, not permitted, or `position` is more than one beyond the end;
+                or other processes have all the consumers that a reader may have.
             BusUnavailableError: no answer.
         """
         await self._check_end(stream, position)
-        connection = self._connection
-        link = connection.current()
-        consumer = f"{_token(connection.address.name)}-{secrets.token_hex(8)}"
-        config = _consumer_config(consumer, subjects, position)
-        asked = f"{connection.address.api}.CONSUMER.CREATE.{stream}.{consumer}"
-        if len(subjects) == 1:
+        link = self._connection.current()
+        names = self._own.consumer_names(subjects) if self._own else ()
+        if not names:
+            consumer = f"{_token(self._connection.address.name)}-{secrets.token_hex(8)}"
+            names = (consumer,)
+        given_up_s = asyncio.get_running_loop().time() + _OTHERS_S
+        while True:
+            for name in [one for one in names if f"{stream}.{one}" not in self._held]:
+                if await self._create(stream, name, subjects, position):
+                    return Cursor(
+                        self._connection,
+                        link,
+                        stream,
+                        name,
+                        position,
+                        partial(self._let_go, f"{stream}.{name}"),
+                    )
+            await self._make_room(stream, names, given_up_s)
+
+    async def remove(self, stream: str, prefix: str) -> int:
+        """Remove all consumers of a stream whose names begin so; how many there were.
+
+        Raises:
+            BusUnavailableError: no answer.
+        """
+        path, found = self._connection.address.api, list[str]()
+
+        def next_page(js: JetStreamContext) -> Awaitable[list[api.ConsumerInfo]]:
+            page: Awaitable[list[api.ConsumerInfo]] = js.consumers_info(stream, offset=len(found))
+            return page
+
+        while page := await self._connection.call(f"{path}.CONSUMER.LIST.{stream}", next_page):
+            found += [str(one.name) for one in page]
+        removed = [name for name in found if name.startswith(prefix)]
+        for name in removed:
+            with contextlib.suppress(RefusedError):  # it has ended meanwhile
+                await self._delete(stream, name)
+        return len(removed)
+
+    async def _delete(self, stream: str, name: str) -> None:
+        asked = f"{self._connection.address.api}.CONSUMER.DELETE.{stream}.{name}"
+        await self._connection.call(asked, lambda js: js.delete_consumer(stream, name))
+
+    async def _create(self, stream: str, name: str, subjects: list[str], position: int) -> bool:
+        """Make a consumer; False if there is one of that name."""
+        api_prefix, path = self._connection.address.api, f"{stream}.{name}"
+        asked = f"{api_prefix}.CONSUMER.CREATE.{path}"
+        # Who may read all has permissions that name consumers without subjects.
+        if len(subjects) == 1 and (self._own is None or self._own.direct_reads):
             asked = f"{asked}.{subjects[0]}"
-        await connection.call(asked, lambda js: js.add_consumer(stream, config))
-        return Cursor(connection, link, stream, consumer, position)
+        config = _consumer_config(name, subjects, position).as_dict()
+        # nats-py does not ask for a new one: then the server changes the one that is there.
+        body = json.dumps({"stream_name": stream, "config": config, "action": "create"}).encode()
+        self._held.add(path)
+        try:
+            await self._connection.call(
+                asked,
+                lambda js: js._api_request(asked, body, timeout=CALL_TIMEOUT_S),  # noqa: SLF001
+            )
+        except RefusedError as error:
+            self._let_go(path)
+            if error.err_code == _CONSUMER_EXISTS:
+                return False
+            raise
+        except BaseException:
+            self._let_go(path)
+            raise
+        return True
+
+    def _let_go(self, path: str) -> None:
+        self._held.discard(path)
+        self._freed.set()
+        self._freed = asyncio.Event()
+
+    async def _make_room(self, stream: str, names: tuple[str, ...], given_up_s: float) -> None:
+        """Wait for a name, or free one that an earlier life or a lost connection left behind.
+
+        Raises:
+            BusError: it is a reader's, and none became free until the loop's time `given_up_s`.
+        """
+        assert self._own is not None
+        others = [name for name in names if f"{stream}.{name}" not in self._held]
+        if not others:
+            await self._freed.wait()
+        elif self._own.role == "learner":
+            with contextlib.suppress(RefusedError):  # somebody was quicker
+                await self._delete(stream, others[0])
+        elif asyncio.get_running_loop().time() < given_up_s:
+            await asyncio.sleep(1.0)
+        else:
+            raise BusError(
+                f"{len(names)} processes read stream {stream!r} with the credentials of reader "
+                f"{self._own.identity!r}, and no more can",
+                hint="end some, or make another reader: diloco auth add-reader",
+            )
 
     async def _check_end(self, stream: str, position: int) -> None:
         """Refuse to wait beyond the end: a server would skip all messages up to the position."""
@@ -188,6 +297,8 @@ class Cursors:
 def _consumer_config(consumer: str, subjects: list[str], position: int) -> api.ConsumerConfig:
     return api.ConsumerConfig(
         name=consumer,
+        # Else the server takes a second process that asks for the same for the first.
+        description=secrets.token_hex(8),
         deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
         opt_start_seq=position,
         ack_policy=api.AckPolicy.NONE,

@@ -11,7 +11,7 @@ from nats.js import api
 
 from diloco.common.process import log
 from diloco.common.process.config import BusSection
-from diloco.common.process.credentials import OWN_API, Role, load_credentials
+from diloco.common.process.credentials import OWN_API, Credentials, Role, load_credentials
 from diloco.common.process.service import Runtime
 from diloco.common.protocol.errors import (
     BusError,
@@ -24,6 +24,7 @@ from diloco.common.protocol.wire import GREATEST
 from diloco.common.storage.bus.jetstream.connection import (
     MOST_READERS,
     Connection,
+    asked_by,
     fill,
     imported_to,
     mark_imported,
@@ -69,12 +70,14 @@ _LAST_SEQUENCE = re.compile(r"wrong last sequence: (\d+)")
 class NatsBus:
     """A `Bus` over one NATS connection at a time; made by `connect`."""
 
-    def __init__(self, address: Address, link: Link, *, direct_reads: bool) -> None:
+    def __init__(
+        self, address: Address, link: Link, own: Credentials | None, *, direct_reads: bool
+    ) -> None:
         self.name = address.name
         self._api = address.api
         self._direct_reads = direct_reads
         self._connection = Connection(address, link)
-        self._cursors = Cursors(self._connection)
+        self._cursors = Cursors(self._connection, own)
 
     async def create_stream(
         self, stream: str, subjects: list[str], limits: StreamLimits, *, first_seq: int = 1
@@ -158,7 +161,7 @@ class NatsBus:
         check_ttl(ttl_s, allowed=True)
         try:
             ack = await store(
-                self._connection, subject, bytes(payload), _headers(msg_id, expected_last, ttl_s)
+                self._connection, subject, bytes(payload), asked_by(msg_id, expected_last, ttl_s)
             )
         except RefusedError as error:
             if error.err_code in WRONG_LAST_SEQUENCE:
@@ -245,6 +248,14 @@ class NatsBus:
             info.state.consumer_count,
             max(info.config.max_consumers or 0, 0),
         )
+
+    async def remove_readers(self, stream: str, prefix: str) -> int:
+        """Remove all readers of `stream` whose names begin so; how many there were.
+
+        Raises:
+            BusUnavailableError: no answer.
+        """
+        return await self._cursors.remove(stream, prefix)
 
     async def trim(self, stream: str, subject: str, below_seq: int) -> None:
         """Remove messages of `subject` (no wildcards) below `below_seq`, but never its last one.
@@ -378,18 +389,6 @@ class NatsBus:
         await self._connection.close()
 
 
-def _headers(msg_id: str | None, expected_last: int | None, ttl_s: float | None) -> dict[str, str]:
-    """The headers by which a publication asks the server for its checks."""
-    headers: dict[str, str] = {}
-    if msg_id is not None:
-        headers[api.Header.MSG_ID.value] = msg_id
-    if expected_last is not None:
-        headers[api.Header.EXPECTED_LAST_SUBJECT_SEQUENCE.value] = str(expected_last)
-    if ttl_s is not None:
-        headers[api.Header.MSG_TTL.value] = f"{round(ttl_s * 1000)}ms"
-    return headers
-
-
 async def connect(
     url: str,
     *,
@@ -441,9 +440,8 @@ async def connect(
                 raise
             await pause.wait(deadline - loop.time())
             continue
-        return NatsBus(
-            address, link, direct_reads=direct_reads or (own is not None and own.direct_reads)
-        )
+        fenced = direct_reads or (own is not None and own.direct_reads)
+        return NatsBus(address, link, own, direct_reads=fenced)
 
 
 ATTEMPT_S = 5.0
