@@ -25,12 +25,12 @@ from diloco.run import findings
 from diloco.run.model.scores import keep
 from diloco.run.state import Finding, RunStatus
 from diloco.run.timeseries import condense, read_time_series
-from diloco.show.page import live, sections
+from diloco.show.page import live, sections, server
 from diloco.show.page.lanes import make_lanes
 from diloco.show.page.live import LiveRun, served
 from diloco.show.page.numbers import Shown, goodput, spent
 from diloco.show.page.runbook import render, runbook_names
-from diloco.show.page.server import FILES, MOST_PAGES, Board, serving
+from diloco.show.page.server import FILES, MOST_CONNECTIONS, MOST_PAGES, Board, serving
 from diloco.show.page.summary import TEXT, facts
 from diloco.show.page.svg import Markup, short
 
@@ -338,6 +338,25 @@ def test_no_more_pages_than_the_server_can_bear(board: Board, url: str) -> None:
             stream.recv(1)
         assert ask(url, "/events")[0] == 503
         assert ask(url, "/")[0] == 200
+
+
+def test_clients_that_never_say_what_they_want_hold_up_nobody(
+    board: Board, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server._PageHandler, "timeout", None)
+    held = [opened(url)]
+    assert held[0].recv(1)
+    address = ("127.0.0.1", int(url.rsplit(":", 1)[1].strip("/")))
+    for _ in range(2 * MOST_CONNECTIONS):
+        slow = socket.create_connection(address)
+        slow.sendall(b"GET / HTTP/1.1\r\nHost: local")
+        held.append(slow)
+    assert ask(url, "/")[0] == 200
+    board.say({"word": "training"})
+    with held[0].makefile("rb") as lines:
+        assert any(b"training" in line for line in lines), "a page that is open stays"
+    for one in held:
+        one.close()
 
 
 def test_a_port_in_use_is_a_sentence(board: Board, url: str) -> None:

@@ -3,6 +3,8 @@
 It only answers GET. What asks must have asked for this machine by a name of loopback (else a
 foreign site that resolves to it could read the run, by DNS rebinding), and not from another site's
 page. Requests, connections and open streams are bounded, and so is what a client may leave unread.
+Each connection has a thread; of too many the one that takes longest gives way, so that no client
+holds up another.
 """
 
 import json
@@ -24,7 +26,7 @@ from diloco.show.page.svg import NOTHING, Markup
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 8780
 HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
-# Open pages, connections of all kinds; more are turned away.
+# Open pages, of which more are turned away; other connections, of which the oldest gives way.
 MOST_PAGES, MOST_CONNECTIONS = 16, 64
 # A client that reads or writes nothing for so long has gone.
 PATIENCE_S = 15.0
@@ -181,25 +183,37 @@ def _listen(board: Board, port: int | None) -> "_PageServer":
 class _PageServer(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
+    # A client whose connection finds no room among those not yet accepted waits for seconds.
+    request_queue_size = MOST_CONNECTIONS
 
     def __init__(self, board: Board, port: int) -> None:
         super().__init__((LOOPBACK, port), _PageHandler)
         self.board = board
-        self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        self._lock = threading.Lock()
+        self._answered: dict[socket.socket, None] = {}  # the oldest first
 
     def process_request(self, request: socket.socket, client_address: object) -> None:  # type: ignore[override]
-        """Give the connection a thread, if one is free."""
-        if not self._free.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
+        """Give the connection a thread, in place of the one that takes longest if need be."""
+        with self._lock:
+            if len(self._answered) >= MOST_CONNECTIONS:
+                oldest = next(iter(self._answered))
+                del self._answered[oldest]
+                with suppress(OSError):  # it ends as we speak
+                    oldest.shutdown(socket.SHUT_RDWR)
+            self._answered[request] = None
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: socket.socket, client_address: object) -> None:  # type: ignore[override]
-        """Answer, and give the thread back."""
+        """Answer."""
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._free.release()
+            self.keep(request)
+
+    def keep(self, request: socket.socket) -> None:
+        """Let a connection give way to no other: it is an open page, or has ended."""
+        with self._lock:
+            self._answered.pop(request, None)
 
     def handle_error(self, request: object, client_address: object) -> None:
         """A connection that broke is the client's affair."""
@@ -270,6 +284,7 @@ class _PageHandler(BaseHTTPRequestHandler):
         if not board.enter(MOST_PAGES):
             self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, "too many pages are open")
             return
+        self.server.keep(self.connection)
         try:
             self._begin("text/event-stream")
             self.end_headers()
