@@ -37,7 +37,7 @@ from diloco.learner.background import Background, Context
 from diloco.learner.core import sync
 from diloco.learner.hosts.messages import wait_for_hosts
 from diloco.learner.member import Member
-from diloco.learner.synchronizer import Meter, Synchronizer
+from diloco.learner.synchronizer import Meter, Synchronizer, mean_and_worst
 from diloco.learner.task import Params
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.checkpoint import CheckpointFolder, copied
@@ -369,14 +369,15 @@ def show_series(counted: Metrics, learner: Synchronizer, state: sync.State) -> N
     """Set a learner's series; `state` is its core's."""
     meter, traffic = learner.meter, learner.meter.traffic
     each = learner.tokens_per_step
+    delay, adoption = mean_and_worst(meter.delays), mean_and_worst(meter.adoptions)
     for metric, value in (
         (metrics.TOKENS, meter.tokens),
         (metrics.STEPS, meter.tokens / each),
         (metrics.DATA_TOKENS, learner.position * each),
         (metrics.GLOBAL_STEP, meter.global_step),
         (metrics.STEP_TIME, meter.step_time_s),
-        (metrics.DELAY, meter.delay[0]),
-        (metrics.DELAY_STEPS, meter.delay[1]),
+        (metrics.DELAY, delay[0]),
+        (metrics.DELAY_STEPS, delay[2]),
         (metrics.STALL, meter.stall_s),
         (metrics.DATA_WAIT, meter.data_s),
         (metrics.RUN_TIME, meter.run_s),
@@ -385,6 +386,9 @@ def show_series(counted: Metrics, learner: Synchronizer, state: sync.State) -> N
         (metrics.SENT, traffic.updates_sent),
     ):
         counted.set(metric, value)
+    for at, of in enumerate(("mean", "worst")):
+        counted.set(metrics.ADOPTION, adoption[at], of)
+        counted.set(metrics.ADOPTION_STEPS, adoption[2 + at], of)
     if meter.loss is not None:
         counted.set(metrics.LOSS, meter.loss)
     for name, value in meter.metrics.items():

@@ -13,7 +13,7 @@ import math
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, Protocol
@@ -96,6 +96,14 @@ WHY_NOT = {
 }
 
 
+def mean_and_worst(
+    times: Sequence[tuple[float, float]],
+) -> tuple[float, float, float, float]:
+    """Mean and worst seconds, then mean and worst steps, of (steps, seconds); 0 of none."""
+    steps, times_s = zip(*(times or ((0.0, 0.0),)), strict=True)
+    return fmean(times_s), max(times_s), fmean(steps), max(steps)
+
+
 class Losses:
     """Training losses of this life's steps; the newest may still be computing."""
 
@@ -127,7 +135,8 @@ class Meter:
     `version` is the newest that was adopted. `stall_s` is the training thread's time in
     synchronization, `data_s` that in waiting for batches; `run_s` all its time since the
     first step. `full_tokens_per_s` is what the devices could do at their peak; 0 if nobody knows.
-    `delays` are the inner steps and seconds from the last updates' boundaries to their answers'.
+    `delays` are the inner steps and seconds from the last updates' boundaries to their answers',
+    `adoptions` those from the making of the last versions to the boundaries that adopted them.
     """
 
     learner: str
@@ -147,6 +156,7 @@ class Meter:
     run_s: float = 0.0
     full_tokens_per_s: float = 0.0
     delays: tuple[tuple[int, float], ...] = ()
+    adoptions: tuple[tuple[float, float], ...] = ()
     _began_s: float = field(default_factory=time.perf_counter)
 
     def stepped(self, took_s: float, tokens: int, loss: float | None) -> None:
@@ -194,11 +204,10 @@ class Meter:
         # A new one, since the heartbeat may be reading the old.
         self.delays = (*self.delays[1 - DELAYS :], (steps, max(0.0, took_s)))
 
-    @property
-    def delay(self) -> tuple[float, float]:
-        """Mean seconds and inner steps from an update's boundary to its answer's; 0 of none."""
-        steps, times_s = zip(*(self.delays or ((0, 0.0),)), strict=True)
-        return fmean(times_s), fmean(steps)
+    def adopted(self, took_s: float) -> None:
+        """A version is adopted, so long after it was made."""
+        steps = took_s / self.step_time_s if self.step_time_s else 0.0
+        self.adoptions = (*self.adoptions[1 - DELAYS :], (max(0.0, steps), max(0.0, took_s)))
 
     def stalled(self, took_s: float) -> None:
         """Count time in synchronization, after the last step too."""
@@ -221,7 +230,7 @@ class Meter:
 
     def heartbeat(self, incarnation: int, trouble: str = "") -> wire.Heartbeat:
         """The newest figures as a message."""
-        delay_s, delay_steps = self.delay
+        delay, adoption = mean_and_worst(self.delays), mean_and_worst(self.adoptions)
         return wire.Heartbeat(
             learner=self.learner,
             incarnation=incarnation,
@@ -235,10 +244,14 @@ class Meter:
             stall_s=self.stall_s,
             data_s=self.data_s,
             run_s=self.run_s,
-            delay_s=delay_s,
-            worst_delay_s=max((took_s for _, took_s in self.delays), default=0.0),
-            delay_steps=delay_steps,
-            worst_delay_steps=max((steps for steps, _ in self.delays), default=0),
+            delay_s=delay[0],
+            worst_delay_s=delay[1],
+            delay_steps=delay[2],
+            worst_delay_steps=int(delay[3]),
+            adoption_s=adoption[0],
+            worst_adoption_s=adoption[1],
+            adoption_steps=adoption[2],
+            worst_adoption_steps=adoption[3],
             bytes_up=self.traffic.bytes_up,
             bytes_down=self.traffic.bytes_down,
             updates_sent=self.traffic.updates_sent,
@@ -442,6 +455,8 @@ class Synchronizer:
                 if resolved and (sent := self._sent.pop(ready.fragment, None)) is not None:
                     step, at_s = sent
                     self.meter.answered(self.meter.local_step - step, self.clock() - at_s)
+                if payload is not None and ready.made_at_s:
+                    self.meter.adopted(self.clock() - ready.made_at_s)
                 self.meter.version = max(self.meter.version, ready.version)
                 if ready.rolled_back:
                     assert isinstance(payload, PendingView)

@@ -96,6 +96,12 @@ DELAY = _gauge(
     "learner_delay_seconds", "from the step that sent an update to the one that had its answer"
 )
 DELAY_STEPS = _gauge("learner_delay_steps", "likewise, in inner steps; mean of the last updates")
+ADOPTION = _gauge(
+    "learner_adoption_seconds",
+    "from a version's record to the step that adopted it: mean and worst of the last versions",
+    "of",
+)
+ADOPTION_STEPS = _gauge("learner_adoption_steps", "likewise, in inner steps", "of")
 STATE = _gauge("learner_state", "1 for the current state", "state")
 ADOPTED = _gauge("learner_version", "version adopted", "fragment")
 UNSENT = _gauge("learner_unsent_steps", "inner steps not yet announced", "fragment")
@@ -175,9 +181,9 @@ TAPE_LIMIT = _gauge("tape_limit_bytes", "size limit of the tape; 0: none")
 
 DAEMON = (LIVE, READY, FAULTS, WAITING)
 LEARNER = (
-    TOKENS, STEPS, DATA_TOKENS, GLOBAL_STEP, LOSS, METRIC, STEP_TIME, DELAY, DELAY_STEPS, STALL,
-    DATA_WAIT, RUN_TIME, UP, DOWN, SENT, CHECKPOINTED_AT, CHECKPOINT_FAILURES, STATE, ADOPTED,
-    UNSENT, SENDING,
+    TOKENS, STEPS, DATA_TOKENS, GLOBAL_STEP, LOSS, METRIC, STEP_TIME, DELAY, DELAY_STEPS,
+    ADOPTION, ADOPTION_STEPS, STALL, DATA_WAIT, RUN_TIME, UP, DOWN, SENT, CHECKPOINTED_AT,
+    CHECKPOINT_FAILURES, STATE, ADOPTED, UNSENT, SENDING,
 )  # fmt: skip
 AGGREGATOR = (
     FRAGMENTS, OWNED, REFUSED, VERSION, CLOCK, COMMITTED_AT, MERGED, REJECTED, DELIVERED, LOST,

@@ -149,6 +149,8 @@ class Plan:
             H steps; snapshots included.
         close_s: from a round's close to its record, once its updates are read.
         interval_s: time between two versions of a fragment; `participants` updates in one.
+        wait_s: mean and worst, of an update for its round; `adoption_s` of a version for its
+            learners; `fastest_s` that a step of the fastest takes.
         late_share: of updates that missed the round for which they were sent.
         kept: share of the trained tokens that learners which died did not take with them.
     """
@@ -168,7 +170,9 @@ class Plan:
     interval_s: float
     participants: float
     staleness: float
-    wait_steps: tuple[float, float]
+    wait_s: tuple[float, float]
+    adoption_s: tuple[float, float]
+    fastest_s: float
     late_share: float
     kept: float
 
@@ -241,7 +245,9 @@ def make_plan(
         interval_s=rounds.interval_s,
         participants=rounds.participants,
         staleness=rounds.mean_staleness,
-        wait_steps=(rounds.wait_s[0] / fastest_s, rounds.wait_s[1] / fastest_s),
+        wait_s=rounds.wait_s,
+        adoption_s=rounds.adoption_s,
+        fastest_s=fastest_s,
         late_share=rounds.late_share,
         kept=rounds.kept,
     )

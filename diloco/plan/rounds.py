@@ -75,6 +75,7 @@ class RoundTotals:
         committed_s: when each version was; `merged` how many updates it has.
         staleness: of each merged update, in versions, in their order.
         waits_s: of each of them, from its announcement to the close of its round.
+        adoptions_s: of each version at each learner, from its record to the boundary that has it.
         reads: updates that the aggregator read.
         reasons: how often rounds closed for which reason.
         kept: share of the trained tokens that were merged, or on their way at the end.
@@ -86,6 +87,7 @@ class RoundTotals:
     merged: list[int] = field(default_factory=list)
     staleness: list[int] = field(default_factory=list)
     waits_s: list[float] = field(default_factory=list)
+    adoptions_s: list[float] = field(default_factory=list)
     reasons: dict[str, int] = field(default_factory=dict)
     reads: int = 0
     kept: float = 1.0
@@ -118,13 +120,21 @@ class RoundTotals:
     @property
     def wait_s(self) -> tuple[float, float]:
         """Mean and worst of `waits_s`."""
-        waits_s = self.waits_s or [0.0]
-        return sum(waits_s) / len(waits_s), max(waits_s)
+        return _mean_and_worst(self.waits_s)
+
+    @property
+    def adoption_s(self) -> tuple[float, float]:
+        """Mean and worst of `adoptions_s`."""
+        return _mean_and_worst(self.adoptions_s)
 
     @property
     def late_share(self) -> float:
         """Share of merged updates that missed the round for which they were sent."""
         return sum(s > 0 for s in self.staleness) / len(self.staleness) if self.staleness else 0.0
+
+
+def _mean_and_worst(times_s: list[float]) -> tuple[float, float]:
+    return sum(times_s) / max(1, len(times_s)), max(times_s, default=0.0)
 
 
 def simulate(
@@ -403,8 +413,12 @@ class _Learner:
         assert self.state is not None
         self.state, effects = sync.step(self._rules, self.state, event)
         for effect in effects:
-            if isinstance(effect, sync.Send):
-                self._send(effect)
+            match effect:
+                case sync.Send():
+                    self._send(effect)
+                case sync.Adopt(ready):
+                    late_s = self._timeline.now_s - ready.made_at_s
+                    self._owner.found.adoptions_s.append(late_s)
         return self.state
 
     def _send(self, send: sync.Send) -> None:

@@ -113,6 +113,12 @@ def _gbit(value: float) -> str:
     return f"{value:.3g}" if math.isfinite(value) else "no link is enough"
 
 
+def _late(made: Plan, times_s: tuple[float, float]) -> str:
+    mean_s, worst_s = times_s
+    steps = f"{mean_s / made.fastest_s:.1f} / {worst_s / made.fastest_s:.1f} steps of the fastest"
+    return f"{steps} ({mean_s:.2f} / {worst_s:.2f} s)"
+
+
 def _needs(settings: RunSettings, made: Plan) -> Table:
     run = settings.sync
     sized, daily = made.sizes, made.daily
@@ -127,10 +133,8 @@ def _needs(settings: RunSettings, made: Plan) -> Table:
         ("time between versions of a fragment", apart),
         ("updates in a version", f"{made.participants:.1f} of {made.learners}"),
         ("mean staleness", f"{made.staleness:.2f} versions"),
-        (
-            "an update's wait for its round, mean / worst",
-            "{:.1f} / {:.1f} steps of the fastest".format(*made.wait_steps),
-        ),
+        ("an update's wait for its round, mean / worst", _late(made, made.wait_s)),
+        ("a version's wait for its adoption, mean / worst", _late(made, made.adoption_s)),
         ("late updates", f"{100 * made.late_share:.1f} %"),
         ("work lost with learners that died", f"{100 * (1 - made.kept):.2f} %"),
         ("objects written / read a day", objects),

@@ -164,6 +164,7 @@ class VirtualFragment:
         marks = memory.after_record(state).marks
         taken = [admitted.manifest for admitted in state.admitted] if made else []
         merged = {(one.learner, one.incarnation): one.seq for one in taken}
+        made_at_s = self.timeline.now_s
         clock = rounds.global_step_after(self.rules, state) if made else state.global_step
 
         def ready(learner: str, incarnation: int) -> sync.Ready:
@@ -176,6 +177,7 @@ class VirtualFragment:
                 global_step=clock,
                 resolved_seq=mark.seq if mark else 0,
                 merged_seq=merged.get((learner, incarnation), 0),
+                made_at_s=made_at_s,
             )
 
         return ready

@@ -82,6 +82,12 @@ class Delays(NamedTuple):
     mean_steps: float
     worst_steps: float
 
+    @property
+    def said(self) -> str:
+        """Mean and worst, in words."""
+        mean = f"{self.mean_steps:.1f} steps ({self.mean_s:.1f} s)"
+        return f"{mean}, {self.worst_steps:.1f} at worst ({self.worst_s:.1f} s)"
+
 
 def delays_of(waits: Iterable[tuple[float, float]]) -> Delays | None:
     """Of several waits, each in seconds and in steps; None of none."""
@@ -137,7 +143,8 @@ class LearnerStatus:
         staleness: mean of its last updates, in versions; None before any was merged.
         wait: of those, from announcement to version.
         delay: its own word of its last updates, from the step that sent one to the one that had
-            the answer; None before any.
+            the answer; None before any. `adoption` likewise of the last versions, from the record
+            to the step that adopted it.
         merged_loss: median of them, `norm` likewise: what was merged, not what it says.
         recent: what became of its last updates; `beside`: of the last that were merged together
             with somebody else's.
@@ -180,6 +187,7 @@ class LearnerStatus:
     staleness: float | None
     wait: Delays | None
     delay: Delays | None
+    adoption: Delays | None
     merged_loss: float | None
     norm: float | None
     recent: tuple[UpdateAnswer, ...]
@@ -228,7 +236,7 @@ class RunStatus:
         strangers: learners whose newest heartbeat is of a life that never joined, and that life.
         staleness: mean of recently merged updates, in versions; `round_size`: their mean number.
         wait: of those, from announcement to version; None before any.
-        delay: of all learners, as theirs.
+        delay, adoption: of all learners, as theirs.
         stall_fraction: share of the learners' time that synchronization took from training.
         findings: what is said of its health, good and bad.
     """
@@ -254,6 +262,7 @@ class RunStatus:
     staleness: float
     wait: Delays | None
     delay: Delays | None
+    adoption: Delays | None
     round_size: float
     stall_fraction: float
     tape_bytes: int
@@ -561,7 +570,8 @@ class Observed:
             bytes_down=sum(one.bytes_down for one in spent),
             staleness=sum(one.staleness for one in self._recent) / max(1, merged),
             wait=delays_of(wait for one in self._recent for wait in one.waits),
-            delay=_over_all([one.delay for one in learners if one.delay is not None]),
+            delay=_over_all([one.delay for one in learners]),
+            adoption=_over_all([one.adoption for one in learners]),
             round_size=merged / max(1, len(self._recent)),
             stall_fraction=share(
                 sum(one.stall_s for one in spent), sum(one.run_s for one in spent)
@@ -695,6 +705,7 @@ class Observed:
             staleness=fmean(one.staleness for one in merged) if merged else None,
             wait=delays_of(one.wait for one in merged),
             delay=_told_delays(beat),
+            adoption=told_adoption([beat] if beat else []),
             merged_loss=median(one.loss for one in merged) if merged else None,
             norm=median(one.norm for one in merged) if merged else None,
             recent=tuple(recent),
@@ -744,8 +755,20 @@ def _told_delays(beat: wire.Heartbeat | None) -> Delays | None:
     return Delays(beat.delay_s, beat.worst_delay_s, beat.delay_steps, beat.worst_delay_steps)
 
 
-def _over_all(found: Sequence[Delays]) -> Delays | None:
+def told_adoption(beats: Iterable[wire.Heartbeat]) -> Delays | None:
+    """How long after they were made versions are adopted, as heartbeats tell it, if any does."""
+    return _over_all(
+        Delays(
+            beat.adoption_s, beat.worst_adoption_s, beat.adoption_steps, beat.worst_adoption_steps
+        )
+        for beat in beats
+        if beat.worst_adoption_s
+    )
+
+
+def _over_all(each: Iterable[Delays | None]) -> Delays | None:
     """The means' mean and the worst of all."""
+    found = [one for one in each if one is not None]
     if not found:
         return None
     means_s, worst_s, means, worst = zip(*found, strict=True)

@@ -52,10 +52,11 @@ class Adopted(NamedTuple):
 
 
 class UnfetchedRecord(NamedTuple):
-    """A record that was read; None if its body is gone or damaged."""
+    """A record that was read, None if its body is gone or damaged; and when it was made."""
 
     record_seq: int
     record: wire.Record | None
+    made_at_s: float = 0.0
 
 
 class FetchMove(NamedTuple):
@@ -94,7 +95,8 @@ def _stays(adopted: Adopted, record: wire.Record) -> bool:
 def _chain_bytes(adopted: Adopted, waiting: Sequence[UnfetchedRecord]) -> int | None:
     """Bytes of all deltas from the view adopted to the newest; None if the chain is broken."""
     version, digest, found = adopted.version, adopted.view_digest, 0
-    for _, record in waiting:
+    for one in waiting:
+        record = one.record
         if record is None:
             return None
         if record.version == version and record.view_digest == digest:

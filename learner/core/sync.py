@@ -99,7 +99,7 @@ class Ready(NamedTuple):
 
     `resolved_seq`: this incarnation's mark in the record; `rolled_back`: a rollback lies between
     the version adopted before and this one; `merged_seq`: of this incarnation's newest update that
-    is known to be in this version, 0 for none.
+    is known to be in this version, 0 for none; `made_at_s`: when the record was made, 0 if unknown.
     """
 
     fragment: int
@@ -110,6 +110,7 @@ class Ready(NamedTuple):
     resolved_seq: int
     rolled_back: bool = False
     merged_seq: int = 0
+    made_at_s: float = 0.0
 
 
 class Work(NamedTuple):

@@ -8,6 +8,7 @@ loads the newest view.
 """
 
 import asyncio
+import math
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -187,6 +188,7 @@ class Receiver:
         self._queues: list[asyncio.Queue[Message]] = [asyncio.Queue() for _ in starts]
         largest = max(fragment.size for fragment in context.layout.fragments)
         self._room = Room(WAITING_VIEWS * _FLOAT32_BYTES * largest)
+        self._ahead_s = math.inf
 
     async def follow(self) -> None:
         """Hand over records, settings and the run's stop as they come; never returns."""
@@ -240,6 +242,9 @@ class Receiver:
     async def _read(self, message: Message) -> UnfetchedRecord:
         context = self._context
         context.answers.heard(context.health, context.logger)
+        # The server's clock may be hours away: the message that took least time tells how far.
+        self._ahead_s = min(self._ahead_s, context.runtime.clock() - message.time_s)
+        made_at_s = message.time_s + self._ahead_s
         try:
             record = await context.runtime.retry(
                 "reading a version",
@@ -248,8 +253,8 @@ class Receiver:
             )
         except (ObjectMissingError, IntegrityError) as error:
             context.logger.warning("record_skipped", record_seq=message.seq, why=error.message)
-            return UnfetchedRecord(message.seq, None)
-        return UnfetchedRecord(message.seq, record)
+            return UnfetchedRecord(message.seq, None, made_at_s)
+        return UnfetchedRecord(message.seq, record, made_at_s)
 
     async def _take(
         self, fragment: int, move: FetchMove | None, covered: Sequence[UnfetchedRecord]
@@ -389,6 +394,7 @@ class Receiver:
             # Also when the rollback itself was jumped over.
             rolled_back=record.policy.floor > before,
             merged_seq=max(merged, default=0),
+            made_at_s=covered[-1].made_at_s,
         )
         self._post(ready, payload)
 

@@ -85,6 +85,13 @@ def test_learners_say_how_long_answers_took_in_seconds_and_in_their_own_steps():
         assert beat.worst_delay_steps == max(steps for steps, _ in delays)
         assert beat.delay_steps == pytest.approx(sum(steps for steps, _ in delays) / DELAYS)
         assert 0 < beat.delay_s <= beat.worst_delay_s
+        # Of a version only the way from its record counts, and not the wait for its round.
+        adoptions = learner.meter.adoptions
+        assert len(adoptions) == DELAYS
+        assert 0 < beat.adoption_s < beat.delay_s
+        assert beat.worst_adoption_s == max(took_s for _, took_s in adoptions)
+        assert beat.adoption_steps == pytest.approx(beat.adoption_s / learner.step_s)
+        assert beat.worst_adoption_steps == pytest.approx(beat.worst_adoption_s / learner.step_s)
 
 
 def test_unequal_learners_contribute_what_they_have():

@@ -68,7 +68,7 @@ def test_a_learner_whose_updates_are_stale() -> None:
             await lab.join("slow")
             first, _ = await lab.newest()
             await lab.send_many("fast", 6)
-            for _ in range(2):
+            for _ in range(4):
                 manifest = lab.upload("slow").model_copy(
                     update={"base_version": 0, "base_digest": first.view_digest}
                 )
@@ -80,7 +80,7 @@ def test_a_learner_whose_updates_are_stale() -> None:
     history, seen = ask(run())
     (finding,) = of_learner(seen, "slow")
     assert finding.severity == "warning"
-    assert "6.5 versions old" in finding.sentence
+    assert "7.5 versions old" in finding.sentence
     (finding,) = of_learner(seen, "fast")
     assert finding.severity == "ok", finding
     assert not audit(history).breaches
@@ -294,6 +294,7 @@ def test_updates_that_wait_for_longer_than_tau(
 def test_waits_and_delays_are_shown_of_each_and_of_all() -> None:
     seen = waited(0.5, 1.5)
     said = {"delay_s": 2.0, "worst_delay_s": 3.0, "delay_steps": 4.0, "worst_delay_steps": 6}
+    said |= {f"{key.replace('delay', 'adoption')}": value / 2 for key, value in said.items()}
     seen.hear(beat("learner-0", 1).model_copy(update=said), 1000.0)
     seen.hear(beat("learner-1", 1), 1000.0)
     run = seen.run(1001.0)
@@ -301,8 +302,11 @@ def test_waits_and_delays_are_shown_of_each_and_of_all() -> None:
     assert [one.wait for one in run.learners] == [(0.5, 0.5, 1.0, 1.0), (1.5, 1.5, 3.0, 3.0)]
     assert [one.delay for one in run.learners] == [(2.0, 3.0, 4.0, 6.0), None]
     assert run.delay == (2.0, 3.0, 4.0, 6.0)
+    assert [one.adoption for one in run.learners] == [(1.0, 1.5, 2.0, 3.0), None]
+    assert run.adoption == (1.0, 1.5, 2.0, 3.0)
     console = Console(width=160, record=True, file=StringIO())
     console.print(picture(run))
     shown = " ".join(console.export_text().split())
     assert "updates wait 2.0 steps (1.0 s), 3.0 at worst" in shown
     assert "answers after 4.0 steps (2.0 s), 6.0 at worst" in shown
+    assert "versions adopted after 2.0 steps (1.0 s), 3.0 at worst (1.5 s)" in shown

@@ -221,6 +221,9 @@ def test_equal_learners_make_complete_rounds_every_h_steps():
     assert (rounds.mean_staleness, rounds.late_share, rounds.kept) == (0, 0, 1)
     mean_s, worst_s = rounds.wait_s
     assert 0 < mean_s < worst_s < 1.0
+    # The delta takes a tenth of a step; the boundary that adopts it comes within a step.
+    mean_s, worst_s = rounds.adoption_s
+    assert 0.1 < mean_s <= worst_s <= 1.1
     assert rounds.reasons == {"complete": rounds.versions}
     assert rounds.utilization == 1
 

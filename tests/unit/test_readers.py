@@ -393,6 +393,42 @@ class HeldBus:
             yield message
 
 
+class ClockAheadBus(HeldBus):
+    """A bus whose server's clock is two hours ahead; its records take `took_s` to a reader."""
+
+    def __init__(self, bus) -> None:
+        super().__init__(bus)
+        self.read_count = 0
+        self.took_s = 0.5
+
+    async def read(self, stream, subjects, start):
+        async for message in self._bus.read(stream, subjects, start):
+            self.read_count += 1
+            yield message._replace(time_s=7200.0 + self.read_count)
+
+    def clock(self) -> float:
+        return self.read_count + self.took_s
+
+
+def test_a_learner_knows_when_a_version_was_made_whatever_the_servers_clock_says(run_async):
+    async def scenario() -> None:
+        lab = await made(1)
+        bus = ClockAheadBus(lab.bus)
+        followed = Followed(lab, bus)
+        runtime = replace(lab.context.runtime, clock=bus.clock)
+        followed.context = replace(followed.context, runtime=runtime)
+        await followed.load()
+        for version, took_s in ((2, 0.5), (3, 4.0)):
+            bus.took_s = took_s
+            await more(lab, 1)
+            await followed.follow_to(lab, version)
+            ready, _ = followed.readies[-1]
+            # The quickest message tells how far the clocks are apart.
+            assert bus.clock() - ready.made_at_s == took_s - 0.5
+
+    run_async(scenario())
+
+
 @pytest.mark.parametrize("loss", ["delta gone", "delta damaged", "body gone"])
 def test_a_learner_that_misses_an_object_goes_on_with_the_newest_view(run_async, monkeypatch, loss):
     """It had read no further than the record whose object is lost."""

@@ -340,6 +340,14 @@ class Heartbeat(Body):
     worst_delay_s: Seconds = Field(default=0.0, description="the longest of them")
     delay_steps: Rate = Field(default=0.0, description="likewise, in inner steps of its own")
     worst_delay_steps: Count = Field(default=0, description="likewise")
+    adoption_s: Seconds = Field(
+        default=0.0,
+        description="mean over the last 16 versions that it adopted, from the record to the"
+        " boundary that adopted it; 0: none was, or nobody knows",
+    )
+    worst_adoption_s: Seconds = Field(default=0.0, description="the longest of them")
+    adoption_steps: Rate = Field(default=0.0, description="likewise, in inner steps of its own")
+    worst_adoption_steps: Rate = Field(default=0.0, description="likewise")
     state: Text = Field(
         description="`starting`, `training`, `paused`, `flushing`, `leaving`, or `failed`: the last"
         " word of a life that an error ends; `trouble` says which"

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 import numpy as np
 
 from diloco.run.cli.units import age, human_bytes, human_count, human_time
-from diloco.run.state import LearnerStatus
+from diloco.run.state import LearnerStatus, told_adoption
 from diloco.run.timeseries import TimeSeries
 from diloco.show.page.lanes import Lane
 from diloco.show.page.numbers import Shown, TimeShares, goodput, grouped, spent
@@ -96,6 +96,7 @@ def facts(shown: Shown) -> list[Fact]:
         Fact("goodput", f"{goodput(times):.0%}", "of the learners' time is in the model"),
         Fact("learners", f"{len(series.learners)}", _lives(shown)),
         Fact("updates merged", f"{merged:,}", _lateness(series)),
+        *_adoption(series),
         Fact("updates rejected", f"{rejected:,}", _reasons(series)),
     ]  # fmt: skip
 
@@ -159,6 +160,13 @@ def _spread(shown: Shown) -> str:
     return f"{worst} {high:.3g}, {best} {low:.3g}"
 
 
+def _adoption(series: TimeSeries) -> list[Fact]:
+    found = told_adoption(beat.heartbeat for beat in series.beats.values())
+    if found is None:
+        return []
+    return [Fact("adoption", f"{found.mean_steps:.1f} steps", f"after the version: {found.said}")]
+
+
 def _lives(shown: Shown) -> str:
     kills = sum(len(lane.kills) for lane in shown.lanes)
     restarts = sum(max(lane.lives - 1, 0) for lane in shown.lanes)
@@ -191,7 +199,7 @@ def learners(shown: Shown, statuses: Sequence[LearnerStatus]) -> SummaryTable:
     return SummaryTable(columns, tuple(rows), frozenset({"learner", "host", "state"}))
 
 
-_NOW = ("state", "heard", "tokens/s", "bytes down", "sync stall", "data wait")
+_NOW = ("state", "heard", "tokens/s", "bytes down", "sync stall", "data wait", "adopts after")
 _LIFE = ("lives", "step time", "goodput", "time down")
 _SUMS = ("tokens", "sent", "merged", "rejected", "staleness", "wait", "loss", "norm", "bytes up")
 
@@ -201,7 +209,8 @@ def _now(one: LearnerStatus | None) -> tuple[str, ...]:
     if one is None:
         return ("-",) * len(_NOW)
     heard = "never" if one.heard_s is None else age(one.heard_s)
-    parts = (f"{one.stall_fraction:.2%}", f"{one.data_fraction:.2%}")
+    late = "-" if one.adoption is None else one.adoption.said
+    parts = (f"{one.stall_fraction:.2%}", f"{one.data_fraction:.2%}", late)
     return one.state, heard, human_count(one.tokens_per_s), human_bytes(one.bytes_down), *parts
 
 

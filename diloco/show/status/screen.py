@@ -104,14 +104,13 @@ def _summary(run: RunStatus) -> RenderableType:
     )
     if run.wait is not None:
         grid.add_row(_delays("updates wait", run.wait), _delays("answers after", run.delay))
+    if run.adoption is not None:
+        grid.add_row(_delays("versions adopted after", run.adoption))
     return grid
 
 
 def _delays(what: str, found: Delays | None) -> str:
-    if found is None:
-        return ""
-    mean = f"{found.mean_steps:.1f} steps ({found.mean_s:.1f} s)"
-    return f"{what} {mean}, {found.worst_steps:.1f} at worst"
+    return "" if found is None else f"{what} {found.said}"
 
 
 def _worth_a_look(learners: Sequence[LearnerStatus]) -> Sequence[LearnerStatus]:
@@ -129,7 +128,7 @@ def _worth_a_look(learners: Sequence[LearnerStatus]) -> Sequence[LearnerStatus]:
 def _learners(learners: Sequence[LearnerStatus], of: int) -> Table:
     table = plain_table(
         "learner", "state", "heard", "step", "loss", "tokens/s", "data", "stall", "stale", "wait",
-        "rej.", "up", words=("state",),
+        "adopts",        "rej.", "up", words=("state",),
     )  # fmt: skip
     for one in learners:
         table.add_row(
@@ -143,6 +142,7 @@ def _learners(learners: Sequence[LearnerStatus], of: int) -> Table:
             f"{one.stall_fraction:.1%}",
             "-" if one.staleness is None else f"{one.staleness:.1f}",
             "-" if one.wait is None else f"{one.wait.mean_steps:.1f}",
+            "-" if one.adoption is None else f"{one.adoption.mean_steps:.1f}",
             str(one.rejected),
             human_bytes(one.bytes_up),
         )
