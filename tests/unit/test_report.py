@@ -28,7 +28,7 @@ from diloco.run.state import RunStatus
 from diloco.run.timeseries import read_time_series
 from diloco.run.watch import Watch
 from diloco.show.page import page, svg
-from diloco.show.page.figures import DRAWINGS, agreement
+from diloco.show.page.figures import DRAWINGS, agreement, loss
 from diloco.show.page.lanes import make_lanes
 from diloco.show.page.numbers import Shown
 from diloco.show.page.report import comparison, differing, in_short, named, report, sample_pairs
@@ -111,6 +111,14 @@ def test_every_figure_is_drawn_and_stands_there_in_numbers(html: str) -> None:
         assert section.count("data-save") == 3
     (training,) = [one for one in found["loss"][0]["marks"] if one["name"] == "training"]
     assert len(training["x"]) == len(training["y"]) > 20
+
+
+def test_each_learner_has_a_curve_of_its_own_beside_the_median(shown: Shown) -> None:
+    over_time, over_tokens = loss(shown)
+    for panel in (over_time, over_tokens):
+        curves = {mark.name: (mark.look, mark.dash) for mark in panel.marks if mark.kind == "line"}
+        assert {*shown.series.learners, "training"} <= set(curves)
+        assert len(set(curves.values())) == len(curves), "each looks otherwise"
 
 
 def test_cosines_between_learners_are_a_matrix(shown: Shown) -> None:

@@ -28,6 +28,8 @@ from diloco.show.page.svg import (
 MARKS = 400
 # Fragments, or learners, that a figure tells apart by lines.
 LINES = 8
+# Beside the median and held-out data, which have the others.
+OTHERS = tuple(look for look in CYCLE if look not in ("ink", "red"))
 # From so many versions on, or updates in a round, a bar stands for all that are as many or more.
 MOST = 12
 # Rounds of a fragment that its line shows.
@@ -68,13 +70,13 @@ def losses(runs: Mapping[str, Shown]) -> list[Panel]:
     time = units.time_unit(max(run.span_s for run in runs.values()))
     over_tokens, over_time = [], []
     for place, (name, run) in enumerate(runs.items()):
-        at_s, values = run.series.inputs["time_s"], run.series.inputs["loss"]
+        at_s = run.series.inputs["time_s"]
         merged = numbers.tokens_at(run.series, at_s) / tokens.scale
         scored = np.asarray([score.tokens for score in run.scores]) / tokens.scale
-        over_tokens += _losses(name, run, binned(merged, values), scored, place)
+        over_tokens += _losses(name, run, merged, scored, place)
         since = (at_s - run.begin_s) / time.scale
         scored = (_scored_s(run) - run.begin_s) / time.scale
-        over_time += _losses(name, run, binned(since, values), scored, place)
+        over_time += _losses(name, run, since, scored, place)
     known = np.concatenate([run.series.inputs["loss"] for run in runs.values()])
     wide = bool(known.size and known.min() > 0 and known.max() > 30 * known.min())
     y = Axis(label="loss", log=wide)
@@ -85,8 +87,10 @@ def losses(runs: Mapping[str, Shown]) -> list[Panel]:
     ]
 
 
-def _losses(name: str, run: Shown, found: Binned, scored: Column, place: int) -> list[PlotMark]:
+def _losses(name: str, run: Shown, along: Column, scored: Column, place: int) -> list[PlotMark]:
     """Marks of a run; of one that has a name among several, at its place."""
+    inputs = run.series.inputs
+    found = binned(along, inputs["loss"])
     scores = np.asarray([score.loss for score in run.scores])
     if name:
         look, dash = CYCLE[place % len(CYCLE)], DASHES[place % len(DASHES)]
@@ -98,7 +102,12 @@ def _losses(name: str, run: Shown, found: Binned, scored: Column, place: int) ->
         line(scored, scores, "red", "held-out data", DASHES[1]),
         points(scored, scores, "red"),
     ]
-    training = [band(found), line(found.centre, found.middle, "blue", "training")]
+    each = [
+        _curve(place, along[mine], inputs["loss"][mine], run.series.learners[index], OTHERS)
+        for place, index in enumerate(_standing_out(run))
+        if (mine := inputs["learner"] == index).any()
+    ]
+    training = [band(found), *each, line(found.centre, found.middle, "ink", "training")]
     return training + (held_out if scores.size else [])
 
 
@@ -408,7 +417,7 @@ def learner_panels(shown: Shown) -> list[Panel]:
         return []
     norms = _to_the_round(inputs["round"], inputs["norm"])
     losses, apart, cosines = [], [], []
-    for place, index in enumerate(_most_apart(inputs["learner"], inputs["loss"], norms)):
+    for place, index in enumerate(_standing_out(shown)):
         mine, name = inputs["learner"] == index, learners[index]
         times = shown.since(inputs["time_s"][mine])
         losses.append(_curve(place, times, inputs["loss"][mine], name))
@@ -427,10 +436,12 @@ def learner_panels(shown: Shown) -> list[Panel]:
     return panels[: 3 if cosines else 2]
 
 
-def _curve(place: int, along: Column, values: Column, name: str) -> PlotMark:
+def _curve(
+    place: int, along: Column, values: Column, name: str, looks: Sequence[str] = CYCLE
+) -> PlotMark:
     found = binned(along, values, POINTS // 2)
-    look, dash = CYCLE[place % len(CYCLE)], DASHES[place % len(DASHES)]
-    return line(found.centre, found.middle, look, name, dash)
+    look, again = looks[place % len(looks)], place // len(looks)
+    return line(found.centre, found.middle, look, name, DASHES[(place + again) % len(DASHES)])
 
 
 def _to_the_round(of: Column, norms: Column) -> Column:
@@ -443,8 +454,13 @@ def _to_the_round(of: Column, norms: Column) -> Column:
     return found
 
 
-def _most_apart(learner: Column, losses: Column, norms: Column) -> list[int]:
-    """Learners whose loss or norm stands out most, in order of their indices."""
+def _standing_out(shown: Shown) -> list[int]:
+    """Learners whose loss or norm stands out most, in order of their indices; none of no update."""
+    inputs = shown.series.inputs
+    if not len(inputs):
+        return []
+    norms = _to_the_round(inputs["round"], inputs["norm"])
+    learner, losses = inputs["learner"], inputs["loss"]
     usual, count = max(float(np.median(losses)), 1e-9), int(learner.max()) + 1
     pairs = zip(*(numbers.grouped(learner, each, count) for each in (losses, norms)), strict=True)
     apart = {
@@ -517,8 +533,8 @@ def rejected(shown: Shown) -> list[Panel]:
 DRAWINGS = (
     Drawing(
         "loss", "Is it learning?",
-        "Loss of the updates that learners sent (median, and the middle 80 % as a band), and of "
-        "the global model on held-out data.",
+        "Loss of the updates that learners sent (each learner's, or of the eight that stand out; "
+        "median, and the middle 80 % as a band), and of the global model on held-out data.",
         loss,
     ),
     Drawing(
