@@ -36,7 +36,9 @@ if TYPE_CHECKING:
     from diloco.models.frameworks.tensors import Leaf
     from diloco.operate.create import create
     from diloco.replay.tables import open  # noqa: A004 - as `tarfile.open`
+    from diloco.run.model.follow import follow
     from diloco.run.model.load import load
+    from diloco.run.model.serving import EngineSink, feed
 
     __version__: str
 
@@ -46,6 +48,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "DilocoError",
+    "EngineSink",
     "GrainData",
     "IntegrityError",
     "Leaf",
@@ -65,6 +68,8 @@ __all__ = [
     "constrain",
     "create",
     "create_tensors",
+    "feed",
+    "follow",
     "join",
     "join_tensors",
     "load",
@@ -105,7 +110,9 @@ _NAMES = {
     ),
     "diloco.learner.reading": ("GrainData",),
     "diloco.learner.task": ("Batch", "Params", "Task", "Variables"),
+    "diloco.run.model.follow": ("follow",),
     "diloco.run.model.load": ("load",),
+    "diloco.run.model.serving": ("EngineSink", "feed"),
     "diloco.operate.create": ("create",),
     "diloco.replay.tables": ("open",),
 }

@@ -39,7 +39,7 @@ class Program(Parted):
             "local", "run", "aggregator", "learner", "status", "report", "doctor", "replay",
         ),
         "A run and its model": (
-            "dashboard", "show", "export", "evaluate", "sample", "bundle", "restore",
+            "dashboard", "show", "export", "follow", "evaluate", "sample", "bundle", "restore",
         ),
         "Before a run, and beside it": (
             "check", "data", "plan", "watch", "track", "auth", "host",
@@ -82,8 +82,7 @@ def options(
     store: Annotated[
         str | None,
         typer.Option(
-            help="object store of a run given by name, or of a bundle without objects [default: "
-            "DILOCO_STORE_URL]",
+            help="its store, or a bundle's [default: DILOCO_STORE_URL]",
             metavar="URL",
         ),
     ] = None,

@@ -5,11 +5,9 @@ wrong for good here is raised in the training loop, at its next look.
 """
 
 import asyncio
-import contextlib
 import dataclasses
 import queue
-import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -20,10 +18,10 @@ from diloco.common.process.metrics import Metrics
 from diloco.common.process.service import cancel
 from diloco.common.protocol import wire
 from diloco.common.protocol.errors import DilocoError
+from diloco.common.storage.catchup import Change
 from diloco.common.storage.tape import RunContext
 from diloco.learner.core import sync
 from diloco.learner.core.boundary import NOTHING, Arrived, Boundary, Decoded
-from diloco.learner.core.catchup import Change
 
 T = TypeVar("T")
 
@@ -98,20 +96,6 @@ class Background:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self.fail(error)
-
-
-@contextlib.contextmanager
-def running_loop() -> Iterator[asyncio.AbstractEventLoop]:
-    """An event loop on a thread of its own."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="background", daemon=True)
-    thread.start()
-    try:
-        yield loop
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
 
 
 # --- The state that its parts share

@@ -27,7 +27,12 @@ from diloco.common.process import log
 from diloco.common.process.accelerators import find_accelerators, unused
 from diloco.common.process.config import Config, allows_accelerators, load_config
 from diloco.common.process.probes import Probes, make_probes, serving
-from diloco.common.process.service import AskedToStopError, Runtime, asked_by_signals
+from diloco.common.process.service import (
+    AskedToStopError,
+    Runtime,
+    asked_by_signals,
+    running_loop,
+)
 from diloco.common.protocol import names
 from diloco.common.protocol.errors import (
     ConfigError,
@@ -37,7 +42,7 @@ from diloco.common.protocol.errors import (
     status_of,
 )
 from diloco.common.protocol.layout import Hint
-from diloco.learner.background import Background, running_loop
+from diloco.learner.background import Background
 from diloco.learner.core.boundary import Boundary
 from diloco.learner.follow import follow
 from diloco.learner.hosts.messages import HANGING_S, end_if_hanging

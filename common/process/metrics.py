@@ -179,6 +179,15 @@ PAUSED = _gauge("run_paused", "1 while the run is paused")
 TAPE_SIZE = _gauge("tape_size_bytes", "size of the tape")
 TAPE_LIMIT = _gauge("tape_limit_bytes", "size limit of the tape; 0: none")
 
+# Of a follower
+FOLLOWED = _gauge("follower_version", "version of the model that it has handed out last")
+BEHIND = _gauge(
+    "follower_behind_seconds",
+    "age of the newest whole version that it does not have yet; 0: it has it",
+)
+BEHIND_VERSIONS = _gauge("follower_behind_versions", "likewise, in versions")
+FOLLOWER_DOWN = _counter("follower_downloaded_bytes_total", "bytes read from the store")
+
 DAEMON = (LIVE, READY, FAULTS, WAITING)
 LEARNER = (
     TOKENS, STEPS, DATA_TOKENS, GLOBAL_STEP, LOSS, METRIC, STEP_TIME, DELAY, DELAY_STEPS,
@@ -191,6 +200,7 @@ AGGREGATOR = (
     ROUND_UPDATES, ROUND, RECOVERIES, MERGED_AGAIN, RECEIVED, STORED, COLLECTED,
     RUN_CHECKPOINTED_AT, HELD_OUT, HELD_OUT_STEP, PAUSED, TAPE_SIZE, TAPE_LIMIT,
 )  # fmt: skip
+FOLLOWER = (FOLLOWED, BEHIND, BEHIND_VERSIONS, FOLLOWER_DOWN)
 
 
 class Metrics(Collector):

@@ -83,6 +83,20 @@ def run_to_end(coroutine: Coroutine[Any, Any, T]) -> T:
         return pool.submit(asyncio.run, coroutine).result()
 
 
+@contextlib.contextmanager
+def running_loop() -> Iterator[asyncio.AbstractEventLoop]:
+    """An event loop on a thread of its own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="loop", daemon=True)
+    thread.start()
+    try:
+        yield loop
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
 @dataclass
 class Retries:
     """Counts of attempts that wait because of transient faults, and of those that have met one.

@@ -10,7 +10,8 @@ import numpy.typing as npt
 from diloco.common.process.config import sync_of
 from diloco.common.protocol import shards, wire
 from diloco.common.protocol.errors import IntegrityError, ObjectMissingError
-from diloco.common.protocol.quantization import decode_numpy
+from diloco.common.protocol.quantization import Encoded, decode_numpy
+from diloco.common.storage.catchup import Change
 from diloco.common.storage.tape import (
     Recorded,
     RunContext,
@@ -55,6 +56,20 @@ async def load_view(context: RunContext, fragment: int) -> Loaded:
                 # No collection was faster.
                 return await _load_from_older(context, record, record_seq, error)
             record, record_seq = newest, newest_seq
+
+
+async def load_recorded(context: RunContext, record: wire.Record, record_seq: int) -> Loaded:
+    """The version of a record that stands on the tape, verified.
+
+    A snapshot that is damaged or gone is passed over for the one before.
+
+    Raises:
+        IntegrityError: what is stored does not give the recorded digest, or is gone.
+    """
+    try:
+        return await _load(context, record, record_seq, record.snapshot, record.deltas)
+    except (ObjectMissingError, IntegrityError) as error:
+        return await _load_from_older(context, record, record_seq, error)
 
 
 async def load_version(context: RunContext, record: wire.Record) -> npt.NDArray[np.float32]:
@@ -162,7 +177,8 @@ def assemble_view(
     read_bytes = len(data)
     view = np.frombuffer(data, np.float32).copy()
     for delta in deltas:
-        read_bytes += _move(context, fragment, view, delta)
+        _add(context, fragment, view, _read_delta(context, fragment, view.size, delta))
+        read_bytes += delta.size_bytes
     if shards.digest(view) != view_digest:
         raise IntegrityError(
             f"fragment {fragment}: the stored view {snapshot.name} and the deltas behind it "
@@ -172,32 +188,49 @@ def assemble_view(
     return view, read_bytes
 
 
-def next_view(
-    context: RunContext,
-    fragment: int,
-    view: npt.NDArray[np.float32],
-    view_digest: str,
-    delta: wire.ObjectRef,
-) -> npt.NDArray[np.float32]:
-    """The view that a delta leads to from the one before, float32 [N], verified.
+class ViewStep(NamedTuple):
+    """What a change leads to: the view, float32 [N], and the bytes that were read for it.
+
+    `encoded`: scales and codes of the delta that leads there; None after a stored view.
+    """
+
+    view: npt.NDArray[np.float32]
+    read_bytes: int
+    encoded: Encoded | None
+
+
+def take_step(context: RunContext, view: npt.NDArray[np.float32], change: Change) -> ViewStep:
+    """The view after a change, verified; the one before stays as it is.
 
     Raises:
-        ObjectMissingError: garbage collection has taken the delta.
-        IntegrityError: it does not give the digest.
+        ObjectMissingError: garbage collection has taken an object.
+        IntegrityError, WireError: an object is damaged, or they do not give the digest.
     """
-    moved = view.copy()
-    _move(context, fragment, moved, delta)
-    if shards.digest(moved) != view_digest:
-        raise IntegrityError(f"{delta.name} gives {shards.digest(moved)}, not {view_digest}")
-    return moved
+    if change.snapshot is not None:
+        objects = (change.snapshot, change.deltas)
+        return ViewStep(
+            *assemble_view(context, change.fragment, change.view_digest, *objects), None
+        )
+    (delta,) = change.deltas
+    encoded, moved = _read_delta(context, change.fragment, view.size, delta), view.copy()
+    _add(context, change.fragment, moved, encoded)
+    if shards.digest(moved) != change.view_digest:
+        raise IntegrityError(
+            f"fragment {change.fragment}: {delta.name} gives digest {shards.digest(moved)}, the "
+            f"record says {change.view_digest}",
+            hint="runbooks/digest-mismatch.md",
+        )
+    return ViewStep(moved, delta.size_bytes, encoded)
 
 
-def _move(
-    context: RunContext, fragment: int, view: npt.NDArray[np.float32], delta: wire.ObjectRef
-) -> int:
-    """Add a delta to a view; the bytes that were read."""
+def _read_delta(context: RunContext, fragment: int, size: int, delta: wire.ObjectRef) -> Encoded:
     data = get_object(context.store, delta)
     sync = sync_of(context.settings.sync, context.layout.fragments[fragment])
-    encoded = shards.unpack_delta(data, codec=sync.delta_codec, count=view.size, block=sync.block)
+    return shards.unpack_delta(data, codec=sync.delta_codec, count=size, block=sync.block)
+
+
+def _add(
+    context: RunContext, fragment: int, view: npt.NDArray[np.float32], encoded: Encoded
+) -> None:
+    sync = sync_of(context.settings.sync, context.layout.fragments[fragment])
     view += decode_numpy(sync.delta_codec, encoded, sync.block)
-    return len(data)

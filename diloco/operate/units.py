@@ -45,10 +45,16 @@ ExecStartPre=+/bin/sh -c '\
     exec sleep $$pause; \
   fi'
 """
-RESTARTED = ("diloco-aggregator.service", "diloco-learner@.service", "nats-server.service")
+RESTARTED = (
+    "diloco-aggregator.service",
+    "diloco-follow.service",
+    "diloco-learner@.service",
+    "nats-server.service",
+)
 USES_STORE = (
     "diloco-aggregator.service",
     "diloco-checkpoint.service",
+    "diloco-follow.service",
     "diloco-gc.service",
     "diloco-learner@.service",
 )

@@ -22,8 +22,9 @@ from diloco.common.process.config import settings_of
 from diloco.common.protocol import wire
 from diloco.common.protocol.errors import ConfigError, IntegrityError, ObjectMissingError, WireError
 from diloco.common.protocol.layout import Fragment
+from diloco.common.storage.catchup import delta_of
 from diloco.common.storage.tape import RunContext
-from diloco.common.storage.views import next_view
+from diloco.common.storage.views import take_step
 from diloco.judge.remake import (
     FragmentRemaker,
     Progress,
@@ -211,7 +212,7 @@ class _Walk:
         moved = None
         if view is not None and record.delta is not None:
             with contextlib.suppress(IntegrityError, ObjectMissingError, WireError):
-                moved = next_view(self._context, fragment, view, record.view_digest, record.delta)
+                moved = take_step(self._context, view, delta_of(record, 0)).view
         self._see(fragment, moved)
 
     def _round(

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 
+from diloco.common.process.service import running_loop
 from diloco.common.protocol import wire
 from diloco.common.protocol.errors import ConfigError
 from diloco.common.protocol.layout import Piece
 from diloco.common.storage.tape import RunContext
 from diloco.common.storage.views import load_version
 from diloco.judge.remake import FragmentRemaker, is_stored
-from diloco.learner.background import running_loop
 from diloco.replay import score, show, verify
 from diloco.run.cli.opening import open_run
 from diloco.run.history import History, Sent, answered, identity, read_history, resolves

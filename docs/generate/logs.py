@@ -100,6 +100,14 @@ MEANINGS = {
     "record_skipped": (
         "a record is missing or damaged; a later one, or the newest view, takes its place"
     ),
+    "version_skipped": (
+        "a follower cannot have this version ([runbook](../runbooks/missing-object.md)); the next "
+        "one takes its place"
+    ),
+    "served": "`diloco follow`: `latest` is this version",
+    "run_over": "the run has ended, and what follows it ends too",
+    "command_failed": "what `--exec` names failed; the version stays as it is",
+    "tape_changed": "a follower goes on with the run's new tape, once that is there",
     "stale_read": "a lagging replica answered; the message that the leader names is read instead",
     "work_lost": "a crash lost so many batches of each fragment; data resumes behind them",
     "checkpoint_saved": "a checkpoint is on disk; training waited for `stall_s`",

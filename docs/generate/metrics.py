@@ -24,4 +24,5 @@ def blocks() -> dict[str, str]:
         "metrics daemon": listed(metrics.DAEMON),
         "metrics learner": listed(metrics.LEARNER),
         "metrics aggregator": listed(metrics.AGGREGATOR),
+        "metrics follower": listed(metrics.FOLLOWER),
     }

@@ -21,9 +21,9 @@ from diloco.common.protocol.errors import (
     ObjectMissingError,
     WireError,
 )
+from diloco.common.storage.catchup import Change
 from diloco.learner.background import Alone, Preparation
 from diloco.learner.core.boundary import Boundary
-from diloco.learner.core.catchup import Change
 from diloco.learner.hosts.messages import (
     MEET_S,
     Drop,

@@ -38,9 +38,9 @@ from diloco.common.protocol import wire
 from diloco.common.protocol.errors import DilocoError, HostLostError, WireError, find
 from diloco.common.protocol.reasons import Reason
 from diloco.common.protocol.wire import NestedRecord
+from diloco.common.storage.catchup import Change
 from diloco.common.storage.holdings import Holding
 from diloco.learner.core.boundary import Boundary
-from diloco.learner.core.catchup import Change
 from diloco.learner.wire.recovery import CheckpointId
 
 VERSION: Final = 7

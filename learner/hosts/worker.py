@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, TypeVar
 from diloco.common.process.service import cancel
 from diloco.common.protocol.errors import ConfigError, IntegrityError, ObjectMissingError, WireError
 from diloco.common.protocol.reasons import Reason
+from diloco.common.storage.catchup import Change
 from diloco.learner.background import Context
 from diloco.learner.core import sync
 from diloco.learner.core.boundary import Boundary, Done, Outgoing
-from diloco.learner.core.catchup import Change
 from diloco.learner.hosts.messages import (
     MEET_S,
     Drop,

@@ -25,12 +25,12 @@ from diloco.common.protocol.errors import (
     WireError,
 )
 from diloco.common.storage.bus import Message
+from diloco.common.storage.catchup import Adopted, Change, FetchMove, UnfetchedRecord, next_move
 from diloco.common.storage.tape import decode_as, get_object, parse_changed, read_record
 from diloco.common.storage.views import Loaded, assemble_view, load_view
 from diloco.learner.background import Alone, Context
 from diloco.learner.core import sync
 from diloco.learner.core.boundary import NOTHING, Decoded, Post
-from diloco.learner.core.catchup import Adopted, Change, FetchMove, UnfetchedRecord, next_move
 from diloco.learner.tensors.replica import Replica
 
 # Decoded versions may wait for as many bytes as views of the largest fragment: two, so that one is

@@ -334,7 +334,7 @@ def views_not_compared():
         return sum(one.delta.size_bytes for one in following if one.version > adopted.version)
 
     return mock.patch.multiple(
-        "diloco.learner.core.catchup", _stays=stays, _chain_bytes=chain_bytes
+        "diloco.common.storage.catchup", _stays=stays, _chain_bytes=chain_bytes
     )
 
 

@@ -49,6 +49,6 @@ def test_the_reference_is_whole() -> None:
     commands = {"diloco local", "diloco run create", "diloco host guard", "diloco restore"}
     assert all(re.search(rf"^#+ {command}$", text, re.MULTILINE) for command in commands)
     assert all(f"| `{name}` |" in text for name in vars(errors) if name.endswith("Error"))
-    catalogue = metrics.DAEMON + metrics.LEARNER + metrics.AGGREGATOR
+    catalogue = metrics.DAEMON + metrics.LEARNER + metrics.AGGREGATOR + metrics.FOLLOWER
     assert all(f"| `{metric.name}` |" in text for metric in catalogue)
     assert all(f"### {message.__name__}" in text for message in messages())

@@ -25,11 +25,11 @@ from diloco.common.protocol.errors import (
 )
 from diloco.common.protocol.layout import Tensor, make_layout
 from diloco.common.storage.bus import MemoryBus
+from diloco.common.storage.catchup import Change
 from diloco.common.storage.store import MemoryStore
 from diloco.learner.background import Context
 from diloco.learner.core import sync
 from diloco.learner.core.boundary import Boundary
-from diloco.learner.core.catchup import Change
 from diloco.learner.hosts import messages
 from diloco.learner.hosts.coordinator import Coordinator, listen
 from diloco.learner.hosts.messages import host_gone

@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from diloco.common.process import metrics
 from diloco.common.process.metrics import Metrics
 
-CATALOGUE = metrics.DAEMON + metrics.LEARNER + metrics.AGGREGATOR
+CATALOGUE = metrics.DAEMON + metrics.LEARNER + metrics.AGGREGATOR + metrics.FOLLOWER
 UNITS = ("_seconds", "_bytes", "_tokens", "_steps", "_updates", "_versions")
 
 

@@ -55,9 +55,10 @@ def loaded_by(code: str) -> list[str]:
         "from diloco import Config, ConfigError, TensorHint, __version__, load_config",
         EVERY_HELP,
         "import diloco.show.status.screen",
+        "from diloco import follow; import diloco.run.model.follow",
         "import diloco.operate.local.run, diloco.operate.auth.guard, diloco.operate.collect, diloco.replay.restore",
     ],
-    ids=["package", "names", "help", "look", "others"],
+    ids=["package", "names", "help", "look", "follow", "others"],
 )
 def test_what_does_not_compute_loads_nothing_heavy(code: str) -> None:
     assert loaded_by(code) == []

@@ -22,13 +22,13 @@ from diloco.common.protocol.errors import (
     RunMismatchError,
 )
 from diloco.common.storage.bus import MemoryBus, Message
+from diloco.common.storage.catchup import Adopted, UnfetchedRecord, next_move
 from diloco.common.storage.tape import records_of
 from diloco.common.storage.views import load_view
 from diloco.learner.background import Alone
 from diloco.learner.background import Context as LearnerContext
 from diloco.learner.core import sync
 from diloco.learner.core.boundary import NOTHING, Decoded
-from diloco.learner.core.catchup import Adopted, UnfetchedRecord, next_move
 from diloco.learner.tensors.replica import Delta, PendingView, Replica
 from diloco.learner.wire.receive import WAITING_VIEWS, Receiver, VersionFetcher, start_at
 from diloco.learner.wire.receive import load as load_newest

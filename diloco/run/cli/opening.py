@@ -196,7 +196,12 @@ def _placed(run: str, place: RunLocation) -> Config:
 
 @asynccontextmanager
 async def open_run(
-    target: str | Path, *, name: str = "operator", reads: bool = False, salvage: bool = False
+    target: str | Path,
+    *,
+    name: str = "operator",
+    reads: bool = False,
+    salvage: bool = False,
+    credentials: str | None = None,
 ) -> AsyncIterator[OpenRun]:
     """Connect to a run for as long as the block lasts.
 
@@ -205,6 +210,7 @@ async def open_run(
         name: who asks, as the server's monitoring shows it.
         reads: nothing is written, so that a bundle will do.
         salvage: take what is whole of a file that is damaged.
+        credentials: a file for NATS, over the one that the configuration names.
 
     Raises:
         ConfigError: no such file or folder, or the file cannot be understood.
@@ -214,6 +220,9 @@ async def open_run(
     """
     path = Path(target)
     config = run_config(target)
+    if credentials is not None:
+        bus_section = config.bus.model_copy(update={"credentials": credentials})
+        config = config.model_copy(update={"bus": bus_section})
     async with AsyncExitStack() as stack:
         bundle = None
         if is_bundle(path):

@@ -1,6 +1,8 @@
-"""`diloco evaluate` and `diloco sample`."""
+"""`diloco evaluate`, `diloco sample` and `diloco follow`."""
 
 import asyncio
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -65,3 +67,46 @@ def sample(
         from diloco.run.model.view import run_sample
 
     asyncio.run(run_sample(run, prompt, length=length, temperature=temperature, seed=seed))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FollowOptions:
+    """How a run is followed."""
+
+    to: Annotated[Path, typer.Option("--to", help="folder of the versions", metavar="DIR")]
+    form: Annotated[str, typer.Option("--format", help="hf or safetensors", metavar="FORMAT")] = (
+        "safetensors"
+    )
+    every: Annotated[
+        int, typer.Option("--every", help="versions between two that are written", min=1)
+    ] = 1
+    keep: Annotated[int, typer.Option("--keep", help="newest versions that stay", min=1)] = 3
+    command: Annotated[
+        str | None,
+        typer.Option("--exec", help="run this after each, with its folder", metavar="CMD"),
+    ] = None
+    credentials: Annotated[
+        Path | None,
+        typer.Option("--credentials", help="a reader's [default: the file's]", metavar="FILE"),
+    ] = None
+    metrics_port: shared.MetricsPort = None
+
+
+@command(app, logs="info")
+def follow(run: shared.Run, options: FollowOptions) -> None:
+    """Keep a folder with the newest whole version of the model.
+
+    DIR/latest is a link to it. Until the run ends or SIGTERM; needs a reader's credentials only.
+    """
+    with interrupts_wait():
+        from diloco.run.cli.opening import run_config
+        from diloco.run.model.follow import follow as open_following
+        from diloco.run.model.serving import FolderRules, serve_folder
+
+    config = run_config(run)
+    section = config.metrics
+    if options.metrics_port is not None:
+        section = section.model_copy(update={"port": options.metrics_port})
+    model = open_following(run, credentials=options.credentials, every=options.every)
+    rules = FolderRules(options.to, options.form, options.keep, options.command)
+    serve_folder(model, rules, config.run.name, section)

@@ -15,15 +15,17 @@ import numpy as np
 from rich.console import Console
 
 from diloco.common.process import log
-from diloco.common.process.service import cancel
 from diloco.common.protocol import names, shards, wire
 from diloco.common.protocol.errors import ConfigError, IntegrityError, ObjectMissingError, WireError
-from diloco.common.storage.tape import RunContext, first_message, last_record, read_record
-from diloco.common.storage.views import load_version, load_view, next_view
+from diloco.common.storage.catchup import delta_of
+from diloco.common.storage.tape import RunContext, first_message, read_record
+from diloco.common.storage.views import load_version, load_view, take_step
 from diloco.run.cli.opening import open_run
 from diloco.run.cli.screen import say_json, working
 from diloco.run.cli.units import human_count
 from diloco.run.cli.versions import find_targets
+from diloco.run.model.follower import Follower
+from diloco.run.model.whole import FollowRules
 from diloco.run.timeseries import TimeSeries
 
 if TYPE_CHECKING:
@@ -100,22 +102,15 @@ class Scorer:
         """The view after a record; errors as `of`."""
         digest, view = self._views.get(record.fragment, ("", np.empty(0, np.float32)))
         if digest != record.view_digest:
-            delta = record.delta if digest == record.base_digest else None
             found = None
-            if delta is not None:
-                found = await self._context.runtime.call(self._moved, view, record, delta)
+            if record.delta is not None and digest == record.base_digest:
+                with contextlib.suppress(ObjectMissingError, IntegrityError):
+                    change = delta_of(record, 0)
+                    step = await self._context.runtime.call(take_step, self._context, view, change)
+                    found = step.view
             view = await load_version(self._context, record) if found is None else found
             self._views[record.fragment] = (record.view_digest, view)
         return view
-
-    def _moved(
-        self, view: np.ndarray, record: wire.Record, delta: wire.ObjectRef
-    ) -> np.ndarray | None:
-        """The view before, moved by a delta; None if that does not give the digest."""
-        try:
-            return next_view(self._context, record.fragment, view, record.view_digest, delta)
-        except (ObjectMissingError, IntegrityError):
-            return None
 
     async def _score(
         self, records: Sequence[wire.Record], seqs: Sequence[int], views: Sequence[np.ndarray]
@@ -149,59 +144,25 @@ class Scorer:
         return figures, "".join(itertools.islice(pieces, PIECES))[:MOST_TEXT]
 
     async def follow(self, tell: Callable[[wire.Score], Awaitable[None]], pace: Pace) -> None:
-        """Score the newest view, and again as it moves; returns once the run has ended.
+        """Score the newest whole version, and again as it moves; returns once the run has ended.
 
         Args:
             tell: takes each score.
             pace: how often.
 
         Raises:
-            DilocoError: as `newest`, or what `tell` raises.
+            DilocoError: as `Follower.advance`, or what `tell` raises.
         """
-        moved = asyncio.Event()
-        after = await self._context.bus.last_sequence(self._context.tape) + 1
-        watching = asyncio.ensure_future(self._watch(after, moved))
-        told: tuple[int, ...] = ()
-        try:
-            while True:
-                began_s, ended = time.monotonic(), watching.done()
-                moved.clear()
-                if await self._heads() != told:
-                    score = await self.newest()
-                    await tell(score)
-                    told = score.record_seqs
-                if ended:
-                    watching.result()
-                    return
-                took_s = time.monotonic() - began_s
-                if not watching.done():
-                    await moved.wait()
-                rest_s = began_s + max(pace.every_s, took_s / pace.share) - time.monotonic()
-                await asyncio.wait([watching], timeout=max(rest_s, 0.0))
-        finally:
-            await cancel(watching)
-
-    async def _heads(self) -> tuple[int, ...]:
-        """Sequences of the newest records of all fragments."""
-        fragments = range(len(self._context.layout.fragments))
-        return tuple([(await last_record(self._context, index))[1] for index in fragments])
-
-    async def _watch(self, after: int, moved: asyncio.Event) -> None:
-        """Tell of every record from a sequence on, until the run's end."""
-        context = self._context
-        end = names.end(context.run)
-        try:
-            if await context.bus.last(context.tape, end) is not None:
-                return
-            subjects = [names.record(context.run, "*"), end]
-            reading = context.bus.read(context.tape, subjects, after)
-            async with contextlib.aclosing(reading):  # type: ignore[type-var]
-                async for message in reading:
-                    if message.subject == end:
-                        return
-                    moved.set()
-        finally:
-            moved.set()
+        fragments = tuple(range(len(self._context.layout.fragments)))
+        async with Follower(self._context, FollowRules(fragments)) as follower:
+            while await follower.advance() is not None:
+                began_s = time.monotonic()
+                at = [follower.standing()[fragment] for fragment in fragments]
+                views = [follower.view(fragment) for fragment in fragments]
+                records, seqs = [one.record for one in at], [one.record_seq for one in at]
+                await tell(await self._score(records, seqs, views))
+                rest_s = max(pace.every_s, (time.monotonic() - began_s) / pace.share)
+                await follower.rest(began_s + rest_s - time.monotonic())
 
 
 async def keep(context: RunContext, score: wire.Score) -> None:

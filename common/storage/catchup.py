@@ -3,7 +3,7 @@
 Rules of this file:
 - Every record is read, also those whose delta is not: it may resolve an update in flight.
 - What waits is taken together. Where the newest stored view and the deltas behind it are fewer
-  bytes than all the deltas that wait, the learner jumps there; what it skips it never fetches.
+  bytes than all the deltas that wait, the reader jumps there; what it skips it never fetches.
 - A delta is added only to the very view that it was made from: codes carry what quantization lost,
   so that any other base, or another order, gives other bits than the aggregator's.
 """
@@ -80,11 +80,14 @@ def next_move(adopted: Adopted, waiting: Sequence[UnfetchedRecord]) -> FetchMove
     jump = _jump(newest.record_seq, newest.record)
     if chain_bytes is None or chain_bytes > jump.read_bytes:
         return FetchMove(len(waiting), jump)
-    record = first.record
-    assert record is not None
+    assert first.record is not None
+    return FetchMove(1, delta_of(first.record, first.record_seq))
+
+
+def delta_of(record: wire.Record, record_seq: int) -> Change:
+    """The change by the delta of a record that has one, from the view before it."""
     assert record.delta is not None
-    deltas = (record.delta,)
-    return FetchMove(1, Change(record.fragment, first.record_seq, record.view_digest, None, deltas))
+    return Change(record.fragment, record_seq, record.view_digest, None, (record.delta,))
 
 
 def _stays(adopted: Adopted, record: wire.Record) -> bool:

@@ -1,0 +1,476 @@
+"""`diloco.follow`: every version of a run's model in Python, as it is made; without JAX."""
+
+import asyncio
+import fnmatch
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Self, TypeVar, get_args
+
+import ml_dtypes
+import numpy as np
+
+from diloco.common.process.config import sync_of
+from diloco.common.process.credentials import load_credentials
+from diloco.common.process.service import cancel, running_loop
+from diloco.common.protocol.errors import (
+    ConfigError,
+    DilocoError,
+    NewTapeError,
+    RunMismatchError,
+    RunMissingError,
+    StreamMissingError,
+)
+from diloco.common.protocol.layout import Layout, Piece
+from diloco.common.protocol.quantization import Codec, Encoded, code_count, decode_numpy
+from diloco.common.storage.tape import Recorded, RunContext
+from diloco.run.cli.opening import OpenRun, open_run, run_config
+from diloco.run.model.follower import Advance, Follower, Lag
+from diloco.run.model.load import piece_values
+from diloco.run.model.whole import FollowRules, check_rules
+
+T = TypeVar("T")
+
+# What leaves come as: rounded once from the float32 view, or the delta as it is stored.
+Form = Literal["float32", "bfloat16", "codes"]
+# Between two looks whether a tape that is gone is there again.
+TAPE_RETRY_S = 5.0
+_GONE = (
+    "it was deleted, or its NATS server is away or lost its disk: runbooks/restore-from-bucket.md"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeafCodes:
+    """The stored delta of some rows of a leaf: to be added to their float32 values.
+
+    Attributes:
+        codec, block: of the codes; docs/protocol.md has their form.
+        scales: bfloat16, one for each block; none for the float codecs.
+        codes: of whole blocks; each of `groups` begins a block, and is padded to whole ones.
+        groups: how many, of `group_size` elements.
+    """
+
+    codec: Codec
+    block: int
+    scales: np.ndarray
+    codes: np.ndarray
+    groups: int
+    group_size: int
+
+    def decode(self) -> np.ndarray:
+        """The differences, float32 [groups * group_size]."""
+        values = decode_numpy(self.codec, Encoded(self.scales, self.codes), self.block)
+        return values.reshape(self.groups, -1)[:, : self.group_size].reshape(-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeafRows:
+    """Rows of a leaf that have changed; the whole leaf where `rows` are all of it.
+
+    Attributes:
+        name: of the leaf.
+        rows: along the first axis; of a leaf without axes slice(0, 1).
+        shape: of the whole leaf; `dtype` is its own in the run.
+        values: the new values of the rows; None where `codes` are.
+        codes: in the form "codes", what is to be added; None after a jump, which gives values.
+    """
+
+    name: str
+    rows: slice
+    shape: tuple[int, ...]
+    dtype: str
+    values: np.ndarray | None
+    codes: LeafCodes | None = None
+
+
+class FragmentVersion(NamedTuple):
+    """A fragment at a version: its view has this digest, which its record names."""
+
+    fragment: int
+    version: int
+    digest: str
+    record_seq: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelChange:
+    """What is new, verified against the records.
+
+    Attributes:
+        event: "version"; "rollback": the run went back to an earlier state; "epoch": it was
+            resumed from its bucket, perhaps at an earlier state. Leaves are the newest values.
+        version: of the whole model, or of the one fragment.
+        fragment: which one; None: this is one version of all that are followed.
+        fragments: those whose view has changed.
+        global_step: the run's clock.
+        closed_at_s: when the last of its rounds closed, seconds since the epoch.
+        epoch: of the run.
+    """
+
+    event: Literal["version", "rollback", "epoch"]
+    version: int
+    fragment: int | None
+    fragments: tuple[FragmentVersion, ...]
+    global_step: int
+    closed_at_s: float
+    epoch: int
+    _following: "Following" = field(repr=False)
+    _encoded: Encoded | None = field(repr=False)
+
+    @property
+    def digest(self) -> str:
+        """Of the one fragment, or of the first."""
+        return self.fragments[0].digest
+
+    @property
+    def leaves(self) -> Iterator[LeafRows]:
+        """What has changed, piece by piece, each an array of its own.
+
+        Raises:
+            ConfigError: the next change was asked for meanwhile: these values are gone.
+        """
+        for part in self.fragments:
+            for piece in self._following.pieces(part.fragment):
+                yield self._following.rows_of(self, part.fragment, piece, self._encoded)
+
+
+class Following:
+    """A run that is followed; `diloco.follow` makes it.
+
+    A context manager and an iterator, either ordinary or asynchronous. The iteration ends with the
+    run, or at the version to stay at.
+
+    Attributes:
+        ended: the run has.
+    """
+
+    def __init__(
+        self,
+        run: str | Path,
+        *,
+        credentials: str | Path | None,
+        leaves: Sequence[str] | None,
+        rules: FollowRules,
+        form: Form,
+    ) -> None:
+        self._target, self._credentials = run, credentials
+        self._patterns, self._form = leaves, form
+        self._rules = rules
+        self._stack = AsyncExitStack()
+        self._opened: OpenRun | None = None
+        self._follower: Follower | None = None
+        self._pending: asyncio.Future[Advance | None] | None = None
+        self._resumed = False
+        self._newest: ModelChange | None = None
+        self._threads = ExitStack()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    # For asyncio
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._open()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._pending is not None:
+            await cancel(self._pending)
+        await self._stack.aclose()
+
+    def __aiter__(self) -> AsyncIterator[ModelChange]:
+        return self
+
+    async def __anext__(self) -> ModelChange:
+        change = await self.take_async()
+        if change is None:
+            raise StopAsyncIteration
+        return change
+
+    async def take_async(self, within_s: float | None = None) -> ModelChange | None:
+        """The next change; None once there will be none, or if none comes within so long.
+
+        Raises:
+            DilocoError: the bus refuses; the run's last version is damaged or gone.
+        """
+        if self._pending is None:
+            self._pending = asyncio.ensure_future(self._advance())
+        done, _ = await asyncio.wait([self._pending], timeout=within_s)
+        if not done:
+            return None
+        advance, self._pending = self._pending.result(), None
+        self._newest = None if advance is None else self._change(advance)
+        return self._newest
+
+    # For threads
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            self._loop = stack.enter_context(running_loop())
+            self._call(self.__aenter__())
+            self._threads = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._threads:
+            self._call(self.__aexit__())
+
+    def __iter__(self) -> Iterator[ModelChange]:
+        return self
+
+    def __next__(self) -> ModelChange:
+        change = self.take()
+        if change is None:
+            raise StopIteration
+        return change
+
+    def take(self, within_s: float | None = None) -> ModelChange | None:
+        """As `take_async`; 0: what is ready now."""
+        return self._call(self.take_async(within_s))
+
+    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the thread's loop; an interrupt cancels it."""
+        assert self._loop is not None, "the run is open within the block"
+        waits = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return waits.result()
+        except BaseException:
+            waits.cancel()
+            raise
+
+    # What is known
+
+    @property
+    def run(self) -> OpenRun:
+        """The run: its file's settings, its specification and context."""
+        assert self._opened is not None, "the run is open within the block"
+        return self._opened
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run's end has been read."""
+        return self._follower is not None and self._follower.ended
+
+    @property
+    def behind(self) -> Lag:
+        """How far what was handed out is behind what could be, in versions and seconds."""
+        return Lag(0, 0.0) if self._follower is None else self._follower.lag()
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of objects that were read."""
+        return 0 if self._follower is None else self._follower.read_bytes
+
+    def standing(self) -> dict[int, Recorded]:
+        """The record of every fragment that is followed, as of the newest change."""
+        assert self._follower is not None
+        return self._follower.standing()
+
+    def pieces(self, fragment: int) -> list[Piece]:
+        """The pieces of a fragment that are of leaves that are followed."""
+        layout = self.run.context.layout
+        names = _chosen(layout, self._patterns)
+        return [piece for piece in layout.fragments[fragment].pieces if piece.tensor in names]
+
+    def view(self, fragment: int) -> np.ndarray:
+        """The view of a fragment of the newest change, float32 [N]."""
+        assert self._follower is not None
+        return self._follower.view(fragment)
+
+    def rows_of(
+        self, change: ModelChange, fragment: int, piece: Piece, encoded: Encoded | None
+    ) -> LeafRows:
+        """A piece of a change; errors as `ModelChange.leaves`."""
+        if change is not self._newest or self._pending is not None:
+            raise ConfigError(
+                f"the values of version {change.version} are gone: a later change was asked for",
+                hint="read a change's leaves before the next one is asked for",
+            )
+        layout = self.run.context.layout
+        tensor = next(one for one in layout.tensors if one.name == piece.tensor)
+        values, codes = None, None
+        if self._form == "codes" and encoded is not None:
+            codes = _codes_of(self.run.context, fragment, piece, encoded)
+        else:
+            dtype = ml_dtypes.bfloat16 if self._form == "bfloat16" else np.float32
+            values = piece_values(piece, self.view(fragment)).astype(dtype)
+        return LeafRows(
+            name=piece.tensor,
+            rows=slice(piece.start, piece.stop),
+            shape=tensor.shape,
+            dtype=tensor.dtype,
+            values=values,
+            codes=codes,
+        )
+
+    # How it goes on
+
+    async def _open(self) -> None:
+        credentials = None if self._credentials is None else str(self._credentials)
+        check_role(credentials or run_config(self._target).bus.credentials)
+        opened = await self._stack.enter_async_context(
+            open_run(self._target, name="follow", reads=True, credentials=credentials)
+        )
+        layout = opened.context.layout
+        fragments = fragments_of(layout, self._patterns)
+        rules = self._rules._replace(fragments=fragments)
+        check_rules(rules, len(layout.fragments))
+        before = self._opened
+        if before is not None and before.context.layout.digest != layout.digest:
+            raise RunMismatchError(
+                f"run {opened.context.run!r} has other parameters now: it was created again",
+                hint="start this process again",
+            )
+        carried = None if self._follower is None else self._follower.carried()
+        follower = Follower(opened.context, rules, carried)
+        self._follower = await self._stack.enter_async_context(follower)
+        self._opened = opened
+
+    async def _advance(self) -> Advance | None:
+        """The next change of this tape, or of the one that comes after it."""
+        while True:
+            assert self._follower is not None
+            try:
+                return await self._follower.advance()
+            except (NewTapeError, StreamMissingError) as error:
+                self.run.context.logger.warning("tape_changed", why=str(error))
+                await self._reopen()
+
+    async def _reopen(self) -> None:
+        """Open the run again, once its tape is there."""
+        self._resumed = True
+        logger = self.run.context.logger
+        while True:
+            await self._stack.aclose()
+            try:
+                await self._open()
+            except DilocoError as error:
+                if not (error.retry or isinstance(error, RunMissingError)):
+                    raise
+                logger.warning("waiting", what="the run's tape", error=error.message, hint=_GONE)
+                await asyncio.sleep(TAPE_RETRY_S)
+            else:
+                return
+
+    def _change(self, advance: Advance) -> ModelChange:
+        records = advance.records
+        event: Literal["version", "rollback", "epoch"] = "version"
+        if advance.rolled_back:
+            event = "rollback"
+        if self._resumed:
+            event, self._resumed = "epoch", False
+        fragments = tuple(
+            FragmentVersion(one.fragment, one.version, one.view_digest, heard.record_seq)
+            for one, heard in zip(records, advance.heard, strict=True)
+        )
+        return ModelChange(
+            event=event,
+            version=records[-1].version,
+            fragment=None if self._rules.whole else records[-1].fragment,
+            fragments=fragments,
+            global_step=max(record.global_step for record in records),
+            closed_at_s=max(record.closed_at_s for record in records),
+            epoch=self.run.context.epoch,
+            _following=self,
+            _encoded=advance.encoded,
+        )
+
+
+def follow(
+    run: str | Path,
+    *,
+    credentials: str | Path | None = None,
+    leaves: Sequence[str] | None = None,
+    whole: bool = True,
+    every: int = 1,
+    form: Form = "float32",
+    stay_at: int | None = None,
+) -> Following:
+    """Follow a run: its newest version, then every one that is made, verified.
+
+    Args:
+        run: its TOML file, the folder of a local run, a run's name, or a bundle.
+        credentials: file of a reader's (`diloco auth add-reader`), over those that the run's file
+            names.
+        leaves: names, or patterns such as "layers/*"; None: all.
+        whole: hand out one version of all fragments at once; else each fragment as it comes.
+        every: versions between two that are handed out, at least.
+        form: of the leaves: float32 as the view is, bfloat16, or "codes": the stored delta, of
+            one fragment and version at a time.
+        stay_at: the last version that is handed out.
+
+    Raises:
+        ConfigError: options that do not go together.
+    """
+    if form not in get_args(Form):
+        raise ConfigError(f"form={form!r}: expected {', '.join(get_args(Form))}")
+    if form == "codes" and (whole or every != 1):
+        raise ConfigError(
+            'form="codes" gives the delta of one fragment and version',
+            hint="give whole=False and every=1 as well",
+        )
+    rules = FollowRules((), whole, every, stay_at)
+    return Following(run, credentials=credentials, leaves=leaves, rules=rules, form=form)
+
+
+def check_role(path: str | None) -> None:
+    """Refuse the credentials of a daemon, which may write.
+
+    Raises:
+        ConfigError: they are a learner's or an aggregator's.
+    """
+    found = None if path is None else load_credentials(Path(path))
+    if found is not None and found.role in ("learner", "aggregator"):
+        raise ConfigError(
+            f"{path!r} has the credentials of {found.role} {found.identity!r}; a follower takes "
+            "those of a reader",
+            hint="make them: diloco auth add-reader DIR NAME",
+        )
+
+
+def fragments_of(layout: Layout, patterns: Sequence[str] | None) -> tuple[int, ...]:
+    """The fragments that have some of the leaves.
+
+    Raises:
+        ConfigError: the run has no leaf of a name, or of a pattern.
+    """
+    names = _chosen(layout, patterns)
+    return tuple(
+        index
+        for index, fragment in enumerate(layout.fragments)
+        if any(piece.tensor in names for piece in fragment.pieces)
+    )
+
+
+def _chosen(layout: Layout, patterns: Sequence[str] | None) -> set[str]:
+    known = [tensor.name for tensor in layout.tensors]
+    if patterns is None:
+        return set(known)
+    found = {pattern: fnmatch.filter(known, pattern) for pattern in patterns}
+    missing = [pattern for pattern, names in found.items() if not names]
+    if missing or not patterns:
+        raise ConfigError(
+            f"leaves={[*patterns]!r}: the run has no synchronized leaf "
+            f"{', '.join(map(repr, missing)) or 'of no name'}",
+            hint=f"it has {', '.join(known[:8])}{' ...' if len(known) > 8 else ''}",
+        )
+    return {name for names in found.values() for name in names}
+
+
+def _codes_of(context: RunContext, fragment: int, piece: Piece, encoded: Encoded) -> LeafCodes:
+    section = sync_of(context.settings.sync, context.layout.fragments[fragment])
+    first, count = piece.offset // section.block, piece.stride // section.block
+    each = code_count(section.delta_codec, section.block)
+    scales = np.asarray(encoded.scales)
+    return LeafCodes(
+        codec=section.delta_codec,
+        block=section.block,
+        scales=scales[first : first + count].copy(),
+        codes=np.asarray(encoded.codes)[first * each : (first + count) * each].copy(),
+        groups=piece.groups,
+        group_size=piece.group_size,
+    )

@@ -1,0 +1,451 @@
+"""A follower: the views of a run, version after version, each verified, at no cost for the run.
+
+It reads the tape by one consumer of its own, which the server forgets when it goes, and says
+nothing there. What it has missed it catches up on as learners do (`catchup.py`). The views that it
+holds are all that it keeps, and one fragment's more while that moves.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import NamedTuple, Self, TypeVar
+
+import numpy as np
+
+from diloco.common.process.service import cancel
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import (
+    IntegrityError,
+    ObjectMissingError,
+    WireError,
+)
+from diloco.common.protocol.quantization import Encoded
+from diloco.common.storage.bus import Message
+from diloco.common.storage.catchup import UnfetchedRecord, next_move
+from diloco.common.storage.tape import (
+    Recorded,
+    RunContext,
+    effective_settings,
+    first_message,
+    last_record,
+    parse_changed,
+    read_record,
+)
+from diloco.common.storage.views import ViewStep, load_recorded, take_step
+from diloco.run.model.whole import (
+    FollowedFragment,
+    FollowRules,
+    HeardRecord,
+    choose_whole,
+    following,
+    slim,
+)
+
+T = TypeVar("T")
+
+# So far back the records are looked through for a whole version to begin with.
+MOST_BACK = 64
+_LOST = (ObjectMissingError, IntegrityError, WireError)
+
+
+class Lag(NamedTuple):
+    """How far a follower is behind what the tape has: 0 and 0 once it has handed that out."""
+
+    versions: int
+    seconds: float
+
+
+class Advance(NamedTuple):
+    """What has changed since the one before: records of the fragments whose view is another.
+
+    Attributes:
+        heard: their records.
+        rolled_back: the run went back since the one before.
+        encoded: the delta that led there, of a fragment that took one step.
+    """
+
+    heard: tuple[HeardRecord, ...]
+    rolled_back: bool
+    encoded: Encoded | None = None
+
+    @property
+    def records(self) -> tuple[wire.Record, ...]:
+        """The records alone."""
+        return tuple(one.record for one in self.heard if one.record is not None)
+
+
+class Follower:
+    """Follows one tape of a run; use it as an asynchronous context.
+
+    Args:
+        context: the run's.
+        rules: what is handed out.
+        carried: what a follower of an earlier tape had.
+
+    Attributes:
+        ended: the run's end has been read.
+        read_bytes: of objects, so far.
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        rules: FollowRules,
+        carried: list[FollowedFragment] | None = None,
+    ) -> None:
+        self._context = context
+        self._rules = rules
+        self._fragments = carried or [FollowedFragment(index) for index in rules.fragments]
+        self._settings = context.settings
+        self._settings_seq = 0
+        self._moved = asyncio.Event()
+        self._reading: asyncio.Future[None] | None = None
+        self._error: Exception | None = None
+        self.ended = False
+        self.read_bytes = 0
+
+    async def __aenter__(self) -> Self:
+        await self._begin()
+        start_seq = min(one.history[-1].record_seq for one in self._fragments) + 1
+        self._reading = asyncio.ensure_future(self._read_tape(start_seq))
+        self._reading.add_done_callback(lambda _: self._moved.set())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._reading is not None:
+            await cancel(self._reading)
+
+    def carried(self) -> list[FollowedFragment]:
+        """What a follower of a later tape begins with."""
+        # Of these records none is on that tape; a view may be the one that goes on there.
+        return [
+            FollowedFragment(
+                one.index,
+                one.view,
+                one.adopted._replace(record_seq=0),
+                given=one.given._replace(record_seq=0),
+            )
+            for one in self._fragments
+        ]
+
+    def view(self, fragment: int) -> np.ndarray:
+        """The view of a fragment as it was handed out last, float32 [N]; good until `advance`."""
+        return self._of(fragment).view
+
+    def standing(self) -> dict[int, Recorded]:
+        """Of every fragment the record that its view is of."""
+        found = {one.index: one.history[0] for one in self._fragments}
+        return {
+            index: Recorded(heard.record, heard.record_seq, heard.stored_at_s)
+            for index, heard in found.items()
+            if heard.record is not None
+        }
+
+    def lag(self) -> Lag:
+        """How far what was handed out is behind what could be."""
+        found = self._target() or ()
+        behind = [
+            (heard.record.version - one.given.version, heard.stored_at_s)
+            for heard in found
+            if heard.record is not None
+            and (one := self._of(heard.record.fragment)).given.view_digest
+            != heard.record.view_digest
+        ]
+        if not behind:
+            return Lag(0, 0.0)
+        now_s = self._context.runtime.clock()
+        return Lag(
+            max(1, *(versions for versions, _ in behind)),
+            max(0.0, now_s - max(stored_at_s for _, stored_at_s in behind)),
+        )
+
+    async def advance(self) -> Advance | None:
+        """The next change, as soon as there is one; None once there will be none.
+
+        Raises:
+            NewTapeError: the run was resumed on a new tape.
+            DilocoError: the bus refuses; the last version is damaged or gone.
+        """
+        while True:
+            self._moved.clear()
+            target = self._target()
+            if target is not None and self._due(target) and not self._refused(target):
+                found = await (self._to_whole(target) if self._rules.whole else self._one_step())
+                if found is not None:
+                    return found
+                continue
+            if self._over():
+                if self._error is not None and target is not None and self._refused(target):
+                    raise self._error
+                return None
+            if not await self._read_ahead():
+                await self._wait()
+
+    async def rest(self, for_s: float) -> None:
+        """Wait so long, or until the run has ended or cannot be followed."""
+        assert self._reading is not None
+        if for_s > 0:
+            await asyncio.wait([self._reading], timeout=for_s)
+
+    # What is to be handed out
+
+    def _target(self) -> tuple[HeardRecord, ...] | None:
+        """The records that would be handed out now, whether or not they were already."""
+        rules = self._rules
+        histories = [one.history for one in self._fragments]
+        if rules.whole:
+            return choose_whole(histories, self._settings, ended=self.ended, most=rules.stay_at)
+        found = []
+        for history in histories:
+            known = [
+                one for one in history if one.record is not None
+                and (rules.stay_at is None or one.record.version <= rules.stay_at)
+            ]  # fmt: skip
+            found += known[-1:]
+        return tuple(found)
+
+    def _due(self, target: Sequence[HeardRecord]) -> bool:
+        """Whether enough has changed since what was handed out."""
+        return any(self._is_due(heard) for heard in target)
+
+    def _is_due(self, heard: HeardRecord) -> bool:
+        record = heard.record
+        assert record is not None
+        given = self._of(record.fragment).given
+        if record.view_digest == given.view_digest and record.version == given.version:
+            return False
+        last = self.ended or record.final or record.version == self._rules.stay_at
+        back = record.policy.floor > given.version or record.version <= given.version
+        return record.version - given.version >= self._rules.every or last or back
+
+    def _refused(self, target: Sequence[HeardRecord]) -> bool:
+        """Whether a part of it could not be had, and nothing newer has come."""
+        return any(
+            heard.record_seq <= self._of(heard.record.fragment).refused_seq
+            for heard in target
+            if heard.record is not None and self._is_due(heard)
+        )
+
+    def _over(self) -> bool:
+        stay_at = self._rules.stay_at
+        there = stay_at is not None and all(
+            one.given.version >= stay_at
+            for one in self._fragments[-1 if self._rules.whole else 0 :]
+        )
+        return self.ended or there
+
+    async def _wait(self) -> None:
+        assert self._reading is not None
+        if self._reading.done():
+            self._reading.result()
+        await self._moved.wait()
+
+    # How it is had
+
+    async def _to_whole(self, target: Sequence[HeardRecord]) -> Advance | None:
+        """All fragments at a whole version; None if a part of it cannot be had."""
+        for one, heard in zip(self._fragments, target, strict=True):
+            while one.adopted.record_seq < heard.record_seq:
+                if await self._move(one, heard) is None:
+                    return None
+        moved = [
+            (one, heard)
+            for one, heard in zip(self._fragments, target, strict=True)
+            if heard.record is not None and heard.record.view_digest != one.given.view_digest
+        ]
+        return self._give(moved, None)
+
+    async def _one_step(self) -> Advance | None:
+        """The fragment that waits longest, moved."""
+        due = [
+            (self._of(heard.record.fragment), heard)
+            for heard in self._target() or ()
+            if heard.record is not None and self._is_due(heard)
+        ]
+        one, heard = min(due, key=lambda pair: pair[0].waiting[0].record_seq)
+        while one.adopted.record_seq < heard.record_seq:
+            step = await self._move(one, heard)
+            if step is None:
+                return None
+            now = one.history[0]
+            if self._rules.every == 1 and self._is_due(now):
+                return self._give([(one, now)], step.encoded)
+        return self._give([(one, heard)], None)
+
+    def _give(
+        self,
+        moved: Sequence[tuple[FollowedFragment, HeardRecord]],
+        encoded: Encoded | None,
+    ) -> Advance | None:
+        heard, back = [], False
+        for one, its in moved:
+            assert its.record is not None
+            first = one.given.version < 0
+            back |= not first and its.record.policy.floor > one.given.version
+            heard.append(its)
+        for one in self._fragments:
+            if self._rules.whole or any(one is other for other, _ in moved):
+                one.given = one.adopted
+        self._error = None
+        return Advance(tuple(heard), back, encoded) if heard else None
+
+    async def _move(self, one: FollowedFragment, upto: HeardRecord) -> ViewStep | None:
+        """One move of a fragment towards a record; None if the record's view cannot be had."""
+        waiting = [each for each in one.waiting if each.record_seq <= upto.record_seq]
+        move = next_move(one.adopted, [UnfetchedRecord(w.record_seq, w.record) for w in waiting])
+        assert move is not None  # `upto` can be read.
+        newest, change = waiting[move.covers - 1], move.change
+        record = newest.record
+        assert record is not None
+        if change is None:
+            one.adopt(newest, record, one.view)
+            return ViewStep(one.view, 0, None)
+        context = self._context
+        try:
+            try:
+                step = await self._retry(
+                    lambda: context.runtime.call(take_step, context, one.view, change)
+                )
+            except _LOST:
+                newest = upto
+                step = await self._retry(lambda: self._reload(one, upto))
+        except _LOST as error:
+            self._refuse(one, upto, error)
+            return None
+        assert newest.record is not None
+        self.read_bytes += step.read_bytes
+        one.adopt(newest, newest.record, step.view)
+        return step
+
+    async def _read_ahead(self) -> bool:
+        """Read one step of what the next whole version will have; False if none is there yet."""
+        *others, last = self._fragments
+        if not self._rules.whole or self._rules.every > 1 or last.given.version < 0:
+            return False
+        reach = following(self._settings, last.history[0])
+        for one in others:
+            ready = [
+                heard for heard in one.waiting
+                if heard.record is not None and heard.record.global_step <= reach
+            ]  # fmt: skip
+            if ready and ready[-1].record_seq > one.refused_seq:
+                await self._move(one, ready[-1])
+                return True
+        return False
+
+    async def _reload(self, one: FollowedFragment, upto: HeardRecord) -> ViewStep:
+        """The view of a record from what is stored; what is slow to show is waited for."""
+        assert upto.record is not None
+        try:
+            loaded = await load_recorded(self._context, upto.record, upto.record_seq)
+        except IntegrityError as error:
+            if one.history[-1].record_seq == upto.record_seq:
+                raise
+            # Newer ones are there: collected, most likely.
+            raise IntegrityError(error.message, hint=error.hint) from error
+        return ViewStep(loaded.view, loaded.read_bytes, None)
+
+    def _refuse(self, one: FollowedFragment, upto: HeardRecord, error: Exception) -> None:
+        one.refused_seq = upto.record_seq
+        self._error = error
+        self._context.logger.warning(
+            "version_skipped",
+            fragment=one.index,
+            record_seq=upto.record_seq,
+            why=str(error),
+        )
+
+    # What the tape says
+
+    async def _begin(self) -> None:
+        context, rules = self._context, self._rules
+        self._settings, self._settings_seq = await self._retry(lambda: effective_settings(context))
+        for one in self._fragments:
+            record, seq = await self._retry(partial(last_record, context, one.index))
+            one.history = [HeardRecord(seq, record.closed_at_s, slim(record))]
+        self.ended = (
+            await self._retry(lambda: context.bus.last(context.tape, names.end(context.run)))
+            is not None
+        )
+        newest = [one.history[-1].record for one in self._fragments]
+        if rules.stay_at is not None and all(
+            record is not None and record.version > rules.stay_at for record in newest
+        ):
+            await self._go_to(rules.stay_at)
+            return
+        for _ in range(MOST_BACK):
+            if self._target() is not None or not await self._back():
+                return
+
+    async def _go_to(self, version: int) -> None:
+        """Nothing but a version that the run has had."""
+        from diloco.aggregator.rollback import find_versions
+
+        found = await find_versions(self._context, dict.fromkeys(self._rules.fragments, version))
+        for one in self._fragments:
+            at = found[one.index]
+            one.history = [HeardRecord(at.record_seq, at.stored_at_s, slim(at.record))]
+        self.ended = True
+        self._rules = self._rules._replace(stay_at=None)
+
+    async def _back(self) -> bool:
+        """Read one earlier record of each fragment; False if the tape has none."""
+        found = False
+        for one in self._fragments:
+            oldest = one.history[0].record
+            if oldest is None or oldest.what == "restore" or not oldest.base_seq:
+                continue
+            subject = names.record(self._context.run, one.index)
+            message = await first_message(self._context, subject, oldest.base_seq)
+            if message.seq == oldest.base_seq:
+                one.history.insert(0, await self._heard(message))
+                found = True
+        return found
+
+    async def _read_tape(self, start_seq: int) -> None:
+        context = self._context
+        subjects = [
+            names.record(context.run, "*"), names.settings(context.run), names.end(context.run)
+        ]  # fmt: skip
+        reading = context.bus.read(context.tape, subjects, start_seq)
+        async with contextlib.aclosing(reading):  # type: ignore[type-var]
+            async for message in reading:
+                await self._take(message)
+                if self.ended:
+                    break
+        # A file ends with its tape, as a run does with its end.
+        self.ended = True
+
+    async def _take(self, message: Message) -> None:
+        match names.parse_subject(message.subject):
+            case names.Subject(kind="end"):
+                self.ended = True
+            case names.Subject(kind="settings") if message.seq > self._settings_seq:
+                with contextlib.suppress(WireError):  # Nobody can follow it.
+                    self._settings = parse_changed(self._context.settings, message)
+                    self._settings_seq = message.seq
+            case names.Subject(kind="record", fragment=int(fragment)) if (
+                fragment in self._rules.fragments
+            ):
+                self._of(fragment).hear(await self._heard(message))
+            case _:
+                return
+        self._moved.set()
+
+    async def _heard(self, message: Message) -> HeardRecord:
+        """A record of the tape; its body may be damaged or gone."""
+        record: wire.Record | None = None
+        try:
+            record = slim(await self._retry(lambda: read_record(self._context, message)))
+        except _LOST as error:
+            why = error.message
+            self._context.logger.warning("record_skipped", record_seq=message.seq, why=why)
+        return HeardRecord(message.seq, message.time_s, record)
+
+    def _of(self, fragment: int) -> FollowedFragment:
+        return self._fragments[self._rules.fragments.index(fragment)]
+
+    async def _retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        runtime, logger = self._context.runtime, self._context.logger
+        return await runtime.retry("following the run", attempt, logger=logger)

@@ -1,0 +1,240 @@
+"""What serves a run's model has its newest whole version: as a folder, or in engines.
+
+    DIR/0-000000000120   epoch and version; as `diloco export` writes them
+    DIR/latest           a link to the newest: always to a whole one
+
+A folder is written beside the others, brought to the disk, and only then takes its name; the link
+moves in one step. So whatever ends the process leaves a link to a whole version.
+"""
+
+import asyncio
+import contextlib
+import os
+import shlex
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from diloco.common.process import metrics
+from diloco.common.process.config import MetricsSection
+from diloco.common.process.health import HealthView, report, tell, tell_stopping
+from diloco.common.process.metrics import Metrics
+from diloco.common.process.probes import Probes, make_probes, serving
+from diloco.common.process.service import (
+    AskedToStopError,
+    Runtime,
+    cancel,
+    on_signals,
+    unless_asked,
+)
+from diloco.common.protocol.errors import ConfigError
+from diloco.common.protocol.layout import Layout
+from diloco.run.cli.folders import make_folder
+from diloco.run.model.files import write_model
+from diloco.run.model.follow import Following, LeafRows, ModelChange
+
+LATEST = "latest"
+_PART = ".part"
+# Between two looks at how far behind it is.
+LOOK_S = 1.0
+
+
+class FolderRules(NamedTuple):
+    """How a folder is kept.
+
+    Attributes:
+        folder: is made.
+        form: "safetensors" or "hf".
+        keep: newest versions that stay.
+        command: run after each version, with its folder as the last word.
+    """
+
+    folder: Path
+    form: str
+    keep: int = 3
+    command: str | None = None
+
+
+class ServedFolder:
+    """A folder that has the newest versions of a run that is followed.
+
+    Raises:
+        ConfigError: no such form, nothing is to be kept, or the folder cannot be made.
+    """
+
+    def __init__(self, model: Following, rules: FolderRules) -> None:
+        if rules.form not in ("hf", "safetensors"):
+            raise ConfigError(f"--format {rules.form!r}: expected hf or safetensors")
+        if rules.keep < 1:
+            raise ConfigError(f"--keep {rules.keep}: expected at least 1")
+        make_folder(rules.folder)
+        self._model, self._rules = model, rules
+        for left in rules.folder.glob(f"*{_PART}"):
+            shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+
+    async def take(self, change: ModelChange) -> Path:
+        """Write a version, let `latest` be it, and run the command; its folder.
+
+        Raises:
+            ConfigError: it cannot be written, or the task has no such format.
+        """
+        home = self._rules.folder
+        path = home / f"{change.epoch}-{change.version:012}"
+        if not path.exists():
+            part = path.with_name(path.name + _PART)
+            context, at = self._model.run.context, self._model.standing()
+            records = {fragment: one.record for fragment, one in at.items()}
+            views = {fragment: self._model.view(fragment) for fragment in at}
+            await write_model(part, self._rules.form, context, views, records)
+            await asyncio.to_thread(_sync, part)
+            part.rename(path)
+        link = home / f"{LATEST}{_PART}"
+        link.symlink_to(path.name)
+        link.replace(home / LATEST)
+        await asyncio.to_thread(_sync_folder, home)
+        self._drop_old(path)
+        await self._tell(path)
+        return path
+
+    def _drop_old(self, newest: Path) -> None:
+        """Delete all but the newest versions, by when they came: a new epoch may go back."""
+        found = [path for path in self._rules.folder.glob("*-*") if path != newest]
+        found.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        for path in found[self._rules.keep - 1 :]:
+            # Its name goes first, so that no half of it can be taken for a version.
+            gone = path.rename(path.with_name(path.name + _PART))
+            shutil.rmtree(gone)
+
+    async def _tell(self, path: Path) -> None:
+        if self._rules.command is None:
+            return
+        words = [*shlex.split(self._rules.command), str(path)]
+        logger = self._model.run.context.logger
+        try:
+            process = await asyncio.create_subprocess_exec(*words)
+            status = await process.wait()
+        except OSError as error:
+            logger.warning("command_failed", command=words[0], why=str(error.strerror))
+        else:
+            if status:
+                logger.warning("command_failed", command=words[0], why=f"exit status {status}")
+
+
+def _sync(folder: Path) -> None:
+    """Bring a folder's files to the disk."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            _sync_folder(path)
+    _sync_folder(folder)
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# --- `diloco follow`
+
+
+def serve_folder(model: Following, rules: FolderRules, run: str, section: MetricsSection) -> None:
+    """Keep a folder until the run ends or a signal asks for the end.
+
+    Raises:
+        DilocoError: what stops it for good, with what to do.
+    """
+    probes = make_probes(Runtime().retries, run=run)
+    with serving(section, probes), contextlib.suppress(AskedToStopError):
+        asyncio.run(_serve(model, rules, probes))
+
+
+async def _serve(model: Following, rules: FolderRules, probes: Probes) -> None:
+    loop, asked = asyncio.get_running_loop(), asyncio.Event()
+    on_signals(lambda: loop.call_soon_threadsafe(asked.set))
+    probes.health.begin_phase("connecting to the run")
+    async with model:
+        logger = model.run.context.logger
+        folder = ServedFolder(model, rules)
+        probes.health.view = lambda: HealthView("following")
+        probes.start.over()
+        tell(probes.manager, READY="1")
+        beside = [
+            asyncio.ensure_future(report(probes.health, probes.manager)),
+            asyncio.ensure_future(_look(model, probes)),
+        ]
+        try:
+            while (change := await unless_asked(model.take_async(), asked.is_set)) is not None:
+                path = await unless_asked(folder.take(change), asked.is_set)
+                probes.metrics.set(metrics.FOLLOWED, change.version)
+                logger.info("served", folder=str(path), version=change.version, what=change.event)
+        finally:
+            tell_stopping(probes.manager)
+            await cancel(*beside)
+        if model.ended:
+            logger.info("run_over", advice="this was its last version")
+
+
+async def _look(model: Following, probes: Probes) -> None:
+    while True:
+        probes.health.turned()
+        show_lag(model, probes.metrics)
+        await asyncio.sleep(LOOK_S)
+
+
+def show_lag(model: Following, counted: Metrics) -> None:
+    """Set the metrics of how far a follower is behind."""
+    lag = model.behind
+    counted.set(metrics.BEHIND, lag.seconds)
+    counted.set(metrics.BEHIND_VERSIONS, lag.versions)
+    counted.set(metrics.FOLLOWER_DOWN, model.read_bytes)
+
+
+# --- Engines
+
+
+class EngineSink(Protocol):
+    """Four calls by which an engine takes weights: one for each rank or replica.
+
+    `init` comes once, before all. Between `start` and `finish` the engine generates nothing: it
+    holds a part of a version. `finish` lets it generate again, with what it had computed from
+    earlier weights (caches of keys and values, of prefixes) gone.
+    """
+
+    def init(self, layout: Layout) -> None:
+        """Take the names, shapes and dtypes of all leaves."""
+
+    def start(self, version: int) -> None:
+        """Stop generating; a version follows."""
+
+    def update(self, leaf: LeafRows) -> None:
+        """Take some rows of a leaf."""
+
+    def finish(self, version: int) -> None:
+        """All of the version is here, in every engine: generate with it."""
+
+
+def feed(model: Following, engines: Sequence[EngineSink]) -> Iterator[ModelChange]:
+    """Bring each version to all engines before any of them serves it; yields it then.
+
+    An engine that raises leaves all of them stopped: none has served the version. Who begins
+    again with another `diloco.follow` brings the newest version to all.
+
+    Args:
+        model: opened, of whole versions.
+        engines: ranks and replicas.
+    """
+    layout = model.run.context.layout
+    for engine in engines:
+        engine.init(layout)
+    for change in model:
+        for engine in engines:
+            engine.start(change.version)
+        for leaf in change.leaves:
+            for engine in engines:
+                engine.update(leaf)
+        for engine in engines:
+            engine.finish(change.version)
+        yield change
