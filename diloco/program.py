@@ -15,7 +15,6 @@ import diloco
 from diloco.check_file import app as trying
 from diloco.common.protocol.errors import DilocoError, Exit
 from diloco.infra.provision.command import app as provision
-from diloco.judge.command import app as check
 from diloco.models.data.command import app as data
 from diloco.operate.auth.command import app as auth
 from diloco.operate.command import app as operate
@@ -36,7 +35,7 @@ class Program(Parted):
 
     parts = {  # noqa: RUF012 - declared there
         "A day": (
-            "local", "run", "aggregator", "learner", "status", "report", "doctor", "replay",
+            "local", "run", "aggregator", "learner", "status", "report", "why", "doctor", "replay",
         ),
         "A run and its model": (
             "dashboard", "show", "export", "follow", "evaluate", "sample", "bundle", "restore",
@@ -55,7 +54,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 for room in (
-    local, trying, data, plan, daemons, operate, run, page, alerts, check, trackers,
+    local, trying, data, plan, daemons, operate, run, page, alerts, trackers,
     model, replay, auth, provision,
 ):  # fmt: skip
     app.add_typer(room)

@@ -21,7 +21,7 @@ class Breach(NamedTuple):
     """Something that is not as it must be.
 
     Attributes:
-        rule: one of the oracle's, "objects" or "digests".
+        rule: one of the oracle's, "objects", "bytes" or "digests".
         where: which part of the run.
         what: what was expected and what stands there.
     """
@@ -41,6 +41,8 @@ class Objects:
         orphans: objects below the run's prefix that nothing on the tape names, in bytes.
         newer: objects of what the tape has not come to, in bytes.
         remade: versions that were merged again, and gave their digests.
+        read: objects of versions whose bytes were compared; `unread`: those that are gone, or too
+            many.
     """
 
     breaches: list[Breach] = field(default_factory=list)
@@ -50,6 +52,8 @@ class Objects:
     orphans: dict[str, int] = field(default_factory=dict)
     newer: dict[str, int] = field(default_factory=dict)
     remade: int = 0
+    read: int = 0
+    unread: int = 0
 
 
 @dataclass

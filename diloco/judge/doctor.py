@@ -7,15 +7,15 @@ judgements.
 
 import asyncio
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.markup import escape
-from rich.progress import Progress
 from rich.table import Table
 
 from diloco.common.process.config import Config, differences
@@ -25,7 +25,6 @@ from diloco.common.protocol.errors import (
     BusUnavailableError,
     ConfigError,
     DilocoError,
-    Exit,
     IntegrityError,
     RunMismatchError,
     RunMissingError,
@@ -40,19 +39,25 @@ from diloco.common.storage.tape import RunContext
 from diloco.judge import doctor_findings, service
 from diloco.judge.audit import Account, Audit, Objects, audit
 from diloco.judge.evidence import wholeness
-from diloco.judge.objects import check_objects, list_now, read_listing
+from diloco.judge.objects import check_bytes, check_objects, list_now, read_listing
 from diloco.run.cli.opening import OpenRun, open_run, run_config
-from diloco.run.cli.screen import SEVERITY_STYLES, say_json
+from diloco.run.cli.screen import SEVERITY_STYLES
 from diloco.run.cli.subprocess import call_isolated
-from diloco.run.findings import DIGEST_MISMATCH, NATS_AWAY, ORDER, failed, ranked
+from diloco.run.findings import (
+    DIGEST_MISMATCH,
+    NATS_AWAY,
+    ORDER,
+    clock,
+    configuration,
+    failed,
+    grouped,
+    ranked,
+)
 from diloco.run.history import History, read_history
 from diloco.run.model.scores import read_scores, scores_of
 from diloco.run.state import Finding, RunStatus
 from diloco.run.timeseries import read_time_series
 from diloco.run.watch import Watch
-
-if TYPE_CHECKING:
-    from diloco.judge.remake import Progress as Heard
 
 # A run goes on while it is looked at: what garbage collection took meanwhile is not missing.
 LOOKS = 3
@@ -95,47 +100,33 @@ class Report:
         }
 
 
-def run_doctor(target: str, *, deep: bool, json: bool) -> int:
-    """Examine and tell; the exit status: 0 unless something is an error.
-
-    Raises:
-        ConfigError: `target` is no configuration or cannot be understood.
-    """
-    console = Console(stderr=json)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("reading", total=None)
-        report = asyncio.run(
-            examine(
-                target,
-                deep=deep,
-                progress=lambda done, total: progress.update(
-                    task, description="making versions again", completed=done, total=total
-                ),
-            )
-        )
-    if json:
-        say_json(report.document())
-    else:
-        show(report, console)
-    amiss = report.exists and not report.healthy
-    return Exit.FAILED if amiss else Exit.ENDED
+# Hears the report so far, and what is done next.
+Told = Callable[["Report", str], None]
+# From run, tape and findings: the findings, with more that it found.
+Further = Callable[[RunContext, History, list[Finding]], Awaitable[list[Finding]]]
 
 
-async def examine(target: str, *, deep: bool = False, progress: "Heard | None" = None) -> Report:
+def _not_told(_report: Report, _doing: str) -> None:
+    """Nobody wants to hear of it yet."""
+
+
+async def examine(
+    target: str, *, deep: bool = False, told: Told = _not_told, further: Further | None = None
+) -> Report:
     """Everything that can be found out about RUN.
 
     Args:
         target: RUN, as `diloco.run.cli.opening` has it.
         deep: also read every object, make every version again, and judge every record.
-        progress: hears how far the deep part has come.
+        told: hears what is known so far, and what is done next.
+        further: adds to the findings on a run, from its tape.
 
     Raises:
         ConfigError: `target` is no configuration or cannot be understood.
     """
     config = run_config(target)
     report = Report(config.run.name)
-    found = report.findings
-    found += doctor_findings.configuration(config.settings())
+    found: list[Finding] = []
     # A file has neither bus nor store to probe.
     file = is_bundle(Path(target))
     store, probed = (None, []) if file else await asyncio.to_thread(_probe_store, config)
@@ -144,7 +135,7 @@ async def examine(target: str, *, deep: bool = False, progress: "Heard | None" =
         async with open_run(target, name="doctor", reads=True) as run:
             found += await asyncio.to_thread(_compare, run)
             found += [] if file else await _probe_bus(run.context)
-            await _examine_run(report, run.context, deep=deep, progress=progress, copied=file)
+            found += await _examine_run(report, run.context, _Way(deep, told, further), copied=file)
     except RunMissingError as error:
         found += await asyncio.to_thread(_no_run, config, error, store)
         report.exists = any(finding.severity == "error" for finding in found)
@@ -163,6 +154,8 @@ async def examine(target: str, *, deep: bool = False, progress: "Heard | None" =
         found.append(failed("store", error, doctor_findings.STORE_AWAY))
     except DilocoError as error:
         found.append(failed("run", error, doctor_findings.RUN_MISMATCH))
+    if report.run_now is None:
+        found += configuration(config.settings())
     report.findings = ranked(said_once(found))
     return report
 
@@ -263,7 +256,7 @@ async def _probe_bus(context: RunContext) -> list[Finding]:
     liveness_timeout_s = context.settings.quorum.liveness_timeout_s
     return [
         Finding(severity="ok", about="bus", sentence="NATS answers and stores messages"),
-        doctor_findings.clock("this machine's clock", ahead_s, liveness_timeout_s),
+        clock("this machine's clock", ahead_s, liveness_timeout_s),
         *doctor_findings.readers(filled),
     ]
 
@@ -325,25 +318,45 @@ def _not_built(config: Config, error: Exception) -> Finding:
     )  # fmt: skip
 
 
+class _Way(NamedTuple):
+    """How a run is examined, as `examine` says."""
+
+    deep: bool
+    told: Told
+    further: Further | None
+
+
 async def _examine_run(
-    report: Report, context: RunContext, *, deep: bool, progress: "Heard | None", copied: bool
-) -> None:
-    """Tape, learners, fragments and objects."""
-    history, now, compared, found, objects = await _look(context, deep=deep, progress=progress)
+    report: Report, context: RunContext, way: _Way, *, copied: bool
+) -> list[Finding]:
+    """Findings on tape, learners, fragments and objects; with more of the report, as it comes."""
+
+    def told(findings: Iterable[Finding], doing: str) -> None:
+        report.findings = ranked(said_once(findings))
+        way.told(report, doing)
+
+    told((await Watch(context).begin()).findings, "reading the tape")
+    history, now, compared, found, objects = await _look(context, told, deep=way.deep)
     report.account, report.run_now = found.account, now
-    report.findings[:] = [*in_force(report.findings, history)]
     made = await context.runtime.call(service.newest_checkpoint, context.store, context.run)
-    report.findings += [
+    gone = await context.runtime.call(lambda: [*service.deleted(context.store, context.run)])
+    findings = [
+        *configuration(history.in_force, now.changes),
         *doctor_findings.aggregator_clocks(history),
         *compared.findings,
-        *doctor_findings.ruined(await _scores(context, deep=deep)),
+        *doctor_findings.ruined(await _scores(context, deep=way.deep)),
         *service.checkpoints(history, made, now.as_of_s),
         *((_copy(),) if copied else ()),
         *doctor_findings.tape(history, found),
         *wholeness(history, objects),
-        *doctor_findings.objects(objects, deep=deep),
+        *gone,
+        *doctor_findings.objects(objects, deep=way.deep),
         *doctor_findings.rules(found),
     ]
+    if way.further is None:
+        return findings
+    told(findings, "merging the newest rounds without each of their updates")
+    return await way.further(context, history, findings)
 
 
 def _copy() -> Finding:
@@ -354,15 +367,6 @@ def _copy() -> Finding:
         "its maker's word",
         advice="`diloco replay FILE` verifies its tape and its objects",
     )  # fmt: skip
-
-
-def in_force(findings: list[Finding], history: History) -> Iterator[Finding]:
-    """The findings, with the judgement of the settings that the run has now, not the file's."""
-    if not history.changes:
-        yield from findings
-        return
-    yield from doctor_findings.configuration(history.in_force)
-    yield from (one for one in findings if one.about != "configuration")
 
 
 async def _scores(context: RunContext, *, deep: bool) -> list[wire.Score]:
@@ -393,7 +397,9 @@ class _Inspection(NamedTuple):
     objects: Objects
 
 
-async def _look(context: RunContext, *, deep: bool, progress: "Heard | None") -> _Inspection:
+async def _look(
+    context: RunContext, told: Callable[[Iterable[Finding], str], None], *, deep: bool
+) -> _Inspection:
     """Read tape and store, again if something was amiss and the run has gone on meanwhile."""
     for look in range(1, LOOKS + 1):
         before = await read_listing(context)
@@ -403,13 +409,19 @@ async def _look(context: RunContext, *, deep: bool, progress: "Heard | None") ->
         # The deep part may take hours: what waited then had not waited for them.
         now = await watch.caught_up()
         compared = await watch.compare_shards()
+        told(compared.findings, "reading the store's objects")
         found = await context.runtime.call(partial(audit, history, deep=deep))
         objects = await context.runtime.call(partial(check_objects, history, before=before))
         if deep:
             # It merges with JAX, which takes its time to load, and its memory.
             from diloco.judge.remake import remake
 
-            await context.runtime.call(remake, history, objects, progress)
+            def hear(done: int, total: int, known: RunStatus = compared) -> None:
+                told(known.findings, f"making version {done:,} of {total:,} again")
+
+            await context.runtime.call(remake, history, objects, hear)
+        else:
+            await context.runtime.call(check_bytes, history, objects)
         if not (found.breaches or objects.breaches) or look == LOOKS:
             break
         if await context.bus.last_sequence(context.tape) == history.last_seq:
@@ -418,20 +430,29 @@ async def _look(context: RunContext, *, deep: bool, progress: "Heard | None") ->
 
 
 def show(report: Report, console: Console) -> None:
-    """The report as a table, the worst first."""
+    """Print the whole report."""
+    console.print(picture(report))
+
+
+def picture(report: Report, *, ended: bool = True) -> RenderableType:
+    """The report as a table, the worst first, those alike together; and the sum of it."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     table.add_column("severity", no_wrap=True)
-    table.add_column("about", no_wrap=True)
+    table.add_column("about", overflow="fold", max_width=24)
     table.add_column("sentence", overflow="fold")
-    for finding in report.findings:
-        lines = [escape(finding.sentence)]
-        if finding.advice:
-            lines.append(f"[dim]{escape(finding.advice)}[/]")
-        if finding.runbook:
-            lines.append(f"[dim]{finding.runbook}[/]")
-        colour = SEVERITY_STYLES[finding.severity]
-        table.add_row(f"[{colour}]{finding.severity}[/]", escape(finding.about), "\n".join(lines))
-    console.print(table)
+    for one in grouped(report.findings):
+        since = "" if one.since is None else f"since version {one.since}"
+        if one.since_s is not None:
+            at = datetime.fromtimestamp(one.since_s).astimezone()
+            since = f"{since or 'since'}{', ' if since else ' '}{at:%Y-%m-%d %H:%M:%S}"
+        lines = [one.evidence, one.harm and f"harm: {one.harm}", since, one.advice, one.runbook]
+        told = [escape(one.sentence), *(f"[dim]{escape(line)}[/]" for line in lines if line)]
+        colour = SEVERITY_STYLES[one.severity]
+        table.add_row(f"[{colour}]{one.severity}[/]", escape(one.about), "\n".join(told))
+    return Group(table, _sum(report)) if ended else table
+
+
+def _sum(report: Report) -> str:
     counts = {
         severity: sum(finding.severity == severity for finding in report.findings)
         for severity in ORDER[:-1]
@@ -443,4 +464,4 @@ def show(report: Report, console: Console) -> None:
     if report.healthy and counts["warning"]:
         state = "has no errors, [yellow]but look at its warnings[/]"
     state = state if report.exists else "does not exist yet"
-    console.print(f"run [bold]{report.run}[/] {state}{f' ({listed})' if listed else ''}")
+    return f"run [bold]{report.run}[/] {state}{f' ({listed})' if listed else ''}"

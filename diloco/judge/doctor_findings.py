@@ -8,20 +8,17 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from diloco.aggregator.tape_watch import NEARLY_FULL
-from diloco.common.process.config import RunSettings, warnings
 from diloco.common.protocol import wire
 from diloco.common.storage.bus import Filled
 from diloco.judge.audit import Audit, Breach, Objects
-from diloco.run.findings import DIGEST_MISMATCH, DISK_FULL, NO_LEARNERS
+from diloco.run.findings import DIGEST_MISMATCH, DISK_FULL, NO_LEARNERS, SKEW_S, clock
 from diloco.run.history import History
 from diloco.run.outliers import LOSS_SPIKE
 from diloco.run.state import RECENT, Finding
 
-BAD_CONFIGURATION = "runbooks/bad-configuration.md"
 RUN_MISMATCH = "runbooks/run-mismatch.md"
 STORE_AWAY = "runbooks/store-away.md"
 PERMISSIONS = "runbooks/permissions.md"
-CLOCK_SKEW = "runbooks/clock-skew.md"
 MISSING_OBJECT = "runbooks/missing-object.md"
 ORPHANED_OBJECTS = "runbooks/orphaned-objects.md"
 BROKEN_INVARIANT = "runbooks/broken-invariant.md"
@@ -30,45 +27,9 @@ RESTORE = "runbooks/restore-from-bucket.md"
 # Of a stream that names no number, as those of earlier releases: what a server without accounts
 # takes (from 2.15 on; jetstream.limits.default_max_consumers).
 USUAL_READERS = 1000
-# Clocks that differ by more confuse deadlines and people; what breaks is
-# `quorum.liveness_timeout_s`.
-SKEW_S = 1.0
 # A held-out loss is ruined once so much of what it fell by is lost, and by so much of its least.
 FEWEST_SCORES = 3
 LOST_SHARE, LOST_LEAST = 0.5, 0.1
-
-
-def configuration(settings: RunSettings) -> Iterator[Finding]:
-    """Settings in regions that are known to train badly."""
-    found = warnings(settings)
-    for sentence in found:
-        yield Finding(
-            severity="warning",
-            about="configuration",
-            sentence=sentence,
-            advice="change it before the run, or with `diloco run set`",
-            runbook=BAD_CONFIGURATION,
-        )
-    if not found:
-        yield Finding(
-            severity="ok", about="configuration", sentence="no setting is known to train badly"
-        )
-
-
-def clock(about: str, ahead_s: float, liveness_timeout_s: float) -> Finding:
-    """A clock that is `ahead_s` seconds ahead of the server's."""
-    if abs(ahead_s) <= SKEW_S:
-        return Finding(
-            severity="ok", about=about, sentence=f"within {SKEW_S:g} s of the NATS server's clock"
-        )
-    way = "ahead of" if ahead_s > 0 else "behind"
-    return Finding(
-        severity="error" if abs(ahead_s) > liveness_timeout_s else "warning",
-        about=about,
-        sentence=f"{abs(ahead_s):.1f} s {way} the NATS server's clock",
-        advice="let all machines follow the same time service",
-        runbook=CLOCK_SKEW,
-    )
 
 
 def aggregator_clocks(history: History) -> Iterator[Finding]:
@@ -139,10 +100,11 @@ def objects(found: Objects, *, deep: bool) -> Iterator[Finding]:
     """The findings on the objects that the tape names."""
     gone = [b for b in found.breaches if b.rule == "objects"]
     yield from _breaches(gone, "store", MISSING_OBJECT)
-    wrong = [b for b in found.breaches if b.rule == "digests"]
+    wrong = [b for b in found.breaches if b.rule in ("bytes", "digests")]
     yield from _breaches(wrong, "store", DIGEST_MISMATCH)
     if not found.breaches:
         remade = f"; {found.remade:,} versions made again to the bit" if deep else ""
+        remade += f"; the newest {found.read:,} of versions were read" if found.read else ""
         yield Finding(
             severity="ok",
             about="store",

@@ -4,6 +4,7 @@ It knows what recovery and learners that join need, and what garbage collection 
 reads no object. `remake.py` goes on with their contents.
 """
 
+import contextlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
@@ -12,7 +13,14 @@ import numpy.typing as npt
 import xxhash
 
 from diloco.common.protocol import names, wire
-from diloco.common.protocol.errors import IntegrityError, RunMismatchError, WireError
+from diloco.common.protocol.errors import (
+    IntegrityError,
+    ObjectMissingError,
+    ObjectUnreadableError,
+    RunMismatchError,
+    WireError,
+)
+from diloco.common.protocol.shards import crc32c
 from diloco.common.storage.store import ObjectStore
 from diloco.common.storage.tape import RunContext, last_record
 from diloco.judge.audit import Breach, Objects
@@ -268,3 +276,43 @@ def _pinned(history: History) -> set[str]:
         for _, checkpoint in history.checkpoints
         for fragment, version in enumerate(checkpoint.versions)
     }
+
+
+# Bytes of objects that are read to see whether they are those that were stored, the newest first.
+READ_BYTES = 64 << 20
+
+
+def check_bytes(history: History, found: Objects) -> None:
+    """Read the newest objects of versions, and hold them against what records say; blocks.
+
+    Learners that were there read a delta once: what happens to it later nobody notices, until a
+    learner joins or the run is replayed. What cannot be read any more others tell of.
+
+    Raises:
+        StoreUnavailableError: the store is away.
+    """
+    refs: dict[str, tuple[wire.Record, wire.ObjectRef]] = {}
+    for chain in history.records.values():
+        for _, record in chain:
+            for ref in (record.delta, record.snapshot, record.outer):
+                if ref is not None:
+                    refs.setdefault(ref.name, (record, ref))
+    known = {(ref.size_bytes, ref.crc32c): record for record, ref in refs.values()}
+    left = READ_BYTES
+    for record, ref in sorted(refs.values(), key=lambda one: -one[0].version):
+        left -= ref.size_bytes
+        if left < 0:
+            break
+        with contextlib.suppress(ObjectMissingError, ObjectUnreadableError):
+            data = history.store.get(ref.name)
+            found.read += 1
+            is_of = len(data), crc32c(data)
+            if is_of == (ref.size_bytes, ref.crc32c):
+                continue
+            other = known.get(is_of)
+            what = f"{ref.name!r} has damaged bytes: not those that its maker stored"
+            if other is not None:
+                what = f"{ref.name!r} has the bytes of version {other.version}"
+            where = f"version {record.version} of fragment {record.fragment}"
+            found.breaches.append(Breach("bytes", where, what))
+    found.unread = len(refs) - found.read

@@ -9,7 +9,7 @@ What that holds against each learner is in `blame_learners.py`.
 """
 
 import contextlib
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
@@ -21,7 +21,6 @@ from diloco.aggregator.arrays.fragment import FragmentArrays
 from diloco.common.process.config import settings_of
 from diloco.common.protocol import wire
 from diloco.common.protocol.errors import ConfigError, IntegrityError, ObjectMissingError, WireError
-from diloco.common.protocol.layout import Fragment
 from diloco.common.storage.catchup import delta_of
 from diloco.common.storage.tape import RunContext
 from diloco.common.storage.views import take_step
@@ -35,6 +34,7 @@ from diloco.judge.remake import (
     merge_round,
 )
 from diloco.replay.blame_learners import Effect, Effects
+from diloco.run.agreement import tensor_ranges
 from diloco.run.history import Chain, History, in_order
 
 # Updates whose harm is looked into tensor by tensor.
@@ -107,6 +107,7 @@ def blame(
     chains: Mapping[int, Chain],
     evaluate: Evaluate,
     progress: Progress | None = None,
+    enough: Callable[[], bool] = lambda: False,
 ) -> Blame:
     """Every round once more, without each of its inputs.
 
@@ -119,6 +120,7 @@ def blame(
         chains: of every fragment.
         evaluate: scores a model.
         progress: hears how many of how many records are done.
+        enough: whether to leave it at the rounds so far.
 
     Raises:
         ConfigError: no version of a fragment is stored.
@@ -131,6 +133,8 @@ def blame(
             walk.take(seq, record)
         if progress is not None:
             progress(done + 1, count)
+        if enough():
+            break
     found = walk.found
     worst = found.worst()
     found.tensors = [one for one in found.tensors if one.effect in worst]
@@ -340,11 +344,3 @@ class _MergedRound:
             for begin, end in where:
                 mixed[begin:end] = without[begin:end]
             yield TensorEffect(effect, name, self._loss - evaluate(self._with(mixed)))
-
-
-def tensor_ranges(fragment: Fragment) -> list[tuple[str, list[tuple[int, int]]]]:
-    """The ranges of each tensor in its fragment's vector, in order."""
-    found: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    for piece in fragment.pieces:
-        found[piece.tensor].append((piece.offset, piece.offset + piece.groups * piece.group_stride))
-    return list(found.items())

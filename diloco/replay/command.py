@@ -31,6 +31,54 @@ def replay(run: shared.RunOrTape, options: Options) -> int:
 
 
 @command(app)
+def why(
+    run: shared.RunOrTape,
+    since: Annotated[
+        str | None,
+        typer.Option(
+            help="only what began at a version, a time (2026-01-31T12:00:00Z) or an age (2h), or "
+            "later",
+            metavar="VERSION|TIME",
+        ),
+    ] = None,
+    learner: Annotated[
+        str | None,
+        typer.Option(help="only what is about this learner, or about none", metavar="NAME"),
+    ] = None,
+    json: shared.Json = False,
+) -> int:
+    """Say what is amiss with a run or its file, the worst first.
+
+    Each finding says who, what, since when, its figures beside the others', what it did to the
+    held-out loss, what to do, and its runbook. `diloco doctor` is this with what is well. The exit
+    status is 1 if there is an error.
+    """
+    from diloco.replay.why import run_why
+
+    return run_why(run, since=since, learner=learner, json=json)
+
+
+@command(app)
+def doctor(
+    run: shared.RunOrTape,
+    deep: Annotated[
+        bool,
+        typer.Option(
+            "--deep", help="also read every object, recompute every version, judge every record"
+        ),
+    ] = False,
+    json: shared.Json = False,
+) -> int:
+    """Examine a run or a configuration: as `why`, with what is well.
+
+    The exit status is 1 if there is an error.
+    """
+    from diloco.replay.why import run_why
+
+    return run_why(run, everything=True, deep=deep, json=json)
+
+
+@command(app)
 def export(
     run: shared.RunOrTape,
     to: Annotated[Path, typer.Argument(metavar="DIR", help="new folder to write")],

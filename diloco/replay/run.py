@@ -204,16 +204,9 @@ async def _blame(
     console: Console,
 ) -> int:
     # Who scores nothing loads no task, nor what tasks are made with.
-    from diloco.learner.contract import model_of
-    from diloco.learner.task import held_out_loss
-    from diloco.run.model.view import GlobalModel
+    from diloco.run.model.view import held_out_scorer
 
-    task = await asyncio.to_thread(model_of, context.settings)
-    model = await GlobalModel.of_run(context, task)
-
-    def evaluate(views: Sequence[Vector]) -> float:
-        return held_out_loss(task, model.params(views))
-
+    evaluate = await held_out_scorer(context, history.specification)
     with progress("merging without each update") as hear:
         found = await asyncio.to_thread(blame.blame, context, history, chosen, evaluate, hear)
     found.rounds.count("unreadable", rounds=len(history.unreadable))
@@ -223,9 +216,9 @@ async def _blame(
         blame_screen.tell_json(history.run, found)
     else:
         blame_screen.tell(found, console)
-        path = options.plot or Path(f"blame-{history.run}.html")
-        await asyncio.to_thread(blame_screen.draw, history.run, found, path)
-        console.print(f"the figure is {path}")
+        if options.plot is not None:
+            await asyncio.to_thread(blame_screen.draw, history.run, found, options.plot)
+            console.print(f"the figure is {options.plot}")
     return STATUSES["incomplete" if found.rounds.left_out else "verified"]
 
 

@@ -19,8 +19,8 @@ from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import ConfigError, ObjectMissingError, WireError
 from diloco.common.protocol.quantization import decode_numpy
 from diloco.common.storage.tape import InvalidMessage, Unreadable
-from diloco.replay.blame import tensor_ranges
 from diloco.replay.blame_learners import Effect
+from diloco.run.agreement import tensor_ranges
 from diloco.run.cli.opening import open_run
 from diloco.run.cli.screen import say_plainly
 from diloco.run.history import History, Sent, answered, identity, read_history, resolves
@@ -198,7 +198,7 @@ def tell_record(history: History, seq: int, record: wire.Record) -> Iterator[str
     )
     yield (
         f"  builds on record {record.base_seq}; global step {record.global_step}; learning rate "
-        f"{record.learning_rate:g}, momentum {record.momentum:g}, settings "
+        f"{record.learning_rate:g}, {_momentum(history, record)}, settings "
         f"{record.policy.settings_seq or 'of the specification'}"
     )
     quorum = since(record.quorum_at_s) if record.quorum_at_s else "never"
@@ -218,6 +218,13 @@ def tell_record(history: History, seq: int, record: wire.Record) -> Iterator[str
     yield from _by_tensor(history, record)
     yield from _objects(record)
     yield f"  in the log: committed ... fragment={record.fragment} record_seq={seq}"
+
+
+def _momentum(history: History, record: wire.Record) -> str:
+    """In words: plain SGD has none, whatever `outer.momentum` is."""
+    settings = history.settings_of(record)
+    plain = settings is not None and settings.outer.optimizer == "sgd"
+    return "no momentum (plain SGD)" if plain else f"momentum {record.momentum:g}"
 
 
 def _merged_line(

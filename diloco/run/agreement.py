@@ -7,8 +7,8 @@ while they are in the store: whole updates, pair by pair, of a bounded sample of
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from statistics import fmean
+from collections.abc import Sequence
+from statistics import fmean, median
 
 import ml_dtypes
 import numpy as np
@@ -19,10 +19,11 @@ from diloco.aggregator.owner.fetcher import cut_alike, read_parts
 from diloco.common.process.config import SyncSection, sync_of
 from diloco.common.protocol import wire
 from diloco.common.protocol.errors import ObjectMissingError, WireError
-from diloco.common.protocol.layout import Layout
+from diloco.common.protocol.layout import Fragment, Layout
 from diloco.common.protocol.quantization import decode_numpy, encoded_bytes
 from diloco.common.storage.store import ObjectStore
 from diloco.common.storage.tape import RunContext
+from diloco.run.state import ShardFigures
 
 Matrix = npt.NDArray[np.float64]
 
@@ -70,12 +71,75 @@ def mean_cosine(record: wire.Record, radial_S: npt.NDArray[np.bool_]) -> float |
     return float(mean)
 
 
-def pair_cosines(
-    layout: Layout, sync: SyncSection, store: ObjectStore, record: wire.Record
-) -> Matrix | None:
-    """Cosines between whole updates of a round, float64 [inputs, inputs], of the first `INPUTS`.
+class ComparedRound:
+    """The updates of a round beside each other, part by part.
 
-    Fewer where shards are large. None if they are not in the store any more. Blocks.
+    Args:
+        fragment: that they are of.
+        updates: how many.
+
+    Attributes:
+        products: float64 [updates, updates]; `squares` by tensor, float64 [updates, tensors].
+        lone: for each update how many elements lie far beyond all that the others have there, the
+            farthest's `factor` and the index of its `tensor`.
+    """
+
+    def __init__(self, fragment: Fragment, updates: int) -> None:
+        self.tensors = tensor_ranges(fragment)
+        self.products = np.zeros((updates, updates))
+        self.squares = np.zeros((updates, len(self.tensors)))
+        self.lone = np.zeros(updates, np.int64)
+        self.factor = np.zeros(updates)
+        self.tensor = np.zeros(updates, np.int64)
+
+    @property
+    def cosines(self) -> Matrix:
+        """Between whole updates, float64 [updates, updates]."""
+        norms = np.sqrt(np.diag(self.products))
+        least = np.finfo(float).tiny
+        return np.asarray(self.products / np.maximum(np.outer(norms, norms), least))
+
+    def add(self, values_UxN: Matrix, start: int) -> None:
+        """The next elements, which begin at `start` in the fragment."""
+        self.products += values_UxN @ values_UxN.T
+        stop = start + values_UxN.shape[1]
+        for index, (_, ranges) in enumerate(self.tensors):
+            for first, last in ranges:
+                begin, end = max(first, start) - start, min(last, stop) - start
+                if begin < end:
+                    self._add_part(index, np.abs(values_UxN[:, begin:end]))
+
+    def _add_part(self, tensor: int, sizes_UxN: Matrix) -> None:
+        squares = np.square(sizes_UxN).sum(axis=1)
+        self.squares[:, tensor] += squares
+        if len(squares) < 3:
+            return
+        usual = np.sqrt(squares / sizes_UxN.shape[1])
+        second, top = np.partition(sizes_UxN, -2, axis=0)[-2:]
+        whose = sizes_UxN.argmax(axis=0)
+        others = np.asarray([np.median(np.delete(usual, one)) for one in range(len(usual))])
+        factors = top / np.maximum(others[whose], np.finfo(float).tiny)
+        for place in np.flatnonzero((top > LONE_TIMES * second) & (factors > LONE_SIZES)):
+            one = whose[place]
+            self.lone[one] += 1
+            if factors[place] > self.factor[one]:
+                self.factor[one], self.tensor[one] = factors[place], tensor
+
+
+def tensor_ranges(fragment: Fragment) -> list[tuple[str, list[tuple[int, int]]]]:
+    """The ranges of each tensor in its fragment's vector, in order."""
+    found: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for piece in fragment.pieces:
+        found[piece.tensor].append((piece.offset, piece.offset + piece.groups * piece.group_stride))
+    return list(found.items())
+
+
+def compare_round(
+    layout: Layout, sync: SyncSection, store: ObjectStore, record: wire.Record
+) -> ComparedRound | None:
+    """The first `INPUTS` updates of a round beside each other; fewer where shards are large.
+
+    None if they are not in the store any more. Blocks.
 
     Raises:
         StoreUnavailableError: the store is away.
@@ -87,16 +151,14 @@ def pair_cosines(
     if not all(cut_alike(item.shards, grid) for item in record.inputs):
         each_bytes += encoded_bytes(codec, grid.size, grid.block)
     taken = record.inputs[: min(max(MEMORY_BYTES // each_bytes, 2), INPUTS)]
-    products = np.zeros((len(taken), len(taken)))
+    found = ComparedRound(fragment, len(taken))
     updates = [read_parts(store, item.codec, item.shards, grid) for item in taken]
     try:
-        for parts in zip(*updates, strict=True):
-            values = np.stack([decode_numpy(codec, part, grid.block) for part in parts])
-            products += values @ values.T
+        for (start, _), parts in zip(grid.ranges, zip(*updates, strict=True), strict=True):
+            found.add(np.stack([decode_numpy(codec, part, grid.block) for part in parts]), start)
     except (ObjectMissingError, WireError):
         return None
-    norms = np.sqrt(np.diag(products))
-    return np.asarray(products / np.maximum(np.outer(norms, norms), np.finfo(float).tiny))
+    return found
 
 
 class Pairs:
@@ -136,27 +198,69 @@ class Pairs:
 
 # Bytes of shards that are read for it.
 ROUND_BYTES = 64 << 20
-# Of fewer rounds nothing is said.
-FEWEST = 4
+# Of fewer rounds nothing is said; of so many cosines the mean is taken.
+FEWEST, NEWEST = 4, 8
+# An element is lone if it is so many times as large as the others' in its place, and as the
+# others' usual element of its tensor. A bit that turns over makes one; whole rows are data.
+LONE_TIMES, LONE_SIZES, LONE_MOST = 4.0, 10.0, 4
+# Part of the others' norm in a tensor below which an update is next to nothing there.
+STILL = 0.01
 
 
-def cosines_of(context: RunContext, rounds: Iterable[wire.Record]) -> dict[str, float]:
-    """Mean cosine of each learner's updates to the others', over these rounds. Blocks.
+class _Compared:
+    """What was found of one learner over several rounds."""
 
-    Rounds whose shards are gone do not count, and of a learner of less than `FEWEST` there is none.
+    def __init__(self) -> None:
+        self.cosines: list[float] = []
+        self.squares: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        self.factors: list[tuple[float, str]] = []
+
+    def add(self, round_: ComparedRound, cosines: Matrix, row: int) -> None:
+        self.cosines.append(float(np.delete(cosines[row], row).mean()))
+        for index, (tensor, _) in enumerate(round_.tensors):
+            others = np.median(np.delete(round_.squares[:, index], row))
+            self.squares[tensor].append((float(round_.squares[row, index]), float(others)))
+        if 0 < round_.lone[row] <= LONE_MOST:
+            name = round_.tensors[round_.tensor[row]][0]
+            self.factors.append((float(round_.factor[row]), name))
+
+    def figures(self) -> ShardFigures:
+        # The middle, since in some rounds another may be far beyond everything.
+        still = [
+            tensor
+            for tensor, squares in self.squares.items()
+            if median(own - STILL**2 * others for own, others in squares) < 0
+        ]
+        factor, tensor = max(self.factors, default=(0.0, ""))
+        return ShardFigures(
+            # What was an hour ago may be repaired.
+            fmean(self.cosines[-NEWEST:]), len(self.cosines),
+            tuple(still) if len(still) < len(self.squares) else (),
+            len(self.factors), factor, tensor,
+        )  # fmt: skip
+
+
+def shard_figures(context: RunContext, rounds: Sequence[wire.Record]) -> dict[str, ShardFigures]:
+    """What shards say of each learner's updates beside the others', over these rounds. Blocks.
+
+    The newest rounds are read, as far as `ROUND_BYTES` go. Rounds whose shards are gone do not
+    count, and of a learner of less than `FEWEST` there is nothing.
 
     Raises:
         StoreUnavailableError: the store is away.
     """
-    found: dict[str, list[float]] = defaultdict(list)
-    left = ROUND_BYTES
-    for record in rounds:
+    found: dict[str, _Compared] = defaultdict(_Compared)
+    left, chosen = ROUND_BYTES, []
+    for record in reversed(rounds):
         left -= sum(shard.size_bytes for taken in record.inputs for shard in taken.shards)
         if left < 0:
             break
-        matrix = pair_cosines(context.layout, context.settings.sync, context.store, record)
-        if matrix is None:
+        chosen.append(record)
+    for record in reversed(chosen):
+        compared = compare_round(context.layout, context.settings.sync, context.store, record)
+        if compared is None:
             continue
-        for row, taken in zip(range(len(matrix)), record.inputs, strict=False):
-            found[taken.learner].append(float(np.delete(matrix[row], row).mean()))
-    return {name: fmean(cosines) for name, cosines in found.items() if len(cosines) >= FEWEST}
+        cosines = compared.cosines
+        for row, taken in zip(range(len(cosines)), record.inputs, strict=False):
+            found[taken.learner].add(compared, cosines, row)
+    return {name: one.figures() for name, one in found.items() if len(one.cosines) >= FEWEST}

@@ -7,24 +7,28 @@ once it has left.
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from statistics import median
 
 from diloco.aggregator.tape_watch import NEARLY_FULL
-from diloco.common.process.config import RunSettings
+from diloco.common.process.config import Broken, RunSettings, broken
 from diloco.common.protocol.errors import DilocoError
 from diloco.common.protocol.reasons import find
 from diloco.common.protocol.wire import note
 from diloco.run.cli.units import human_bytes
-from diloco.run.outliers import outliers
-from diloco.run.state import Finding, LearnerStatus, RunStatus, Severity
+from diloco.run.outliers import LAGGING_LEARNER, LOSS_SPIKE, outliers
+from diloco.run.state import Change, Finding, LearnerStatus, RunStatus, Severity
 
+ADD_LEARNER = "runbooks/add-remove-learner.md"
+AGGREGATOR_DOWN = "runbooks/aggregator-down.md"
+BAD_CONFIGURATION = "runbooks/bad-configuration.md"
+CLOCK_SKEW = "runbooks/clock-skew.md"
 DIGEST_MISMATCH = "runbooks/digest-mismatch.md"
 DISK_FULL = "runbooks/disk-full.md"
 FRAGMENT_STOPPED = "runbooks/fragment-stopped.md"
-LAGGING_LEARNER = "runbooks/lagging-learner.md"
 NATS_AWAY = "runbooks/nats-away.md"
 NO_LEARNERS = "runbooks/no-learners.md"
 QUARANTINED_LEARNER = "runbooks/quarantined-learner.md"
@@ -45,6 +49,11 @@ NAMED = 5
 WAIT_LEAST_S = 5.0
 # So many lives of a learner that ended without a word, in an hour, are a loop and no accident.
 SUDDEN_ENDS = 3
+# An error that ends a life for what is no number.
+NOT_A_NUMBER = ", for values that are not finite (NaN)"
+NOT_FINITE = re.compile(r"\bnan\b|\binf|not a number|diverged", re.IGNORECASE)
+# Clocks that differ by more confuse deadlines and people; a heartbeat may be so late on its way.
+SKEW_S, LATE_S = 1.0, 10.0
 # Fewer than this may be an accident of clocks.
 CUT_LEAST = 4
 # What is said of updates that count for less than they claim.
@@ -85,6 +94,9 @@ def judged(run: RunStatus, settings: RunSettings, *, copied: bool = False) -> It
         yield Finding(severity="note", about="learners", sentence="no learner has joined yet")
     if run.state in ("under way", "waiting for learners") and not copied:
         yield from _nobody(run.learners)
+    yield from _taken_up(run)
+    # What it was created with the doctor judges: nobody wants to hear of it for weeks.
+    yield from (one for one in configuration(settings, run.changes) if one.since_s is not None)
     yield from _waits(run, settings.sync.overlap_steps)
     yield from _fragments(run, settings)
     yield from _quiet(run, settings)
@@ -201,7 +213,8 @@ def _amiss(one: LearnerStatus, *, stopped: bool) -> Iterator[Finding]:
         advice = f"see what ends it: systemctl status diloco-learner@{one.name}, and the journal"
         yield _of(one, "error", why, advice, LAGGING_LEARNER)
     if one.failed:
-        why = f"an error has ended it: {note(one.trouble)}"
+        cause = NOT_A_NUMBER if NOT_FINITE.search(one.trouble) else ""
+        why = f"an error has ended it{cause}: {note(one.trouble)}"
         advice = "its log says more; repair that, and start it again"
         yield _of(one, "warning", why, advice, LAGGING_LEARNER)
     if one.superseded and not stopped:
@@ -216,10 +229,61 @@ def _amiss(one: LearnerStatus, *, stopped: bool) -> Iterator[Finding]:
         why = f"silent {since}, and has not left the run"
         advice = "check whether its process runs and reaches NATS; start it again if not"
         yield _of(one, "warning", why, advice, LAGGING_LEARNER)
+    yield from _of_its_state(one)
     yield from _of_little_use(one)
     if one.trouble and not one.failed and not one.left:
         advice = "its log says more; a crash would cost it what its newest checkpoint lacks"
         yield _of(one, "warning", f"says: {note(one.trouble)}", advice, DISK_FULL)
+
+
+def _of_its_state(one: LearnerStatus) -> Iterator[Finding]:
+    """Findings on what a learner holds, runs under and ends by."""
+    if one.views:
+        (version, at_s), count = one.views[0], len(one.views)
+        sentence = (
+            f"the view that it holds differs from the run's ({count} checks): another release "
+            "decodes otherwise, or its memory has errors"
+        )
+        advice = "give it the release and the packages of the others, and start it again"
+        found = _of(one, "error", sentence, advice, LAGGING_LEARNER)
+        release, lock, platform = one.release
+        evidence = f"release {release}, packages {lock[:8]}, on {platform}" if release else ""
+        yield replace(found, since=version, since_s=at_s, evidence=evidence)
+    if one.twins:
+        sentence = (
+            f"two processes run under the same name: {len(one.twins)} times an earlier one still "
+            "ran when another had joined"
+        )
+        advice = "end one of them, or give it a name of its own"
+        yield replace(_of(one, "warning", sentence, advice, ADD_LEARNER), since_s=one.twins[0])
+    if one.errors:
+        (why, times), lives = Counter(one.errors).most_common(1)[0], one.lives
+        cause = NOT_A_NUMBER if NOT_FINITE.search(why) else ""
+        sentence = f"errors have ended {len(one.errors)} of its {lives} lives{cause}: {note(why)}"
+        advice = (
+            "its log says more; lower its learning rate, clip its gradients, or look at its data"
+        )
+        advice = advice if cause else "its log says more; repair that"
+        found = _of(one, "warning", sentence, advice, LOSS_SPIKE if cause else LAGGING_LEARNER)
+        yield replace(found, evidence=f"{times} times the same error")
+    if one.ahead_s is not None and not -LATE_S <= one.ahead_s <= SKEW_S:
+        yield clock(f"learner {one.name}", one.ahead_s, LATE_S, "its clock is ")
+
+
+def clock(about: str, ahead_s: float, error_s: float, whose: str = "") -> Finding:
+    """A clock that is `ahead_s` seconds ahead of the server's; an error from `error_s` on."""
+    if abs(ahead_s) <= SKEW_S:
+        return Finding(
+            severity="ok", about=about, sentence=f"within {SKEW_S:g} s of the NATS server's clock"
+        )
+    way = "ahead of" if ahead_s > 0 else "behind"
+    return Finding(
+        severity="error" if abs(ahead_s) > error_s else "warning",
+        about=about,
+        sentence=f"{whose}{abs(ahead_s):,.1f} s {way} the NATS server's clock",
+        advice="let all machines follow the same time service",
+        runbook=CLOCK_SKEW,
+    )
 
 
 def _of_little_use(one: LearnerStatus) -> Iterator[Finding]:
@@ -271,6 +335,61 @@ def _nobody(learners: Sequence[LearnerStatus]) -> Iterator[Finding]:
         advice="start them again; if they all stop at once, look at what they share",
         runbook=NO_LEARNERS,
     )
+
+
+# The run
+
+
+def _taken_up(run: RunStatus) -> Iterator[Finding]:
+    """Aggregators that end again and again."""
+    times = run.takeovers
+    if len(times) >= SUDDEN_ENDS:
+        yield Finding(
+            severity="error",
+            about="aggregators",
+            sentence=f"within an hour a fragment came {len(times)} times to another process: an "
+            "aggregator ends, or loses its lease, again and again",
+            advice="see what ends it: systemctl status diloco-aggregator, its journal, its memory",
+            runbook=AGGREGATOR_DOWN,
+            since_s=times[0],
+            evidence=f"over {times[-1] - times[0]:,.0f} s",
+        )
+
+
+def configuration(settings: RunSettings, changes: Sequence[Change] = ()) -> Iterator[Finding]:
+    """Settings in regions that are known to train badly: by whom, and what they were before."""
+    found = broken(settings)
+    for one in found:
+        change = next((change for change in reversed(changes) if _is_of(change, one)), None)
+        advice, said = "change it before the run, or with `diloco run set`", ""
+        if change is not None:
+            lines = [line for line in change.changed if line.partition(":")[0] in one.about]
+            said = f"; {change.by} changed {', '.join(lines)}"
+            advice = f"set it back: diloco run set RUN {' '.join(map(_back, lines))}"
+        yield Finding(
+            severity="warning",
+            about="configuration",
+            sentence=f"{one.sentence}{said}",
+            advice=advice,
+            runbook=BAD_CONFIGURATION,
+            evidence=one.evidence,
+            since=change.version if change else None,
+            since_s=change.at_s if change else None,
+        )
+    if not found:
+        yield Finding(
+            severity="ok", about="configuration", sentence="no setting is known to train badly"
+        )
+
+
+def _is_of(change: Change, rule: Broken) -> bool:
+    return any(line.partition(":")[0] in rule.about for line in change.changed)
+
+
+def _back(line: str) -> str:
+    """What sets a key to its value before a change: of `section.key: before -> after`."""
+    key, _, values = line.partition(": ")
+    return f"{key}={values.partition(' -> ')[0]}"
 
 
 # Fragments

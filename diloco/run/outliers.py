@@ -12,7 +12,9 @@ from typing import NamedTuple
 
 from diloco.run.state import RECENT, Finding, LearnerStatus, MergedPoint
 
+LAGGING_LEARNER = "runbooks/lagging-learner.md"
 LOSS_SPIKE = "runbooks/loss-spike.md"
+UPGRADE = "runbooks/upgrade.md"
 # Spreads from the others' median at which a figure is far.
 FAR = 4.0
 # Losses and norms less than so many times apart are honest: data differ, and so do machines.
@@ -26,6 +28,15 @@ FEWEST = RECENT
 OTHERS = 2
 # A learner agrees with the others this much less than they do with each other; or is against them.
 APART, AGAINST = 0.3, -0.1
+# Who points elsewhere and has a loss so many times the others' has other targets, not a wrong sign.
+HIGHER = 1.2
+# Lone elements in so many updates, and in such a share of them more than the others have, are no
+# accident; from so many times the usual size on they are no bit of a mantissa.
+FEW_LONE, LONE_SHARE, HUGE = 3, 0.08, 4096.0
+# A shorter upload is no trouble, whatever the others' take.
+UPLOAD_S = 0.5
+# Tensors that a finding names.
+NAMED = 5
 TINY = 1e-12
 
 
@@ -72,9 +83,24 @@ def outliers(learners: Sequence[LearnerStatus]) -> Iterator[Finding]:
         others = [other for other in known if other.name != one.name]
         yield from _loss(one, others)
         yield from _norm(one, others)
-    directed = [one for one in learners if one.cosine is not None]
-    for one in directed if len(directed) > OTHERS else ():
-        yield from _direction(one, [other for other in directed if other.name != one.name])
+    for one, others in _each(learners, lambda one: one.shards is not None):
+        # Where steps are far too long or too short, that is why they point elsewhere.
+        if one not in known or not [*_norm(one, [other for other in known if other != one])]:
+            yield from _direction(one, others)
+        yield from _elements(one, others)
+    for one, others in _each(learners, lambda one: one.upload_s is not None):
+        yield from _upload(one, others)
+    for one, others in _each(learners, lambda one: any(one.release)):
+        yield from _release(one, others)
+
+
+def _each(
+    learners: Sequence[LearnerStatus], known: Callable[[LearnerStatus], bool]
+) -> Iterator[tuple[LearnerStatus, list[LearnerStatus]]]:
+    """Each learner of whom something is known, and the others; nobody where they are too few."""
+    found = [one for one in learners if known(one)]
+    for one in found if len(found) > OTHERS else ():
+        yield one, [other for other in found if other.name != one.name]
 
 
 def _of_two(one: LearnerStatus, other: LearnerStatus) -> Iterator[Finding]:
@@ -110,14 +136,19 @@ def _of_norm(one: LearnerStatus) -> float:
 
 
 def _warning(
-    one: LearnerStatus, sentence: str, advice: str, evidence: str, first: MergedPoint | None
+    one: LearnerStatus,
+    sentence: str,
+    advice: str,
+    evidence: str,
+    first: MergedPoint | None,
+    runbook: str = LOSS_SPIKE,
 ) -> Finding:
     return Finding(
         severity="warning",
         about=f"learner {one.name}",
         sentence=sentence,
         advice=advice,
-        runbook=LOSS_SPIKE,
+        runbook=runbook,
         evidence=evidence,
         since=first.version if first else None,
         since_s=first.at_s if first else None,
@@ -190,18 +221,105 @@ def _norm(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Findi
 
 def _direction(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
     """Updates that point elsewhere, where the others agree."""
-    cosines = Comparison(one.cosine or 0.0, [other.cosine or 0.0 for other in others])
+    cosines = Comparison(_cosine(one), [_cosine(other) for other in others])
     middle = cosines.middle
     if middle <= 0 or cosines.own >= APART * middle or not cosines.far(COSINE_FLOOR):
         return
-    if cosines.own < AGAINST:
+    far = _of_gap(one) if len(one.beside) >= FEWEST else 0.0
+    where, advice = "elsewhere", "compare its batches and its targets with the others'"
+    if far >= math.log(HIGHER):
+        cause = (
+            "its loss is above theirs as well: it trains on other data or labels, or on shifted "
+        )
+        cause += "targets"
+    elif far <= -math.log(HIGHER):
+        cause = "its loss is below theirs: it trains on the same few batches over and over"
+    elif cosines.own < AGAINST:
         where, cause = "against the others'", "a sign is wrong"
         advice = "look at the sign of its loss, its gradient and its update"
     else:
-        where, cause = "elsewhere", "it may train on other data or labels"
-        advice = "compare its batches and its targets with the others'"
+        cause = "it may train on other data or labels"
+    if far:
+        losses = Comparison(_of_loss(one), [_of_loss(o) for o in others if o.beside] or [0.0])
     sentence = (
         f"its updates point {where}, cosine to theirs {cosines.own:.2f}, where the others have "
         f"{middle:.2f}: {cause}"
     )
-    yield _warning(one, sentence, advice, f"cosine {cosines}", None)
+    figures = f"cosine {cosines}{f', loss {losses}' if far else ''}"
+    yield _warning(one, sentence, advice, figures, None)
+
+
+def _cosine(one: LearnerStatus) -> float:
+    return one.shards.cosine if one.shards is not None else 0.0
+
+
+def _elements(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
+    """Tensors in which a learner does nothing; and a few elements far beyond the others'."""
+    own = one.shards
+    assert own is not None
+    theirs = [other.shards for other in others if other.shards is not None]
+    if own.still:
+        yield _warning(
+            one,
+            f"its updates are zero in {', '.join(own.still[:NAMED])}, where the others' are not: "
+            "that part is frozen or masked, or its data never uses it",
+            "look for a mask, a stopped gradient, or an optimizer that leaves that part out",
+            f"in each of {own.updates} updates",
+            None,
+        )
+    usual = median(other.lone / other.updates for other in theirs)
+    if own.lone < FEW_LONE or own.lone / own.updates < LONE_SHARE + 2 * usual:
+        return
+    huge = own.factor >= HUGE
+    cause = (
+        "its gradients overflow, or its memory has errors"
+        if huge
+        else "its memory has errors: bits of parameters turn over"
+    )
+    yield _warning(
+        one,
+        f"single elements of its updates are {'huge' if huge else 'far'} beyond all others, up to "
+        f"{own.factor:.2g} times, such as in {own.tensor}: {cause}",
+        "test its memory and read its machine's log for errors of memory and accelerator"
+        + ("; look at its loss scale and clip its gradients" if huge else ""),
+        f"in {own.lone} of {own.updates} updates, the others' median {usual * own.updates:.2g}",
+        None,
+    )
+
+
+def _upload(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
+    """Updates that take far longer to store than the others'."""
+    own = one.upload_s or 0.0
+    times = Comparison(
+        math.log(max(own, TINY)), [math.log(max(other.upload_s or 0.0, TINY)) for other in others]
+    )
+    middle_s = math.exp(times.middle)
+    if own < UPLOAD_S or times.far(RATIO_FLOOR) <= 0:
+        return
+    yield _warning(
+        one,
+        f"its updates take {own:.2g} s to be stored, the others' {middle_s:.2g} s: its link to the "
+        "store is slow, or its machine has no time for it",
+        "compare its bandwidth to the store with the others', and what else uses it",
+        f"upload {own:.3g} s beside {middle_s:.3g} s, the others within "
+        f"{math.exp(times.spread):.2g} times",
+        None,
+        LAGGING_LEARNER,
+    )
+
+
+def _release(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
+    """Another program or other packages than all others have."""
+    theirs = {other.release[:2] for other in others}
+    if len(theirs) > 1 or one.release[:2] in theirs:
+        return
+    (release, lock), (usual, packages) = one.release[:2], *theirs
+    yield Finding(
+        severity="note",
+        about=f"learner {one.name}",
+        sentence=f"it runs release {release} with packages {lock[:8]}, all others {usual} with "
+        f"{packages[:8]}",
+        advice="where its figures differ from the others' as well, give it the same release",
+        runbook=UPGRADE,
+        evidence=f"on {one.release[2]}" if one.release[2] else "",
+    )

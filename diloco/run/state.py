@@ -25,11 +25,13 @@ from diloco.common.storage.tape import Entry, Extent, Item, Recorded, changed_se
 # Of a learner's updates, so many are looked back on.
 RECENT = 16
 # Rounds that rates and averages look back on; and those that are kept whole, for who looks into
-# their shards.
-ROUNDS, WHOLE_ROUNDS = 64, 8
+# their shards: the newest, with so many updates together.
+ROUNDS, WHOLE_UPDATES = 64, 256
 # Points of a trend that are kept: beyond, every other one is let go.
 POINTS = 64
 HOUR_S = 3600.0
+# Without a version for so long, and for so many of the usual times between two, no rate is told.
+QUIET_S, QUIET_ROUNDS = 60.0, 5.0
 
 Severity = Literal["ok", "note", "warning", "error"]
 # Learner, incarnation and number of an update of a fragment.
@@ -45,6 +47,7 @@ class Finding:
         advice: what to do; "" when there is nothing to do.
         runbook: path from the repository's root; None when there is nothing to do.
         evidence: figures that it follows from, where they are not in the sentence.
+        harm: what the learner's updates did to the held-out loss, where that was found out.
         since: version of a fragment whose round it began with, stored at `since_s` (seconds since
             the epoch); None: unknown, or it is so now.
     """
@@ -55,8 +58,40 @@ class Finding:
     advice: str = ""
     runbook: str | None = None
     evidence: str = ""
+    harm: str = ""
     since: int | None = None
     since_s: float | None = None
+
+
+class Change(NamedTuple):
+    """A change of settings: when, at which version of the fragment that is furthest, and by whom.
+
+    Attributes:
+        changed: one line for each key, `section.key: before -> after`.
+    """
+
+    at_s: float
+    version: int
+    changed: tuple[str, ...]
+    by: str
+
+
+class ShardFigures(NamedTuple):
+    """A learner's newest updates beside the others', by their shards.
+
+    Attributes:
+        cosine: mean, to the others' in their rounds.
+        still: tensors in which they are next to nothing, and the others' are not.
+        lone: how many of them have a few elements far beyond everything that the others have
+            there, and `factor` how far the farthest; of `updates` that were compared.
+    """
+
+    cosine: float
+    updates: int
+    still: tuple[str, ...] = ()
+    lone: int = 0
+    factor: float = 0.0
+    tensor: str = ""
 
 
 class MergedPoint(NamedTuple):
@@ -149,8 +184,13 @@ class LearnerStatus:
         recent: what became of its last updates; `beside`: of the last that were merged together
             with somebody else's.
         trend: its merged updates, spread over all that was read.
-        cosine: mean of its newest updates to the others' in their rounds; None: their shards were
-            not read, or are gone.
+        shards: what those of its newest updates say; None: they were not read, or are gone.
+        release: its program, packages and platform, as its join says.
+        errors: that ended its last lives, by their own words.
+        twins: times when an earlier life of it still ran although a newer had joined.
+        views: version and time of each check by which it held another view than the run's.
+        upload_s: median time that its last updates took from their bytes to the last shard stored.
+        ahead_s: of its clock before the server's, by its newest heartbeat; None: it says none.
     """
 
     name: str
@@ -193,7 +233,13 @@ class LearnerStatus:
     recent: tuple[UpdateAnswer, ...]
     beside: tuple[UpdateAnswer, ...]
     trend: tuple[MergedPoint, ...]
-    cosine: float | None = None
+    shards: ShardFigures | None = None
+    release: tuple[str, str, str] = ("", "", "")
+    errors: tuple[str, ...] = ()
+    twins: tuple[float, ...] = ()
+    views: tuple[tuple[int, float], ...] = ()
+    upload_s: float | None = None
+    ahead_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,6 +284,8 @@ class RunStatus:
         wait: of those, from announcement to version; None before any.
         delay, adoption: of all learners, as theirs.
         stall_fraction: share of the learners' time that synchronization took from training.
+        takeovers: times within the last hour when a fragment came to another aggregator process.
+        changes: the newest of the settings.
         findings: what is said of its health, good and bad.
     """
 
@@ -272,11 +320,21 @@ class RunStatus:
     strangers: Mapping[str, int]
     learners: tuple[LearnerStatus, ...]
     fragments: tuple[FragmentStatus, ...]
+    takeovers: tuple[float, ...] = ()
+    changes: tuple[Change, ...] = ()
     findings: tuple[Finding, ...] = ()
 
     def learner(self, name: str) -> LearnerStatus | None:
         """The learner of a name."""
         return next((one for one in self.learners if one.name == name), None)
+
+    @property
+    def pace(self) -> str:
+        """How many versions a minute are made; or for how long none was, where that is unusual."""
+        newest_s = min((one.version_s for one in self.fragments), default=0.0)
+        if newest_s > QUIET_S and newest_s * self.versions_per_s > QUIET_ROUNDS:
+            return f"nothing for {newest_s:,.0f} s"
+        return f"{60 * self.versions_per_s:.3g} versions a minute"
 
     @property
     def alerts(self) -> tuple[Finding, ...]:
@@ -342,6 +400,11 @@ class LearnerHistory:
     """
 
     host: str = ""
+    release: tuple[str, str, str] = ("", "", "")
+    errors: deque[str] = field(default_factory=lambda: deque(maxlen=RECENT))
+    views: list[tuple[int, float]] = field(default_factory=list)
+    twins_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    uploads_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     lives: int = 0
     joined: int = 0
     sudden_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
@@ -404,8 +467,8 @@ class Observed:
             `last_seq` of the tape: as the bus last said.
         from_start: the tape was read from its beginning.
         records: the newest of each fragment.
-        rounds: the newest of several learners, whole; `cosines` what their shards say of each
-            learner, once they were read.
+        rounds: the newest of several learners, whole; `shards` what theirs say of each learner,
+            once they were read.
     """
 
     def __init__(
@@ -425,8 +488,11 @@ class Observed:
         self.ended = False
         self.known: dict[str, LearnerHistory] = defaultdict(LearnerHistory)
         self.records: dict[int, Recorded] = {}
-        self.rounds: deque[wire.Record] = deque(maxlen=WHOLE_ROUNDS)
-        self.cosines: Mapping[str, float] = {}
+        self.rounds: deque[wire.Record] = deque()
+        self.shards: Mapping[str, ShardFigures] = {}
+        self._whole_updates = 0
+        self._taken_s: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=RECENT))
+        self._changes: deque[Change] = deque(maxlen=RECENT)
         self._recent: deque[_Round] = deque(maxlen=ROUNDS)
         self._marks: dict[int, dict[tuple[str, int], int]] = {}
         self._waiting: dict[int, dict[Update, float]] = defaultdict(dict)
@@ -473,8 +539,13 @@ class Observed:
                 if one.joined > one.left:
                     one.sudden_s.append(entry.time_s)
                 one.lives, one.joined, one.host = one.lives + 1, entry.seq, join.host
+                one.release = join.release, join.lock, join.platform
+                if join.before:
+                    one.errors.append(join.before)
             case wire.Leave(fragments=()) as leave:
                 one = self.known[leave.learner]
+                if leave.incarnation < one.joined and not leave.by:
+                    one.twins_s.append(entry.time_s)
                 if leave.incarnation >= one.left:
                     one.left, one.left_at_s = leave.incarnation, entry.time_s
                     one.left_seq = entry.seq
@@ -483,6 +554,9 @@ class Observed:
             case wire.Settings() as settings:
                 with contextlib.suppress(WireError):  # Nobody can follow it.
                     self.settings = changed_settings(self._created, settings)
+                version = max((one.record.version for one in self.records.values()), default=0)
+                change = Change(entry.time_s, version, tuple(settings.changed), settings.by)
+                self._changes.append(change)
 
     def hear(self, beat: wire.Heartbeat, at_s: float) -> None:
         """Note a heartbeat."""
@@ -501,10 +575,14 @@ class Observed:
             for update, at_s in self._waiting[record.fragment].items()
             if update[2] > marks.get(update[:2], 0)
         }
+        if record.version > 1 and any(one.what == "resumed" for one in record.observations):
+            self._taken_s[record.fragment].append(recorded.stored_at_s)
         for refused in record.rejected:
             one = self.known[refused.learner]
             one.rejected += 1
             one.reasons[refused.reason] += 1
+            if refused.reason == "view":
+                one.views.append((record.version, recorded.stored_at_s))
             one.recent.append(UpdateAnswer(refused.reason))
         if record.inputs:
             self._note_round(record, recorded.stored_at_s)
@@ -516,6 +594,9 @@ class Observed:
         self._recent.append(_Round(record.closed_at_s, stale, sum(sizes), waits))
         if len(record.inputs) > 2:
             self.rounds.append(record)
+            self._whole_updates += len(record.inputs)
+            while self._whole_updates > WHOLE_UPDATES and len(self.rounds) > 1:
+                self._whole_updates -= len(self.rounds.popleft().inputs)
         for taken, answer in zip(record.inputs, answers(record.inputs, waits), strict=True):
             one = self.known[taken.learner]
             one.merged += 1
@@ -534,6 +615,7 @@ class Observed:
         if manifest.attempt == 0:
             self._updates_sent += 1
             self._bytes_up += sum(shard.size_bytes for shard in manifest.shards)
+            self.known[manifest.learner].uploads_s.append(manifest.upload_s)
         marks = self._marks.get(manifest.fragment)
         life = (manifest.learner, manifest.incarnation)
         if marks is not None and manifest.seq > marks.get(life, 0):
@@ -581,9 +663,19 @@ class Observed:
             quiet_s=max(0.0, now_s - self.extent.last_s),
             stopping_s=max(0.0, now_s - stopped_s),
             strangers=unborn,
+            takeovers=self._takeovers(self.extent.last_s if self.ended else now_s),
+            changes=tuple(self._changes),
             learners=learners,
             fragments=tuple(self._fragment(index, now_s) for index in sorted(self.records)),
         )
+
+    def _takeovers(self, until_s: float) -> tuple[float, ...]:
+        """When the fragment was taken up that was so most often, but for its first owner."""
+        each = [
+            tuple(at_s for at_s in found if at_s >= until_s - HOUR_S)
+            for found in self._taken_s.values()
+        ]
+        return max(each, key=len, default=())
 
     def _per_s(self, now_s: float) -> float:
         """One by the time that the recent rounds took; 0 once a run has ended."""
@@ -711,7 +803,13 @@ class Observed:
             recent=tuple(recent),
             beside=tuple(known.beside),
             trend=tuple(known.trend.points),
-            cosine=self.cosines.get(name),
+            shards=self.shards.get(name),
+            release=known.release,
+            errors=tuple(known.errors),
+            twins=tuple(known.twins_s),
+            views=tuple(known.views),
+            upload_s=median(known.uploads_s) if known.uploads_s else None,
+            ahead_s=read.ahead_s,
         )
 
 
@@ -729,6 +827,13 @@ class _Reading(NamedTuple):
         if self.last is None or self.last.heartbeat.incarnation < self.newest:
             return None, None
         return self.last.heartbeat, max(0.0, now_s - self.last.heard_at_s)
+
+    @property
+    def ahead_s(self) -> float | None:
+        """Its clock before the server's, as the newest heartbeat says."""
+        if self.last is None or not self.last.heartbeat.now_s:
+            return None
+        return self.last.heartbeat.now_s - self.last.heard_at_s
 
     @property
     def left(self) -> bool:

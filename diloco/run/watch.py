@@ -33,7 +33,7 @@ from diloco.common.storage.tape import (
     read_item,
     read_tape,
 )
-from diloco.run.agreement import cosines_of
+from diloco.run.agreement import shard_figures
 from diloco.run.cli.opening import CONNECT_S, find_config
 from diloco.run.findings import NATS_AWAY, failed, judged, ranked
 from diloco.run.state import LastHeartbeat, Observed, RunStatus
@@ -161,7 +161,7 @@ class Watch:
         """
         context, observed = self._context, self.observed
         rounds = [*observed.rounds]
-        observed.cosines = await context.runtime.call(cosines_of, context, rounds)
+        observed.shards = await context.runtime.call(shard_figures, context, rounds)
         return self._run(current=True)
 
     def as_it_was(self) -> RunStatus:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from diloco.common.process import release
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import (
+    BusError,
     BusUnavailableError,
     ExpiredError,
     StaleReadError,
@@ -46,6 +47,7 @@ async def join(context: Context, host: str, platform: str = "") -> Joined:
         release=release.release(),
         lock=release.lock(),
         platform=platform,
+        before=await _last_error(context),
     )
     subject = names.join(context.run, context.learner)
     before_seq = await context.runtime.retry(
@@ -56,6 +58,34 @@ async def join(context: Context, host: str, platform: str = "") -> Joined:
         "publishing join", joining.attempt, logger=context.logger
     )
     return Joined(incarnation, frozenset(joining.ids))
+
+
+async def _last_error(context: Context) -> str:
+    """The error that the last heartbeat under this name ends with; "" where none is known."""
+    subject = names.heartbeat(context.run, context.learner)
+    # It is for people: where it cannot be read, the life begins all the same.
+    with contextlib.suppress(BusError, WireError):
+        message = await context.bus.last(names.ops_stream(context.run), subject)
+        if message is not None:
+            beat = decode_as(wire.Heartbeat, subject, message.payload)
+            return wire.note(beat.trouble) if beat.state == "failed" else ""
+    return ""
+
+
+async def _say_two(context: Context, life: Joined) -> None:
+    """Leave a life that is superseded: so the tape says that two processes had one name.
+
+    It has no position: what the newer life trains is for itself to say.
+    """
+    message = wire.Leave(
+        run=context.run,
+        learner=context.learner,
+        incarnation=life.incarnation,
+        position=0,
+        fragments=(),
+    )
+    with contextlib.suppress(BusError):
+        await context.bus.publish(names.leave(context.run, context.learner), wire.encode(message))
 
 
 async def end_when_superseded(context: Context, life: Joined) -> None:
@@ -80,6 +110,7 @@ async def end_when_superseded(context: Context, life: Joined) -> None:
                 hint="start it again: it joins the run and takes shares that are free",
             )
         if message.msg_id not in life.ids:
+            await _say_two(context, life)
             raise SupersededError(
                 f"another process, on {newer.host!r}, has joined run {context.run!r} as "
                 f"{context.learner!r}: what this one does counts no longer",

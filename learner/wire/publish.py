@@ -300,7 +300,7 @@ class Publisher:
         stored_at_s, warned = context.runtime.clock(), False
         while True:
             try:
-                await context.bus.publish(subject, wire.encode(state()))
+                await context.bus.publish(subject, wire.encode(self._stamped(state())))
             except DilocoError as error:
                 silent_s = context.runtime.clock() - stored_at_s
                 # Others take this learner for dead, though its updates may still be stored.
@@ -321,7 +321,11 @@ class Publisher:
             BusError: nobody takes it.
         """
         subject = names.heartbeat(self._context.run, self._context.learner)
-        await self._context.bus.publish(subject, wire.encode(beat))
+        await self._context.bus.publish(subject, wire.encode(self._stamped(beat)))
+
+    def _stamped(self, beat: wire.Heartbeat) -> wire.Heartbeat:
+        """With this machine's time, which the server's time of it is held against."""
+        return beat.model_copy(update={"now_s": max(0.0, self._context.runtime.clock())})
 
     async def _announce(self, manifest: wire.Manifest) -> None:
         subject = names.update(self._context.run, manifest.learner, manifest.fragment)

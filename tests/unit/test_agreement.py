@@ -13,7 +13,7 @@ from diloco.common.protocol.layout import Tensor, TensorHint, make_layout
 from diloco.common.protocol.quantization import decode_numpy
 from diloco.common.storage.store import MemoryStore
 from diloco.learner.tensors.quantize import encode
-from diloco.run.agreement import Pairs, mean_cosine, pair_cosines
+from diloco.run.agreement import Pairs, compare_round, mean_cosine
 
 BLOCK = 16
 CODEC = "int4"
@@ -97,7 +97,7 @@ def test_shards_tell_every_pair():
     store = MemoryStore()
     record, vectors = a_round(LAYOUT, store)
     assert len(record.inputs[0].shards) > 1
-    found = pair_cosines(LAYOUT, SYNC, store, record)
+    found = compare_round(LAYOUT, SYNC, store, record).cosines
     np.testing.assert_allclose(found, cosines(vectors), atol=1e-5)
     pairs = Pairs(["l2", "l1", "l0", "nobody"])
     pairs.add(record, found)
@@ -110,4 +110,4 @@ def test_shards_that_are_gone():
     store = MemoryStore()
     record, _ = a_round(LAYOUT, store)
     store.delete(record.inputs[1].shards[0].name)
-    assert pair_cosines(LAYOUT, SYNC, store, record) is None
+    assert compare_round(LAYOUT, SYNC, store, record) is None

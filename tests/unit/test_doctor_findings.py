@@ -19,7 +19,7 @@ from diloco.common.storage.tape import Recorded
 from diloco.judge import doctor_findings
 from diloco.judge.audit import audit
 from diloco.judge.doctor import said_once
-from diloco.run.findings import FRAGMENT_STOPPED, judged
+from diloco.run.findings import CLOCK_SKEW, FRAGMENT_STOPPED, clock, judged
 from diloco.run.history import History, read_history
 from diloco.run.state import Finding, Observed
 from diloco.show.status.screen import picture
@@ -124,12 +124,12 @@ def test_an_aggregator_whose_clock_is_ahead(ahead_s: float, severity: str) -> No
 
     (finding,) = doctor_findings.aggregator_clocks(ask(run()))
     assert finding.severity == severity
-    assert finding.runbook == doctor_findings.CLOCK_SKEW
+    assert finding.runbook == CLOCK_SKEW
 
 
 def test_clocks_that_agree_and_a_clock_that_is_behind() -> None:
-    assert doctor_findings.clock("clock", 0.4, 10.0).severity == "ok"
-    behind = doctor_findings.clock("clock", -20.0, 10.0)
+    assert clock("clock", 0.4, 10.0).severity == "ok"
+    behind = clock("clock", -20.0, 10.0)
     assert (behind.severity, "behind" in behind.sentence) == ("error", True)
 
 

@@ -14,9 +14,16 @@ from diloco.common.process.health import Health
 from diloco.common.process.service import cancel
 from diloco.common.protocol import names, wire
 from diloco.common.storage.tape import read_tape
-from diloco.judge import doctor, doctor_findings
+from diloco.judge import doctor_findings
 from diloco.judge.audit import Audit, Breach, audit
-from diloco.run.findings import DISK_FULL, NO_LEARNERS, PATIENCE, judged, patience_s
+from diloco.run.findings import (
+    DISK_FULL,
+    NO_LEARNERS,
+    PATIENCE,
+    configuration,
+    judged,
+    patience_s,
+)
 from diloco.run.history import History, read_history
 from diloco.run.model.scores import keep, read_scores
 from diloco.run.state import Finding, Observed, RunStatus
@@ -349,8 +356,8 @@ def test_settings_that_were_changed_are_judged_and_not_those_of_the_file() -> No
         await say(lab, names.settings(RUN), word)
 
     history = history_of(changes)
-    file = [*doctor_findings.configuration(history.settings)]
-    found = [*doctor.in_force(file, history)]
+    file = [*configuration(history.settings)]
+    found = [*configuration(history.in_force)]
     assert {one.severity for one in found} == {"warning"}
     assert len(found) > len([one for one in file if one.severity != "ok"])
 

@@ -232,7 +232,7 @@ def test_updates_that_point_elsewhere_are_told_of(tmp_path, run_async):
         known = run_async(screen.look_at_learners(str(run.tape)))
     finally:
         use_place(RunLocation())
-    cosines = {one.name: one.cosine for one in known}
+    cosines = {one.name: one.shards.cosine for one in known}
     assert min(cosines, key=cosines.__getitem__) == spoiled.CULPRIT
     assert {len(one.trend) for one in known} == {5 * spoiled.FRAGMENTS}
     assert [one.about for one in found] == [f"learner {spoiled.CULPRIT}"]
@@ -283,8 +283,8 @@ def test_a_curve_is_a_line_of_bars():
     assert screen.spark([float("nan")]) == ""
     points = (MergedPoint(0.0, 2.0, 1.0, 1, None), MergedPoint(1.0, 1.0, 3.0, 2, None))
     told = [
-        SimpleNamespace(name="a", trend=points, cosine=0.6),
-        SimpleNamespace(name="b", trend=(), cosine=None),
+        SimpleNamespace(name="a", trend=points, shards=SimpleNamespace(cosine=0.6)),
+        SimpleNamespace(name="b", trend=(), shards=None),
     ]
     console = Console(file=io.StringIO(), width=80)
     console.print(screen.trends(told, "lately"))

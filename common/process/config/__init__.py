@@ -6,7 +6,7 @@ sections `bus`, `store`, `learner`, `aggregator`, `gc` and `metrics` say how one
 (`daemon.py`), and may differ from machine to machine. docs/configuration.md is generated from them.
 """
 
-from diloco.common.process.config.advice import warnings
+from diloco.common.process.config.advice import Broken, broken, warnings
 from diloco.common.process.config.daemon import (
     DAEMON_SECTIONS,
     AggregatorSection,

@@ -15,10 +15,15 @@ FEW_ROUNDS = 200
 
 
 class Broken(NamedTuple):
-    """A rule that settings break: the sentence says what and what it costs."""
+    """A rule that settings break: the sentence says what and what it costs.
+
+    Attributes:
+        about: the settings that it looks at.
+    """
 
     sentence: str
     evidence: str
+    about: str
 
 
 class Rule(NamedTuple):
@@ -180,9 +185,11 @@ RULES = (
 def broken(settings: RunSettings) -> list[Broken]:
     """The rules that settings break."""
     found = [(rule, rule.broken(settings)) for rule in RULES]
-    return [Broken(f"{named}: {rule.cost}", rule.evidence) for rule, named in found if named]
+    return [
+        Broken(f"{named}: {rule.cost}", rule.evidence, rule.about) for rule, named in found if named
+    ]
 
 
 def warnings(settings: RunSettings) -> list[str]:
     """Sentences on settings that are known to train worse, with the evidence."""
-    return [f"{sentence} ({evidence})" for sentence, evidence in broken(settings)]
+    return [f"{one.sentence} ({one.evidence})" for one in broken(settings)]

@@ -96,10 +96,18 @@ class Join(Body):
         description="what it trains on, for people; `not a learner`: an aggregator ends a life that"
         " is silent",
     )
+    before: Text = Field(
+        default="",
+        description="the error that ended the life before, as its last heartbeat says; empty: none"
+        " is known",
+    )
 
 
 class Leave(Body):
     """A learner ends a life on purpose: nothing more comes from this incarnation.
+
+    Of a life that a newer join has superseded it says that its process still ran then: two had one
+    name.
 
     With `fragments` the life goes on, but sends nothing more of these: it had nothing unsent of
     them when the run stopped.
@@ -348,6 +356,7 @@ class Heartbeat(Body):
     worst_adoption_s: Seconds = Field(default=0.0, description="the longest of them")
     adoption_steps: Rate = Field(default=0.0, description="likewise, in inner steps of its own")
     worst_adoption_steps: Rate = Field(default=0.0, description="likewise")
+    now_s: Seconds = Field(default=0.0, description="the sender's clock; 0: it says none")
     state: Text = Field(
         description="`starting`, `training`, `paused`, `flushing`, `leaving`, or `failed`: the last"
         " word of a life that an error ends; `trouble` says which"

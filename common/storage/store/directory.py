@@ -79,7 +79,8 @@ class DirectoryStore(ObjectStore):
             if not create and not (root.is_dir() and any(root.iterdir())):
                 raise StoreMissingError(
                     f"there is no store in the folder {str(root)!r}",
-                    hint="mount it, or correct store.url; diloco run create makes a new one",
+                    hint="mount it or put it back, or correct store.url: runbooks/store-away.md; "
+                    "`diloco run create` makes one only for a run that never was",
                 )
         with _os_errors("open", str(root)):
             (root / TEMP).mkdir(parents=True, exist_ok=True)
@@ -199,6 +200,19 @@ class DirectoryStore(ObjectStore):
             except PermissionError:
                 # Linux gives nobody a second name of another's file: it is copied.
                 self._keep_copy(name, kept, limit_bytes)
+
+    def copies(self, prefix: str) -> Iterator[str]:
+        """Names that only their kept copies answer for: somebody has removed their files.
+
+        Raises:
+            StoreUnavailableError: the disk failed.
+        """
+        folder = prefix.rpartition("/")[0]
+        with _os_errors("list", prefix):
+            self._check_there()
+            for info in self._walk(self.root / KEPT, folder):
+                if not os.path.lexists(self.root / info.name):
+                    yield info.name
 
     def _keep_copy(self, name: str, kept: Path, limit_bytes: int) -> None:
         with contextlib.suppress(ObjectMissingError, ObjectTooLargeError, ObjectUnreadableError):

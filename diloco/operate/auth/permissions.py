@@ -77,7 +77,10 @@ def _learner(run: str, learner: str) -> Grants:
             names.heartbeat(run, learner),
             f"{OWN_API}.STREAM.INFO.{tape}",
             *_fenced_reads(learner, tape, readable),
-            *_fenced_reads(learner, ops, (names.rejected(run, learner),)),
+            # The last word of its life before, which its join repeats.
+            *_fenced_reads(
+                learner, ops, (names.rejected(run, learner), names.heartbeat(run, learner))
+            ),
         ),
         hears=(names.round_open(run, "*"),),
     )

@@ -42,11 +42,11 @@ async def find_targets(
                 hint="give one version for all, or one for each, joined by commas",
             )
         return await rollback.find_versions(context, dict(enumerate(versions)))
-    at_s = _time(to, context.runtime.clock(), option)
+    at_s = parse_time(to, context.runtime.clock(), option)
     return await rollback.find_time(context, at_s)
 
 
-def _time(text: str, now_s: float, option: str) -> float:
+def parse_time(text: str, now_s: float, option: str) -> float:
     """Seconds since the epoch of a time, or of so long ago.
 
     Raises:

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Self
 
 import jax
@@ -14,7 +14,7 @@ from diloco.common.protocol.errors import TaskError
 from diloco.common.storage.tape import RunContext, load_specification
 from diloco.common.storage.views import load_view
 from diloco.learner.contract import model_of
-from diloco.learner.task import Params, Task, params_shapes
+from diloco.learner.task import Params, Task, held_out_loss, params_shapes
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.replica import Replica
 from diloco.learner.tensors.tree import loaded_frozen
@@ -40,8 +40,10 @@ class GlobalModel:
         self._replica: Replica | None = None
 
     @classmethod
-    async def of_run(cls, context: RunContext, task: Task) -> Self:
-        """With the leaves that the run holds, or the task loads.
+    async def of_run(
+        cls, context: RunContext, task: Task, specification: wire.Specification | None = None
+    ) -> Self:
+        """With the leaves that the run holds, or the task loads; without one, the bus is asked.
 
         Raises:
             IntegrityError: they are damaged.
@@ -49,7 +51,7 @@ class GlobalModel:
         """
         shapes = params_shapes(task)
         _, held = tree.split(shapes, tree.synced_marks(shapes, context.layout))
-        specification = await load_specification(context.bus, context.run)
+        specification = specification or await load_specification(context.bus, context.run)
         if specification.constants is not None:
             arrays = await context.runtime.call(read_frozen, context, specification.constants)
             arrays |= {name: np.asarray(leaf) for name, leaf in loaded_frozen(task).items()}
@@ -65,6 +67,20 @@ class GlobalModel:
             for fragment, view in enumerate(views):
                 self._replica.roll_back(fragment, self._replica.place_view(fragment, view))
         return tree.join(self._replica.trained, self._held)
+
+
+async def held_out_scorer(
+    context: RunContext, specification: wire.Specification
+) -> Callable[[Sequence[np.ndarray]], float]:
+    """Scores the views of all fragments on the task's held-out data; the bus may be away by now.
+
+    Raises:
+        TaskError: the task cannot be built here.
+        IntegrityError, ObjectMissingError: what the run began with cannot be read.
+    """
+    task = await asyncio.to_thread(model_of, context.settings)
+    model = await GlobalModel.of_run(context, task, specification)
+    return lambda views: held_out_loss(task, model.params(views))
 
 
 async def load_params(context: RunContext, task: Task) -> tuple[Params, list[wire.Record]]:

@@ -16,7 +16,7 @@ from diloco.common.process.config import keep_off_accelerators
 from diloco.common.protocol import wire
 from diloco.common.protocol.errors import IntegrityError, ObjectMissingError
 from diloco.common.storage.tape import RunContext
-from diloco.run.agreement import Pairs, pair_cosines
+from diloco.run.agreement import Pairs, compare_round
 from diloco.run.cli.opening import RunLocation, open_run, place, use_place
 from diloco.run.cli.screen import Hear
 from diloco.run.cli.subprocess import call_isolated_heard
@@ -158,11 +158,11 @@ async def sample_pairs(context: RunContext, series: TimeSeries, stage: Stage) ->
         read_bytes += sum(shard.size_bytes for taken in record.inputs for shard in taken.shards)
         if read_bytes > SAMPLE_BYTES:
             break
-        cosines = await context.runtime.call(
-            pair_cosines, context.layout, context.settings.sync, context.store, record
+        compared = await context.runtime.call(
+            compare_round, context.layout, context.settings.sync, context.store, record
         )
-        if cosines is not None:
-            pairs.add(record, cosines)
+        if compared is not None:
+            pairs.add(record, compared.cosines)
     return pairs
 
 

@@ -71,7 +71,7 @@ def _progress(status: RunStatus) -> Markup:
     said = [f"step {status.global_step:,} of {status.steps:,}"]
     if status.state != "ended":
         said.append(f"{human_count(status.tokens_per_s)} tokens/s")
-        said.append(f"{60 * status.versions_per_s:.3g} versions a minute")
+        said.append(status.pace)
     limit = f" of {human_bytes(status.tape_limit_bytes)}" if status.tape_limit_bytes else ""
     said.append(f"tape {human_bytes(status.tape_bytes)}{limit}")
     states = sorted({one.state for one in status.learners})
@@ -99,6 +99,14 @@ def _alerts(found: Sequence[Finding], *, served: bool) -> Markup:
 def _alert(one: Finding, *, served: bool) -> Markup:
     parts: list[str] = [element("b", {}, one.severity)]
     parts.append(f" {one.about[:TEXT]}: {one.sentence[:TEXT]} ")
+    if one.evidence:
+        parts.append(element("span", {"class": "note"}, f"({one.evidence[:TEXT]}) "))
+    if one.about.startswith("learner"):
+        parts.append(element("a", {"href": "#beside"}, "its curve"))
+        parts.append(" ")
+    if one.since is not None:
+        told = f"since version {one.since}: diloco show RUN FRAGMENT@{one.since} "
+        parts.append(element("code", {}, told))
     parts.append(element("span", {"class": "note"}, f"{one.advice[:TEXT]} "))
     if one.runbook:
         name = one.runbook.removeprefix("runbooks/")

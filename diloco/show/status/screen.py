@@ -92,7 +92,7 @@ def _summary(run: RunStatus) -> RenderableType:
     grid = Table.grid(padding=(0, 3))
     grid.add_row(
         f"step [bold]{run.global_step:,}[/] of {run.steps:,}",
-        f"{run.versions:,} versions, {run.versions_per_s * 60:.1f} a minute",
+        f"{run.versions:,} versions{'' if run.state == 'ended' else f', {run.pace}'}",
     )
     grid.add_row(
         f"{run.tokens_per_s:,.0f} tokens/s trained",
@@ -136,10 +136,10 @@ def _learners(learners: Sequence[LearnerStatus], of: int) -> Table:
             _state(one),
             "never" if one.heard_s is None else age(one.heard_s),
             f"{one.local_step:,}",
-            "-" if one.loss is None else f"{one.loss:.3f}",
+            "-" if one.loss is None else f"{one.loss:.4g}",
             f"{one.tokens_per_s:,.0f}",
-            f"{one.data_fraction:.1%}",
-            f"{one.stall_fraction:.1%}",
+            f"{one.data_fraction:.0%}",
+            f"{one.stall_fraction:.0%}",
             "-" if one.staleness is None else f"{one.staleness:.1f}",
             "-" if one.wait is None else f"{one.wait.mean_steps:.1f}",
             "-" if one.adoption is None else f"{one.adoption.mean_steps:.1f}",
@@ -284,7 +284,7 @@ def spark(values: Sequence[float], width: int = WIDTH) -> str:
 
 def trends(learners: Sequence[LearnerStatus], title: str) -> Table:
     """Each learner's loss and norm from the beginning to now; a round's median norm is 1."""
-    known = any(one.cosine is not None for one in learners)
+    known = any(one.shards is not None for one in learners)
     cosine = ["cosine to others"] if known else []
     table = plain_table(title, "loss", "", "norm", "", *cosine, words=("", *cosine))
     for one in learners:
@@ -292,7 +292,7 @@ def trends(learners: Sequence[LearnerStatus], title: str) -> Table:
             losses = [point.loss for point in one.trend]
             norms = [point.norm for point in one.trend]
             row = [one.name, f"{losses[-1]:.4g}", spark(losses), f"{norms[-1]:.2f}", spark(norms)]
-            shown = "-" if one.cosine is None else f"{one.cosine:+.2f}"
+            shown = "-" if one.shards is None else f"{one.shards.cosine:+.2f}"
             table.add_row(*row, *([shown] if known else []))
     return table
 

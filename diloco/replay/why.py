@@ -1,0 +1,206 @@
+"""`diloco why` and `diloco doctor`: what is amiss with a run, the worst first, from one list.
+
+`diloco.judge.doctor` makes the list, of which status, page, report and watch show the part that is
+of a moment. Here come what the newest updates did to the held-out loss, and how the list is shown.
+"""
+
+import asyncio
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from statistics import fmean
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from diloco.common.protocol.errors import DilocoError, Exit
+from diloco.common.storage.tape import RunContext
+from diloco.judge.doctor import Report, examine, picture
+from diloco.replay import blame, verify
+from diloco.replay.blame_learners import AGAINST, Effects, Sentence, judge
+from diloco.replay.blame_screen import in_words
+from diloco.run.cli.screen import say_json
+from diloco.run.cli.versions import parse_time
+from diloco.run.history import History
+from diloco.run.outliers import LOSS_SPIKE
+from diloco.run.state import Finding
+
+# Rounds of all fragments together that are merged without each of their updates, and how long that
+# may take: what is known by then is told.
+BLAMED_ROUNDS, BLAME_S = 24, 30.0
+# Updates of a learner, of fewer nothing is said of what it trains on.
+FEWEST = 8
+
+
+Chosen = Callable[[Finding], bool]
+
+
+def run_why(
+    target: str,
+    *,
+    everything: bool = False,
+    deep: bool = False,
+    json: bool = False,
+    since: str | None = None,
+    learner: str | None = None,
+) -> int:
+    """Show what is found as it comes; the exit status: 1 if something is an error.
+
+    Args:
+        target: RUN.
+        everything: also what is well.
+        deep: also read every object, make every version again, and judge every record.
+        json: print the list for scripts, once it is whole.
+        since: only what began at this version or time or later, or nobody knows when.
+        learner: only what is about this learner, or about none.
+
+    Raises:
+        ConfigError: `target` or `since` cannot be understood.
+    """
+    chosen = _chosen(since, learner, everything=everything or json)
+    console = Console(stderr=json)
+    report = asyncio.run(_show_as_it_comes(target, console, chosen, deep=deep))
+    if json:
+        say_json(_part(report, chosen).document())
+    else:
+        console.print(picture(_part(report, chosen)))
+    return Exit.FAILED if report.exists and not report.healthy else Exit.ENDED
+
+
+async def _show_as_it_comes(target: str, console: Console, chosen: Chosen, *, deep: bool) -> Report:
+    """The whole report; on a terminal what is known so far is shown meanwhile, and goes away."""
+    with Live(console=console, transient=True, auto_refresh=False) as live:
+
+        def told(report: Report, doing: str) -> None:
+            if console.is_terminal:
+                so_far = picture(_part(report, chosen), ended=False)
+                live.update(Group(so_far, Text(f"{doing} ...", "dim")), refresh=True)
+
+        return await examine(target, deep=deep, told=told, further=_harm)
+
+
+def _chosen(since: str | None, learner: str | None, *, everything: bool) -> Chosen:
+    """Whether a finding is asked for."""
+    version = int(since) if since is not None and since.isdecimal() else None
+    at_s = parse_time(since, time.time(), "--since") if since and version is None else None
+
+    def choose(one: Finding) -> bool:
+        if one.severity == "ok" and not everything:
+            return False
+        if version is not None and one.since is not None and one.since < version:
+            return False
+        if at_s is not None and one.since_s is not None and one.since_s < at_s:
+            return False
+        whose = re.fullmatch("learners? (.*)", one.about)
+        return learner is None or whose is None or learner in re.split(", | and ", whose[1])
+
+    return choose
+
+
+def _part(report: Report, chosen: Chosen) -> Report:
+    return replace(report, findings=[one for one in report.findings if chosen(one)])
+
+
+# What the newest updates did to the held-out loss
+
+
+async def _harm(context: RunContext, history: History, found: Sequence[Finding]) -> list[Finding]:
+    """The findings with what their learners' updates did, those on further learners, and why not.
+
+    Raises:
+        StoreUnavailableError: the store is away.
+    """
+    try:
+        # Who scores nothing loads no task, nor what tasks are made with.
+        from diloco.run.model.view import held_out_scorer
+
+        evaluate = await held_out_scorer(context, history.specification)
+        judged = await asyncio.to_thread(_blame, context, history, evaluate)
+    except (DilocoError, ImportError, OSError) as error:
+        why = error.message if isinstance(error, DilocoError) else str(error)
+        return [*found, _not_judged(f"what updates did to the held-out loss: {why}")]
+    effects = judged.effects
+    sentences = {f"learner {one.learner}": one for one in judge(effects)}
+    rounds = judged.rounds.fates["judged"]
+    if not rounds:
+        return [*found, _not_judged("what updates did to the held-out loss: no round is whole")]
+    told = [_with_harm(one, sentences.get(one.about)) for one in found]
+    accused = {one.about for one in found if one.severity in ("warning", "error")}
+    told += [*_leaks(effects, sentences)]
+    told += [
+        _accusation(one, rounds)
+        for about, one in sentences.items()
+        if about not in accused and one.word in AGAINST
+    ]
+    return told
+
+
+def _blame(context: RunContext, history: History, evaluate: blame.Evaluate) -> blame.Blame:
+    """The newest rounds, each without each of its updates, until the time is over."""
+    began_s = time.monotonic()
+    fragments = sorted(history.records)
+    first = max(0, min(history.versions()) - max(4, BLAMED_ROUNDS // len(fragments)))
+    chains = verify.chains(history, fragments, first, {})
+    spent = partial(lambda: time.monotonic() - began_s > BLAME_S)
+    return blame.blame(context, history, chains, evaluate, enough=spent)
+
+
+def _not_judged(what: str) -> Finding:
+    return Finding(severity="note", about="not judged", sentence=what)
+
+
+def _with_harm(one: Finding, sentence: Sentence | None) -> Finding:
+    if sentence is None or one.severity not in ("warning", "error"):
+        return one
+    harm = (
+        f"its newest {sentence.updates} updates: {sentence.total:+.4f} in all; "
+        f"{sentence.alone:+.5f} each alone, the others' {sentence.others:+.5f}"
+    )
+    return replace(one, harm=harm)
+
+
+def _accusation(one: Sentence, rounds: int) -> Finding:
+    return Finding(
+        severity="warning",
+        about=f"learner {one.learner}",
+        sentence=in_words(one),
+        advice=f"`diloco replay RUN --blame` judges every round; `diloco run quarantine RUN "
+        f"{one.learner}` lets none of it in",
+        runbook=LOSS_SPIKE,
+        evidence=f"{one.updates} updates of {rounds} rounds merged without each of them",
+        since=one.since.version if one.since else None,
+        since_s=one.since.at_s if one.since else None,
+    )
+
+
+def _leaks(effects: Effects, sentences: dict[str, Sentence]) -> Iterator[Finding]:
+    """Learners who have seen the held-out data.
+
+    Theirs alone make the model better on it, the others' do not; and the model is about as good on
+    it as on what they train on, and much better than on what the others train on.
+    """
+    held_out = effects[-1].loss if effects else 0.0
+    names = effects.texts
+    for about, one in sentences.items():
+        own = [effect for effect in effects if effect.learner == one.learner]
+        others = [effect for effect in effects if effect.learner != one.learner]
+        if len(own) < FEWEST or len(names) < 3 or one.alone >= 0 or one.others < 0:
+            continue
+        loss = fmean(effect.training_loss for effect in own)
+        usual = fmean(effect.training_loss for effect in others)
+        always = sum(effect.alone < 0 for effect in own) > 0.9 * len(own)
+        if always and abs(held_out - loss) < abs(held_out - usual) and loss < usual:
+            yield Finding(
+                severity="warning",
+                about=about,
+                sentence=f"it trains on the held-out data: there the model reaches {held_out:.4g}, "
+                f"as this learner does ({loss:.4g}), where the others train at {usual:.4g}; scores "
+                "say nothing any more",
+                advice="take held-out data out of what it reads, and score on other data",
+                runbook=LOSS_SPIKE,
+                evidence=f"alone {one.alone:+.5f} on the held-out loss each, the others' "
+                f"{one.others:+.5f}",
+            )

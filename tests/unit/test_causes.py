@@ -1,0 +1,181 @@
+"""Causes have names: what a tape and shards say of a learner, an aggregator and a setting."""
+
+import numpy as np
+import pytest
+from records import make_input, make_record
+from runlab import RUN, Lab
+
+from diloco.common.protocol import names, wire
+from diloco.common.storage.tape import Entry, Recorded
+from diloco.run.agreement import ComparedRound
+from diloco.run.findings import judged
+from diloco.run.state import Observed, ShardFigures
+
+LAYOUT = "0" * 32
+
+
+@pytest.fixture
+def seen():
+    return Observed(RUN, 0, Lab().context.settings)
+
+
+def said(seen, about):
+    """Sentences of what is amiss with somebody."""
+    found = judged(seen.run(1000.0), seen.settings)
+    return [one.sentence for one in found if one.about == about and one.severity != "ok"]
+
+
+def take(seen, seq, subject, body, at_s=0.0):
+    seen.take(Entry(seq, at_s, subject, body, 0))
+
+
+def join(seen, seq, learner="a", **fields):
+    body = wire.Join(run=RUN, learner=learner, layout=LAYOUT, host="h", **fields)
+    take(seen, seq, names.join(RUN, learner), body)
+
+
+def leave(seen, seq, life):
+    body = wire.Leave(run=RUN, learner="a", incarnation=life, position=0, fragments=())
+    take(seen, seq, names.leave(RUN, "a"), body)
+
+
+def test_a_life_that_leaves_behind_a_newer_join_is_of_a_second_process(seen):
+    join(seen, 1)
+    join(seen, 2)
+    assert not [one for one in said(seen, "learner a") if "two processes" in one]
+    leave(seen, 3, 1)
+    (found,) = [one for one in said(seen, "learner a") if "two processes" in one]
+    assert "1 times an earlier one still ran" in found
+
+
+def test_a_life_that_leaves_before_the_next_joins_is_alone(seen):
+    join(seen, 1)
+    leave(seen, 2, 1)
+    join(seen, 3)
+    assert not [one for one in said(seen, "learner a") if "two processes" in one]
+
+
+@pytest.mark.parametrize(
+    ("error", "named"),
+    [("the training loss is nan: it has diverged", True), ("the disk is full", False)],
+)
+def test_the_error_of_the_life_before_is_told_and_what_is_no_number_named(seen, error, named):
+    join(seen, 1)
+    join(seen, 2, before=error)
+    (found,) = [one for one in said(seen, "learner a") if "errors have ended" in one]
+    assert error in found
+    assert ("not finite (NaN)" in found) is named
+
+
+@pytest.mark.parametrize(
+    ("ahead_s", "far"), [(0.5, False), (-5.0, False), (70.0, True), (-70.0, True)]
+)
+def test_a_learners_clock_is_held_against_the_servers(seen, ahead_s, far):
+    join(seen, 1)
+    beat = wire.Heartbeat(
+        learner="a", incarnation=1, local_step=8, global_step=8, tokens=80, loss=1.0,
+        tokens_per_s=10.0, step_time_s=0.1, stall_s=0.0, run_s=1.0, bytes_up=0, bytes_down=0,
+        updates_sent=1, state="training", now_s=1000.0 + ahead_s,
+    )  # fmt: skip
+    seen.hear(beat, 1000.0)
+    assert any("clock" in one for one in said(seen, "learner a")) is far
+
+
+def test_a_view_that_differs_is_told_since_its_version(seen):
+    refused = wire.Rejected(
+        learner="a", incarnation=1, seq=1, stream_seq=3, tokens=1, steps=1, reason="view", detail=""
+    )
+    join(seen, 1)
+    record = make_record(version=7, rejected=(refused,))
+    seen.note_record(Recorded(record, 4, 50.0))
+    (found,) = [
+        one for one in judged(seen.run(0.0), seen.settings) if "view that it holds" in one.sentence
+    ]
+    assert (found.severity, found.since, found.since_s) == ("error", 7, 50.0)
+
+
+def changed(seen, value):
+    settings = seen.settings.model_dump(mode="json")
+    before, settings["outer"]["participation"] = settings["outer"]["participation"], value
+    lines = (f"outer.participation: {before!r} -> {value!r}",)
+    word = wire.Settings(run=RUN, settings=settings, changed=lines, by="operator eve@host")
+    take(seen, 9, names.settings(RUN), word)
+
+
+def test_a_bad_setting_says_who_set_it_and_how_to_set_it_back(seen):
+    changed(seen, True)
+    (found,) = [
+        one for one in judged(seen.run(0.0), seen.settings) if "operator eve" in one.sentence
+    ]
+    assert found.advice == "set it back: diloco run set RUN outer.participation=False"
+
+
+def test_a_run_is_no_alert_for_settings_that_it_was_created_with(seen):
+    found = judged(seen.run(0.0), seen.settings)
+    assert [one for one in found if one.about == "configuration"] == []
+
+
+@pytest.mark.parametrize(("times", "told"), [(2, False), (3, True)])
+def test_an_aggregator_that_ends_again_and_again_is_told_of(seen, times, told):
+    for version in range(1, times + 2):
+        resumed = wire.Observation(
+            what="resumed", at_s=1.0, after_seq=0, learner="", incarnation=0, seq=0, value=0.0
+        )
+        record = make_record(version=version, observations=(resumed,))
+        seen.note_record(Recorded(record, version, 990.0))
+    assert bool(said(seen, "aggregators")) is told
+
+
+def round_of(change):
+    """A round of three alike updates, of which the first is changed."""
+    values = np.random.default_rng(0).normal(size=(3, 512))
+    change(values[0])
+    found = ComparedRound.__new__(ComparedRound)
+    found.tensors = [("first", [(0, 256)]), ("second", [(256, 512)])]
+    found.products, found.squares = np.zeros((3, 3)), np.zeros((3, 2))
+    found.lone, found.factor = np.zeros(3, np.int64), np.zeros(3)
+    found.tensor = np.zeros(3, np.int64)
+    for start in (0, 100):
+        stop = 100 if not start else 512
+        found.add(values[:, start:stop], start)
+    return found
+
+
+def test_updates_alike_have_no_lone_elements():
+    assert [*round_of(lambda _: None).lone] == [0, 0, 0]
+
+
+def test_a_lone_element_is_counted_with_its_tensor_and_how_far_it_is():
+    def spoil(values):
+        values[300] = 50.0
+
+    found = round_of(spoil)
+    assert [*found.lone] == [1, 0, 0]
+    assert found.tensors[found.tensor[0]][0] == "second"
+    assert 30 < found.factor[0] < 80
+
+
+def figures(**fields):
+    return ShardFigures(cosine=0.5, updates=32, **fields)
+
+
+@pytest.mark.parametrize(
+    ("own", "sentence"),
+    [
+        (figures(still=("embed",)), "its updates are zero in embed"),
+        (figures(lone=9, factor=60.0, tensor="w"), "bits of parameters turn over"),
+        (figures(lone=9, factor=1e9, tensor="w"), "its gradients overflow"),
+        (figures(lone=2, factor=60.0, tensor="w"), None),
+        (figures(), None),
+    ],
+)
+def test_shards_name_frozen_parts_memory_errors_and_overflow(seen, own, sentence):
+    for version in range(1, 3):
+        inputs = tuple(make_input(learner=name) for name in "abc")
+        seen.note_record(Recorded(make_record(version=version, inputs=inputs), version, 1.0))
+    seen.shards = {"a": own, "b": figures(), "c": figures()}
+    found = [
+        one for one in said(seen, "learner a") if "updates are zero" in one or "element" in one
+    ]
+    assert bool(found) is (sentence is not None)
+    assert sentence is None or sentence in found[0]
