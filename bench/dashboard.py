@@ -1,7 +1,12 @@
-"""The page's cost: live, of a long run or a large fleet that goes on, and as a report.
+"""What is seen of a run, and when: a local run's start; the page's cost, live and as a report.
 
     .venv/bin/python -m bench.dashboard [--versions 400] [--learners 1000] [--seconds 30]
     .venv/bin/python -m bench.dashboard report [--versions 100000] [--learners 4] [--keep DIR]
+    .venv/bin/python -m bench.dashboard start [OPTIONS OF diloco local ...]
+
+Of the start: two local runs, the second with what the first compiled. By the processes'
+own logs, since the command: when the first and the last learner took its first step, when the run
+ended; and the processor time of all processes, programs kept, held-out losses.
 
 The tape is made up, on a real nats-server (`bench.tapes`); the command runs in a process of its
 own. Live, with one page open: how long it reads what the tape holds, its processor time while the
@@ -19,6 +24,7 @@ import sys
 import tempfile
 import threading
 import time
+from datetime import datetime
 from pathlib import Path
 
 import psutil
@@ -208,6 +214,36 @@ def measure(run_dir: Path, learners: int, seconds: float) -> None:
         process.terminate()
 
 
+def measure_start(folder: Path, name: str, options: list[str]) -> None:
+    run_dir, own = folder / name, {"XDG_CACHE_HOME": str(folder / "cache")}
+    command = [sys.executable, "-m", "diloco", "local", "--run-dir", str(run_dir), "--json"]
+    before, began_s = os.times(), time.time()
+    done = subprocess.run(
+        [*command, *options], env=os.environ | own, check=True, text=True, stdout=subprocess.PIPE
+    )
+    took_s, after, summary = time.time() - began_s, os.times(), json.loads(done.stdout)
+    logs = [path.read_text().splitlines() for path in (run_dir / "logs").glob("learner-*.log")]
+    started = [
+        next(one for one in map(json.loads, lines) if one.get("action") == "started")
+        for lines in logs
+    ]
+    steps_s = [datetime.fromisoformat(one["timestamp"]).timestamp() - began_s for one in started]
+    used_s = sum(after[2:4]) - sum(before[2:4])
+    kept = len(list((folder / "cache").rglob("*-cache")))
+    print(
+        f"{name}: first step {min(steps_s):.1f} s, of the last learner {max(steps_s):.1f} s, end "
+        f"{took_s:.1f} s; {used_s:.1f} s of processor time, {kept} programs kept, held-out loss "
+        f"{summary['eval_loss_first']} to {summary['eval_loss_last']}; "
+        f"load {os.getloadavg()[0]:.1f}"
+    )
+
+
+def start_main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("fresh", "again"):
+            measure_start(Path(folder), name, sys.argv[1:])
+
+
 def live_main() -> None:
     parser = argparse.ArgumentParser(description="what a live page costs")
     parser.add_argument("--versions", type=int, default=400)
@@ -224,4 +260,4 @@ def live_main() -> None:
 
 
 if __name__ == "__main__":
-    run_part({"live": live_main, "report": report_main})
+    run_part({"live": live_main, "report": report_main, "start": start_main})

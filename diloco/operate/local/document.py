@@ -3,6 +3,7 @@
 import json
 import tomllib
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,19 @@ from diloco.operate.local.hardware import Hardware, set_hardware
 from diloco.run.cli.opening import FOLDERS, at_home
 from diloco.run.cli.settings import assign
 
-DEFAULT_STEPS = 600
+DEFAULT_STEPS = 300
+# The built-in task without a file: half as many steps to the loss of the defaults, which other
+# links may not carry.
+BUILT_IN = {
+    "task": {"options": {"optimizer": "muon"}},
+    "sync": {
+        "fragments": 4,
+        "interval_steps": 6,
+        "min_steps": 3,
+        "overlap_steps": 2,
+        "adopt": "blend",
+    },
+}
 # A local run is short, and somebody may want to see a learner return.
 CHECKPOINT_S = 15.0
 # After Ctrl-C nobody wants to wait long, and the whole run ends.
@@ -34,7 +47,10 @@ def local_document(
     Raises:
         ConfigError: an option that cannot be understood.
     """
-    document = read_document(options.config) if options.config else {}
+    own = options.config is not None or options.task is not None
+    document: dict[str, Any] = {} if own else deepcopy(BUILT_IN)
+    if options.config is not None:
+        document = read_document(options.config)
     run = document.setdefault("run", {})
     run.setdefault("name", name)
     run["steps"] = options.steps or run.get("steps", DEFAULT_STEPS)
