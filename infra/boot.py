@@ -17,6 +17,7 @@ Files on the machine:
     /usr/local/lib/diloco   this program, by infra/terraform/startup.py.tftpl at each boot
 """
 
+import fcntl
 import sys
 import time
 import traceback
@@ -84,9 +85,18 @@ class Boot:
     def boot(self) -> bool:
         """All steps, in an order that starts nothing before what it needs is there.
 
+        Another boot that is under way is waited for: a person's may meet the machine's own.
+
         Returns:
             Whether the machine runs the release that it was told, and not the one before.
         """
+        path = self._root / "run/diloco-boot.lock"
+        path.parent.mkdir(exist_ok=True)
+        with path.open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return self._boot()
+
+    def _boot(self) -> bool:
         parameters = Parameters(**self._google.parameters())
         say(
             f"{parameters.role} {parameters.name}: {parameters.release.get('object', 'no release')}"

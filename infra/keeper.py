@@ -1,8 +1,9 @@
 """Keep the groups of a run's learners: make anew what was preempted, and let go what has ended.
 
-Google mends a group of one host by itself, and a larger slice that is not spot. A spot slice of
-several hosts it does not: all of them must be deleted and created again. So this resizes its group
-to nothing, waits until it is empty, and resizes it to its hosts, which is what a person would do;
+Google mends a group of one host by itself, mostly. A slice of several hosts, whose group is in bulk
+mode, and machines of flex-start it does not: all of them must be deleted and created again. So this
+resizes its group to nothing, waits until it is empty, and resizes it to its hosts, which is what a
+person would do; and so it does with one host that has been lost for a quarter of an hour.
 the group itself, its template and rights stay Terraform's. A learner's machine says by a guest
 attribute that its run has ended (`ended.py`); a group whose machines all say so is resized to
 nothing, and stays so until somebody resizes it.
@@ -16,8 +17,9 @@ import json
 import time
 import traceback
 import urllib.error
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from http import HTTPStatus
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +27,9 @@ from diloco.infra.cloud import COMPUTE, Google
 from diloco.infra.ended import ATTRIBUTE, ENDED
 from diloco.infra.release import say
 
-STATE = Path("/var/lib/diloco-keeper/ended.json")
+STATE = Path("/var/lib/diloco-keeper/groups.json")
+# So long Google has to make a lost machine anew, or to make one that is missing.
+MEND_S = 900.0
 _EVERY_S = 60.0
 # Of an instance that was preempted, or stopped by anybody: it does not come back by itself.
 GONE = frozenset({"STOPPING", "STOPPED", "TERMINATED", "SUSPENDING", "SUSPENDED"})
@@ -36,14 +40,14 @@ class GroupSpec(NamedTuple):
 
     Attributes:
         hosts: 0 while it is paused.
-        spot: whether its machines may be preempted.
+        ours: whether nobody else makes its machines anew.
     """
 
     project: str
     zone: str
     name: str
     hosts: int
-    spot: bool
+    ours: bool
 
     @property
     def url(self) -> str:
@@ -66,9 +70,24 @@ class GroupState(NamedTuple):
     states: Sequence[str]
     ended: int
 
+    @property
+    def stopped(self) -> bool:
+        """Whether a machine is there that does not come back by itself."""
+        return any(state in GONE for state in self.states)
 
-def decide(wanted: GroupSpec, seen: GroupState, has_ended: bool) -> tuple[int | None, bool]:
-    """To which size the group is to be resized, if at all, and whether its run has ended. Pure."""
+    @property
+    def lost(self) -> bool:
+        """Whether a machine has stopped, or is missing altogether: not even asked for."""
+        return self.stopped or len(self.states) < self.size
+
+
+def decide(
+    wanted: GroupSpec, seen: GroupState, has_ended: bool, lost_s: float
+) -> tuple[int | None, bool]:
+    """To which size the group is to be resized, if at all, and whether its run has ended. Pure.
+
+    `lost_s` is for how long machines have been lost.
+    """
     if wanted.hosts == 0:
         return None, False
     if seen.size == 0:
@@ -77,7 +96,7 @@ def decide(wanted: GroupSpec, seen: GroupState, has_ended: bool) -> tuple[int | 
         return (wanted.hosts if grows else None), has_ended
     if seen.states and seen.ended == len(seen.states):
         return 0, True
-    if wanted.hosts > 1 and wanted.spot and any(state in GONE for state in seen.states):
+    if (wanted.ours and seen.stopped) or (seen.lost and lost_s >= MEND_S):
         return 0, False
     return None, False
 
@@ -87,33 +106,44 @@ class Keeper:
 
     Args:
         google: whose account has the rights.
-        state: where it notes which groups' runs have ended.
+        state: where it notes which groups' runs have ended, and since when machines are lost.
+        clock: the time in seconds.
     """
 
-    def __init__(self, google: Google, state: Path = STATE) -> None:
+    def __init__(
+        self, google: Google, state: Path = STATE, clock: Callable[[], float] = time.time
+    ) -> None:
         self._google = google
         self._state = state
+        self._clock = clock
 
     def look(self) -> None:
         """Look at each group once, and do what is to be done."""
-        ended = set(json.loads(self._state.read_text())) if self._state.exists() else set()
+        noted = json.loads(self._state.read_text()) if self._state.exists() else {}
+        ended, lost = set(noted.get("ended", ())), dict(noted.get("lost", {}))
         for wanted in self._specs():
             try:
-                size, over = decide(wanted, self._see(wanted), wanted.name in ended)
+                seen = self._see(wanted)
+                since = lost.get(wanted.name, self._clock()) if seen.lost else self._clock()
+                size, over = decide(wanted, seen, wanted.name in ended, self._clock() - since)
                 if size is not None:
                     say(f"{wanted.name}: to {size} machines{', its run has ended' * over}")
                     self._google.call(f"{wanted.url}/resize?size={size}", {})
-            except OSError as error:
-                say(f"{wanted.name}: {error}; is looked at again")
+            except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
+                # Also an answer of another form than Google's: it concerns this group alone.
+                say(f"{wanted.name}: {error!r}; is looked at again")
                 continue
             ended = ended | {wanted.name} if over else ended - {wanted.name}
-        self._state.write_text(json.dumps(sorted(ended)))
+            lost.pop(wanted.name, None)
+            if seen.lost and size is None:
+                lost[wanted.name] = since
+        self._state.write_text(json.dumps({"ended": sorted(ended), "lost": lost}))
 
     def _specs(self) -> Iterable[GroupSpec]:
         return [GroupSpec(**group) for group in self._google.parameters()["groups"]]
 
     def _see(self, wanted: GroupSpec) -> GroupState:
-        size = int(self._google.call(wanted.url).get("targetSize", 0))
+        size = int(self._google.call(wanted.url)["targetSize"])
         machines = self._machines(wanted)
         ended = sum(self._says_ended(machine["instance"]) for machine in machines)
         return GroupState(size, [machine.get("instanceStatus", "") for machine in machines], ended)

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.error import HTTPError
 
 from diloco.infra.cloud import LOGGING, Google
 from diloco.infra.release import say
@@ -29,6 +30,8 @@ _MOST = 50
 _CHUNK = 500
 _EVERY_S = 3.0
 _AGAIN_S = 5.0
+# Answers to a request that no waiting mends: it is malformed, or too large.
+_FOR_GOOD = (400, 413)
 _LONGEST_PAUSE_S = 300.0
 # By the priority of syslog.
 _SEVERITIES = ("EMERGENCY", "ALERT", "CRITICAL", "ERROR", "WARNING", "NOTICE", "INFO", "DEBUG")
@@ -70,8 +73,9 @@ def entry(line: Mapping[str, Any]) -> dict[str, Any]:
         "insertId": hashlib.sha256(line["__CURSOR"].encode()).hexdigest()[:32],
         "labels": {"unit": unit_of(line)},
     }
-    with contextlib.suppress(ValueError):
-        fields = json.loads(text) if text.startswith("{") else None
+    with contextlib.suppress(ValueError, RecursionError):
+        # What is no number is no JSON to Google: its name is sent.
+        fields = json.loads(text, parse_constant=str) if text.startswith("{") else None
         if isinstance(fields, dict):
             return made | {"jsonPayload": fields}
     return made | {"textPayload": text}
@@ -98,17 +102,31 @@ def follow(google: Google, where: Where, lines: Iterable[str], cursor: Path = CU
 
 
 def send(google: Google, body: Mapping[str, Any]) -> None:
-    """Send it until it is accepted."""
+    """Send it until it is accepted; entries that are refused for good are left out."""
     pause_s = _AGAIN_S
     while True:
         try:
             google.call(LOGGING, body)
         except OSError as error:  # noqa: PERF203 - it is rare
+            if isinstance(error, HTTPError) and error.code in _FOR_GOOD:
+                _send_halves(google, body, error)
+                return
             say(f"cannot send logs, again in {pause_s:g} s: {error}")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         else:
             return
+
+
+def _send_halves(google: Google, body: Mapping[str, Any], error: HTTPError) -> None:
+    """Find the entry that Google does not take among the others, which it does."""
+    entries = body["entries"]
+    if len(entries) == 1:
+        say(f"a line is refused for good, and left out: {error}: {str(entries[0])[:200]}")
+        return
+    middle = len(entries) // 2
+    for half in (entries[:middle], entries[middle:]):
+        send(google, {**body, "entries": half})
 
 
 def command(cursor: Path = CURSOR) -> list[str]:

@@ -48,6 +48,7 @@ def _learner(name: str, learner: Learner, known: Known, prices: Prices) -> Resou
     if learner.kind == "cpu" and not learner.spot:
         return _machines(1, str(learner.machine_type), name, known, prices)
     way = "spot" if learner.spot else "of a reservation" if learner.reservation else "on demand"
+    way = "flex-start" if learner.flex_start_hours else way
     count, what = chips_of(learner), f"chips of {learner.kind}"
     if learner.kind == "cpu":
         count, what = 1, str(learner.machine_type)

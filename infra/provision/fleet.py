@@ -6,15 +6,23 @@ import re
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from diloco.common.process.config import explain, read_document
 from diloco.common.protocol.errors import ConfigError
 from diloco.infra.provision.known import Kind
 
-ZONE = re.compile(r"([a-z]+-[a-z]+[0-9]+)-[a-z]")
+ZONE = re.compile(r"([a-z]+-[a-z]+[0-9]+)-(ai[0-9])?[a-z]")
 PRIVATE = [ipaddress.IPv4Network(one) for one in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16")]
-MULTI_REGIONS = ("US", "EU", "ASIA")
+MULTI_REGIONS = ("US", "EU", "ASIA", "NAM4", "EUR4", "EUR5", "EUR7", "EUR8", "ASIA1")
 MOST_LABELS = 63
 # Of a slice of several hosts.
 CHIPS_OF_HOST = 4
@@ -37,6 +45,12 @@ def _shape(pattern: str, expected: str) -> AfterValidator:
         return text
 
     return AfterValidator(checked)
+
+
+def _kind(kind: object) -> object:
+    if kind in {"v5e", "v5litepod"}:
+        raise ValueError("comes by the Cloud TPU API alone: docs/provision.md#v5e has the way")
+    return kind
 
 
 def _private(text: str) -> str:
@@ -97,7 +111,8 @@ Region = Annotated[str, _shape("[a-z]+-[a-z]+[0-9]+", "a region, such as us-cent
 Location = Annotated[
     str,
     _shape(
-        "[a-z]+-[a-z]+[0-9]+|US|EU|ASIA", "a region, such as us-central1, or one of US, EU and ASIA"
+        f"[a-z]+-[a-z]+[0-9]+|{'|'.join(MULTI_REGIONS)}",
+        f"a region, such as us-central1, or one of {', '.join(MULTI_REGIONS)}",
     ),
 ]
 Machine = Annotated[
@@ -112,7 +127,12 @@ Image = Annotated[
 ]
 Topology = Annotated[str, _shape("[0-9]+(x[0-9]+){1,2}", "a topology, such as 4x4 or 4x4x4")]
 Reservation = Annotated[
-    str, _shape("[a-z]([a-z0-9-]*[a-z0-9])?", "the name of a reservation, such as my-reservation")
+    str,
+    _shape(
+        "(projects/[^/ ]+/reservations/)?[a-z]([a-z0-9-]*[a-z0-9])?",
+        "the name of a reservation, such as my-reservation, or of a shared one, such as "
+        "projects/its-project/reservations/its-name",
+    ),
 ]
 Member = Annotated[
     str,
@@ -189,12 +209,13 @@ class Learner(FileSection):
     """One learner."""
 
     zone: Zone
-    kind: Kind
+    kind: Annotated[Kind, BeforeValidator(_kind)]
     chips: int | None = None
     topology: Topology | None = None
     machine_type: Machine | None = None
     spot: bool = False
     reservation: Reservation | None = None
+    flex_start_hours: Annotated[int, Field(ge=1, le=168)] | None = None
     image: Image | None = None
     disk_gib: Disk = 100
     warm_start: bool = False
@@ -211,8 +232,11 @@ class Learner(FileSection):
             raise ValueError(f"kind {self.kind!r} takes chips or topology, and no machine_type")
         if self.kind != "cpu" and (self.chips is None) == (self.topology is None):
             raise ValueError(f"kind {self.kind!r} takes either chips or topology")
-        if self.spot and self.reservation is not None:
-            raise ValueError("is either spot or of a reservation, not both")
+        ways = (self.spot, self.reservation is not None, self.flex_start_hours is not None)
+        if sum(ways) > 1:
+            raise ValueError("is one of spot, of a reservation, and flex-start, not both")
+        if self.kind == "cpu" and self.flex_start_hours is not None:
+            raise ValueError("kind 'cpu' takes no flex_start_hours")
         return self
 
 

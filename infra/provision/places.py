@@ -84,11 +84,12 @@ def _slices(fleet: Fleet) -> Iterator[FleetFinding]:
             f"metrics_port {fleet.metrics_port} is among {TPU_PORTS.start} to "
             f"{TPU_PORTS.stop - 1}, at which the hosts of {large[0]} speak to each other"
         )
-    lost = [name for name in large if fleet.learners[name].spot]
+    flex = [name for name, one in fleet.learners.items() if one.flex_start_hours]
+    lost = sorted({*large, *flex})
     if lost and not fleet.keeper:
         yield FleetFinding(
-            f"keeper = false, and {', '.join(lost)} are spot slices of several hosts: once "
-            "preempted they would never return"
+            f"keeper = false, and Google does not make {', '.join(lost)} anew: slices of several "
+            "hosts and flex-start, once lost, would never return"
         )
 
 
@@ -187,7 +188,8 @@ def _accelerated(
         yield from _topology(where, learner.kind, learner.topology, kind)
     if learner.zone in kind.zones:
         return
-    if region_of(learner.zone).partition("-")[0] in kind.read:
+    of_ai = "-ai" in learner.zone
+    if region_of(learner.zone).partition("-")[0] in kind.read and not of_ai:
         zones = ", ".join(sorted(kind.zones))
         yield FleetFinding(
             f"{where}: {learner.zone} has no {learner.kind} (read on {known.as_of}: {zones}); "

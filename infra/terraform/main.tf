@@ -32,11 +32,13 @@ locals {
       machine_type = try(one.machine_type, null)
       spot         = try(coalesce(one.spot), false)
       reservation  = try(one.reservation, null)
-      image        = try(coalesce(one.image), local.images[one.kind])
-      disk_gib     = try(coalesce(one.disk_gib), 100)
-      warm_start   = try(coalesce(one.warm_start), false)
-      paused       = try(coalesce(one.paused), false)
-      site         = try(one.site, null)
+
+      flex_start_hours = try(one.flex_start_hours, null)
+      image            = try(coalesce(one.image), local.images[one.kind])
+      disk_gib         = try(coalesce(one.disk_gib), 100)
+      warm_start       = try(coalesce(one.warm_start), false)
+      paused           = try(coalesce(one.paused), false)
+      site             = try(one.site, null)
     }
   }
   # An account for each learner, or for all of a site: docs/security.md says what that means.
@@ -58,10 +60,10 @@ locals {
 
   # Beside the first aggregator: no byte that one reads crosses regions, and none is stored twice.
   first_aggregator = sort(keys(var.aggregators))[0]
-  bucket_location  = coalesce(var.bucket_location, regex("^(.*)-[a-z0-9]+$", local.aggregators[local.first_aggregator].zone)[0])
+  bucket_location  = coalesce(var.bucket_location, regex("^(.*)-(?:ai[0-9])?[a-z]$", local.aggregators[local.first_aggregator].zone)[0])
 
   # Addresses follow from the ranges, so that diloco auth can be told them before anything is made.
-  nats_regions   = [for zone in var.nats.zones : regex("^(.*)-[a-z]$", zone)[0]]
+  nats_regions   = [for zone in var.nats.zones : regex("^(.*)-(?:ai[0-9])?[a-z]$", zone)[0]]
   nats_addresses = [for index, region in local.nats_regions : cidrhost(var.subnets[region], 11 + index)]
 
   digests = { for kind, path in var.releases : kind => filesha256(path) }
@@ -118,7 +120,7 @@ resource "google_project_service" "this" {
   for_each = toset([
     "cloudresourcemanager.googleapis.com", "compute.googleapis.com", "iam.googleapis.com",
     "iap.googleapis.com", "logging.googleapis.com", "oslogin.googleapis.com", "secretmanager.googleapis.com",
-    "storage.googleapis.com",
+    "storage.googleapis.com", "tpu.googleapis.com",
   ])
   service            = each.key
   disable_on_destroy = false
@@ -235,7 +237,7 @@ module "aggregator" {
   auth_folder    = var.auth_folder
   chores         = each.key == local.first_aggregator
   checkpoints    = var.hourly_checkpoints
-  subnetwork     = module.network.subnetworks[regex("^(.*)-[a-z]$", each.value.zone)[0]]
+  subnetwork     = module.network.subnetworks[regex("^(.*)-(?:ai[0-9])?[a-z]$", each.value.zone)[0]]
   tag            = local.tags.aggregator
   startup_script = local.startup_script
   boot           = local.boot["cpu"]
@@ -258,32 +260,34 @@ module "identity" {
 }
 
 module "learner" {
-  source         = "./modules/learner"
-  project        = var.project
-  for_each       = local.learners
-  run            = var.run
-  name           = each.key
-  zone           = each.value.zone
-  kind           = each.value.kind
-  chips          = each.value.chips
-  topology       = each.value.topology
-  machine_type   = each.value.machine_type
-  spot           = each.value.spot
-  reservation    = each.value.reservation
-  image          = each.value.image
-  disk_gib       = each.value.disk_gib
-  identity       = module.identity[coalesce(each.value.site, each.key)].account
-  auth_folder    = var.auth_folder
-  network        = module.network.id
-  subnetwork     = module.network.subnetworks[regex("^(.*)-[a-z]$", each.value.zone)[0]]
-  tag            = local.tags.learner
-  livez_port     = local.livez_port
-  paused         = var.paused || each.value.paused
-  startup_script = local.startup_script
-  data           = var.data
-  boot           = local.boot[each.value.kind == "cpu" ? "cpu" : "tpu"]
-  files          = local.files
-  labels         = local.labels
+  source       = "./modules/learner"
+  project      = var.project
+  for_each     = local.learners
+  run          = var.run
+  name         = each.key
+  zone         = each.value.zone
+  kind         = each.value.kind
+  chips        = each.value.chips
+  topology     = each.value.topology
+  machine_type = each.value.machine_type
+  spot         = each.value.spot
+  reservation  = each.value.reservation
+
+  flex_start_hours = each.value.flex_start_hours
+  image            = each.value.image
+  disk_gib         = each.value.disk_gib
+  identity         = module.identity[coalesce(each.value.site, each.key)].account
+  auth_folder      = var.auth_folder
+  network          = module.network.id
+  subnetwork       = module.network.subnetworks[regex("^(.*)-(?:ai[0-9])?[a-z]$", each.value.zone)[0]]
+  tag              = local.tags.learner
+  livez_port       = local.livez_port
+  paused           = var.paused || each.value.paused
+  startup_script   = local.startup_script
+  data             = var.data
+  boot             = local.boot[each.value.kind == "cpu" ? "cpu" : "tpu"]
+  files            = local.files
+  labels           = local.labels
 }
 
 # Mends what Google does not, and lets go what has ended.
@@ -299,7 +303,7 @@ module "keeper" {
     zone    = learner.group.zone
     name    = learner.group.name
     hosts   = learner.group.target_size
-    spot    = local.learners[name].spot
+    ours    = learner.bulk
   }]
   subnetwork     = module.network.subnetworks[local.nats_regions[0]]
   tag            = local.tags.keeper

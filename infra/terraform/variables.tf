@@ -128,7 +128,7 @@ variable "bucket_location" {
   default     = null
 
   validation {
-    condition     = var.bucket_location == null || can(regex("^([A-Z]{2,4}|[a-z]+-[a-z]+[0-9]+|[A-Z]+-[A-Z]+[0-9]+)$", coalesce(var.bucket_location, "-")))
+    condition     = var.bucket_location == null || can(regex("^([A-Z]{2,4}[0-9]?|[a-z]+-[a-z]+[0-9]+|[A-Z]+-[A-Z]+[0-9]+)$", coalesce(var.bucket_location, "-")))
     error_message = "bucket_location must be a region, such as us-central1, or US, EU or ASIA."
   }
 }
@@ -165,7 +165,7 @@ variable "nats" {
 
   validation {
     condition = alltrue([
-      for zone in try(var.nats.zones, []) : can(var.subnets[regex("^([a-z]+-[a-z]+[0-9]+)-[a-z]$", zone)[0]])
+      for zone in try(var.nats.zones, []) : can(var.subnets[regex("^([a-z]+-[a-z]+[0-9]+)-(?:ai[0-9])?[a-z]$", zone)[0]])
     ])
     error_message = "Each zone of nats.zones must be a zone, such as us-central1-a, whose region has a range in subnets."
   }
@@ -200,7 +200,7 @@ variable "aggregators" {
 
   validation {
     condition = alltrue([
-      for one in values(var.aggregators) : can(var.subnets[regex("^([a-z]+-[a-z]+[0-9]+)-[a-z]$", one.zone)[0]])
+      for one in values(var.aggregators) : can(var.subnets[regex("^([a-z]+-[a-z]+[0-9]+)-(?:ai[0-9])?[a-z]$", one.zone)[0]])
     ])
     error_message = "The zone of each aggregator must be a zone, such as us-central1-a, whose region has a range in subnets."
   }
@@ -220,8 +220,9 @@ variable "hourly_checkpoints" {
 variable "learners" {
   description = <<-EOT
     The learners by name. kind and size: "v5p" with chips 1, 2 or 4; "v6e" with 1, 4 or 8; "tpu7x" with 4;
-    or topology in place of chips for a slice of several hosts, such as "4x4" (v6e) or "2x2x4" (v5p, tpu7x);
+    or topology in place of chips for a slice of several hosts, which come all at once, such as "4x4" (v6e) or "2x2x4" (v5p, tpu7x);
     "cpu" with machine_type. Kinds may be mixed. image and disk_gib have defaults by kind.
+    spot, reservation or flex_start_hours say how its machines come; else they are on demand.
     warm_start = true lets it read the checkpoints of all learners, which learner.warm_start needs.
     paused = true takes its machines away, and leaves all else: for a pause, or when the run has ended.
     site = "berlin" has it share an account with the other learners of that site: its name begins "berlin-".
@@ -231,10 +232,10 @@ variable "learners" {
   validation {
     condition = try(alltrue([
       for one in values(var.learners) : length(setsubtract(keys(one), [
-        "zone", "kind", "chips", "topology", "machine_type", "spot", "reservation", "image", "disk_gib", "warm_start", "paused", "site",
+        "zone", "kind", "chips", "topology", "machine_type", "spot", "reservation", "flex_start_hours", "image", "disk_gib", "warm_start", "paused", "site",
       ])) == 0
     ]), false)
-    error_message = "A learner has an unknown key; it takes zone, kind, chips, topology, machine_type, spot, reservation, image, disk_gib, warm_start, paused and site."
+    error_message = "A learner has an unknown key; it takes zone, kind, chips, topology, machine_type, spot, reservation, flex_start_hours, image, disk_gib, warm_start, paused and site."
   }
 
   validation {
@@ -253,7 +254,7 @@ variable "learners" {
 
   validation {
     condition = alltrue([
-      for one in values(var.learners) : can(var.subnets[regex("^([a-z]+-[a-z]+[0-9]+)-[a-z]$", one.zone)[0]])
+      for one in values(var.learners) : can(var.subnets[regex("^([a-z]+-[a-z]+[0-9]+)-(?:ai[0-9])?[a-z]$", one.zone)[0]])
     ])
     error_message = "The zone of each learner must be a zone, such as us-central1-a, whose region has a range in subnets."
   }
@@ -274,25 +275,25 @@ variable "learners" {
 
   validation {
     condition = alltrue([
-      for one in values(var.learners) : try(one.chips, null) == null
-      || try(contains({ v5p = [1, 2, 4], v6e = [1, 4, 8], tpu7x = [4] }[one.kind], tonumber(one.chips)), false)
+      for one in values(var.learners) : try(one.chips, null) == null || try(tonumber(one.chips) >= 1 && tonumber(one.chips) <= 8, false)
     ])
-    error_message = "chips must be what one host has: 1, 2 or 4 for v5p; 1, 4 or 8 for v6e; 4 for tpu7x. Larger slices take topology."
+    error_message = "chips must be what one host has, 1 to 8. Larger slices take topology."
   }
 
   validation {
     condition = alltrue([
-      for one in values(var.learners) : try(one.topology, null) == null
-      || (try(one.kind, "") == "v6e"
-        ? contains(["4x4", "4x8", "8x8", "8x16", "16x16"], try(coalesce(one.topology), "-"))
-      : can(regex("^(2x2x2|2x2x4|2x4x4|(4|8|12|16|20|24)x(4|8|12|16|20|24)x(4|8|12|16|20|24))$", try(coalesce(one.topology), "-"))))
+      for one in values(var.learners) : try(one.topology, null) == null || can(regex("^[0-9]+(x[0-9]+){1,2}$", try(coalesce(one.topology), "-")))
     ])
-    error_message = "topology must be that of a slice of several hosts: for v6e 4x4, 4x8, 8x8, 8x16 or 16x16; for v5p and tpu7x 2x2x2, 2x2x4, 2x4x4, or three multiples of 4."
+    error_message = "topology must be that of a slice, such as 4x4 or 4x4x4."
   }
 
   validation {
-    condition     = alltrue([for one in values(var.learners) : !(try(tobool(one.spot), false) && try(one.reservation, null) != null)])
-    error_message = "A learner is either spot or of a reservation, not both."
+    condition = alltrue([
+      for one in values(var.learners) :
+      length(compact([try(tobool(one.spot), false) ? "spot" : null, try(one.reservation, null), try(one.flex_start_hours, null)])) <= 1
+      && try(one.flex_start_hours >= 1 && one.flex_start_hours <= 168, try(one.flex_start_hours, null) == null)
+    ])
+    error_message = "A learner is one of spot, of a reservation, and flex-start of 1 to 168 flex_start_hours."
   }
 
   validation {

@@ -5,7 +5,7 @@ terraform {
   required_providers {
     google = {
       source  = "hashicorp/google"
-      version = ">= 6.50, < 8"
+      version = ">= 7.39, < 8"
     }
   }
 }

@@ -3,6 +3,7 @@
 import ast
 import base64
 import hashlib
+import itertools
 import json
 import re
 import stat
@@ -193,6 +194,29 @@ def test_a_learner_waits_for_its_data_which_its_machine_copies(
     assert f"/opt/diloco/bin/diloco data copy gs://my-data/tokens {cloud_units.DATA};" in unit
     after = (units / "diloco-learner@.service.d/50-data.conf").read_text()
     assert after == "[Unit]\nRequires=diloco-data.service\nAfter=diloco-data.service\n"
+
+
+def test_of_two_boots_at_once_the_second_waits(machine: Machine) -> None:
+    """Each would else start a unit whose files the other is about to write."""
+    order: list[int] = []
+    entered = threading.Event()
+
+    def run(command: Sequence[str]) -> str:
+        me = threading.get_ident()
+        if order and order[0] != me:
+            entered.set()
+        order.append(me)
+        if len(order) == 1:
+            entered.wait(1.0)  # the other one has time to come between
+        return machine.run(command)
+
+    boots = [boot.Boot(machine.boots._google, run, machine.root) for _ in range(2)]
+    threads = [threading.Thread(target=one.boot) for one in boots]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len([one for one, _ in itertools.groupby(order)]) == 2
 
 
 @pytest.mark.parametrize("word", ["pip", "apt", "uv ", "curl", "http"])

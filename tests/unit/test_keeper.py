@@ -15,8 +15,8 @@ from diloco.infra.ended import ATTRIBUTE, DROP_IN, ENDED, STATUS
 from diloco.infra.keeper import GroupSpec, GroupState, Keeper, decide
 
 RUNS = ("RUNNING",) * 4
-SLICE = GroupSpec("p", "z", "diloco-demo-slice", 4, spot=True)
-ONE = SLICE._replace(hosts=1)
+SLICE = GroupSpec("p", "z", "diloco-demo-slice", 4, ours=True)
+ONE = SLICE._replace(hosts=1, ours=False)
 
 
 @pytest.mark.parametrize(
@@ -31,8 +31,8 @@ ONE = SLICE._replace(hosts=1)
         pytest.param(SLICE, GroupState(4, (), 0), False, (None, False), id="no capacity: the group asks"),
         pytest.param(SLICE, GroupState(4, ("PROVISIONING",) * 4, 0), False, (None, False), id="they come"),
         pytest.param(ONE, GroupState(1, ("TERMINATED",), 0), False, (None, False), id="Google mends one host"),
-        pytest.param(SLICE._replace(spot=False), GroupState(4, ("TERMINATED",) * 4, 0), False, (None, False),
-                     id="and what is not spot"),
+        pytest.param(ONE._replace(ours=True), GroupState(1, ("TERMINATED",), 0), False, (0, False),
+                     id="but not one of flex-start"),
         pytest.param(SLICE, GroupState(4, RUNS, 3), False, (None, False), id="three of four say the end"),
         pytest.param(SLICE, GroupState(4, RUNS, 4), False, (0, True), id="all say the end"),
         pytest.param(ONE, GroupState(1, RUNS[:1], 1), False, (0, True), id="one host says the end"),
@@ -46,7 +46,26 @@ ONE = SLICE._replace(hosts=1)
 def test_decisions(
     wanted: GroupSpec, seen: GroupState, has_ended: bool, decided: tuple[int | None, bool]
 ) -> None:
-    assert decide(wanted, seen, has_ended) == decided
+    assert decide(wanted, seen, has_ended, 0.0) == decided
+
+
+@pytest.mark.parametrize(
+    ("wanted", "seen", "lost_s", "decided"),
+    [
+        pytest.param(ONE, GroupState(1, ("TERMINATED",), 0), 899.0, None, id="Google has a while"),
+        pytest.param(ONE, GroupState(1, ("TERMINATED",), 0), 900.0, 0, id="and has not mended it"),
+        pytest.param(ONE, GroupState(1, RUNS[:1], 0), 0.0, None, id="it runs again"),
+        pytest.param(SLICE, GroupState(4, RUNS[:3], 0), 60.0, None, id="a machine is missing"),
+        pytest.param(SLICE, GroupState(4, RUNS[:3], 0), 900.0, 0, id="and nobody makes it"),
+        pytest.param(SLICE, GroupState(4, (), 0), 900.0, 0, id="flex-start is over"),
+        pytest.param(SLICE, GroupState(4, ("",) * 4, 0), 9e9, None, id="an operation that never ends"),
+    ],
+)  # fmt: skip
+def test_what_is_lost_for_long_is_made_anew(
+    wanted: GroupSpec, seen: GroupState, lost_s: float, decided: int | None
+) -> None:
+    lost_s *= seen.lost
+    assert decide(wanted, seen, False, lost_s) == (decided, False)
 
 
 def test_a_learner_says_the_end_by_its_last_status() -> None:
@@ -65,13 +84,16 @@ class Compute:
         self.ended: set[str] = set()
         self.wanted: list[dict[str, Any]] = []
         self.refused = ""
+        self.answers: tuple[int, bytes] = 403, b"{}"
         compute = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 status, answer = compute.answer(self.path)
-                data = json.dumps(answer).encode()
+                data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+                if status == 0:
+                    return  # not even a status
                 self.send_response(status)
                 self.end_headers()
                 self.wfile.write(data)
@@ -93,7 +115,7 @@ class Compute:
         path, _, query = path.partition("?")
         *_, kind, name, verb = [*path.split("/"), ""] if path.count("/") == 7 else path.split("/")
         if name == self.refused:
-            return 403, {}
+            return self.answers
         if kind == "instances":
             assert query == f"queryPath={ATTRIBUTE}"
             items = {"queryValue": {"items": [{"key": "run", "value": ENDED}]}}
@@ -113,9 +135,9 @@ class Compute:
             return 200, {}
         return 200, {"targetSize": self.sizes[name]}
 
-    def add(self, name: str, hosts: int, *, spot: bool = True) -> None:
+    def add(self, name: str, hosts: int, *, ours: bool = True) -> None:
         self.wanted.append(
-            {"project": "p", "zone": "z", "name": name, "hosts": hosts, "spot": spot}
+            {"project": "p", "zone": "z", "name": name, "hosts": hosts, "ours": ours}
         )
         self.sizes[name], self.groups[name] = hosts, ["RUNNING"] * hosts
 
@@ -172,4 +194,61 @@ def test_a_refusal_keeps_it_from_no_other_group(
     compute.groups["second"][0] = "STOPPED"
     kept.look()
     assert compute.sizes["second"] == 0
-    assert "first: HTTP Error 403" in capsys.readouterr().out
+    assert "first: <HTTPError 403" in capsys.readouterr().out
+
+
+# What Google says of a group when something is wrong with it.
+ANSWERS: dict[str, tuple[int, bytes]] = {
+    "the account has no right": (403, b"{}"),
+    "an organisation's policy forbids it": (412, b"{}"),
+    "its token has expired": (401, b"{}"),
+    "the group is gone": (404, b"{}"),
+    "another resize is under way": (409, b"{}"),
+    "the project is billed no more": (402, b"{}"),
+    "a field that it does not take": (400, b"{}"),
+    "too many requests": (429, b"{}"),
+    "the quota of requests": (403, b'{"error": {"errors": [{"reason": "quotaExceeded"}]}}'),
+    "no capacity in the zone": (503, b'{"error": {"status": "ZONE_RESOURCE_POOL_EXHAUSTED"}}'),
+    "a fault of Google's": (500, b"{}"),
+    "a gateway's fault": (502, b"<html>"),
+    "a gateway that waits": (504, b""),
+    "a page in place of an answer": (200, b"<html>"),
+    "half an answer": (200, b'{"targetSize": 2, "manag'),
+    "an answer that is a list": (200, b"[]"),
+    "a size in words": (200, b'{"targetSize": "many"}'),
+    "machines without a name": (200, b'{"targetSize": 2, "managedInstances": [{"id": 1}]}'),
+    "machines that are text": (200, b'{"targetSize": 2, "managedInstances": ["one"]}'),
+    "no answer at all": (0, b""),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_an_answer_of_googles_keeps_the_keeper_from_no_other_group(
+    compute: Compute, kept: Keeper, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compute.add("first", 2)
+    compute.add("second", 2)
+    compute.refused, compute.answers = "first", ANSWERS[name]
+    compute.groups["second"][0] = "STOPPED"
+    kept.look()
+    kept.look()
+    assert compute.sizes["second"] == 2
+    assert "first: " in capsys.readouterr().out
+    compute.refused = ""
+    compute.groups["first"][1] = "TERMINATED"
+    kept.look()
+    assert compute.sizes["first"] == 0
+
+
+def test_one_host_that_google_does_not_mend_is_made_anew(compute: Compute, tmp_path: Path) -> None:
+    """It stood still for 565 of 600 minutes; the keeper's own restart forgets nothing."""
+    now = 1000.0
+    compute.add("east", 1, ours=False)
+    compute.groups["east"] = ["TERMINATED"]
+    sizes = []
+    for _ in range(18):
+        noted = tmp_path / "groups.json"
+        Keeper(Google(f"{compute.url}m/"), noted, lambda now=now: now).look()
+        sizes.append(compute.sizes["east"])
+        now += 60.0
+    assert sizes == [1] * 15 + [0, 1, 1]

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import pytest
 
@@ -40,6 +41,38 @@ def test_a_daemons_line_keeps_its_fields() -> None:
 )
 def test_what_is_no_line_of_a_daemon_is_text(message: object, text: str) -> None:
     assert logs.entry(line(0, message))["textPayload"] == text
+
+
+def test_what_is_no_number_is_sent_by_its_name() -> None:
+    made = logs.entry(line(0, '{"loss": NaN, "norm": Infinity, "step": 3}'))
+    assert made["jsonPayload"] == {"loss": "NaN", "norm": "Infinity", "step": 3}
+    json.dumps(made, allow_nan=False)
+
+
+def test_what_is_nested_without_end_is_text() -> None:
+    text = '{"a": ' * 9_000
+    assert logs.entry(line(0, text))["textPayload"] == text
+
+
+def test_one_entry_that_is_refused_keeps_none_of_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """602 lines, of which Google refuses the 49th and the 300th with all that come with them."""
+    taken: list[str] = []
+
+    class Refusing(Google):
+        def call(self, url: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+            texts = [entry["textPayload"] for entry in (body or {})["entries"]]
+            if {"48", "299"} & set(texts):
+                raise HTTPError(url, 400, "Bad Request", None, None)  # type: ignore[arg-type]
+            taken.extend(texts)
+            return {}
+
+    lines = [json.dumps(line(number, str(number))) for number in range(602)]
+    logs.follow(Refusing(), WHERE, lines, tmp_path / "cursor")
+    assert taken == [str(number) for number in range(602) if number not in (48, 299)]
+    assert (tmp_path / "cursor").read_text() == "s=1;i=601"
+    assert capsys.readouterr().out.count("refused for good") == 2
 
 
 def test_an_entry_that_is_sent_twice_has_one_name() -> None:

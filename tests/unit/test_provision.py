@@ -294,6 +294,15 @@ WRONG: dict[str, tuple[Callable[[Document, Path], None], str]] = {
     "v5p where there is none": (learner(zone="us-central1-b", kind="v5p", chips=4), "has no v5p"),
     "tpu7x where there is none": (learner(kind="tpu7x", chips=4), "us-east5-a has no tpu7x"),
     "an unknown kind": (learner(kind="v9", chips=4), "learners.east.kind"),
+    "a v5e": (learner(kind="v5e", chips=4), "comes by the Cloud TPU API alone"),
+    "flex-start for a month": (learner(chips=4, flex_start_hours=720), "must be at most 168"),
+    "flex-start of spot": (learner(chips=4, spot=True, flex_start_hours=24), "not both"),
+    "flex-start that nobody mends": (
+        lambda document, place: (
+            learner(chips=4, flex_start_hours=24)(document, place) or document.update(keeper=False)
+        ),
+        "once lost, would never return",
+    ),
     "a graphics card": (learner(kind="h100", chips=8), "learners.east.kind"),
     "three chips": (learner(chips=3), "has 1, 4, 8 chips, not 3"),
     "eight chips of v5p": (learner(zone="us-east5-a", kind="v5p", chips=8), "has 1, 2, 4 chips"),

@@ -344,11 +344,11 @@ run "unknown_kind" {
   expect_failures = [var.learners]
 }
 
-run "three_chips" {
+run "no_chips" {
   command = plan
 
   variables {
-    learners = { central = { zone = "us-central1-a", kind = "v5p", chips = 3 } }
+    learners = { central = { zone = "us-central1-a", kind = "v5p", chips = 0 } }
   }
   expect_failures = [var.learners]
 }
@@ -357,7 +357,7 @@ run "more_chips_than_a_host_has" {
   command = plan
 
   variables {
-    learners = { central = { zone = "us-central1-a", kind = "tpu7x", chips = 8 } }
+    learners = { central = { zone = "us-central1-a", kind = "tpu7x", chips = 16 } }
   }
   expect_failures = [var.learners]
 }
@@ -380,29 +380,29 @@ run "neither_chips_nor_topology" {
   expect_failures = [var.learners]
 }
 
-run "flat_topology_of_v5p" {
-  command = plan
-
-  variables {
-    learners = { central = { zone = "us-central1-a", kind = "v5p", topology = "4x4" } }
-  }
-  expect_failures = [var.learners]
-}
-
-run "topology_of_one_host" {
-  command = plan
-
-  variables {
-    learners = { central = { zone = "us-central1-a", kind = "v6e", topology = "2x2" } }
-  }
-  expect_failures = [var.learners]
-}
-
 run "cpu_without_machine_type" {
   command = plan
 
   variables {
     learners = { central = { zone = "us-central1-a", kind = "cpu" } }
+  }
+  expect_failures = [var.learners]
+}
+
+run "flex_start_for_a_month" {
+  command = plan
+
+  variables {
+    learners = { central = { zone = "us-central1-a", kind = "v6e", chips = 4, flex_start_hours = 720 } }
+  }
+  expect_failures = [var.learners]
+}
+
+run "spot_of_flex_start" {
+  command = plan
+
+  variables {
+    learners = { central = { zone = "us-central1-a", kind = "v6e", chips = 4, spot = true, flex_start_hours = 24 } }
   }
   expect_failures = [var.learners]
 }

@@ -351,8 +351,8 @@ run "keeper" {
     error_message = "the groups and machines of this run, and no others"
   }
   assert {
-    condition = { for group in jsondecode(module.keeper[0].instance.metadata["diloco"]).groups : group.name => [group.zone, group.hosts, group.spot] } == {
-      diloco-demo-central = ["us-central1-a", 1, false], diloco-demo-east = ["us-east5-a", 1, true]
+    condition = { for group in jsondecode(module.keeper[0].instance.metadata["diloco"]).groups : group.name => [group.zone, group.hosts, group.ours] } == {
+      diloco-demo-central = ["us-central1-a", 1, false], diloco-demo-east = ["us-east5-a", 1, false]
       diloco-demo-europe  = ["europe-west4-b", 1, false], diloco-demo-tester = ["us-central1-b", 1, false]
     }
     error_message = "it is told of each group"
@@ -473,12 +473,34 @@ run "slice" {
     error_message = "the hosts of a slice come and go together"
   }
   assert {
+    condition     = module.learner["slice"].group.target_size_policy[0].mode == "BULK" && module.learner["slice"].group.instance_lifecycle_policy[0].default_action_on_failure == "DO_NOTHING" && module.learner["slice"].bulk
+    error_message = "all at once, and the keeper makes them anew"
+  }
+  assert {
     condition     = jsondecode(module.learner["slice"].template.metadata["diloco"]).environment == { DILOCO_LEARNER_COORDINATOR = "auto", DILOCO_LEARNER_CHECKPOINT_UPLOAD = "true" }
     error_message = "they find each other by what the platform knows of the slice, and a new disk is empty"
   }
   assert {
     condition     = length(module.learner["slice"].slice_firewall.source_service_accounts) == 1 && length(module.learner["slice"].slice_firewall.target_service_accounts) == 1 && flatten(module.learner["slice"].slice_firewall.allow[*].ports) == ["8470-8490", "32768-60999"]
     error_message = "they speak to each other, and to no other learner's hosts"
+  }
+}
+
+run "flex_start" {
+  command = plan
+
+  variables {
+    learners = {
+      slice = { zone = "us-central1-ai1a", kind = "v5p", topology = "2x2x2", flex_start_hours = 48 }
+    }
+  }
+  assert {
+    condition     = module.learner["slice"].template.scheduling[0].provisioning_model == "FLEX_START" && module.learner["slice"].template.scheduling[0].max_run_duration[0].seconds == 172800 && module.learner["slice"].template.scheduling[0].instance_termination_action == "DELETE" && !module.learner["slice"].template.scheduling[0].automatic_restart
+    error_message = "for so long, and no longer"
+  }
+  assert {
+    condition     = module.learner["slice"].template.reservation_affinity[0].type == "NO_RESERVATION" && module.learner["slice"].group.instance_lifecycle_policy[0].default_action_on_failure == "DO_NOTHING"
+    error_message = "of no reservation, and not repaired by Google"
   }
 }
 

@@ -86,6 +86,34 @@ def target_platform() -> str:
     return f"{platform.system().lower()}_{machine}"
 
 
+# Of provider 7.39, which no binding has: blocks of a resource, by its type.
+NEWER = {
+    "google_compute_instance_group_manager": {
+        "target_size_policy": {
+            "nesting_mode": "list",
+            "max_items": 1,
+            "block": {
+                "attributes": {
+                    "mode": {
+                        "type": "string",
+                        "optional": True,
+                        "description": 'Possible values: ["INDIVIDUAL", "BULK"]',
+                    }
+                }
+            },
+        }
+    }
+}
+
+
+def add_newer(schema: dict) -> None:
+    """Add what a later provider has, in place."""
+    ((_, body),) = schema["provider_schemas"].items()
+    for kind, blocks in NEWER.items():
+        if kind in body["resource_schemas"]:
+            body["resource_schemas"][kind]["block"].setdefault("block_types", {}).update(blocks)
+
+
 def main() -> int:
     ap = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -109,6 +137,7 @@ def main() -> int:
     shutil.rmtree(mirror, ignore_errors=True)
     for source, schema in schemas.items():
         mark_sensitive(schema)
+        add_newer(schema)
         version = args.version or schema.get("provider_version", "0.0.0")
         home = mirror / source / version / target_platform()
         home.mkdir(parents=True)

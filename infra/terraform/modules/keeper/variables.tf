@@ -20,7 +20,7 @@ variable "image" {
 
 variable "groups" {
   description = "The groups of learners, as Terraform wants them."
-  type        = list(object({ project = string, zone = string, name = string, hosts = number, spot = bool }))
+  type        = list(object({ project = string, zone = string, name = string, hosts = number, ours = bool }))
 }
 
 variable "subnetwork" {

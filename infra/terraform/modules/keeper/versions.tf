@@ -4,7 +4,7 @@ terraform {
   required_providers {
     google = {
       source  = "hashicorp/google"
-      version = ">= 6.50, < 8"
+      version = ">= 7.39, < 8"
     }
   }
 }

@@ -1,9 +1,10 @@
 # One learner: a group of machines that make up one slice. The group has as many machines as the slice
-# has hosts, mostly one. It makes a machine anew that was preempted, has failed, or is not healthy.
+# has hosts, mostly one. Google makes one machine anew that was preempted, has failed, or is not healthy; the
+# hosts of a slice of several come all at once or not at all, and the keeper makes them anew.
 
 locals {
   full_name = "diloco-${var.run}-${var.name}"
-  region    = regex("^(.*)-[a-z]$", var.zone)[0]
+  region    = regex("^(.*)-(?:ai[0-9])?[a-z]$", var.zone)[0]
 
   # How a kind of accelerator comes: machines of one host, chips of each host of a larger slice, disks.
   kinds = {
@@ -18,7 +19,10 @@ locals {
   hosts         = var.topology == null ? 1 : local.slice_chips / local.chips_of_host
   chips         = var.topology == null ? var.chips : local.chips_of_host
   machine_type  = local.accelerator ? "${local.kinds[var.kind].prefix}${local.chips}t" : var.machine_type
-  disk_type     = local.accelerator ? local.kinds[var.kind].disk : "pd-balanced"
+  flex_start    = var.flex_start_hours != null
+  # Whoever makes machines anew: a group in bulk mode grows from nothing only.
+  bulk      = local.hosts > 1 || local.flex_start
+  disk_type = local.accelerator ? local.kinds[var.kind].disk : "pd-balanced"
 
   parameters = merge(var.boot, var.data == null ? {} : { data = var.data }, {
     role    = "learner"
@@ -102,11 +106,25 @@ resource "google_compute_instance_template" "this" {
   }
 
   scheduling {
-    provisioning_model          = var.spot ? "SPOT" : var.reservation != null ? "RESERVATION_BOUND" : "STANDARD"
+    provisioning_model          = var.spot ? "SPOT" : var.reservation != null ? "RESERVATION_BOUND" : local.flex_start ? "FLEX_START" : "STANDARD"
     preemptible                 = var.spot
-    automatic_restart           = !var.spot
+    automatic_restart           = !var.spot && !local.flex_start
     on_host_maintenance         = local.accelerator || var.spot ? "TERMINATE" : "MIGRATE"
-    instance_termination_action = var.spot ? "STOP" : var.reservation != null ? "DELETE" : null
+    instance_termination_action = var.spot ? "STOP" : var.reservation != null || local.flex_start ? "DELETE" : null
+
+    dynamic "max_run_duration" {
+      for_each = var.flex_start_hours[*]
+      content {
+        seconds = max_run_duration.value * 3600
+      }
+    }
+  }
+
+  dynamic "reservation_affinity" {
+    for_each = var.flex_start_hours[*]
+    content {
+      type = "NO_RESERVATION"
+    }
   }
 
   dynamic "reservation_affinity" {
@@ -138,7 +156,7 @@ resource "google_compute_instance_template" "this" {
 }
 
 resource "google_compute_health_check" "this" {
-  count               = local.hosts == 1 ? 1 : 0
+  count               = local.bulk ? 0 : 1
   name                = local.full_name
   description         = "Ten minutes without /livez: the machine itself is broken. Of its daemons systemd takes care."
   check_interval_sec  = 60
@@ -165,6 +183,14 @@ resource "google_compute_instance_group_manager" "this" {
     instance_template = google_compute_instance_template.this.self_link_unique
   }
 
+  # All hosts of a slice are made at once, when there is capacity for all.
+  dynamic "target_size_policy" {
+    for_each = local.bulk ? ["BULK"] : []
+    content {
+      mode = target_size_policy.value
+    }
+  }
+
   # The hosts of a slice come and go together, so only a slice of one host is mended by its health.
   dynamic "auto_healing_policies" {
     for_each = google_compute_health_check.this[*].id
@@ -182,7 +208,7 @@ resource "google_compute_instance_group_manager" "this" {
   }
 
   instance_lifecycle_policy {
-    default_action_on_failure = "REPAIR"
+    default_action_on_failure = local.bulk ? "DO_NOTHING" : "REPAIR"
     # What comes back has the newest release and configuration.
     force_update_on_repair = "YES"
   }

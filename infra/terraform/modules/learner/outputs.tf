@@ -3,6 +3,11 @@ output "hosts" {
   value       = local.hosts
 }
 
+output "bulk" {
+  description = "Whether its machines come all at once, and nobody but the keeper makes them anew."
+  value       = local.bulk
+}
+
 output "template" {
   description = "What its machines are made from."
   value       = google_compute_instance_template.this

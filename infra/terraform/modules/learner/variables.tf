@@ -97,6 +97,11 @@ variable "livez_port" {
   type        = number
 }
 
+variable "flex_start_hours" {
+  description = "Hours for which Google gives machines when it has some (flex-start); null for another way."
+  type        = number
+}
+
 variable "data" {
   description = "Prepared data that each machine copies before its learner starts; null for none."
   type        = string

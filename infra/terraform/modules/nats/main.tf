@@ -5,7 +5,7 @@ locals {
   servers = {
     for index, zone in var.zones : "nats-${index + 1}" => {
       zone       = zone
-      region     = regex("^(.*)-[a-z]$", zone)[0]
+      region     = regex("^(.*)-(?:ai[0-9])?[a-z]$", zone)[0]
       address    = var.addresses[index]
       configured = file("${var.auth_folder}/nats-${index + 1}.conf")
     }
