@@ -72,8 +72,8 @@ def loss_of(value: Any) -> float:
     return loss
 
 
-def figures_of(figures: Mapping[str, Any]) -> dict[str, float]:
-    """Figures by name that a loop hands over.
+def figures_of(figures: Mapping[str, Any], when: str = "") -> dict[str, float]:
+    """Figures by name that a loop hands over; `when` is said of one that is none.
 
     Raises:
         DilocoError: they are none.
@@ -83,7 +83,7 @@ def figures_of(figures: Mapping[str, Any]) -> dict[str, float]:
             f"figures must come by name, and are {figures!r:.200}",
             hint='give a dictionary, such as {"accuracy": 0.9}',
         )
-    return {name: scalar_of(value, f"the figure {name!r}") for name, value in figures.items()}
+    return {name: scalar_of(value, f"{when}the figure {name!r}") for name, value in figures.items()}
 
 
 # States that are no training, as whoever asks for health reads them.
@@ -174,7 +174,7 @@ class Meter:
     def measured(self, metrics: Mapping[str, Any]) -> None:
         """Take the step before's further scalars into moving averages."""
         averages = {}
-        for name, value in figures_of(metrics).items():
+        for name, value in figures_of(metrics, f"at step {self.local_step}, ").items():
             before = self.metrics.get(name)
             averages[name] = value if before is None else before + EMA * (value - before)
         self.show(averages)

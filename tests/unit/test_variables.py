@@ -200,6 +200,9 @@ def test_metrics_are_averaged_and_held_out_figures_shown_as_they_are():
     meter.show({"held_out_loss": 0.25, "held_out_wrong": float("nan")})
     beat = meter.heartbeat(1)
     assert beat.metrics == pytest.approx({"accuracy": EMA, "other": 2.0, "held_out_loss": 0.25})
+    meter.local_step = 7
+    with pytest.raises(DilocoError, match="at step 7, the figure 'top' must be one number"):
+        meter.measured({"top": "many"})
     with pytest.raises(DilocoError, match="cannot hold the metrics held out"):
         meter.show({"held out": 1.0})
     with pytest.raises(DilocoError, match="cannot hold the metrics 67"):
