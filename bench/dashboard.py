@@ -3,6 +3,7 @@
     .venv/bin/python -m bench.dashboard [--versions 400] [--learners 1000] [--seconds 30]
     .venv/bin/python -m bench.dashboard report [--versions 100000] [--learners 4] [--keep DIR]
     .venv/bin/python -m bench.dashboard start [OPTIONS OF diloco local ...]
+    .venv/bin/python -m bench.dashboard followers [--followers 100] [--seconds 20] [--repeats 3]
 
 Of the start: two local runs, the second with what the first compiled. By the processes'
 own logs, since the command: when the first and the last learner took its first step, when the run
@@ -16,6 +17,7 @@ report: time and peak memory; evaluation is left out, which takes what the task 
 
 import argparse
 import asyncio
+import contextlib
 import http.client
 import json
 import os
@@ -30,10 +32,12 @@ from pathlib import Path
 import psutil
 import tomli_w
 
+import diloco
 from bench.harness import run_part
 from bench.tapes import Forger, publish
 from diloco.common.process.config import load_config
 from diloco.common.process.nats_server import NatsServer
+from diloco.common.protocol.errors import DilocoError
 from diloco.common.storage.tape import last_record
 from diloco.operate.create import create_from
 from diloco.run.cli.opening import open_run
@@ -96,6 +100,112 @@ def report_main() -> None:
         f"report: {took_s:.1f} s (goal {GOAL_S:.0f}), {used_s:.1f} s of processor time, "
         f"peak {peak_gb:.2f} GB (goal {GOAL_GB:g})"
     )
+
+
+# --- Followers
+
+
+PROCESSES = 4
+
+
+async def lags_s(run_dir: str, seconds: float) -> list[float]:
+    """From the record that completes a version to that version in hand, of one follower."""
+    found: list[float] = []
+    async with diloco.follow(run_dir) as model:
+        until_s = time.monotonic() + seconds
+        await model.take_async()
+        while (rest_s := until_s - time.monotonic()) > 0:
+            if await model.take_async(rest_s) is not None:
+                stored = [at.stored_at_s for at in model.standing().values()]
+                found.append(time.time() - max(stored))
+    return found
+
+
+def many_main() -> None:
+    """Followers of one process: the words after the part are the run, how many, how long."""
+    run_dir, count, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+
+    async def all_of_them() -> list[list[float]]:
+        return await asyncio.gather(*(lags_s(run_dir, seconds) for _ in range(count)))
+
+    print(json.dumps([lag for lags in asyncio.run(all_of_them()) for lag in lags]))
+
+
+def followed(run_dir: Path, count: int, seconds: float) -> list[float]:
+    """The lags of so many followers, in some processes, beside a run; waits if there are none."""
+    if not count:
+        time.sleep(seconds)
+        return []
+    shares = [count // PROCESSES + (index < count % PROCESSES) for index in range(PROCESSES)]
+    command = [sys.executable, "-m", "bench.dashboard", "many", str(run_dir)]
+    running = [
+        subprocess.Popen([*command, str(share), str(seconds)], stdout=subprocess.PIPE)
+        for share in shares if share
+    ]  # fmt: skip
+    return [lag for one in running for lag in json.loads(one.communicate()[0])]
+
+
+def standing_of(run_dir: Path) -> tuple[int, float]:
+    """Versions of all fragments, and processor seconds of learners and aggregators."""
+
+    async def versions() -> int:
+        async with open_run(run_dir, reads=True) as run:
+            fragments = range(len(run.context.layout.fragments))
+            return sum([(await last_record(run.context, one))[0].version for one in fragments])
+
+    used_s = 0.0
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if str(run_dir) in " ".join(words) and {"learner", "aggregator"} & {*words}:
+            times = process.cpu_times()
+            used_s += times.user + times.system
+    return asyncio.run(versions()), used_s
+
+
+def followers_main() -> None:
+    parser = argparse.ArgumentParser(description="what followers cost a run, and how far behind")
+    parser.add_argument("--followers", type=int, default=100)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder) / "run"
+        local = [sys.executable, "-m", "diloco", "local", "--kill", "none", "--learners", "2"]
+        local += ["--steps", "1000000", "--task", "bench.tasks:build"]
+        quiet = subprocess.DEVNULL
+        run = subprocess.Popen([*local, "--run-dir", str(run_dir)], stdout=quiet, stderr=quiet)
+        try:
+            wait_for_versions(run_dir)
+            for repeat in range(options.repeats):
+                for count in (0, 1, options.followers):
+                    before, used_s = standing_of(run_dir)
+                    began_s = time.monotonic()
+                    lags = sorted(followed(run_dir, count, options.seconds))
+                    took_s = time.monotonic() - began_s
+                    after, now_s = standing_of(run_dir)
+                    made = max(after - before, 1)
+                    print(
+                        f"{repeat} {count:4} followers: {made / took_s:.2f} versions/s, "
+                        f"{(now_s - used_s) / made:.3f} processor s of the run a version",
+                        flush=True,
+                    )
+                    if lags:
+                        middle, worst = lags[len(lags) // 2], lags[-1]
+                        print(f"  lag {middle:.3f} s, worst {worst:.3f} of {len(lags)}", flush=True)
+        finally:
+            run.terminate()
+            run.wait()
+
+
+def wait_for_versions(run_dir: Path) -> None:
+    """Until a local run has made some."""
+    until_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < until_s:
+        with contextlib.suppress(DilocoError, OSError):
+            if standing_of(run_dir)[0] >= 8:
+                return
+        time.sleep(1.0)
+    sys.exit("the run makes no versions")
 
 
 # --- Live
@@ -260,4 +370,5 @@ def live_main() -> None:
 
 
 if __name__ == "__main__":
-    run_part({"live": live_main, "report": report_main, "start": start_main})
+    parts = {"live": live_main, "report": report_main, "start": start_main}
+    run_part({**parts, "followers": followers_main, "many": many_main})

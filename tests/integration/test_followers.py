@@ -168,7 +168,8 @@ class StandIn:
 
 @pytest.fixture
 def ended(new_world) -> World:
-    world = new_world(run={"steps": 32})
+    options = {"notes": "notes", "writes": True}
+    world = new_world(run={"steps": 32}, task={"options": options})
     processes = start(world)
     assert [process.wait() for process in processes] == [0, 0, 0]
     return world
@@ -202,6 +203,7 @@ def test_of_an_ended_run_python_engines_and_folder_have_the_same(ended, tmp_path
             leaf.values, loaded[name][leaf.rows].astype(leaf.values.dtype)
         )
     check_codes_lead_to_it(ended, loaded)
+    check_samples(ended, loaded)
     check_hf_is_refused(ended, tmp_path)
     check_wrong_input(ended, tmp_path)
 
@@ -221,6 +223,16 @@ def check_codes_lead_to_it(world: World, loaded: dict[str, np.ndarray]) -> None:
             for leaf in change.leaves:
                 assert leaf.name == name
                 assert (leaf.codes is None) != (leaf.values is None)
+
+
+def check_samples(world: World, loaded: dict[str, np.ndarray]) -> None:
+    process = world.start(
+        "sample", "sample", str(world.config_path), "--prompt", "bias ", "--follow"
+    )
+    assert process.wait() == 0
+    version, text = process.log().splitlines()
+    assert version.startswith("--- version ")
+    assert text == f"bias {loaded['bias'][0]:.6f}"
 
 
 def check_hf_is_refused(world: World, tmp_path: Path) -> None:

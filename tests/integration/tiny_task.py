@@ -22,10 +22,10 @@ HIDDEN = 384  # three fragments of several shards each
 BATCH = 8
 
 
-def build(*, steps, seed, notes="", sleep_s=0.0, odd=False, uphill=False, few=0):
+def build(*, steps, seed, notes="", sleep_s=0.0, odd=False, uphill=False, few=0, writes=False):
     """`odd` adds a scalar, an integer and a bool leaf; `uphill` has an optimizer of wrong sign.
 
-    Data of `few` batches ends there.
+    Data of `few` batches ends there. What `writes` samples the first number of its bias.
     """
     truth = np.random.default_rng(seed).normal(size=(FEATURES, 3)).astype(np.float32)
 
@@ -70,11 +70,15 @@ def build(*, steps, seed, notes="", sleep_s=0.0, odd=False, uphill=False, few=0)
         parts = [batch_at("held-out", position) for position in range(8)]
         return float(np.mean([error(params, part) for part in parts]))
 
+    def sample(params, prompt, key, temperature):
+        yield f"{float(params['bias'][0]):.6f}"
+
     return Task(
         init=init,
         loss=lambda params, batch, key: (error(params, batch), {}),
         batches=batches,
         evaluate=evaluate,
+        sample=sample if writes else None,
         tokens_per_batch=BATCH,
         optimizer=optax.adam(0.01) if uphill else optax.scale_by_adam(),
         schedule=optax.constant_schedule(0.01),

@@ -58,6 +58,9 @@ def sample(
         float, typer.Option("--temperature", help="sampling temperature; 0 is greedy", min=0)
     ] = 0.7,
     seed: Annotated[int, typer.Option("--seed", help="random seed")] = 0,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="again with every new version until the run ends")
+    ] = False,
 ) -> None:
     """Generate text with the newest global model.
 
@@ -66,7 +69,9 @@ def sample(
     with interrupts_wait():
         from diloco.run.model.view import run_sample
 
-    asyncio.run(run_sample(run, prompt, length=length, temperature=temperature, seed=seed))
+    asyncio.run(
+        run_sample(run, prompt, length=length, temperature=temperature, seed=seed, follow=follow)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,9 @@ from diloco.learner.tensors.replica import Replica
 from diloco.learner.tensors.tree import loaded_frozen
 from diloco.run.cli.opening import open_run
 from diloco.run.cli.screen import working
+from diloco.run.model.follower import Follower
 from diloco.run.model.load import read_frozen
+from diloco.run.model.whole import FollowRules
 
 
 class GlobalModel:
@@ -96,7 +98,7 @@ async def load_params(context: RunContext, task: Task) -> tuple[Params, list[wir
 
 
 async def run_sample(
-    target: str, prompt: str, *, length: int, temperature: float, seed: int
+    target: str, prompt: str, *, length: int, temperature: float, seed: int, follow: bool = False
 ) -> None:
     """Print a prompt and what follows it; arguments as the command's options.
 
@@ -105,18 +107,31 @@ async def run_sample(
         DilocoError: no such run; bus or store are away.
     """
     async with open_run(target, name="sample", reads=True) as run:
-        settings = run.context.settings
-        task = await asyncio.to_thread(model_of, settings)
-        if task.sample is None:
+        context = run.context
+        task = await asyncio.to_thread(model_of, context.settings)
+        sampled = task.sample
+        if sampled is None:
             raise TaskError(
-                f"the task {settings.task.build} cannot generate text: it has no sample function",
+                f"the task {context.settings.task.build} cannot generate text: it has no sample "
+                "function",
                 hint="see docs/tasks.md, Samples",
             )
-        with working("loading the newest model"):
-            params, _ = await load_params(run.context, task)
-    sys.stdout.write(prompt)
-    pieces = task.sample(params, prompt, jax.random.key(seed), temperature)
-    for piece in itertools.islice(pieces, length):
-        sys.stdout.write(piece)
-        sys.stdout.flush()
-    sys.stdout.write("\n")
+
+        def write(params: Params) -> None:
+            pieces = sampled(params, prompt, jax.random.key(seed), temperature)
+            for piece in itertools.chain([prompt], itertools.islice(pieces, length), ["\n"]):
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+
+        if not follow:
+            with working("loading the newest model"):
+                params, _ = await load_params(context, task)
+            write(params)
+            return
+        model = await GlobalModel.of_run(context, task)
+        fragments = tuple(range(len(context.layout.fragments)))
+        async with Follower(context, FollowRules(fragments)) as follower:
+            while (change := await follower.advance()) is not None:
+                sys.stdout.write(f"--- version {change.records[-1].version}\n")
+                params = model.params([follower.view(fragment) for fragment in fragments])
+                await asyncio.to_thread(write, params)
