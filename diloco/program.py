@@ -73,15 +73,14 @@ def options(
     bus: Annotated[
         str | None,
         typer.Option(
-            help="NATS server of a run given by name [default: DILOCO_BUS_URL, else "
-            "nats://127.0.0.1:4222]",
+            help="NATS [default: DILOCO_BUS_URL, else 127.0.0.1:4222]",
             metavar="URL",
         ),
     ] = None,
     store: Annotated[
         str | None,
         typer.Option(
-            help="its store, or a bundle's [default: DILOCO_STORE_URL]",
+            help="store, also a bundle's [default: DILOCO_STORE_URL]",
             metavar="URL",
         ),
     ] = None,
