@@ -64,8 +64,8 @@ def distances(
         while done < away.size:
             segment = int(np.searchsorted(ends_S, start + done, side="right"))
             stop = min(away.size, int(ends_S[segment]) - start)
-            exact = away[done:stop].astype(np.float64)
-            squares_S[segment] += float(np.dot(exact, exact))
+            # No product of BLAS, whose last bits are those of its threads and of the processor.
+            squares_S[segment] += float(np.square(away[done:stop], dtype=np.float64).sum())
             done = stop
     return np.sqrt(squares_S)
 

@@ -46,7 +46,7 @@ REJECTED_SHARE = 0.1
 # Things that a group of findings names.
 NAMED = 5
 # An update that waits for less is waited for by messages alone, however short the steps are.
-WAIT_LEAST_S = 5.0
+WAIT_LEAST_S = 1.0
 # So many lives of a learner that ended without a word, in an hour, are a loop and no accident.
 SUDDEN_ENDS = 3
 # An error that ends a life for what is no number.

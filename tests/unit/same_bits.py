@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from diloco.aggregator.arrays.centering import distances
 from diloco.aggregator.arrays.grid import make_grid
 from diloco.aggregator.arrays.merge import Accumulator, Contribution, coefficients
 from diloco.aggregator.arrays.outer import close_round, make_outer
@@ -48,7 +49,7 @@ def _rounds(layout, codec) -> str:
     view, theirs = theta.copy(), ownership.place_view(theta)
     optimizer = make_outer(OPTIMIZERS[CODECS.index(codec)], delay=2)
     state = optimizer.init(grid.size)
-    accumulator = Accumulator(grid)
+    accumulator, far = Accumulator(grid), []
     for _ in range(3):
         accumulator.reset()
         for _ in range(3):
@@ -57,6 +58,8 @@ def _rounds(layout, codec) -> str:
             # Made up, as a record would give them: norms may differ between processors.
             norms = rng.uniform(1, 1000, 5)
             update = Contribution(norms, rng.uniform(1, 9), rng.uniform(0.3, 1))
+            radii = np.ones(5, np.float32)
+            far.append(distances(grid, codec, shards, update, theta, radii))
             accumulator.add(codec, shards, coefficients(grid, update))
         factor_S = rng.uniform(0.1, 1, 5).astype(np.float32)
         delta = close_round(
@@ -74,7 +77,7 @@ def _rounds(layout, codec) -> str:
         theirs = kernels.advance(theirs, ownership.place(delta))
     blocks = [np.asarray(piece).reshape(-1) for piece in theirs]
     assert digest(np.concatenate(blocks)) == digest(view)
-    results = [digest(array) for array in (theta, view, *state.values())]
+    results = [digest(array) for array in (theta, view, *state.values(), np.stack(far))]
     return f"{codec} {' '.join(results)}"
 
 

@@ -509,8 +509,9 @@ class _Fragment:
 # --- Same bits everywhere
 
 
-SSE = ("SSE4_2", {"NUMBA_CPU_NAME": "nehalem", "NUMBA_CPU_FEATURES": ""})
-AVX2 = ("AVX2", {})
+OLD = {"NUMBA_CPU_NAME": "nehalem", "NUMBA_CPU_FEATURES": "", "OPENBLAS_CORETYPE": "Nehalem"}
+SSE = ("SSE4_2", OLD | {"OPENBLAS_NUM_THREADS": "1"})
+AVX2 = ("AVX2", {"OPENBLAS_NUM_THREADS": "2"})
 
 
 @pytest.mark.parametrize(
@@ -519,7 +520,7 @@ AVX2 = ("AVX2", {})
     ids=["int4 and the oldest", "all"],
 )
 def test_every_instruction_set_gives_the_same_bits(codecs, sets):
-    """Encode, merge by both rules, outer step, version delta, a learner's apply."""
+    """Encode, merge by both rules, distances, outer step, version delta, a learner's apply."""
     others = [
         subprocess.Popen(
             [sys.executable, same_bits.__file__, *codecs],
