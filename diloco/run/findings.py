@@ -404,7 +404,8 @@ def _waits(run: RunStatus, overlap_steps: int) -> Iterator[Finding]:
         f"{wait.mean_steps:.1f} steps of their learners on average ({wait.mean_s:.1f} s), "
         f"{wait.worst_steps:.1f} at worst"
     )
-    if wait.mean_steps <= overlap_steps or wait.mean_s < WAIT_LEAST_S:
+    # As a rule, and not once: what was sent while no aggregator lived has waited for it.
+    if wait.mean_steps <= overlap_steps or run.usual_wait_s < WAIT_LEAST_S:
         yield Finding(severity="ok", about="rounds", sentence=f"updates wait {long}")
         return
     yield Finding(

@@ -282,6 +282,7 @@ class RunStatus:
         strangers: learners whose newest heartbeat is of a life that never joined, and that life.
         staleness: mean of recently merged updates, in versions; `round_size`: their mean number.
         wait: of those, from announcement to version; None before any.
+        usual_wait_s: median over those rounds of the mean wait of their updates; 0 of none.
         delay, adoption: of all learners, as theirs.
         stall_fraction: share of the learners' time that synchronization took from training.
         takeovers: times within the last hour when a fragment came to another aggregator process.
@@ -309,6 +310,7 @@ class RunStatus:
     bytes_down: int
     staleness: float
     wait: Delays | None
+    usual_wait_s: float
     delay: Delays | None
     adoption: Delays | None
     round_size: float
@@ -652,6 +654,9 @@ class Observed:
             bytes_down=sum(one.bytes_down for one in spent),
             staleness=sum(one.staleness for one in self._recent) / max(1, merged),
             wait=delays_of(wait for one in self._recent for wait in one.waits),
+            usual_wait_s=median(
+                [fmean(took_s for took_s, _ in one.waits) for one in self._recent] or [0.0]
+            ),
             delay=_over_all([one.delay for one in learners]),
             adoption=_over_all([one.adoption for one in learners]),
             round_size=merged / max(1, len(self._recent)),
