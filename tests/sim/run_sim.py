@@ -23,7 +23,19 @@ Simulate = Callable[[Iterable[Trial]], Iterator[Outcome]]
 
 def main() -> int:
     """The exit code."""
-    arguments = _parse()
+    try:
+        return simulate_all(_parse())
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def simulate_all(arguments: argparse.Namespace) -> int:
+    """The exit code.
+
+    Raises:
+        ValueError: a world, or a file of results, that cannot be followed.
+    """
     plans = [
         Trial(
             seed=seed,

@@ -73,8 +73,23 @@ class Results:
     def _known(self) -> dict[str, Sums]:
         if not self._path.exists():
             return {}
-        lines = [json.loads(line) for line in self._path.read_text().splitlines()]
-        return {json.dumps(line["of"]): _read(line["sums"]) for line in lines}
+        lines = self._path.read_text(errors="replace").splitlines()
+        return dict(self._parse(number, line) for number, line in enumerate(lines, 1))
+
+    def _parse(self, number: int, line: str) -> tuple[str, Sums]:
+        """A piece, and what it came to.
+
+        Raises:
+            ValueError: the line is none of ours.
+        """
+        try:
+            said = json.loads(line)
+            return json.dumps(said["of"]), _read(said["sums"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"line {number} of {self._path} is no piece of a simulation ({error!r}): a file"
+                " that --results has written was expected; remove the line, or give another file"
+            ) from error
 
     def _key(self, piece: Sequence[Trial]) -> dict[str, Any]:
         first = piece[0]

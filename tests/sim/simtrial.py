@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from simactor import Faults
+from simadmission import LIAR_INDEX
 from simchain import Violation
 from simworld import World
 
@@ -85,10 +86,13 @@ OPTIMIZERS = ("sgd", "momentum", "nesterov", "delayed_nesterov")
 # the tape has lost messages it cannot be judged any more.
 RARE, RARELY = ("numbers", "tail_lost", "together"), 0.125
 
+# The next name is a liar's.
+MOST = LIAR_INDEX
+
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What is simulated.
+    """What is simulated; `ValueError` says which of it cannot be.
 
     Attributes:
         kinds: of faults that may be; which of them are, the seed says.
@@ -105,6 +109,24 @@ class Trial:
     intensity: float = 1.0
     dense: bool = False
     traced: bool = False
+
+    def __post_init__(self) -> None:
+        unknown = sorted({*self.kinds} - {*FULL})
+        wrong = [
+            f"{name} is {value:g}, {expected} was expected"
+            for name, value, expected, fits in (
+                ("the seed", self.seed, "0 or more", self.seed >= 0),
+                ("minutes", self.minutes, "more than 0", self.minutes > 0),
+                ("learners", self.learners, f"1 to {MOST}", 1 <= self.learners <= MOST),
+                ("fragments", self.fragments, "1 or more", self.fragments >= 1),
+                ("intensity", self.intensity, "more than 0", self.intensity > 0),
+            )
+            if not fits
+        ]
+        if unknown:
+            wrong.append(f"there is no kind {', '.join(unknown)}: simtrial.py lists all")
+        if wrong:
+            raise ValueError(f"no such world can be simulated: {'; '.join(wrong)}")
 
     def rng(self, of: str) -> random.Random:
         """The seed's chance for one purpose."""
