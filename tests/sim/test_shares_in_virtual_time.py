@@ -1,9 +1,15 @@
 """Shares of the data in virtual time: whoever comes, goes, dies or is silent, no batch is read twice."""
 
+import asyncio
+
 import pytest
+import simlearner
 from simrun import simulate
 from simshrink import explain
 from simtrial import Trial
+
+from diloco.common.protocol import names, wire
+from diloco.learner.lead import say_end
 
 TROUBLE = ("crash", "pause", "partition", "lost_answer", "delay", "stale_read", "standby")
 
@@ -27,3 +33,20 @@ def test_the_shares_of_who_is_silent_go_to_others():
         assert outcome.violation is None, explain(outcome)
         expiries += outcome.injected["expiry"]
     assert expiries > 0
+
+
+def test_who_has_said_its_end_says_nothing_behind_it(monkeypatch):
+    """Whatever else of its process still runs then."""
+
+    async def end_and_stay(*arguments):
+        await say_end(*arguments)
+        await asyncio.sleep(2.0)
+
+    monkeypatch.setattr(simlearner, "say_end", end_and_stay)
+    plans = (Trial(seed=seed, minutes=1.0, learners=3, kinds=("shares",)) for seed in range(9))
+    outcome = simulate(next(plan for plan in plans if plan.has("shares")))
+    world = outcome.world
+    assert outcome.violation is None
+    for learner in range(3):
+        claims = world.messages(wire.Claim, names.claim(world.run_name, f"learner-{learner}"))
+        assert [word.what for _, word in claims].index("end") == len(claims) - 1

@@ -5,10 +5,11 @@ import asyncio
 from runlab import RUN, Lab
 
 from diloco.aggregator.core.members import Hearing
-from diloco.aggregator.owner.liveness import Expiry
+from diloco.aggregator.owner.liveness import Expiry, reached_before
 from diloco.common.process.service import cancel
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.reasons import Reason
+from diloco.common.storage.tape.positions import first_sequence
 
 
 async def claim(lab: Lab, learner: str, what: str, share: int = 0) -> None:
@@ -66,5 +67,30 @@ def test_what_the_silent_still_send_is_rejected_and_their_shares_are_free(run_as
             assert refused.reason == Reason.SUPERSEDED
             assert len(await claims(lab, "b")) == 2
             await cancel(watching)
+
+    run_async(scenario())
+
+
+def test_what_counts_is_what_was_announced_on_this_tape_before_the_life_was_ended(run_async):
+    async def scenario() -> None:
+        lab = Lab(fragments=2)
+        await lab.create()
+        life = await lab.join("a")
+
+        async def leave(position: int, incarnation: int) -> None:
+            word = wire.Leave(
+                run=RUN, learner="a", incarnation=incarnation, position=position, fragments=(0,)
+            )
+            await lab.bus.publish(names.leave(RUN, "a"), wire.encode(word))
+
+        other_tape = first_sequence(1) + 1
+        sent = lab.upload("a", 0)
+        await lab.announce(sent)
+        await leave(9, life)
+        await leave(99, other_tape)
+        await lab.announce(lab.upload("a", 1).model_copy(update={"epoch": 1, "position": 99}))
+        joined = await lab.join("a")
+        await lab.announce(lab.upload("a", 0).model_copy(update={"position": 99}))
+        assert await reached_before(lab.context, "a", joined) == {0: sent.position, None: 9}
 
     run_async(scenario())
