@@ -50,3 +50,8 @@ def test_who_has_said_its_end_says_nothing_behind_it(monkeypatch):
     for learner in range(3):
         claims = world.messages(wire.Claim, names.claim(world.run_name, f"learner-{learner}"))
         assert [word.what for _, word in claims].index("end") == len(claims) - 1
+        # Who dies between both has given up nothing yet, and goes on where it has left.
+        *_, (left, _) = world.messages(
+            wire.Leave, names.leave(world.run_name, f"learner-{learner}")
+        )
+        assert left < claims[-1][0]
