@@ -1,11 +1,11 @@
 """Liars beside three honest learners, all of them processes: what their attacks do to the run.
 
-    .venv/bin/python -m bench.attack_live [--span 20] [--only NAME] [--merges A,B]
+    .venv/bin/python -m bench.attack_live [--span 20] [--only NAME] [--trust A,B]
 
 Two runs at the same time, so that whatever else the machine does meets both: each has a nats-server
 with credentials and permissions (`diloco auth`), an aggregator, three learners that train
 `examples/digits.py` at a pace that leaves the processor idle, and a folder as its store. Beside one
-of them a process with more learners' credentials (`bench/attack.py`) lies: each attack in turn, for
+of them a process with more learners' credentials (`Liar`) lies: each attack in turn, for
 a span of time, under a name of its own, which joins, and then is silent for some seconds. "nobody"
 is a span without any: how far two equal runs differ.
 
@@ -21,35 +21,250 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import tomli_w
 
-from bench.attack import ACTS, CODEC, FIRST, HONEST, RUN, STEP_S, Liar
-from bench.failover import cpu_s
+from bench.attack import Lie
+from bench.failover import cpu_s, filling
 from diloco import Task
 from diloco.common.process import log
 from diloco.common.process.config import load_config
 from diloco.common.process.nats_server import NatsServer
-from diloco.common.protocol import names, wire
+from diloco.common.protocol import names, shards, slices, wire
 from diloco.common.protocol.errors import DilocoError
-from diloco.common.storage.bus import jetstream
-from diloco.common.storage.tape import Entry, read_item
+from diloco.common.protocol.quantization import Encoded
+from diloco.common.storage.bus import Bus, jetstream
+from diloco.common.storage.store import DirectoryStore
+from diloco.common.storage.tape import Entry, RunContext, read_item
 from diloco.learner.contract import build_task
 from diloco.operate.auth import files as auth
 from diloco.operate.create import create_from
 from diloco.run.cli.opening import OpenRun, open_run
 from diloco.run.model.load import global_arrays
+
+# --- The liar, a process
+
+CODEC: Final = "int8"
+RUN, HONEST = "live", ("a", "b", "c")
+STEP_S = 0.06
+# Updates of each honest learner that are merged before anybody lies.
+FIRST = 30
+
+
+@dataclasses.dataclass
+class Liar:
+    """A process with a learner's credentials, and no learner."""
+
+    context: RunContext
+    bus: Bus
+    name: str
+    config: Path
+    incarnation: int = 0
+    seqs: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    async def join(self) -> None:
+        """Begin a life."""
+        message = wire.Join(
+            run=RUN, learner=self.name, layout=self.context.layout.digest, host="elsewhere"
+        )
+        self.incarnation = await self.bus.publish(names.join(RUN, self.name), wire.encode(message))
+
+    async def wait(self) -> None:
+        """Until every honest learner was merged."""
+        merged = Counter[str]()
+        async for record in self.records(1):
+            merged.update(taken.learner for taken in record.inputs)
+            if all(merged[name] >= FIRST for name in HONEST):
+                return
+
+    async def records(self, start: int = 0) -> AsyncIterator[wire.Record]:
+        """The records from now on, or from a sequence."""
+        start = start or await self.bus.last_sequence(self.context.tape) + 1
+        async for message in self.bus.read(self.context.tape, [names.record(RUN, "*")], start):
+            item = await read_item(self.context, message)
+            if isinstance(item, Entry) and isinstance(item.body, wire.Record):
+                yield item.body
+
+    async def first(self) -> tuple[wire.Record, wire.Input]:
+        """The next record that merges an honest learner's update, and that update."""
+        async for record in self.records():
+            taken = self.model(record)
+            if taken is not None:
+                return record, taken
+        raise AssertionError("the tape has an end")
+
+    def model(self, record: wire.Record) -> wire.Input | None:
+        """An honest learner's update, to be forged after."""
+        return next((taken for taken in record.inputs if taken.learner in HONEST), None)
+
+    def read(self, taken: wire.Input) -> list[Encoded]:
+        """Its parts."""
+        return [
+            shards.unpack(
+                self.context.store.get(shard.name),
+                codec=CODEC,
+                count=slices.check(shard.slices, 1 << 40) * self.context.layout.block,
+                block=self.context.layout.block,
+            )
+            for shard in taken.shards
+        ]
+
+    def manifest(self, record: wire.Record, taken: wire.Input) -> wire.Manifest:
+        """An announcement as an honest learner would make it; its shards are not stored yet."""
+        fragment = record.fragment
+        seq = self.seqs[fragment] = self.seqs.get(fragment, 0) + 1
+        prefix = names.shards_prefix(RUN, self.name, fragment, 0, self.incarnation, seq)
+        entries = tuple(
+            shard.model_copy(update={"name": f"{prefix}{index}"})
+            for index, shard in enumerate(taken.shards)
+        )
+        return wire.Manifest(
+            run=RUN, learner=self.name, epoch=0, incarnation=self.incarnation, seq=seq,
+            fragment=fragment, base_version=record.version, base_digest=record.view_digest,
+            layout=self.context.layout.digest, codec=CODEC, shards=entries,
+            tokens=taken.tokens, steps=taken.steps, position=seq, local_step=seq, loss=1.0,
+            step_time_s=STEP_S, encode_s=0.0, upload_s=0.0, attempt=0, final=False,
+        )  # fmt: skip
+
+    def store(self, manifest: wire.Manifest, parts: Sequence[Encoded]) -> wire.Manifest:
+        """Store an update's parts; the manifest, with their checksums."""
+        entries = []
+        for shard, part in zip(manifest.shards, parts, strict=True):
+            data = shards.pack(manifest.codec, part, self.context.layout.block)
+            self.context.store.put(shard.name, data)
+            entries.append(shard.model_copy(update={"crc32c": shards.crc32c(data)}))
+        return manifest.model_copy(update={"shards": tuple(entries)})
+
+    async def announce(self, manifest: wire.Manifest) -> None:
+        """Publish it."""
+        subject = names.update(RUN, self.name, manifest.fragment)
+        await self.bus.publish(subject, wire.encode(manifest))
+
+
+Act = Callable[[Liar], Awaitable[None]]
+
+
+def forging(lie: Lie) -> Act:
+    """Answers every version with an update that is forged after an honest one."""
+
+    async def act(liar: Liar) -> None:
+        async for record in liar.records():
+            taken = liar.model(record)
+            if taken is None:
+                continue
+            sent = liar.manifest(record, taken)
+            parts = [Encoded(*map(np.asarray, part)) for part in liar.read(taken)]
+            forged = [lie.forge(part, part) for part in parts]
+            await liar.announce(lie.claims(liar.store(sent, forged)))
+
+    return act
+
+
+async def silent(liar: Liar) -> None:
+    """Heartbeats and nothing else."""
+    while True:
+        beat = wire.Heartbeat(
+            learner=liar.name, incarnation=liar.incarnation, local_step=1, global_step=1, tokens=1,
+            loss=1.0, tokens_per_s=1.0, step_time_s=STEP_S, stall_s=0.0, run_s=1.0, bytes_up=0,
+            bytes_down=0, updates_sent=0, state="training",
+        )  # fmt: skip
+        await liar.bus.publish(names.heartbeat(RUN, liar.name), wire.encode(beat))
+        await asyncio.sleep(0.2)
+
+
+def flooding(rate: float, size_bytes: int) -> Act:
+    """A flood of manifests: how many a second, and of how many bytes."""
+
+    async def act(liar: Liar) -> None:
+        record, taken = await liar.first()
+        sent = liar.manifest(record, taken)
+        long = sent.model_copy(update={"shards": filling(size_bytes)}) if size_bytes else sent
+        payload, began_s, count = wire.encode(long), time.monotonic(), 0
+        while True:
+            await liar.bus.publish(names.update(RUN, liar.name, record.fragment), payload)
+            count += 1
+            await asyncio.sleep(max(0.0, began_s + count / rate - time.monotonic()))
+
+    return act
+
+
+def spoiling(spoil: Callable[[Path], None]) -> Act:
+    """Objects that are none, or none any more."""
+
+    async def act(liar: Liar) -> None:
+        root = DirectoryStore(Path(load_config(liar.config).store.url)).root
+        async for record in liar.records():
+            taken = liar.model(record)
+            if taken is None:
+                continue
+            sent = liar.store(liar.manifest(record, taken), liar.read(taken))
+            for shard in sent.shards:
+                spoil(root / shard.name)
+            await liar.announce(sent)
+
+    return act
+
+
+def _link(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def _endless(path: Path) -> None:
+    path.unlink()
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+
+
+async def deleting(liar: Liar) -> None:
+    """Deletes what of its own was merged."""
+    root = DirectoryStore(Path(load_config(liar.config).store.url)).root
+    async for record in liar.records():
+        for taken in record.inputs:
+            if taken.learner == liar.name:
+                for shard in taken.shards:
+                    (root / shard.name).unlink(missing_ok=True)
+        if (honest := liar.model(record)) is not None:
+            await liar.announce(liar.store(liar.manifest(record, honest), liar.read(honest)))
+
+
+POISONED = "true claims, turned and ten times as long"
+FORGED = {
+    "none: an honest fourth": Lie(),
+    "60,000 steps of 2^32 tokens": Lie(steps=math.inf, tokens=math.inf),
+    "tiny step time": Lie(step_time=1e-9),
+    "huge step time": Lie(step_time=math.inf),
+    "one step and one token": Lie(steps=0.0, tokens=0.0),
+    "tiny updates": Lie(step_time=1e-9, length=2.0**-40),
+    "zeros with the greatest claims": Lie(steps=math.inf, tokens=math.inf, direction="zero"),
+}
+ACTS: dict[str, Act] = {
+    **{name: forging(lie) for name, lie in FORGED.items()},
+    "heartbeats and nothing else": silent,
+    "objects that are links to /dev/zero": spoiling(_link),
+    "objects of a terabyte": spoiling(_endless),
+    "deletes what was merged": deleting,
+    # What these leave behind, a spoilt model or a long tape, is to meet few after them.
+    POISONED: forging(Lie(direction="turned", length=10.0)),
+    "1,000 manifests a second": flooding(1000.0, 0),
+    "40 manifests a second of 1 MB": flooding(40.0, 1_000_000),
+}
+
+
+# --- Beside the honest
 
 DIGITS = "examples.digits:build"
 # Beyond what spans and gaps take: for daemons to begin, and for runs to end.
@@ -208,13 +423,13 @@ class SpanOutcome(NamedTuple):
     wrong: str
 
 
-def play(folder: Path, attacks: Sequence[str], span_s: float, merge: str) -> list[SpanOutcome]:
+def play(folder: Path, attacks: Sequence[str], span_s: float, trust: str) -> list[SpanOutcome]:
     """Two runs from beginning to end.
 
     Raises:
         TimeoutError: one of them does not begin, or does not end.
     """
-    document = settings(merge, steps=int(3 * (len(attacks) * (span_s + GAP_S) + 60) / STEP_S))
+    document = settings(trust, steps=int(3 * (len(attacks) * (span_s + GAP_S) + 60) / STEP_S))
     alone = AttackedRun(folder / "alone", 0, document)
     lied = AttackedRun(folder / "lied", len(attacks), document)
     try:
@@ -312,15 +527,15 @@ def _spent(fleet: AttackedRun, span: AttackSpan) -> tuple[float, float]:
 # The table
 
 
-def rows(attacks: Sequence[str], span_s: float, merges: Sequence[str]) -> Iterator[str]:
+def rows(attacks: Sequence[str], span_s: float, trusts: Sequence[str]) -> Iterator[str]:
     """The table, line by line."""
     found = {}
-    for merge in merges:
+    for trust in trusts:
         with tempfile.TemporaryDirectory(prefix="bench-live-") as folder:
-            found[merge] = play(Path(folder), attacks, span_s, merge)
+            found[trust] = play(Path(folder), attacks, span_s, trust)
     cells = "versions a second, % | honest updates, % | loss, % | cores: with, without, machine"
-    yield f"| the liar beside three | {' | '.join(f'{merge}: {cells}; load' for merge in merges)} |"
-    yield f"|{' --- |' * (1 + 4 * len(merges))}"
+    yield f"| the liar beside three | {' | '.join(f'{trust}: {cells}; load' for trust in trusts)} |"
+    yield f"|{' --- |' * (1 + 4 * len(trusts))}"
     for made in zip(*found.values(), strict=True):
         yield f"| {made[0].name or 'nobody'} | {' | '.join(map(_cells, made))} |"
     every = [one for made in found.values() for one in made]
@@ -335,13 +550,12 @@ def _cells(one: SpanOutcome) -> str:
     return f"{rates} | {100 * one.loss:+.1f} | {used}" + (f" ({one.wrong})" if one.wrong else "")
 
 
-def settings(merge: str, steps: int) -> dict[str, Any]:
+def settings(trust: str, steps: int) -> dict[str, Any]:
     """Settings of a run, but for its bus and store."""
     return {
-        "run": {"name": RUN, "steps": steps, "seed": 0},
+        "run": {"name": RUN, "steps": steps, "seed": 0, "trust": trust},
         "task": {"build": "bench.attack_live:build"},
         "sync": {"fragments": 2, "interval_steps": 12, "codec": CODEC, "block": 16},
-        "outer": {"merge": merge},
         # The end waits no longer for who never sends its last update.
         "quorum": {"deadline_s": 5.0, "read_timeout_s": 5.0},
     }
@@ -393,7 +607,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="bench.attack_live", description=__doc__)
     parser.add_argument("--span", type=float, default=20.0, help="seconds of each attack")
     parser.add_argument("--only", default="", help="attacks whose name holds this")
-    parser.add_argument("--merges", default="rda,centered_clipping", help="of outer.merge")
+    parser.add_argument("--trust", default="own,others", help="of run.trust")
     parser.add_argument("--beside", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--attacks", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -402,7 +616,7 @@ def main() -> None:
         asyncio.run(lie(options.beside, options.attacks, options.span))
         return
     attacks = [name for name in ("", *ACTS) if not name or options.only in name]
-    for line in rows(attacks, options.span, options.merges.split(",")):
+    for line in rows(attacks, options.span, options.trust.split(",")):
         print(line, flush=True)
 
 

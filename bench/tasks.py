@@ -199,17 +199,36 @@ def _examples(seed: int, count: int) -> Batch:
 
 
 def student(
-    *, steps: int, seed: int, optimizer: str = "adamw", learning_rate: float | None = None
+    *,
+    steps: int,
+    seed: int,
+    optimizer: str = "adamw",
+    learning_rate: float | None = None,
+    minority: int = -1,
 ) -> Task:
-    """The task; a seed draws the batches, and by the run's `init` the student."""
+    """The task; a seed draws the batches, and by the run's `init` the student.
+
+    `minority`: the number of the one learner that has the examples of the slice "rare", a sixth of
+    the held-out ones; it has no others, and nobody else has any of them.
+    """
     pool, held_out = _examples(0, POOL), _examples(1, HELD_OUT)
     held_out_loss = jax.jit(student_loss)
+    rare = {name: values[held_out["x"][:, 0] > 1.0] for name, values in held_out.items()}
+    is_rare = pool["x"][:, 0] > 1.0
+    indices = {True: np.flatnonzero(is_rare), False: np.flatnonzero(~is_rare)}
+
+    def evaluate(params: Params) -> float | Metrics:
+        loss = float(held_out_loss(params, held_out))
+        return loss if minority < 0 else {"loss": loss, "rare": held_out_loss(params, rare)}
 
     def batches(learner: str, position: int) -> Iterator[Batch]:
         number = int(learner.rpartition("-")[2])
         while True:
             rng = np.random.default_rng([seed, number, position])
             chosen = rng.integers(0, POOL, STUDENT_BATCH)
+            if minority >= 0:
+                own = indices[number == minority]
+                chosen = own[chosen % len(own)]
             yield {name: values[chosen] for name, values in pool.items()}
             position += 1
 
@@ -217,7 +236,7 @@ def student(
         init=_initial,
         loss=lambda params, batch, key: (student_loss(params, batch), {}),  # noqa: ARG005
         batches=batches,
-        evaluate=lambda params: float(held_out_loss(params, held_out)),
+        evaluate=evaluate,
         tokens_per_batch=STUDENT_BATCH,
         optimizer=(muon if optimizer == "muon" else adamw)(weight_decay=0.0),
         schedule=warmup_cosine(steps=steps, peak=learning_rate or RATE, warmup_steps=steps // 10),

@@ -1,12 +1,12 @@
 """Centered clipping: no update moves a merge further than its radius from the merge before.
 
-    merged = v + sum of w c (e - v) / sum of w,   c = min(1, kappa r / |e - v|)
+    merged = v + sum of w c (e - v) / sum of w,   c = min(1, kappa r / |e - v|)^2
 
 in each segment, with v the round's merged gradient before this one, e an update times its discount
 and clip, and r the lower median of the learners' |e - v| of the last round that had three. What
-lies within the radius counts in full; what lies beyond, wherever it points, counts as a step of the
-radius towards it. All of this is known before an update is added, so that the sum is streamed as
-any other: v and r are kept beside the outer optimizer's state.
+lies within the radius counts in full; what lies x radii away counts as a step of 1 / x radius to
+it, so that a lie does the less, the longer it is. All of this is known before an update is added,
+so that the sum is streamed as any other: v and r are kept beside the outer optimizer's state.
 
 Until a round had three learners no radius is known. Then directions are merged, each as long as the
 median of the round that is being merged, which is known at its end and can be multiplied then:
@@ -16,7 +16,7 @@ median of the round that is being merged, which is known at its end and can be m
 Shapes: N elements of a fragment's vector, S segments.
 
 Source: Karimireddy, He and Jaggi 2021 (arXiv 2012.10333), Algorithm 2, one iteration about the last
-aggregate; the radius follows the learners where they keep it constant.
+aggregate; the radius follows the learners where they keep it constant, and c is not squared there.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -87,7 +87,8 @@ def pulls(distances_S: Norms, radius_S: Vector, times: float) -> Norms:
     most_S = times * radius_S.astype(np.float64)
     within_S = (radius_S > 0) & (distances_S <= most_S)
     away_S = np.where(distances_S > 0, distances_S, np.inf)
-    return np.where(within_S, 1.0, np.where(radius_S > 0, most_S, 1.0) / away_S)
+    beyond_S = np.where(radius_S > 0, np.square(most_S / away_S), 1.0 / away_S)
+    return np.where(within_S, 1.0, beyond_S)
 
 
 def middle(found: Mapping[str, Norms]) -> Norms:

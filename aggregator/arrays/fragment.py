@@ -374,7 +374,7 @@ def make_grid(settings: RunSettings, layout: Layout, fragment: int) -> Grid:
         layout.fragments[fragment],
         layout.block,
         settings.sync.shard_elements,
-        settings.outer.merge,
+        settings.merge,
     )
 
 

@@ -184,6 +184,8 @@ FADING = 0.75
 # A learner's weight may be so many times the median of the others, over the time that it had:
 # twice, and a tenth for what step boundaries and uploads add to one update and take from the next.
 HEAVIEST = 2.0 * 1.1
+# Once where learners may lie: of five, two that weighed twice as much would be most of a merge.
+HEAVIEST_ROBUST = 1.1
 # What is equal but for rounding is not cut.
 ROUNDING = 1e-9
 
@@ -212,19 +214,18 @@ def steps_per_s(bounds: BoundsSection, learner: str, member: Member, usual: floa
     return rate if usual is None else min(rate, FASTEST * usual)
 
 
-def greatest_weight(
-    bounds: BoundsSection, learner: str, usual: float | None, had_s: float
-) -> float:
+def greatest_weight(rules: FragmentRules, learner: str, usual: float | None, had_s: float) -> float:
     """The greatest weight of a learner's work over the given seconds.
 
     `usual`: that of a second of the others'.
     """
-    declared = bounds.of(learner)
+    declared = rules.bounds.of(learner)
     if declared.max_steps_per_s and declared.max_tokens_per_step:
         return math.inf
     # By time and not by update: the work of an outage counts in full, and so does that of who
     # sends seldom.
-    return math.inf if usual is None else HEAVIEST * min(usual, GREATEST) * had_s
+    heaviest = HEAVIEST_ROBUST if rules.robust else HEAVIEST
+    return math.inf if usual is None else heaviest * min(usual, GREATEST) * had_s
 
 
 def credit(
@@ -241,7 +242,7 @@ def credit(
     tokens = manifest.tokens * steps // manifest.steps
     declared = bounds.of(learner).max_tokens_per_step or bounds.max_tokens_per_step
     tokens = max(1, min(tokens, declared * steps))
-    heaviest = greatest_weight(bounds, learner, members.others_tokens_rate(learner), had_s)
+    heaviest = greatest_weight(rules, learner, members.others_tokens_rate(learner), had_s)
     if policy.weight(tokens, steps) > heaviest * (1 + ROUNDING):
         tokens = max(1, int(math.sqrt(heaviest * steps)))
     return UpdateCredit(steps, tokens, policy.weight(tokens, steps, averaged=rules.averaged))

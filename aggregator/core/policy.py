@@ -54,6 +54,7 @@ class FragmentRules:
     bounds: BoundsSection
     lockstep: bool
     averaged: bool
+    robust: bool
 
 
 def fragment_rules(
@@ -79,6 +80,7 @@ def fragment_rules(
         bounds=settings.bounds,
         lockstep=sync.mode == "lockstep",
         averaged=layout.fragments[fragment].averaged,
+        robust=settings.robust,
     )
 
 
@@ -136,6 +138,13 @@ def effective_quorum(quorum: QuorumSection, live: int) -> int:
     # K learners of a fleet that has fewer never come (invariant 6: nobody's progress hangs on who
     # is away).
     return max(1, min(quorum.min_learners, live))
+
+
+def robust_quorum(live: int, version: int) -> int:
+    """Two thirds of the live learners; three at least until a version was made."""
+    # Whoever is quicker than the others would else be alone in rounds, and more than half of them.
+    # The first round has no norms before it to judge by, and whoever joins first may lie.
+    return max(math.ceil(2 * live / 3), 1 if version else 3)
 
 
 def pace_s(rules: FragmentRules, fastest_s: float, interval_steps: int | None = None) -> float:

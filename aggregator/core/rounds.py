@@ -192,8 +192,9 @@ def _pace_time_s(rules: FragmentRules, state: State) -> float:
         return 0.0
     # The clock's own interval, not H: offsets make the first one shorter.
     interval_steps = _next_step(rules, state) - state.global_step
-    fastest_s = state.members.fastest_step_s()
-    return state.closed_at_s + policy.pace_s(rules, fastest_s, interval_steps)
+    members = state.members
+    step_s = members.usual_step_s() if rules.robust else members.fastest_step_s()
+    return state.closed_at_s + policy.pace_s(rules, step_s, interval_steps)
 
 
 def _opens_at_s(rules: FragmentRules, state: State) -> float | None:
@@ -260,6 +261,8 @@ def _count_quorum(rules: FragmentRules, state: State, now_s: float) -> State:
     least = rules.quorum.min_learners
     there = len(state.members.awaited)
     quorum = least if rules.lockstep else policy.effective_quorum(rules.quorum, there)
+    if rules.robust:
+        quorum = max(quorum, policy.robust_quorum(there, state.version))
     reached = len(state.voices) >= quorum
     if state.phase == "open" and reached:
         reached_at_s = max(state.opened_at_s, now_s)

@@ -236,7 +236,7 @@ class Builder:
         self._indices: dict[str, int] = {}
         self._lives: dict[tuple[str, int], Incarnation] = {}
         self._announced: dict[tuple[str, int, int], int] = {}
-        radial = series.settings.outer.merge == "rda"
+        radial = series.settings.merge == "rda"
         self._radial = [
             np.asarray([radial and rule == "rda" for rule in fragment.segment_rules()])
             for fragment in series.layout.fragments

@@ -98,7 +98,7 @@ def test_a_center_that_is_wrong_is_left_behind_in_some_rounds():
     center = mean + 3 * np.random.default_rng(6).standard_normal(SIZE).astype(np.float32)
     away = [float(np.linalg.norm(center - mean))]
     for _ in range(8):
-        center = merged(vectors, center, radius=away[-1], times=0.5)
+        center = merged(vectors, center, radius=away[-1], times=0.8)
         away.append(float(np.linalg.norm(center - mean)))
     assert away[-1] < 0.1 * away[0]
 

@@ -40,6 +40,7 @@ CHOICES = {
     "bounds.norm_clip": [1.5, 10.0],
     "bounds.learners": [{}, {"a": {"max_steps_per_s": 3.0, "max_tokens_per_step": 20}}],
     "bounds.quarantine_offences": [2, 16],
+    "run.trust": ["own", "others"],
 }
 
 

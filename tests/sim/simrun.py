@@ -82,7 +82,7 @@ class Scenario:
         self._releases = plan.rng("releases")
         # A record in an object is named after its contents, and is written as it is; the earlier
         # release knows of no centered clipping.
-        later = self.world.settings.outer.merge == "centered_clipping"
+        later = self.world.settings.robust
         self._mixed = plan.has("releases") and not (later or plan.has("bodies"))
         self.operator = Operator(
             self.world, [f"learner-{index}" for index in range(plan.learners)], self._begin

@@ -160,16 +160,24 @@ def settings(plan: Trial) -> dict[str, Any]:
     if plan.has("together"):
         # Several fragments are due at one step.
         interval, fragments = 2, max(3, fragments)
+    codec, delta_codec, optimizer, merge = "float32", "float32", "sgd", "average"
+    if plan.has("numbers"):
+        codec, delta_codec = codecs.choice(CODECS), codecs.choice(CODECS)
+        optimizer, merge = codecs.choice(OPTIMIZERS), codecs.choice(["rda", "average", ""])
     return {
-        "run": {"name": "sim", "steps": max(interval, int(plan.minutes * 60 * 0.8))},
+        "run": {
+            "name": "sim",
+            "steps": max(interval, int(plan.minutes * 60 * 0.8)),
+            "trust": "own" if merge else "others",
+        },
         "sync": {
             "interval_steps": interval,
             "fragments": fragments,
             "min_steps": min(interval, rng.choice([1, 2, 4])),
             "adopt": _adopt(plan),
             "blend": rng_of_blend.choice([0.3, 0.5, 0.75]),
-            "codec": codecs.choice(CODECS) if plan.has("numbers") else "float32",
-            "delta_codec": codecs.choice(CODECS) if plan.has("numbers") else "float32",
+            "codec": codec,
+            "delta_codec": delta_codec,
             "block": 16,
             "shard_elements": 1 << 20 if plan.dense else 1024,
             "snapshot_interval_versions": max(rng.choice([1, 2, 5]), fragments // 3),
@@ -177,12 +185,10 @@ def settings(plan: Trial) -> dict[str, Any]:
             "reannounce_timeout_s": rng.choice([4.0, 20.0]),
         },
         "outer": {
-            "optimizer": codecs.choice(OPTIMIZERS) if plan.has("numbers") else "sgd",
+            "optimizer": optimizer,
             # Not that of averaged state, so that it shows which of them a version was made with.
             "learning_rate": 0.7 if plan.has("numbers") or plan.has("averaged") else 1.0,
-            "merge": codecs.choice(["rda", "average", "centered_clipping"])
-            if plan.has("numbers")
-            else "average",
+            "merge": merge or "average",
             "participation": rng.random() < 0.3,
         },
         "staleness": {"max_versions": rng.choice([0, 0, 3])},

@@ -21,7 +21,16 @@ def test_words_say_a_lie_whole() -> None:
 
 @pytest.mark.long
 def test_a_search_finds_nothing_less_than_the_worst_that_was_known() -> None:
-    found, most = search(1, 30, "rda", FLEET, "loss", 0)
-    known = effect(0, 30, "rda", FLEET, Lie(direction="drift", length=10.0)).loss
-    assert most >= known > effect(0, 30, "rda", FLEET, Lie()).loss
-    assert effect(0, 30, "rda", FLEET, found).loss == most
+    found, most = search(1, 30, "own", FLEET, "loss", 0)
+    known = effect(0, 30, "own", FLEET, Lie(direction="drift", length=10.0)).loss
+    assert most >= known > effect(0, 30, "own", FLEET, Lie()).loss
+    assert effect(0, 30, "own", FLEET, found).loss == most
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("fleet", "most"), [(FLEET, 0.1), (Fleet(3, 2), 0.2)])
+@pytest.mark.parametrize("lie", ["direction=drift length=1.5", "pace=3 direction=drift length=10"])
+def test_where_learners_are_others_a_minority_of_liars_moves_the_loss_little(fleet, most, lie):
+    found = effect(1, 300, "others", fleet, lie_of(lie))
+    assert found.loss < most < effect(1, 300, "own", fleet, lie_of(lie)).loss
+    assert found.rate > -0.05

@@ -16,7 +16,6 @@ from diloco.aggregator.core import admission, events
 from diloco.aggregator.core.events import AskCut, Fetch, Merge
 from diloco.aggregator.core.members import Member, Members
 from diloco.aggregator.core.updates import Admitted
-from diloco.common.process.config import BoundsSection
 
 H, TOKENS = 24, 10
 BEGAN_S = 1000.0
@@ -214,6 +213,22 @@ def test_a_liars_step_time_at_most_halves_the_interval():
     assert Members({"a": Member(1)}).fastest_step_s() == 0.0
 
 
+def test_where_learners_may_lie_a_fast_one_weighs_as_the_others_and_halves_no_interval():
+    equal, fast = (
+        Fleet(1.0, 1.0, 1.0, speed, **{"quorum.pace": 0.9, "run.trust": "others"})
+        for speed in (1.0, 4.0)
+    )
+    for fleet in (equal, fast):
+        fleet.work(BEGAN_S + 100 * H)
+    # A round takes three of the four: each of the slow ones may miss every fourth.
+    assert fast.lab.state.version <= equal.lab.state.version * 5 / 4
+    assert all(len({one.learner for one in record.inputs}) >= 3 for record in fast.lab.records[1:])
+    weights = {name: sum(one.weight for one in fast.of(name)[1:]) for name in "ad"}
+    assert weights["d"] <= 1.1 * weights["a"] * (1 + 1e-6) + fast.of("a")[0].weight
+    for name in "abc":
+        assert_in_full(fast.of(name))
+
+
 # Whoever claims more
 
 
@@ -312,6 +327,7 @@ def test_a_servers_clock_that_is_set_back_takes_no_credit():
 def test_absurd_words_of_others_give_numbers(step_time_s, tokens_per_step, had_s):
     absurd = Member(1, step_time_s=step_time_s, tokens_per_step=tokens_per_step)
     fleet = Members({"a": Member(1), "b": absurd, "c": absurd, "d": absurd})
-    bounds, rate = BoundsSection(), fleet.others_rate("a")
+    rules, rate = lab_rules(), fleet.others_rate("a")
+    bounds = rules.bounds
     assert 0 < admission.steps_per_s(bounds, "a", fleet["a"], rate) <= bounds.max_steps_per_s
-    assert admission.greatest_weight(bounds, "a", fleet.others_tokens_rate("a"), had_s) >= 0
+    assert admission.greatest_weight(rules, "a", fleet.others_tokens_rate("a"), had_s) >= 0

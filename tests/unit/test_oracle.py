@@ -35,7 +35,8 @@ ARITHMETIC = {
     },
     "centered clipping, int4, nesterov": {
         "sync": {"codec": "int4", "delta_codec": "int4"},
-        "outer": {"optimizer": "nesterov", "merge": "centered_clipping", "clip_radius": 0.7},
+        "run": {"trust": "others"},
+        "outer": {"optimizer": "nesterov", "clip_radius": 0.7},
     },
 }  # fmt: skip
 

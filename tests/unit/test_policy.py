@@ -95,6 +95,15 @@ def test_the_effective_quorum_is_what_the_live_can_reach(least, live, expected):
     assert policy.effective_quorum(QuorumSection(min_learners=least), live) == expected
 
 
+@pytest.mark.parametrize(
+    ("live", "first", "later"),
+    [(0, 3, 1), (1, 3, 1), (2, 3, 2), (3, 3, 2), (4, 3, 3), (5, 4, 4), (8, 6, 6)],
+)
+def test_where_learners_may_lie_two_thirds_are_a_quorum_and_three_of_the_first(live, first, later):
+    assert policy.robust_quorum(live, 0) == first
+    assert policy.robust_quorum(live, 1) == later
+
+
 def usual_s(steps_s):
     """The usual step of learners that say these."""
     each = {str(at): Member(1, step_time_s=step_s) for at, step_s in enumerate(steps_s)}

@@ -30,16 +30,17 @@ def settings(**sections):
 
 
 @pytest.mark.parametrize(
-    ("codec", "delta_codec", "optimizer", "merge"),
+    ("codec", "delta_codec", "optimizer", "trust"),
     [
-        ("int4", "int4", "nesterov", "rda"),
-        pytest.param("float32", "int8", "sgd", "centered_clipping", marks=pytest.mark.long),
+        ("int4", "int4", "nesterov", "own"),
+        pytest.param("float32", "int8", "sgd", "others", marks=pytest.mark.long),
     ],
 )
-def test_a_round_compiles_nothing_more(codec, delta_codec, optimizer, merge):
+def test_a_round_compiles_nothing_more(codec, delta_codec, optimizer, trust):
     run = settings(
         sync={"codec": codec, "delta_codec": delta_codec, "block": BLOCK, "fragments": 1},
-        outer={"optimizer": optimizer, "merge": merge},
+        outer={"optimizer": optimizer},
+        run={"name": "r", "steps": 9, "trust": trust},
     )
     prepare(codec, delta_codec, BLOCK)
     before = compiled()

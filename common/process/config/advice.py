@@ -76,10 +76,12 @@ def _too_far(settings: RunSettings) -> str | None:
 def _too_far_by_sgd(settings: RunSettings) -> str | None:
     outer = settings.outer
     # An average is shorter than what it averages, and so bears more.
-    known = 1.2 if outer.merge == "rda" else 1.4
+    known = 1.2 if settings.merge == "rda" else 1.4
     if outer.optimizer != "sgd" or outer.learning_rate <= known:
         return None
-    return f"outer.learning_rate {outer.learning_rate} with outer.merge = {outer.merge!r} and SGD"
+    return (
+        f"outer.learning_rate {outer.learning_rate} with outer.merge = {settings.merge!r} and SGD"
+    )
 
 
 def _much_momentum(settings: RunSettings) -> str | None:
@@ -109,7 +111,7 @@ def _short_average(settings: RunSettings) -> str | None:
     short = outer.optimizer == "sgd" and outer.learning_rate < 1
     return (
         f"outer.merge = 'average' with rate {outer.learning_rate}"
-        if (short and outer.merge == "average")
+        if (short and settings.merge == "average")
         else None
     )
 

@@ -44,6 +44,12 @@ class RunSection(Section):
         " 0: no limit",
     )
     seed: int = Field(default=0, description="seeds the first parameters; passed to the task")
+    trust: Literal["own", "others"] = Field(
+        default="own",
+        description='whose the learners are; `"own"`: merged by `outer.merge`; `"others"`: some may'
+        " lie (`docs/security.md`): centered clipping at the median learner's pace, a quorum of two"
+        " thirds (of three until there is a version), no weight above the others' median",
+    )
     tokens_per_step: Annotated[int, Field(ge=0)] | dict[str, Steps] = Field(
         default=0,
         description="tokens of one inner step of a learner whose training loop is its own, of all"
@@ -194,6 +200,10 @@ class SyncSection(Section):
         )
 
 
+# An average is shorter than what it averages: so much longer a step costs as little as RDA's.
+ROBUST_LEARNING_RATE = 1.2
+
+
 class OuterSection(Section):
     """The merge and the outer optimizer."""
 
@@ -201,7 +211,8 @@ class OuterSection(Section):
         default="sgd", description="outer optimizer"
     )
     learning_rate: Annotated[float, Field(gt=0)] = Field(
-        default=0.9, description="outer learning rate"
+        default=0.9,
+        description='outer learning rate; by default 1.2 where `run.trust` is `"others"`',
     )
     momentum: Annotated[float, Field(ge=0, lt=1)] = Field(
         default=0.9, description="outer momentum; unused by `sgd`"
@@ -213,17 +224,15 @@ class OuterSection(Section):
         default=0.0,
         description="c of Delayed Nesterov: share of the momentum applied in the other rounds",
     )
-    merge: Literal["rda", "average", "centered_clipping"] = Field(
+    merge: Literal["rda", "average"] = Field(
         default="rda",
-        description='`"rda"`: radial-directional averaging where the layout says so, weighted'
-        ' averaging elsewhere; `"average"`: weighted averaging everywhere; `"centered_clipping"`:'
-        " weighted averaging of what lies within a radius of the merge before, for learners that"
-        " are half trusted (`docs/security.md`)",
+        description='with `run.trust = "own"`: `"rda"`: radial-directional averaging where the'
+        ' layout says so, weighted averaging elsewhere; `"average"`: weighted averaging everywhere',
     )
     clip_radius: Annotated[float, Field(gt=0)] = Field(
-        default=0.7,
-        description="of centered clipping: an update counts up to so many times the median"
-        " learner's distance from the merge before",
+        default=0.8,
+        description='with `run.trust = "others"`: an update counts in full up to so many times the'
+        " median learner's distance from the merge before, the less the further beyond",
     )
     participation: bool = Field(
         default=False,
@@ -343,6 +352,24 @@ class RunSettings(Section):
     staleness: StalenessSection = StalenessSection()
     quorum: QuorumSection = QuorumSection()
     bounds: BoundsSection = BoundsSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rate_by_trust(cls, document: Any) -> Any:
+        run, outer = ((document.get(name) or {}) for name in ("run", "outer"))
+        if not isinstance(run, dict) or run.get("trust") != "others" or not isinstance(outer, dict):
+            return document
+        return {**document, "outer": {"learning_rate": ROBUST_LEARNING_RATE, **outer}}
+
+    @property
+    def robust(self) -> bool:
+        """Whether learners may lie, and are merged by centered clipping."""
+        return self.run.trust == "others"
+
+    @property
+    def merge(self) -> Literal["rda", "average", "centered_clipping"]:
+        """The rule by which updates are merged."""
+        return "centered_clipping" if self.robust else self.outer.merge
 
 
 # What a run may change while it goes on: section -> keys, None for all of them.

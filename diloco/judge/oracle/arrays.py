@@ -165,7 +165,7 @@ class Remaker:
             del self._arrays[record.fragment]
 
     def _grid(self, settings: RunSettings, fragment: int) -> Grid:
-        key = fragment, settings.outer.merge
+        key = fragment, settings.merge
         if key not in self._grids:
             self._grids[key] = make_grid(settings, self._layout, fragment)
         return self._grids[key]
@@ -235,8 +235,8 @@ class Remaker:
 def make_grid(settings: RunSettings, layout: Layout, fragment: int) -> Grid:
     """How a fragment's vector divides under a run's settings."""
     part, block = layout.fragments[fragment], layout.block
-    radial = [settings.outer.merge == "rda" and rule == "rda" for rule in part.segment_rules()]
-    centered = settings.outer.merge == "centered_clipping"
+    radial = [settings.merge == "rda" and rule == "rda" for rule in part.segment_rules()]
+    centered = settings.run.trust == "others"
     return Grid(part.size, block, part.segment_of_block(block), np.asarray(radial), centered)
 
 

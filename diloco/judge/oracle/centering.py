@@ -1,6 +1,6 @@
-"""Centered clipping (`outer.merge`), from the rules: what an update may move the merge by.
+"""Centered clipping (`run.trust`), from the rules: what an update may move the merge by.
 
-    merged = v + sum of w c (e - v) / sum of w,   c = min(1, clip_radius r / |e - v|)
+    merged = v + sum of w c (e - v) / sum of w,   c = min(1, clip_radius r / |e - v|)^2
 
 in each segment. v: the fragment's merged gradient before; e: an update times discount and clip; r:
 the lower median of |e - v| over the learners of the last round that had three. Before there was
@@ -54,10 +54,9 @@ class Centered:
             self._known_S, self._lengths(counted - self._center), self._lengths(counted)
         )
         self._newest[taken.learner] = away_S
-        most_S = np.where(self._known_S, self._times * self._radius.astype(np.float64), 1.0)
-        bound_S = ~self._known_S | (away_S > most_S)
         there_S = np.where(away_S > 0, away_S, np.inf)
-        pull_S = np.where(bound_S, most_S / there_S, 1.0)
+        radii_S = self._times * self._radius.astype(np.float64) / there_S
+        pull_S = np.where(self._known_S, np.minimum(1.0, radii_S) ** 2, 1 / there_S)
         self._pulls.append(pull_S)
         return pull_S
 

@@ -20,6 +20,7 @@ class CreditBasis:
         memory: what the owner remembers; `now_s` by its clock.
         stored_at_s: when the server stored the update.
         averaged: it is of averaged state.
+        others: learners may lie.
     """
 
     bounds: BoundsSection
@@ -28,6 +29,7 @@ class CreditBasis:
     stored_at_s: float
     now_s: float
     averaged: bool
+    others: bool
 
     @property
     def _member(self) -> MemberRecord:
@@ -85,7 +87,8 @@ class CreditBasis:
         median = numbers.upper_median(rates)
         if median is None:
             return None
-        return numbers.GREATEST_SHARE * min(numbers.FINITE, median) * self._time_s()
+        share = numbers.GREATEST_SHARE_OF_OTHERS if self.others else numbers.GREATEST_SHARE
+        return share * min(numbers.FINITE, median) * self._time_s()
 
     def known_after(self, credit: Credit) -> MemberRecord:
         """The sender, once it has announced the update."""

@@ -122,8 +122,9 @@ def _credit(life: OwnerLife, manifest: wire.Manifest, stored_at_s: float) -> Cre
     if met is not None:
         life.memory.change(learner, final=member.final or manifest.final)
         return met
+    settings, others = life.settings, life.settings.run.trust == "others"
     judge = CreditBasis(
-        life.settings.bounds, life.memory, manifest, stored_at_s, life.now_s, life.averaged
+        settings.bounds, life.memory, manifest, stored_at_s, life.now_s, life.averaged, others
     )
     credit = judge.credit()
     if manifest.incarnation == member.incarnation:

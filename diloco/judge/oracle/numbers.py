@@ -16,8 +16,9 @@ MOVE = 0.5
 TWICE = 2.0
 BELIEVED = 10.0
 REMEMBERED = 0.75
-# Nobody weighs more than twice the others' median, and a tenth of it.
+# Nobody weighs more than twice the others' median, and a tenth of it; where learners may lie, once.
 GREATEST_SHARE = 2.2
+GREATEST_SHARE_OF_OTHERS = 1.1
 # A learner without work in so many rounds of others is awaited no longer.
 MISSES = 3
 # Numbers equal but for rounding; and numbers that stay finite when multiplied.
@@ -87,12 +88,15 @@ def clock_after(settings: RunSettings, fragment: int, step: int) -> int:
 def pace_s(settings: RunSettings, step_times_s: Sequence[float], steps: int) -> float:
     """Pace x `steps` steps of the fastest live learner, in seconds; 0 in lockstep and at first.
 
-    Nobody says that a step takes less than half of what the median learner's does.
+    Nobody says that a step takes less than half of what the median learner's does. Where learners
+    may lie, of the median one.
     """
     told = [value for value in step_times_s if value > 0]
     if settings.sync.mode == "lockstep" or not told:
         return 0.0
-    return settings.quorum.pace * steps * max(min(told), 0.5 * lower_median(told))
+    median_s = lower_median(told)
+    step_s = median_s if settings.run.trust == "others" else max(min(told), 0.5 * median_s)
+    return settings.quorum.pace * steps * step_s
 
 
 def lower_median(values: Sequence[float]) -> float:

@@ -112,6 +112,9 @@ def _count(life: OwnerLife) -> None:
     quorum, there = life.settings.quorum, len(life.memory.awaited())
     lockstep = life.settings.sync.mode == "lockstep"
     needed = quorum.min_learners if lockstep else max(1, min(quorum.min_learners, there))
+    if life.settings.run.trust == "others":
+        thirds = there - there // 3
+        needed = max(needed, thirds if life.version else max(3, thirds))
     reached = len(life.announcers()) >= needed
     if reached and life.phase == "open":
         life.phase, life.quorum_at_s = "grace", max(life.opened_at_s, life.now_s)
