@@ -128,7 +128,7 @@ def _worth_a_look(learners: Sequence[LearnerStatus]) -> Sequence[LearnerStatus]:
 def _learners(learners: Sequence[LearnerStatus], of: int) -> Table:
     table = plain_table(
         "learner", "state", "heard", "step", "loss", "tokens/s", "data", "stall", "stale", "wait",
-        "adopts",        "rej.", "up", words=("state",),
+        "rej.", "up", words=("state",),
     )  # fmt: skip
     for one in learners:
         table.add_row(
@@ -142,7 +142,6 @@ def _learners(learners: Sequence[LearnerStatus], of: int) -> Table:
             f"{one.stall_fraction:.0%}",
             "-" if one.staleness is None else f"{one.staleness:.1f}",
             "-" if one.wait is None else f"{one.wait.mean_steps:.1f}",
-            "-" if one.adoption is None else f"{one.adoption.mean_steps:.1f}",
             str(one.rejected),
             human_bytes(one.bytes_up),
         )
