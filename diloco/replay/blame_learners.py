@@ -170,6 +170,8 @@ def _judge(learner: str, effects: Effects, beside: _UpdateColumns, own: Places) 
 
 
 def _means(beside: _UpdateColumns, own: Places) -> tuple[float, float]:
+    if not len(own):
+        return 0.0, 0.0  # None of them tells anything.
     others = beside.all_others(own)
     return float(beside.alone[own].mean()), float(others.mean()) if others.size else 0.0
 

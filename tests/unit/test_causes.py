@@ -7,6 +7,7 @@ from runlab import RUN, Lab
 
 from diloco.common.protocol import names, wire
 from diloco.common.storage.tape import Entry, Recorded
+from diloco.replay.blame_learners import Effect, Effects, judge
 from diloco.run.agreement import ComparedRound
 from diloco.run.findings import judged
 from diloco.run.state import Observed, ShardFigures
@@ -179,3 +180,16 @@ def test_shards_name_frozen_parts_memory_errors_and_overflow(seen, own, sentence
     ]
     assert bool(found) is (sentence is not None)
     assert sentence is None or sentence in found[0]
+
+
+def test_a_learner_none_of_whose_updates_tell_anything_is_judged_without_a_warning():
+    effects = Effects(Effect)
+    for seq in range(1, 13):
+        for learner in "abc":
+            effects.append(
+                Effect(
+                    0, seq, seq, 8 * seq, float(seq), learner, 1, seq, 1.0, 1.0, 1.0, 0, 1.0, 0.1,
+                    0.1, 2.0, 2.1, 2.0,
+                )
+            )  # fmt: skip
+    assert {one.word for one in judge(effects)} <= {"unclear", "helpful"}
