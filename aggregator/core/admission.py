@@ -174,8 +174,9 @@ def offenders(
     return tuple(found.values())
 
 
-# A learner's steps a second may be so many times those that it was seen to take, and so many times
-# those of the median of the others.
+# A learner's steps a second may be so many times those that it was seen to take, or that the median
+# of the others takes: on a busy machine it may have been slow, and not the others. And at most so
+# many times those of the others.
 QUICKER = 2.0
 FASTEST = 10.0
 # How much of the highest rate seen so far the next update may take off it. An outage looks like a
@@ -210,7 +211,7 @@ def steps_per_s(bounds: BoundsSection, learner: str, member: Member, usual: floa
         return declared
     rate = bounds.max_steps_per_s
     if member.speed:
-        rate = min(rate, QUICKER * member.speed)
+        rate = min(rate, QUICKER * max(member.speed, usual or 0.0))
     return rate if usual is None else min(rate, FASTEST * usual)
 
 

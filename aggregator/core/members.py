@@ -205,7 +205,10 @@ class Members(Mapping[str, Member]):
         return max(self._chorus.steps_s.least() or 0.0, self.usual_step_s() / 2)
 
     def others_rate(self, name: str) -> float | None:
-        """The upper median of the steps a second that the others here claim; None of too few."""
+        """The upper median of the steps a second that the others here take; None of too few.
+
+        Each one's by its newest claims, or as it was seen, whichever is more.
+        """
         return self._chorus.rates.upper_median(self._own(name).rate, LEAST_OTHERS)
 
     def others_tokens_rate(self, name: str) -> float | None:
@@ -244,6 +247,9 @@ class Members(Mapping[str, Member]):
         if not member.live or name in self._shut_out:
             return _ABSENT
         rate = min(1 / member.step_time_s, GREATEST) if member.step_time_s > 1 / GREATEST else 0.0
+        # What it was seen to take fades slowly: a machine that is busy for a while makes it no
+        # witness that steps take so long.
+        rate = max(rate, member.speed)
         tokens_rate = rate * min(member.tokens_per_step, GREATEST) ** 2
         norm = self._norms.find(name)
         return _Voice(

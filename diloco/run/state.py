@@ -137,7 +137,7 @@ class UpdateAnswer(NamedTuple):
     """The answer to an update: rejected for a reason, or merged with staleness and loss.
 
     Attributes:
-        less: in which ways a merged one counts for less than it claims.
+        less: in which ways a merged one counts for far less than it claims.
         norm: relative to the median of its round.
         others_loss: median loss of the others in its round; None if it was alone.
         wait: from its announcement to its version, by the server, in seconds and in its steps.

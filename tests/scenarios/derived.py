@@ -37,7 +37,10 @@ def _check_members(state: State) -> None:
         for one in state.admitted
         if one.manifest.learner in here
     }
-    rates = {n: min(1 / m.step_time_s, GREATEST) if m.step_time_s else 0 for n, m in here.items()}
+    rates = {
+        n: max(m.speed, min(1 / m.step_time_s, GREATEST) if m.step_time_s else 0)
+        for n, m in here.items()
+    }
     for name in (*members, "nobody"):
         others = here.keys() - {name}
         assert members.others_norm(name) == _upper_median(norms[n] for n in others)

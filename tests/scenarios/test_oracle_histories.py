@@ -52,7 +52,7 @@ class Judged(History):
         chosen = {key: self.rng.choice(values) for key, values in CHOICES.items()}
         self.lab = Lab(lab_rules(**chosen))
         self.settings = lab_settings(**chosen)
-        self.odds |= {self.quarantine: 1, self.beside: 4, self.spread_norms: 5}
+        self.odds |= {self.quarantine: 1, self.beside: 4, self.spread_norms: 12}
         self.odds |= {self.announce: 60, self.fetched: 40, self.commit: 60, self.join: 1}
         self.odds[self.stop] = self.rng.choice([0, 0, 0.5])
 
@@ -86,10 +86,10 @@ class Judged(History):
         self.read(self.lab.put(events.Announced, self.now_s, sent, size_bytes))
 
     def spread_norms(self) -> None:
-        """Updates that are somewhat longer than most: they are clipped."""
+        """Updates that are longer than most, some by far: they are clipped."""
         if self.fetching:
             update = self.fetching.pop()
-            self.step(events.Fetched(self.now_s, update, self.rng.choice([5.0, 30.0, 90.0])))
+            self.step(events.Fetched(self.now_s, update, self.rng.choice([5.0, 30.0, 900.0])))
 
     def wait(self) -> None:
         """Timers are told as their time comes, as a driver does that nothing holds up."""

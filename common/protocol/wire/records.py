@@ -118,6 +118,11 @@ class ObjectRef(NestedRecord):
     crc32c: Annotated[int, Field(ge=0, lt=1 << 32)] = Field(description="of the object")
 
 
+# An update that counts for less, but not so many times less, may be honest: its machine was busy
+# before, or those of the others are now.
+FAR_LESS = 2.0
+
+
 class Input(NestedRecord):
     """One merged update, with all that merging it again needs."""
 
@@ -152,12 +157,12 @@ class Input(NestedRecord):
 
     @property
     def less_for(self) -> tuple[str, ...]:
-        """In which ways it counts for less than it claims; empty: in none."""
+        """In which ways it counts for far less than it claims; empty: in none."""
         # What steps that are not believed take with them is no cap.
         left = max(1, self.tokens * self.steps_credited // self.steps)
         found = {
-            "steps": self.steps_credited < self.steps,
-            "weight": self.tokens_credited < left,
+            "steps": self.steps_credited * FAR_LESS < self.steps,
+            "weight": self.tokens_credited * FAR_LESS < left,
             "norm": self.clip < 1,
         }
         return tuple(what for what, so in found.items() if so)

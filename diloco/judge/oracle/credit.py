@@ -57,9 +57,10 @@ class CreditBasis:
         if known.max_steps_per_s:
             return known.max_steps_per_s
         limits = [self.bounds.max_steps_per_s]
-        if self._member.speed:
-            limits.append(numbers.TWICE * self._member.speed)
         median = numbers.upper_median([_speed(other) for other in self._others])
+        if self._member.speed:
+            seen = (self._member.speed, median or 0.0)
+            limits.append(numbers.TWICE * max(seen))
         if median is not None:
             limits.append(numbers.BELIEVED * median)
         return min(limits)
@@ -120,7 +121,8 @@ class CreditBasis:
 
 def _speed(member: MemberRecord) -> float:
     told_s = member.step_time_s
-    return min(numbers.FINITE, 1 / told_s) if told_s > 1 / numbers.FINITE else 0.0
+    told = min(numbers.FINITE, 1 / told_s) if told_s > 1 / numbers.FINITE else 0.0
+    return max(told, member.speed)
 
 
 def shortened(
