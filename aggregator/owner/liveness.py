@@ -30,6 +30,7 @@ from diloco.common.storage.tape import (
     check_length,
     decode,
     decode_as,
+    first_sequence,
     messages_up_to,
     publish_once,
     same_tape,
@@ -141,6 +142,8 @@ class Expiry:
         newest = await context.bus.last(context.tape, subject)
         if newest is None or sizes is None:
             return
+        if not same_tape(newest.seq, first_sequence(context.epoch)):
+            return  # Of a tape that came in place of ours: its lives are not ours to end.
         host = f"aggregator {context.name}"
         word = wire.Join(
             run=run,

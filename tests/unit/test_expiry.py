@@ -1,9 +1,12 @@
 """An aggregator ends the life of a learner that holds shares of the data and is silent."""
 
 import asyncio
+import contextlib
+from dataclasses import replace
 
 from runlab import RUN, Lab
 
+from diloco.aggregator.context import Context
 from diloco.aggregator.core.members import Hearing
 from diloco.aggregator.owner.liveness import Expiry, reached_before
 from diloco.common.process.service import cancel
@@ -92,5 +95,32 @@ def test_what_counts_is_what_was_announced_on_this_tape_before_the_life_was_ende
         joined = await lab.join("a")
         await lab.announce(lab.upload("a", 0).model_copy(update={"position": 99}))
         assert await reached_before(lab.context, "a", joined) == {0: sent.position, None: 9}
+
+    run_async(scenario())
+
+
+def test_the_lives_of_a_tape_that_came_in_its_place_are_not_an_aggregators_to_end(run_async):
+    async def scenario() -> None:
+        lab = Lab(fragments=2)
+        await lab.create()
+        life = await lab.join("a")
+        begin = wire.Claim(
+            run=RUN, learner="a", incarnation=life, what="begin", shares=3, batches=40,
+            share=0, first=0, position=0, lost=(),
+        )  # fmt: skip
+
+        async def expire_by(context: Context) -> int:
+            """Messages that it adds."""
+            expiry = Expiry(context, Hearing(0.0))
+            expiry._holdings.take(begin, life + 1)
+            before = await lab.bus.last_sequence(context.tape)
+            with contextlib.suppress(TimeoutError):
+                # It would wait for its own word, which nobody reads to it here.
+                await asyncio.wait_for(expiry._expire("a"), 0.5)
+            return await lab.bus.last_sequence(context.tape) - before
+
+        assert await expire_by(replace(lab.context, epoch=lab.context.epoch + 1)) == 0
+        # On its own tape: join, leave and end.
+        assert await expire_by(lab.context) == 3
 
     run_async(scenario())
