@@ -27,10 +27,20 @@ def test_a_search_finds_nothing_less_than_the_worst_that_was_known() -> None:
     assert effect(0, 30, "own", FLEET, found).loss == most
 
 
+BOUNDS = pytest.mark.parametrize(("fleet", "most"), [(FLEET, 0.1), (Fleet(3, 2), 0.2)])
+FAST = "pace=3 direction=drift length=10"
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(("fleet", "most"), [(FLEET, 0.1), (Fleet(3, 2), 0.2)])
-@pytest.mark.parametrize("lie", ["direction=drift length=1.5", "pace=3 direction=drift length=10"])
+@BOUNDS
+@pytest.mark.parametrize("lie", ["direction=drift length=1.5", FAST])
 def test_where_learners_are_others_a_minority_of_liars_moves_the_loss_little(fleet, most, lie):
     found = effect(1, 300, "others", fleet, lie_of(lie))
-    assert found.loss < most < effect(1, 300, "own", fleet, lie_of(lie)).loss
+    assert found.loss < most
     assert found.rate > -0.05
+
+
+@pytest.mark.long
+@BOUNDS
+def test_where_learners_are_its_own_a_fast_liar_moves_the_loss_much(fleet, most):
+    assert effect(1, 300, "own", fleet, lie_of(FAST)).loss > 100 * most
