@@ -33,7 +33,7 @@ from diloco.common.process.nats_server import find_binary
 from diloco.common.process.service import cancel
 from diloco.operate.local.reaper import Reaper
 from diloco.run.cli.opening import open_run
-from diloco.run.state import Observed
+from diloco.run.observed import Observed
 from diloco.run.watch import Watch
 
 ROOT = Path(__file__).parents[1]

@@ -36,7 +36,8 @@ from diloco.common.storage.tape import (
 from diloco.run.agreement import shard_figures
 from diloco.run.cli.opening import CONNECT_S, find_config
 from diloco.run.findings import NATS_AWAY, failed, judged, ranked
-from diloco.run.state import LastHeartbeat, Observed, RunStatus
+from diloco.run.observed import LastHeartbeat, Observed
+from diloco.run.state import RunStatus
 
 # Messages at the end of the tape that are read where a part of it will do.
 WINDOW = 2000

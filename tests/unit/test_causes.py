@@ -10,7 +10,8 @@ from diloco.common.storage.tape import Entry, Recorded
 from diloco.replay.blame_learners import Effect, Effects, judge
 from diloco.run.agreement import ComparedRound
 from diloco.run.findings import judged
-from diloco.run.state import Observed, ShardFigures
+from diloco.run.observed import Observed
+from diloco.run.state import ShardFigures
 
 LAYOUT = "0" * 32
 

@@ -21,7 +21,8 @@ from diloco.judge.audit import audit
 from diloco.judge.doctor import said_once
 from diloco.run.findings import CLOCK_SKEW, FRAGMENT_STOPPED, clock, judged
 from diloco.run.history import History, read_history
-from diloco.run.state import Finding, Observed
+from diloco.run.observed import Observed
+from diloco.run.state import Finding
 from diloco.show.status.screen import picture
 
 

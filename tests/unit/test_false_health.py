@@ -26,7 +26,8 @@ from diloco.run.findings import (
 )
 from diloco.run.history import History, read_history
 from diloco.run.model.scores import keep, read_scores
-from diloco.run.state import Finding, Observed, RunStatus
+from diloco.run.observed import Observed
+from diloco.run.state import Finding, RunStatus
 from diloco.run.watch import Watch
 
 MINUTE_S = 60.0

@@ -19,7 +19,8 @@ from diloco.common.process.service import cancel
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import WireError
 from diloco.common.storage.tape import decode_as
-from diloco.run.state import LearnerHistory, RunStatus
+from diloco.run.observed import LearnerHistory
+from diloco.run.state import RunStatus
 from diloco.run.timeseries import read_time_series
 from diloco.run.watch import Watch
 from diloco.show.page import sections

@@ -16,8 +16,9 @@ from diloco.common.storage.tape import Recorded
 from diloco.judge import doctor_findings
 from diloco.run.cli.opening import RunLocation, open_run, use_place
 from diloco.run.findings import grouped, judged, ranked
+from diloco.run.observed import POINTS, Observed, Trend, others_losses
 from diloco.run.outliers import LOSS_SPIKE, began
-from diloco.run.state import POINTS, Finding, MergedPoint, Observed, Trend, others_losses
+from diloco.run.state import Finding, MergedPoint
 from diloco.run.watch import Watch
 from diloco.show.status import screen
 

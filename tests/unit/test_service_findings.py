@@ -19,7 +19,7 @@ from diloco.common.storage.tape import load_specification
 from diloco.judge import service
 from diloco.run.findings import judged
 from diloco.run.history import History, read_history
-from diloco.run.state import HOUR_S, Observed
+from diloco.run.observed import HOUR_S, Observed
 
 NOBODY = 65534
 GAUGE = "diloco_run_checkpoint_timestamp_seconds"

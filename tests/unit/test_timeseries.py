@@ -13,7 +13,7 @@ from diloco.common.process.config import RunSettings
 from diloco.common.protocol import names, wire
 from diloco.common.storage.tape import Recorded
 from diloco.run.history import History, read_history
-from diloco.run.state import Observed
+from diloco.run.observed import Observed
 from diloco.run.timeseries import Columns, TimeSeries, read_time_series
 
 

@@ -8,7 +8,8 @@ from datetime import UTC, datetime
 import numpy as np
 
 from diloco.run.cli.units import age, human_bytes, human_count, human_time
-from diloco.run.state import LearnerStatus, told_adoption
+from diloco.run.observed import told_adoption
+from diloco.run.state import LearnerStatus
 from diloco.run.timeseries import TimeSeries
 from diloco.show.page.lanes import Lane
 from diloco.show.page.numbers import Shown, TimeShares, goodput, grouped, spent

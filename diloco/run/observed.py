@@ -1,0 +1,627 @@
+"""What a run's tape and heartbeats say, folded: from them follows the run as it is now.
+
+`Observed` takes messages one by one and holds no more than there are learners and fragments; its
+`run` returns what they say at a moment (`state.py`). Pure.
+
+What records say is a fact. What heartbeats say is a learner's word of itself, and may be false.
+"""
+
+import contextlib
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median, median_low
+from typing import NamedTuple
+
+from diloco.common.process.config import RunSettings
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import WireError
+from diloco.common.protocol.wire import LEARNER_STATES
+from diloco.common.storage.bus import Filled
+from diloco.common.storage.tape import Entry, Extent, Item, Recorded, changed_settings
+from diloco.run.state import (
+    RECENT,
+    Change,
+    Delays,
+    FragmentStatus,
+    LearnerStatus,
+    MergedPoint,
+    RunStatus,
+    ShardFigures,
+    UpdateAnswer,
+    delays_of,
+    share,
+)
+
+# Rounds that rates and averages look back on; and those that are kept whole, for who looks into
+# their shards: the newest, with so many updates together.
+ROUNDS, WHOLE_UPDATES = 64, 256
+# Points of a trend that are kept: beyond, every other one is let go.
+POINTS = 64
+HOUR_S = 3600.0
+# Learner, incarnation and number of an update of a fragment.
+Update = tuple[str, int, int]
+
+
+class Trend:
+    """Points spread over all that came, in few points whatever the length."""
+
+    def __init__(self) -> None:
+        self.points: list[MergedPoint] = []
+        self._stride = 1
+        self._came = 0
+
+    def add(self, point: MergedPoint) -> None:
+        """The next one."""
+        if self._came % self._stride == 0:
+            self.points.append(point)
+        self._came += 1
+        if len(self.points) > POINTS:
+            self.points = self.points[::2]
+            self._stride *= 2
+
+
+class LifeTotals(NamedTuple):
+    """Totals that lives of a learner report: bytes read, seconds stalled and in all."""
+
+    bytes_down: int = 0
+    stall_s: float = 0.0
+    run_s: float = 0.0
+
+    def and_of(self, beat: wire.Heartbeat) -> "LifeTotals":
+        """With what another life says."""
+        return LifeTotals(
+            self.bytes_down + beat.bytes_down,
+            self.stall_s + beat.stall_s,
+            self.run_s + beat.run_s,
+        )
+
+
+@dataclass
+class LastHeartbeat:
+    """One learner's newest heartbeat, and when it came (seconds since the epoch)."""
+
+    heartbeat: wire.Heartbeat
+    heard_at_s: float
+
+
+@dataclass
+class LearnerHistory:
+    """Facts read of one learner, in the same memory however long it takes part.
+
+    Attributes:
+        joined: its newest life that joined; `left` the newest that ended on purpose.
+        sudden_s: when lives joined of which the one before had not left.
+        last: the heartbeat that came last, whichever life's.
+    """
+
+    host: str = ""
+    release: tuple[str, str, str] = ("", "", "")
+    errors: deque[str] = field(default_factory=lambda: deque(maxlen=RECENT))
+    views: list[tuple[int, float]] = field(default_factory=list)
+    twins_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    uploads_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    lives: int = 0
+    joined: int = 0
+    sudden_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    left: int = 0
+    left_seq: int = 0
+    left_at_s: float = 0.0
+    word: wire.Quarantine | None = None
+    last: LastHeartbeat | None = None
+    merged: int = 0
+    rejected: int = 0
+    tokens: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    less: Counter[str] = field(default_factory=Counter)
+    recent: deque[UpdateAnswer] = field(default_factory=lambda: deque(maxlen=RECENT))
+    beside: deque[UpdateAnswer] = field(default_factory=lambda: deque(maxlen=RECENT))
+    trend: Trend = field(default_factory=Trend)
+    _newest: wire.Heartbeat | None = None
+    _earlier: LifeTotals = field(default_factory=LifeTotals)
+
+    def hear(self, beat: wire.Heartbeat, at_s: float) -> None:
+        """The next heartbeat; of one that a newer life has superseded nothing is summed up."""
+        self.last = LastHeartbeat(beat, at_s)
+        newest = self._newest
+        if newest is not None and beat.incarnation > newest.incarnation:
+            self._earlier = self._earlier.and_of(newest)
+        if newest is None or beat.incarnation >= newest.incarnation:
+            self._newest = beat
+
+    @property
+    def spent(self) -> LifeTotals:
+        """Totals of all lives."""
+        return self._earlier.and_of(self._newest) if self._newest is not None else self._earlier
+
+
+class _Round(NamedTuple):
+    """The figures of a round that rates and averages need."""
+
+    closed_at_s: float
+    staleness: int
+    size_bytes: int
+    waits: tuple[tuple[float, float], ...]
+
+    @property
+    def inputs(self) -> int:
+        """Updates that it merged."""
+        return len(self.waits)
+
+
+class Observed:
+    """The state of a run, from what was read so far.
+
+    Args:
+        name: the run's.
+        epoch: of its tape.
+        settings: as it was created.
+        copied: it is a copy in a file, of a run that may have gone on without it.
+
+    Attributes:
+        settings: in force; `leases` of fragments, those of live `aggregators`, `filled` and
+            `last_seq` of the tape: as the bus last said.
+        from_start: the tape was read from its beginning.
+        records: the newest of each fragment.
+        rounds: the newest of several learners, whole; `shards` what theirs say of each learner,
+            once they were read.
+    """
+
+    def __init__(
+        self, name: str, epoch: int, settings: RunSettings, *, copied: bool = False
+    ) -> None:
+        self._name = name
+        self._epoch = epoch
+        self._created = settings
+        self.copied = copied
+        self.settings = settings
+        self.leases: dict[int, wire.Lease] = {}
+        self.aggregators: list[wire.Lease] = []
+        self.filled = Filled(0, 0)
+        self.last_seq = 0
+        self.from_start = False
+        self.extent = Extent()
+        self.ended = False
+        self.known: dict[str, LearnerHistory] = defaultdict(LearnerHistory)
+        self.records: dict[int, Recorded] = {}
+        self.rounds: deque[wire.Record] = deque()
+        self.shards: Mapping[str, ShardFigures] = {}
+        self._whole_updates = 0
+        self._taken_s: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=RECENT))
+        self._changes: deque[Change] = deque(maxlen=RECENT)
+        self._recent: deque[_Round] = deque(maxlen=ROUNDS)
+        self._marks: dict[int, dict[tuple[str, int], int]] = {}
+        self._waiting: dict[int, dict[Update, float]] = defaultdict(dict)
+        self._stopped: tuple[int, float] | None = None
+        self._updates_sent = 0
+        self._bytes_up = 0
+
+    @property
+    def global_step(self) -> int:
+        """The run's clock, of the fragment that is furthest; a rollback sets it back."""
+        return max((one.record.global_step for one in self.records.values()), default=0)
+
+    @property
+    def beats(self) -> dict[str, LastHeartbeat]:
+        """Each learner's last heartbeat."""
+        return {name: one.last for name, one in self.known.items() if one.last is not None}
+
+    def names(self) -> set[str]:
+        """Every learner that a record, a join or a heartbeat names."""
+        members = (one.record.policy.members for one in self.records.values())
+        return {one.learner for each in members for one in each} | self.known.keys()
+
+    def take(self, item: Item) -> None:
+        """Note what comes next on the tape."""
+        self.extent.take(item)
+        # Who may say stop and end is believed whatever else is said: as the daemons do.
+        match names.parse_subject(item.subject):
+            case names.Subject(kind="end"):
+                self.ended = True
+            case names.Subject(kind="stop"):
+                self._stopped = self._stopped or (item.seq, item.time_s)
+        # The body of an unreadable record may have been collected: newer ones follow.
+        if isinstance(item, Entry):
+            self._take(item)
+
+    def _take(self, entry: Entry) -> None:
+        match entry.body:
+            case wire.Record() as record:
+                self.note_record(Recorded(record, entry.seq, entry.time_s))
+            case wire.Manifest() as manifest:
+                self._note_update(manifest, entry.time_s)
+            case wire.Join() as join:
+                one = self.known[join.learner]
+                if one.joined > one.left:
+                    one.sudden_s.append(entry.time_s)
+                one.lives, one.joined, one.host = one.lives + 1, entry.seq, join.host
+                one.release = join.release, join.lock, join.platform
+                if join.before:
+                    one.errors.append(join.before)
+            case wire.Leave(fragments=()) as leave:
+                one = self.known[leave.learner]
+                if leave.incarnation < one.joined and not leave.by:
+                    one.twins_s.append(entry.time_s)
+                if leave.incarnation >= one.left:
+                    one.left, one.left_at_s = leave.incarnation, entry.time_s
+                    one.left_seq = entry.seq
+            case wire.Quarantine() as word:
+                self.known[word.learner].word = word
+            case wire.Settings() as settings:
+                with contextlib.suppress(WireError):  # Nobody can follow it.
+                    self.settings = changed_settings(self._created, settings)
+                version = max((one.record.version for one in self.records.values()), default=0)
+                change = Change(entry.time_s, version, tuple(settings.changed), settings.by)
+                self._changes.append(change)
+
+    def hear(self, beat: wire.Heartbeat, at_s: float) -> None:
+        """Note a heartbeat."""
+        self.known[beat.learner].hear(beat, at_s)
+
+    def note_record(self, recorded: Recorded) -> None:
+        """Note a record of a fragment, the newest known."""
+        record, known = recorded.record, self.records.get(recorded.record.fragment)
+        if known is not None and known.record_seq >= recorded.record_seq:
+            return
+        self.records[record.fragment] = recorded
+        marks = {(mark.learner, mark.incarnation): mark.seq for mark in record.policy.marks}
+        self._marks[record.fragment] = marks
+        self._waiting[record.fragment] = {
+            update: at_s
+            for update, at_s in self._waiting[record.fragment].items()
+            if update[2] > marks.get(update[:2], 0)
+        }
+        if record.version > 1 and any(one.what == "resumed" for one in record.observations):
+            self._taken_s[record.fragment].append(recorded.stored_at_s)
+        for refused in record.rejected:
+            one = self.known[refused.learner]
+            one.rejected += 1
+            one.reasons[refused.reason] += 1
+            if refused.reason == "view":
+                one.views.append((record.version, recorded.stored_at_s))
+            one.recent.append(UpdateAnswer(refused.reason))
+        if record.inputs:
+            self._note_round(record, recorded.stored_at_s)
+
+    def _note_round(self, record: wire.Record, made_at_s: float) -> None:
+        sizes = (shard.size_bytes for taken in record.inputs for shard in taken.shards)
+        stale = sum(taken.staleness for taken in record.inputs)
+        waits = waits_of(record, made_at_s)
+        self._recent.append(_Round(record.closed_at_s, stale, sum(sizes), waits))
+        if len(record.inputs) > 2:
+            self.rounds.append(record)
+            self._whole_updates += len(record.inputs)
+            while self._whole_updates > WHOLE_UPDATES and len(self.rounds) > 1:
+                self._whole_updates -= len(self.rounds.popleft().inputs)
+        for taken, answer in zip(record.inputs, answers(record.inputs, waits), strict=True):
+            one = self.known[taken.learner]
+            one.merged += 1
+            one.tokens += taken.tokens_credited
+            one.less.update(answer.less)
+            one.recent.append(answer)
+            if answer.others_loss is not None:
+                one.beside.append(answer)
+            one.trend.add(
+                MergedPoint(
+                    record.closed_at_s, answer.loss, answer.norm, record.version, answer.others_loss
+                )
+            )
+
+    def _note_update(self, manifest: wire.Manifest, at_s: float) -> None:
+        if manifest.attempt == 0:
+            self._updates_sent += 1
+            self._bytes_up += sum(shard.size_bytes for shard in manifest.shards)
+            self.known[manifest.learner].uploads_s.append(manifest.upload_s)
+        marks = self._marks.get(manifest.fragment)
+        life = (manifest.learner, manifest.incarnation)
+        if marks is not None and manifest.seq > marks.get(life, 0):
+            self._waiting[manifest.fragment].setdefault((*life, manifest.seq), at_s)
+
+    def run(self, now_s: float, *, current: bool = True) -> RunStatus:
+        """The run at a moment, without findings (`findings.judged`)."""
+        found = [one.record.totals for one in self.records.values()]
+        learners, unborn = self._learners(now_s)
+        spent = [one.spent for one in self.known.values()]
+        merged = sum(one.inputs for one in self._recent)
+        stored_s = [one.stored_at_s for one in self.records.values()]
+        stopped_s = max([self._stopped[1], *stored_s]) if self._stopped is not None else now_s
+        per_s = self._per_s(now_s)
+        return RunStatus(
+            run=self._name,
+            state=self._state(learners),
+            current=current,
+            as_of_s=now_s,
+            whole=self.extent.whole_from == 1,
+            epoch=self._epoch,
+            global_step=self.global_step,
+            steps=self.settings.run.steps,
+            versions=sum(one.record.version for one in self.records.values()),
+            # Each token reaches every fragment, by another update.
+            tokens_merged=sum(one.tokens_credited for one in found) // max(1, len(found)),
+            updates_sent=self._updates_sent,
+            updates_merged=sum(one.updates_merged for one in found),
+            updates_rejected=sum(one.updates_rejected for one in found),
+            versions_per_s=per_s * len(self._recent),
+            tokens_per_s=sum(one.tokens_per_s for one in learners),
+            bytes_up_per_s=per_s * sum(one.size_bytes for one in self._recent),
+            bytes_up=self._bytes_up,
+            bytes_down=sum(one.bytes_down for one in spent),
+            staleness=sum(one.staleness for one in self._recent) / max(1, merged),
+            wait=delays_of(wait for one in self._recent for wait in one.waits),
+            usual_wait_s=median(
+                [fmean(took_s for took_s, _ in one.waits) for one in self._recent] or [0.0]
+            ),
+            delay=_over_all([one.delay for one in learners]),
+            adoption=_over_all([one.adoption for one in learners]),
+            round_size=merged / max(1, len(self._recent)),
+            stall_fraction=share(
+                sum(one.stall_s for one in spent), sum(one.run_s for one in spent)
+            ),
+            tape_bytes=self.filled.size_bytes,
+            tape_limit_bytes=self.filled.max_bytes,
+            quiet_s=max(0.0, now_s - self.extent.last_s),
+            stopping_s=max(0.0, now_s - stopped_s),
+            strangers=unborn,
+            takeovers=self._takeovers(self.extent.last_s if self.ended else now_s),
+            changes=tuple(self._changes),
+            learners=learners,
+            fragments=tuple(self._fragment(index, now_s) for index in sorted(self.records)),
+        )
+
+    def _takeovers(self, until_s: float) -> tuple[float, ...]:
+        """When the fragment was taken up that was so most often, but for its first owner."""
+        each = [
+            tuple(at_s for at_s in found if at_s >= until_s - HOUR_S)
+            for found in self._taken_s.values()
+        ]
+        return max(each, key=len, default=())
+
+    def _per_s(self, now_s: float) -> float:
+        """One by the time that the recent rounds took; 0 once a run has ended."""
+        if len(self._recent) < 2 or self.ended:
+            return 0.0
+        return 1 / max(1e-3, now_s - self._recent[0].closed_at_s)
+
+    def _state(self, learners: Sequence[LearnerStatus]) -> str:
+        """The run's state; a run that everybody has left waits as one that nobody has joined."""
+        if self.ended:
+            return "ended"
+        if self._stopped is not None:
+            return "stopping"
+        if self.settings.run.paused:
+            return "paused"
+        there = any(not one.left for one in learners)
+        return "under way" if there else "waiting for learners"
+
+    def _fragment(self, index: int, now_s: float) -> FragmentStatus:
+        record, _, stored_at_s, _ = self.records[index]
+        # Who left once it had sent its last update was there for the round.
+        there = {one.learner for one in record.policy.members if one.live and not one.left}
+        there |= {one.learner for one in record.inputs}
+        lease, waiting = self.leases.get(index), self._waiting[index]
+        return FragmentStatus(
+            fragment=index,
+            version=record.version,
+            global_step=record.global_step,
+            owner=lease.aggregator if lease is not None and lease.state == "held" else None,
+            free=lease is None or lease.state == "released",
+            refused_by=tuple(
+                sorted({one.aggregator for one in self.aggregators if index in one.refuses})
+            ),
+            waiting=len(waiting),
+            waiting_s=max(0.0, now_s - min(waiting.values(), default=now_s)),
+            version_s=max(0.0, now_s - stored_at_s),
+            round_updates=len(record.inputs),
+            round_s=record.closed_at_s - record.opened_at_s if record.inputs else 0.0,
+            live_learners=len(there),
+        )
+
+    def _learners(self, now_s: float) -> tuple[tuple[LearnerStatus, ...], dict[str, int]]:
+        """Everybody who has joined or is heard of, by name; and `RunStatus.strangers`."""
+        members: dict[str, list[wire.MemberState]] = defaultdict(list)
+        quarantined: set[str] = set()
+        for recorded in self.records.values():
+            quarantined.update(recorded.record.policy.quarantined)
+            for member in recorded.record.policy.members:
+                members[member.learner].append(member)
+        unborn: dict[str, int] = {}
+        found = []
+        for name in sorted(self.known.keys() | members.keys() | quarantined):
+            known = self.known.get(name, LearnerHistory())
+            newest = max([known.joined, *(one.incarnation for one in members[name])])
+            last = known.last
+            if last is not None and self._is_unborn(last.heartbeat.incarnation, newest):
+                unborn[name], last = last.heartbeat.incarnation, None
+            if newest or name not in unborn:
+                out = known.word.active if known.word is not None else name in quarantined
+                read = _Reading(known, last, newest, members[name], out)
+                found.append(self._learner(name, read, now_s))
+        return tuple(found), unborn
+
+    def _is_unborn(self, life: int, newest: int) -> bool:
+        """Whether a heartbeat is of a life that never joined: it counts for nothing.
+
+        A life is the sequence of its join, and none is beyond the tape's last, which was asked for
+        behind the heartbeats. Who began to read in the tape's midst knows of no life before that.
+        """
+        # A copy may have been cut before the joins of those whose heartbeats it has.
+        if not self.copied and 0 < self.last_seq < life:
+            return True
+        return self.from_start and newest < life <= self.extent.last_seq
+
+    def _learner(self, name: str, read: "_Reading", now_s: float) -> LearnerStatus:
+        known, recent = read.known, [*read.known.recent]
+        until_s = self.extent.last_s if self.ended else now_s
+        beat, heard_s = read.beat(now_s)
+        merged = [one for one in recent if not one.reason]
+        left = read.left
+        stop_seq = self._stopped[0] if self._stopped is not None else 0
+        silent = heard_s is None or heard_s > self.settings.quorum.liveness_timeout_s
+        failed = beat is not None and beat.state == "failed"
+        own = beat.state if beat is not None and (failed or not silent) else "silent"
+        own = own if own in (*LEARNER_STATES, "silent") else "unknown"
+        current = [one for one in read.members if one.incarnation == read.newest]
+        return LearnerStatus(
+            name=name,
+            state="quarantined" if read.quarantined else "left" if left else own,
+            why=known.word.reason if known.word is not None and known.word.active else "",
+            host=known.host,
+            incarnation=read.newest,
+            lives=known.lives,
+            sudden_ends=sum(at_s >= until_s - HOUR_S for at_s in known.sudden_s),
+            left=left,
+            finished=bool(stop_seq) and (not left or known.left_seq > stop_seq),
+            failed=failed,
+            silent=silent,
+            live=any(one.live or one.final for one in current) if current else None,
+            superseded=read.superseded,
+            heard_s=heard_s,
+            trouble=beat.trouble if beat else "",
+            local_step=beat.local_step if beat else 0,
+            loss=beat.loss if beat else None,
+            metrics=beat.metrics if beat else {},
+            tokens_per_s=beat.tokens_per_s if beat and not (silent or left or failed) else 0.0,
+            step_time_s=beat.step_time_s if beat else 0.0,
+            stall_fraction=share(beat.stall_s, beat.run_s) if beat else 0.0,
+            data_fraction=share(beat.data_s, beat.run_s) if beat else 0.0,
+            updates_sent=beat.updates_sent if beat else 0,
+            bytes_up=beat.bytes_up if beat else 0,
+            bytes_down=beat.bytes_down if beat else 0,
+            merged=known.merged,
+            rejected=known.rejected,
+            tokens=known.tokens // max(1, len(self.records)),
+            reasons=dict(known.reasons),
+            less=dict(known.less),
+            offences=max((one.offences for one in read.members), default=0),
+            staleness=fmean(one.staleness for one in merged) if merged else None,
+            wait=delays_of(one.wait for one in merged),
+            delay=_told_delays(beat),
+            adoption=told_adoption([beat] if beat else []),
+            merged_loss=median(one.loss for one in merged) if merged else None,
+            norm=median(one.norm for one in merged) if merged else None,
+            recent=tuple(recent),
+            beside=tuple(known.beside),
+            trend=tuple(known.trend.points),
+            shards=self.shards.get(name),
+            release=known.release,
+            errors=tuple(known.errors),
+            twins=tuple(known.twins_s),
+            views=tuple(known.views),
+            upload_s=median(known.uploads_s) if known.uploads_s else None,
+            ahead_s=read.ahead_s,
+        )
+
+
+class _Reading(NamedTuple):
+    """One learner: its last heartbeat if it counts, and what the fragments' machines remember."""
+
+    known: LearnerHistory
+    last: LastHeartbeat | None
+    newest: int
+    members: Sequence[wire.MemberState]
+    quarantined: bool
+
+    def beat(self, now_s: float) -> tuple[wire.Heartbeat | None, float | None]:
+        """The newest life's heartbeat, and its age."""
+        if self.last is None or self.last.heartbeat.incarnation < self.newest:
+            return None, None
+        return self.last.heartbeat, max(0.0, now_s - self.last.heard_at_s)
+
+    @property
+    def ahead_s(self) -> float | None:
+        """Its clock before the server's, as the newest heartbeat says."""
+        if self.last is None or not self.last.heartbeat.now_s:
+            return None
+        return self.last.heartbeat.now_s - self.last.heard_at_s
+
+    @property
+    def left(self) -> bool:
+        """Whether the newest life that is known, or heard of, has ended on purpose."""
+        heard = self.last.heartbeat.incarnation if self.last is not None else 0
+        life = max(self.newest, heard)
+        gone = any(one.left and one.incarnation == life for one in self.members)
+        return self.known.left >= max(life, 1) or gone
+
+    @property
+    def superseded(self) -> int:
+        """An earlier life that was heard of last, also after the newest had left; 0: none."""
+        if self.last is None or self.last.heartbeat.incarnation >= self.newest:
+            return 0
+        if self.left and self.last.heard_at_s <= self.known.left_at_s:
+            return 0
+        return self.last.heartbeat.incarnation
+
+
+def _told_delays(beat: wire.Heartbeat | None) -> Delays | None:
+    """The delays that a heartbeat tells, if any."""
+    if beat is None or not beat.worst_delay_s:
+        return None
+    return Delays(beat.delay_s, beat.worst_delay_s, beat.delay_steps, beat.worst_delay_steps)
+
+
+def told_adoption(beats: Iterable[wire.Heartbeat]) -> Delays | None:
+    """How long after they were made versions are adopted, as heartbeats tell it, if any does."""
+    return _over_all(
+        Delays(
+            beat.adoption_s, beat.worst_adoption_s, beat.adoption_steps, beat.worst_adoption_steps
+        )
+        for beat in beats
+        if beat.worst_adoption_s
+    )
+
+
+def _over_all(each: Iterable[Delays | None]) -> Delays | None:
+    """The means' mean and the worst of all."""
+    found = [one for one in each if one is not None]
+    if not found:
+        return None
+    means_s, worst_s, means, worst = zip(*found, strict=True)
+    return Delays(fmean(means_s), max(worst_s), fmean(means), max(worst))
+
+
+def waits_of(record: wire.Record, made_at_s: float) -> tuple[tuple[float, float], ...]:
+    """How long each update waited for its version, in seconds and in steps of its sender.
+
+    Args:
+        record: has the updates, and how fast their senders were seen to be.
+        made_at_s: when the server stored it; so it stored the announcements.
+    """
+    speeds = {one.learner: one.speed for one in record.policy.members}
+    waits_s = [(one.learner, max(0.0, made_at_s - one.announced_at_s)) for one in record.inputs]
+    return tuple((wait_s, wait_s * speeds.get(learner, 0.0)) for learner, wait_s in waits_s)
+
+
+def answers(
+    inputs: Sequence[wire.Input], waits: Sequence[tuple[float, float]]
+) -> Iterator[UpdateAnswer]:
+    """The answer to each update of a round, which waited so long."""
+    # Of two the shorter: a long one must not make strangers of those beside it.
+    usual = median_low([one.norm for one in inputs] or [1.0])
+    others = others_losses(inputs)
+    for taken, wait in zip(inputs, waits, strict=True):
+        yield UpdateAnswer(
+            "", taken.less_for, taken.staleness, taken.loss,
+            taken.norm / usual if usual > 0 else 1.0, others[taken.learner], wait,
+        )  # fmt: skip
+
+
+def others_losses(inputs: Sequence[wire.Input]) -> dict[str, float | None]:
+    """For each learner the median of the others' losses in a round, if there are others."""
+    order = sorted(range(len(inputs)), key=lambda index: inputs[index].loss)
+    ranks: dict[str, list[int]] = defaultdict(list)
+    for rank, index in enumerate(order):
+        ranks[inputs[index].learner].append(rank)
+
+    def beside(own: Sequence[int]) -> float | None:
+        count = len(order) - len(own)
+        if not count:
+            return None
+        found = 0.0
+        for place in ((count - 1) // 2, count // 2):
+            at = place
+            for rank in own:
+                at += rank <= at
+            found += inputs[order[at]].loss / 2
+        return found
+
+    return {learner: beside(own) for learner, own in ranks.items()}
