@@ -1,5 +1,6 @@
 """The `diloco` command's first step: Ctrl-C while the rest is being loaded is no bug either."""
 
+import contextlib
 import sys
 
 from diloco import __version__
@@ -11,8 +12,10 @@ INTERRUPTED = 130
 def main() -> None:
     """Load the command and run it; the version is told without."""
     if sys.argv[1:] == ["--version"]:
-        print(f"diloco {__version__}")  # noqa: T201 - what the command is for
-        return
+        # Where it cannot be written, the program says so.
+        with contextlib.suppress(OSError):
+            print(f"diloco {__version__}", flush=True)  # noqa: T201 - what the command is for
+            return
     try:
         from diloco.program import main as run
 

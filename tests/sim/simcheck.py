@@ -44,6 +44,8 @@ class Checkers:
         self.chains = [Chain(index) for index in range(len(world.layout.fragments))]
         self.let_go = self._accounts()
         self.joined: dict[str, int] = {}
+        # Data positions of the newest updates, by learner and life.
+        self.sent_at: dict[tuple[str, int], int] = {}
         self.stopped = False
         self.end_seq = 0
         self.adopted: dict[tuple[str, int, int], str] = {}
@@ -194,6 +196,10 @@ class Checkers:
         chain.send(manifest, covers, message.seq)
         self.batches.announce(update, covers, message.seq)
         self._world.announced(manifest)
+        life = (update.learner, update.incarnation)
+        # Several fragments were due at one step.
+        self._world.injected["together"] += self.sent_at.get(life) == manifest.position
+        self.sent_at[life] = manifest.position
         # What is stored after a newer life has joined will be rejected.
         if update.incarnation != self.joined.get(update.learner):
             return

@@ -288,7 +288,7 @@ def test_it_asks_the_network_for_nothing_and_runs_its_own_scripts_alone(html: st
     seen = Elements(html)
     for _, attributes in seen.found:
         assert all(
-            (attributes.get(name) or "data:").startswith("data:") for name in ("src", "href")
+            (attributes.get(name) or "data:").startswith(("data:", "#")) for name in ("src", "href")
         )
         assert not [name for name in attributes if name.startswith("on") or name == "style"]
     (policy,) = [one["content"] for tag, one in seen.found if "http-equiv" in one]

@@ -359,7 +359,8 @@ async def run_evaluate(
 
         from diloco.learner.compiled import keep_programs
 
-        keep_programs(run.config.learner.compilation_cache_dir, log.get(run=run.context.run))
+        logger = log.get(run=run.context.run)
+        keep_programs(run.config.learner.compilation_cache_dir, logger)
         with working("loading the task and its held-out data"):
             scorer = await Scorer.of_run(run.context)
         if version is not None:
@@ -367,7 +368,7 @@ async def run_evaluate(
                 score = await _of_version(scorer, run.context, version)
             await tell(score)
         elif pace is not None:
-            log.get(run=run.context.run).info("started", every_s=pace.every_s)
+            logger.info("started", every_s=pace.every_s)
             if keeps and not await read_scores(run.context, thinned=True):
                 # The curve begins where the run does, if that is still there.
                 with contextlib.suppress(ConfigError, ObjectMissingError):
