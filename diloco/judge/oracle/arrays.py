@@ -236,7 +236,8 @@ def make_grid(settings: RunSettings, layout: Layout, fragment: int) -> Grid:
     """How a fragment's vector divides under a run's settings."""
     part, block = layout.fragments[fragment], layout.block
     radial = [settings.merge == "rda" and rule == "rda" for rule in part.segment_rules()]
-    centered = settings.run.trust == "others"
+    # State that is averaged is counted by tokens alone: no update of it is shortened.
+    centered = settings.run.trust == "others" and not part.averaged
     return Grid(part.size, block, part.segment_of_block(block), np.asarray(radial), centered)
 
 
