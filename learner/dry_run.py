@@ -190,9 +190,9 @@ def dry_run(
 
 def compile_step(island: Island) -> jax.stages.Compiled:
     """The learner's inner step, from shapes."""
-    step: Any = island.inner_step()
-    # The key is computed here, which the island's devices may not be.
+    # The key, and the one that shapes follow from, are computed here; the island may be elsewhere.
     with jax.set_mesh(single()):
+        step: Any = island.inner_step()
         numbers = np.int32(0), np.uint32(0), island.key()
     lying = island.params_lying(), island.state_lying(), island.batch_lying()
     lowered = step.lower(*lying, *numbers)
