@@ -15,7 +15,7 @@ from typing import Any, Final
 import numba
 from numba.core.caching import FunctionCache
 
-from diloco.common.process.turn import turn
+from diloco.common.process.file_lock import file_lock
 from diloco.common.protocol.errors import ConfigError
 
 _LOCK: Final = "lock"
@@ -61,9 +61,9 @@ class CachedKernel(FunctionCache):
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """While no other process reads or writes in the folder."""
+        """Keep other processes from reading or writing in the folder, within the block."""
         try:
-            with turn(Path(self.cache_path) / _LOCK, self.patience_s):
+            with file_lock(Path(self.cache_path) / _LOCK, self.patience_s):
                 yield
         except BlockingIOError:
             CachedKernel.patience_s = 0.0

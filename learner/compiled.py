@@ -18,7 +18,7 @@ import jax
 
 from diloco.common.process import cores, log
 from diloco.common.process.config import cache_home
-from diloco.common.process.turn import turn
+from diloco.common.process.file_lock import file_lock
 
 # Of all programs together; those that were used least recently go.
 MOST_BYTES: Final = 1 << 30
@@ -45,9 +45,9 @@ class CompiledPrograms:
 
     @contextlib.contextmanager
     def compiling(self, what: str | None) -> Iterator[None]:
-        """Within it programs are compiled: of processes that compile the same, by one at a time.
+        """Compile programs within the block, one process at a time of those that have the same.
 
-        What cannot be read is compiled again, and kept again.
+        A program that cannot be read from the folder is compiled and kept again.
 
         Args:
             what: equal for processes that have equal programs; None: nobody waits.
@@ -57,7 +57,7 @@ class CompiledPrograms:
             if self.folder is not None and what is not None:
                 name = hashlib.blake2b(what.encode(), digest_size=8).hexdigest()
                 with contextlib.suppress(OSError):
-                    stack.enter_context(turn(self.folder / f"{name}.lock", PATIENCE_S))
+                    stack.enter_context(file_lock(self.folder / f"{name}.lock", PATIENCE_S))
             yield
         troubles = []
         for one in caught:

@@ -43,7 +43,7 @@ from diloco.learner.tensors.quantize import decode_blocks, encode_blocks
 
 Leaves = dict[str, jax.Array]
 # Elements of a fragment beyond which it is encoded by programs that follow each other, since XLA's
-# CPU compiler fuses too much in one: 16M elements take 23 ms and not 54.
+# CPU compiler fuses too much in one: it takes twice as long.
 MOST_AT_ONCE = 1 << 20
 # One item for each piece: float32 [*G, n, b], or codes and scales of such.
 Blocks = tuple[jax.Array, ...]

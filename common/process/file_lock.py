@@ -1,4 +1,4 @@
-"""One process at a time, by a lock file that ends with its holder."""
+"""A lock between processes: a file that one of them holds, until the block or the process ends."""
 
 import contextlib
 import fcntl
@@ -7,12 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+# Seconds between two looks at a lock that another process holds.
 LOOK_S: Final = 0.05
 
 
 @contextlib.contextmanager
-def turn(path: Path, patience_s: float) -> Iterator[None]:
-    """While no other process has the lock at a path; waited for so long.
+def file_lock(path: Path, patience_s: float) -> Iterator[None]:
+    """Hold the lock at a path within the block.
+
+    Args:
+        path: of the lock's file, made if it is not there.
+        patience_s: seconds to wait for another process that holds it.
 
     Raises:
         BlockingIOError: another one, which may be stopped for ever, had it for longer.
