@@ -7,7 +7,7 @@ of a moment. Here come what the newest updates did to the held-out loss, and how
 import asyncio
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
@@ -33,7 +33,8 @@ from diloco.run.state import Finding
 BLAMED_ROUNDS, BLAME_S = 24, 30.0
 # Updates of a learner, of fewer nothing is said of what it trains on.
 FEWEST = 8
-
+# Of fewer learners blame accuses none: of two that pull apart either may be right.
+LEAST_LEARNERS = 3
 
 Chosen = Callable[[Finding], bool]
 
@@ -130,12 +131,7 @@ async def _harm(context: RunContext, history: History, found: Sequence[Finding])
     told = [_with_harm(one, sentences.get(one.about)) for one in found]
     accused = {one.about for one in found if one.severity in ("warning", "error")}
     told += [*_leaks(effects, sentences)]
-    told += [
-        _accusation(one, rounds)
-        for about, one in sentences.items()
-        if about not in accused and one.word in AGAINST
-    ]
-    return told
+    return [*told, *accusations(sentences, accused, rounds)]
 
 
 def _blame(context: RunContext, history: History, evaluate: blame.Evaluate) -> blame.Blame:
@@ -160,6 +156,28 @@ def _with_harm(one: Finding, sentence: Sentence | None) -> Finding:
         f"{sentence.alone:+.5f} each alone, the others' {sentence.others:+.5f}"
     )
     return replace(one, harm=harm)
+
+
+def accusations(
+    sentences: Mapping[str, Sentence], accused: Collection[str], rounds: int
+) -> Iterator[Finding]:
+    """Findings against learners of whom nothing else is amiss; of fewer than three, against none.
+
+    Args:
+        sentences: of all learners, by what a finding on them is about.
+        accused: what other findings are about.
+        rounds: that were judged.
+    """
+    against = [
+        one for about, one in sentences.items() if one.word in AGAINST and about not in accused
+    ]
+    if len(sentences) >= LEAST_LEARNERS:
+        yield from (_accusation(one, rounds) for one in against)
+    elif against:
+        yield _not_judged(
+            "who did harm to the held-out loss, for which it takes three learners; `diloco replay "
+            "RUN --blame` shows what each update did"
+        )
 
 
 def _accusation(one: Sentence, rounds: int) -> Finding:
@@ -187,7 +205,7 @@ def _leaks(effects: Effects, sentences: dict[str, Sentence]) -> Iterator[Finding
     for about, one in sentences.items():
         own = [effect for effect in effects if effect.learner == one.learner]
         others = [effect for effect in effects if effect.learner != one.learner]
-        if len(own) < FEWEST or len(names) < 3 or one.alone >= 0 or one.others < 0:
+        if len(own) < FEWEST or len(names) < LEAST_LEARNERS or one.alone >= 0 or one.others < 0:
             continue
         loss = fmean(effect.training_loss for effect in own)
         usual = fmean(effect.training_loss for effect in others)

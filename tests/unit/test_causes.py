@@ -7,7 +7,8 @@ from runlab import RUN, Lab
 
 from diloco.common.protocol import names, wire
 from diloco.common.storage.tape import Entry, Recorded
-from diloco.replay.blame_learners import Effect, Effects, judge
+from diloco.replay.blame_learners import Effect, Effects, Sentence, judge
+from diloco.replay.why import accusations
 from diloco.run.agreement import ComparedRound
 from diloco.run.findings import judged
 from diloco.run.observed import Observed
@@ -194,3 +195,19 @@ def test_a_learner_none_of_whose_updates_tell_anything_is_judged_without_a_warni
                 )
             )  # fmt: skip
     assert {one.word for one in judge(effects)} <= {"unclear", "helpful"}
+
+
+@pytest.mark.parametrize(
+    ("learners", "accused"), [("ab", []), ("abc", ["learner a"])], ids=["of two", "of three"]
+)
+def test_of_two_learners_none_is_accused_by_what_its_updates_did(learners, accused):
+    sentences = {
+        f"learner {name}": Sentence(
+            name, "harmful" if name == "a" else "helpful", 0.1, 9, 9, 0.01, -0.005, None
+        )
+        for name in learners
+    }
+    found = [*accusations(sentences, (), rounds=9)]
+    assert [one.about for one in found if one.severity == "warning"] == accused
+    assert len(found) == 1
+    assert [*accusations(sentences, ("learner a",), rounds=9)] == []
