@@ -32,12 +32,16 @@ OWN_API = "$JS.API"
 NO_FILE = "# no file: "
 # The server takes `$JS.API` in every account for that account's own streams.
 SHARED_API = "JS.diloco"
-_OF_LANE, _OF_READER = 2, 16
+_OF_LANE = 2
+# Of a reader's consumers, those for what its processes look up beside the one that each follows by.
+_LOOKING = 12
+# Of one file, where `diloco auth add-reader --processes` does not say more.
+PROCESSES = 4
 _NO_TOKEN = re.compile("[^a-z]")
 
 
 class Credentials(BaseModel):
-    """One identity in one run; `seed` is secret."""
+    """One identity in one run; `seed` is secret. As many `processes` may be connected at once."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -45,6 +49,7 @@ class Credentials(BaseModel):
     identity: Name
     role: Role
     seed: str
+    processes: Annotated[int, Field(ge=1)] = PROCESSES
 
     @property
     def inbox_prefix(self) -> str:
@@ -58,7 +63,7 @@ class Credentials(BaseModel):
 
     def consumer_names(self, subjects: Sequence[str]) -> tuple[str, ...]:
         """Names that a consumer of these subjects may have; none where any will do."""
-        return consumer_names(self.role, self.identity, subjects)
+        return consumer_names(self.role, self.identity, subjects, self.processes)
 
     @property
     def direct_reads(self) -> bool:
@@ -79,11 +84,13 @@ def consumers_prefix(role: Role, identity: str) -> str:
     return f"{role}_{identity}_"
 
 
-def consumer_names(role: Role, identity: str, subjects: Sequence[str]) -> tuple[str, ...]:
+def consumer_names(
+    role: Role, identity: str, subjects: Sequence[str], processes: int = PROCESSES
+) -> tuple[str, ...]:
     """Names that an identity's consumers of these subjects may have; none where any will do.
 
     A learner follows each kind of subject once, and reads it once more now and then. A reader's
-    credentials serve several processes. How many an aggregator needs follows from the run.
+    credentials serve several `processes`. How many an aggregator needs follows from the run.
     """
     prefix = consumers_prefix(role, identity)
     match role:
@@ -91,7 +98,7 @@ def consumer_names(role: Role, identity: str, subjects: Sequence[str]) -> tuple[
             lane = f"{prefix}{_NO_TOKEN.sub('', subjects[0].split('.')[2])}_"
             return tuple(f"{lane}{number}" for number in range(_OF_LANE))
         case "reader":
-            return tuple(f"{prefix}{number}" for number in range(_OF_READER))
+            return tuple(f"{prefix}{number}" for number in range(_LOOKING + processes))
         case _:
             return ()
 
@@ -99,7 +106,7 @@ def consumer_names(role: Role, identity: str, subjects: Sequence[str]) -> tuple[
 def render_credentials(credentials: Credentials) -> str:
     """The file that `load_credentials` reads."""
     head = "# Whoever can read this file can act as this identity. diloco auth revoke ends that.\n"
-    return head + tomli_w.dumps(credentials.model_dump())
+    return head + tomli_w.dumps(credentials.model_dump(exclude_defaults=True))
 
 
 def _forbidden(status: os.stat_result) -> int:

@@ -582,26 +582,68 @@ def test_processes_with_one_readers_credentials_read_beside_each_other(
     guarded: Guarded, run_async: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cursor, "_OTHERS_S", 0.0)
-    spec, most = names.spec(RUN), len(consumer_names("reader", "screen", ()))
+    spec, processes = names.spec(RUN), 6
+    most = len(consumer_names("reader", "screen", (), processes))
 
     async def scenario() -> None:
-        auth.add(guarded.folder, "screen", "reader")
+        auth.add(guarded.folder, "screen", "reader", processes)
         for _ in range(2):
             guarded.reload()
             await asyncio.sleep(1.0)
         await make_run(guarded)
-        async with guarded.enter("screen") as first, guarded.enter("screen") as second:
-            buses = [first, first, *[second] * (most - 2)]
-            reading = [bus.read(TAPE, [spec], 1) for bus in buses]
+        async with contextlib.AsyncExitStack() as stack:
+            own = [
+                await stack.enter_async_context(guarded.enter("screen")) for _ in range(processes)
+            ]
+            with pytest.raises(BusUnavailableError, match="as many connections") as told:
+                await stack.enter_async_context(guarded.enter("screen"))
+            assert "--processes" in (told.value.hint or "")
+            reading = [
+                bus.read(TAPE, [spec], 1) for bus in itertools.islice(itertools.cycle(own), most)
+            ]
             for one in reading:
                 assert (await anext(one)).payload == b"real"
-            with pytest.raises(BusError, match=r"16 processes read .* reader 'screen'") as told:
-                await anext(second.read(TAPE, [spec], 1))
+            with pytest.raises(BusError, match=r"reader 'screen', which are for 6 proc") as told:
+                await anext(own[1].read(TAPE, [spec], 1))
             assert "add-reader" in (told.value.hint or "")
             for one in reading:
                 await one.aclose()  # type: ignore[attr-defined]
 
     run_async(scenario())
+
+
+@pytest.mark.long
+def test_a_hundred_followers_with_one_readers_credentials_have_every_version(
+    world: World, guarded: Guarded, run_async: Run
+) -> None:
+    files = {n: str(world.variant(n, {"bus": guarded.section(n)})) for n in ("agg", "a")}
+    auth.add(guarded.folder, "site", "reader", 100)
+    site = world.variant("site", {"bus": guarded.section("site")})
+    seen: list[dict[int, tuple[str, ...]]] = [{} for _ in range(100)]
+
+    async def follow(own: dict[int, tuple[str, ...]]) -> None:
+        async with diloco.follow(site) as model:
+            async for change in model:
+                own[change.version] = tuple(part.digest for part in change.fragments)
+
+    async def scenario() -> None:
+        for _ in range(2):
+            guarded.reload()
+            await asyncio.sleep(1.0)
+        following = [asyncio.create_task(follow(own)) for own in seen]
+        while min(map(len, seen)) < 4:
+            assert not any(one.done() for one in following)
+            await asyncio.sleep(0.1)
+        await asyncio.to_thread(world.stop)
+        await asyncio.gather(*following)
+
+    world.start("agg", "aggregator", "--config", files["agg"])
+    world.start("a", "learner", "--config", files["a"], "--learner", "a")
+    run_async(scenario())
+    known = {version: digests for own in seen for version, digests in own.items()}
+    for own in seen:
+        assert own == {version: known[version] for version in own}
+        assert max(own) == max(known)
 
 
 def test_no_answer_is_stored_where_a_learner_asks_for_it(guarded: Guarded, run_async: Run) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from diloco.common.process.credentials import PROCESSES
 from diloco.run.cli.command import command, group
 from diloco.run.cli.help import host
 from diloco.run.cli.screen import say_plainly
@@ -100,11 +101,17 @@ def auth_add_aggregator(folder: FolderArgument, name: NameArgument) -> None:
 
 
 @command(auth_app, "add-reader")
-def auth_add_reader(folder: FolderArgument, name: NameArgument) -> None:
-    """Create credentials that read the run and publish nothing: for status, page, report, track."""
+def auth_add_reader(
+    folder: FolderArgument,
+    name: NameArgument,
+    processes: Annotated[
+        int, typer.Option("--processes", help="that may use them at once", min=1, max=1000)
+    ] = PROCESSES,
+) -> None:
+    """Create credentials that read the run and publish nothing: followers, page, report, track."""
     from diloco.operate.auth import files as auth
 
-    _tell_added(folder, auth.add(folder, name, "reader"))
+    _tell_added(folder, auth.add(folder, name, "reader", processes))
 
 
 @command(auth_app, "revoke")

@@ -27,7 +27,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from pydantic import BaseModel, ConfigDict
 
-from diloco.common.process.credentials import Credentials, Role, render_credentials
+from diloco.common.process.credentials import PROCESSES, Credentials, Role, render_credentials
 from diloco.common.protocol.errors import ConfigError
 from diloco.common.protocol.names import valid_name
 from diloco.operate.auth.permissions import Identity, render_accounts
@@ -94,8 +94,10 @@ def init(
     return path, servers
 
 
-def add(folder: Path, name: str, role: Role) -> Path:
+def add(folder: Path, name: str, role: Role, processes: int = PROCESSES) -> Path:
     """Make credentials for a new identity; it can connect once the servers have reloaded.
+
+    As many `processes` can be connected with them at once.
 
     Raises:
         ConfigError: there is one of that name, or `init` was not called.
@@ -112,7 +114,7 @@ def add(folder: Path, name: str, role: Role) -> Path:
             f"there is an identity {name!r} in {folder} already",
             hint="take another name; to give it new keys, revoke it first",
         )
-    return _add(folder, state, name, role)
+    return _add(folder, state, name, role, processes)
 
 
 def revoke(folder: Path, name: str) -> None:
@@ -145,13 +147,15 @@ def public_key(credentials: Credentials) -> str:
     return public
 
 
-def _add(folder: Path, state: _State, name: str, role: Role) -> Path:
+def _add(folder: Path, state: _State, name: str, role: Role, processes: int = PROCESSES) -> Path:
     seed = nkeys.encode_seed(secrets.token_bytes(32), nkeys.PREFIX_BYTE_USER)
-    credentials = Credentials(run=state.run, identity=name, role=role, seed=seed.decode())
+    credentials = Credentials(
+        run=state.run, identity=name, role=role, seed=seed.decode(), processes=processes
+    )
     path = _credentials_path(folder, name)
     path.parent.mkdir(mode=0o700, exist_ok=True)
     _write(path, render_credentials(credentials).encode(), secret=True)
-    more = (*state.identities, Identity(name, role, public_key(credentials)))
+    more = (*state.identities, Identity(name, role, public_key(credentials), processes))
     _save(folder, state.model_copy(update={"identities": more}))
     return path
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from diloco.common.process.credentials import (
     OWN_API,
+    PROCESSES,
     SHARED_API,
     Role,
     consumer_names,
@@ -19,17 +20,17 @@ from diloco.common.process.credentials import (
 )
 from diloco.common.protocol import names
 
-# A learner has one connection, and a second one while the first is found to be dead.
-_MAX_CONNECTIONS = 4
-_MAX_SUBS = 256
+# Of one process: it has one connection, and a second one while the first is found to be dead.
+_MAX_SUBS = 64
 
 
 class Identity(NamedTuple):
-    """Somebody in a run; `public_key` of an nkey."""
+    """Somebody in a run, with `public_key` of an nkey; at most `processes` connect at once."""
 
     name: str
     role: Role
     public_key: str
+    processes: int = PROCESSES
 
 
 class Grants(NamedTuple):
@@ -45,7 +46,7 @@ def grants(run: str, identity: Identity) -> Grants:
         case "learner":
             return _learner(run, identity.name)
         case "reader":
-            return _reader(run, identity.name)
+            return _reader(run, identity)
         case _:
             return _aggregator(run)
 
@@ -108,9 +109,10 @@ def _aggregator(run: str) -> Grants:
     )
 
 
-def _reader(run: str, reader: str) -> Grants:
+def _reader(run: str, reader: Identity) -> Grants:
     """To read everything of the run, and to say nothing."""
-    return Grants(tuple(_reads(run, consumer_names("reader", reader, ()))))
+    consumers = consumer_names("reader", reader.name, (), reader.processes)
+    return Grants(tuple(_reads(run, consumers)))
 
 
 def _fenced_reads(learner: str, stream: str, subjects: Iterable[str]) -> Iterable[str]:
@@ -196,9 +198,10 @@ def _account(run: str, identity: Identity) -> list[str]:
     publish = ", ".join(_quoted(_as_seen(subject)) for subject in granted.requests)
     inbox = f"{inbox_prefix(identity.role, identity.name)}.>"
     subscribe = ", ".join(_quoted(subject) for subject in (inbox, *granted.hears))
+    subs = _MAX_SUBS * identity.processes
     return [
         f"{_quoted(_own_account(run, identity))}: {{",
-        f"  limits: {{max_connections: {_MAX_CONNECTIONS}, max_subscriptions: {_MAX_SUBS}}}",
+        f"  limits: {{max_connections: {identity.processes}, max_subscriptions: {subs}}}",
         f"  users: [{{nkey: {identity.public_key}, permissions: {{",
         f"    publish: [{publish}]",
         f"    subscribe: [{subscribe}]",

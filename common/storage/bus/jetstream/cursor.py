@@ -274,9 +274,9 @@ class Cursors:
             await asyncio.sleep(1.0)
         else:
             raise BusError(
-                f"{len(names)} processes read stream {stream!r} with the credentials of reader "
-                f"{self._own.identity!r}, and no more can",
-                hint="end some, or make another reader: diloco auth add-reader",
+                f"too many read stream {stream!r} with the credentials of reader "
+                f"{self._own.identity!r}, which are for {self._own.processes} processes",
+                hint="end some, or make a reader for more: diloco auth add-reader --processes",
             )
 
     async def _check_end(self, stream: str, position: int) -> None:

@@ -359,6 +359,12 @@ class Link:
                 hint="bus.tls_ca must name the certificate of the authority that signed the "
                 "server's, and bus.url a name that stands in it",
             )
+        if "maximum account" in text.lower():
+            return BusUnavailableError(
+                f"NATS at {self._address.shown()} has as many connections of "
+                f"{self._address.name!r} as its credentials allow",
+                hint="end a process, or make a reader for more: diloco auth add-reader --processes",
+            )
         return BusUnavailableError(
             f"no connection to NATS at {self._address.shown()}: {text}",
             hint="check the address and that nats-server runs: runbooks/nats-away.md",
