@@ -58,7 +58,7 @@ $(STAMP): requirements.lock locks/arrow.lock locks/tokens.lock pyproject.toml
 	@echo "installing: this project, editable"
 	@$(RUN) pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@echo "installing: compiling what an aggregator merges with (some seconds)"
-	@$(RUN) diloco.aggregator.prepare
+	@$(RUN) diloco.aggregator.compile_kernels
 	@touch $(STAMP)
 	@echo "installed: $(BIN)/diloco"
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 import asyncio
 
-from diloco.common.process.service import Runtime
+from diloco.common.process.retry import Runtime
 from diloco.common.storage.store import ObjectInfo, ObjectStore
 
 

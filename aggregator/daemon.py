@@ -3,12 +3,12 @@
 import asyncio
 import contextlib
 
+from diloco.aggregator.compile_kernels import prepare
 from diloco.aggregator.conductor import Conductor
 from diloco.aggregator.context import Context
 from diloco.aggregator.leases import Everything, Leases
 from diloco.aggregator.owner.liveness import Expiry, LivenessWatch
 from diloco.aggregator.owner.owner import Owners
-from diloco.aggregator.prepare import prepare
 from diloco.aggregator.tape_watch import watch_tape
 from diloco.aggregator.watches import LOOK_S, CheckpointWatch, ScoreWatch
 from diloco.common.process import log
@@ -21,9 +21,9 @@ from diloco.common.process.config import (
 )
 from diloco.common.process.health import report, tell, tell_stopping
 from diloco.common.process.probes import Probes, make_probes, serving
-from diloco.common.process.service import (
+from diloco.common.process.retry import Runtime
+from diloco.common.process.tasks import (
     AskedToStopError,
-    Runtime,
     all_of,
     cancel,
     first_of,

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from diloco.aggregator.context import Context, identity
 from diloco.aggregator.core.policy import AggregatorTerms, Pinned, divide
-from diloco.common.process.service import first_of
+from diloco.common.process.tasks import first_of
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import BusUnavailableError, DilocoError, SwapLostError, WireError
 from diloco.common.storage.tape import decode_as

@@ -43,7 +43,8 @@ from bench.harness import run_part
 from diloco.common.process import log
 from diloco.common.process.config import Config, load_config
 from diloco.common.process.nats_server import NatsServer
-from diloco.common.process.service import Runtime, cancel
+from diloco.common.process.retry import Runtime
+from diloco.common.process.tasks import cancel
 from diloco.common.protocol import names, shards, slices, wire
 from diloco.common.protocol.layout import Layout, Tensor, make_layout
 from diloco.common.storage.bus import Bus, jetstream

@@ -30,7 +30,7 @@ import tomli_w
 from bench.data_parallel import POLL_S, Job, Scheduler
 from bench.harness import table
 from diloco.common.process.nats_server import find_binary
-from diloco.common.process.service import cancel
+from diloco.common.process.tasks import cancel
 from diloco.operate.local.reaper import Reaper
 from diloco.run.cli.opening import open_run
 from diloco.run.observed import Observed

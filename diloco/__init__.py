@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     )
     from diloco.common.protocol.layout import TensorHint
     from diloco.learner.contract import check_task, load_task
+    from diloco.learner.grain_data import GrainData
     from diloco.learner.library import Learner, join
-    from diloco.learner.reading import GrainData
     from diloco.learner.task import Batch, Params, Task, Variables
     from diloco.learner.tensors.inner_step import by_clock
     from diloco.learner.tensors.mesh import constrain
@@ -108,7 +108,7 @@ _NAMES = {
         "muon",
         "warmup_cosine",
     ),
-    "diloco.learner.reading": ("GrainData",),
+    "diloco.learner.grain_data": ("GrainData",),
     "diloco.learner.task": ("Batch", "Params", "Task", "Variables"),
     "diloco.run.model.follow": ("follow",),
     "diloco.run.model.load": ("load",),

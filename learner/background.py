@@ -15,7 +15,7 @@ from diloco.common.process import log
 from diloco.common.process.config import RunSettings
 from diloco.common.process.health import Health
 from diloco.common.process.metrics import Metrics
-from diloco.common.process.service import cancel
+from diloco.common.process.tasks import cancel
 from diloco.common.protocol import wire
 from diloco.common.protocol.errors import DilocoError
 from diloco.common.storage.catchup import Change

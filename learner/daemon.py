@@ -13,7 +13,8 @@ from diloco.common.process import log
 from diloco.common.process.config import Config
 from diloco.common.process.health import tell
 from diloco.common.process.probes import Probes, make_probes, serving
-from diloco.common.process.service import AskedToStopError, Runtime, on_signals
+from diloco.common.process.retry import Runtime
+from diloco.common.process.tasks import AskedToStopError, on_signals
 from diloco.common.protocol.errors import HostLostError, status_of
 from diloco.learner.compiled import CompiledPrograms, keep_programs
 from diloco.learner.hosts.messages import MEET_S, end_if_hanging

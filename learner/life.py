@@ -25,7 +25,8 @@ from diloco.common.process.health import (
 )
 from diloco.common.process.metrics import Metrics
 from diloco.common.process.probes import Probes
-from diloco.common.process.service import Runtime, unless_asked
+from diloco.common.process.retry import Runtime
+from diloco.common.process.tasks import unless_asked
 from diloco.common.protocol import names
 from diloco.common.protocol.errors import ConfigError, DilocoError, Exit, HostLostError
 from diloco.common.protocol.frozen import Frozen, Index

@@ -19,7 +19,7 @@ from statistics import fmean
 from typing import Any, Protocol
 
 from diloco.common.process.health import HealthView, step_limit_s
-from diloco.common.process.service import Clock
+from diloco.common.process.retry import Clock
 from diloco.common.protocol import wire
 from diloco.common.protocol.errors import DilocoError, DivergedError
 from diloco.common.protocol.wire import METRIC_NAME, MOST_METRICS

@@ -35,7 +35,7 @@ from pydantic import ConfigDict, Field, ValidationError, validate_call
 from diloco.common.process.config import explain
 from diloco.common.protocol.errors import TaskError
 from diloco.common.protocol.layout import FLOATING, Hint, Kind, TensorHint, default_hint
-from diloco.common.storage.holdings import Holding, Sizes
+from diloco.common.storage.shares import Holding, Sizes
 
 Params = Any  # a pytree of arrays
 Batch = Any  # a pytree of numpy arrays on the host

@@ -26,7 +26,8 @@ from diloco.aggregator.context import Context
 from diloco.aggregator.daemon import aggregate
 from diloco.common.process import log
 from diloco.common.process.config import BusSection, RunSettings
-from diloco.common.process.service import Runtime, cancel
+from diloco.common.process.retry import Runtime
+from diloco.common.process.tasks import cancel
 from diloco.common.protocol import names, shards, slices, wire
 from diloco.common.storage.bus import MemoryBus
 from diloco.common.storage.store import open_store
@@ -34,7 +35,7 @@ from diloco.common.storage.tape import last_record, messages_of
 from diloco.common.storage.views import load_view
 from diloco.learner.task import Task
 from diloco.learner.tensors import tree
-from diloco.learner.tensors.delta import vector_of
+from diloco.learner.tensors.error_feedback import vector_of
 from diloco.learner.tensors.quantize import encode
 from diloco.operate.create import create_run
 from diloco.replay.bundle import run_bundle

@@ -18,7 +18,7 @@ spares what Numba does at each look into a tuple:
   - how many elements a loop has is the length of a tuple (`lanes`), and so known when compiled;
   - a loop writes to few arrays, since the compiler must see that they do not overlap;
   - numbers of blocks are unsigned, which need no care for negative ones;
-  - what is read some blocks later is asked for ahead (`fetch.py`).
+  - what is read some blocks later is asked for ahead (`prefetch.py`).
 
 Shapes: B blocks of b elements, K of them, P pieces of a run, S segments, U updates. Arrays of
 bfloat16 are their bits, uint16.
@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 from numba.extending import overload
 
-from diloco.aggregator.arrays.fetch import NEAR, fetch
+from diloco.aggregator.arrays.prefetch import NEAR, fetch
 from diloco.aggregator.kernel_cache import compiled
 from diloco.common.protocol.quantization import GREATEST_SCALE, GREATEST_VALUE, LEAST_SCALE
 

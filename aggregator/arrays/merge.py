@@ -38,8 +38,8 @@ from diloco.aggregator.arrays.codec_kernels import (
     lanes,
     square,
 )
-from diloco.aggregator.arrays.fetch import FAR, NEAR, fetch, fetch_row
 from diloco.aggregator.arrays.grid import Grid, PieceRun, share_out
+from diloco.aggregator.arrays.prefetch import FAR, NEAR, fetch, fetch_row
 from diloco.aggregator.kernel_cache import compiled
 from diloco.common.protocol.quantization import (
     FORMS,

@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco.aggregator.arrays.codec_kernels import Lanes, Vector, encode, lanes
-from diloco.aggregator.arrays.fetch import NEAR, fetch_row
 from diloco.aggregator.arrays.grid import Grid, PieceRun, share_out
 from diloco.aggregator.arrays.merge import Accumulator, as_bits
+from diloco.aggregator.arrays.prefetch import NEAR, fetch_row
 from diloco.aggregator.kernel_cache import compiled
 from diloco.common.protocol.quantization import (
     Codec,

@@ -19,7 +19,7 @@ from diloco.aggregator.core.state import State
 from diloco.aggregator.core.updates import Admitted
 from diloco.common.process import log, metrics, release
 from diloco.common.process.metrics import Metrics
-from diloco.common.process.service import Tasks
+from diloco.common.process.tasks import Tasks
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import (
     BusUnavailableError,

@@ -21,7 +21,7 @@ from diloco.aggregator.context import Context
 from diloco.aggregator.core import events
 from diloco.aggregator.core.events import Fetch
 from diloco.common.process import cores, log, metrics
-from diloco.common.process.service import Tasks
+from diloco.common.process.tasks import Tasks
 from diloco.common.protocol import shards, slices, wire
 from diloco.common.protocol.errors import (
     ObjectMissingError,

@@ -22,10 +22,10 @@ from diloco.aggregator.owner.committer import swap
 from diloco.aggregator.owner.owner import FragmentOwner
 from diloco.aggregator.owner.tenure import Tenure
 from diloco.common.process import metrics, release
-from diloco.common.process.service import first_of
+from diloco.common.process.tasks import first_of
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import SwapLostError, WireError
-from diloco.common.storage.holdings import EXPIRY, Holdings, declared_sizes, lost_batches
+from diloco.common.storage.shares import EXPIRY, Holdings, declared_sizes, lost_batches
 from diloco.common.storage.tape import (
     check_length,
     decode,

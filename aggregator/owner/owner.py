@@ -19,7 +19,7 @@ from diloco.aggregator.owner.tenure import Tenure
 from diloco.common.process import metrics
 from diloco.common.process.health import HealthView
 from diloco.common.process.metrics import Metrics
-from diloco.common.process.service import cancel, first_of
+from diloco.common.process.tasks import cancel, first_of
 from diloco.common.protocol import wire
 from diloco.common.protocol.errors import IntegrityError, SwapLostError
 

@@ -16,7 +16,7 @@ from diloco.aggregator.owner.committer import cited
 from diloco.aggregator.owner.fetcher import read_input
 from diloco.common.process import cores
 from diloco.common.process.config import RunSettings
-from diloco.common.process.service import cancel
+from diloco.common.process.tasks import cancel
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import DilocoError, IntegrityError, ObjectMissingError, WireError
 from diloco.common.protocol.quantization import Encoded

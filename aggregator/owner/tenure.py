@@ -32,7 +32,7 @@ from diloco.aggregator.owner.quarantine import quarantine
 from diloco.aggregator.owner.recovery import Recovered
 from diloco.common.process import log
 from diloco.common.process.config import RunSettings
-from diloco.common.process.service import Tasks
+from diloco.common.process.tasks import Tasks
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import SwapLostError, WireError
 from diloco.common.protocol.layout import Layout

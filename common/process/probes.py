@@ -15,7 +15,7 @@ from diloco.common.process import metrics
 from diloco.common.process.config import MetricsSection, ServiceManager, service_manager
 from diloco.common.process.health import Answer, Health, Starting
 from diloco.common.process.metrics import Metrics
-from diloco.common.process.service import Retries
+from diloco.common.process.retry import Retries
 from diloco.common.protocol.errors import ConfigError
 
 ANSWER_S = 10.0

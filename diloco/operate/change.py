@@ -20,7 +20,7 @@ from diloco.common.process.config import (
     parse_settings,
     warnings,
 )
-from diloco.common.process.service import Runtime
+from diloco.common.process.retry import Runtime
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import RunMismatchError
 from diloco.common.protocol.layout import parse_layout

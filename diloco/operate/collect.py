@@ -25,7 +25,7 @@ from diloco.aggregator.owner.collector import (
 from diloco.common.process import log
 from diloco.common.process.config import GcSection, service_manager
 from diloco.common.process.health import Health, HealthView, Starting, tell
-from diloco.common.process.service import Runtime
+from diloco.common.process.retry import Runtime
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import Exit
 from diloco.common.storage.store import ObjectInfo

@@ -20,7 +20,8 @@ from diloco.common.process.config import (
     load_config,
     parse_settings,
 )
-from diloco.common.process.service import Runtime, run_to_end
+from diloco.common.process.retry import Runtime
+from diloco.common.process.tasks import run_to_end
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import ConfigError, RunMismatchError, SwapLostError, TaskError
 from diloco.common.protocol.frozen import store_frozen

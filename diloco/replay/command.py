@@ -25,7 +25,7 @@ def replay(run: shared.RunOrTape, options: Options) -> int:
     could not be looked at, such as what garbage collection has taken.
     """
     with interrupts_wait():
-        from diloco.replay.run import run_replay
+        from diloco.replay.modes import run_replay
 
     return run_replay(run, options)
 

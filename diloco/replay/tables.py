@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 
-from diloco.common.process.service import running_loop
+from diloco.common.process.tasks import running_loop
 from diloco.common.protocol import wire
 from diloco.common.protocol.errors import ConfigError
 from diloco.common.protocol.layout import Piece

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from diloco.common.process.config import BusSection, load_config, parse_settings
-from diloco.common.process.service import cancel
+from diloco.common.process.tasks import cancel
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import (
     BusUnavailableError,

@@ -5,7 +5,7 @@ import queue
 from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple, TypeVar
 
-from diloco.common.process.service import cancel
+from diloco.common.process.tasks import cancel
 from diloco.common.protocol.errors import ConfigError, IntegrityError, ObjectMissingError, WireError
 from diloco.common.protocol.reasons import Reason
 from diloco.common.storage.catchup import Change

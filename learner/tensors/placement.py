@@ -28,7 +28,7 @@ from diloco.common.protocol.layout import Layout
 from diloco.common.protocol.quantization import Codec, Encoded, code_dtype
 from diloco.learner.task import Params
 from diloco.learner.tensors import tree
-from diloco.learner.tensors.delta import Codes, Kernels, Placed
+from diloco.learner.tensors.error_feedback import Codes, Kernels, Placed
 from diloco.learner.tensors.mesh import cuts_of, fit, sharding_of, single, split_tensors
 
 Leaves = dict[str, jax.Array]

@@ -4,7 +4,7 @@ Rules:
 - Who reads the data asks for the holding at a position. The next share is claimed as soon as that
   one is begun, so that nobody waits for it unless the bus is away for longer than a share lasts;
   that counts as waiting for data.
-- A claim counts by where it stands on the tape (`common/storage/holdings.py`), so it is known only
+- A claim counts by where it stands on the tape (`common/storage/shares.py`), so it is known only
   once it is read back in order.
 """
 
@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Literal
 
-from diloco.common.process.service import first_of
+from diloco.common.process.tasks import first_of
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import (
     AccessDeniedError,
@@ -22,7 +22,7 @@ from diloco.common.protocol.errors import (
     SubjectUntakenError,
     WireError,
 )
-from diloco.common.storage.holdings import Holding, Holdings, Sizes, declared_sizes, end_of
+from diloco.common.storage.shares import Holding, Holdings, Sizes, declared_sizes, end_of
 from diloco.common.storage.tape import decode_as, publish_once
 from diloco.learner.background import Background, Context
 from diloco.learner.wire.incarnation import DataPosition, Joined, last_at_leader

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from diloco.common.process.config import sync_of
-from diloco.common.process.service import all_of
+from diloco.common.process.tasks import all_of
 from diloco.common.protocol import names, shards, wire
 from diloco.common.protocol.errors import (
     HostFetchError,

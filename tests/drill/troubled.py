@@ -11,10 +11,10 @@ from diloco.common.storage.store import DirectoryStore
 
 
 def release(percent: float) -> None:
-    from diloco.learner.tensors import delta
+    from diloco.learner.tensors import error_feedback
 
-    honest = delta.decode_blocks
-    delta.decode_blocks = lambda *args: honest(*args) * (1 + percent / 100)
+    honest = error_feedback.decode_blocks
+    error_feedback.decode_blocks = lambda *args: honest(*args) * (1 + percent / 100)
 
 
 def link(seconds: float) -> None:
@@ -30,9 +30,9 @@ def link(seconds: float) -> None:
 def clock(seconds: float) -> None:
     honest = time.time
     time.time = lambda: honest() + seconds
-    from diloco.common.process import service
+    from diloco.common.process import retry
 
-    service.Clock.__init__.__defaults__ = (time.time, time.monotonic)
+    retry.Clock.__init__.__defaults__ = (time.time, time.monotonic)
 
 
 if __name__ == "__main__":

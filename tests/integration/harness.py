@@ -24,7 +24,7 @@ import tomli_w
 from diloco.aggregator.daemon import load_run
 from diloco.common.process import log
 from diloco.common.process.config import Config, load_config
-from diloco.common.process.service import Runtime
+from diloco.common.process.retry import Runtime
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import Exit
 from diloco.common.storage.bus import jetstream

@@ -11,7 +11,7 @@ from small_disk import fill, small_disk
 
 from diloco.common.process.config import RunSettings
 from diloco.common.process.nats_server import NatsServer
-from diloco.common.process.service import Runtime
+from diloco.common.process.retry import Runtime
 from diloco.common.protocol import names
 from diloco.common.protocol.errors import BusUnavailableError
 from diloco.common.protocol.layout import Tensor, make_layout

@@ -12,7 +12,7 @@ from harness import ENDLESS, Process, World
 
 from diloco.aggregator.daemon import load_run
 from diloco.common.process import log
-from diloco.common.process.service import Runtime
+from diloco.common.process.retry import Runtime
 from diloco.common.storage.bus import Message
 from diloco.common.storage.bus.jetstream import NatsBus
 from diloco.common.storage.store import DirectoryStore, open_store

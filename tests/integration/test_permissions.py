@@ -26,7 +26,7 @@ from diloco.aggregator.owner.committer import swap
 from diloco.common.process.config import BusSection, RunSettings
 from diloco.common.process.credentials import SHARED_API, consumer_names, load_credentials
 from diloco.common.process.nats_server import NatsServer, free_port
-from diloco.common.process.service import Runtime
+from diloco.common.process.retry import Runtime
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import (
     BusError,

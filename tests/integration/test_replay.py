@@ -19,7 +19,7 @@ from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import BusError, ConfigError
 from diloco.common.storage.store import open_store
 from diloco.operate import change as operate
-from diloco.replay import run as replay
+from diloco.replay import modes as replay
 from diloco.replay.bundle import run_bundle
 from diloco.replay.options import BundleOptions, Options
 from diloco.replay.restore import run_restore

@@ -17,7 +17,7 @@ from simbus import ActorBus
 from simloop import ACTOR
 from simstore import ActorStore
 
-from diloco.common.process.service import Clock, Runtime
+from diloco.common.process.retry import Clock, Runtime
 from diloco.common.protocol.errors import (
     AccessDeniedError,
     DilocoError,

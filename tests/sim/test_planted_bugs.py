@@ -17,7 +17,7 @@ from diloco.aggregator.core.state import State
 from diloco.aggregator.core.updates import UpdateId
 from diloco.aggregator.daemon import load_run
 from diloco.aggregator.owner.committer import commit_record
-from diloco.common.process.service import Runtime
+from diloco.common.process.retry import Runtime
 from diloco.common.protocol import names, shards, slices, wire
 from diloco.common.protocol.errors import AccessDeniedError, StoreUnavailableError, WireError
 from diloco.common.storage.tape import data_position, last_record, read_record
@@ -147,7 +147,7 @@ def full_disk_forgotten():
             if "is full" not in error.message or "/global/" not in str(name):
                 raise
 
-    return mock.patch("diloco.common.process.service.Runtime.call", once)
+    return mock.patch("diloco.common.process.retry.Runtime.call", once)
 
 
 def checksum_unchecked():
@@ -264,7 +264,7 @@ def no_answer_taken_for_one():
             if "answer is lost" not in error.message:
                 raise
 
-    return mock.patch("diloco.common.process.service.Runtime.call", once)
+    return mock.patch("diloco.common.process.retry.Runtime.call", once)
 
 
 def deltas_taken_as_they_come():

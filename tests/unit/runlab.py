@@ -15,7 +15,8 @@ from diloco.aggregator.context import Context
 from diloco.aggregator.daemon import aggregate
 from diloco.common.process import log
 from diloco.common.process.config import BusSection, GcSection, RunSettings
-from diloco.common.process.service import Runtime, cancel
+from diloco.common.process.retry import Runtime
+from diloco.common.process.tasks import cancel
 from diloco.common.protocol import names, shards, slices, wire
 from diloco.common.protocol.layout import Tensor, make_layout
 from diloco.common.storage.bus import Bus, MemoryBus

@@ -9,7 +9,7 @@ import structlog
 from receiver import Receiver, receiving
 
 from diloco.common.process.config import RunSettings
-from diloco.common.process.service import Runtime
+from diloco.common.process.retry import Runtime
 from diloco.common.protocol.errors import ConfigError
 from diloco.judge import doctor_findings
 from diloco.judge.doctor import Report

@@ -14,8 +14,8 @@ from diloco.common.protocol.errors import ConfigError
 from diloco.common.storage.store.protocol import KEPT
 from diloco.judge.doctor import examine, show
 from diloco.replay.diff import run_diff
+from diloco.replay.modes import run_replay
 from diloco.replay.options import Options
-from diloco.replay.run import run_replay
 from diloco.replay.show import run_show
 from diloco.run.cli.opening import RunLocation, use_place
 

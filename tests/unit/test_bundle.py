@@ -23,9 +23,9 @@ from diloco.common.storage.tape import records_of
 from diloco.judge.doctor import Report, examine
 from diloco.replay import bundle
 from diloco.replay.bundle import run_bundle
+from diloco.replay.modes import run_replay
 from diloco.replay.options import BundleOptions, Options
 from diloco.replay.restore import run_unpack
-from diloco.replay.run import run_replay
 from diloco.replay.show import run_show
 from diloco.run.cli.opening import RunLocation, open_run, use_place
 from diloco.run.state import RunStatus

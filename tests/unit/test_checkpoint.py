@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from diloco.common.process.config import LearnerSection, MeshSection, RunSettings
-from diloco.common.process.service import Runtime
+from diloco.common.process.retry import Runtime
 from diloco.common.protocol.errors import CheckpointError
 from diloco.common.protocol.layout import Tensor, make_layout
 from diloco.common.storage.store import MemoryStore

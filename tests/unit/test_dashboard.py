@@ -17,7 +17,8 @@ import pytest
 from runlab import Lab
 
 from bench.tapes import Forger
-from diloco.common.process.service import Clock, cancel
+from diloco.common.process.retry import Clock
+from diloco.common.process.tasks import cancel
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import BusUnavailableError, ConfigError
 from diloco.judge import doctor_findings

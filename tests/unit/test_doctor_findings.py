@@ -13,7 +13,7 @@ from rich.console import Console
 from runlab import RUN, Lab
 
 from diloco.common.process.config import RunSettings
-from diloco.common.process.service import Runtime
+from diloco.common.process.retry import Runtime
 from diloco.common.protocol import names, wire
 from diloco.common.storage.tape import Recorded
 from diloco.judge import doctor_findings

@@ -9,7 +9,7 @@ from runlab import RUN, Lab
 from diloco.aggregator.context import Context
 from diloco.aggregator.core.members import Hearing
 from diloco.aggregator.owner.liveness import Expiry, reached_before
-from diloco.common.process.service import cancel
+from diloco.common.process.tasks import cancel
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.reasons import Reason
 from diloco.common.storage.tape.positions import first_sequence

@@ -11,7 +11,7 @@ from runlab import RUN, Lab
 from diloco.aggregator.settings import change_settings
 from diloco.common.process.config import RunSettings
 from diloco.common.process.health import Health
-from diloco.common.process.service import cancel
+from diloco.common.process.tasks import cancel
 from diloco.common.protocol import names, wire
 from diloco.common.storage.tape import read_tape
 from diloco.judge import doctor_findings

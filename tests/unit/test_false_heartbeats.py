@@ -15,7 +15,7 @@ from rich.console import Console
 from runlab import RUN, Lab
 from test_false_health import ask, beat, said, say
 
-from diloco.common.process.service import cancel
+from diloco.common.process.tasks import cancel
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import WireError
 from diloco.common.storage.tape import decode_as

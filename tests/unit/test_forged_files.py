@@ -19,9 +19,9 @@ from diloco.common.storage.tape import decode
 from diloco.judge.doctor import examine
 from diloco.learner.contract import load_task
 from diloco.replay.bundle import run_bundle
+from diloco.replay.modes import run_replay
 from diloco.replay.options import BundleOptions, Options
 from diloco.replay.restore import run_unpack
-from diloco.replay.run import run_replay
 from diloco.show.page.report import gather
 from diloco.show.page.summary import warnings
 

@@ -22,7 +22,7 @@ from diloco.common.process.health import (
 )
 from diloco.common.process.nats_server import free_port
 from diloco.common.process.probes import make_probes, serving
-from diloco.common.process.service import Retries, Runtime
+from diloco.common.process.retry import Retries, Runtime
 from diloco.common.protocol.errors import BusUnavailableError, ConfigError, StoreUnavailableError
 
 
@@ -258,7 +258,7 @@ def test_waits_name_what_passing_faults_keep_waiting(run_async, monkeypatch) -> 
     async def no_sleep(_seconds: float) -> None:
         seen.append(runtime.retries.now())
 
-    monkeypatch.setattr("diloco.common.process.service.asyncio.sleep", no_sleep)
+    monkeypatch.setattr("diloco.common.process.retry.asyncio.sleep", no_sleep)
     left = [BusUnavailableError("away"), StoreUnavailableError("away"), None]
 
     async def attempt() -> None:

@@ -11,7 +11,8 @@ import pytest
 import structlog
 
 from diloco.common.process.config import RunSettings
-from diloco.common.process.service import Runtime, cancel
+from diloco.common.process.retry import Runtime
+from diloco.common.process.tasks import cancel
 from diloco.common.protocol import wire
 from diloco.common.protocol.errors import (
     DilocoError,

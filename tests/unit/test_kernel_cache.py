@@ -74,7 +74,7 @@ def test_who_is_stopped_with_the_folder_holds_up_nobody(source, monkeypatch):
 
 def test_numba_that_may_not_compile_is_named():
     done = subprocess.run(
-        [sys.executable, "-m", "diloco.aggregator.prepare"],
+        [sys.executable, "-m", "diloco.aggregator.compile_kernels"],
         env={**os.environ, "NUMBA_DISABLE_JIT": "1"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from diloco.aggregator import leases
 from diloco.aggregator.core.policy import AggregatorTerms, divide
-from diloco.common.process.service import cancel
+from diloco.common.process.tasks import cancel
 from diloco.common.protocol import names
 from diloco.common.protocol.errors import BusUnavailableError
 from diloco.common.storage.bus import MemoryBus

@@ -9,7 +9,7 @@ import pytest
 import structlog
 
 from diloco.common.process.config import RunSettings, SyncSection
-from diloco.common.process.service import Runtime
+from diloco.common.process.retry import Runtime
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import BusUnavailableError, StoreUnavailableError
 from diloco.common.protocol.layout import Tensor, make_layout

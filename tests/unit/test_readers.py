@@ -13,7 +13,7 @@ from diloco.aggregator import checkpoint
 from diloco.aggregator.owner.recovery import rebuild, recover
 from diloco.aggregator.rollback import find_versions, roll_back
 from diloco.common.process.config import BusSection
-from diloco.common.process.service import cancel
+from diloco.common.process.tasks import cancel
 from diloco.common.protocol import names, shards, wire
 from diloco.common.protocol.errors import (
     ConfigError,

@@ -12,7 +12,7 @@ from runlab import RUN, Lab
 
 from bench.tapes import Forger
 from diloco.aggregator.owner.liveness import LivenessWatch
-from diloco.common.process.service import cancel
+from diloco.common.process.tasks import cancel
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import RunMissingError, WireError
 from diloco.common.protocol.reasons import Reason

@@ -22,8 +22,8 @@ from diloco.judge.evidence import newer_objects
 from diloco.judge.objects import read_listing
 from diloco.operate.collect import find
 from diloco.replay.coverage import Versions, sentences, tape_of
+from diloco.replay.modes import run_replay
 from diloco.replay.options import Options
-from diloco.replay.run import run_replay
 from diloco.run.cli.opening import RunLocation, use_place
 from diloco.run.history import read_history
 

@@ -21,7 +21,7 @@ from diloco.aggregator.owner.committer import swap
 from diloco.aggregator.owner.fetcher import read_input, read_payload
 from diloco.aggregator.owner.recovery import MOST_AHEAD, _merge_again
 from diloco.common.process.config import GcSection
-from diloco.common.process.service import cancel
+from diloco.common.process.tasks import cancel
 from diloco.common.protocol import names, shards, wire
 from diloco.common.protocol.errors import (
     BusError,

@@ -12,7 +12,7 @@ import msgpack
 
 from diloco.common.process import log
 from diloco.common.process.config import RunSettings, check_changeable, parse_settings
-from diloco.common.process.service import Runtime
+from diloco.common.process.retry import Runtime
 from diloco.common.protocol import names, shards, wire
 from diloco.common.protocol.errors import (
     ConfigError,

@@ -15,8 +15,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from pydantic import Field
 
-from diloco.common.storage.holdings import Sizes
-from diloco.learner.reading import GrainData, require_grain
+from diloco.common.storage.shares import Sizes
+from diloco.learner.grain_data import GrainData, require_grain
 from diloco.learner.task import (
     AtLeastOne,
     Batch,

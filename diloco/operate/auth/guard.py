@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from diloco.common.process import log
 from diloco.common.process.credentials import consumers_prefix
-from diloco.common.process.service import all_of
+from diloco.common.process.tasks import all_of
 from diloco.common.protocol import names
 from diloco.common.protocol.errors import ConfigError
 from diloco.common.storage.bus.jetstream import NatsBus

@@ -30,7 +30,7 @@ from diloco.common.process.config import (
     warnings,
 )
 from diloco.common.process.nats_server import NatsServer
-from diloco.common.process.service import cancel
+from diloco.common.process.tasks import cancel
 from diloco.common.protocol.errors import ConfigError, RunMismatchError
 from diloco.common.storage.tape import has_ended, last_record
 from diloco.operate.local import screen

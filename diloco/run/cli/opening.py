@@ -31,7 +31,7 @@ from diloco.common.process.config import (
     store_url,
 )
 from diloco.common.process.nats_server import NatsServer, is_folder_of_server, is_free, is_served
-from diloco.common.process.service import Runtime
+from diloco.common.process.retry import Runtime
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import (
     BusUnavailableError,

@@ -13,7 +13,7 @@ import numpy as np
 
 from diloco.common.process.config import sync_of
 from diloco.common.process.credentials import load_credentials
-from diloco.common.process.service import cancel, running_loop
+from diloco.common.process.tasks import cancel, running_loop
 from diloco.common.protocol.errors import (
     ConfigError,
     DilocoError,

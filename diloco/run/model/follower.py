@@ -13,7 +13,7 @@ from typing import NamedTuple, Self, TypeVar
 
 import numpy as np
 
-from diloco.common.process.service import cancel
+from diloco.common.process.tasks import cancel
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import (
     IntegrityError,

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from diloco.common.process.service import run_to_end
+from diloco.common.process.tasks import run_to_end
 from diloco.common.protocol import wire
 from diloco.common.protocol.errors import RunMismatchError
 from diloco.common.protocol.frozen import Frozen

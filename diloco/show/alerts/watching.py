@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from diloco.common.process.config import webhook as webhook_of_environment
-from diloco.common.process.service import Runtime, cancel, on_signals
+from diloco.common.process.retry import Runtime
+from diloco.common.process.tasks import cancel, on_signals
 from diloco.common.protocol.errors import (
     BusUnavailableError,
     ConfigError,

@@ -12,7 +12,8 @@ from typing import Any
 import requests
 
 from diloco.common.process import log
-from diloco.common.process.service import Runtime, cancel
+from diloco.common.process.retry import Runtime
+from diloco.common.process.tasks import cancel
 from diloco.common.protocol.errors import ConfigError, DilocoError
 from diloco.show.alerts.firing import Notice
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from diloco.common.process.service import cancel
+from diloco.common.process.tasks import cancel
 from diloco.common.protocol import wire
 from diloco.common.protocol.errors import (
     BusUnavailableError,

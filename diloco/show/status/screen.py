@@ -16,7 +16,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from diloco.common.process.service import cancel
+from diloco.common.process.tasks import cancel
 from diloco.common.protocol.errors import StoreError
 from diloco.run.cli.opening import open_run
 from diloco.run.cli.screen import SEVERITY_STYLES, STATE_STYLES, plain_table, say, say_json

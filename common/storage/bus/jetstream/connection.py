@@ -11,7 +11,7 @@ from typing import TypeVar
 import nats.errors
 from nats.js import JetStreamContext, api
 
-from diloco.common.process.service import cancel
+from diloco.common.process.tasks import cancel
 from diloco.common.protocol.errors import (
     AccessDeniedError,
     BusError,

@@ -12,7 +12,7 @@ from nats.js import api
 from diloco.common.process import log
 from diloco.common.process.config import BusSection
 from diloco.common.process.credentials import OWN_API, Credentials, Role, load_credentials
-from diloco.common.process.service import Runtime
+from diloco.common.process.retry import Runtime
 from diloco.common.protocol.errors import (
     BusError,
     BusUnavailableError,

@@ -6,16 +6,9 @@ import random
 import pytest
 import structlog
 
-from diloco.common.process import service
-from diloco.common.process.service import (
-    FIRST_BACKOFF_S,
-    LAST_BACKOFF_S,
-    AskedToStopError,
-    Runtime,
-    cancel,
-    first_of,
-    unless_asked,
-)
+from diloco.common.process import tasks
+from diloco.common.process.retry import FIRST_BACKOFF_S, LAST_BACKOFF_S, Runtime
+from diloco.common.process.tasks import AskedToStopError, cancel, first_of, unless_asked
 from diloco.common.protocol.errors import (
     BusUnavailableError,
     ConfigError,
@@ -30,7 +23,7 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 1000.0
         self.sleeps_s: list[float] = []
-        monkeypatch.setattr(service.asyncio, "sleep", self.sleep)
+        monkeypatch.setattr(asyncio, "sleep", self.sleep)
 
     async def sleep(self, seconds: float) -> None:
         self.sleeps_s.append(seconds)
@@ -230,7 +223,7 @@ def test_cancelling_all_of_them_leaves_none(run_async):
 
 
 def test_a_cancellation_that_was_forgotten_is_sent_again(run_async, monkeypatch):
-    monkeypatch.setattr(service, "CANCEL_AGAIN_S", 0.01)
+    monkeypatch.setattr(tasks, "CANCEL_AGAIN_S", 0.01)
     forgotten = []
 
     async def forgetful():

@@ -1,4 +1,4 @@
-"""Has kernels compiled before anybody waits for them: `python -m diloco.aggregator.prepare`.
+"""Compiles kernels before anybody waits: `python -m diloco.aggregator.compile_kernels`.
 
 A kernel is compiled at its first call with arrays of some types, for seconds. What a run calls
 follows from its codecs and the size of its blocks alone, so that it can be called on nothing much

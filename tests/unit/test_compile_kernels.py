@@ -6,9 +6,9 @@ import pytest
 from diloco.aggregator.arrays import merge, outer
 from diloco.aggregator.arrays.fragment import FragmentArrays, Payload
 from diloco.aggregator.arrays.merge import segment_norms
+from diloco.aggregator.compile_kernels import main, prepare
 from diloco.aggregator.core import policy
 from diloco.aggregator.core.updates import Admitted, UpdateCredit
-from diloco.aggregator.prepare import main, prepare
 from diloco.common.process.config import make_config
 from diloco.common.protocol import shards, slices, wire
 from diloco.common.protocol.layout import Tensor, make_layout
