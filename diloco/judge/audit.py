@@ -41,8 +41,7 @@ class Objects:
         orphans: objects below the run's prefix that nothing on the tape names, in bytes.
         newer: objects of what the tape has not come to, in bytes.
         remade: versions that were merged again, and gave their digests.
-        read: objects of versions whose bytes were compared; `unread`: those that are gone, or too
-            many.
+        read: objects of versions whose bytes were compared.
     """
 
     breaches: list[Breach] = field(default_factory=list)
@@ -53,7 +52,6 @@ class Objects:
     newer: dict[str, int] = field(default_factory=dict)
     remade: int = 0
     read: int = 0
-    unread: int = 0
 
 
 @dataclass

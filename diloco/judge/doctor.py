@@ -42,7 +42,7 @@ from diloco.judge.evidence import wholeness
 from diloco.judge.objects import check_bytes, check_objects, list_now, read_listing
 from diloco.run.cli.opening import OpenRun, open_run, run_config
 from diloco.run.cli.screen import SEVERITY_STYLES
-from diloco.run.cli.subprocess import call_isolated
+from diloco.run.cli.subprocess import Isolated
 from diloco.run.findings import (
     DIGEST_MISMATCH,
     NATS_AWAY,
@@ -102,8 +102,8 @@ class Report:
 
 # Hears the report so far, and what is done next.
 Told = Callable[["Report", str], None]
-# From run, tape and findings: the findings, with more that it found.
-Further = Callable[[RunContext, History, list[Finding]], Awaitable[list[Finding]]]
+# From run, tape, its task (a `ScoredTask`) and findings: the findings, with more that it found.
+Further = Callable[[RunContext, History, Isolated, list[Finding]], Awaitable[list[Finding]]]
 
 
 def _not_told(_report: Report, _doing: str) -> None:
@@ -133,13 +133,19 @@ async def examine(
     found += probed
     try:
         async with open_run(target, name="doctor", reads=True) as run:
-            found += await asyncio.to_thread(_compare, run)
-            found += [] if file else await _probe_bus(run.context)
-            found += await _examine_run(report, run.context, _Way(deep, told, further), copied=file)
+            # It takes its time to load, and has it while the tape is read.
+            task = Isolated("diloco.run.model.view:ScoredTask", run.config.settings())
+            try:
+                found += _compare(run)
+                found += [] if file else await _probe_bus(run.context)
+                report.findings = found
+                found += await _examine_run(report, run, task, _Way(deep, told, further))
+            finally:
+                await asyncio.to_thread(task.close)
     except RunMissingError as error:
         found += await asyncio.to_thread(_no_run, config, error, store)
         report.exists = any(finding.severity == "error" for finding in found)
-        found += await asyncio.to_thread(_try_task, config)
+        found += await asyncio.to_thread(_task_of, config)
     except BusUnavailableError as error:
         found.append(failed("bus", error, NATS_AWAY))
     except BusError as error:
@@ -262,7 +268,7 @@ async def _probe_bus(context: RunContext) -> list[Finding]:
 
 
 def _compare(run: OpenRun) -> list[Finding]:
-    """The file, and the task it names, against the run's specification."""
+    """The file against the run's specification."""
     found = [
         Finding(
             severity="error",
@@ -277,26 +283,22 @@ def _compare(run: OpenRun) -> list[Finding]:
         found.append(
             Finding(severity="ok", about="specification", sentence="the file matches the run")
         )
-    return found + _try_task(run.config, run.specification.layout)
+    return found
 
 
-def _try_task(config: Config, layout: str | None = None) -> list[Finding]:
+def _try_task(task: Isolated, build: str, layout: str | None = None) -> list[Finding]:
     """Whether the task can be built here, and gives the run's layout."""
     try:
-        return call_isolated(try_task, config, layout)
-    except TaskError as error:
-        return [_not_built(config, error)]
-
-
-def try_task(config: Config, layout: str | None) -> list[Finding]:
-    """As `_try_task`, in this process, which loads JAX and the task."""
-    from diloco.learner.contract import run_task
-    from diloco.learner.tensors import tree
-
-    try:
-        digest = tree.task_layout(run_task(config.settings()), config.sync).digest
+        digest = task.call("digest")
     except (DilocoError, ImportError, OSError) as error:
-        return [_not_built(config, error)]
+        sentence = f"task {build!r} cannot be built here, so its layout is not checked: {error}"
+        return [
+            Finding(
+                severity="note", about="layout", sentence=sentence,
+                advice="only learners and `run create` need it",
+                runbook=doctor_findings.RUN_MISMATCH,
+            )
+        ]  # fmt: skip
     if layout is None or digest == layout:
         return [Finding(severity="ok", about="layout", sentence=f"the task's layout is {digest}")]
     return [
@@ -310,12 +312,13 @@ def try_task(config: Config, layout: str | None) -> list[Finding]:
     ]
 
 
-def _not_built(config: Config, error: Exception) -> Finding:
-    sentence = f"task {config.task.build!r} cannot be built here, so its layout is not checked"
-    return Finding(
-        severity="note", about="layout", sentence=f"{sentence}: {error}",
-        advice="only learners and `run create` need it", runbook=doctor_findings.RUN_MISMATCH,
-    )  # fmt: skip
+def _task_of(config: Config) -> list[Finding]:
+    """Whether the task of a run that is not created yet can be built here."""
+    task = Isolated("diloco.run.model.view:ScoredTask", config.settings())
+    try:
+        return _try_task(task, config.task.build)
+    finally:
+        task.close()
 
 
 class _Way(NamedTuple):
@@ -326,13 +329,12 @@ class _Way(NamedTuple):
     further: Further | None
 
 
-async def _examine_run(
-    report: Report, context: RunContext, way: _Way, *, copied: bool
-) -> list[Finding]:
+async def _examine_run(report: Report, run: OpenRun, task: Isolated, way: _Way) -> list[Finding]:
     """Findings on tape, learners, fragments and objects; with more of the report, as it comes."""
+    context, known = run.context, report.findings
 
     def told(findings: Iterable[Finding], doing: str) -> None:
-        report.findings = ranked(said_once(findings))
+        report.findings = ranked(said_once([*known, *findings]))
         way.told(report, doing)
 
     told((await Watch(context).begin()).findings, "reading the tape")
@@ -346,17 +348,20 @@ async def _examine_run(
         *compared.findings,
         *doctor_findings.ruined(await _scores(context, deep=way.deep)),
         *service.checkpoints(history, made, now.as_of_s),
-        *((_copy(),) if copied else ()),
+        *((_copy(),) if run.bundle is not None else ()),
         *doctor_findings.tape(history, found),
         *wholeness(history, objects),
         *gone,
         *doctor_findings.objects(objects, deep=way.deep),
         *doctor_findings.rules(found),
     ]
+    told(findings, "loading the task")
+    build, layout = run.config.task.build, run.specification.layout
+    findings += await asyncio.to_thread(_try_task, task, build, layout)
     if way.further is None:
         return findings
     told(findings, "merging the newest rounds without each of their updates")
-    return await way.further(context, history, findings)
+    return await way.further(context, history, task, findings)
 
 
 def _copy() -> Finding:

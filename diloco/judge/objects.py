@@ -5,6 +5,7 @@ reads no object. `remake.py` goes on with their contents.
 """
 
 import contextlib
+import heapq
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
@@ -291,15 +292,8 @@ def check_bytes(history: History, found: Objects) -> None:
     Raises:
         StoreUnavailableError: the store is away.
     """
-    refs: dict[str, tuple[wire.Record, wire.ObjectRef]] = {}
-    for chain in history.records.values():
-        for _, record in chain:
-            for ref in (record.delta, record.snapshot, record.outer):
-                if ref is not None:
-                    refs.setdefault(ref.name, (record, ref))
-    known = {(ref.size_bytes, ref.crc32c): record for record, ref in refs.values()}
     left = READ_BYTES
-    for record, ref in sorted(refs.values(), key=lambda one: -one[0].version):
+    for record, ref in newest_first(history):
         left -= ref.size_bytes
         if left < 0:
             break
@@ -309,10 +303,23 @@ def check_bytes(history: History, found: Objects) -> None:
             is_of = len(data), crc32c(data)
             if is_of == (ref.size_bytes, ref.crc32c):
                 continue
-            other = known.get(is_of)
+            others = (one.version for one, other in newest_first(history)
+                      if is_of == (other.size_bytes, other.crc32c))  # fmt: skip
+            version = next(others, None)
             what = f"{ref.name!r} has damaged bytes: not those that its maker stored"
-            if other is not None:
-                what = f"{ref.name!r} has the bytes of version {other.version}"
+            if version is not None:
+                what = f"{ref.name!r} has the bytes of version {version}"
             where = f"version {record.version} of fragment {record.fragment}"
             found.breaches.append(Breach("bytes", where, what))
-    found.unread = len(refs) - found.read
+
+
+def newest_first(history: History) -> Iterator[tuple[wire.Record, wire.ObjectRef]]:
+    """Objects of versions, each once, with the record whose version it was stored for."""
+    chains = (reversed(chain) for chain in history.records.values())
+    for _, record in heapq.merge(*chains, key=lambda one: -one[1].version):
+        for ref in (record.delta, record.snapshot, record.outer):
+            made = None if ref is None else names.parse_version_object(
+                history.run, record.fragment, ref.name
+            )  # fmt: skip
+            if ref is not None and made is not None and made.version == record.version:
+                yield record, ref

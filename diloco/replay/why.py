@@ -16,6 +16,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from diloco.aggregator.arrays.codec_kernels import Vector
 from diloco.common.protocol.errors import DilocoError, Exit
 from diloco.common.storage.tape import RunContext
 from diloco.judge.doctor import Report, examine, picture
@@ -23,8 +24,10 @@ from diloco.replay import blame, verify
 from diloco.replay.blame_learners import AGAINST, Effects, Sentence, judge
 from diloco.replay.blame_screen import in_words
 from diloco.run.cli.screen import say_json
+from diloco.run.cli.subprocess import Isolated
 from diloco.run.cli.versions import parse_time
 from diloco.run.history import History
+from diloco.run.model.load import held_leaves
 from diloco.run.outliers import LOSS_SPIKE
 from diloco.run.state import Finding
 
@@ -108,18 +111,18 @@ def _part(report: Report, chosen: Chosen) -> Report:
 # What the newest updates did to the held-out loss
 
 
-async def _harm(context: RunContext, history: History, found: Sequence[Finding]) -> list[Finding]:
+async def _harm(
+    context: RunContext, history: History, task: Isolated, found: Sequence[Finding]
+) -> list[Finding]:
     """The findings with what their learners' updates did, those on further learners, and why not.
 
     Raises:
         StoreUnavailableError: the store is away.
     """
     try:
-        # Who scores nothing loads no task, nor what tasks are made with.
-        from diloco.run.model.view import held_out_scorer
-
-        evaluate = await held_out_scorer(context, history.specification)
-        judged = await asyncio.to_thread(_blame, context, history, evaluate)
+        held = await held_leaves(context, history.specification)
+        await asyncio.to_thread(task.call, "hold", context.layout, held)
+        judged = await asyncio.to_thread(_blame, context, history, task)
     except (DilocoError, ImportError, OSError) as error:
         why = error.message if isinstance(error, DilocoError) else str(error)
         return [*found, _not_judged(f"what updates did to the held-out loss: {why}")]
@@ -134,9 +137,15 @@ async def _harm(context: RunContext, history: History, found: Sequence[Finding])
     return [*told, *accusations(sentences, accused, rounds)]
 
 
-def _blame(context: RunContext, history: History, evaluate: blame.Evaluate) -> blame.Blame:
+def _blame(context: RunContext, history: History, task: Isolated) -> blame.Blame:
     """The newest rounds, each without each of its updates, until the time is over."""
     began_s = time.monotonic()
+
+    def evaluate(views: Sequence[Vector]) -> float:
+        for view in views:
+            task.call("see", view)
+        return float(task.call("loss", within_s=BLAME_S))
+
     fragments = sorted(history.records)
     first = max(0, min(history.versions()) - max(4, BLAMED_ROUNDS // len(fragments)))
     chains = verify.chains(history, fragments, first, {})

@@ -231,12 +231,18 @@ class _Compared:
             for tensor, squares in self.squares.items()
             if median(own - STILL**2 * others for own, others in squares) < 0
         ]
+        norms = {
+            tensor: median(0.5 * math.log(own / others) for own, others in squares)
+            for tensor, squares in self.squares.items()
+            # A part that only its data uses is compared with nothing.
+            if tensor not in still and all(own > 0 and others > 0 for own, others in squares)
+        }
         factor, tensor = max(self.factors, default=(0.0, ""))
         return ShardFigures(
             # What was an hour ago may be repaired.
             fmean(self.cosines[-NEWEST:]), len(self.cosines),
             tuple(still) if len(still) < len(self.squares) else (),
-            len(self.factors), factor, tensor,
+            norms, len(self.factors), factor, tensor,
         )  # fmt: skip
 
 

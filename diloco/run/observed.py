@@ -28,6 +28,7 @@ from diloco.run.state import (
     MergedPoint,
     RunStatus,
     ShardFigures,
+    Throughput,
     UpdateAnswer,
     delays_of,
     share,
@@ -59,6 +60,31 @@ class Trend:
         if len(self.points) > POINTS:
             self.points = self.points[::2]
             self._stride *= 2
+
+
+def throughput(
+    newest: Sequence[MergedPoint], trend: Sequence[MergedPoint], merged: int
+) -> Throughput | None:
+    """What the newest updates bring, beside the ones before; None of few.
+
+    Args:
+        newest: `RECENT` of them, or what there is.
+        trend: points over all that came.
+        merged: how many came.
+    """
+    took_s = newest[-1].at_s - newest[0].at_s if newest else 0.0
+    if len(newest) < RECENT or took_s <= 0:
+        return None
+    tokens_per_s = median(point.tokens_per_s for point in newest)
+    found = Throughput(tokens_per_s, (len(newest) - 1) / took_s)
+    earlier = [point for point in trend if point.at_s < newest[0].at_s]
+    before = median(point.tokens_per_s for point in earlier) if earlier else 0.0
+    if len(earlier) < RECENT or not before:
+        return found
+    per_s = (merged - len(newest)) / (newest[0].at_s - earlier[0].at_s)
+    return found._replace(
+        tokens_change=tokens_per_s / before, updates_change=found.updates_per_s / per_s
+    )
 
 
 class LifeTotals(NamedTuple):
@@ -117,6 +143,7 @@ class LearnerHistory:
     recent: deque[UpdateAnswer] = field(default_factory=lambda: deque(maxlen=RECENT))
     beside: deque[UpdateAnswer] = field(default_factory=lambda: deque(maxlen=RECENT))
     trend: Trend = field(default_factory=Trend)
+    newest: deque[MergedPoint] = field(default_factory=lambda: deque(maxlen=RECENT))
     _newest: wire.Heartbeat | None = None
     _earlier: LifeTotals = field(default_factory=LifeTotals)
 
@@ -293,6 +320,7 @@ class Observed:
             self._whole_updates += len(record.inputs)
             while self._whole_updates > WHOLE_UPDATES and len(self.rounds) > 1:
                 self._whole_updates -= len(self.rounds.popleft().inputs)
+        speeds = {one.learner: one.speed for one in record.policy.members}
         for taken, answer in zip(record.inputs, answers(record.inputs, waits), strict=True):
             one = self.known[taken.learner]
             one.merged += 1
@@ -301,11 +329,12 @@ class Observed:
             one.recent.append(answer)
             if answer.others_loss is not None:
                 one.beside.append(answer)
-            one.trend.add(
-                MergedPoint(
-                    record.closed_at_s, answer.loss, answer.norm, record.version, answer.others_loss
-                )
-            )
+            point = MergedPoint(
+                record.closed_at_s, answer.loss, answer.norm, record.version, answer.others_loss,
+                speeds.get(taken.learner, 0.0) * taken.tokens_credited / taken.steps_credited,
+            )  # fmt: skip
+            one.trend.add(point)
+            one.newest.append(point)
 
     def _note_update(self, manifest: wire.Manifest, at_s: float) -> None:
         if manifest.attempt == 0:
@@ -509,6 +538,7 @@ class Observed:
             views=tuple(known.views),
             upload_s=median(known.uploads_s) if known.uploads_s else None,
             ahead_s=read.ahead_s,
+            throughput=throughput(known.newest, known.trend.points, known.merged),
         )
 
 

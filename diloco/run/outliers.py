@@ -7,10 +7,11 @@ What lies below is told of as well as what lies above. Pure.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
 
-from diloco.run.state import RECENT, Finding, LearnerStatus, MergedPoint
+from diloco.run.state import RECENT, Finding, LearnerStatus, MergedPoint, Throughput
 
 LAGGING_LEARNER = "runbooks/lagging-learner.md"
 LOSS_SPIKE = "runbooks/loss-spike.md"
@@ -33,8 +34,8 @@ HIGHER = 1.2
 # Lone elements in so many updates, and in such a share of them more than the others have, are no
 # accident; from so many times the usual size on they are no bit of a mantissa.
 FEW_LONE, LONE_SHARE, HUGE = 3, 0.08, 4096.0
-# A shorter upload is no trouble, whatever the others' take.
-UPLOAD_S = 0.5
+# A shorter upload or adoption is no trouble, whatever the others' take.
+UPLOAD_S, ADOPTION_S = 0.5, 1.0
 # Tensors that a finding names.
 NAMED = 5
 TINY = 1e-12
@@ -87,9 +88,14 @@ def outliers(learners: Sequence[LearnerStatus]) -> Iterator[Finding]:
         # Where steps are far too long or too short, that is why they point elsewhere.
         if one not in known or not [*_norm(one, [other for other in known if other != one])]:
             yield from _direction(one, others)
+            yield from _tensors(one, others)
         yield from _elements(one, others)
     for one, others in _each(learners, lambda one: one.upload_s is not None):
         yield from _upload(one, others)
+    for one, others in _each(learners, lambda one: one.adoption is not None):
+        yield from _adoption(one, others)
+    for one, others in _each(learners, _takes_part):
+        yield from _throughput(one, others)
     for one, others in _each(learners, lambda one: any(one.release)):
         yield from _release(one, others)
 
@@ -305,6 +311,95 @@ def _upload(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Fin
         f"{math.exp(times.spread):.2g} times",
         None,
         LAGGING_LEARNER,
+    )
+
+
+def _adoption(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
+    """Versions that reach a learner far later than the others, in seconds and in its steps."""
+
+    def late(figure: Callable[[LearnerStatus], float]) -> Comparison:
+        own, *theirs = (math.log(max(figure(each), TINY)) for each in (one, *others))
+        return Comparison(own, theirs)
+
+    # Who is slow takes as many steps as the others, and who is fast as many seconds.
+    in_s = late(lambda each: each.adoption.mean_s if each.adoption else 0.0)
+    steps = late(lambda each: each.adoption.mean_steps if each.adoption else 0.0)
+    own_s, middle_s = math.exp(in_s.own), math.exp(in_s.middle)
+    if own_s < ADOPTION_S or in_s.far(RATIO_FLOOR) <= 0 or steps.far(RATIO_FLOOR) <= 0:
+        return
+    yield _warning(
+        one,
+        f"versions reach it {own_s:.2g} s after they are made, the others after {middle_s:.2g} s: "
+        "its link from the store or the bus is slow, or its machine has no time for it",
+        "compare its bandwidth from the store with the others', and what else uses it",
+        f"{math.exp(steps.own):.3g} of its steps, the others' {math.exp(steps.middle):.3g}",
+        None,
+        LAGGING_LEARNER,
+    )
+
+
+def _takes_part(one: LearnerStatus) -> bool:
+    here = one.finished or not (one.left or one.failed or one.silent)
+    return here and one.throughput is not None
+
+
+def _throughput(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
+    """Work that comes far slower than it did; and, as no more than a fact, than the others'."""
+
+    def compared(figure: Callable[[Throughput], float]) -> Comparison:
+        known = (each.throughput for each in (one, *others))
+        own, *theirs = (math.log(max(figure(each), TINY)) for each in known if each is not None)
+        return Comparison(own, theirs)
+
+    share = f"data takes {one.data_fraction:.0%} of its time, waiting {one.stall_fraction:.0%}"
+    for change, sentence, advice in (
+        (
+            compared(lambda each: each.tokens_change),
+            "it trains {:.2g} times as slowly as it did, and the others do not",
+            "look at its machine's load, clocks and temperature, and at how its data comes",
+        ),
+        (
+            compared(lambda each: each.updates_change),
+            "its updates are merged {:.2g} times as seldom as they were, and the others' are not",
+            "look in its log for what its updates wait for, and at its link",
+        ),
+    ):
+        if change.own <= -math.log(TIMES) and change.far(RATIO_FLOOR) < 0:
+            told = sentence.format(math.exp(-change.own))
+            yield _warning(one, told, advice, share, None, LAGGING_LEARNER)
+            return
+    for level, what in (
+        (compared(lambda each: each.tokens_per_s), "tokens/s are credited to it"),
+        (compared(lambda each: 60 * each.updates_per_s), "of its updates are merged a minute"),
+    ):
+        if level.far(RATIO_FLOOR):
+            own, middle = math.exp(level.own), math.exp(level.middle)
+            told = f"{own:.3g} {what}, {middle:.3g} to the others: machines may be so unequal"
+            fact = _warning(one, told, "", share, None, LAGGING_LEARNER)
+            yield replace(fact, severity="note", runbook=None)
+            return
+
+
+def _tensors(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
+    """The tensor in which a learner's updates are far longer than the others', or far shorter."""
+    far: dict[str, Comparison] = {}
+    for tensor, own in one.shards.norms.items() if one.shards is not None else ():
+        theirs = [o.shards.norms[tensor] for o in others if o.shards and tensor in o.shards.norms]
+        if len(theirs) >= OTHERS and (norms := Comparison(own, theirs)).far(RATIO_FLOOR):
+            far[tensor] = norms
+    # Where it is so in most of them, that is no matter of one part.
+    if one.shards is None or not far or 2 * len(far) > len(one.shards.norms):
+        return
+    worst = max(far, key=lambda tensor: abs(far[tensor].own))
+    ratio = math.exp(far[worst].own - far[worst].middle)
+    yield _warning(
+        one,
+        f"in {worst} its updates are {ratio:.2g} times as long as the others', elsewhere they are "
+        "not: the learning rate, a scale or a mask of that part differs",
+        "compare that part's optimizer, initialisation and masks with the others'",
+        f"so in {len(far)} of {len(one.shards.norms)} tensors; the others within "
+        f"{math.exp(far[worst].spread):.2g} times",
+        None,
     )
 
 

@@ -63,6 +63,7 @@ class ShardFigures(NamedTuple):
     Attributes:
         cosine: mean, to the others' in their rounds.
         still: tensors in which they are next to nothing, and the others' are not.
+        norms: of them in each other tensor, beside the median of the others': logarithms of ratios.
         lone: how many of them have a few elements far beyond everything that the others have
             there, and `factor` how far the farthest; of `updates` that were compared.
     """
@@ -70,6 +71,7 @@ class ShardFigures(NamedTuple):
     cosine: float
     updates: int
     still: tuple[str, ...] = ()
+    norms: Mapping[str, float] = {}
     lone: int = 0
     factor: float = 0.0
     tensor: str = ""
@@ -81,6 +83,7 @@ class MergedPoint(NamedTuple):
     Attributes:
         version: of its fragment, that its round made.
         others_loss: median loss of the others in its round; None if it was alone.
+        tokens_per_s: that were credited, at the speed that was seen; 0: unknown.
     """
 
     at_s: float
@@ -88,6 +91,21 @@ class MergedPoint(NamedTuple):
     norm: float
     version: int
     others_loss: float | None
+    tokens_per_s: float = 0.0
+
+
+class Throughput(NamedTuple):
+    """What a learner's newest merged updates bring, by records alone.
+
+    Attributes:
+        tokens_per_s: median; `updates_per_s`: how often one is merged.
+        tokens_change, updates_change: how many times as much as before; 1 where little was before.
+    """
+
+    tokens_per_s: float
+    updates_per_s: float
+    tokens_change: float = 1.0
+    updates_change: float = 1.0
 
 
 class Delays(NamedTuple):
@@ -172,6 +190,7 @@ class LearnerStatus:
         views: version and time of each check by which it held another view than the run's.
         upload_s: median time that its last updates took from their bytes to the last shard stored.
         ahead_s: of its clock before the server's, by its newest heartbeat; None: it says none.
+        throughput: None before enough was merged.
     """
 
     name: str
@@ -221,6 +240,7 @@ class LearnerStatus:
     views: tuple[tuple[int, float], ...] = ()
     upload_s: float | None = None
     ahead_s: float | None = None
+    throughput: Throughput | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -84,6 +84,28 @@ def test_a_learners_clock_is_held_against_the_servers(seen, ahead_s, far):
     assert any("clock" in one for one in said(seen, "learner a")) is far
 
 
+@pytest.mark.parametrize(
+    ("late_s", "late_steps", "told"), [(30.0, 300.0, True), (30.0, 1.0, False), (0.9, 90.0, False)]
+)
+def test_who_adopts_far_later_in_seconds_and_in_its_steps_has_a_slow_link(
+    seen, late_s, late_steps, told
+):
+    for name in "abc":
+        join(seen, 1, name)
+        after_s, steps = (late_s, late_steps) if name == "a" else (0.1, 1.0)
+        beat = wire.Heartbeat(
+            learner=name, incarnation=1, local_step=8, global_step=8, tokens=80, loss=1.0,
+            tokens_per_s=10.0, step_time_s=0.1, stall_s=0.0, run_s=1.0, bytes_up=0, bytes_down=0,
+            updates_sent=1, state="training", adoption_s=after_s, worst_adoption_s=after_s,
+            adoption_steps=steps, worst_adoption_steps=steps,
+        )  # fmt: skip
+        seen.hear(beat, 1000.0)
+    found = {
+        name: [s for s in said(seen, f"learner {name}") if "versions reach" in s] for name in "abc"
+    }
+    assert {name: len(one) for name, one in found.items()} == {"a": int(told), "b": 0, "c": 0}
+
+
 def test_a_view_that_differs_is_told_since_its_version(seen):
     refused = wire.Rejected(
         learner="a", incarnation=1, seq=1, stream_seq=3, tokens=1, steps=1, reason="view", detail=""
@@ -169,6 +191,9 @@ def figures(**fields):
         (figures(lone=9, factor=60.0, tensor="w"), "bits of parameters turn over"),
         (figures(lone=9, factor=1e9, tensor="w"), "its gradients overflow"),
         (figures(lone=2, factor=60.0, tensor="w"), None),
+        (figures(norms={"v": 0.1, "w": 2.0, "x": 0.0}), "in w its updates are 7.4 times as long"),
+        (figures(norms={"v": 0.1, "w": 1.0, "x": 0.0}), None),
+        (figures(norms={"v": 2.1, "w": 2.0, "x": 0.0}), None),
         (figures(), None),
     ],
 )
@@ -176,10 +201,9 @@ def test_shards_name_frozen_parts_memory_errors_and_overflow(seen, own, sentence
     for version in range(1, 3):
         inputs = tuple(make_input(learner=name) for name in "abc")
         seen.note_record(Recorded(make_record(version=version, inputs=inputs), version, 1.0))
-    seen.shards = {"a": own, "b": figures(), "c": figures()}
-    found = [
-        one for one in said(seen, "learner a") if "updates are zero" in one or "element" in one
-    ]
+    equal = figures(norms=dict.fromkeys("vwx", 0.0))
+    seen.shards = {"a": own, "b": equal, "c": equal}
+    found = [one for one in said(seen, "learner a") if "updates are" in one or "element" in one]
     assert bool(found) is (sentence is not None)
     assert sentence is None or sentence in found[0]
 

@@ -3,6 +3,7 @@
 import math
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 sys.path.append(str(Path(__file__).parents[1] / "scenarios"))
 
 import machinelab
+import runlab
 from machinelab import Lab, lab_rules, make_manifest
 
 from diloco.aggregator.core import admission, events
@@ -20,8 +22,11 @@ from diloco.aggregator.core.events import AskCut, Fetch, Merge
 from diloco.aggregator.core.members import Member, Members
 from diloco.aggregator.core.updates import Admitted
 from diloco.common.protocol.wire.records import FAR_LESS
+from diloco.common.storage.tape import Recorded
 from diloco.run.findings import CUT_LEAST, REJECTED_SHARE
-from diloco.run.state import RECENT
+from diloco.run.observed import Observed
+from diloco.run.outliers import outliers
+from diloco.run.state import RECENT, Finding
 
 H, TOKENS = 24, 10
 BEGAN_S = 1000.0
@@ -410,3 +415,13 @@ def test_nobody_honest_is_told_of_on_a_busy_machine(
         for end in range(len(cut)):
             recent = cut[max(0, end - RECENT) : end + 1]
             assert sum(recent) < max(CUT_LEAST, REJECTED_SHARE * len(recent))
+    assert [one for one in compared(fleet) if one.severity != "note"] == []
+
+
+def compared(fleet: Fleet) -> list[Finding]:
+    """What is said of learners beside the others, from the records of a fleet."""
+    seen = Observed(runlab.RUN, 0, runlab.Lab().context.settings)
+    for seq, record in enumerate(fleet.lab.records, 1):
+        seen.note_record(Recorded(record, seq, record.closed_at_s))
+    run = seen.run(fleet.lab.records[-1].closed_at_s)
+    return [*outliers([replace(one, silent=False) for one in run.learners])]

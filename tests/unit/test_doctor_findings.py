@@ -8,7 +8,7 @@ from io import StringIO
 from typing import Any
 
 import pytest
-from records import make_input, make_record
+from records import make_input, make_member, make_record
 from rich.console import Console
 from runlab import RUN, Lab
 
@@ -251,19 +251,11 @@ def test_what_two_looks_find_is_said_once_as_the_worse() -> None:
     assert said_once([note, other, error, note]) == [error, other]
 
 
-def speedy(name: str, steps_per_s: float) -> wire.MemberState:
-    return wire.MemberState(
-        learner=name, incarnation=1, live=True, left=False, final=False, step_time_s=0.1,
-        weight=1.0, heard_at_s=0.0, offences=0, tokens_per_step=1.0, read_at_s=0.0,
-        speed=steps_per_s, unused_s=0.0, norm=1.0, missed=0,
-    )  # fmt: skip
-
-
 def waited(*waits_s: float, steps_per_s: float = 2.0, before: int = 0) -> Observed:
     """A round of learners whose updates waited so long, after some in which they waited little."""
     who = [f"learner-{index}" for index in range(len(waits_s))]
     policy = make_record().policy.model_copy(
-        update={"members": tuple(speedy(name, steps_per_s) for name in who)}
+        update={"members": tuple(make_member(name, steps_per_s) for name in who)}
     )
     inputs = tuple(
         make_input(learner=name, announced_at_s=1000.0 - wait_s)

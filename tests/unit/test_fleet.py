@@ -1,23 +1,25 @@
 """Learners that are far from the fleet are told of, and nobody else is."""
 
 import io
+from dataclasses import replace
 from statistics import median
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import spoiled
-from records import make_input, make_record
+from records import make_input, make_member, make_record
 from rich.console import Console
 from runlab import Lab
 
+from diloco.aggregator.core import memory
 from diloco.common.protocol import wire
 from diloco.common.storage.tape import Recorded
 from diloco.judge import doctor_findings
 from diloco.run.cli.opening import RunLocation, open_run, use_place
 from diloco.run.findings import grouped, judged, ranked
 from diloco.run.observed import POINTS, Observed, Trend, others_losses
-from diloco.run.outliers import LOSS_SPIKE, began
+from diloco.run.outliers import LOSS_SPIKE, began, outliers
 from diloco.run.state import Finding, MergedPoint
 from diloco.run.watch import Watch
 from diloco.show.status import screen
@@ -109,6 +111,60 @@ def test_of_two_none_is_accused_alone(of_c):
     (found,) = strangers(records)
     assert found.about == "learners b and c"
     assert "of two, figures do not say which one is wrong" in found.sentence
+
+
+def paces(versions, **speeds):
+    """Records in which each learner has a speed: of a version, in steps a second."""
+
+    for version in range(1, versions):
+        # Who is slower sends less often.
+        sent = [name for name in speeds if version % max(1, round(1 / speeds[name](version))) == 0]
+        policy = memory.beginning().model_copy(
+            update={"members": tuple(make_member(n, of(version)) for n, of in speeds.items())}
+        )
+        inputs = tuple(make_input(learner=name, steps_credited=1) for name in sent)
+        times = {"closed_at_s": 10.0 * version, "opened_at_s": 10.0 * version - 5.0}
+        yield make_record(version=version, inputs=inputs, policy=policy, **times)
+
+
+def speed_findings(records):
+    seen = Observed("lab", 0, Lab().context.settings)
+    for seq, record in enumerate(records, 1):
+        seen.note_record(Recorded(record, seq, record.closed_at_s))
+        for taken in record.inputs:
+            seen.known[taken.learner].joined = 1
+    run = seen.run(seen.records[0].record.closed_at_s)
+    found = outliers([replace(one, silent=False) for one in run.learners])
+    return [(one.severity, one.about, one.sentence) for one in found]
+
+
+def steady(speed):
+    return lambda _version: speed
+
+
+def test_learners_of_equal_speed_are_not_spoken_of():
+    fleet = {name: steady(1.0) for name in "abc"}
+    assert speed_findings(paces(60, **fleet)) == []
+
+
+def test_who_is_slow_from_the_beginning_is_a_fact_and_no_trouble():
+    fleet = {"a": steady(1.0), "b": steady(1.0), "c": steady(0.1)}
+    ((severity, about, sentence),) = speed_findings(paces(240, **fleet))
+    assert (severity, about) == ("note", "learner c")
+    assert "0.1 tokens/s are credited to it, 1 to the others" in sentence
+
+
+def test_who_becomes_far_slower_than_it_was_is_in_trouble():
+    fleet = {name: steady(1.0) for name in "ab"}
+    fleet["c"] = lambda version: 1.0 if version < 60 else 0.125
+    ((severity, about, sentence),) = speed_findings(paces(220, **fleet))
+    assert (severity, about) == ("warning", "learner c")
+    assert "it trains 8 times as slowly as it did" in sentence
+
+
+def test_where_all_become_slower_nobody_is_accused():
+    fleet = {name: lambda version: 1.0 if version < 60 else 0.125 for name in "abc"}
+    assert speed_findings(paces(220, **fleet)) == []
 
 
 def test_of_few_updates_nothing_is_said():

@@ -5,11 +5,11 @@ import sys
 
 import pytest
 
-from diloco.run.cli.subprocess import call_isolated, call_isolated_heard
+from diloco.run.cli.subprocess import Isolated, call_isolated, call_isolated_heard
 
 SCRIPT = """
-import os, sys
-from diloco.run.cli.subprocess import call_isolated, call_isolated_heard
+import os, sys, time
+from diloco.run.cli.subprocess import Isolated, call_isolated, call_isolated_heard
 from diloco.common.protocol.errors import TaskError
 
 def work(what):
@@ -32,6 +32,21 @@ class TwoWords(Exception):
 def refuse():
     raise TwoWords("own", "trouble")
 
+class Kept:
+    def __init__(self, value):
+        import jax
+        self.value = value
+
+    def add(self, value):
+        self.value += value
+        return self.value
+
+    def refuse(self):
+        raise TwoWords("own", "trouble")
+
+    def rest(self):
+        time.sleep(300)
+
 if __name__ == "__main__":
     said, pid = call_isolated(work, "done")
     assert (said, pid != os.getpid()) == ("done", True)
@@ -47,6 +62,15 @@ if __name__ == "__main__":
         call_isolated(refuse)
     except TaskError as error:
         print(error.message)
+    kept = Isolated("program:Kept", 5)
+    assert [kept.call("add", one) for one in (1, 2)] == [6, 8]
+    for method, within_s in (("refuse", None), ("rest", 0.1), ("add", None)):
+        try:
+            kept.call(method, *(["never"] if method == "add" else []), within_s=within_s)
+        except TaskError as error:
+            print(error.message)
+    kept.close()
+    assert "jax" not in sys.modules
     sys.modules["jax"] = None
     assert call_isolated(os.getpid) == os.getpid()
 """
@@ -62,6 +86,9 @@ def test_it_loads_nothing_here_and_may_even_abort(tmp_path):
     assert done.stdout.splitlines() == [
         "the process that was to run the task ended by itself",
         "the task fails: TwoWords: own trouble",
+        "the task fails: TwoWords: own trouble",
+        "the task did not answer within 0.1 s",
+        "the process that was to run the task ended by itself",
     ]
 
 
@@ -72,3 +99,6 @@ def test_where_jax_is_loaded_already_it_works_here():
     heard = []
     call_isolated_heard(lambda *word: heard.append(word), lambda hear: hear(1, 2))
     assert heard == [(1, 2)]
+    kept = Isolated("collections:Counter", "aab")
+    assert kept.call("total") == 3
+    kept.close()

@@ -4,13 +4,17 @@ A user's task brings JAX and more, some 170 MiB, and its first evaluation anothe
 the report need it for a moment, and themselves they read a tape of any length.
 """
 
+import contextlib
+import importlib
 import pickle
 import signal
 import sys
+import threading
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from diloco.common.protocol.errors import TaskError
@@ -44,9 +48,21 @@ def call_isolated_heard(
 def _in_process(
     hear: Hear | None, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> T:
-    reader, writer = _SPAWN.Pipe(duplex=False)
-    given = (writer, hear is not None, function, args, kwargs)
-    process = _SPAWN.Process(target=_answer, args=given)
+    process, pipe = _started(_answer, hear is not None, function, args, kwargs)
+    try:
+        with pipe:
+            return typing.cast("T", _heard(pipe, hear))
+    except KeyboardInterrupt:
+        process.terminate()
+        raise
+    finally:
+        process.join()
+
+
+def _started(work: Callable[..., None], *args: Any) -> tuple[BaseProcess, Connection]:
+    """A process that does this, with the other end of its pipe."""
+    ours, theirs = _SPAWN.Pipe()
+    process = _SPAWN.Process(target=work, args=(theirs, *args))
     # Ctrl-C is for this process: the other one inherits that it is blocked, and ends with this.
     # The helper of multiprocessing unblocks it where it starts, so that has to be before.
     resource_tracker.ensure_running()
@@ -55,43 +71,106 @@ def _in_process(
         process.start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        writer.close()
+        theirs.close()
+    return process, ours
+
+
+def _heard(pipe: Connection, hear: Hear | None = None) -> Any:
+    """What the other process answers.
+
+    Raises:
+        TaskError: it ended by itself.
+    """
     try:
-        with reader:
-            while isinstance(word := reader.recv(), tuple):
-                if hear is not None:
-                    hear(*word)
-    except EOFError as error:
+        while isinstance(word := pipe.recv(), tuple):
+            if hear is not None:
+                hear(*word)
+    except (EOFError, OSError) as error:
         raise TaskError(
             "the process that was to run the task ended by itself",
             hint="try it with `diloco check FILE`",
         ) from error
-    except KeyboardInterrupt:
-        process.terminate()
-        raise
-    finally:
-        process.join()
     made, raised = word
     if raised is not None:
         raise raised
-    return typing.cast("T", made)
+    return made
 
 
 def _answer(
-    writer: Connection,
+    pipe: Connection,
     heard: bool,
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
     """In the other process: send tuples of how far it is, and at last [result, error]."""
-    made, raised = None, None
-    first = [lambda done, total: writer.send((done, total))] if heard else []
+    first = [lambda done, total: pipe.send((done, total))] if heard else []
+    pipe.send(_result(function, *first, *args, **kwargs))
+
+
+def _result(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    """[What it returns, None], or [None, the error]."""
     try:
-        made = function(*first, *args, **kwargs)
+        return [function(*args, **kwargs), None]
     except Exception as error:  # noqa: BLE001 - raised where it is waited for
-        raised = _sendable(error)
-    writer.send([made, raised])
+        return [None, _sendable(error)]
+
+
+class Isolated:
+    """An object of a user's task in another process, made there at once; here if JAX is loaded.
+
+    Args:
+        kind: its class, as "module:name": loaded where it is made.
+        args: of the class.
+    """
+
+    def __init__(self, kind: str, *args: Any) -> None:
+        self._kind, self._args = kind, args
+        self._lock = threading.Lock()
+        self._made: Any = None
+        self._process: BaseProcess | None = None
+        if "jax" not in sys.modules:
+            self._process, self._pipe = _started(_serve, kind, args)
+
+    def call(self, method: str, *args: Any, within_s: float | None = None) -> Any:
+        """Call a method of it; blocks. In this process a call may take longer than `within_s`.
+
+        Raises:
+            TaskError: the process ended by itself, or the answer did not come in time; then it is
+                ended.
+        """
+        with self._lock:
+            if self._process is None:
+                self._made = self._made or _made(self._kind, self._args)
+                return getattr(self._made, method)(*args)
+            with contextlib.suppress(OSError):  # What has ended is told of below.
+                self._pipe.send((method, args))
+            if not self._pipe.poll(within_s):
+                self._process.kill()
+                raise TaskError(f"the task did not answer within {within_s:g} s")
+            return _heard(self._pipe)
+
+    def close(self) -> None:
+        """End the process, if there is one; whoever waits for an answer gets an error."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+            self._pipe.close()
+
+
+def _made(kind: str, args: Sequence[Any]) -> Any:
+    module, _, name = kind.partition(":")
+    return getattr(importlib.import_module(module), name)(*args)
+
+
+def _serve(pipe: Connection, kind: str, args: Sequence[Any]) -> None:
+    """In the other process: make an object, and answer calls of its methods until the pipe ends."""
+    made, raised = _result(_made, kind, args)
+    with contextlib.suppress(EOFError):
+        while True:
+            method, given = pipe.recv()
+            failed = [None, raised]
+            pipe.send(failed if raised is not None else _result(getattr(made, method), *given))
 
 
 def _sendable(error: Exception) -> Exception:

@@ -23,7 +23,7 @@ from diloco.run.cli.folders import make_folder
 from diloco.run.cli.opening import open_run
 from diloco.run.cli.screen import say, working
 from diloco.run.cli.versions import find_targets
-from diloco.run.model.load import Arrays, arrays_of, read_frozen
+from diloco.run.model.load import Arrays, arrays_of, held_leaves
 
 if TYPE_CHECKING:
     from diloco.learner.task import Files, Task
@@ -93,8 +93,7 @@ async def write_model(
     # By the layout alone: what is exported needs neither the task nor its data.
     arrays = arrays_of(context.layout, [views[fragment] for fragment in sorted(views)])
     specification = await load_specification(context.bus, context.run)
-    if specification.constants is not None:
-        arrays |= await context.runtime.call(read_frozen, context, specification.constants)
+    arrays |= await held_leaves(context, specification)
     if form == "hf":
         write = partial(
             _write_for_others,

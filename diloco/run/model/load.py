@@ -1,5 +1,6 @@
 """`diloco.load`: a run's global parameters in Python, without its task or an accelerator."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,22 +48,27 @@ async def global_arrays(context: RunContext, specification: wire.Specification) 
     fragments = range(len(context.layout.fragments))
     views = [(await load_view(context, fragment)).view for fragment in fragments]
     arrays = arrays_of(context.layout, views)
-    if specification.constants is not None:
-        arrays |= await context.runtime.call(read_frozen, context, specification.constants)
-    return arrays
+    return arrays | await held_leaves(context, specification)
 
 
-def read_frozen(context: RunContext, name: str) -> Arrays:
+async def held_leaves(context: RunContext, specification: wire.Specification) -> Arrays:
     """The leaves that a run holds, as it began with them; not those that learners load themselves.
 
     Raises:
         IntegrityError: they are damaged.
+        ObjectMissingError: they are gone.
     """
-    held = Frozen(context.run, context.store.get, name)
-    return {leaf: held.read(leaf) for leaf in held.names()}
+    if specification.constants is None:
+        return {}
+
+    def read(name: str) -> Arrays:
+        held = Frozen(context.run, context.store.get, name)
+        return {leaf: held.read(leaf) for leaf in held.names()}
+
+    return await context.runtime.call(read, specification.constants)
 
 
-def arrays_of(layout: Layout, views: list[np.ndarray]) -> Arrays:
+def arrays_of(layout: Layout, views: Sequence[np.ndarray]) -> Arrays:
     """The tensors that the views of all fragments make, in their own dtypes."""
     import ml_dtypes  # noqa: F401 - so that NumPy knows bfloat16
 

@@ -9,19 +9,20 @@ from typing import Self
 import jax
 import numpy as np
 
+from diloco.common.process.config import RunSettings
 from diloco.common.protocol import wire
 from diloco.common.protocol.errors import TaskError
+from diloco.common.protocol.layout import Layout
 from diloco.common.storage.tape import RunContext, load_specification
 from diloco.common.storage.views import load_view
 from diloco.learner.contract import model_of
 from diloco.learner.task import Params, Task, held_out_loss, params_shapes
 from diloco.learner.tensors import tree
-from diloco.learner.tensors.replica import Replica
 from diloco.learner.tensors.tree import loaded_frozen
 from diloco.run.cli.opening import open_run
 from diloco.run.cli.screen import working
 from diloco.run.model.follower import Follower
-from diloco.run.model.load import read_frozen
+from diloco.run.model.load import Arrays, arrays_of, held_leaves
 from diloco.run.model.whole import FollowRules
 
 
@@ -29,46 +30,73 @@ class GlobalModel:
     """Makes a task's parameters of views.
 
     Args:
-        context: the run's.
+        layout: the run's.
         task: the run's.
-        held: leaves that are not synchronized, as the run began with them.
+        held: leaves that are not synchronized, as the run began with them, by name; what is not
+            among them the task loads.
     """
 
-    def __init__(self, context: RunContext, task: Task, held: Params) -> None:
-        self._context = context
-        self._held = held
+    def __init__(self, layout: Layout, task: Task, held: Arrays) -> None:
+        self._layout = layout
         shapes = params_shapes(task)
-        self._synced, _ = tree.split(shapes, tree.synced_marks(shapes, context.layout))
-        self._replica: Replica | None = None
+        self._synced, self._held = tree.split(shapes, tree.synced_marks(shapes, layout))
+        loaded = {name: np.asarray(leaf) for name, leaf in loaded_frozen(task).items()}
+        if leaves := held | loaded:
+            self._held = tree.from_names(self._held, leaves)
 
     @classmethod
     async def of_run(
         cls, context: RunContext, task: Task, specification: wire.Specification | None = None
     ) -> Self:
-        """With the leaves that the run holds, or the task loads; without one, the bus is asked.
+        """With the leaves that the run holds; without a specification, the bus is asked.
 
         Raises:
             IntegrityError: they are damaged.
             ObjectMissingError, BusError: they, or the run, cannot be read.
         """
-        shapes = params_shapes(task)
-        _, held = tree.split(shapes, tree.synced_marks(shapes, context.layout))
         specification = specification or await load_specification(context.bus, context.run)
-        if specification.constants is not None:
-            arrays = await context.runtime.call(read_frozen, context, specification.constants)
-            arrays |= {name: np.asarray(leaf) for name, leaf in loaded_frozen(task).items()}
-            held = tree.from_names(held, arrays)
-        return cls(context, task, held)
+        return cls(context.layout, task, await held_leaves(context, specification))
 
     def params(self, views: Sequence[np.ndarray]) -> Params:
-        """Parameters of the views of all fragments, float32 [N]; good until the next call."""
-        if self._replica is None:
-            sync, layout = self._context.settings.sync, self._context.layout
-            self._replica = Replica(sync, layout, self._synced, views)
-        else:
-            for fragment, view in enumerate(views):
-                self._replica.roll_back(fragment, self._replica.place_view(fragment, view))
-        return tree.join(self._replica.trained, self._held)
+        """Parameters of the views of all fragments, float32 [N]."""
+        arrays = arrays_of(self._layout, views)
+        leaves = {name: jax.device_put(leaf) for name, leaf in arrays.items()}
+        return tree.join(tree.from_names(self._synced, leaves), self._held)
+
+
+class ScoredTask:
+    """A run's task as it is judged, in a process of its own (`Isolated`).
+
+    Args:
+        settings: of the run.
+
+    Raises:
+        TaskError: the task cannot be built here.
+    """
+
+    def __init__(self, settings: RunSettings) -> None:
+        self._settings = settings
+        self._task = model_of(settings)
+        self._model: GlobalModel | None = None
+        self._views: list[np.ndarray] = []
+
+    def digest(self) -> str:
+        """Of its layout."""
+        return tree.task_layout(self._task, self._settings.sync).digest
+
+    def hold(self, layout: Layout, held: Arrays) -> None:
+        """The arguments of `GlobalModel`, before the first view."""
+        self._model = GlobalModel(layout, self._task, held)
+
+    def see(self, view: np.ndarray) -> None:
+        """The view of the next fragment, float32 [N]."""
+        self._views.append(view)
+
+    def loss(self) -> float:
+        """Held-out loss of the model with the views that were seen."""
+        assert self._model is not None
+        views, self._views = self._views, []
+        return held_out_loss(self._task, self._model.params(views))
 
 
 async def held_out_scorer(
