@@ -47,6 +47,7 @@ from diloco.run.findings import (
     DIGEST_MISMATCH,
     NATS_AWAY,
     ORDER,
+    STORE_AWAY,
     clock,
     configuration,
     failed,
@@ -56,6 +57,7 @@ from diloco.run.findings import (
 from diloco.run.history import History, read_history
 from diloco.run.model.scores import read_scores, scores_of
 from diloco.run.state import Finding, RunStatus
+from diloco.run.stored import deleted
 from diloco.run.timeseries import read_time_series
 from diloco.run.watch import Watch
 
@@ -151,13 +153,13 @@ async def examine(
     except BusError as error:
         found.append(failed("bus", error, doctor_findings.PERMISSIONS))
     except StoreUnavailableError as error:
-        found.append(failed("store", error, doctor_findings.STORE_AWAY))
+        found.append(failed("store", error, STORE_AWAY))
     except StoreError as error:
         found.append(failed("store", error, doctor_findings.PERMISSIONS))
     except IntegrityError as error:
         found.append(failed("store", error, DIGEST_MISMATCH))
     except RunMismatchError as error:
-        found.append(failed("store", error, doctor_findings.STORE_AWAY))
+        found.append(failed("store", error, STORE_AWAY))
     except DilocoError as error:
         found.append(failed("run", error, doctor_findings.RUN_MISMATCH))
     if report.run_now is None:
@@ -182,7 +184,7 @@ def _no_run(config: Config, error: DilocoError, store: ObjectStore | None) -> It
         # What it holds stands behind a tape that was there, and is lost or on another server.
         objects = len(list_now(store, config.run.name)) if store is not None else 0
     except StoreError as away:
-        yield failed("run", away, doctor_findings.STORE_AWAY)
+        yield failed("run", away, STORE_AWAY)
         return
     if objects:
         yield Finding(
@@ -217,11 +219,11 @@ def _probe_store(config: Config) -> tuple[ObjectStore | None, list[Finding]]:
         # Of a run that is there it is an error, and `open_run` says so.
         note = Finding(
             severity="note", about="store", sentence=error.message, advice=error.hint or "",
-            runbook=doctor_findings.STORE_AWAY,
+            runbook=STORE_AWAY,
         )  # fmt: skip
         return None, [note]
     except StoreUnavailableError as error:
-        return store, [failed("store", error, doctor_findings.STORE_AWAY)]
+        return store, [failed("store", error, STORE_AWAY)]
     except DilocoError as error:
         return store, [failed("store", error, doctor_findings.PERMISSIONS)]
 
@@ -341,7 +343,7 @@ async def _examine_run(report: Report, run: OpenRun, task: Isolated, way: _Way) 
     history, now, compared, found, objects = await _look(context, told, deep=way.deep)
     report.account, report.run_now = found.account, now
     made = await context.runtime.call(service.newest_checkpoint, context.store, context.run)
-    gone = await context.runtime.call(lambda: [*service.deleted(context.store, context.run)])
+    gone = await context.runtime.call(lambda: [*deleted(context.store, context.run)])
     findings = [
         *configuration(history.in_force, now.changes),
         *doctor_findings.aggregator_clocks(history),
@@ -413,7 +415,7 @@ async def _look(
         history = await read_history(context, watch.observed.take)
         # The deep part may take hours: what waited then had not waited for them.
         now = await watch.caught_up()
-        compared = await watch.compare_shards()
+        compared = await watch.look_into_store(objects=False)
         told(compared.findings, "reading the store's objects")
         found = await context.runtime.call(partial(audit, history, deep=deep))
         objects = await context.runtime.call(partial(check_objects, history, before=before))

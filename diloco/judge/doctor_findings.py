@@ -11,15 +11,21 @@ from diloco.aggregator.tape_watch import NEARLY_FULL
 from diloco.common.protocol import wire
 from diloco.common.storage.bus import Filled
 from diloco.judge.audit import Audit, Breach, Objects
-from diloco.run.findings import DIGEST_MISMATCH, DISK_FULL, NO_LEARNERS, SKEW_S, clock
+from diloco.run.findings import (
+    DIGEST_MISMATCH,
+    DISK_FULL,
+    MISSING_OBJECT,
+    NO_LEARNERS,
+    SKEW_S,
+    clock,
+)
 from diloco.run.history import History
 from diloco.run.outliers import LOSS_SPIKE
 from diloco.run.state import RECENT, Finding
+from diloco.run.stored import breach
 
 RUN_MISMATCH = "runbooks/run-mismatch.md"
-STORE_AWAY = "runbooks/store-away.md"
 PERMISSIONS = "runbooks/permissions.md"
-MISSING_OBJECT = "runbooks/missing-object.md"
 ORPHANED_OBJECTS = "runbooks/orphaned-objects.md"
 BROKEN_INVARIANT = "runbooks/broken-invariant.md"
 RESTORE = "runbooks/restore-from-bucket.md"
@@ -161,18 +167,10 @@ def ruined(scores: Sequence[wire.Score]) -> Iterator[Finding]:
 def _breaches(breaches: Sequence[Breach], about: str, runbook: str) -> Iterator[Finding]:
     """One finding for each rule, with its first breach."""
     by_rule: dict[str, list[Breach]] = defaultdict(list)
-    for breach in breaches:
-        by_rule[breach.rule].append(breach)
+    for one in breaches:
+        by_rule[one.rule].append(one)
     for rule, found in by_rule.items():
-        first = found[0]
-        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        yield Finding(
-            severity="error",
-            about=f"{about}: {rule}",
-            sentence=f"{first.where}: {first.what}{more}",
-            advice="stop and delete nothing until the cause is known",
-            runbook=runbook,
-        )
+        yield breach(rule, [f"{each.where}: {each.what}" for each in found], runbook, about)
 
 
 def _bytes(count: int) -> str:

@@ -4,8 +4,6 @@ It knows what recovery and learners that join need, and what garbage collection 
 reads no object. `remake.py` goes on with their contents.
 """
 
-import contextlib
-import heapq
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
@@ -16,17 +14,15 @@ import xxhash
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import (
     IntegrityError,
-    ObjectMissingError,
-    ObjectUnreadableError,
     RunMismatchError,
     WireError,
 )
-from diloco.common.protocol.shards import crc32c
 from diloco.common.storage.store import ObjectStore
 from diloco.common.storage.tape import RunContext, last_record
 from diloco.judge.audit import Breach, Objects
 from diloco.judge.evidence import missing_objects, newer_objects
 from diloco.run.history import History
+from diloco.run.stored import BytesRead, newest_first
 
 
 class Listing:
@@ -292,34 +288,12 @@ def check_bytes(history: History, found: Objects) -> None:
     Raises:
         StoreUnavailableError: the store is away.
     """
-    left = READ_BYTES
-    for record, ref in newest_first(history):
-        left -= ref.size_bytes
-        if left < 0:
-            break
-        with contextlib.suppress(ObjectMissingError, ObjectUnreadableError):
-            data = history.store.get(ref.name)
-            found.read += 1
-            is_of = len(data), crc32c(data)
-            if is_of == (ref.size_bytes, ref.crc32c):
-                continue
-            others = (one.version for one, other in newest_first(history)
-                      if is_of == (other.size_bytes, other.crc32c))  # fmt: skip
-            version = next(others, None)
-            what = f"{ref.name!r} has damaged bytes: not those that its maker stored"
-            if version is not None:
-                what = f"{ref.name!r} has the bytes of version {version}"
-            where = f"version {record.version} of fragment {record.fragment}"
-            found.breaches.append(Breach("bytes", where, what))
-
-
-def newest_first(history: History) -> Iterator[tuple[wire.Record, wire.ObjectRef]]:
-    """Objects of versions, each once, with the record whose version it was stored for."""
-    chains = (reversed(chain) for chain in history.records.values())
-    for _, record in heapq.merge(*chains, key=lambda one: -one[1].version):
-        for ref in (record.delta, record.snapshot, record.outer):
-            made = None if ref is None else names.parse_version_object(
-                history.run, record.fragment, ref.name
-            )  # fmt: skip
-            if ref is not None and made is not None and made.version == record.version:
-                yield record, ref
+    chains = history.records.values()
+    reading = BytesRead(
+        history.store,
+        lambda: newest_first(
+            history.run, [(record for _, record in reversed(chain)) for chain in chains]
+        ),
+    )
+    found.breaches += [Breach("bytes", *told) for told in reading.wrong(READ_BYTES)]
+    found.read = reading.read

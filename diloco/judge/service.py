@@ -1,16 +1,13 @@
 """The doctor's findings on checkpoints and on the store's owner."""
 
 import os
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from diloco.common.protocol import names
 from diloco.common.protocol.errors import ConfigError, WireError
 from diloco.common.storage import checkpoint_files
 from diloco.common.storage.store import DirectoryStore, ObjectStore
-from diloco.common.storage.store.protocol import KEPT
-from diloco.judge.doctor_findings import MISSING_OBJECT, PERMISSIONS
+from diloco.judge.doctor_findings import PERMISSIONS
 from diloco.run.history import History
 from diloco.run.state import Finding
 
@@ -98,26 +95,6 @@ def store_fence(store: ObjectStore, *, credentials: bool) -> Iterator[Finding]:
             "delete the objects of all others, whatever its credentials allow on the bus",
             advice="use a bucket, with a prefix for each learner, where learners are not trusted",
             runbook=PERMISSIONS,
-        )
-
-
-def deleted(store: ObjectStore, run: str) -> Iterator[Finding]:
-    """Findings on objects whose files are gone from a folder that has kept their bytes."""
-    if not isinstance(store, DirectoryStore):
-        return
-    gone: dict[str, list[str]] = defaultdict(list)
-    for name in store.copies(f"{run}/"):
-        sent = names.parse_shard(run, name)
-        gone[f"learner {sent.learner}" if sent is not None else "store"].append(name)
-    for about, found in sorted(gone.items()):
-        yield Finding(
-            severity="warning",
-            about=about,
-            sentence=f"{len(found):,} of its objects were deleted, and the folder's own copies "
-            f"answer for them, such as {found[0]}",
-            advice="nothing is lost yet: find out who deletes files there, and copy them back "
-            f"from {store.root / KEPT}",
-            runbook=MISSING_OBJECT,
         )
 
 

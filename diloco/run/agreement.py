@@ -6,6 +6,7 @@ while they are in the store: whole updates, pair by pair, of a bounded sample of
 """
 
 import math
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from statistics import fmean, median
@@ -208,7 +209,7 @@ STILL = 0.01
 
 
 class _Compared:
-    """What was found of one learner over several rounds."""
+    """What was found of one learner over several rounds, the newest first."""
 
     def __init__(self) -> None:
         self.cosines: list[float] = []
@@ -240,29 +241,29 @@ class _Compared:
         factor, tensor = max(self.factors, default=(0.0, ""))
         return ShardFigures(
             # What was an hour ago may be repaired.
-            fmean(self.cosines[-NEWEST:]), len(self.cosines),
+            fmean(self.cosines[:NEWEST]), len(self.cosines),
             tuple(still) if len(still) < len(self.squares) else (),
             norms, len(self.factors), factor, tensor,
         )  # fmt: skip
 
 
-def shard_figures(context: RunContext, rounds: Sequence[wire.Record]) -> dict[str, ShardFigures]:
+def shard_figures(
+    context: RunContext, rounds: Sequence[wire.Record], within_s: float = math.inf
+) -> dict[str, ShardFigures]:
     """What shards say of each learner's updates beside the others', over these rounds. Blocks.
 
-    The newest rounds are read, as far as `ROUND_BYTES` go. Rounds whose shards are gone do not
-    count, and of a learner of less than `FEWEST` there is nothing.
+    The newest rounds are read, as far as `ROUND_BYTES` and `within_s` go. Rounds whose shards are
+    gone do not count, and of a learner of less than `FEWEST` there is nothing.
 
     Raises:
         StoreUnavailableError: the store is away.
     """
     found: dict[str, _Compared] = defaultdict(_Compared)
-    left, chosen = ROUND_BYTES, []
+    left, began_s = ROUND_BYTES, time.monotonic()
     for record in reversed(rounds):
         left -= sum(shard.size_bytes for taken in record.inputs for shard in taken.shards)
-        if left < 0:
+        if left < 0 or time.monotonic() - began_s > within_s:
             break
-        chosen.append(record)
-    for record in reversed(chosen):
         compared = compare_round(context.layout, context.settings.sync, context.store, record)
         if compared is None:
             continue

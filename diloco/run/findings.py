@@ -29,10 +29,12 @@ CLOCK_SKEW = "runbooks/clock-skew.md"
 DIGEST_MISMATCH = "runbooks/digest-mismatch.md"
 DISK_FULL = "runbooks/disk-full.md"
 FRAGMENT_STOPPED = "runbooks/fragment-stopped.md"
+MISSING_OBJECT = "runbooks/missing-object.md"
 NATS_AWAY = "runbooks/nats-away.md"
 NO_LEARNERS = "runbooks/no-learners.md"
 QUARANTINED_LEARNER = "runbooks/quarantined-learner.md"
 REJECTED_UPDATES = "runbooks/rejected-updates.md"
+STORE_AWAY = "runbooks/store-away.md"
 TAPE_FULL = "runbooks/tape-full.md"
 
 # Severities, the worst first.
@@ -94,6 +96,7 @@ def judged(run: RunStatus, settings: RunSettings, *, copied: bool = False) -> It
         yield Finding(severity="note", about="learners", sentence="no learner has joined yet")
     if run.state in ("under way", "waiting for learners") and not copied:
         yield from _nobody(run.learners)
+    yield from run.stored
     yield from _taken_up(run)
     # What it was created with the doctor judges: nobody wants to hear of it for weeks.
     yield from (one for one in configuration(settings, run.changes) if one.since_s is not None)

@@ -23,6 +23,7 @@ from diloco.run.state import (
     RECENT,
     Change,
     Delays,
+    Finding,
     FragmentStatus,
     LearnerStatus,
     MergedPoint,
@@ -191,7 +192,7 @@ class Observed:
         from_start: the tape was read from its beginning.
         records: the newest of each fragment.
         rounds: the newest of several learners, whole; `shards` what theirs say of each learner,
-            once they were read.
+            and `stored` findings on their objects, once they were read.
     """
 
     def __init__(
@@ -213,6 +214,7 @@ class Observed:
         self.records: dict[int, Recorded] = {}
         self.rounds: deque[wire.Record] = deque()
         self.shards: Mapping[str, ShardFigures] = {}
+        self.stored: tuple[Finding, ...] = ()
         self._whole_updates = 0
         self._taken_s: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=RECENT))
         self._changes: deque[Change] = deque(maxlen=RECENT)
@@ -393,6 +395,7 @@ class Observed:
             strangers=unborn,
             takeovers=self._takeovers(self.extent.last_s if self.ended else now_s),
             changes=tuple(self._changes),
+            stored=self.stored,
             learners=learners,
             fragments=tuple(self._fragment(index, now_s) for index in sorted(self.records)),
         )

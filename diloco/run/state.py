@@ -288,6 +288,7 @@ class RunStatus:
         stall_fraction: share of the learners' time that synchronization took from training.
         takeovers: times within the last hour when a fragment came to another aggregator process.
         changes: the newest of the settings.
+        stored: findings on what the store has, where somebody has looked.
         findings: what is said of its health, good and bad.
     """
 
@@ -325,6 +326,7 @@ class RunStatus:
     fragments: tuple[FragmentStatus, ...]
     takeovers: tuple[float, ...] = ()
     changes: tuple[Change, ...] = ()
+    stored: tuple[Finding, ...] = ()
     findings: tuple[Finding, ...] = ()
 
     def learner(self, name: str) -> LearnerStatus | None:

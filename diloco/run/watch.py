@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from diloco.common.process.config import BusSection, load_config, parse_settings
@@ -35,12 +37,17 @@ from diloco.common.storage.tape import (
 )
 from diloco.run.agreement import shard_figures
 from diloco.run.cli.opening import CONNECT_S, find_config
-from diloco.run.findings import NATS_AWAY, failed, judged, ranked
+from diloco.run.findings import NATS_AWAY, STORE_AWAY, failed, judged, ranked
 from diloco.run.observed import LastHeartbeat, Observed
-from diloco.run.state import RunStatus
+from diloco.run.state import Finding, RunStatus
+from diloco.run.stored import looked_at
 
 # Messages at the end of the tape that are read where a part of it will do.
 WINDOW = 2000
+NEVER_S = math.inf
+# Who asks how a run is waits for the store so long. Who follows it looks into the store so often,
+# and for no more than this share of the time.
+FIRST_LOOK_S, STORE_S, STORE_SHARE = 1.0, 20.0, 0.05
 
 
 class Watch:
@@ -85,12 +92,9 @@ class Watch:
             if fragment not in self.observed.records:
                 record, seq = await last_record(self._context, fragment)
                 self.observed.note_record(Recorded(record, seq, record.closed_at_s))
-        run = await self.caught_up()
-        if self.observed.ended:
-            # It stays as it is, so that it is judged once, as far as the store still tells.
-            with contextlib.suppress(StoreError):
-                return await self.compare_shards()
-        return run
+        await self.caught_up()
+        # An ended run stays as it is, so that it is judged once, and with patience.
+        return await self.look_into_store(NEVER_S if self.observed.ended else FIRST_LOOK_S)
 
     async def caught_up(self) -> RunStatus:
         """The run, once what its tape has was taken: with its heartbeats and leases."""
@@ -103,12 +107,16 @@ class Watch:
         self._as_of_s = context.runtime.clock()
         return await self.now()
 
-    async def follow(self, start_seq: int | None = None) -> None:
-        """Go on from there, or from a sequence; returns once the run has ended."""
+    async def follow(self, start_seq: int | None = None, *, store: bool = False) -> None:
+        """Go on from there, or from a sequence; returns once the run has ended.
+
+        With `store` the store is looked into as well, now and then.
+        """
         if self.observed.ended:
             return
         context = self._context
         beats = asyncio.ensure_future(self._follow_heartbeats())
+        looking = asyncio.ensure_future(self._follow_store() if store else asyncio.sleep(0))
         subjects = names.tape_subjects(context.run)
         try:
             reading = context.bus.read(context.tape, subjects, start_seq or self._next_seq)
@@ -117,7 +125,7 @@ class Watch:
                 if self.observed.ended:
                     return
         finally:
-            await cancel(beats)
+            await cancel(beats, looking)
 
     def take(self, item: Item) -> None:
         """Note what comes next on the tape.
@@ -154,15 +162,38 @@ class Watch:
         self._as_of_s = context.runtime.clock()
         return self._run(current=True)
 
-    async def compare_shards(self) -> RunStatus:
-        """The run as the bus last told of it, with the newest rounds' shards compared.
+    async def _follow_store(self) -> None:
+        while True:
+            began_s = time.monotonic()
+            await self.look_into_store(STORE_S)
+            took_s = time.monotonic() - began_s
+            await asyncio.sleep(max(STORE_S, took_s / STORE_SHARE))
 
-        Raises:
-            StoreUnavailableError: the store is away.
+    async def look_into_store(
+        self, within_s: float = NEVER_S, *, objects: bool = True
+    ) -> RunStatus:
+        """The run as the bus last told of it, with what the store says, or that it is away.
+
+        Args:
+            within_s: after so long no more shards are read.
+            objects: look at objects of versions too, and not only at the newest rounds' shards.
         """
         context, observed = self._context, self.observed
         rounds = [*observed.rounds]
-        observed.shards = await context.runtime.call(shard_figures, context, rounds)
+
+        def newest() -> list[wire.Record]:
+            return [one.record for one in observed.records.values()]
+
+        call, stored = context.runtime.call, list[Finding]()
+        try:
+            observed.shards = await call(shard_figures, context, rounds, within_s)
+            # The run of a copy may have gone on, and its store with it.
+            if objects and not observed.copied:
+                look = partial(looked_at, context.store, context.run, rounds, newest)
+                stored = await call(look)
+        except StoreError as error:
+            stored = [failed("store", error, STORE_AWAY)]
+        observed.stored = tuple(stored)
         return self._run(current=True)
 
     def as_it_was(self) -> RunStatus:

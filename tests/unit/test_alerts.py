@@ -11,7 +11,6 @@ from receiver import Receiver, receiving
 from diloco.common.process.config import RunSettings
 from diloco.common.process.retry import Runtime
 from diloco.common.protocol.errors import ConfigError
-from diloco.judge import doctor_findings
 from diloco.judge.doctor import Report
 from diloco.run import findings
 from diloco.run.observed import Observed
@@ -64,7 +63,7 @@ def test_findings_of_one_thing_and_page_are_one_alert_and_a_worse_one_is_told_ag
     assert worse.alert.sentences == ("silent for 15 s", "it loops")
     assert worse.alert.id("r") == first.alert.id("r")
     assert ledger.look([silent(25)], 30.0) == []
-    assert told(ledger.look([silent(35), error("store", doctor_findings.STORE_AWAY)], 40.0)) == [
+    assert told(ledger.look([silent(35), error("store", findings.STORE_AWAY)], 40.0)) == [
         ("error", "store")
     ]
 

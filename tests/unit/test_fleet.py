@@ -279,7 +279,7 @@ def test_updates_that_point_elsewhere_are_told_of(tmp_path, run_async):
             watch = Watch(opened.context)
             await watch.begin(1)
             return [
-                one for one in (await watch.compare_shards()).findings if "point" in one.sentence
+                one for one in (await watch.look_into_store()).findings if "point" in one.sentence
             ]
 
     use_place(RunLocation(None, str(run.store)))

@@ -30,7 +30,7 @@ from diloco.judge import doctor_findings
 from diloco.judge.doctor import examine
 from diloco.run.cli.opening import open_run, run_config
 from diloco.run.cli.screen import say_json, say_plainly
-from diloco.run.findings import NATS_AWAY, failed
+from diloco.run.findings import NATS_AWAY, STORE_AWAY, failed
 from diloco.run.state import Finding
 from diloco.run.watch import Watch
 from diloco.show.alerts.firing import SEVERITIES, Alert, AlertLedger, Notice
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from diloco.show.alerts.command import WatchOptions
 
 # What keeps from looking at anything else.
-AWAY = (NATS_AWAY, doctor_findings.STORE_AWAY, doctor_findings.RESTORE)
+AWAY = (NATS_AWAY, STORE_AWAY, doctor_findings.RESTORE)
 # Of the time between two examinations, while something is amiss.
 SOONER = 0.2
 # What waits for the webhook has so long, once the run has ended or somebody has asked.
@@ -200,7 +200,7 @@ class Watcher:
         except BusUnavailableError as error:
             self.look([failed("bus", error, NATS_AWAY)])
         except StoreUnavailableError as error:
-            self.look([failed("store", error, doctor_findings.STORE_AWAY)])
+            self.look([failed("store", error, STORE_AWAY)])
         except RunMissingError as error:
             if not self._opened:
                 raise
@@ -208,7 +208,7 @@ class Watcher:
         return False
 
     async def _follow(self, watch: Watch) -> bool:
-        following = asyncio.ensure_future(watch.follow())
+        following = asyncio.ensure_future(watch.follow(store=True))
         examining = asyncio.ensure_future(self._examine())
         try:
             while not following.done():

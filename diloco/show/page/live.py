@@ -103,7 +103,7 @@ class LiveRun:
             if self.progress is not None:
                 await self.catch_up()
             if self._goes_on:
-                await self._watch.follow(self._next_seq)
+                await self._watch.follow(self._next_seq, store=True)
         except (BusUnavailableError, StoreUnavailableError):
             return False
         return True

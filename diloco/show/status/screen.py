@@ -17,7 +17,6 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.common.process.tasks import cancel
-from diloco.common.protocol.errors import StoreError
 from diloco.run.cli.opening import open_run
 from diloco.run.cli.screen import SEVERITY_STYLES, STATE_STYLES, plain_table, say, say_json
 from diloco.run.cli.units import age, human_bytes
@@ -61,7 +60,7 @@ async def _show(target: str, *, once: bool, json: bool) -> None:
 
 
 async def _follow(watch: Watch, run: RunStatus, console: Console) -> None:
-    following = asyncio.ensure_future(watch.follow())
+    following = asyncio.ensure_future(watch.follow(store=True))
     try:
         with Live(picture(run), console=console, auto_refresh=False) as live:
             while not following.done():
@@ -233,10 +232,7 @@ async def look_at_learners(target: str) -> Sequence[LearnerStatus]:
     """Everybody who has joined a run, by name, from all of its tape and the newest shards."""
     async with open_run(target, name="status", reads=True) as opened:
         watch = Watch(opened.context)
-        run = await watch.begin(1)
-        with contextlib.suppress(StoreError):  # Without the store, all but this.
-            return (await watch.compare_shards()).learners
-        return run.learners
+        return (await watch.begin(1)).learners
 
 
 def _accounts(learners: Sequence[LearnerStatus]) -> Table:

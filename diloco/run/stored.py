@@ -1,0 +1,151 @@
+"""What a store has of a run's newest versions: objects that are gone, old, damaged, or copies.
+
+Whoever follows a run looks at a little, now and then; the doctor at more (`judge/objects.py`).
+All of it blocks.
+"""
+
+import contextlib
+import heapq
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import ObjectMissingError, ObjectUnreadableError
+from diloco.common.protocol.shards import crc32c
+from diloco.common.storage.store import DirectoryStore, ObjectStore
+from diloco.common.storage.store.protocol import KEPT
+from diloco.run.findings import DIGEST_MISMATCH, MISSING_OBJECT
+from diloco.run.state import Finding
+
+# Bytes of objects that a look reads, where it comes again and again.
+LOOK_BYTES = 8 << 20
+
+# A record that made a version, and an object that was stored for it.
+Made = tuple[wire.Record, wire.ObjectRef]
+
+
+def newest_first(run: str, chains: Iterable[Iterable[wire.Record]]) -> Iterator[Made]:
+    """Objects of versions, each once, the newest versions first.
+
+    Args:
+        run: its name.
+        chains: records of each fragment, the newest first.
+    """
+    for record in heapq.merge(*chains, key=lambda one: -one.version):
+        for ref in (record.delta, record.snapshot, record.outer):
+            if ref is None:
+                continue
+            made = names.parse_version_object(run, record.fragment, ref.name)
+            if made is not None and made.version == record.version:
+                yield record, ref
+
+
+class BytesRead:
+    """Reads objects of versions, and holds their bytes against what records say.
+
+    Args:
+        store: the run's.
+        every: all that may have been taken for another, the newest first.
+
+    Attributes:
+        read: how many were.
+    """
+
+    def __init__(self, store: ObjectStore, every: Callable[[], Iterator[Made]]) -> None:
+        self.read = 0
+        self._store, self._every = store, every
+
+    def wrong(self, limit_bytes: int) -> Iterator[tuple[str, str]]:
+        """(Where, what) of each that is not what its maker stored; what is gone is left out.
+
+        Raises:
+            StoreUnavailableError: the store is away.
+        """
+        for record, ref in self._every():
+            limit_bytes -= ref.size_bytes
+            if limit_bytes < 0:
+                return
+            with contextlib.suppress(ObjectMissingError, ObjectUnreadableError):
+                data = self._store.get(ref.name)
+                self.read += 1
+                is_of = len(data), crc32c(data)
+                if is_of != (ref.size_bytes, ref.crc32c):
+                    where = f"version {record.version} of fragment {record.fragment}"
+                    yield where, f"{ref.name!r} {self._named(is_of)}"
+
+    def _named(self, is_of: tuple[int, int]) -> str:
+        for other, ref in self._every():
+            if is_of == (ref.size_bytes, ref.crc32c):
+                return f"has the bytes of version {other.version}"
+        return "has damaged bytes: not those that its maker stored"
+
+
+def looked_at(
+    store: ObjectStore,
+    run: str,
+    records: Sequence[wire.Record],
+    newest: Callable[[], Sequence[wire.Record]],
+) -> list[Finding]:
+    """Findings on the objects of a run that goes on.
+
+    Args:
+        store: the run's.
+        run: its name.
+        records: the newest, in order.
+        newest: gives those of each fragment by now: what older ones needed may be collected.
+
+    Raises:
+        StoreUnavailableError: the store is away.
+    """
+    of = [[r for r in reversed(records) if r.fragment == f] for f in {r.fragment for r in records}]
+    found = [
+        breach("bytes", [f"{where}: {what}"], DIGEST_MISMATCH)
+        for where, what in BytesRead(store, lambda: newest_first(run, of)).wrong(LOOK_BYTES)
+    ]
+    missing = {ref.name for ref in _needed(newest()) if not _is_there(store, ref.name)}
+    if gone := [repr(ref.name) for ref in _needed(newest()) if ref.name in missing]:
+        found.append(breach("objects", [f"the newest versions lack {gone[0]}"], MISSING_OBJECT))
+    return [*found, *deleted(store, run)]
+
+
+def _needed(records: Sequence[wire.Record]) -> list[wire.ObjectRef]:
+    return [ref for one in records for ref in (one.snapshot, one.outer, *one.deltas)]
+
+
+def _is_there(store: ObjectStore, name: str) -> bool:
+    with contextlib.suppress(ObjectMissingError, ObjectUnreadableError):
+        store.get_range(name, 0, 1)
+        return True
+    return False
+
+
+def breach(rule: str, told: Sequence[str], runbook: str, about: str = "store") -> Finding:
+    """The finding on what is not as it must be: the first of several, and how many."""
+    more = f" (and {len(told) - 1} more)" if len(told) > 1 else ""
+    return Finding(
+        severity="error",
+        about=f"{about}: {rule}",
+        sentence=f"{told[0]}{more}",
+        advice="stop and delete nothing until the cause is known",
+        runbook=runbook,
+    )
+
+
+def deleted(store: ObjectStore, run: str) -> Iterator[Finding]:
+    """Findings on objects whose files are gone from a folder that has kept their bytes."""
+    if not isinstance(store, DirectoryStore):
+        return
+    gone: dict[str, list[str]] = defaultdict(list)
+    for name in store.copies(f"{run}/"):
+        sent = names.parse_shard(run, name)
+        gone[f"learner {sent.learner}" if sent is not None else "store"].append(name)
+    for about, found in sorted(gone.items()):
+        yield Finding(
+            severity="warning",
+            about=about,
+            sentence=f"{len(found):,} of its objects were deleted, and the folder's own copies "
+            f"answer for them, such as {found[0]}",
+            advice="nothing is lost yet: find out who deletes files there, and copy them back "
+            f"from {store.root / KEPT}",
+            runbook=MISSING_OBJECT,
+        )
