@@ -26,6 +26,7 @@ from diloco.replay.blame_screen import in_words
 from diloco.run.cli.screen import say_json
 from diloco.run.cli.subprocess import Isolated
 from diloco.run.cli.versions import parse_time
+from diloco.run.findings import MISSING_OBJECT
 from diloco.run.history import History
 from diloco.run.model.load import held_leaves
 from diloco.run.outliers import LOSS_SPIKE
@@ -158,7 +159,9 @@ def _not_judged(what: str) -> Finding:
 
 
 def _with_harm(one: Finding, sentence: Sentence | None) -> Finding:
-    if sentence is None or one.severity not in ("warning", "error"):
+    # A file that somebody deleted says nothing of what it held.
+    told = one.severity in ("warning", "error") and one.runbook != MISSING_OBJECT
+    if sentence is None or not told:
         return one
     harm = (
         f"its newest {sentence.updates} updates: {sentence.total:+.4f} in all; "

@@ -91,17 +91,19 @@ def looked_at(
     Args:
         store: the run's.
         run: its name.
-        records: the newest, in order.
+        records: further ones, in order.
         newest: gives those of each fragment by now: what older ones needed may be collected.
 
     Raises:
         StoreUnavailableError: the store is away.
     """
-    of = [[r for r in reversed(records) if r.fragment == f] for f in {r.fragment for r in records}]
-    found = [
-        breach("bytes", [f"{where}: {what}"], DIGEST_MISMATCH)
-        for where, what in BytesRead(store, lambda: newest_first(run, of)).wrong(LOOK_BYTES)
-    ]
+    chains = {one.fragment: [one] for one in newest()}
+    for one in reversed(records):
+        if one.version < chains[one.fragment][-1].version:
+            chains[one.fragment].append(one)
+    reading = BytesRead(store, lambda: newest_first(run, chains.values()))
+    wrong = [f"{where}: {what}" for where, what in reading.wrong(LOOK_BYTES)]
+    found = [breach("bytes", wrong, DIGEST_MISMATCH)] if wrong else []
     missing = {ref.name for ref in _needed(newest()) if not _is_there(store, ref.name)}
     if gone := [repr(ref.name) for ref in _needed(newest()) if ref.name in missing]:
         found.append(breach("objects", [f"the newest versions lack {gone[0]}"], MISSING_OBJECT))

@@ -349,6 +349,20 @@ def test_a_curve_is_a_line_of_bars():
     assert "█▁" in console.file.getvalue()
 
 
+def test_a_table_leaves_columns_out_before_it_cuts_a_figure():
+    def shown(width):
+        console = Console(file=io.StringIO(), width=width)
+        made = screen.Fitted(
+            ("learner", "step", "up"), [("island-a", "1,047", "367.2 kB")], words=(), spare=("up",)
+        )
+        console.print(made)
+        return console.file.getvalue()
+
+    assert "367.2 kB" in shown(40)
+    assert "367" not in shown(20)
+    assert "1,047" in shown(20)
+
+
 def test_theothers_losses_are_a_median_without_ones_own():
     rng = np.random.default_rng(3)
     for count in range(1, 12):

@@ -1,25 +1,30 @@
-"""What the doctor says of lives, checkpoints and the store's owner."""
+"""Findings on lives, checkpoints, and what the store has and whose it is."""
 
 import asyncio
 import dataclasses
 import os
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
 import structlog
+from records import DIGEST, make_record
 from runlab import RUN, Lab
 
 from diloco.aggregator.watches import CheckpointWatch
 from diloco.common.process import log
 from diloco.common.protocol import names, wire
+from diloco.common.protocol.shards import crc32c
 from diloco.common.storage.store import DirectoryStore, MemoryStore
-from diloco.common.storage.tape import load_specification
+from diloco.common.storage.tape import last_record, load_specification
 from diloco.judge import service
 from diloco.run.findings import judged
 from diloco.run.history import History, read_history
 from diloco.run.observed import HOUR_S, Observed
+from diloco.run.state import Finding
+from diloco.run.stored import BytesRead, deleted, newest_first
+from diloco.run.watch import Watch
 
 NOBODY = 65534
 GAUGE = "diloco_run_checkpoint_timestamp_seconds"
@@ -197,3 +202,77 @@ def test_what_a_learner_says_of_itself() -> None:
     assert said() == [("warning", "says: checkpoints fail: disk full")]
     seen.known["a"].left = life
     assert [severity for severity, _ in said()] == ["note"]
+
+
+def tampered(act: Callable[[Lab, wire.Record, wire.Record], None]) -> list[Finding]:
+    """What who follows a run says, once somebody has laid hands on its newest version's objects."""
+    lab = Lab()
+
+    async def play() -> list[Finding]:
+        await lab.create()
+        records = []
+        async with lab.aggregating():
+            await lab.join("one")
+            for _ in range(4):
+                await lab.send("one")
+                records.append((await last_record(lab.context, 0))[0])
+        act(lab, records[-2], records[-1])
+        return [*(await Watch(lab.context).begin()).stored]
+
+    return [*ask(play())]
+
+
+def overwrite(lab: Lab, name: str, data: bytes) -> None:
+    lab.store.delete(name)
+    lab.store.put(name, data)
+
+
+def test_a_store_that_is_as_it_was_left_is_not_spoken_of() -> None:
+    assert tampered(lambda *_: None) == []
+
+
+def test_objects_of_new_versions_that_are_other_bytes_or_gone_are_named() -> None:
+    def damage(lab: Lab, _before: wire.Record, newest: wire.Record) -> None:
+        assert newest.delta is not None
+        overwrite(lab, newest.delta.name, b"x" * newest.delta.size_bytes)
+
+    def remove(lab: Lab, _before: wire.Record, newest: wire.Record) -> None:
+        lab.store.delete(newest.snapshot.name)
+
+    (damaged,) = tampered(damage)
+    assert (damaged.severity, damaged.about) == ("error", "store: bytes")
+    assert damaged.sentence.startswith("version 4 of fragment 0: ")
+    assert "has damaged bytes" in damaged.sentence
+    (gone,) = tampered(remove)
+    assert (gone.severity, gone.about) == ("error", "store: objects")
+    assert gone.sentence.startswith("the newest versions lack ")
+
+
+def test_bytes_of_an_earlier_version_are_named_as_such() -> None:
+    lab = Lab()
+    records = [
+        make_record(version=version, delta=wire.ObjectRef(
+            name=names.version_object(RUN, 0, version, "delta", DIGEST), size_bytes=1,
+            crc32c=crc32c(str(version).encode()),
+        ))
+        for version in (1, 2, 3)
+    ]  # fmt: skip
+    for record in records:
+        assert record.delta is not None
+        lab.store.put(record.delta.name, b"1" if record.version == 3 else b"2")
+    reading = BytesRead(lab.store, lambda: newest_first(RUN, [records[::-1]]))
+    told = [what.partition(" has ")[2] for _, what in reading.wrong(100)]
+    assert told == ["the bytes of version 1", "the bytes of version 2"]
+    assert reading.read == 3
+    assert [*reading.wrong(1)] == [*reading.wrong(100)][:1]
+
+
+def test_files_that_only_a_folders_copies_answer_for_are_named(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path)
+    name = names.shard(RUN, "one", 0, 0, 1, 1, 0)
+    store.put(name, b"data")
+    store.keep(name, 100)
+    assert [*deleted(store, RUN)] == []
+    (tmp_path / name).unlink()
+    (found,) = deleted(store, RUN)
+    assert (found.severity, found.about) == ("warning", "learner one")

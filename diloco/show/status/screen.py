@@ -9,9 +9,10 @@ from dataclasses import asdict
 from datetime import datetime
 from statistics import fmean
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -34,6 +35,8 @@ MOST = 50
 REASONS = 3
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 16
+# As wide as a table may be that is measured.
+WIDE = 10_000
 
 
 def show_status(target: str, *, once: bool, json: bool) -> None:
@@ -124,13 +127,13 @@ def _worth_a_look(learners: Sequence[LearnerStatus]) -> Sequence[LearnerStatus]:
     return tuple(sorted(sorted(learners, key=well)[:MOST], key=lambda one: one.name))
 
 
-def _learners(learners: Sequence[LearnerStatus], of: int) -> Table:
-    table = plain_table(
+def _learners(learners: Sequence[LearnerStatus], of: int) -> "Fitted":
+    titles = (
         "learner", "state", "heard", "step", "loss", "tokens/s", "data", "stall", "stale", "wait",
-        "rej.", "up", words=("state",),
+        "rej.", "up",
     )  # fmt: skip
-    for one in learners:
-        table.add_row(
+    rows = [
+        (
             one.name,
             _state(one),
             "never" if one.heard_s is None else age(one.heard_s),
@@ -144,9 +147,57 @@ def _learners(learners: Sequence[LearnerStatus], of: int) -> Table:
             str(one.rejected),
             human_bytes(one.bytes_up),
         )
-    if len(learners) < of:
-        table.caption = f"{len(learners)} of {of:,} learners: silent, rejected, stale or far off"
-    return table
+        for one in learners
+    ]
+    cut = f"{len(learners)} of {of:,} learners: silent, rejected, stale or far off"
+    return Fitted(
+        titles, rows, words=("state",), spare=("up", "data", "heard", "stale", "stall"),
+        caption=cut if len(learners) < of else None,
+    )  # fmt: skip
+
+
+class Fitted:
+    """A table that leaves columns out where the screen is too narrow, rather than cut a figure.
+
+    Args:
+        titles: of its columns.
+        rows: of its cells.
+        words: titles of columns that hold words.
+        spare: titles of those that may be left out, the first one first.
+        caption: below it.
+    """
+
+    def __init__(
+        self,
+        titles: Sequence[str],
+        rows: Sequence[Sequence[RenderableType]],
+        *,
+        words: Sequence[str],
+        spare: Sequence[str],
+        caption: str | None = None,
+    ) -> None:
+        self._titles, self._rows, self._words, self._spare = titles, rows, words, spare
+        self._caption = caption
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """The table with as many of its columns as there is room for."""
+        wide = options.update(width=WIDE)
+        tables = (self._table(self._spare[:count]) for count in range(len(self._spare) + 1))
+        made = next(tables)
+        while Measurement.get(console, wide, made).maximum > options.max_width:
+            narrower = next(tables, None)
+            if narrower is None:
+                break
+            made = narrower
+        yield made
+
+    def _table(self, without: Sequence[str]) -> Table:
+        kept = [index for index, title in enumerate(self._titles) if title not in without]
+        table = plain_table(*(self._titles[index] for index in kept), words=self._words)
+        for row in self._rows:
+            table.add_row(*(row[index] for index in kept))
+        table.caption = self._caption
+        return table
 
 
 def _state(one: LearnerStatus) -> Text:
@@ -165,17 +216,13 @@ def _metrics(learners: Sequence[LearnerStatus]) -> list[Text]:
     ]
 
 
-def _fragments(fragments: Sequence[FragmentStatus]) -> Table:
+def _fragments(fragments: Sequence[FragmentStatus]) -> Fitted:
     shown = fragments
     if len(fragments) > LINES:
         oldest = sorted(fragments, key=lambda one: -one.version_s)[:LINES]
         shown = tuple(sorted(oldest, key=lambda one: one.fragment))
-    table = plain_table(
-        "fragment", "version", "step", "owner", "last", "merged", "round", "waiting",
-        words=("owner",),
-    )  # fmt: skip
-    for one in shown:
-        table.add_row(
+    rows = [
+        (
             str(one.fragment),
             f"{one.version:,}",
             f"{one.global_step:,}",
@@ -185,9 +232,13 @@ def _fragments(fragments: Sequence[FragmentStatus]) -> Table:
             f"{one.round_s:.2f} s",
             str(one.waiting),
         )
-    if len(fragments) > LINES:
-        table.caption = f"{LINES} of {len(fragments)} fragments: the longest without a version"
-    return table
+        for one in shown
+    ]
+    cut = f"{LINES} of {len(fragments)} fragments: the longest without a version"
+    return Fitted(
+        ("fragment", "version", "step", "owner", "last", "merged", "round", "waiting"), rows,
+        words=("owner",), spare=("round", "step"), caption=cut if len(fragments) > LINES else None,
+    )  # fmt: skip
 
 
 def _alerts(alerts: Sequence[Finding]) -> Table:
@@ -277,19 +328,21 @@ def spark(values: Sequence[float], width: int = WIDTH) -> str:
     return "".join(BARS[round((mean - low) * scale)] for mean in means)
 
 
-def trends(learners: Sequence[LearnerStatus], title: str) -> Table:
+def trends(learners: Sequence[LearnerStatus], title: str) -> Fitted:
     """Each learner's loss and norm from the beginning to now; a round's median norm is 1."""
     known = any(one.shards is not None for one in learners)
     cosine = ["cosine to others"] if known else []
-    table = plain_table(title, "loss", "", "norm", "", *cosine, words=("", *cosine))
+    rows = []
     for one in learners:
         if one.trend:
             losses = [point.loss for point in one.trend]
             norms = [point.norm for point in one.trend]
             row = [one.name, f"{losses[-1]:.4g}", spark(losses), f"{norms[-1]:.2f}", spark(norms)]
             shown = "-" if one.shards is None else f"{one.shards.cosine:+.2f}"
-            table.add_row(*row, *([shown] if known else []))
-    return table
+            rows.append([*row, *([shown] if known else [])])
+    curves = ("  ", " ")
+    titles = (title, "loss", " ", "norm", "  ", *cosine)
+    return Fitted(titles, rows, words=(*curves, *cosine), spare=curves)
 
 
 # What happened, and where
