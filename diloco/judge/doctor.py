@@ -56,8 +56,8 @@ from diloco.run.findings import (
 )
 from diloco.run.history import History, read_history
 from diloco.run.model.scores import read_scores, scores_of
+from diloco.run.newest_objects import deleted
 from diloco.run.state import Finding, RunStatus
-from diloco.run.stored import deleted
 from diloco.run.timeseries import read_time_series
 from diloco.run.watch import Watch
 

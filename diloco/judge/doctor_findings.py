@@ -20,9 +20,9 @@ from diloco.run.findings import (
     clock,
 )
 from diloco.run.history import History
+from diloco.run.newest_objects import breach
 from diloco.run.outliers import LOSS_SPIKE
 from diloco.run.state import RECENT, Finding
-from diloco.run.stored import breach
 
 RUN_MISMATCH = "runbooks/run-mismatch.md"
 PERMISSIONS = "runbooks/permissions.md"

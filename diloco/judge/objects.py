@@ -22,7 +22,7 @@ from diloco.common.storage.tape import RunContext, last_record
 from diloco.judge.audit import Breach, Objects
 from diloco.judge.evidence import missing_objects, newer_objects
 from diloco.run.history import History
-from diloco.run.stored import BytesRead, newest_first
+from diloco.run.newest_objects import BytesRead, newest_first
 
 
 class Listing:

@@ -21,9 +21,9 @@ from diloco.common.storage.tape import last_record, load_specification
 from diloco.judge import service
 from diloco.run.findings import judged
 from diloco.run.history import History, read_history
+from diloco.run.newest_objects import BytesRead, deleted, newest_first
 from diloco.run.observed import HOUR_S, Observed
 from diloco.run.state import Finding
-from diloco.run.stored import BytesRead, deleted, newest_first
 from diloco.run.watch import Watch
 
 NOBODY = 65534
