@@ -22,13 +22,12 @@ from diloco.learner.life import (
     log_restored,
     make_replica,
     make_saver,
-    never,
     own_folder,
     own_part,
     patient_fetch,
     read_frozen,
 )
-from diloco.learner.synchronizer import Meter, Synchronizer
+from diloco.learner.synchronizer import Meter, Synchronizer, never
 from diloco.learner.tensors import tree
 from diloco.learner.wire.claims import GrantedShares
 from diloco.learner.wire.publish import Uploader

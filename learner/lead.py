@@ -32,7 +32,6 @@ from diloco.learner.life import (
     log_restored,
     make_replica,
     make_saver,
-    never,
     own_folder,
     own_part,
     patient_fetch,
@@ -40,7 +39,7 @@ from diloco.learner.life import (
     read_frozen,
     show_series,
 )
-from diloco.learner.synchronizer import Meter, Planner, Synchronizer
+from diloco.learner.synchronizer import Meter, Planner, Synchronizer, never
 from diloco.learner.task import Params
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.checkpoint import CheckpointFolder

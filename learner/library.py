@@ -43,9 +43,9 @@ from diloco.learner.core.boundary import Boundary
 from diloco.learner.follow import follow
 from diloco.learner.hosts.messages import HANGING_S, end_if_hanging
 from diloco.learner.lead import lead
-from diloco.learner.life import Host, Life, never
+from diloco.learner.life import Host, Life
 from diloco.learner.member import NAMED, Member
-from diloco.learner.synchronizer import figures_of, loss_of
+from diloco.learner.synchronizer import figures_of, loss_of, never
 from diloco.learner.task import Batch, Holder, Params, Shared
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.placement import put_like

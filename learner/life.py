@@ -69,11 +69,6 @@ class RunEndedError(DilocoError):
         )
 
 
-def never() -> bool:
-    """Return False: nobody asks this learner to leave."""
-    return False
-
-
 @dataclass(frozen=True, kw_only=True)
 class Host:
     """The objects that a host has before its life begins.

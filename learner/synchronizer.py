@@ -273,6 +273,11 @@ class Inbox(Protocol):
         """As `Background.events`."""
 
 
+def never() -> bool:
+    """Return False: nobody asks, and nothing is due."""
+    return False
+
+
 @dataclass
 class Planner:
     """Makes the boundaries of one life of a learner; only the training loop's thread calls this.
@@ -292,11 +297,11 @@ class Planner:
     state: sync.State
     inbox: Inbox
     tokens_per_step: int
-    asked_to_leave: Callable[[], bool] = lambda: False
+    asked_to_leave: Callable[[], bool] = never
     lookahead: int = 0
     drain_timeout_s: float = 0.0
     clock: Callable[[], float] = field(default_factory=Clock)
-    checkpoint_due: Callable[[], bool] = lambda: False
+    checkpoint_due: Callable[[], bool] = never
     tell: Callable[[Boundary], None] = lambda _boundary: None
     turned: Callable[[], None] = lambda: None
     _then: Then = "step"

@@ -204,7 +204,7 @@ class Replica:
 
     def _leaves(self) -> dict[str, Any]:
         """The parameters by name."""
-        return dict(named_leaves(self.trained))
+        return dict(zip(self._names, jax.tree.leaves(self.trained), strict=True))
 
     def _tree(self, leaves: dict[str, Any]) -> Params:
         return jax.tree.unflatten(self._structure, [leaves[name] for name in self._names])

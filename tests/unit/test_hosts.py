@@ -36,7 +36,7 @@ from diloco.learner.hosts.coordinator import Coordinator, listen
 from diloco.learner.hosts.messages import host_gone
 from diloco.learner.hosts.worker import HostLink, Worker, connect
 from diloco.learner.library import _Hanging
-from diloco.learner.life import never
+from diloco.learner.synchronizer import never
 from diloco.learner.wire.claims import GrantedShares
 from diloco.learner.wire.receive import Receiver
 
