@@ -26,7 +26,7 @@ async def change_settings(
             is in force.
 
     Raises:
-        ConfigError: a difference that no run can take while it goes on, or a length that is over.
+        ConfigError: a setting that is fixed at creation, or a length that the run has passed.
         RunMismatchError: the run has stopped, or somebody else has just changed its settings.
     """
     before, before_seq = await effective_settings(context)
@@ -51,10 +51,10 @@ async def change_settings(
 
 
 async def check_change(context: RunContext, before: RunSettings, after: RunSettings) -> None:
-    """Refuse what a run cannot take as it stands; `before` is what is in force.
+    """Refuse a change of settings that the run cannot take now; `before` is in force.
 
     Raises:
-        ConfigError: a difference that no run can take while it goes on, or a length that is over.
+        ConfigError: a setting that is fixed at creation, or a length that the run has passed.
         RunMismatchError: the run has stopped.
     """
     await check_goes_on(context)

@@ -22,7 +22,7 @@ from diloco.learner.island import Island
 from diloco.learner.library import check_name, joined, member_of
 from diloco.learner.life import RunEndedError
 from diloco.learner.tensors.tree import loaded_frozen
-from diloco.learner.train import Program
+from diloco.learner.train import TaskProgram
 
 
 def serve(config: Config, learner: str) -> None:
@@ -43,7 +43,7 @@ def serve(config: Config, learner: str) -> None:
         with _together():
             probes.health.begin_phase("building the task")
             island = Island(config, learner)
-            program, task = Program(island), island.task
+            program, task = TaskProgram(island), island.task
             compiling = partial(programs.compiling, _equal(config, learner))
             if config.bus.wait_for_run_s:
                 with compiling():

@@ -138,7 +138,7 @@ class GrainData:
         return self._batches(order, self._share(learner), position, ENDLESS, rows)
 
     def _part(self, tape_epoch: int, share: int, number: int, rows: range) -> "_Batches":
-        """The rest of a share, from a batch of it on. Another tape has other epochs."""
+        """The batches of a share from number `number` on; each tape orders an epoch differently."""
         epoch, place = divmod(share, self.shares)
         end = (epoch + 1) * self.batches_per_epoch
         first = epoch * self.batches_per_epoch + number

@@ -46,8 +46,8 @@ from diloco.learner.tensors.checkpoint import CheckpointFolder
 from diloco.learner.tensors.replica import Replica
 from diloco.learner.wire.claims import Claims
 from diloco.learner.wire.incarnation import (
-    DataPosition,
     Joined,
+    ResumePosition,
     end_when_superseded,
     join,
     place_after_join,
@@ -234,7 +234,7 @@ def platform_of() -> str:
 
 
 def _shares(
-    host: Host, context: Context, peers: Alone, life: Joined, place: DataPosition
+    host: Host, context: Context, peers: Alone, life: Joined, place: ResumePosition
 ) -> Claims:
     """The learner's shares of the data, which host 0 tells all its hosts."""
 

@@ -47,7 +47,7 @@ from diloco.learner.tensors.placement import placed
 from diloco.learner.tensors.replica import Replica
 from diloco.learner.wire.claims import GrantedShares
 from diloco.learner.wire.recovery import (
-    Fetch,
+    PatientFetch,
     Restored,
     Saver,
     open_folder,
@@ -313,7 +313,7 @@ def own_part() -> str:
     return names.checkpoint_part(jax.process_index(), jax.process_count())
 
 
-def patient_fetch(host: Host, context: Context) -> Fetch:
+def patient_fetch(host: Host, context: Context) -> PatientFetch:
     """What reads the store from another thread than the event loop's, and waits out faults."""
 
     def fetch(what: str, function: Callable[[], Any]) -> Any:

@@ -23,7 +23,7 @@ STILL_STEPS = 50
 JUDGED_STEPS = 3
 
 
-class Program:
+class TaskProgram:
     """A task's program on one host, compiled while the learner joins.
 
     Args:

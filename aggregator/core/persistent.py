@@ -157,5 +157,5 @@ class Tally(Mapping[K, int]):
         return len(self._map)
 
     def __iter__(self) -> Iterator[K]:
-        """The different ones, in no order."""
+        """Each key that was counted, once; in no order."""
         return iter(self._map)

@@ -190,9 +190,10 @@ BY_FRAGMENT = (
 def show_owned(
     counted: Metrics, tenures: Mapping[int, Tenure | None], fragments: int, stopped: int
 ) -> None:
-    """Say how the fragments that are ours stand; `fragments` is P, `stopped` how many are damaged.
+    """Set the metrics of the fragments that this process owns.
 
-    A fragment without a tenure is being recovered. Sums are those of the newest record, so that
+    `fragments` is P; `stopped` counts those that this process refuses. A fragment without a tenure
+    is being recovered. Sums are those of the newest record, so that
     they go on where another process left them.
     """
     counted.forget(*BY_FRAGMENT, metrics.PAUSED)

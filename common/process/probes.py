@@ -23,7 +23,7 @@ ANSWER_S = 10.0
 
 @dataclass(frozen=True)
 class Probes:
-    """One daemon's counts, its health, and the systemd that may have started it."""
+    """The metrics and the health of one daemon, and where they are reported: HTTP, systemd."""
 
     metrics: Metrics
     health: Health

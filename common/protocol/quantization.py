@@ -47,10 +47,10 @@ class Form(NamedTuple):
     Attributes:
         number: of the codec in a shard's header.
         dtype: of the codes.
-        codes: the codes of a block in words, for docs/protocol.md.
-        greatest: code of an integer codec, which the greatest value of a block gets; 0: a float
-            codec, whose blocks have no scale.
-        elements: that one item of the codes holds.
+        codes: a description of a block's codes, which docs/protocol.md prints.
+        greatest: the code that the greatest value of a block gets; 0 for float codecs, whose
+            blocks have no scale.
+        elements: how many elements one item of the codes' array holds.
     """
 
     number: int
@@ -94,12 +94,12 @@ def code_dtype(codec: Codec) -> np.dtype[Any]:
 
 
 def code_count(codec: Codec, size: int) -> int:
-    """Items in the codes of `size` elements."""
+    """How many items the codes of `size` elements have."""
     return size // FORMS[codec].elements
 
 
 def scale_count(codec: Codec, size: int, block: int) -> int:
-    """Items in the scales of `size` elements."""
+    """How many scales `size` elements have."""
     return size // block if codec in GREATEST_CODE else 0
 
 

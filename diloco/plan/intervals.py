@@ -33,8 +33,8 @@ class Interval(NamedTuple):
         gbit_up: that each learner sends, and `gbit_down` receives.
         full: share of the busiest link, a learner's or the aggregator's, that it takes.
         apart: steps of the fastest learner between two versions of a fragment.
-        loss: least and most percent that it is expected to cost over H = 24, of a run that
-            has the versions it should.
+        loss: least and most percent by which the loss is expected to exceed that of H = 24, if
+            versions come as often as H says.
     """
 
     steps: int

@@ -115,7 +115,7 @@ class _Job(NamedTuple):
 
 
 class _Line:
-    """A trace being written."""
+    """A trace of capacity over time, while it is being simulated."""
 
     def __init__(self) -> None:
         self.times_s = [0.0]

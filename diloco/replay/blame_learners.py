@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 import numpy.typing as npt
 
-from diloco.replay.columns import Column, Columns
+from diloco.replay.columns import Column, TupleColumns
 
 # A learner whose updates do less than this share of what the others' do is of no use; if they do so
 # much harm, it is harmful. One update proves nothing.
@@ -64,7 +64,7 @@ class Effect(NamedTuple):
 
 
 # In the order they were added; those of one round are neighbours.
-Effects = Columns[Effect]
+Effects = TupleColumns[Effect]
 
 
 class Sentence(NamedTuple):

@@ -212,7 +212,7 @@ class _Copy:
         self._last_seq = 0
 
     async def tape(self, part: TapeRange) -> None:
-        """Every message of a part."""
+        """Write every message of a part of the tape."""
         context = self._context
         async for message in _messages(context, part):
             item = await read_item(context, message)

@@ -13,7 +13,7 @@ Row = TypeVar("Row", bound=tuple[Any, ...])
 Column = npt.NDArray[np.float64]
 
 
-class Columns(Lazy[Row]):
+class TupleColumns(Lazy[Row]):
     """Rows of a class of named tuples whose fields are numbers and text: eight bytes a field.
 
     Args:

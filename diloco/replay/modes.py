@@ -147,7 +147,7 @@ async def _is_collected(context: RunContext, history: History, lost: Lost, windo
 async def _still_missing(
     context: RunContext, missing: tuple[tuple[str, int], ...]
 ) -> tuple[tuple[str, int], ...]:
-    """Objects that are gone: not made, nor collected, while tape and store were read."""
+    """Those of the missing objects that were neither made nor collected since they were missed."""
     if not missing:
         return ()
     oldest: dict[int | None, int] = {}

@@ -25,7 +25,7 @@ from diloco.common.protocol.errors import (
 from diloco.common.storage.bundle import BundleBus
 from diloco.common.storage.tape import RunContext
 from diloco.judge.remake import is_stored
-from diloco.replay.columns import Columns
+from diloco.replay.columns import TupleColumns
 from diloco.replay.options import Options
 from diloco.run.cli.screen import Hear, plain_table, progress, say_json
 from diloco.run.history import Chain, History, in_order, up_to
@@ -48,7 +48,7 @@ class Moment(NamedTuple):
     stored: bool
 
 
-Moments = Columns[Moment]
+Moments = TupleColumns[Moment]
 
 
 class Rise(NamedTuple):

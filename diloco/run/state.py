@@ -348,5 +348,5 @@ class RunStatus:
 
 
 def share(part_s: float, whole_s: float) -> float:
-    """A share of a time, 0 to 1, of what a learner says: it may say that a part is the longer."""
+    """Part over whole, both as a learner claims them: 1 at most, 0 where the whole is 0."""
     return min(part_s / whole_s, 1.0) if whole_s else 0.0

@@ -28,8 +28,7 @@ from diloco.models.frameworks.loop import (  # noqa: E402
     load_tensors,
 )
 from diloco.models.frameworks.tensors import Leaf, Table  # noqa: E402
-from diloco.torch.module import ModuleTensors  # noqa: E402
-from diloco.torch.optimizer import begun, state_of  # noqa: E402
+from diloco.torch.tensors import ModuleTensors, begun, state_of  # noqa: E402
 
 __all__ = ["Leaf", "TorchLearner", "create", "join", "load"]
 

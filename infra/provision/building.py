@@ -14,7 +14,7 @@ from diloco.common.process.config import Config, MeshSection, RunSettings
 from diloco.common.protocol.errors import DilocoError
 from diloco.common.protocol.quantization import encoded_bytes
 from diloco.infra.cloud_units import DATA
-from diloco.infra.provision.fleet import Fleet, FleetFinding, Learner, chips_of, hosts_of
+from diloco.infra.provision.fleet import FleetFile, FleetFinding, FleetLearner, chips_of, hosts_of
 from diloco.infra.provision.known import Known
 from diloco.learner.contract import build_task, function_of, model_of
 from diloco.learner.dry_run import device_bytes
@@ -64,7 +64,7 @@ def _fault(where: str, error: Exception) -> FleetFinding:
     )
 
 
-def check_run(fleet: Fleet, config: Config, task: Task, known: Known) -> Iterator[FleetFinding]:
+def check_run(fleet: FleetFile, config: Config, task: Task, known: Known) -> Iterator[FleetFinding]:
     """The run's own numbers, and each learner's options, batch, memory and disk."""
     settings = config.settings()
     yield from _parameters(fleet, task)
@@ -98,7 +98,7 @@ def check_run(fleet: Fleet, config: Config, task: Task, known: Known) -> Iterato
         yield from _disk(where, learner, needed, config)
 
 
-def devices_of(learner: Learner, config: Config) -> int:
+def devices_of(learner: FleetLearner, config: Config) -> int:
     """Devices that JAX will have; where a chip may be several, its chips."""
     return chips_of(learner) or config.learner.cpu_devices or 1
 
@@ -111,7 +111,7 @@ def axes_of(mesh: MeshSection, devices: int) -> tuple[int, int, int] | None:
     return (found[0], found[1], found[2]) if math.prod(found) == devices else None
 
 
-def _parameters(fleet: Fleet, task: Task) -> Iterator[FleetFinding]:
+def _parameters(fleet: FleetFile, task: Task) -> Iterator[FleetFinding]:
     shapes = params_shapes(task)
     trained = tree.division_of(task, shapes).trained_of(shapes)
     true = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trained))
@@ -122,7 +122,7 @@ def _parameters(fleet: Fleet, task: Task) -> Iterator[FleetFinding]:
         )
 
 
-def _quorum(fleet: Fleet, config: Config) -> Iterator[FleetFinding]:
+def _quorum(fleet: FleetFile, config: Config) -> Iterator[FleetFinding]:
     count, least = len(fleet.learners), config.quorum.min_learners
     if count < least:
         yield FleetFinding(
@@ -137,7 +137,7 @@ def _quorum(fleet: Fleet, config: Config) -> Iterator[FleetFinding]:
         )
 
 
-def _retention(fleet: Fleet, config: Config) -> Iterator[FleetFinding]:
+def _retention(fleet: FleetFile, config: Config) -> Iterator[FleetFinding]:
     days, kept = config.gc.replay_window_s / DAY_S, fleet.bucket_backstop_days.updates
     if days + 1 > kept:
         yield FleetFinding(
@@ -223,7 +223,7 @@ def _whole(shapes: Any) -> int:
 
 
 def _memory(
-    where: str, learner: Learner, needed: ArrayBytes, known: Known
+    where: str, learner: FleetLearner, needed: ArrayBytes, known: Known
 ) -> Iterator[FleetFinding]:
     """Arrays alone; what activations need besides, `diloco learner --dry-run` says."""
     if learner.kind == "cpu":
@@ -242,7 +242,7 @@ def _memory(
 
 
 def _disk(
-    where: str, learner: Learner, needed: ArrayBytes, config: Config
+    where: str, learner: FleetLearner, needed: ArrayBytes, config: Config
 ) -> Iterator[FleetFinding]:
     """Checkpoints of the optimizer, one more than are kept: it is written before one goes."""
     each = needed.state / hosts_of(learner) / GIB

@@ -6,7 +6,7 @@ The bucket's bytes, operations and traffic follow from the run: `diloco plan --r
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from diloco.infra.provision.fleet import Fleet, Learner, chips_of, hosts_of
+from diloco.infra.provision.fleet import FleetFile, FleetLearner, chips_of, hosts_of
 from diloco.infra.provision.known import Known
 from diloco.plan.costs import DISK, KEEPER_DISK_GIB, KEEPER_MACHINE, Prices
 
@@ -24,7 +24,7 @@ class ResourceCost(NamedTuple):
 
 
 def fleet_costs(
-    fleet: Fleet, aggregators: Mapping[str, str | None], known: Known, prices: Prices
+    fleet: FleetFile, aggregators: Mapping[str, str | None], known: Known, prices: Prices
 ) -> list[ResourceCost]:
     """What a fleet's machines and disks cost while all of them run."""
     found = [_machines(len(fleet.nats.zones), fleet.nats.machine_type, "NATS", known, prices)]
@@ -44,7 +44,7 @@ def _machines(count: int, machine: str, name: str, known: Known, prices: Prices)
     return ResourceCost(f"{name}: {count} x {machine}", day)
 
 
-def _learner(name: str, learner: Learner, known: Known, prices: Prices) -> ResourceCost:
+def _learner(name: str, learner: FleetLearner, known: Known, prices: Prices) -> ResourceCost:
     if learner.kind == "cpu" and not learner.spot:
         return _machines(1, str(learner.machine_type), name, known, prices)
     way = "spot" if learner.spot else "of a reservation" if learner.reservation else "on demand"
@@ -56,7 +56,7 @@ def _learner(name: str, learner: Learner, known: Known, prices: Prices) -> Resou
     return ResourceCost(f"{name}: {count} {what}, {way}", 24 * count * hour if hour else None)
 
 
-def _disks(fleet: Fleet, prices: Prices) -> Iterator[ResourceCost]:
+def _disks(fleet: FleetFile, prices: Prices) -> Iterator[ResourceCost]:
     gib: dict[str, int] = {DISK: len(fleet.nats.zones) * (BOOT_DISK_GIB + fleet.nats.disk_gib)}
     gib[DISK] += sum(one.disk_gib for one in fleet.aggregators.values())
     gib[DISK] += KEEPER_DISK_GIB if fleet.keeper else 0

@@ -10,7 +10,7 @@ from diloco.common.process.config import Config, make_config, read_document
 from diloco.common.process.credentials import load_credentials
 from diloco.common.protocol.errors import ConfigError
 from diloco.infra.provision.certificates import check_certificates
-from diloco.infra.provision.fleet import Fleet, FleetFinding, region_of
+from diloco.infra.provision.fleet import FleetFile, FleetFinding, region_of
 from diloco.infra.release import ReleaseRefused, manifest_of
 from diloco.operate.auth.files import OPERATOR, identities, public_key
 
@@ -23,7 +23,7 @@ ARCHITECTURE = "x86_64"
 _OURS = {"bus": {}, "store": {"url": "gs://bucket"}, "metrics": {}}
 
 
-def nats_addresses(fleet: Fleet) -> list[str]:
+def nats_addresses(fleet: FleetFile) -> list[str]:
     """The addresses of the three servers: infra/terraform/main.tf counts them in the same way."""
     ranges = [ipaddress.ip_network(fleet.subnets[region_of(zone)]) for zone in fleet.nats.zones]
     return [str(one[11 + index]) for index, one in enumerate(ranges)]
@@ -41,7 +41,7 @@ def read_run(path: Path) -> Config:
     return make_config(document | _OURS, source=str(path))
 
 
-def check_names(fleet: Fleet, run: str) -> Iterator[FleetFinding]:
+def check_names(fleet: FleetFile, run: str) -> Iterator[FleetFinding]:
     """Names that Google's are made of."""
     bucket = f"{fleet.project}-{run}"
     for word in RESTRICTED:
@@ -60,7 +60,7 @@ def check_names(fleet: Fleet, run: str) -> Iterator[FleetFinding]:
             yield FleetFinding(f"{name!r} and the run's name have more than 45 characters together")
 
 
-def check_releases(fleet: Fleet, paths: dict[str, Path]) -> Iterator[FleetFinding]:
+def check_releases(fleet: FleetFile, paths: dict[str, Path]) -> Iterator[FleetFinding]:
     """The releases that machines run."""
     if "tpu" not in paths and any(one.kind != "cpu" for one in fleet.learners.values()):
         yield FleetFinding(
@@ -84,7 +84,7 @@ def check_releases(fleet: Fleet, paths: dict[str, Path]) -> Iterator[FleetFindin
             )
 
 
-def check_auth(fleet: Fleet, folder: Path, run: str) -> Iterator[FleetFinding]:
+def check_auth(fleet: FleetFile, folder: Path, run: str) -> Iterator[FleetFinding]:
     """The folder of `diloco auth`."""
     try:
         known = {one.name: one.role for one in identities(folder)}
@@ -129,7 +129,7 @@ def _credentials(path: Path, name: str, role: str, run: str) -> Iterator[FleetFi
         )
 
 
-def _servers(fleet: Fleet, folder: Path, run: str) -> Iterator[FleetFinding]:
+def _servers(fleet: FleetFile, folder: Path, run: str) -> Iterator[FleetFinding]:
     addresses = nats_addresses(fleet)
     most_bytes = fleet.nats.disk_gib * (1 << 30) * 0.9
     for number in (1, 2, 3):
@@ -152,7 +152,7 @@ def _servers(fleet: Fleet, folder: Path, run: str) -> Iterator[FleetFinding]:
             return
 
 
-def _make_auth(fleet: Fleet, folder: Path, run: str) -> str:
+def _make_auth(fleet: FleetFile, folder: Path, run: str) -> str:
     hosts = " ".join(f"--host {one}" for one in nats_addresses(fleet))
     return (
         f"make it with: diloco auth init {folder} --run {run} --installed-at {INSTALLED_AT} "

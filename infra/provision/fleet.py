@@ -205,7 +205,7 @@ class Aggregator(FileSection):
     disk_gib: Disk = 50
 
 
-class Learner(FileSection):
+class FleetLearner(FileSection):
     """One learner."""
 
     zone: Zone
@@ -223,7 +223,7 @@ class Learner(FileSection):
     site: SiteName | None = None
 
     @model_validator(mode="after")
-    def _size(self) -> "Learner":
+    def _size(self) -> "FleetLearner":
         if self.kind == "cpu" and (
             self.machine_type is None or self.chips is not None or self.topology is not None
         ):
@@ -240,14 +240,14 @@ class Learner(FileSection):
         return self
 
 
-def chips_of(learner: Learner) -> int:
+def chips_of(learner: FleetLearner) -> int:
     """The chips of all its hosts; 0 for a machine without."""
     if learner.topology is None:
         return learner.chips or 0
     return math.prod(int(side) for side in learner.topology.split("x"))
 
 
-def hosts_of(learner: Learner) -> int:
+def hosts_of(learner: FleetLearner) -> int:
     """The machines that make up a learner, as infra/terraform/modules/learner counts them."""
     return 1 if learner.topology is None else max(1, chips_of(learner) // CHIPS_OF_HOST)
 
@@ -275,7 +275,7 @@ class ReleaseFiles(FileSection):
     tpu: FilePath | None = None
 
 
-class Fleet(FileSection):
+class FleetFile(FileSection):
     """The file.
 
     Attributes:
@@ -292,7 +292,7 @@ class Fleet(FileSection):
     subnets: Annotated[dict[Region, Subnet], Field(min_length=1)]
     nats: Nats
     aggregators: Annotated[dict[Name, Aggregator], Field(min_length=1)]
-    learners: dict[Name, Learner] = {}
+    learners: dict[Name, FleetLearner] = {}
     data: DataPlace | None = None
     bucket_location: Location | None = None
     bucket_backstop_days: Backstops = Backstops()
@@ -312,7 +312,7 @@ class Fleet(FileSection):
         return self.bucket_location or region_of(self.aggregators[min(self.aggregators)].zone)
 
 
-def read_fleet(path: Path) -> Fleet:
+def read_fleet(path: Path) -> FleetFile:
     """The file of a fleet.
 
     Raises:
@@ -325,6 +325,6 @@ def read_fleet(path: Path) -> Fleet:
     if "bundles" in document:
         raise ConfigError(f"{path}: 'bundles' is called 'releases' now", hint=_HINT)
     try:
-        return Fleet.model_validate(document)
+        return FleetFile.model_validate(document)
     except ValidationError as error:
         raise ConfigError(f"{path}: {explain(error)}", hint=_HINT) from error

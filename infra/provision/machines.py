@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from diloco.infra.provision.fleet import Fleet, FleetFinding
+from diloco.infra.provision.fleet import FleetFile, FleetFinding
 from diloco.infra.provision.known import Known
 
 # Of a machine whose cores are shared, which has no number of them.
@@ -21,7 +21,7 @@ _UNFIT = {
 }
 
 
-def check_machines(fleet: Fleet, known: Known) -> Iterator[FleetFinding]:
+def check_machines(fleet: FleetFile, known: Known) -> Iterator[FleetFinding]:
     """Machine types of those without accelerators, and images of all."""
     named = [("nats.machine_type", fleet.nats.machine_type)]
     named += [(f"aggregators.{n}", one.machine_type or "") for n, one in fleet.aggregators.items()]
@@ -34,7 +34,7 @@ def check_machines(fleet: Fleet, known: Known) -> Iterator[FleetFinding]:
 
 
 def _fault(machine: str, known: Known) -> tuple[str, bool]:
-    """What is wrong with a machine type, and whether Google cannot mend it; "" if nothing is."""
+    """What is wrong with a machine type ("": nothing), and whether it is wrong for good."""
     name, _, rest = machine.partition("-")
     series = known.series.get(name)
     if series is None:
@@ -60,7 +60,7 @@ def _fault(machine: str, known: Known) -> tuple[str, bool]:
     return "", True
 
 
-def _images(fleet: Fleet, known: Known) -> Iterator[FleetFinding]:
+def _images(fleet: FleetFile, known: Known) -> Iterator[FleetFinding]:
     """An image is for one kind of machine: Google names the kinds in it."""
     given = [(f"images.{kind}", kind, image) for kind, image in fleet.images if image]
     given += [(f"learners.{n}.image", one.kind, one.image) for n, one in fleet.learners.items()]

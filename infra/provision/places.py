@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 from diloco.infra.provision.fleet import (
     MULTI_REGIONS,
-    Fleet,
+    FleetFile,
     FleetFinding,
-    Learner,
+    FleetLearner,
     hosts_of,
     region_of,
 )
@@ -30,7 +30,7 @@ _CUBE = (4, 8, 12, 16, 20, 24)
 _SMALL = ("2x2x2", "2x2x4", "2x4x4")
 
 
-def check_places(fleet: Fleet, known: Known) -> Iterator[FleetFinding]:
+def check_places(fleet: FleetFile, known: Known) -> Iterator[FleetFinding]:
     """Networks, names, zones and accelerators."""
     yield from _subnets(fleet)
     yield from _regions(fleet, known)
@@ -43,7 +43,7 @@ def check_places(fleet: Fleet, known: Known) -> Iterator[FleetFinding]:
     yield from _slices(fleet)
 
 
-def _placed(fleet: Fleet) -> list[tuple[str, str]]:
+def _placed(fleet: FleetFile) -> list[tuple[str, str]]:
     """The zone of each machine, with where it is written."""
     return [
         *((f"nats.zones: {zone}", zone) for zone in fleet.nats.zones),
@@ -52,7 +52,7 @@ def _placed(fleet: Fleet) -> list[tuple[str, str]]:
     ]
 
 
-def _regions(fleet: Fleet, known: Known) -> Iterator[FleetFinding]:
+def _regions(fleet: FleetFile, known: Known) -> Iterator[FleetFinding]:
     """Zones and regions that Google does not have."""
     hint = f"(read on {known.as_of}); allow_unlisted = true if Google has it since"
     named = [*((f"subnets.{region}", region) for region in fleet.subnets)]
@@ -74,7 +74,7 @@ def _regions(fleet: Fleet, known: Known) -> Iterator[FleetFinding]:
             )
 
 
-def _slices(fleet: Fleet) -> Iterator[FleetFinding]:
+def _slices(fleet: FleetFile) -> Iterator[FleetFinding]:
     """Ports of machines, and slices of several hosts that nobody would mend."""
     large = [name for name, one in fleet.learners.items() if hosts_of(one) > 1]
     if fleet.metrics_port == LIVENESS_PORT:
@@ -93,7 +93,7 @@ def _slices(fleet: Fleet) -> Iterator[FleetFinding]:
         )
 
 
-def _subnets(fleet: Fleet) -> Iterator[FleetFinding]:
+def _subnets(fleet: FleetFile) -> Iterator[FleetFinding]:
     ranges = {region: ipaddress.ip_network(text) for region, text in fleet.subnets.items()}
     for (one, first), (other, second) in itertools.combinations(ranges.items(), 2):
         if first.overlaps(second):
@@ -118,7 +118,7 @@ def _subnets(fleet: Fleet) -> Iterator[FleetFinding]:
             )
 
 
-def _names(fleet: Fleet) -> Iterator[FleetFinding]:
+def _names(fleet: FleetFile) -> Iterator[FleetFinding]:
     for name in sorted(fleet.learners.keys() & fleet.aggregators.keys()):
         yield FleetFinding(
             f"{name!r} is a learner and an aggregator: their credentials are one file"
@@ -132,7 +132,7 @@ def _names(fleet: Fleet) -> Iterator[FleetFinding]:
         )
 
 
-def _sites(fleet: Fleet) -> Iterator[FleetFinding]:
+def _sites(fleet: FleetFile) -> Iterator[FleetFinding]:
     """Learners of a site are named after it, so that one prefix is theirs and nobody else's."""
     sites = {one.site for one in fleet.learners.values() if one.site}
     for name, learner in fleet.learners.items():
@@ -156,7 +156,7 @@ def _sites(fleet: Fleet) -> Iterator[FleetFinding]:
         )
 
 
-def _bucket(fleet: Fleet) -> Iterator[FleetFinding]:
+def _bucket(fleet: FleetFile) -> Iterator[FleetFinding]:
     place = fleet.bucket()
     regions = {region_of(one.zone) for one in fleet.aggregators.values()}
     if place in MULTI_REGIONS:
@@ -175,7 +175,7 @@ def _bucket(fleet: Fleet) -> Iterator[FleetFinding]:
 
 
 def _accelerated(
-    name: str, learner: Learner, known: Known, *, unlisted: bool
+    name: str, learner: FleetLearner, known: Known, *, unlisted: bool
 ) -> Iterator[FleetFinding]:
     kind = known.kinds[learner.kind]
     where = f"learners.{name}"

@@ -12,7 +12,7 @@ from diloco.common.protocol.errors import ConfigError
 from diloco.infra.provision.building import ONE_DEVICE, axes_of, check_run, model_or_fault
 from diloco.infra.provision.costs import ResourceCost, fleet_costs
 from diloco.infra.provision.files import check_auth, check_names, check_releases, read_run
-from diloco.infra.provision.fleet import Fleet, FleetFinding, chips_of, read_fleet
+from diloco.infra.provision.fleet import FleetFile, FleetFinding, chips_of, read_fleet
 from diloco.infra.provision.known import Known, known
 from diloco.infra.provision.machines import check_machines
 from diloco.infra.provision.places import check_places
@@ -81,7 +81,7 @@ def check(path: Path) -> Checked:
 
 
 def _model(
-    fleet: Fleet, config: Config, table: Known
+    fleet: FleetFile, config: Config, table: Known
 ) -> tuple[Sequence[int], Sequence[FleetFinding]]:
     """The elements of each fragment, none where they are not known, and what is wrong there."""
     settings = config.settings()
@@ -96,7 +96,9 @@ def _model(
     return equal_fragments(settings, fleet.parameters), []
 
 
-def _variables(fleet: Fleet, given: dict[str, Any], found: dict[str, str | None]) -> dict[str, Any]:
+def _variables(
+    fleet: FleetFile, given: dict[str, Any], found: dict[str, str | None]
+) -> dict[str, Any]:
     """The variables of infra/terraform/variables.tf."""
     document = fleet.model_dump(exclude={"parameters", "allow_unlisted"}, exclude_none=True)
     for name, machine in found.items():
@@ -109,13 +111,13 @@ def memory_needed(settings: RunSettings, fragments: Sequence[int]) -> int:
     return sizes(settings, fragments).resident_bytes + REST_BYTES
 
 
-def machines(fleet: Fleet, known: Known, needed_bytes: int) -> dict[str, str | None]:
+def machines(fleet: FleetFile, known: Known, needed_bytes: int) -> dict[str, str | None]:
     """Each aggregator's machine: the one that is named, else the smallest that holds the run."""
     found = known.machine_with(needed_bytes)
     return {name: one.machine_type or found for name, one in fleet.aggregators.items()}
 
 
-def check_memory(fleet: Fleet, known: Known, needed_bytes: int) -> Iterator[FleetFinding]:
+def check_memory(fleet: FleetFile, known: Known, needed_bytes: int) -> Iterator[FleetFinding]:
     """Whether the model fits into each aggregator."""
     needed = f"{needed_bytes / 1e9:.0f} GB for the run's model"
     fitting = known.machine_with(needed_bytes)
@@ -136,7 +138,7 @@ def check_memory(fleet: Fleet, known: Known, needed_bytes: int) -> Iterator[Flee
             )
 
 
-def check_meshes(fleet: Fleet, config: Config) -> Iterator[FleetFinding]:
+def check_meshes(fleet: FleetFile, config: Config) -> Iterator[FleetFinding]:
     """Meshes that do not fit their slices, and islands of nobody."""
     for name, learner in fleet.learners.items():
         chips = chips_of(learner)

@@ -25,7 +25,7 @@ from diloco.common.protocol.errors import (
 from diloco.common.storage.shares import Holding, Holdings, Sizes, declared_sizes, end_of
 from diloco.common.storage.tape import decode_as, publish_once
 from diloco.learner.background import Background, Context
-from diloco.learner.wire.incarnation import DataPosition, Joined, last_at_leader
+from diloco.learner.wire.incarnation import Joined, ResumePosition, last_at_leader
 
 # A reader that waits looks so often whether somebody wants it to end.
 LOOK_S = 0.1
@@ -98,7 +98,7 @@ class Claims(GrantedShares):
         context: Context,
         ends: Callable[[], bool],
         life: Joined,
-        place: DataPosition,
+        place: ResumePosition,
         *,
         background: Background,
         told: Callable[[Holding, int], None],

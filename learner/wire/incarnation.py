@@ -179,7 +179,7 @@ class _Joining:
 # --- Where a learner's data goes on
 
 
-class DataPosition(NamedTuple):
+class ResumePosition(NamedTuple):
     """A learner's data position, and by fragment the batches before it that a crash has lost.
 
     Lost batches are in no update of their fragment; they are not trained again, since they may be
@@ -190,7 +190,7 @@ class DataPosition(NamedTuple):
     lost: tuple[int, ...]
 
 
-async def place_after_join(context: Context) -> DataPosition:
+async def place_after_join(context: Context) -> ResumePosition:
     """The data position of a learner whose join is on the tape.
 
     Before the join an update of an earlier life could still come, and be merged; what is stored
@@ -199,7 +199,7 @@ async def place_after_join(context: Context) -> DataPosition:
     reached = await data_reached(context, context.learner, lambda subject: _last(context, subject))
     position = max(reached.values())
     lost = lost_batches(position, reached, len(context.layout.fragments))
-    return DataPosition(position, lost if any(lost) else ())
+    return ResumePosition(position, lost if any(lost) else ())
 
 
 async def _last(context: Context, subject: str) -> Message | None:

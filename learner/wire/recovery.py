@@ -31,7 +31,7 @@ T = TypeVar("T")
 Read = Callable[[], tuple[Facts, Any]]
 
 
-class Fetch(Protocol):
+class PatientFetch(Protocol):
     """Calls a function that reads the store, until it does not meet a transient fault."""
 
     def __call__(self, what: str, function: Callable[[], T]) -> T:
@@ -194,7 +194,7 @@ def readable_parts(
     folder: CheckpointFolder | None,
     like: Any,
     shardings: Any,
-    fetch: Fetch,
+    fetch: PatientFetch,
     part: str,
 ) -> dict[CheckpointId, ReadablePart]:
     """This host's parts of the checkpoints of a learner of several hosts, read and checked.
@@ -245,7 +245,7 @@ def restore(
     section: LearnerSection,
     folder: CheckpointFolder | None,
     like: Any,
-    fetch: Fetch,
+    fetch: PatientFetch,
 ) -> Restored | None:
     """The newest healthy checkpoint, from the nearest place that has one; None: begin anew.
 
@@ -291,7 +291,7 @@ class _Search(NamedTuple):
     section: LearnerSection
     folder: CheckpointFolder | None
     like: Any
-    fetch: Fetch
+    fetch: PatientFetch
     build: Callable[[Any, HostCheckpoint], Any]
     part: str = ""
 

@@ -15,8 +15,7 @@ torch = pytest.importorskip("torch")
 import diloco.torch  # noqa: E402
 from diloco.common.protocol.errors import ConfigError  # noqa: E402
 from diloco.models.frameworks.tensors import leaves_of  # noqa: E402
-from diloco.torch.module import ModuleTensors  # noqa: E402
-from diloco.torch.optimizer import begun, state_of  # noqa: E402
+from diloco.torch.tensors import ModuleTensors, begun, state_of  # noqa: E402
 from examples import own_loop, own_loop_torch  # noqa: E402
 
 RUN = {"steps": 240, "tokens_per_step": 32}

@@ -27,8 +27,8 @@ from diloco.learner.lead import say_end
 from diloco.learner.synchronizer import HOLD_S, Meter, Planner, Synchronizer
 from diloco.learner.wire.claims import LOOK_S, Claims
 from diloco.learner.wire.incarnation import (
-    DataPosition,
     Joined,
+    ResumePosition,
     end_when_superseded,
     join,
     place_after_join,
@@ -218,7 +218,11 @@ class SimLearner:
             await asyncio.wait_for(say_end(publisher, claims, synchronizer.position), LEAVE_S)
 
     def _claims(
-        self, context: LearnerContext, background: SimBackground, life: Joined, place: DataPosition
+        self,
+        context: LearnerContext,
+        background: SimBackground,
+        life: Joined,
+        place: ResumePosition,
     ) -> SimClaims:
         """Its shares of the data; none where the world's data is not divided."""
 

@@ -14,17 +14,17 @@ from diloco.common.storage.bus import Message
 from diloco.common.storage.store import ObjectStore
 from diloco.common.storage.tape import read_message, read_positions
 from diloco.judge.oracle import Oracle, Remaker, Violation
-from diloco.judge.oracle.arrays import Arrays, Grid, Numbers
+from diloco.judge.oracle.arrays import Arrays, BlockGrid, Numbers
 
 
-def _norms(grid: Grid, _codec: Codec, update: Encoded) -> np.ndarray:
+def _norms(grid: BlockGrid, _codec: Codec, update: Encoded) -> np.ndarray:
     """A light update is as long as the steps that it covers (`simtensors.py`)."""
     _, start, stop = update.codes.reshape(-1, grid.block)[0, :3]
     return np.asarray([stop - start], np.float64)
 
 
 def _add(
-    _grid: Grid,
+    _grid: BlockGrid,
     _codec: Codec,
     total: bytes | None,
     update: Encoded,
@@ -37,7 +37,12 @@ def _add(
 
 
 def _step(
-    grid: Grid, _settings: Any, arrays: Arrays, total: bytes, factors_S: np.ndarray, record: Any
+    grid: BlockGrid,
+    _settings: Any,
+    arrays: Arrays,
+    total: bytes,
+    factors_S: np.ndarray,
+    record: Any,
 ) -> None:
     """New parameters are a digest of the old ones, the inputs, the factors and the rates."""
     rates = struct.pack("<dd", record.learning_rate, record.momentum)

@@ -24,7 +24,7 @@ from diloco.common.storage.tape import data_position, last_record, read_record
 from diloco.learner.core import sync
 from diloco.learner.core.sync import SyncRules
 from diloco.learner.tensors.checkpoint import PartFolder
-from diloco.learner.wire.incarnation import DataPosition
+from diloco.learner.wire.incarnation import ResumePosition
 from diloco.learner.wire.receive import Receiver
 
 SEEDS = 500
@@ -103,7 +103,7 @@ def position_from_any_replica():
     """A learner that comes back believes whatever replica answers where its data goes on."""
 
     async def place(context):
-        return DataPosition(await data_position(context, context.learner), ())
+        return ResumePosition(await data_position(context, context.learner), ())
 
     return mock.patch("simlearner.place_after_join", place)
 

@@ -150,7 +150,7 @@ class DirectoryStore(ObjectStore):
 
         Raises:
             StoreUnavailableError: the disk failed.
-            StoreError: not permitted, or no name can begin so.
+            StoreError: not permitted, or the prefix is none of a name.
         """
         folder = prefix.rpartition("/")[0]
         if folder:

@@ -94,7 +94,7 @@ class ObjectStore(Protocol):
 
         Raises:
             StoreUnavailableError: a transient fault.
-            StoreError: not permitted, no such bucket, or no name can begin so.
+            StoreError: not permitted, no such bucket, or the prefix is none of a name.
         """
         return sorted(self.walk(prefix))
 

@@ -89,7 +89,7 @@ def connect(place: BucketLocation) -> S3Store | AzureStore:
     """A client for a bucket; nothing is asked of the service yet.
 
     Raises:
-        ConfigError: what the environment says does not do.
+        ConfigError: the environment's variables do not describe a usable client.
     """
     options: Any = {
         "prefix": place.prefix.rstrip("/") or None,
@@ -112,7 +112,7 @@ _PASSING = {408, 409, 425, 429, 500, 502, 503, 504}
 _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound")
 # Whom clients ask for a machine's own credentials where the environment has none.
 _METADATA = re.compile(r"169\.254\.\d+\.\d+")
-# Nothing was sent: what the environment says does not do.
+# Nothing was sent: the environment's variables are not usable.
 _UNSENT = re.compile(r"must be specified|Missing[A-Z]\w+|builder error|invalid peer certificate")
 _PLAIN = "builder error"
 

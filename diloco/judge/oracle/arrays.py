@@ -52,7 +52,7 @@ BFLOAT16 = 2.0**-8
 NORM_ERROR = 1e-4
 
 
-class Grid(NamedTuple):
+class BlockGrid(NamedTuple):
     """How a vector divides: blocks of each segment, and which are merged by RDA."""
 
     size: int
@@ -92,10 +92,10 @@ class Numbers(NamedTuple):
         counted: a weight, in units, as it counts in the average's denominator.
     """
 
-    norms: Callable[[Grid, Codec, Encoded], Doubles]
-    add: Callable[[Grid, Codec, Any, Encoded, npt.NDArray[Any], int, int], Any]
-    lengths: Callable[[Grid, Any], Doubles | None]
-    step: Callable[[Grid, RunSettings, Arrays, Any, Vector, wire.Record], None]
+    norms: Callable[[BlockGrid, Codec, Encoded], Doubles]
+    add: Callable[[BlockGrid, Codec, Any, Encoded, npt.NDArray[Any], int, int], Any]
+    lengths: Callable[[BlockGrid, Any], Doubles | None]
+    step: Callable[[BlockGrid, RunSettings, Arrays, Any, Vector, wire.Record], None]
     counted: Callable[[float], float]
 
 
@@ -120,12 +120,12 @@ class Remaker:
         self._get = get
         self._numbers = numbers or PLAIN
         self._arrays: dict[int, Arrays] = {}
-        self._grids: dict[tuple[int, str], Grid] = {}
+        self._grids: dict[tuple[int, str], BlockGrid] = {}
 
     def judge(
         self, settings: RunSettings, base: wire.Record | None, record: wire.Record, seq: int
     ) -> list[Violation]:
-        """The next record of a fragment."""
+        """What is wrong with the arrays that the next record of a fragment names."""
         if record.what == "verdict":
             return []
         about = f"fragment {record.fragment} version {record.version}"
@@ -164,7 +164,7 @@ class Remaker:
             yield "arrays", "view_digest, outer_digest", arrays.digests(), digests
             del self._arrays[record.fragment]
 
-    def _grid(self, settings: RunSettings, fragment: int) -> Grid:
+    def _grid(self, settings: RunSettings, fragment: int) -> BlockGrid:
         key = fragment, settings.merge
         if key not in self._grids:
             self._grids[key] = make_grid(settings, self._layout, fragment)
@@ -182,7 +182,7 @@ class Remaker:
         return Arrays(view, theta, state)
 
     def _remake(
-        self, settings: RunSettings, grid: Grid, arrays: Arrays, record: wire.Record
+        self, settings: RunSettings, grid: BlockGrid, arrays: Arrays, record: wire.Record
     ) -> Iterator[tuple[str, str, Any, Any]]:
         numbers, total = self._numbers, None
         norms = []
@@ -232,17 +232,17 @@ class Remaker:
         arrays.view += values
 
 
-def make_grid(settings: RunSettings, layout: Layout, fragment: int) -> Grid:
+def make_grid(settings: RunSettings, layout: Layout, fragment: int) -> BlockGrid:
     """How a fragment's vector divides under a run's settings."""
     part, block = layout.fragments[fragment], layout.block
     radial = [settings.merge == "rda" and rule == "rda" for rule in part.segment_rules()]
     # State that is averaged is counted by tokens alone: no update of it is shortened.
     centered = settings.run.trust == "others" and not part.averaged
-    return Grid(part.size, block, part.segment_of_block(block), np.asarray(radial), centered)
+    return BlockGrid(part.size, block, part.segment_of_block(block), np.asarray(radial), centered)
 
 
 def read_update(
-    get: Callable[[str], bytes], grid: Grid, codec: Codec, entries: Sequence[wire.Shard]
+    get: Callable[[str], bytes], grid: BlockGrid, codec: Codec, entries: Sequence[wire.Shard]
 ) -> Encoded:
     """An update's blocks in their places, each object compared with its manifest.
 
@@ -288,7 +288,7 @@ def _units(record: wire.Record) -> Iterator[tuple[str, str, Any, Any]]:
         yield "coefficients", "units of weight", wanted, found
 
 
-def _centered(grid: Grid, settings: RunSettings, arrays: Arrays) -> Centered | None:
+def _centered(grid: BlockGrid, settings: RunSettings, arrays: Arrays) -> Centered | None:
     if not grid.centered:
         return None
     state = arrays.state
@@ -298,7 +298,7 @@ def _centered(grid: Grid, settings: RunSettings, arrays: Arrays) -> Centered | N
 
 
 def _coefficients(
-    grid: Grid,
+    grid: BlockGrid,
     taken: wire.Input,
     norms_S: Doubles,
     pull_S: Doubles,
@@ -319,7 +319,7 @@ def _coefficients(
 
 
 def _factors(
-    grid: Grid,
+    grid: BlockGrid,
     record: wire.Record,
     norms: Sequence[Doubles],
     lengths_S: Doubles | None,
@@ -359,18 +359,18 @@ def _error(codec: Codec, values: Vector, block: int) -> Vector:
 # The arithmetic of real tensors
 
 
-def _norms(grid: Grid, codec: Codec, update: Encoded) -> Doubles:
+def _norms(grid: BlockGrid, codec: Codec, update: Encoded) -> Doubles:
     values = decode_numpy(codec, update, grid.block).astype(np.float64)
     return _lengths_of(grid, values)
 
 
-def _lengths_of(grid: Grid, values: Doubles) -> Doubles:
+def _lengths_of(grid: BlockGrid, values: Doubles) -> Doubles:
     squares_B = np.square(values.reshape(-1, grid.block)).sum(axis=1)
     return np.sqrt(np.bincount(grid.segment_B, squares_B, minlength=len(grid.radial_S)))
 
 
 def _add(
-    grid: Grid,
+    grid: BlockGrid,
     codec: Codec,
     total: Vector | None,
     update: Encoded,
@@ -399,12 +399,12 @@ def _normal(values: Vector) -> Vector:
     return np.where(np.abs(values) < np.float32(LEAST_ADDED), np.float32(0), values)
 
 
-def _lengths(grid: Grid, total: Vector) -> Doubles | None:
+def _lengths(grid: BlockGrid, total: Vector) -> Doubles | None:
     return _lengths_of(grid, total.astype(np.float64)) if grid.radial_S.any() else None
 
 
 def _step(
-    grid: Grid,
+    grid: BlockGrid,
     settings: RunSettings,
     arrays: Arrays,
     total: Vector,
@@ -426,7 +426,7 @@ def _step(
     arrays.theta -= g * rate
 
 
-def _about_the_center(grid: Grid, arrays: Arrays, g: Vector, record: wire.Record) -> Vector:
+def _about_the_center(grid: BlockGrid, arrays: Arrays, g: Vector, record: wire.Record) -> Vector:
     """Add the kept share of the center to the merge; the merge is the next round's center."""
     kept_S = np.frombuffer(record.kept, np.float32)
     center = arrays.state["center"].reshape(-1, grid.block)

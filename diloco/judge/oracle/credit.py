@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from diloco.common.process.config import BoundsSection
 from diloco.common.protocol import wire
 from diloco.judge.oracle import numbers
-from diloco.judge.oracle.memory import Credit, MemberRecord, PolicyMemory
+from diloco.judge.oracle.memory import MemberRecord, OracleCredit, PolicyMemory
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class CreditBasis:
             limits.append(numbers.BELIEVED * median)
         return min(limits)
 
-    def credit(self) -> Credit:
+    def credit(self) -> OracleCredit:
         """Steps, tokens and weight that the update counts for."""
         sent, known = self.manifest, self.bounds.of(self.manifest.learner)
         limit = self._fastest() * self._time_s() * (1 + numbers.SAME)
@@ -75,7 +75,7 @@ class CreditBasis:
         cap = self._heaviest()
         if cap is not None and numbers.weight(tokens, steps) > cap * (1 + numbers.SAME):
             tokens = max(1, math.floor(math.sqrt(cap * steps)))
-        return Credit(steps, tokens, numbers.weight(tokens, steps, averaged=self.averaged))
+        return OracleCredit(steps, tokens, numbers.weight(tokens, steps, averaged=self.averaged))
 
     def _heaviest(self) -> float | None:
         known = self.bounds.of(self.manifest.learner)
@@ -91,7 +91,7 @@ class CreditBasis:
         share = numbers.GREATEST_SHARE_OF_OTHERS if self.others else numbers.GREATEST_SHARE
         return share * min(numbers.FINITE, median) * self._time_s()
 
-    def known_after(self, credit: Credit) -> MemberRecord:
+    def known_after(self, credit: OracleCredit) -> MemberRecord:
         """The sender, once it has announced the update."""
         sent, member, time_s, fastest = self.manifest, self._member, self._time_s(), self._fastest()
         least, most = (
@@ -126,7 +126,7 @@ def _speed(member: MemberRecord) -> float:
 
 
 def shortened(
-    bounds: BoundsSection, norms: dict[str, float], learner: str, credit: Credit, norm: float
+    bounds: BoundsSection, norms: dict[str, float], learner: str, credit: OracleCredit, norm: float
 ) -> float:
     """By what an update is shortened, given each learner's newest norm by step; 1: by nothing."""
     median = numbers.upper_median([said for name, said in norms.items() if name != learner])

@@ -8,7 +8,7 @@ from diloco.common.storage.tape import Entry, InvalidMessage, changed_settings
 from diloco.judge.oracle import numbers
 from diloco.judge.oracle.credit import CreditBasis
 from diloco.judge.oracle.life import OwnerLife, WaitingUpdate, update_id
-from diloco.judge.oracle.memory import Credit, MemberRecord
+from diloco.judge.oracle.memory import MemberRecord, OracleCredit
 from diloco.judge.oracle.rounds import settle
 from diloco.judge.oracle.shares import wrong_claim
 
@@ -115,7 +115,7 @@ def _announcement(life: OwnerLife, manifest: wire.Manifest, seq: int, stored_at_
     settle(life)
 
 
-def _credit(life: OwnerLife, manifest: wire.Manifest, stored_at_s: float) -> Credit:
+def _credit(life: OwnerLife, manifest: wire.Manifest, stored_at_s: float) -> OracleCredit:
     """An update's credit; its sender is known by it, unless an earlier life counted it."""
     learner, member = manifest.learner, life.memory.members[manifest.learner]
     met = life.memory.credits.get(update_id(manifest))

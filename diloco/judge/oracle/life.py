@@ -12,7 +12,7 @@ from diloco.common.process.config import RunSettings
 from diloco.common.protocol import wire
 from diloco.common.protocol.layout import Layout
 from diloco.judge.oracle import numbers
-from diloco.judge.oracle.memory import Credit, PolicyMemory, UpdateId
+from diloco.judge.oracle.memory import OracleCredit, PolicyMemory, UpdateId
 
 
 @dataclass
@@ -22,7 +22,7 @@ class WaitingUpdate:
     manifest: wire.Manifest
     stream_seq: int
     announced_at_s: float
-    credit: Credit
+    credit: OracleCredit
     passed: bool = False
     broke: int = 0
 
@@ -34,7 +34,7 @@ class MergedUpdate(NamedTuple):
     stream_seq: int
     announced_at_s: float
     norm: float
-    credit: Credit
+    credit: OracleCredit
     staleness: int
     discount: float
     clip: float
@@ -45,7 +45,7 @@ class MergedUpdate(NamedTuple):
         return self.credit.weight
 
 
-class Rejection(NamedTuple):
+class DueRejection(NamedTuple):
     """An update that the next record rejects."""
 
     manifest: wire.Manifest
@@ -113,7 +113,7 @@ class OwnerLife:
     asked_seq: int = 0
     waiting: dict[UpdateId, WaitingUpdate] = field(default_factory=dict)
     merged: list[MergedUpdate] = field(default_factory=list)
-    refused: list[Rejection] = field(default_factory=list)
+    refused: list[DueRejection] = field(default_factory=list)
     due: Close | None = None
     breaches: list[RuleBreach] = field(default_factory=list)
     again: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -172,7 +172,7 @@ class OwnerLife:
         """The round's norms per credited step, by learner."""
         return {one.manifest.learner: one.clip * one.norm / one.credit.steps for one in self.merged}
 
-    def credits(self, *, without_sum: bool) -> dict[UpdateId, Credit]:
+    def credits(self, *, without_sum: bool) -> dict[UpdateId, OracleCredit]:
         """The credits of all updates that the next record leaves unresolved."""
         found = dict(self.memory.credits) if self.read_seq < self.known_seq else {}
         found |= {update: one.credit for update, one in self.waiting.items()}
@@ -228,7 +228,7 @@ class OwnerLife:
     def refuse(self, manifest: wire.Manifest, stream_seq: int, reason: str) -> None:
         """Reject an update in the next record."""
         self.waiting.pop(update_id(manifest), None)
-        self.refused.append(Rejection(manifest, stream_seq, reason))
+        self.refused.append(DueRejection(manifest, stream_seq, reason))
 
     def charge(self, manifest: wire.Manifest, stream_seq: int) -> None:
         """A rejection costs its sender's allowance; what an earlier life charged is paid."""

@@ -21,7 +21,7 @@ class UpdateId(NamedTuple):
     seq: int
 
 
-class Credit(NamedTuple):
+class OracleCredit(NamedTuple):
     """The credit of an update."""
 
     steps: int
@@ -63,7 +63,7 @@ class PolicyMemory:
     stopping_at_s: float
     quorum_s: float
     sync_s: float
-    credits: dict[UpdateId, Credit]
+    credits: dict[UpdateId, OracleCredit]
 
     @classmethod
     def of(cls, policy: wire.PolicyState) -> "PolicyMemory":
@@ -88,7 +88,7 @@ class PolicyMemory:
             quorum_s=policy.quorum_s,
             sync_s=policy.sync_s,
             credits={
-                UpdateId(c.learner, c.incarnation, c.seq): Credit(c.steps, c.tokens, c.weight)
+                UpdateId(c.learner, c.incarnation, c.seq): OracleCredit(c.steps, c.tokens, c.weight)
                 for c in policy.credits
             },
         )  # fmt: skip

@@ -32,11 +32,12 @@ _TEXT_TYPES = ("string", "large_string", "string_view")
 
 
 class Document(NamedTuple):
-    """A text, "" for an empty document.
+    """One document of a file.
 
     Attributes:
-        size_bytes: of its source that it was.
-        after: where the next one begins in its file: a byte, or the number of a row.
+        text: "" for an empty document.
+        size_bytes: bytes of its file that it took.
+        after: where the next document begins in the file: a byte, or the number of a row.
     """
 
     text: str

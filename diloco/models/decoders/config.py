@@ -76,7 +76,7 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Reading:
+class _FamilyFiles:
     """How a family's files are read: what they may hold, and what they may leave out.
 
     Attributes:
@@ -93,13 +93,13 @@ class _Reading:
     must_be: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
 
 
-_READINGS: dict[Family, _Reading] = {
-    "llama": _Reading(
+_READINGS: dict[Family, _FamilyFiles] = {
+    "llama": _FamilyFiles(
         architecture="LlamaForCausalLM",
         defaults={"hidden_act": "silu"},
         must_be={"mlp_bias": (False,), "pretraining_tp": (1, None)},
     ),
-    "qwen3": _Reading(
+    "qwen3": _FamilyFiles(
         architecture="Qwen3ForCausalLM",
         defaults={
             "hidden_act": "silu",
@@ -110,7 +110,7 @@ _READINGS: dict[Family, _Reading] = {
         },
         honoured=frozenset({"layer_types"}),
     ),
-    "gemma3_text": _Reading(
+    "gemma3_text": _FamilyFiles(
         architecture="Gemma3ForCausalLM",
         honoured=frozenset({"_sliding_window_pattern", "layer_types", "final_logit_softcapping"}),
         # The reference reads the cap of attention's scores, and then applies none.
@@ -194,7 +194,7 @@ class DecoderConfig:
 
     @property
     def gemma(self) -> bool:
-        """Whether norms multiply by 1 + w, follow each half too, and embeddings are scaled."""
+        """Whether it is Gemma: norms multiply by 1 + w, attention and MLP end in one, and so on."""
         return self.family == "gemma3_text"
 
     @property

@@ -195,7 +195,7 @@ async def _watch_consumers(
             await revoke(rest[0])
 
 
-class Sent(NamedTuple):
+class AccountTraffic(NamedTuple):
     """What an account has sent since its server started."""
 
     messages: int
@@ -206,9 +206,9 @@ async def _watch_accounts(
     context: RunContext, rates: Rates, revoke: Callable[[str], Awaitable[None]], url: str
 ) -> None:
     """A server counts what comes over the connections of each account, whatever it asks for."""
-    before, told = dict[str, Sent](), False
+    before, told = dict[str, AccountTraffic](), False
     while True:
-        now = dict[str, Sent]()
+        now = dict[str, AccountTraffic]()
         try:
             now = await context.runtime.call(accounts, url, context.run)
             told = False
@@ -226,7 +226,7 @@ async def _watch_accounts(
         await asyncio.sleep(LOOK_S)
 
 
-def accounts(url: str, run: str) -> dict[str, Sent]:
+def accounts(url: str, run: str) -> dict[str, AccountTraffic]:
     """What each learner and reader of a run has sent, as the server's monitoring at `url` counts.
 
     Raises:
@@ -238,7 +238,7 @@ def accounts(url: str, run: str) -> dict[str, Sent]:
     for one in found:
         account, role, name = [*one["acc"].split("_"), "", ""][:3]
         if account == run_account(run) and role in _REVOKED:
-            sent[name] = Sent(one["received"]["msgs"], one["received"]["bytes"])
+            sent[name] = AccountTraffic(one["received"]["msgs"], one["received"]["bytes"])
     return sent
 
 

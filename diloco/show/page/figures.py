@@ -1,8 +1,8 @@
-"""The figures of a run: what of its numbers is drawn, and how. Pure."""
+"""The figures of a run: which of its numbers are drawn, and how. Pure."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from diloco.run.cli import units
 from diloco.run.timeseries import Columns, TimeSeries
 from diloco.show.page import numbers
 from diloco.show.page.lanes import STATES, Lane
-from diloco.show.page.numbers import LANES, PHASES, POINTS, Binned, Shown, TimeShares, binned
+from diloco.show.page.numbers import LANES, LINES, PHASES, POINTS, Binned, Shown, TimeShares, binned
 from diloco.show.page.svg import (
     CYCLE,
     DASHES,
@@ -26,8 +26,6 @@ from diloco.show.page.svg import (
 
 # Marks of a lane, beyond which they are summed up.
 MARKS = 400
-# Fragments, or learners, that a figure tells apart by lines.
-LINES = 8
 # Beside the median and held-out data, which have the others.
 OTHERS = tuple(look for look in CYCLE if look not in ("ink", "red"))
 # From so many versions on, or updates in a round, a bar stands for all that are as many or more.
@@ -43,17 +41,6 @@ SPENT = {
     "stalled": ("stalled", "orange"),
     "down": ("down", "paper"),
 }
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """A figure of the page: what it shows, in words, and its panels, if there is anything."""
-
-    key: str
-    title: str
-    caption: str
-    panels: Callable[[Shown], Sequence[Panel]]
-    nothing: str = "The tape has nothing of it."
 
 
 def loss(shown: Shown) -> list[Panel]:
@@ -104,7 +91,7 @@ def _losses(name: str, run: Shown, along: Column, scored: Column, place: int) ->
     ]
     each = [
         _curve(place, along[mine], inputs["loss"][mine], run.series.learners[index], OTHERS)
-        for place, index in enumerate(_standing_out(run))
+        for place, index in enumerate(numbers.standing_out(run))
         if (mine := inputs["learner"] == index).any()
     ]
     training = [band(found), *each, line(found.centre, found.middle, "ink", "training")]
@@ -415,9 +402,9 @@ def learner_panels(shown: Shown) -> list[Panel]:
     inputs, learners = shown.series.inputs, shown.series.learners
     if not len(inputs):
         return []
-    norms = _to_the_round(inputs["round"], inputs["norm"])
+    norms = numbers.to_the_round(inputs["round"], inputs["norm"])
     losses, apart, cosines = [], [], []
-    for place, index in enumerate(_standing_out(shown)):
+    for place, index in enumerate(numbers.standing_out(shown)):
         mine, name = inputs["learner"] == index, learners[index]
         times = shown.since(inputs["time_s"][mine])
         losses.append(_curve(place, times, inputs["loss"][mine], name))
@@ -442,34 +429,6 @@ def _curve(
     found = binned(along, values, POINTS // 2)
     look, again = looks[place % len(looks)], place // len(looks)
     return line(found.centre, found.middle, look, name, DASHES[(place + again) % len(DASHES)])
-
-
-def _to_the_round(of: Column, norms: Column) -> Column:
-    """Each norm over the median of its round; rows of a round stand together."""
-    found = np.empty_like(norms)
-    edges = np.flatnonzero(np.diff(of)) + 1
-    for part in np.split(np.arange(len(norms)), edges):
-        usual = np.median(norms[part])
-        found[part] = norms[part] / usual if usual > 0 else 1.0
-    return found
-
-
-def _standing_out(shown: Shown) -> list[int]:
-    """Learners whose loss or norm stands out most, in order of their indices; none of no update."""
-    inputs = shown.series.inputs
-    if not len(inputs):
-        return []
-    norms = _to_the_round(inputs["round"], inputs["norm"])
-    learner, losses = inputs["learner"], inputs["loss"]
-    usual, count = max(float(np.median(losses)), 1e-9), int(learner.max()) + 1
-    pairs = zip(*(numbers.grouped(learner, each, count) for each in (losses, norms)), strict=True)
-    apart = {
-        index: abs(np.log(max(np.median(own), 1e-9) / usual))
-        + abs(np.log(max(np.median(lengths), 1e-9)))
-        for index, (own, lengths) in enumerate(pairs)
-        if own.size
-    }
-    return sorted(sorted(apart, key=lambda index: -apart[index])[:LINES])
 
 
 def fragments(shown: Shown) -> list[Panel]:
@@ -528,73 +487,3 @@ def rejected(shown: Shown) -> list[Panel]:
               y=Axis(names=[f"{reason}: {count:,}" for reason, count in rows])),
         Panel(marks=[over_time], title="over time", x=_time(shown), y=Axis(label=label, low=0)),
     ]  # fmt: skip
-
-
-DRAWINGS = (
-    Drawing(
-        "loss", "Is it learning?",
-        "Loss of the updates that learners sent (each learner's, or of the eight that stand out; "
-        "median, and the middle 80 % as a band), and of the global model on held-out data.",
-        loss,
-    ),
-    Drawing(
-        "timeline", "What each learner did",
-        "A lane for each learner, with its merged updates below. The first lane has a mark for "
-        "each new version of a fragment.",
-        timeline,
-    ),
-    Drawing(
-        "time", "Where the learners' time went",
-        "The share of each learner's time whose work is in the model is its goodput.",
-        time_spent,
-    ),
-    Drawing(
-        "throughput", "Tokens per second",
-        "Trained, as updates announce it, and merged into the model. What is trained and not "
-        "merged was rejected, lost with a learner, or is on its way.",
-        throughput,
-    ),
-    Drawing(
-        "traffic", "Bytes per second",
-        "Of all learners together. Up by the sizes of shards; down as each live learner reads "
-        "each record and delta once, without first views of those that join.",
-        traffic,
-    ),
-    Drawing(
-        "staleness", "How stale and how heavy updates are",
-        "Staleness is how many versions came between the one an update was made on and the one "
-        "it went into.",
-        staleness,
-    ),
-    Drawing(
-        "phases", "Anatomy of a round",
-        "wait: no update is in, or the pace does not allow it yet; open: until the quorum; grace: "
-        "for those that are slower; merge: the outer step; publish: storing the version and "
-        "committing its record.",
-        anatomy,
-    ),
-    Drawing(
-        "agreement", "Do learners agree?",
-        "Cosine between the updates that were merged in one round: 1 when they point the same "
-        "way, 0 when they have nothing in common.",
-        agreement, "No round merged two updates by radial averaging.",
-    ),
-    Drawing(
-        "beside", "Is a learner apart from the others?",
-        "The eight learners that stand out most by loss and norm. A learner whose loss or norm is "
-        "several times the others', or whose updates point elsewhere, is looked into with `diloco "
-        "replay RUN --blame`.",
-        learner_panels,
-    ),
-    Drawing(
-        "fragments", "Fragment by fragment",
-        "How far an update moves its fragment in one inner step; and cosines as above: fragments "
-        "that are averaged plainly, such as the embedding, have none.",
-        fragments,
-    ),
-    Drawing(
-        "rejected", "Rejected updates",
-        "Updates that the aggregator did not merge, and why.",
-        rejected, "No update was rejected.",
-    ),
-)  # fmt: skip

@@ -19,6 +19,8 @@ POINTS = 150
 FEWEST = 12
 # Lanes that are shown one by one.
 LANES = 40
+# Fragments, or learners, that a figure tells apart by lines.
+LINES = 8
 PHASES = ("wait", "open", "grace", "merge", "publish")
 
 
@@ -169,3 +171,31 @@ def most_troubled(lanes: Sequence[Lane]) -> list[Lane]:
     """The lanes to be shown, in order of name: all, or those of the learners that trained least."""
     chosen = sorted(lanes, key=lambda lane: lane.seconds("training"))[:LANES]
     return sorted(chosen, key=lambda lane: lane.learner)
+
+
+def to_the_round(of: Column, norms: Column) -> Column:
+    """Each norm over the median of its round; rows of a round stand together."""
+    found = np.empty_like(norms)
+    edges = np.flatnonzero(np.diff(of)) + 1
+    for part in np.split(np.arange(len(norms)), edges):
+        usual = np.median(norms[part])
+        found[part] = norms[part] / usual if usual > 0 else 1.0
+    return found
+
+
+def standing_out(shown: Shown) -> list[int]:
+    """Learners whose loss or norm stands out most, in order of their indices; none of no update."""
+    inputs = shown.series.inputs
+    if not len(inputs):
+        return []
+    norms = to_the_round(inputs["round"], inputs["norm"])
+    learner, losses = inputs["learner"], inputs["loss"]
+    usual, count = max(float(np.median(losses)), 1e-9), int(learner.max()) + 1
+    pairs = zip(*(grouped(learner, each, count) for each in (losses, norms)), strict=True)
+    apart = {
+        index: abs(np.log(max(np.median(own), 1e-9) / usual))
+        + abs(np.log(max(np.median(lengths), 1e-9)))
+        for index, (own, lengths) in enumerate(pairs)
+        if own.size
+    }
+    return sorted(sorted(apart, key=lambda index: -apart[index])[:LINES])

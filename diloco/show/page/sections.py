@@ -13,7 +13,8 @@ from diloco.run.findings import grouped
 from diloco.run.state import Finding, FragmentStatus, RunStatus
 from diloco.run.timeseries import TimeSeries
 from diloco.show.page import summary
-from diloco.show.page.figures import DRAWINGS, lanes_of, rounds
+from diloco.show.page.drawings import DRAWINGS
+from diloco.show.page.figures import lanes_of, rounds
 from diloco.show.page.numbers import LANES, Shown
 from diloco.show.page.page import section, whole
 from diloco.show.page.summary import TEXT, SummaryTable

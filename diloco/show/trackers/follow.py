@@ -206,7 +206,7 @@ class Points:
         self._tokens: dict[int, int] = {}
 
     def reached(self, step: int) -> None:
-        """The run's records have come to a global step: no learner's word is beyond it."""
+        """Note the global step that records have reached: learners' figures end there."""
         self._furthest = max(step, self._furthest or 0)
 
     def of_entry(self, entry: Entry) -> Iterator[MetricsPoint]:

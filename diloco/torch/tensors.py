@@ -1,7 +1,7 @@
-"""A module's parameters on the host; from and to CUDA on a stream of their own."""
+"""Tensors of PyTorch as arrays on the host: a module's parameters, an optimizer's state."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import ml_dtypes
@@ -9,6 +9,8 @@ import numpy as np
 import torch
 
 from diloco.common.protocol.errors import ConfigError
+
+State = dict[str, np.ndarray]
 
 _DTYPES = {
     torch.float64: np.dtype(np.float64),
@@ -20,6 +22,8 @@ _DTYPES = {
 
 class ModuleTensors:
     """The parameters of a module that require gradients, by their names there.
+
+    They come from and go to CUDA on a stream of their own.
 
     Raises:
         ConfigError: one is of a dtype that is not synchronized.
@@ -76,3 +80,55 @@ class ModuleTensors:
             yield
         # What computes next sees the copy.
         computing.wait_stream(self._stream)
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> State:
+    """Tensors of a PyTorch optimizer, for checkpoints, by number of the parameter and name."""
+    return {
+        f"{number}/{name}": _array(value)
+        for number, slots in optimizer.state_dict()["state"].items()
+        for name, value in slots.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+@contextlib.contextmanager
+def begun(optimizer: torch.optim.Optimizer) -> Iterator[tuple[State, Callable[[State], None]]]:
+    """Give the shape of the optimizer's state, and a function that takes a state of that shape.
+
+    PyTorch makes the state in the first step: here by one without a rate or gradients, which
+    moves nothing. It is forgotten again unless a state is taken.
+    """
+    taken = False
+
+    def take(state: State) -> None:
+        nonlocal taken
+        taken = True
+        whole = optimizer.state_dict()
+        for number, slots in whole["state"].items():
+            for name, value in slots.items():
+                if isinstance(value, torch.Tensor):
+                    given = torch.from_numpy(np.array(state[f"{number}/{name}"]))
+                    value.copy_(given.to(value.dtype))
+        optimizer.load_state_dict(whole)
+
+    groups = optimizer.param_groups
+    rates = [group["lr"] for group in groups]
+    for group in groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(groups, rates, strict=True):
+        group["lr"] = rate
+    try:
+        yield state_of(optimizer), take
+    finally:
+        if not taken:
+            optimizer.state.clear()
+
+
+def _array(value: torch.Tensor) -> np.ndarray:
+    values = value.detach().to("cpu", copy=True)
+    return np.asarray(values.float() if values.dtype == torch.bfloat16 else values)
