@@ -224,7 +224,7 @@ def merge_round(
     admitted: Sequence[Admitted],
     share: float,
 ) -> None:
-    """Take a round that was not, of these inputs; with none the arrays stay as they are.
+    """Take the outer step of a round that did not happen, with these inputs; none: nothing changes.
 
     Raises:
         ObjectMissingError, WireError: an update is gone or damaged.

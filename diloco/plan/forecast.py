@@ -323,7 +323,7 @@ def _horizon_s(fleet: Fleet, rounds_s: float) -> float:
 
 
 def _learners(fleet: Fleet, horizon_s: float, rng: np.random.Generator) -> list[Trace]:
-    """When each learner trains. What it loses with its memory, its rounds show."""
+    """When each learner trains; the work that a crash loses is counted with its rounds."""
     if fleet.outages is None:
         return [plan_outages.always(horizon_s) for _ in fleet.islands]
     restart_s = fleet.learner_restart_s

@@ -197,7 +197,7 @@ def _is_worst(beside: _UpdateColumns, own: Places, chance: float) -> bool:
 
 
 def _word(alone: float, usual: float) -> Word:
-    """The word for a learner whose updates do `alone` on average, where the others' do `usual`."""
+    """The verdict on a learner whose updates change the loss by `alone`, the others' by `usual`."""
     if alone > max(0.0, -USELESS * usual):
         return "harmful"
     return "useless" if alone > USELESS * min(usual, 0.0) else "helpful"

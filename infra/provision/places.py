@@ -75,7 +75,7 @@ def _regions(fleet: FleetFile, known: Known) -> Iterator[FleetFinding]:
 
 
 def _slices(fleet: FleetFile) -> Iterator[FleetFinding]:
-    """Ports of machines, and slices of several hosts that nobody would mend."""
+    """Ports of machines, and slices of several hosts that neither Google nor the keeper repairs."""
     large = [name for name, one in fleet.learners.items() if hosts_of(one) > 1]
     if fleet.metrics_port == LIVENESS_PORT:
         yield FleetFinding(f"metrics_port {LIVENESS_PORT} is where machines answer health checks")

@@ -299,7 +299,7 @@ class BatchPlacer:
         return min(span[0] for span in spans), max(span[1] for span in spans)
 
     def lying(self, batch: Any) -> Any:
-        """Shapes of a whole batch, lying as `place` puts it."""
+        """Shapes of a whole batch, with the shardings that `place` gives it."""
         if self._mesh.size > 1 and self._cuts == 1:
             return jax.tree.map(
                 lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype), batch

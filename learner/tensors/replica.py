@@ -210,9 +210,9 @@ class Replica:
         return jax.tree.unflatten(self._structure, [leaves[name] for name in self._names])
 
     def _settled(self, fragment: int, part: Leaves) -> Leaves:
-        """The leaves without an update that a record has resolved: none sends its work again.
+        """The leaves once the update in flight is resolved: its work is not sent again.
 
-        Averaged state is no work: its next update says what it is by then.
+        Averaged state is sent whole each time, so nothing is taken off.
         """
         codes = self._in_flight.pop(fragment, None)
         self._ahead.pop(fragment, None)

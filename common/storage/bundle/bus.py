@@ -44,46 +44,30 @@ class BundleBus:
     create_stream = remove_stream = publish = trim = restore = _refuse
 
     async def streams(self) -> list[str]:
-        """The names of all streams, sorted."""
+        """As `Bus.streams`."""
         return sorted(self._logs)
 
     async def last(self, stream: str, subject: str) -> Message | None:
-        """The last message of `subject`, or of all that match it as a pattern; None if none does.
-
-        Raises:
-            StreamMissingError: there is no such stream.
-        """
+        """As `Bus.last`."""
         check_subject(subject, wildcards=True)
         log = self._log(stream)
         at = log.last(_matching(log, [subject]))
         return None if at is None else self._bundle.message(at)
 
     async def last_sequence(self, stream: str) -> int:
-        """Sequence of the stream's last message; 0 if it is empty.
-
-        Raises:
-            StreamMissingError: there is no such stream.
-        """
+        """As `Bus.last_sequence`."""
         seqs = self._log(stream).seqs
         return seqs[-1] if seqs else 0
 
     async def filled(self, stream: str) -> Filled:
-        """A file is never full.
-
-        Raises:
-            StreamMissingError: there is no such stream.
-        """
+        """As `Bus.filled`: a file is never full."""
         self._log(stream)
         return Filled(self._bundle.path.stat().st_size, 0)
 
     async def read(
         self, stream: str, subjects: list[str], start_seq: int
     ) -> AsyncIterator[Message]:
-        """Messages of `subjects` from `start_seq` (1 is the first) on; then it waits for ever.
-
-        Raises:
-            StreamMissingError: there is no such stream.
-        """
+        """As `Bus.read`; behind the last message it waits for ever."""
         log = self._log(stream)
         for count, at in enumerate(log.rows(_matching(log, subjects), start_seq)):
             if count % TURN == 0:

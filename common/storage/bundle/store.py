@@ -39,24 +39,14 @@ class BundleStore(ObjectStore):
     def get(
         self, name: str, limit_bytes: int | None = None, within_s: float | None = None
     ) -> bytes:
-        """The bytes of `name`, which lie in a file here: `within_s` is not looked at.
-
-        Raises:
-            ObjectMissingError: no such object.
-            ObjectTooLargeError: it has more than `limit_bytes`.
-        """
+        """As `ObjectStore.get`, of a file here: `within_s` is not looked at."""
         del within_s
         whole = self._whole(name)
         check_size(name, whole.size_bytes, limit_bytes)
         return self._bundle.read(whole, 0, whole.size_bytes)
 
     def get_range(self, name: str, start: int, stop: int) -> bytes:
-        """The bytes [start, stop) of `name`.
-
-        Raises:
-            ObjectMissingError: no such object.
-            ObjectRangeError: the range is empty, or ends beyond the object.
-        """
+        """As `ObjectStore.get_range`."""
         check_range(name, start, stop)
         whole = self._whole(name)
         check_range(name, start, stop, whole.size_bytes)

@@ -284,28 +284,15 @@ class MemoryBus:
     async def create_stream(
         self, stream: str, subjects: list[str], limits: StreamLimits, *, first_seq: int = 1
     ) -> None:
-        """Create `stream`, whose first message gets `first_seq`; one that is there stays as it is.
-
-        Raises:
-            BusError: it exists with other settings (both are named), its subjects overlap with
-                another stream's, or the settings make no sense.
-        """
+        """As `Bus.create_stream`."""
         self._open_broker().create_stream(stream, subjects, limits, first_seq)
 
     async def streams(self) -> list[str]:
-        """The names of all streams, sorted.
-
-        Raises:
-            BusError: the bus is closed.
-        """
+        """As `Bus.streams`."""
         return self._open_broker().names()
 
     async def remove_stream(self, stream: str) -> None:
-        """Remove `stream` with all its messages; one that is not there is no error.
-
-        Raises:
-            BusError: the bus is closed.
-        """
+        """As `Bus.remove_stream`."""
         self._open_broker().remove_stream(stream)
 
     async def publish(
@@ -317,48 +304,25 @@ class MemoryBus:
         expected_last: int | None = None,
         ttl_s: float | None = None,
     ) -> int:
-        """Append a message to the stream that owns `subject`; its sequence.
-
-        Raises:
-            SwapLostError: the subject's last message is not `expected_last`.
-            IdTakenError: another message was stored under `msg_id`.
-            BusError: no such stream, too large, a time to live where none can be, or the bus is
-                closed.
-        """
+        """As `Bus.publish`."""
         return self._open_broker().publish(subject, payload, msg_id, expected_last, ttl_s)
 
     async def last(self, stream: str, subject: str) -> Message | None:
-        """The last message of `subject`, or of all that match it as a pattern; None if none does.
-
-        Raises:
-            BusError: no such stream, or the bus is closed.
-        """
+        """As `Bus.last`."""
         check_subject(subject, wildcards=True)
         found = self._open_broker().stream(stream)
         return found.log.get(found.last(subject))
 
     async def last_sequence(self, stream: str) -> int:
-        """Sequence of the stream's last message; 0 if it is empty.
-
-        Raises:
-            BusError: no such stream, or the bus is closed.
-        """
+        """As `Bus.last_sequence`."""
         return self._open_broker().stream(stream).last_seq
 
     async def filled(self, stream: str) -> Filled:
-        """How full a stream is.
-
-        Raises:
-            BusError: no such stream, or the bus is closed.
-        """
+        """As `Bus.filled`."""
         return self._open_broker().stream(stream).filled()
 
     async def trim(self, stream: str, subject: str, below_seq: int) -> None:
-        """Remove messages of `subject` (no wildcards) below `below_seq`, but never its last one.
-
-        Raises:
-            BusError: no such stream, or the bus is closed.
-        """
+        """As `Bus.trim`."""
         check_subject(subject)
         self._open_broker().stream(stream).trim(subject, below_seq)
 
@@ -369,22 +333,13 @@ class MemoryBus:
         limits: StreamLimits,
         messages: Iterable[Message],
     ) -> int:
-        """Create `stream` with the messages of one that was exported; how many it has now.
-
-        Raises:
-            BusError: there is such a stream already, or it does not take a message.
-        """
+        """As `Bus.restore`."""
         return self._open_broker().restore(stream, subjects, limits, messages)
 
     async def read(
         self, stream: str, subjects: list[str], start_seq: int
     ) -> AsyncIterator[Message]:
-        """Messages of `subjects` from `start_seq` (1: all of them) on; ends when the bus closes.
-
-        Raises:
-            BusError: no such stream, bad or overlapping subjects, or `start_seq` is more than
-                one beyond the stream's end.
-        """
+        """As `Bus.read`; ends when the bus closes."""
         check_patterns(subjects)
         last = self._open_broker().stream(stream).last_seq
         if start_seq > last + 1:
@@ -406,22 +361,15 @@ class MemoryBus:
             del self._waiting[ready]
 
     async def broadcast(self, subject: str, payload: bytes) -> None:
-        """Tell whoever listens; nothing happens when the bus is closed.
-
-        Raises:
-            BusError: `subject` is none.
-        """
+        """As `Bus.broadcast`; nothing happens when the bus is closed."""
         if not self._closed:
             self.broker.broadcast(subject, payload)
 
     async def listen(self, subject: str) -> AsyncIterator[tuple[str, bytes]]:
-        """(subject, payload) of every broadcast that matches `subject`; ends when the bus closes.
+        """As `Bus.listen`; ends when the bus closes.
 
         It hears what is sent after the first `anext`; beyond `LISTEN_BACKLOG` unread messages
         the oldest are dropped.
-
-        Raises:
-            BusError: `subject` is no pattern, or the bus is closed.
         """
         check_subject(subject, wildcards=True)
         ready = asyncio.Event()

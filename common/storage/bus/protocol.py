@@ -74,7 +74,9 @@ class Bus(Protocol):
         """Create `stream`, whose first message gets `first_seq`; one that is there stays as it is.
 
         Raises:
-            BusError: it exists with other settings (both are named).
+            BusError: it exists with other settings (each difference is named), its subjects overlap
+                with another stream's, or the settings make no sense to the server.
+            BusUnavailableError: no answer.
         """
 
     async def streams(self) -> list[str]:
@@ -123,6 +125,8 @@ class Bus(Protocol):
 
         Raises:
             StreamMissingError: there is no such stream.
+            BusUnavailableError: no answer.
+            BusError: not permitted, or the bus is closed.
         """
 
     async def last_sequence(self, stream: str) -> int:
@@ -134,6 +138,8 @@ class Bus(Protocol):
 
         Raises:
             StreamMissingError: there is no such stream.
+            BusUnavailableError: no answer.
+            BusError: not permitted, or the bus is closed.
         """
 
     async def filled(self, stream: str) -> Filled:
@@ -143,6 +149,8 @@ class Bus(Protocol):
 
         Raises:
             StreamMissingError: there is no such stream.
+            BusUnavailableError: no answer.
+            BusError: not permitted, or the bus is closed.
         """
 
     async def trim(self, stream: str, subject: str, below_seq: int) -> None:
@@ -151,6 +159,7 @@ class Bus(Protocol):
         Raises:
             StreamMissingError: there is no such stream.
             BusUnavailableError: no answer; nothing, some or all was removed: call again.
+            BusError: not permitted, or the bus is closed.
         """
 
     async def restore(
@@ -176,15 +185,26 @@ class Bus(Protocol):
         Staleness: it may lag behind the stream's end without bound, and nothing tells that it
         does; but it gives the stream's order, without gaps, and never goes back. Who has read a
         message knows everything of these subjects that was stored before it.
+
+        Raises:
+            BusError: no such stream, bad or overlapping subjects, not permitted, or the position is
+                more than one beyond the stream's end (the server lost messages).
         """
 
     async def broadcast(self, subject: str, payload: bytes) -> None:
-        """Tell whoever listens; never raises for want of a connection or a listener."""
+        """Tell whoever listens; never raises for want of a connection or a listener.
+
+        Raises:
+            BusError: `subject` is none.
+        """
 
     def listen(self, subject: str) -> AsyncIterator[tuple[str, bytes]]:
         """(subject, payload) of every broadcast that matches `subject` from now on.
 
         Staleness: it comes within moments or never; silence says nothing.
+
+        Raises:
+            BusError: `subject` is no pattern, or not permitted.
         """
 
     async def close(self) -> None:

@@ -87,13 +87,7 @@ class DirectoryStore(ObjectStore):
             self._keep_owner(root / TEMP)
 
     def put(self, name: str, data: Data) -> None:
-        """Store `data` under `name`; on disk, its name included, when this returns.
-
-        Raises:
-            ObjectExistsError: other bytes stand under that name.
-            StoreUnavailableError: the disk is full or failed; nothing was stored.
-            StoreError: not permitted, or `name` is not an object name.
-        """
+        """As `ObjectStore.put`; on disk, its name included, when this returns."""
         check_object_name(name)
         path = self.root / name
         parts = parts_of(data)
@@ -117,41 +111,19 @@ class DirectoryStore(ObjectStore):
     def get(
         self, name: str, limit_bytes: int | None = None, within_s: float | None = None
     ) -> bytes:
-        """The bytes of `name`.
-
-        Raises:
-            ObjectMissingError: no such object.
-            ObjectTooLargeError: it has more than `limit_bytes`; it was not read.
-            ObjectUnreadableError: it is no file of its own: a link, a pipe, a device.
-            StoreSlowError: it took longer than `within_s`.
-            StoreUnavailableError: the disk failed.
-            StoreError: not permitted, or `name` is not an object name.
-        """
+        """As `ObjectStore.get`; unreadable is a link, a pipe, a device."""
         deadline = Deadline(name, within_s)
         return self._read(
             name, lambda file, size: _read_all(name, file, size, limit_bytes, deadline)
         )
 
     def get_range(self, name: str, start: int, stop: int) -> bytes:
-        """The bytes [start, stop) of `name`.
-
-        Raises:
-            ObjectMissingError: no such object.
-            ObjectRangeError: the range is empty, or ends beyond the object.
-            ObjectUnreadableError: as of `get`.
-            StoreUnavailableError: the disk failed.
-            StoreError: not permitted, or `name` is not an object name.
-        """
+        """As `ObjectStore.get_range`."""
         check_range(name, start, stop)
         return self._read(name, lambda file, size: _read_range(name, file, size, start, stop))
 
     def walk(self, prefix: str) -> Iterator[ObjectInfo]:
-        """As `list`, one after the other, folder by folder.
-
-        Raises:
-            StoreUnavailableError: the disk failed.
-            StoreError: not permitted, or the prefix is none of a name.
-        """
+        """As `ObjectStore.walk`, folder by folder."""
         folder = prefix.rpartition("/")[0]
         if folder:
             check_object_name(folder)
@@ -166,12 +138,7 @@ class DirectoryStore(ObjectStore):
                     yield info
 
     def delete(self, name: str) -> None:
-        """Remove `name`, kept or not; one that is not there is no error.
-
-        Raises:
-            StoreUnavailableError: the disk failed.
-            StoreError: not permitted, or `name` is not an object name.
-        """
+        """As `ObjectStore.delete`, kept or not."""
         check_object_name(name)
         with _os_errors("delete", name):
             self._check_there()

@@ -24,12 +24,7 @@ class MemoryStore(ObjectStore):
         self._objects: dict[str, bytes] = {}
 
     def put(self, name: str, data: Data) -> None:
-        """Store `data` under `name`.
-
-        Raises:
-            ObjectExistsError: other bytes stand under that name.
-            StoreError: `name` is not an object name.
-        """
+        """As `ObjectStore.put`."""
         check_object_name(name)
         copy = bytes(data)
         with self._lock:
@@ -39,14 +34,7 @@ class MemoryStore(ObjectStore):
     def get(
         self, name: str, limit_bytes: int | None = None, within_s: float | None = None
     ) -> bytes:
-        """The bytes of `name`.
-
-        Raises:
-            ObjectMissingError: no such object.
-            ObjectTooLargeError: it has more than `limit_bytes`.
-            StoreSlowError: `within_s` is no time at all.
-            StoreError: `name` is not an object name.
-        """
+        """As `ObjectStore.get`."""
         check_object_name(name)
         with self._lock:
             data = self._objects.get(name)
@@ -57,30 +45,20 @@ class MemoryStore(ObjectStore):
         return data
 
     def get_range(self, name: str, start: int, stop: int) -> bytes:
-        """The bytes [start, stop) of `name`.
-
-        Raises:
-            ObjectMissingError: no such object.
-            ObjectRangeError: the range is empty, or ends beyond the object.
-            StoreError: `name` is not an object name.
-        """
+        """As `ObjectStore.get_range`."""
         check_range(name, start, stop)
         data = self.get(name)
         check_range(name, start, stop, len(data))
         return data[start:stop]
 
     def walk(self, prefix: str) -> Iterator[ObjectInfo]:
-        """As `list`, one after the other."""
+        """As `ObjectStore.walk`."""
         with self._lock:
             sizes = {name: len(data) for name, data in self._objects.items()}
         return (ObjectInfo(*found) for found in sizes.items() if found[0].startswith(prefix))
 
     def delete(self, name: str) -> None:
-        """Remove `name`; one that is not there is no error.
-
-        Raises:
-            StoreError: `name` is not an object name.
-        """
+        """As `ObjectStore.delete`."""
         check_object_name(name)
         with self._lock:
             self._objects.pop(name, None)

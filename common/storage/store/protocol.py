@@ -57,6 +57,7 @@ class ObjectStore(Protocol):
         Raises:
             ObjectExistsError: other bytes stand under that name.
             StoreUnavailableError: a transient fault; nothing or everything was stored.
+            StoreError: not permitted, no such bucket, or `name` is not an object name.
         """
 
     def get(
@@ -74,7 +75,8 @@ class ObjectStore(Protocol):
             ObjectTooLargeError: it has more than `limit_bytes`; it was not read.
             ObjectUnreadableError: it is no plain object, whoever made it so.
             StoreSlowError: it took longer than `within_s`.
-            StoreUnavailableError: a transient fault.
+            StoreUnavailableError: a transient fault, or the bytes come damaged again and again.
+            StoreError: as of `put`.
         """
 
     def get_range(self, name: str, start: int, stop: int) -> bytes:
@@ -83,10 +85,8 @@ class ObjectStore(Protocol):
         No store can check parts against the checksum of the whole, so the caller must.
 
         Raises:
-            ObjectMissingError: no such object.
             ObjectRangeError: the range is empty, or ends beyond the object.
-            ObjectUnreadableError: it is no plain object, whoever made it so.
-            StoreUnavailableError: a transient fault.
+            StoreError: as of `get`, but for size and time.
         """
 
     def list(self, prefix: str) -> list[ObjectInfo]:
@@ -102,7 +102,12 @@ class ObjectStore(Protocol):
         """As `list`, one after the other, in any order: for callers that meet very many objects."""
 
     def delete(self, name: str) -> None:
-        """Remove `name`; one that is not there is no error."""
+        """Remove `name`; one that is not there is no error.
+
+        Raises:
+            StoreUnavailableError: a transient fault.
+            StoreError: as of `put`.
+        """
 
 
 @runtime_checkable

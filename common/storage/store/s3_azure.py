@@ -243,13 +243,7 @@ class BucketStore(ObjectStore):
         )
 
     def put(self, name: str, data: Data) -> None:
-        """Store `data` under `name`; durable when this returns.
-
-        Raises:
-            ObjectExistsError: other bytes stand under that name.
-            StoreUnavailableError: a transient fault; nothing or everything was stored.
-            StoreError: not permitted, no such bucket, or `name` is not an object name.
-        """
+        """As `ObjectStore.put`; durable when this returns."""
         check_object_name(name)
         # Its client takes them in one place, or makes a copy itself.
         view = memoryview(bytes(data) if isinstance(data, Buffers) else data).cast("B")
@@ -270,16 +264,7 @@ class BucketStore(ObjectStore):
     def get(
         self, name: str, limit_bytes: int | None = None, within_s: float | None = None
     ) -> bytes:
-        """The bytes of `name`.
-
-        Raises:
-            ObjectMissingError: no such object.
-            ObjectTooLargeError: it has more than `limit_bytes`; it was not read.
-            ObjectUnreadableError: it is encoded.
-            StoreSlowError: it took longer than `within_s`.
-            StoreUnavailableError: a transient fault.
-            StoreError: not permitted, no such bucket, or `name` is not an object name.
-        """
+        """As `ObjectStore.get`; unreadable is what is encoded."""
         check_object_name(name)
         deadline = Deadline(name, within_s)
         with our_errors("read", self._place, name):
@@ -288,15 +273,7 @@ class BucketStore(ObjectStore):
             return self._span(name, first, (0, first.meta["size"]), deadline)
 
     def get_range(self, name: str, start: int, stop: int) -> bytes:
-        """The bytes [start, stop) of `name`, all of one object.
-
-        Raises:
-            ObjectMissingError: no such object.
-            ObjectRangeError: the range is empty, or ends beyond the object.
-            ObjectUnreadableError: it is encoded.
-            StoreUnavailableError: a transient fault.
-            StoreError: not permitted, no such bucket, or `name` is not an object name.
-        """
+        """As `ObjectStore.get_range`, all of one object."""
         check_object_name(name)
         check_range(name, start, stop)
         with our_errors("read", self._place, name):
@@ -310,12 +287,7 @@ class BucketStore(ObjectStore):
             return self._span(name, first, (start, stop), Deadline(name, None))
 
     def walk(self, prefix: str) -> Iterator[ObjectInfo]:
-        """As `list`, one after the other, page by page.
-
-        Raises:
-            StoreUnavailableError: a transient fault.
-            StoreError: not permitted, or no such bucket.
-        """
+        """As `ObjectStore.walk`, page by page."""
         # What the client calls a prefix is made of whole tokens.
         folder = prefix.rpartition("/")[0]
         with our_errors("list", self._place, prefix):
@@ -325,12 +297,7 @@ class BucketStore(ObjectStore):
                         yield ObjectInfo(found["path"], found["size"])
 
     def delete(self, name: str) -> None:
-        """Remove `name`; one that is not there is no error.
-
-        Raises:
-            StoreUnavailableError: a transient fault.
-            StoreError: not permitted, no such bucket, or `name` is not an object name.
-        """
+        """As `ObjectStore.delete`."""
         check_object_name(name)
         with our_errors("delete", self._place, name):
             try:

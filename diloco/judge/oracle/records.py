@@ -145,7 +145,7 @@ def sums(base: wire.Record, record: wire.Record) -> Iterator[RuleBreach]:
 
 
 def decision(life: OwnerLife, close: Close, record: wire.Record) -> Iterator[RuleBreach]:
-    """Compare a record's decisions with those of the rules: before the life goes on from it."""
+    """Compare a record's decisions with the rules', before the owner's state is advanced by it."""
     made = close.what == "version"
     yield from _equal(
         "round",

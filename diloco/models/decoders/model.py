@@ -127,7 +127,7 @@ def hidden_of(
 
 
 def _seen(config: DecoderConfig, positions_BxL: jax.Array) -> tuple[_Turns, _Turns]:
-    """Of a layer that slides, and of one that does not; one stands for the other where none is."""
+    """For layers with a sliding window, and for others; the same twice if there is one kind."""
     full = near = None
     if not all(config.sliding):
         full = _turns(config.rope, config, positions_BxL)

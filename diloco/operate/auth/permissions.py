@@ -173,7 +173,7 @@ def render_accounts(run: str, identities: Iterable[Identity], limits: Mapping[st
 
 
 def _exports(run: str, identities: Iterable[Identity]) -> list[str]:
-    """One for each subject, with the accounts that may import it."""
+    """An export for each subject, with the accounts that may import it."""
     users: dict[tuple[str, str], list[str]] = {}
     for one in identities:
         granted = grants(run, one)
@@ -222,7 +222,7 @@ def _account(run: str, identity: Identity) -> list[str]:
 
 
 def _as_seen(subject: str) -> str:
-    """A subject of the run's account under the name it has in the others."""
+    """The name that a subject of the run's account has in accounts which import it."""
     if subject.startswith(f"{OWN_API}."):
         return f"{SHARED_API}{subject.removeprefix(OWN_API)}"
     return subject

@@ -158,7 +158,7 @@ def rules(x: Column, low: Column, high: Column, name: str = "") -> PlotMark:
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """An axis: label, limits, scale. With `names` places 0, 1, 2 ... have them, of y from above."""
+    """An axis: label, limits, scale; or `names` at 0, 1, 2 ..., on a y axis from the top down."""
 
     label: str = ""
     low: float | None = None

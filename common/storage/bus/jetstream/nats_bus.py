@@ -82,15 +82,10 @@ class NatsBus:
     async def create_stream(
         self, stream: str, subjects: list[str], limits: StreamLimits, *, first_seq: int = 1
     ) -> None:
-        """Create `stream`, whose first message gets `first_seq`; one that is there stays as it is.
+        """As `Bus.create_stream`.
 
         A stream that keeps what is old, or has no limit on age or size, refuses new messages when
         its limit is reached or the disk is full; others drop their oldest.
-
-        Raises:
-            BusError: it exists with other settings (each difference is named), its subjects
-                overlap with another stream's, or the server cannot do this.
-            BusUnavailableError: no answer.
         """
         check_patterns(subjects)
         check_limits(limits)
@@ -116,21 +111,11 @@ class NatsBus:
         )
 
     async def streams(self) -> list[str]:
-        """The names of all streams, sorted.
-
-        Raises:
-            BusUnavailableError: no answer.
-            BusError: not permitted.
-        """
+        """As `Bus.streams`."""
         return sorted(await stream_names(self._connection))
 
     async def remove_stream(self, stream: str) -> None:
-        """Remove `stream` with all its messages; one that is not there is no error.
-
-        Raises:
-            BusError: not permitted.
-            BusUnavailableError: no answer.
-        """
+        """As `Bus.remove_stream`."""
         subject = f"{self._api}.STREAM.DELETE.{stream}"
         with contextlib.suppress(StreamMissingError):
             await self._connection.call(subject, lambda js: js.delete_stream(stream))
@@ -144,18 +129,10 @@ class NatsBus:
         expected_last: int | None = None,
         ttl_s: float | None = None,
     ) -> int:
-        """Append a message to the stream that owns `subject`; its sequence.
+        """As `Bus.publish`; no answer is one that takes longer than `CALL_TIMEOUT_S`.
 
         Never repeats by itself: after `BusUnavailableError` call again with the same `msg_id`.
         After a repeat, `SwapLostError` may mean that the first attempt won: read `last`.
-
-        Raises:
-            SwapLostError: the subject's last message is not `expected_last`.
-            IdTakenError: another message was stored under `msg_id`.
-            BusUnavailableError: no answer within `CALL_TIMEOUT_S`, or no stream takes the subject
-                now; the message may or may not have been stored.
-            BusError: refused for good (too large, not permitted, closed; a time to live below a
-                second, or in a stream that is not `last_only`).
         """
         check_subject(subject)
         check_ttl(ttl_s, allowed=True)
@@ -197,15 +174,10 @@ class NatsBus:
         return first.seq == seq and first.payload == payload
 
     async def last(self, stream: str, subject: str) -> Message | None:
-        """The last message of `subject`, or of all that match it as a pattern; None if none does.
+        """As `Bus.last`, of the stream's leader.
 
-        It is asked of the stream's leader; with `direct_reads` (no patterns then),
-        of any replica. For how stale
-        that may be see `Bus.last`.
-
-        Raises:
-            BusUnavailableError: no answer (with `direct_reads` also: no such stream).
-            BusError: no such stream, or not permitted.
+        With `direct_reads` any replica answers: no patterns then, and no answer tells of a
+        stream that is missing.
         """
         direct = self._direct_reads
         check_subject(subject, wildcards=not direct)
@@ -226,21 +198,11 @@ class NatsBus:
         return message_of(subject, raw.seq or 0, time_s, raw.data, raw.headers, known)
 
     async def last_sequence(self, stream: str) -> int:
-        """Sequence of the stream's last message; 0 if it is empty.
-
-        Raises:
-            BusUnavailableError: no answer.
-            BusError: no such stream, or not permitted.
-        """
+        """As `Bus.last_sequence`."""
         return (await stream_info(self._connection, stream)).state.last_seq
 
     async def filled(self, stream: str) -> Filled:
-        """How full a stream is.
-
-        Raises:
-            BusUnavailableError: no answer.
-            BusError: no such stream, or not permitted.
-        """
+        """As `Bus.filled`."""
         info = await stream_info(self._connection, stream)
         return Filled(
             info.state.bytes,
@@ -258,12 +220,7 @@ class NatsBus:
         return await self._cursors.remove(stream, prefix)
 
     async def trim(self, stream: str, subject: str, below_seq: int) -> None:
-        """Remove messages of `subject` (no wildcards) below `below_seq`, but never its last one.
-
-        Raises:
-            BusUnavailableError: no answer; nothing, some or all was removed: call again.
-            BusError: no such stream, or not permitted.
-        """
+        """As `Bus.trim`."""
         check_subject(subject)
         last = await self.last(stream, subject)
         # Newer messages may come meanwhile, older ones cannot: the last one is safe.
@@ -281,15 +238,11 @@ class NatsBus:
         limits: StreamLimits,
         messages: Iterable[Message],
     ) -> int:
-        """Create `stream` with the messages of one that was exported; how many it has now.
+        """As `Bus.restore`.
 
         A server gives a message the time of its arrival and the next number: the time it had
         goes into a header, which reading prefers, and gaps are filled and emptied again. Message
         ids too go into a header of our own, since the server would drop those it meets twice.
-
-        Raises:
-            BusError: there is such a stream already, or it does not take a message.
-            BusUnavailableError: no answer; the stream may be there in part.
         """
         with contextlib.suppress(StreamMissingError):
             await stream_info(self._connection, stream)
@@ -313,14 +266,7 @@ class NatsBus:
     async def read(
         self, stream: str, subjects: list[str], start_seq: int
     ) -> AsyncIterator[Message]:
-        """Messages of `subjects` from `start_seq` (1: all of them) on; ends when the bus closes.
-
-        Outlives lost connections, servers and consumers.
-
-        Raises:
-            BusError: no such stream, bad or overlapping subjects, not permitted, or the position
-                is more than one beyond the stream's end (the server lost messages).
-        """
+        """As `Bus.read`, over lost connections, servers and consumers; ends when the bus closes."""
         check_patterns(subjects)
         position, pause = max(start_seq, 1), Pause()
         cursor: Cursor | None = None
@@ -347,11 +293,7 @@ class NatsBus:
                 await cursor.close()
 
     async def broadcast(self, subject: str, payload: bytes) -> None:
-        """Tell whoever listens; dropped when there is no connection or it is congested.
-
-        Raises:
-            BusError: `subject` is none.
-        """
+        """As `Bus.broadcast`; dropped when there is no connection or it is congested."""
         check_subject(subject)
         link = self._connection.link
         if link is None or link.client.pending_data_size > _BROADCAST_BACKLOG_BYTES:
@@ -362,13 +304,10 @@ class NatsBus:
             )
 
     async def listen(self, subject: str) -> AsyncIterator[tuple[str, bytes]]:
-        """(subject, payload) of every broadcast that matches `subject`; ends when the bus closes.
+        """As `Bus.listen`; ends when the bus closes.
 
         It hears what reaches the server after the first `anext`, and misses what is sent while
         the connection is down; beyond `LISTEN_BACKLOG` unread messages new ones are dropped.
-
-        Raises:
-            BusError: `subject` is no pattern, or not permitted.
         """
         check_subject(subject, wildcards=True)
         pause, loop = Pause(), asyncio.get_running_loop()

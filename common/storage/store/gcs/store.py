@@ -84,13 +84,7 @@ class GcsStore(ObjectStore):
         self._downloads = Downloads(self._bucket)
 
     def put(self, name: str, data: Data) -> None:
-        """Store `data` under `name`; durable when this returns.
-
-        Raises:
-            ObjectExistsError: other bytes stand under that name.
-            StoreUnavailableError: a transient fault; nothing or everything was stored.
-            StoreError: not permitted, no such bucket, or `name` is not an object name.
-        """
+        """As `ObjectStore.put`; durable when this returns."""
         check_object_name(name)
         parts = parts_of(data)
         checksum = checksum_of(parts)
@@ -122,15 +116,9 @@ class GcsStore(ObjectStore):
     def get(
         self, name: str, limit_bytes: int | None = None, within_s: float | None = None
     ) -> bytes:
-        """The bytes of `name`.
+        """As `ObjectStore.get`; of an object that is too large no more than its head is read.
 
-        Raises:
-            ObjectMissingError: no such object.
-            ObjectTooLargeError: it has more than `limit_bytes`; no more than its head was read.
-            StoreSlowError: it took longer than `within_s`; without that, than a line of 1 Mbit/s
-                would take.
-            StoreUnavailableError: a transient fault, or the bytes come damaged again and again.
-            StoreError: not permitted, no such bucket, or `name` is not an object name.
+        Without `within_s` it is given the time that a line of 1 Mbit/s would take.
         """
         check_object_name(name)
         with self._bucket.errors("read", name, "storage.objects.get"):
@@ -146,26 +134,14 @@ class GcsStore(ObjectStore):
         )
 
     def get_range(self, name: str, start: int, stop: int) -> bytes:
-        """The bytes [start, stop) of `name`, all of one object, but not compared with a checksum.
-
-        Raises:
-            ObjectMissingError: no such object.
-            ObjectRangeError: the range is empty, or ends beyond the object.
-            StoreUnavailableError: a transient fault.
-            StoreError: not permitted, no such bucket, or `name` is not an object name.
-        """
+        """As `ObjectStore.get_range`, all of one object."""
         check_object_name(name)
         check_range(name, start, stop)
         with self._bucket.errors("read", name, "storage.objects.get"):
             return self._downloads.range(name, start, stop)
 
     def walk(self, prefix: str) -> Iterator[ObjectInfo]:
-        """As `list`, one after the other, page by page.
-
-        Raises:
-            StoreUnavailableError: a transient fault.
-            StoreError: not permitted, or no such bucket.
-        """
+        """As `ObjectStore.walk`, page by page."""
         bucket = self._bucket
         with bucket.errors("list", prefix, "storage.objects.list"):
             blobs = bucket.client.list_blobs(
@@ -179,12 +155,7 @@ class GcsStore(ObjectStore):
                 yield ObjectInfo(blob.name[cut:], _size_of(blob))
 
     def delete(self, name: str) -> None:
-        """Remove `name`; one that is not there is no error.
-
-        Raises:
-            StoreUnavailableError: a transient fault.
-            StoreError: not permitted, no such bucket, or `name` is not an object name.
-        """
+        """As `ObjectStore.delete`."""
         check_object_name(name)
         bucket = self._bucket
         with (
