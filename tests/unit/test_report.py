@@ -28,11 +28,11 @@ from diloco.run.state import RunStatus
 from diloco.run.timeseries import read_time_series
 from diloco.run.watch import Watch
 from diloco.show.page import page, svg
-from diloco.show.page.drawings import DRAWINGS
 from diloco.show.page.figures import agreement, loss
 from diloco.show.page.lanes import make_lanes
 from diloco.show.page.numbers import Shown
 from diloco.show.page.report import comparison, differing, in_short, named, report, sample_pairs
+from diloco.show.page.sections import DRAWINGS
 from diloco.show.page.summary import SummaryTable, settings
 from diloco.show.page.svg import Axis, Panel, PlotMark, bars, data_block, element, line
 

@@ -4,23 +4,104 @@ None grows with the fleet or the run: what is long is cut, and says of how many.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from diloco.common.protocol import wire
 from diloco.run.cli.units import age, human_bytes, human_count
 from diloco.run.findings import grouped
 from diloco.run.state import Finding, FragmentStatus, RunStatus
 from diloco.run.timeseries import TimeSeries
+from diloco.show.page import figures as drawn
 from diloco.show.page import summary
-from diloco.show.page.drawings import DRAWINGS
-from diloco.show.page.figures import lanes_of, rounds
 from diloco.show.page.numbers import LANES, Shown
 from diloco.show.page.page import section, whole
 from diloco.show.page.summary import TEXT, SummaryTable
 from diloco.show.page.svg import NOTHING, Markup, Panel, element, joined
 
 ALERTS, FRAGMENTS, LEARNERS = 20, 24, 40
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure of the page: what it shows, in words, and its panels, if there is anything."""
+
+    key: str
+    title: str
+    caption: str
+    panels: Callable[[Shown], Sequence[Panel]]
+    nothing: str = "The tape has nothing of it."
+
+
+DRAWINGS = (
+    Drawing(
+        "loss", "Is it learning?",
+        "Loss of the updates that learners sent (each learner's, or of the eight that stand out; "
+        "median, and the middle 80 % as a band), and of the global model on held-out data.",
+        drawn.loss,
+    ),
+    Drawing(
+        "timeline", "What each learner did",
+        "A lane for each learner, with its merged updates below. The first lane has a mark for "
+        "each new version of a fragment.",
+        drawn.timeline,
+    ),
+    Drawing(
+        "time", "Where the learners' time went",
+        "The share of each learner's time whose work is in the model is its goodput.",
+        drawn.time_spent,
+    ),
+    Drawing(
+        "throughput", "Tokens per second",
+        "Trained, as updates announce it, and merged into the model. What is trained and not "
+        "merged was rejected, lost with a learner, or is on its way.",
+        drawn.throughput,
+    ),
+    Drawing(
+        "traffic", "Bytes per second",
+        "Of all learners together. Up by the sizes of shards; down as each live learner reads "
+        "each record and delta once, without first views of those that join.",
+        drawn.traffic,
+    ),
+    Drawing(
+        "staleness", "How stale and how heavy updates are",
+        "Staleness is how many versions came between the one an update was made on and the one "
+        "it went into.",
+        drawn.staleness,
+    ),
+    Drawing(
+        "phases", "Anatomy of a round",
+        "wait: no update is in, or the pace does not allow it yet; open: until the quorum; grace: "
+        "for those that are slower; merge: the outer step; publish: storing the version and "
+        "committing its record.",
+        drawn.anatomy,
+    ),
+    Drawing(
+        "agreement", "Do learners agree?",
+        "Cosine between the updates that were merged in one round: 1 when they point the same "
+        "way, 0 when they have nothing in common.",
+        drawn.agreement, "No round merged two updates by radial averaging.",
+    ),
+    Drawing(
+        "beside", "Is a learner apart from the others?",
+        "The eight learners that stand out most by loss and norm. A learner whose loss or norm is "
+        "several times the others', or whose updates point elsewhere, is looked into with `diloco "
+        "replay RUN --blame`.",
+        drawn.learner_panels,
+    ),
+    Drawing(
+        "fragments", "Fragment by fragment",
+        "How far an update moves its fragment in one inner step; and cosines as above: fragments "
+        "that are averaged plainly, such as the embedding, have none.",
+        drawn.fragments,
+    ),
+    Drawing(
+        "rejected", "Rejected updates",
+        "Updates that the aggregator did not merge, and why.",
+        drawn.rejected, "No update was rejected.",
+    ),
+)  # fmt: skip
+
 # Sections of a run in their order.
 ORDER = (
     "alerts", "facts", *(drawing.key for drawing in DRAWINGS), "rounds", "learners", "metrics",
@@ -60,7 +141,7 @@ def now(status: RunStatus, series: TimeSeries, *, served: bool = True) -> Parts:
     note = "Open, in grace, merged and published; a line: the record."
     if len(chosen) < len(status.fragments):
         note = f"{len(chosen)} of {len(status.fragments)} fragments: the longest without a version."
-    panels = rounds(series, [one.fragment for one in chosen], until_s)
+    panels = drawn.rounds(series, [one.fragment for one in chosen], until_s)
     return {
         "progress": _progress(status),
         "alerts": section("alerts", "Alerts", body=_alerts(status.alerts, served=served)),
@@ -176,7 +257,7 @@ class Learners:
     """The learners' section of a served page: so many at once, found by their names.
 
     Args:
-        shown: the figures.
+        shown: the drawn.
         status: how the run fares.
     """
 
@@ -193,7 +274,9 @@ class Learners:
         page = min(max(page, 0), pages - 1)
         some = rows[page * LEARNERS : (page + 1) * LEARNERS]
         lanes = [self._lanes[row[0]] for row in some if row[0] in self._lanes]
-        panels = [lanes_of(self._shown, lanes)] if len(self._lanes) > LANES and lanes else None
+        panels = (
+            [drawn.lanes_of(self._shown, lanes)] if len(self._lanes) > LANES and lanes else None
+        )
         said = f"{page * LEARNERS + 1} to {page * LEARNERS + len(some)} of {len(rows):,}"
         tools = _tools(page, pages, said if some else "No learner of that name.")
         return learners(replace(self._table, rows=tuple(some)), tools, panels)
