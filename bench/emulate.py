@@ -35,6 +35,18 @@ from diloco.common.protocol import shards, wire
 from diloco.common.protocol.layout import Layout
 from diloco.common.protocol.quantization import Encoded
 from diloco.learner.core import sync
+from diloco.learner.core.events import (
+    Adopt,
+    Event,
+    Finished,
+    Published,
+    Ready,
+    RoundOpened,
+    Send,
+    Stepped,
+    Stop,
+    sync_rules,
+)
 from diloco.learner.task import Batch, Params, Task, held_out_loss
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.checkpoint import copied
@@ -170,7 +182,7 @@ class _VirtualOwner(VirtualFragment):
             case Fetch(update):
                 world.later(self._fetched, update)
             case OpenRound(version):
-                world.tell_all(sync.RoundOpened(self.rules.fragment, version))
+                world.tell_all(RoundOpened(self.rules.fragment, version))
             case Merge(admitted):
                 payload = self.payloads.pop(update_id(admitted.manifest))
                 with _merging():
@@ -248,10 +260,10 @@ class _VirtualLearner:
         world.watch()
         self._go_on()
 
-    def hear(self, event: sync.Event, payload: Encoded | None) -> None:
+    def hear(self, event: Event, payload: Encoded | None) -> None:
         if self.dead:
             return
-        if isinstance(event, sync.Ready):
+        if isinstance(event, Ready):
             self.payloads[event.fragment, event.record_seq] = payload
         self.state, _ = sync.step(self.world.sync_rules, self.state, event)
         if self.waiting or self.state.stopping:
@@ -278,21 +290,21 @@ class _VirtualLearner:
             self.world.time.after(self.world.step_s(self.speed), self.step)
 
     def _exchange(self, tokens: int, steps: int) -> None:
-        stepped = sync.Stepped(self.world.time.now_s, tokens, steps)
+        stepped = Stepped(self.world.time.now_s, tokens, steps)
         self.state, effects = sync.step(self.world.sync_rules, self.state, stepped)
         for effect in effects:
             match effect:
-                case sync.Adopt(ready, resolved, blended):
+                case Adopt(ready, resolved, blended):
                     fragment = ready.fragment
                     rows = self.payloads.pop((fragment, ready.record_seq))
                     delta = None if rows is None else self.replica.place(fragment, rows)
                     self.replica.adopt(fragment, delta, resolved=resolved, blended=blended)
-                case sync.Send():
+                case Send():
                     self._send(effect)
-                case sync.Finished(fragments):
+                case Finished(fragments):
                     self.world.finished(self, fragments)
 
-    def _send(self, send: sync.Send) -> None:
+    def _send(self, send: Send) -> None:
         world, owner = self.world, self.world.owners[send.fragment]
         rows = self.replica.collect(send.fragment, self.replica.send(send.fragment))
         parts: tuple[Encoded, ...] = (Encoded(rows.scales, rows.codes.reshape(-1)),)
@@ -310,7 +322,7 @@ class _VirtualLearner:
             return
         world = self.world
         world.positions[self.name] = manifest.position
-        published = sync.Published(world.time.now_s, manifest.fragment, manifest.seq)
+        published = Published(world.time.now_s, manifest.fragment, manifest.seq)
         self.state, _ = sync.step(world.sync_rules, self.state, published)
         world.owners[manifest.fragment].announce(manifest)
 
@@ -321,7 +333,7 @@ class World:
     def __init__(self, settings: RunSettings, start: Start, weather: Weather) -> None:
         self.settings, self.start, self.weather = settings, start, weather
         self.time = Timeline(BEGAN_S)
-        self.sync_rules = sync.sync_rules(settings.sync)
+        self.sync_rules = sync_rules(settings.sync)
         self.stopped = False
         self._rng = np.random.default_rng(settings.run.seed)
         self.owners = [self._owner(f.index) for f in start.layout.fragments]
@@ -371,12 +383,10 @@ class World:
     def step_s(self, speed: float) -> float:
         return (1 + self.weather.jitter * float(self._rng.uniform(-1, 1))) / speed
 
-    def tell(
-        self, learner: _VirtualLearner, event: sync.Event, payload: Encoded | None = None
-    ) -> None:
+    def tell(self, learner: _VirtualLearner, event: Event, payload: Encoded | None = None) -> None:
         self.later(learner.hear, event, payload)
 
-    def tell_all(self, event: sync.Event) -> None:
+    def tell_all(self, event: Event) -> None:
         for learner in self.learners.values():
             self.tell(learner, event)
 
@@ -402,7 +412,7 @@ class World:
         self.stopped = True
         self.stopped_at_s = self.time.now_s
         self.later(self._say_stop)
-        self.tell_all(sync.Stop())
+        self.tell_all(Stop())
 
     def _say_stop(self) -> None:
         seq = self.time.next_seq()
@@ -461,7 +471,7 @@ class World:
             optimizer_state=start.task.optimizer.init(replica.trained)
             if fresh
             else copied(checkpoint),
-            state=sync.begin(sync.sync_rules(settings.sync), tuple(starts)),
+            state=sync.begin(sync_rules(settings.sync), tuple(starts)),
             position=position,
         )
 

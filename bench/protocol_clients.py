@@ -44,6 +44,16 @@ from diloco.common.storage.bus import Bus, jetstream
 from diloco.common.storage.store import open_store
 from diloco.common.storage.tape.run import record_in
 from diloco.learner.core import sync
+from diloco.learner.core.events import (
+    Event,
+    Published,
+    Ready,
+    RoundOpened,
+    Send,
+    Start,
+    Stepped,
+    sync_rules,
+)
 from diloco.learner.tensors.quantize import encode
 from diloco.operate.create import create_run
 from diloco.plan import traffic as plan_traffic
@@ -114,7 +124,7 @@ class Client:
     layout: Layout
     config: Config
     store: Store
-    starts: tuple[sync.Start, ...]
+    starts: tuple[Start, ...]
     step_s: float
     up_s: float
     down_s: float
@@ -124,7 +134,7 @@ class Client:
 
     async def live(self) -> None:
         """Train for ever."""
-        self.rules = sync.sync_rules(self.config.sync)
+        self.rules = sync_rules(self.config.sync)
         self.state = sync.begin(self.rules, self.starts)
         message = wire.Join(run=RUN, learner=self.name, layout=self.layout.digest, host="bench")
         self.incarnation = await self.bus.publish(names.join(RUN, self.name), wire.encode(message))
@@ -139,21 +149,21 @@ class Client:
         while True:
             self.steps += 1
             await asyncio.sleep(max(0.0, began_s + self.steps * self.step_s - time.monotonic()))
-            self._tell(sync.Stepped(time.time(), TOKENS))
+            self._tell(Stepped(time.time(), TOKENS))
 
-    def _tell(self, event: sync.Event) -> None:
+    def _tell(self, event: Event) -> None:
         self.state, effects = sync.step(self.rules, self.state, event)
         for effect in effects:
-            if isinstance(effect, sync.Send):
+            if isinstance(effect, Send):
                 self._tasks.create_task(self._send(effect))
 
-    async def _send(self, send: sync.Send) -> None:
+    async def _send(self, send: Send) -> None:
         await asyncio.sleep(self.up_s * self.rng.uniform(1 - JITTER, 1 + JITTER))
         manifest = self._manifest(send)
         await self.bus.publish(names.update(RUN, self.name, send.fragment), wire.encode(manifest))
-        self._tell(sync.Published(time.time(), send.fragment, send.seq))
+        self._tell(Published(time.time(), send.fragment, send.seq))
 
-    def _manifest(self, send: sync.Send) -> wire.Manifest:
+    def _manifest(self, send: Send) -> wire.Manifest:
         prefix = names.shards_prefix(RUN, self.name, send.fragment, 0, self.incarnation, send.seq)
         return wire.Manifest(
             run=RUN,
@@ -183,20 +193,20 @@ class Client:
         async for message in self.bus.read(names.tape_stream(RUN), [names.record(RUN, "*")], 1):
             record = _record(message.subject, message.payload)
             marks = {(m.learner, m.incarnation): m.seq for m in record.policy.marks}
-            ready = sync.Ready(
+            ready = Ready(
                 record.fragment, message.seq, record.version, record.view_digest,
                 record.global_step, marks.get((self.name, self.incarnation), 0),
             )  # fmt: skip
             self._tasks.create_task(self._adopt(ready))
 
-    async def _adopt(self, ready: sync.Ready) -> None:
+    async def _adopt(self, ready: Ready) -> None:
         await asyncio.sleep(self.down_s)
         self._tell(ready)
 
     async def _listen(self) -> None:
         async for _, payload in self.bus.listen(names.round_open(RUN, "*")):
             opened = wire.decode(wire.RoundOpen, payload)
-            self._tell(sync.RoundOpened(opened.fragment, opened.version))
+            self._tell(RoundOpened(opened.fragment, opened.version))
 
 
 @lru_cache(maxsize=64)
@@ -349,7 +359,7 @@ def start_aggregator(folder: Path, name: str) -> "subprocess.Popen[bytes]":
 
 
 def clients(
-    config: Config, layout: Layout, store: Store, buses: list[Bus], starts: tuple[sync.Start, ...],
+    config: Config, layout: Layout, store: Store, buses: list[Bus], starts: tuple[Start, ...],
     options: argparse.Namespace,
 ) -> list[Client]:  # fmt: skip
     """The learners."""
@@ -381,7 +391,7 @@ async def measure(
         message = await bus.last(names.tape_stream(RUN), names.record(RUN, fragment))
         assert message is not None
         record = _record(message.subject, message.payload)
-        starts.append(sync.Start(0, record.view_digest, message.seq, 0))
+        starts.append(Start(0, record.view_digest, message.seq, 0))
     buses: list[Bus] = [
         await jetstream.connect(url, name=f"learner-{n}") for n in range(options.learners)
     ]

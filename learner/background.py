@@ -20,8 +20,10 @@ from diloco.common.protocol import wire
 from diloco.common.protocol.errors import DilocoError
 from diloco.common.storage.catchup import Change
 from diloco.common.storage.tape import RunContext
-from diloco.learner.core import sync
 from diloco.learner.core.boundary import NOTHING, Arrived, Boundary, Decoded
+from diloco.learner.core.events import (
+    Event,
+)
 
 T = TypeVar("T")
 
@@ -65,7 +67,7 @@ class Background:
         except queue.Empty:
             return arrived
 
-    def post(self, event: sync.Event, payload: Decoded = NOTHING) -> None:
+    def post(self, event: Event, payload: Decoded = NOTHING) -> None:
         """Hand an event to the training loop; from any thread."""
         self._arrived.put(Arrived(event, payload))
 

@@ -20,6 +20,10 @@ from diloco.common.storage.shares import Holding
 from diloco.common.storage.tape import await_specification, has_ended
 from diloco.learner.background import Alone, Context
 from diloco.learner.core import sync
+from diloco.learner.core.events import (
+    Start,
+    sync_rules,
+)
 from diloco.learner.hosts import messages
 from diloco.learner.hosts.coordinator import Coordinator, Listener, listen
 from diloco.learner.hosts.messages import exchange_secret
@@ -273,7 +277,7 @@ def _publish_and_adopt(
     context: Context,
     tensors: Replica,
     meter: Meter,
-    starts: tuple[sync.Start, ...],
+    starts: tuple[Start, ...],
     peers: Alone,
     life: Joined,
 ) -> Publisher:
@@ -293,11 +297,9 @@ def _publish_and_adopt(
     return publisher
 
 
-def _load_views(
-    host: Host, context: Context, peers: Alone
-) -> tuple[Replica, tuple[sync.Start, ...]]:
+def _load_views(host: Host, context: Context, peers: Alone) -> tuple[Replica, tuple[Start, ...]]:
     """The learner's tensors with the newest view of every fragment, and which those are."""
-    starts: list[sync.Start] = []
+    starts: list[Start] = []
 
     def views() -> Iterator[np.ndarray]:
         count = len(context.layout.fragments)
@@ -321,12 +323,12 @@ def _common_checkpoint(
 def _planner(
     host: Host,
     context: Context,
-    starts: tuple[sync.Start, ...],
+    starts: tuple[Start, ...],
     peers: Alone,
     saver: Saver | None,
 ) -> Planner:
     settings = context.settings
-    rules = sync.sync_rules(settings.sync, context.layout, paused=settings.run.paused)
+    rules = sync_rules(settings.sync, context.layout, paused=settings.run.paused)
     return Planner(
         rules=rules,
         state=sync.begin(rules, starts),

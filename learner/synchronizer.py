@@ -26,6 +26,18 @@ from diloco.common.protocol.wire import METRIC_NAME, MOST_METRICS
 from diloco.learner.background import TrafficCounts
 from diloco.learner.core import sync
 from diloco.learner.core.boundary import Arrived, Boundary, Decoded, Done, Outbox, Outgoing, Then
+from diloco.learner.core.events import (
+    Adopt,
+    Changed,
+    Effect,
+    Finished,
+    Leave,
+    Ready,
+    Republish,
+    Send,
+    Stepped,
+    SyncRules,
+)
 from diloco.learner.task import Params
 from diloco.learner.tensors.replica import Delta, PendingView, Replica
 from diloco.learner.wire.recovery import Saver, TrainingProgress
@@ -293,7 +305,7 @@ class Planner:
         turned: told of each look at a boundary, also of those without a step.
     """
 
-    rules: sync.SyncRules
+    rules: SyncRules
     state: sync.State
     inbox: Inbox
     tokens_per_step: int
@@ -340,7 +352,7 @@ class Planner:
         now_s = self.clock()
         tokens = self.tokens_per_step if stepped else 0
         self.state, effects = sync.step(
-            self.rules, self.state, sync.Stepped(now_s, tokens, steps=int(stepped))
+            self.rules, self.state, Stepped(now_s, tokens, steps=int(stepped))
         )
         self._then = self._after(now_s)
         return Boundary(
@@ -358,13 +370,13 @@ class Planner:
 
     def _take_events(self, wait_s: float) -> None:
         for event, payload in self.inbox.events(wait_s):
-            if isinstance(event, sync.Ready):
+            if isinstance(event, Ready):
                 self._payloads[event.fragment, event.record_seq] = payload
-            elif isinstance(event, sync.Changed):
+            elif isinstance(event, Changed):
                 self.rules = event.rules
             self.state, _ = sync.step(self.rules, self.state, event)
         if self.asked_to_leave() and not self.state.leaving:
-            self.state, _ = sync.step(self.rules, self.state, sync.Leave())
+            self.state, _ = sync.step(self.rules, self.state, Leave())
 
     def _doing(self) -> str:
         if self._ending():
@@ -453,9 +465,9 @@ class Synchronizer:
             self.meter.stalled(took_s)
         return boundary
 
-    def _perform(self, effect: sync.Effect) -> None:
+    def _perform(self, effect: Effect) -> None:
         match effect:
-            case sync.Adopt(ready, resolved, blended):
+            case Adopt(ready, resolved, blended):
                 payload = self.boundaries.payload(ready.fragment, ready.record_seq)
                 if resolved and (sent := self._sent.pop(ready.fragment, None)) is not None:
                     step, at_s = sent
@@ -468,7 +480,7 @@ class Synchronizer:
                     self.replica.roll_back(ready.fragment, payload)
                 else:
                     self.replica.adopt(ready.fragment, payload, resolved=resolved, blended=blended)
-            case sync.Send():
+            case Send():
                 self._sent[effect.fragment] = (self.meter.local_step, self.clock())
                 self.outbox(
                     Outgoing(
@@ -482,12 +494,12 @@ class Synchronizer:
                         digest=self._digest(effect),
                     )
                 )
-            case sync.Republish():
+            case Republish():
                 self.outbox(effect)
-            case sync.Finished(fragments):
+            case Finished(fragments):
                 self.outbox(Done(self.position, fragments))
 
-    def _digest(self, send: sync.Send) -> Callable[[], str] | None:
+    def _digest(self, send: Send) -> Callable[[], str] | None:
         """Gives the digest of the view that is held, when it is time to say it.
 
         For the first time once a version was adopted: until then nothing was decoded.

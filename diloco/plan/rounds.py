@@ -19,6 +19,17 @@ from diloco.common.process.config import RunSettings
 from diloco.common.protocol import wire
 from diloco.common.protocol.layout import Tensor, make_layout
 from diloco.learner.core import sync
+from diloco.learner.core.events import (
+    Adopt,
+    Event,
+    Published,
+    Ready,
+    RoundOpened,
+    Send,
+    Stepped,
+    SyncRules,
+    sync_rules,
+)
 from diloco.plan.outages import Trace
 from diloco.plan.virtual import NEVER_S, Timeline, VirtualFragment
 
@@ -156,7 +167,7 @@ def simulate(
     """
     timeline = Timeline()
     owner = _PlannedOwner(settings, aggregator, timeline)
-    rules = sync.sync_rules(settings.sync)
+    rules = sync_rules(settings.sync)
     for number, worker in enumerate(workers):
         owner.learners.append(_Learner(f"learner-{number}", worker, owner, rules, rng))
     while timeline.next_s < horizon_s:
@@ -314,7 +325,7 @@ class _Learner:
         name: str,
         worker: PlannedLearner,
         owner: _PlannedOwner,
-        rules: sync.SyncRules,
+        rules: SyncRules,
         rng: np.random.Generator,
     ) -> None:
         self.name = name
@@ -391,9 +402,9 @@ class _Learner:
         self._fed_steps = steps
         self._fed_tokens += over
         if self._opened:
-            self._tell(sync.RoundOpened(0, self._opened))
+            self._tell(RoundOpened(0, self._opened))
             self._opened = 0
-        state = self._tell(sync.Stepped(self._timeline.now_s, over, taken))
+        state = self._tell(Stepped(self._timeline.now_s, over, taken))
         self._waiting = sync.must_wait(self._rules, state)
 
     def _plan_boundary(self) -> None:
@@ -409,19 +420,19 @@ class _Learner:
             due_s = self.work.when(self._fed_steps + max(1, steps))
             self._timeline.at(due_s, self._boundary, self.incarnation)
 
-    def _tell(self, event: sync.Event) -> sync.State:
+    def _tell(self, event: Event) -> sync.State:
         assert self.state is not None
         self.state, effects = sync.step(self._rules, self.state, event)
         for effect in effects:
             match effect:
-                case sync.Send():
+                case Send():
                     self._send(effect)
-                case sync.Adopt(ready):
+                case Adopt(ready):
                     late_s = self._timeline.now_s - ready.made_at_s
                     self._owner.found.adoptions_s.append(late_s)
         return self.state
 
-    def _send(self, send: sync.Send) -> None:
+    def _send(self, send: Send) -> None:
         manifest = self._owner.manifest(self.name, self.incarnation, send, 0, self._worker.step_s)
         self._unannounced = send.tokens
         upload_s = self._worker.upload_s * self._rng.uniform(1 - JITTER, 1 + JITTER)
@@ -433,7 +444,7 @@ class _Learner:
         self._unannounced = 0
         self._owner.sent += manifest.tokens
         self.feed()
-        self._tell(sync.Published(self._timeline.now_s, 0, manifest.seq))
+        self._tell(Published(self._timeline.now_s, 0, manifest.seq))
         self._owner.announce(manifest)
 
     def hear_of_round(self, version: int) -> None:
@@ -445,13 +456,13 @@ class _Learner:
             self._look()
         else:
             self.feed()
-            self._tell(sync.RoundOpened(0, version))
+            self._tell(RoundOpened(0, version))
 
-    def hear_of_record(self, ready: sync.Ready) -> None:
+    def hear_of_record(self, ready: Ready) -> None:
         """A record stands: the learner has its version once the delta is there."""
         self._timeline.after(self._worker.download_s, self._adopt, self.incarnation, ready)
 
-    def _adopt(self, incarnation: int, ready: sync.Ready) -> None:
+    def _adopt(self, incarnation: int, ready: Ready) -> None:
         """A version has arrived: it takes effect at the next step boundary."""
         if self.state is None or self.incarnation != incarnation:
             return

@@ -19,7 +19,11 @@ from diloco.aggregator.core.state import State
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.shards import shard_bytes, shard_ranges
 from diloco.common.protocol.slices import of_range
-from diloco.learner.core import sync
+from diloco.learner.core.events import (
+    Ready,
+    Send,
+    Start,
+)
 
 NEVER_S = math.inf
 
@@ -102,11 +106,11 @@ class VirtualFragment:
             self._timer_s = due_s
             self.timeline.at(due_s, self._ring, due_s)
 
-    def join(self, learner: str, incarnation: int) -> sync.Start:
+    def join(self, learner: str, incarnation: int) -> Start:
         """Begin a learner's life; the version that it begins with."""
         self.decide(events.Joined(self.timeline.now_s, incarnation, learner))
         state = self.state
-        return sync.Start(state.version, state.view_digest, state.record_seq, state.global_step)
+        return Start(state.version, state.view_digest, state.record_seq, state.global_step)
 
     def announce(self, manifest: wire.Manifest) -> None:
         """Put an update on the tape."""
@@ -120,7 +124,7 @@ class VirtualFragment:
             self.decide(self._held.popleft())
 
     def manifest(
-        self, learner: str, incarnation: int, send: sync.Send, position: int, step_time_s: float
+        self, learner: str, incarnation: int, send: Send, position: int, step_time_s: float
     ) -> wire.Manifest:
         """The manifest that announces an update."""
         rules = self.rules
@@ -155,9 +159,7 @@ class VirtualFragment:
             final=send.final,
         )
 
-    def read_by(
-        self, commit: Commit, record_seq: int, digest: str
-    ) -> Callable[[str, int], sync.Ready]:
+    def read_by(self, commit: Commit, record_seq: int, digest: str) -> Callable[[str, int], Ready]:
         """A function from a learner's name and incarnation to its event for a commit's record."""
         # What the record says, not what was decided since.
         state, made = commit.state, commit.what == "version"
@@ -167,9 +169,9 @@ class VirtualFragment:
         made_at_s = self.timeline.now_s
         clock = rounds.global_step_after(self.rules, state) if made else state.global_step
 
-        def ready(learner: str, incarnation: int) -> sync.Ready:
+        def ready(learner: str, incarnation: int) -> Ready:
             mark = marks.get((learner, incarnation))
-            return sync.Ready(
+            return Ready(
                 fragment=self.rules.fragment,
                 record_seq=record_seq,
                 version=state.version + made,

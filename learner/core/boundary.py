@@ -7,7 +7,12 @@ say. Plain data: whoever makes it and whoever carries it out need not know each 
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Protocol
 
-from diloco.learner.core import sync
+from diloco.learner.core.events import (
+    Effect,
+    Event,
+    Republish,
+    Send,
+)
 
 Then = Literal["step", "hold", "end"]
 
@@ -24,7 +29,7 @@ class Boundary(NamedTuple):
         checkpoint: make one here.
     """
 
-    effects: tuple[sync.Effect, ...]
+    effects: tuple[Effect, ...]
     then: Then
     global_step: int
     state: str = "training"
@@ -47,14 +52,14 @@ NOTHING = Decoded(None)
 class Arrived(NamedTuple):
     """An event for the core, with the arrays that it carries."""
 
-    event: sync.Event
+    event: Event
     payload: Decoded = NOTHING
 
 
 class Post(Protocol):
     """Hands an event and its arrays to the training loop."""
 
-    def __call__(self, event: sync.Event, payload: Decoded = NOTHING) -> None:
+    def __call__(self, event: Event, payload: Decoded = NOTHING) -> None:
         """May be called from the background thread."""
 
 
@@ -70,7 +75,7 @@ class Outgoing(NamedTuple):
             not asked for this time.
     """
 
-    send: sync.Send
+    send: Send
     codes: Any
     position: int
     local_step: int
@@ -88,4 +93,4 @@ class Done(NamedTuple):
 
 
 # Takes what a learner has to say; nothing in it waits.
-Outbox = Callable[[Outgoing | sync.Republish | Done], None]
+Outbox = Callable[[Outgoing | Republish | Done], None]

@@ -23,55 +23,25 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from diloco.common.process.config import SyncSection
-from diloco.common.protocol.layout import Layout, Rhythm, next_step, offset_steps
-
-
-# The rules are an argument of every call and no part of the state: the run's settings may change
-# at any message, and what the state says must not depend on which were in force before.
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SyncRules:
-    """The run's settings that the core needs."""
-
-    interval_steps: int
-    warmup_steps: int
-    warmup_interval_steps: int
-    min_steps: int
-    overlap_steps: int
-    reannounce_timeout_s: float
-    lockstep: bool
-    overwrite: bool
-    blend: float
-    averaged: tuple[int, ...] = ()
-    paused: bool = False
-
-    def overwrites(self, fragment: int) -> bool:
-        """Whether a version of the fragment takes the place of what the learner has."""
-        return self.overwrite or fragment in self.averaged
-
-    def blends(self, fragment: int) -> bool:
-        """Whether a version with the learner's update keeps only a share of the steps since."""
-        return self.blend < 1 and fragment not in self.averaged
-
-
-def sync_rules(
-    sync: SyncSection, layout: Layout | None = None, *, paused: bool = False
-) -> SyncRules:
-    """The rules of a run's learners; without a layout, of one that holds no averaged state."""
-    fragments = layout.fragments if layout is not None else ()
-    return SyncRules(
-        interval_steps=sync.interval_steps,
-        warmup_steps=sync.warmup_steps,
-        warmup_interval_steps=sync.warmup_interval_steps,
-        min_steps=sync.min_steps,
-        overlap_steps=sync.overlap_steps,
-        reannounce_timeout_s=sync.reannounce_timeout_s,
-        lockstep=sync.mode == "lockstep",
-        overwrite=sync.adopt == "overwrite",
-        blend=sync.blend if sync.adopt == "blend" else 1.0,
-        averaged=tuple(fragment.index for fragment in fragments if fragment.averaged),
-        paused=paused,
-    )
+from diloco.common.protocol.layout import Rhythm, next_step, offset_steps
+from diloco.learner.core.events import (
+    Adopt,
+    Changed,
+    Effect,
+    End,
+    Event,
+    Finished,
+    Leave,
+    Published,
+    Ready,
+    Republish,
+    RoundOpened,
+    Send,
+    Start,
+    Stepped,
+    Stop,
+    SyncRules,
+)
 
 
 # An update is in flight from the boundary at which it is encoded, not from its announcement: its
@@ -90,27 +60,6 @@ class InFlight(NamedTuple):
     waits_from: int = 0
     attempt: int = 0
     void: bool = False
-
-
-# A record enters the core only once what it brings lies on the devices: so `Adopt` is a small step
-# at the boundary that has it, whatever the network does (never waits).
-class Ready(NamedTuple):
-    """A record that has arrived and whose delta, if it has one, is decoded.
-
-    `resolved_seq`: this incarnation's mark in the record; `rolled_back`: a rollback lies between
-    the version adopted before and this one; `merged_seq`: of this incarnation's newest update that
-    is known to be in this version, 0 for none; `made_at_s`: when the record was made, 0 if unknown.
-    """
-
-    fragment: int
-    record_seq: int
-    version: int
-    view_digest: str
-    global_step: int
-    resolved_seq: int
-    rolled_back: bool = False
-    merged_seq: int = 0
-    made_at_s: float = 0.0
 
 
 class Work(NamedTuple):
@@ -164,108 +113,7 @@ class State:
     leaving: bool = False
 
 
-# Events
-
-
-# The one event that is a boundary. It is given after the step whose work it counts, so that an
-# update which is sent at it covers that step.
-class Stepped(NamedTuple):
-    """An inner step was taken over `tokens` tokens; 0 steps at the flush after the end."""
-
-    now_s: float
-    tokens: int
-    steps: int = 1
-
-
-class RoundOpened(NamedTuple):
-    """The aggregator has opened a round that makes `version`."""
-
-    fragment: int
-    version: int
-
-
-class Published(NamedTuple):
-    """The manifest of an update is on the tape."""
-
-    now_s: float
-    fragment: int
-    seq: int
-
-
-class Changed(NamedTuple):
-    """The run's settings have changed; the rules that follow from them are given from now on."""
-
-    rules: SyncRules
-
-
-class Stop(NamedTuple):
-    """The run's stop message arrived."""
-
-
-class End(NamedTuple):
-    """Event: the run's end was read; updates still in flight get no further answer."""
-
-
-class Leave(NamedTuple):
-    """Event: this learner was asked to leave."""
-
-
-Event = Stepped | Ready | RoundOpened | Published | Changed | Stop | End | Leave
-
-
-# Effects
-
-
-class Adopt(NamedTuple):
-    """Apply a record's delta to view and parameters; drop what was in flight if `resolved`.
-
-    After a rollback (`ready.rolled_back`) the parameters become the view, and codes in flight are
-    forgotten. `blended`: of what was trained since the update that is resolved, only a share stays.
-    """
-
-    ready: Ready
-    resolved: bool
-    blended: bool = False
-
-
-class Send(NamedTuple):
-    """Encode the fragment's unsent work, keep its codes as in flight, upload, publish."""
-
-    fragment: int
-    seq: int
-    base_version: int
-    base_digest: str
-    steps: int
-    tokens: int
-    final: bool
-
-
-class Republish(NamedTuple):
-    """Announce again: no record has resolved the update for long."""
-
-    fragment: int
-    seq: int
-    attempt: int
-
-
-# Without it, a round that is the last would wait its whole deadline for a learner that has nothing.
-class Finished(NamedTuple):
-    """Tell the aggregator that nothing more of these fragments comes."""
-
-    fragments: tuple[int, ...]
-
-
-Effect = Adopt | Send | Republish | Finished
 Result = tuple[State, tuple[Effect, ...]]
-
-
-class Start(NamedTuple):
-    """The version of a fragment with which a learner begins."""
-
-    version: int
-    view_digest: str
-    record_seq: int
-    global_step: int
 
 
 def begin(rules: SyncRules, starts: tuple[Start, ...]) -> State:
@@ -389,7 +237,7 @@ def _adopt(
         void = ready.rolled_back or (flying is not None and flying.void)
         # Only where the view has the update: a rejected one's work is lost already.
         blended = (
-            rules.blends(index)
+            _blends(rules, index)
             and flying is not None
             and resolved
             and not void
@@ -400,7 +248,7 @@ def _adopt(
             fragment = _with_share(rules, state, fragment)
         # What is let go counts as sent, or the next manifest would claim tokens whose work is in
         # no tensor any more.
-        if ready.rolled_back or (rules.overwrites(index) and ready.version > fragment.version):
+        if ready.rolled_back or (_overwrites(rules, index) and ready.version > fragment.version):
             fragment = fragment._replace(sent=state.done)
         # In flight all the same, though void: the aggregator will answer it, and until then its
         # seq must not be followed by another (answered).
@@ -547,7 +395,7 @@ def _in_phase(rules: SyncRules, state: State, index: int, fragment: FragmentStat
     flying, done = fragment.in_flight, state.done.steps
     # Where versions overwrite, what is due counts from the version already. And whoever is slow
     # must still be drawn in by a round that opens, or it would miss every second one.
-    if flying is None or not flying.announced_at_s or rules.overwrites(index):
+    if flying is None or not flying.announced_at_s or _overwrites(rules, index):
         return fragment
     if fragment.due_steps < 2 * rules.min_steps:
         return fragment
@@ -603,3 +451,13 @@ _HANDLERS: dict[type, Callable[[SyncRules, State, Any], Result]] = {
 def _with_fragment(state: State, index: int, fragment: FragmentState) -> State:
     fragments = (*state.fragments[:index], fragment, *state.fragments[index + 1 :])
     return replace(state, fragments=fragments)
+
+
+def _overwrites(rules: SyncRules, fragment: int) -> bool:
+    """Whether a version of the fragment takes the place of what the learner has."""
+    return rules.overwrite or fragment in rules.averaged
+
+
+def _blends(rules: SyncRules, fragment: int) -> bool:
+    """Whether a version with the learner's update keeps only a share of the steps since."""
+    return rules.blend < 1 and fragment not in rules.averaged

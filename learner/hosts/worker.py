@@ -10,8 +10,10 @@ from diloco.common.protocol.errors import ConfigError, IntegrityError, ObjectMis
 from diloco.common.protocol.reasons import Reason
 from diloco.common.storage.catchup import Change
 from diloco.learner.background import Context
-from diloco.learner.core import sync
 from diloco.learner.core.boundary import Boundary, Done, Outgoing
+from diloco.learner.core.events import (
+    Republish,
+)
 from diloco.learner.hosts.messages import (
     MEET_S,
     Drop,
@@ -205,7 +207,7 @@ class Worker:
         held = self._held.pop((fragment, record_seq), None)
         return None if held is None else held.tensors
 
-    def say(self, word: Outgoing | sync.Republish | Done) -> None:
+    def say(self, word: Outgoing | Republish | Done) -> None:
         """Store this host's shards of an update; all else is host 0's to say."""
         if isinstance(word, Outgoing):
             self._spawn(self._store(word))

@@ -20,8 +20,12 @@ from diloco.common.protocol.layout import Fragment
 from diloco.common.protocol.quantization import Encoded
 from diloco.common.storage.tape import publish_once
 from diloco.learner.background import Alone, Context, longest_round_s
-from diloco.learner.core import sync
 from diloco.learner.core.boundary import Done, Outgoing, Post
+from diloco.learner.core.events import (
+    Published,
+    Republish,
+    Send,
+)
 from diloco.learner.tensors.replica import Replica
 from diloco.learner.wire.incarnation import Joined
 
@@ -64,7 +68,7 @@ class Uploader:
         # Of each shard, by fragment and index: what a host owns it owns for all its life.
         self._slices: dict[tuple[int, int], tuple[wire.Slice, ...]] = {}
 
-    async def store(self, incarnation: int, send: sync.Send, codes: Any) -> UploadResult:
+    async def store(self, incarnation: int, send: Send, codes: Any) -> UploadResult:
         """Store this host's shards of an update."""
         context = self._context
         packed: _Packed | None = None
@@ -95,7 +99,7 @@ class Uploader:
         self._context.store.put(shard.name, data)
 
     def _pack(
-        self, incarnation: int, send: sync.Send, codes: Any
+        self, incarnation: int, send: Send, codes: Any
     ) -> tuple[tuple[wire.Shard, bytes], ...]:
         """The shards, and their bytes."""
         context, fragment = self._context, send.fragment
@@ -120,7 +124,7 @@ class Uploader:
         return tuple(packed)
 
     def _shard(
-        self, incarnation: int, send: sync.Send, index: int, data: bytes, blocks: np.ndarray
+        self, incarnation: int, send: Send, index: int, data: bytes, blocks: np.ndarray
     ) -> wire.Shard:
         context = self._context
         name = names.shard(
@@ -198,12 +202,12 @@ class Publisher:
         self._manifests: dict[int, wire.Manifest] = {}
         self._announcing: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
 
-    async def say(self, word: Outgoing | sync.Republish | Done) -> None:
+    async def say(self, word: Outgoing | Republish | Done) -> None:
         """Publish what the training loop has to say."""
         match word:
             case Outgoing():
                 await self.send(word)
-            case sync.Republish():
+            case Republish():
                 await self.republish(word)
             case Done(position, fragments):
                 await self.leave(position, fragments)
@@ -278,7 +282,7 @@ class Publisher:
         ):
             context.metrics.observe(metrics.SENDING, took_s, part)
 
-    async def republish(self, again: sync.Republish) -> None:
+    async def republish(self, again: Republish) -> None:
         """Announce an update again that no record has resolved for long.
 
         Not while it is still being announced, or a newer one is: the next life's data goes on
@@ -333,4 +337,4 @@ class Publisher:
             await _publish(self._context, subject, manifest)
         now_s = self._context.runtime.clock()
         self._context.answers.announced(now_s)
-        self._post(sync.Published(now_s, manifest.fragment, manifest.seq))
+        self._post(Published(now_s, manifest.fragment, manifest.seq))

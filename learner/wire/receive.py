@@ -29,8 +29,16 @@ from diloco.common.storage.catchup import Adopted, Change, FetchMove, UnfetchedR
 from diloco.common.storage.tape import decode_as, get_object, parse_changed, read_record
 from diloco.common.storage.views import Loaded, assemble_view, load_view
 from diloco.learner.background import Alone, Context
-from diloco.learner.core import sync
 from diloco.learner.core.boundary import NOTHING, Decoded, Post
+from diloco.learner.core.events import (
+    Changed,
+    End,
+    Ready,
+    RoundOpened,
+    Start,
+    Stop,
+    sync_rules,
+)
 from diloco.learner.tensors.replica import Replica
 
 # Decoded versions may wait for as many bytes as views of the largest fragment: two, so that one is
@@ -89,10 +97,10 @@ async def load(context: Context, fragment: int) -> Loaded:
     return loaded
 
 
-def start_at(loaded: Loaded) -> sync.Start:
+def start_at(loaded: Loaded) -> Start:
     """The core's start with a fragment of which a learner has loaded this version."""
     record = loaded.record
-    return sync.Start(record.version, record.view_digest, loaded.record_seq, record.global_step)
+    return Start(record.version, record.view_digest, loaded.record_seq, record.global_step)
 
 
 def whole(loaded: Loaded) -> Change:
@@ -176,7 +184,7 @@ class Receiver:
         post: Post,
         fetcher: VersionFetcher,
         peers: Alone,
-        starts: Sequence[sync.Start],
+        starts: Sequence[Start],
         incarnation: int,
     ) -> None:
         self._context = context
@@ -384,7 +392,7 @@ class Receiver:
             for taken in one.inputs
             if taken.learner == context.learner and taken.incarnation == self._incarnation
         ]
-        ready = sync.Ready(
+        ready = Ready(
             fragment=fragment,
             record_seq=record_seq,
             version=record.version,
@@ -437,9 +445,9 @@ def _pass_on(context: Context, post: Post, message: Message) -> None:
     # Stop and end by their subject alone: a run that nobody could stop is worse.
     match names.parse_subject(message.subject):
         case names.Subject(kind="stop"):
-            post(sync.Stop())
+            post(Stop())
         case names.Subject(kind="end"):
-            post(sync.End())
+            post(End())
         case _:
             try:
                 settings = parse_changed(context.settings, message)
@@ -448,8 +456,8 @@ def _pass_on(context: Context, post: Post, message: Message) -> None:
                 return
             context.logger.info("settings", settings_seq=message.seq)
             context.answers.interval_steps = settings.sync.interval_steps
-            rules = sync.sync_rules(settings.sync, context.layout, paused=settings.run.paused)
-            post(sync.Changed(rules))
+            rules = sync_rules(settings.sync, context.layout, paused=settings.run.paused)
+            post(Changed(rules))
 
 
 async def _listen(context: Context, post: Post) -> None:
@@ -459,4 +467,4 @@ async def _listen(context: Context, post: Post) -> None:
         except WireError as error:
             context.logger.warning("unreadable", subject=heard, reason=error.reason)
             continue
-        post(sync.RoundOpened(opened.fragment, opened.version))
+        post(RoundOpened(opened.fragment, opened.version))

@@ -10,6 +10,13 @@ from diloco.aggregator.core.policy import fragment_rules
 from diloco.common.process.config import RunSettings
 from diloco.common.protocol.layout import Tensor, make_layout, offset_steps
 from diloco.learner.core import sync
+from diloco.learner.core.events import (
+    Ready,
+    Send,
+    Start,
+    Stepped,
+    sync_rules,
+)
 
 
 def settings(**sections):
@@ -19,19 +26,19 @@ def settings(**sections):
 def test_with_p_equal_to_h_one_fragment_is_sent_at_every_step():
     """§3: P = 24, H = 24, tau = 2: one fragment sent and one received per step, two in flight."""
     run = settings(sync={"fragments": 24, "interval_steps": 24, "overlap_steps": 2})
-    rules = sync.sync_rules(run.sync)
-    state = sync.begin(rules, tuple(sync.Start(0, "", f + 1, 0) for f in range(24)))
-    travelling: list[tuple[int, sync.Send]] = []
+    rules = sync_rules(run.sync)
+    state = sync.begin(rules, tuple(Start(0, "", f + 1, 0) for f in range(24)))
+    travelling: list[tuple[int, Send]] = []
     sent_at, most_in_flight, record_seq = [], 0, 100
     for step in range(1, 241):
         for due, send in [item for item in travelling if item[0] == step]:
             travelling.remove((due, send))
             record_seq += 1
             clock = 24 * (send.seq - 1) + offset_steps(send.fragment, 24, 24)
-            ready = sync.Ready(send.fragment, record_seq, send.seq, "", clock, send.seq)
+            ready = Ready(send.fragment, record_seq, send.seq, "", clock, send.seq)
             state, _ = sync.step(rules, state, ready)
-        state, effects = sync.step(rules, state, sync.Stepped(float(step), 100))
-        sends = [effect for effect in effects if isinstance(effect, sync.Send)]
+        state, effects = sync.step(rules, state, Stepped(float(step), 100))
+        sends = [effect for effect in effects if isinstance(effect, Send)]
         assert len(sends) == 1
         assert sends[0].steps == (min(step, 24))
         sent_at.append(sends[0].fragment)
@@ -59,12 +66,12 @@ def test_with_more_fragments_than_steps_each_step_has_as_many():
     """Large models are cut into many fragments, since one is the least that a process can own."""
     for fragments, interval in ((96, 24), (384, 24), (25, 24), (7, 3), (4096, 1)):
         run = settings(sync={"fragments": fragments, "interval_steps": interval, "min_steps": 1})
-        rules = sync.sync_rules(run.sync)
-        state = sync.begin(rules, tuple(sync.Start(0, "", f + 1, 0) for f in range(fragments)))
+        rules = sync_rules(run.sync)
+        state = sync.begin(rules, tuple(Start(0, "", f + 1, 0) for f in range(fragments)))
         sent, due = [], []
         for step in range(1, interval + 1):
-            state, effects = sync.step(rules, state, sync.Stepped(float(step), 100))
-            sends = [effect for effect in effects if isinstance(effect, sync.Send)]
+            state, effects = sync.step(rules, state, Stepped(float(step), 100))
+            sends = [effect for effect in effects if isinstance(effect, Send)]
             assert {send.steps for send in sends} == {step}
             sent += [send.fragment for send in sends]
             due.append(len(sends))

@@ -8,6 +8,19 @@ from hypothesis import strategies as st
 
 from diloco.common.process.config import SyncSection
 from diloco.learner.core import sync
+from diloco.learner.core.events import (
+    Adopt,
+    Leave,
+    Published,
+    Ready,
+    Republish,
+    RoundOpened,
+    Send,
+    Start,
+    Stepped,
+    Stop,
+    sync_rules,
+)
 
 FRAGMENTS = 3
 fragment = st.integers(0, FRAGMENTS - 1)
@@ -25,7 +38,7 @@ event = st.one_of(
     st.tuples(st.just("pass"), st.sampled_from([0.5, 5.0, 40.0])),
 )
 merging = st.tuples(st.just("record"), fragment, *map(st.just, (True, True, False, True)))
-ending = st.sampled_from([sync.Stop, sync.Leave])
+ending = st.sampled_from([Stop, Leave])
 
 
 class Sent(NamedTuple):
@@ -40,10 +53,10 @@ class Learner:
     """Plays events on the core and keeps a ledger of what was stepped, sent and adopted."""
 
     def __init__(self, **section) -> None:
-        self.rules = sync.sync_rules(
+        self.rules = sync_rules(
             SyncSection(interval_steps=6, fragments=FRAGMENTS, min_steps=2, **section)
         )
-        self.state = sync.begin(self.rules, (sync.Start(0, "0", 1, 0),) * FRAGMENTS)
+        self.state = sync.begin(self.rules, (Start(0, "0", 1, 0),) * FRAGMENTS)
         self.now_s = 1000.0
         self.record_seq = 1
         self.stepped = [0, 0]
@@ -59,16 +72,16 @@ class Learner:
                 self.stepped[0] += 1
                 self.stepped[1] += tokens
                 self.now_s += 1
-                self.step(sync.Stepped(self.now_s, tokens))
+                self.step(Stepped(self.now_s, tokens))
             case ("wait",):
-                self.step(sync.Stepped(self.now_s, 0, steps=0))
+                self.step(Stepped(self.now_s, 0, steps=0))
             case "publish", index:
                 seq = len(self.sent[index])
-                self.step(sync.Published(self.now_s, index, seq))
+                self.step(Published(self.now_s, index, seq))
             case "record", index, version, resolves, stale, merges:
                 self.record(index, version, resolves, stale, merges)
             case "round", index, version:
-                self.step(sync.RoundOpened(index, version))
+                self.step(RoundOpened(index, version))
             case "pass", seconds:
                 self.now_s += seconds
 
@@ -84,7 +97,7 @@ class Learner:
                 self.resolved[index] = len(self.sent[index])
                 merged = self.resolved[index] if version and merges else 0
         self.step(
-            sync.Ready(
+            Ready(
                 index,
                 seq,
                 self.versions[index],
@@ -102,10 +115,10 @@ class Learner:
     def step(self, event) -> None:
         before = self.state
         self.state, effects = sync.step(self.rules, before, event)
-        assert isinstance(event, sync.Stepped) or not effects, "tensors change at boundaries alone"
+        assert isinstance(event, Stepped) or not effects, "tensors change at boundaries alone"
         for effect in effects:
             match effect:
-                case sync.Send(index, seq, version, digest, steps, tokens, _):
+                case Send(index, seq, version, digest, steps, tokens, _):
                     # 1, 2, 3 ..., each only once the one before is resolved, on what is adopted.
                     assert seq == len(self.sent[index]) + 1
                     assert self.resolved[index] >= len(self.sent[index])
@@ -113,7 +126,7 @@ class Learner:
                     assert steps > 0
                     assert tokens > 0
                     self.sent[index].append(Sent(seq, steps, tokens))
-                case sync.Adopt(ready, resolved, blended):
+                case Adopt(ready, resolved, blended):
                     assert ready.record_seq > self.adopted[ready.fragment], "each record once"
                     self.adopted[ready.fragment] = ready.record_seq
                     assert not resolved or ready.resolved_seq >= len(self.sent[ready.fragment])
@@ -124,7 +137,7 @@ class Learner:
                         unsent = self.unsent_steps(ready.fragment)
                         fading = math.ceil((1 - self.rules.blend) * unsent)
                         self.let_go[ready.fragment] += min(fading, max(0, unsent - 1))
-                case sync.Republish(index, seq, attempt):
+                case Republish(index, seq, attempt):
                     assert seq == len(self.sent[index])
                     assert attempt > 0
                     assert before.fragments[index].in_flight.announced_at_s > 0
@@ -141,9 +154,9 @@ class Learner:
         """Whatever has happened, stopping or leaving comes to its end."""
         self.step(end())
         for _ in range(4):
-            self.step(sync.Stepped(self.now_s, 0, steps=0))
+            self.step(Stepped(self.now_s, 0, steps=0))
             for index in range(FRAGMENTS):
-                self.step(sync.Published(self.now_s, index, len(self.sent[index])))
+                self.step(Published(self.now_s, index, len(self.sent[index])))
                 self.record(index, version=True, resolves=True, stale=False)
         assert sync.flushed(self.state)
 

@@ -22,9 +22,26 @@ from scripts import check, files, split
 from diloco.common.process.config import SyncSection
 from diloco.common.protocol.layout import Rhythm, next_step
 from diloco.learner.core import sync
+from diloco.learner.core.events import (
+    Adopt,
+    Effect,
+    End,
+    Event,
+    Finished,
+    Leave,
+    Published,
+    Ready,
+    Republish,
+    RoundOpened,
+    Send,
+    Start,
+    Stepped,
+    Stop,
+    sync_rules,
+)
 
 TOKENS = 10
-EVENTS = {"stop": sync.Stop, "leave": sync.Leave, "end": sync.End}
+EVENTS = {"stop": Stop, "leave": Leave, "end": End}
 
 
 class Player:
@@ -42,8 +59,8 @@ class Player:
                 **{"interval_steps": 4, "min_steps": 2, "fragments": count}
                 | {key.removeprefix("sync."): value for key, value in values.items()}
             )
-            self.rules = sync.sync_rules(section)
-            start = sync.Start(0, digest_of(0), 100, 0)
+            self.rules = sync_rules(section)
+            start = Start(0, digest_of(0), 100, 0)
             self.state = sync.begin(self.rules, (start,) * count)
             return
         yield from self._happen(words, values)
@@ -58,13 +75,13 @@ class Player:
             case at_s, "steps", count:
                 for number in range(int(count)):
                     now_s = float(at_s) + number
-                    effects = self._step(sync.Stepped(now_s, TOKENS))
+                    effects = self._step(Stepped(now_s, TOKENS))
                     yield from (f"at {now_s:g}: {show(effect)}" for effect in effects)
                 return
             case at_s, "wait":
-                event = sync.Stepped(float(at_s), 0, steps=0)
+                event = Stepped(float(at_s), 0, steps=0)
             case "published", fragment, seq:
-                event = sync.Published(float(values["at"]), int(fragment), int(seq))
+                event = Published(float(values["at"]), int(fragment), int(seq))
             case ("record" | "restore") as what, fragment, version:
                 self.versions[int(fragment)] = int(version)
                 ready = self._ready(int(fragment), values)
@@ -72,18 +89,18 @@ class Player:
             case "verdict", fragment:
                 event = self._ready(int(fragment), values)
             case "round", fragment, version:
-                event = sync.RoundOpened(int(fragment), int(version))
+                event = RoundOpened(int(fragment), int(version))
             case [what]:
                 event = EVENTS[what]()
             case _:
                 raise AssertionError(f"no such event: {words}")
         yield from (show(effect) for effect in self._step(event))
 
-    def _step(self, event: sync.Event) -> tuple[sync.Effect, ...]:
+    def _step(self, event: Event) -> tuple[Effect, ...]:
         self.state, effects = sync.step(self.rules, self.state, event)
         return effects
 
-    def _ready(self, fragment: int, values: dict[str, str]) -> sync.Ready:
+    def _ready(self, fragment: int, values: dict[str, str]) -> Ready:
         self.record_seq = int(values.get("seq", self.record_seq + 1))
         version = self.versions.get(fragment, 0)
         rules, step = self.rules, 0
@@ -94,7 +111,7 @@ class Player:
         for _ in range(version):
             step = next_step(rhythm, step)
         resolved = int(values.get("resolves", 0))
-        return sync.Ready(
+        return Ready(
             fragment,
             self.record_seq,
             version,
@@ -122,24 +139,24 @@ def digest_of(version: int) -> str:
     return f"{version:032x}"
 
 
-def show(effect: sync.Effect) -> str:
+def show(effect: Effect) -> str:
     match effect:
-        case sync.Send(fragment, seq, version, digest, steps, tokens, final):
+        case Send(fragment, seq, version, digest, steps, tokens, final):
             assert digest == digest_of(version)
             last = ", the last" if final else ""
             return (
                 f"send {fragment}/{seq}: {steps} steps, {tokens} tokens on version {version}{last}"
             )
-        case sync.Adopt(ready, resolved, blended):
+        case Adopt(ready, resolved, blended):
             own = ", own update resolved" if resolved else ""
             own += ", blended" if blended else ""
             how = "restore" if ready.rolled_back else "adopt"
             return (
                 f"{how} {ready.fragment} version {ready.version} of record {ready.record_seq}{own}"
             )
-        case sync.Republish(fragment, seq, attempt):
+        case Republish(fragment, seq, attempt):
             return f"announce {fragment}/{seq} again, attempt {attempt}"
-        case sync.Finished(fragments):
+        case Finished(fragments):
             return f"finished with {fragments}"
     raise AssertionError(effect)
 

@@ -16,7 +16,7 @@ from simchain import UpdateId, hold
 from simtensors import Covers
 
 from diloco.common.protocol import wire
-from diloco.learner.core.sync import Ready
+from diloco.learner.core.events import Ready
 
 # What an update on an older version may still count for.
 NEARLY_NOTHING = 1e-5

@@ -13,7 +13,7 @@ from simchain import UpdateId, hold
 from simtensors import Covers, faded
 
 from diloco.common.protocol import wire
-from diloco.learner.core.sync import Ready
+from diloco.learner.core.events import Ready
 
 
 @dataclass

@@ -26,7 +26,7 @@ from diloco.common.storage.bus import Message
 from diloco.common.storage.shares import Holding
 from diloco.common.storage.tape import decode, decode_as
 from diloco.common.storage.tape.positions import first_sequence
-from diloco.learner.core.sync import Ready
+from diloco.learner.core.events import Ready
 
 if TYPE_CHECKING:
     from simworld import World

@@ -18,7 +18,9 @@ from simworld import World
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import DilocoError
 from diloco.learner.background import Context as LearnerContext
-from diloco.learner.core import sync
+from diloco.learner.core.events import (
+    Send,
+)
 from diloco.learner.wire.incarnation import join
 from diloco.learner.wire.publish import Uploader
 
@@ -210,7 +212,7 @@ class Liar:
         )
         replica.begin(position - 1)
         replica.position = position
-        send = sync.Send(
+        send = Send(
             fragment=fragment,
             seq=self._seqs[fragment],
             base_version=record.version,

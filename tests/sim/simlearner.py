@@ -23,6 +23,12 @@ from diloco.learner.background import Alone
 from diloco.learner.background import Context as LearnerContext
 from diloco.learner.core import sync
 from diloco.learner.core.boundary import NOTHING, Arrived, Decoded
+from diloco.learner.core.events import (
+    Adopt,
+    Effect,
+    Event,
+    sync_rules,
+)
 from diloco.learner.lead import say_end
 from diloco.learner.synchronizer import HOLD_S, Meter, Planner, Synchronizer
 from diloco.learner.wire.claims import LOOK_S, Claims
@@ -49,7 +55,7 @@ class SimBackground:
         self.check = actor.check
         self.arrived: list[Arrived] = []
 
-    def post(self, event: sync.Event, payload: Decoded = NOTHING) -> None:
+    def post(self, event: Event, payload: Decoded = NOTHING) -> None:
         self.arrived.append(Arrived(event, payload))
 
     def events(self, _wait_s: float = 0.0) -> list[Arrived]:
@@ -93,9 +99,9 @@ class SimSynchronizer(Synchronizer):
 
     life: Life
 
-    def _perform(self, effect: sync.Effect) -> None:
+    def _perform(self, effect: Effect) -> None:
         super()._perform(effect)
-        if isinstance(effect, sync.Adopt):
+        if isinstance(effect, Adopt):
             world, ready = self.boundaries.inbox.actor.world, effect.ready
             view = world.tensors.view(self.replica, ready.fragment)
             world.checkers.on_adopted(self.life, ready, view, self.position)
@@ -198,7 +204,7 @@ class SimLearner:
         own = Life(context.epoch, self.name, life.incarnation)
         world.checkers.on_began(own, [start.version for start in starts], position)
         claims = self._claims(context, background, life, place)
-        rules = sync.sync_rules(world.settings.sync, world.layout)
+        rules = sync_rules(world.settings.sync, world.layout)
         planner = Planner(
             rules=rules, state=sync.begin(rules, starts),
             inbox=background, tokens_per_step=TOKENS, drain_timeout_s=LEAVE_S, clock=actor.clock,

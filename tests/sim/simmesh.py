@@ -16,7 +16,9 @@ from simtensors import LightReplica
 
 from diloco.common.protocol.quantization import Encoded
 from diloco.learner.background import Context
-from diloco.learner.core import sync
+from diloco.learner.core.events import (
+    Send,
+)
 from diloco.learner.wire.publish import Uploader, UploadResult
 
 # Mean time until the others end with a host that is lost.
@@ -69,7 +71,7 @@ class MeshUploader:
             for host in range(hosts)
         ]  # fmt: skip
 
-    async def store(self, incarnation: int, send: sync.Send, codes: Any) -> UploadResult:
+    async def store(self, incarnation: int, send: Send, codes: Any) -> UploadResult:
         """As `Uploader.store`, of all hosts; one of them may be lost, and all end with it."""
         uploaders = self._uploaders
         if self._actor.hit(self._actor.faults.host_loss, "host_loss"):
@@ -86,9 +88,7 @@ class MeshUploader:
         entries = [entry for each in stored for entry in each.shards]
         return UploadResult(tuple(entries), max(each.encoded_at_s for each in stored))
 
-    def _die(
-        self, others: list[Uploader], incarnation: int, send: sync.Send, codes: Any
-    ) -> NoReturn:
+    def _die(self, others: list[Uploader], incarnation: int, send: Send, codes: Any) -> NoReturn:
         """The host that speaks is lost: what the others are about to store comes behind its end."""
         actor = self._actor
         for uploader in others:

@@ -22,7 +22,10 @@ from diloco.common.protocol import names, shards, slices, wire
 from diloco.common.protocol.errors import AccessDeniedError, StoreUnavailableError, WireError
 from diloco.common.storage.tape import data_position, last_record, read_record
 from diloco.learner.core import sync
-from diloco.learner.core.sync import SyncRules
+from diloco.learner.core.events import (
+    SyncRules,
+    sync_rules,
+)
 from diloco.learner.tensors.checkpoint import PartFolder
 from diloco.learner.wire.incarnation import ResumePosition
 from diloco.learner.wire.receive import Receiver
@@ -356,7 +359,7 @@ def state_at_the_runs_rate():
 
 def deaf_to_pauses():
     """A learner trains on while the run is paused."""
-    rules = sync.sync_rules
+    rules = sync_rules
     return mock.patch.object(
         sync, "sync_rules", lambda section, layout=None, **_: rules(section, layout)
     )

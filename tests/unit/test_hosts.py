@@ -29,8 +29,15 @@ from diloco.common.storage.bus import MemoryBus
 from diloco.common.storage.catchup import Change
 from diloco.common.storage.store import MemoryStore
 from diloco.learner.background import Context
-from diloco.learner.core import sync
 from diloco.learner.core.boundary import Boundary
+from diloco.learner.core.events import (
+    Adopt,
+    Finished,
+    Ready,
+    Republish,
+    Send,
+    Start,
+)
 from diloco.learner.hosts import messages
 from diloco.learner.hosts.coordinator import Coordinator, listen
 from diloco.learner.hosts.messages import host_gone
@@ -42,8 +49,8 @@ from diloco.learner.wire.receive import Receiver
 
 REF = wire.ObjectRef(name="r/global/0/x", size_bytes=7, crc32c=9)
 CHANGE = Change(0, 44, "4" * 32, None, (REF,))
-READY = sync.Ready(1, 7, 3, "2" * 32, 12, 4, rolled_back=True)
-SEND = sync.Send(0, 2, 3, "3" * 32, 5, 50, final=True)
+READY = Ready(1, 7, 3, "2" * 32, 12, 4, rolled_back=True)
+SEND = Send(0, 2, 3, "3" * 32, 5, 50, final=True)
 EVERYTHING = [
     messages.Begin(epoch=1, layout="1" * 32, constants=None),
     messages.Load(change=CHANGE._replace(snapshot=REF, deltas=(REF, REF))),
@@ -69,14 +76,14 @@ def test_a_message_is_read_as_it_was_said(message):
 
 
 def test_the_other_hosts_read_what_host_0_plans():
-    again, finished = sync.Republish(0, 1, 1), sync.Finished((0, 2))
-    effects = (sync.Adopt(READY, True, blended=True), SEND, again, finished)
+    again, finished = Republish(0, 1, 1), Finished((0, 2))
+    effects = (Adopt(READY, True, blended=True), SEND, again, finished)
     boundary = Boundary(effects, "hold", 9, "flushing", True)
     assert sent(messages.Turn(boundary=boundary)).boundary == boundary
 
 
 def test_fields_go_by_name_so_that_a_new_one_shifts_no_other():
-    boundary = Boundary((sync.Adopt(READY, True), SEND), "step", 9)
+    boundary = Boundary((Adopt(READY, True), SEND), "step", 9)
     turn = messages.Turn(boundary=boundary)
     fields = msgpack.unpackb(messages.frame(turn)[messages.LENGTH.size :])
     adopt, send = fields["boundary"]["effects"]
@@ -263,7 +270,7 @@ def test_host_0_drops_what_it_cannot_read_itself(run_async):
 
     async def scenario():
         async with pair(Hands("here")) as hosts:
-            start = sync.Start(0, "0" * 32, 1, 0)
+            start = Start(0, "0" * 32, 1, 0)
             own = Hands(IntegrityError("damaged"))
             own.gates[0] = asyncio.Event()
             receiver = Receiver(make_context(), lambda *_: None, own, hosts.coordinator, [start], 1)

@@ -6,9 +6,19 @@ import pytest
 
 from diloco.learner.core import sync
 from diloco.learner.core.boundary import Arrived, Boundary
+from diloco.learner.core.events import (
+    Adopt,
+    Changed,
+    Published,
+    Ready,
+    Send,
+    Start,
+    Stop,
+    SyncRules,
+)
 from diloco.learner.synchronizer import Planner
 
-RULES = sync.SyncRules(
+RULES = SyncRules(
     interval_steps=6, min_steps=2, overlap_steps=2, reannounce_timeout_s=30.0, lockstep=False, overwrite=False,
     blend=1.0, warmup_steps=0, warmup_interval_steps=6,
 )  # fmt: skip
@@ -29,7 +39,7 @@ class Inbox:
 
 
 def planner(inbox, *, rules=RULES, fragments=2, **options):
-    starts = tuple(sync.Start(0, "0" * 32, 1 + fragment, 0) for fragment in range(fragments))
+    starts = tuple(Start(0, "0" * 32, 1 + fragment, 0) for fragment in range(fragments))
     return Planner(
         rules=rules, state=sync.begin(rules, starts), inbox=inbox, tokens_per_step=10,
         clock=lambda: float(inbox.looks), **options,
@@ -46,8 +56,8 @@ def boundaries_of(made, count):
 
 
 def resolve(fragment, seq, version):
-    ready = sync.Ready(fragment, 10 * version + fragment, version, "1" * 32, 6 * version, seq)
-    return [sync.Published(0.0, fragment, seq), ready]
+    ready = Ready(fragment, 10 * version + fragment, version, "1" * 32, 6 * version, seq)
+    return [Published(0.0, fragment, seq), ready]
 
 
 def test_the_same_is_planned_ahead_and_at_the_boundary():
@@ -63,7 +73,7 @@ def test_what_arrives_is_adopted_as_many_boundaries_later_as_plans_are_ahead():
     for lookahead in (0, 2):
         made = planner(Inbox(e5=resolve(0, 1, 1)), lookahead=lookahead)
         found = boundaries_of(made, 8)
-        adopted = [n + 1 for n, p in enumerate(found) for e in p.effects if type(e) is sync.Adopt]
+        adopted = [n + 1 for n, p in enumerate(found) for e in p.effects if type(e) is Adopt]
         # The look at which it arrives is that of a plan which is `lookahead` boundaries away.
         assert adopted == [5]
         assert made.payload(0, 10) is None
@@ -85,17 +95,17 @@ def test_work_is_counted_for_the_boundary_at_which_it_is_sent():
         steps = {}
         for number, plan in enumerate(boundaries_of(made, 20), start=1):
             for effect in plan.effects:
-                if isinstance(effect, sync.Send):
+                if isinstance(effect, Send):
                     steps.setdefault(effect.fragment, []).append((number, effect.steps))
         for sends in steps.values():
             assert sum(count for _, count in sends) == sends[-1][0]
 
 
 def test_a_stop_ends_training_sends_the_rest_and_waits_for_the_tape():
-    events = Inbox(e2=[sync.Stop()], e6=[sync.Published(1.0, 0, 1), sync.Published(1.0, 1, 1)])
+    events = Inbox(e2=[Stop()], e6=[Published(1.0, 0, 1), Published(1.0, 1, 1)])
     found = boundaries_of(planner(events, drain_timeout_s=1.0), 50)
     assert [plan.then for plan in found] == ["step", "hold", "hold", "hold", "hold", "end"]
-    assert [type(effect) for effect in found[1].effects] == [sync.Send, sync.Send]
+    assert [type(effect) for effect in found[1].effects] == [Send, Send]
     assert [plan.state for plan in found] == ["training"] + 5 * ["flushing"]
     assert [plan.checkpoint for plan in found] == [False, True, False, False, False, False]
     assert events.waits[:2] == [0.0, 0.0]
@@ -121,15 +131,15 @@ def test_one_checkpoint_is_planned_when_one_is_due(lookahead):
 @pytest.mark.parametrize("lookahead", [0, 2])
 def test_a_paused_run_holds_and_goes_on_where_it_was(lookahead):
     rules = planner(Inbox()).rules
-    paused = sync.Changed(replace(rules, paused=True))
-    inbox = Inbox(e3=[paused], e6=[sync.Changed(rules)])
+    paused = Changed(replace(rules, paused=True))
+    inbox = Inbox(e3=[paused], e6=[Changed(rules)])
     found = [planned.next() for planned in [planner(inbox, lookahead=lookahead)] for _ in range(10)]
     assert [plan.then for plan in found] == 2 * ["step"] + 3 * ["hold"] + 5 * ["step"]
     assert [plan.state for plan in found] == 2 * ["training"] + 3 * ["paused"] + 5 * ["training"]
 
 
 def test_a_paused_learner_that_is_asked_to_leave_leaves():
-    inbox = Inbox(e2=[sync.Changed(replace(planner(Inbox()).rules, paused=True))])
+    inbox = Inbox(e2=[Changed(replace(planner(Inbox()).rules, paused=True))])
     asked = planner(inbox, drain_timeout_s=5.0, asked_to_leave=lambda: inbox.looks >= 4)
     assert boundaries_of(asked, 50)[-1].then == "end"
 

@@ -16,8 +16,11 @@ from diloco.common.protocol.layout import Tensor, make_layout
 from diloco.common.storage.bus import MemoryBus, StreamLimits
 from diloco.common.storage.store import MemoryStore
 from diloco.learner.background import Alone, Context
-from diloco.learner.core import sync
 from diloco.learner.core.boundary import Outgoing
+from diloco.learner.core.events import (
+    Republish,
+    Send,
+)
 from diloco.learner.tensors.replica import Replica
 from diloco.learner.wire.incarnation import join
 from diloco.learner.wire.publish import Publisher, Uploader
@@ -64,7 +67,7 @@ async def make_publisher(bus):
 def outgoing(seq):
     codes = Replica(SyncSection(codec="float32", block=16), LAYOUT, LIKE, VIEWS).send(0)
     return Outgoing(
-        send=sync.Send(0, seq, 0, "0" * 32, 8, 800, final=False), codes=codes, position=8 * seq,
+        send=Send(0, seq, 0, "0" * 32, 8, 800, final=False), codes=codes, position=8 * seq,
         local_step=8 * seq, loss=lambda: 2.5, step_time_s=1.0, dispatched_at_s=0.0,
     )  # fmt: skip
 
@@ -183,10 +186,10 @@ def test_no_manifest_comes_behind_a_newer_one_of_its_fragment(run_async):
         bus.held.pop().set_result(None)
         await first
         # Announced again, and while that is on its way the next update is sent.
-        again = asyncio.ensure_future(publisher.republish(sync.Republish(0, 1, 1)))
+        again = asyncio.ensure_future(publisher.republish(Republish(0, 1, 1)))
         await settle(again)
         newer = asyncio.ensure_future(publisher.send(outgoing(2)))
-        third = asyncio.ensure_future(publisher.republish(sync.Republish(0, 2, 1)))
+        third = asyncio.ensure_future(publisher.republish(Republish(0, 2, 1)))
         while not (again.done() and newer.done()):
             await settle(again, newer)
             with contextlib.suppress(IndexError):

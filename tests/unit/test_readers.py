@@ -27,8 +27,12 @@ from diloco.common.storage.tape import records_of
 from diloco.common.storage.views import load_view
 from diloco.learner.background import Alone
 from diloco.learner.background import Context as LearnerContext
-from diloco.learner.core import sync
 from diloco.learner.core.boundary import NOTHING, Decoded
+from diloco.learner.core.events import (
+    Event,
+    Ready,
+    Start,
+)
 from diloco.learner.tensors.replica import Delta, PendingView, Replica
 from diloco.learner.wire.receive import WAITING_VIEWS, Receiver, VersionFetcher, start_at
 from diloco.learner.wire.receive import load as load_newest
@@ -326,7 +330,7 @@ class Followed:
         context = lab.context
         self.incarnation = lab.lives["a"]
         self.adopts = True
-        self.readies: list[tuple[sync.Ready, Decoded]] = []
+        self.readies: list[tuple[Ready, Decoded]] = []
         self.context = LearnerContext(
             learner="a",
             settings=context.settings,
@@ -347,13 +351,13 @@ class Followed:
         replica = Replica(self.context.settings.sync, layout, like, [one.view for one in loaded])
         self._begin(replica, [start_at(one) for one in loaded])
 
-    def _begin(self, replica: Replica, starts: list[sync.Start]) -> None:
+    def _begin(self, replica: Replica, starts: list[Start]) -> None:
         self.replica, self.starts = replica, starts
         fetcher, life = VersionFetcher(self.context, replica), self.incarnation
         self.receiver = Receiver(self.context, self.post, fetcher, Alone(), starts, life)
 
-    def post(self, event: sync.Event, payload: Decoded = NOTHING) -> None:
-        if isinstance(event, sync.Ready):
+    def post(self, event: Event, payload: Decoded = NOTHING) -> None:
+        if isinstance(event, Ready):
             self.readies.append((event, payload))
             if self.adopts:
                 payload.release()

@@ -257,7 +257,7 @@ class Learners:
     """The learners' section of a served page: so many at once, found by their names.
 
     Args:
-        shown: the drawn.
+        shown: the figures.
         status: how the run fares.
     """
 
