@@ -15,6 +15,7 @@ from diloco.common.process import log
 from diloco.common.process.config import (
     Config,
     check_same_run,
+    fitted,
     parse_settings,
     sync_of,
     warnings,
@@ -53,7 +54,7 @@ async def load_run(
     name = names.layout_object(config.run.name, specification.layout)
     layout = parse_layout(await runtime.call(store.get, name), specification.layout)
     theirs = parse_settings(specification.settings)
-    check_same_run(config.settings(), theirs, layout.digest, specification.layout)
+    check_same_run(fitted(config.settings(), layout), theirs, layout.digest, specification.layout)
     return layout, specification.epoch
 
 
@@ -158,7 +159,7 @@ async def _begin(
             share_expiry_s=config.aggregator.share_expiry_s,
             metrics=probes.metrics,
             health=probes.health,
-            settings=config.settings(),
+            settings=fitted(config.settings(), layout),
             layout=layout,
             epoch=epoch,
             bus=bus,

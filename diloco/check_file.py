@@ -132,7 +132,6 @@ def _config_of_task(name: str) -> "Config":
         "run": {"name": "check", "steps": 1000},
         "task": {"build": name},
         "store": {"url": "unused"},
-        "sync": {"fragments": 1},  # a small task has no more
     }
     return make_config(document, source=name)
 

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from diloco.common.process import log, metrics
-from diloco.common.process.config import Config, RunSettings
+from diloco.common.process.config import Config, RunSettings, fitted
 from diloco.common.process.health import (
     PHASE_S,
     report,
@@ -142,7 +142,7 @@ class Host:
         learner = self.member.learner
         logger = log.get(run=self.settings.run.name, learner=learner)
         return Context(
-            settings=self.settings,
+            settings=fitted(self.settings, layout),
             layout=layout,
             epoch=epoch,
             bus=bus,

@@ -186,16 +186,16 @@ class _Cut:
 def make_layout(
     tensors: Iterable[Tensor], *, fragments: int, block: int, hint: Hint = default_hint
 ) -> Layout:
-    """Divide `tensors` into `fragments` fragments of about equal size.
+    """Divide `tensors` into `fragments` fragments of about equal size, or as many as they fill.
 
     Args:
         tensors: every leaf of the parameters, in any order that all parties share.
-        fragments: P, at least 1.
+        fragments: P, at least 1; averaged state takes one of them.
         block: elements that share one quantization scale.
         hint: the task's predicate.
 
     Raises:
-        ConfigError: no floating tensor, two of one name, an empty tensor, or P too large.
+        ConfigError: no floating tensor, two of one name, an empty tensor, or state alone fits in P.
     """
     leaves = tuple(tensors)
     _check(leaves)
@@ -208,7 +208,7 @@ def make_layout(
             hint="let the task's init, or what is given to `create`, have at least one float array",
         )
     # One for all state: it is small, and its fragment has other rules than those of parameters.
-    bins = _assign_checked(trained, fragments, hint, beside=1 if state else 0)
+    bins = _assign_fitting(trained, fragments, hint, beside=1 if state else 0)
     if state:
         bins.append(
             [_Cut(t, hint(t.name, t.shape), 0, t.shape[0] if t.shape else 1) for t in state]
@@ -232,13 +232,13 @@ def kind_of(tensor: Tensor, hint: Hint) -> Kind:
     return "local" if kind == "local" else "frozen"
 
 
-def _assign_checked(
+def _assign_fitting(
     tensors: tuple[Tensor, ...], fragments: int, hint: Hint, *, beside: int
 ) -> list[list[_Cut]]:
-    """The tensors in their fragments, when `beside` of the fragments are for others.
+    """The tensors in as many fragments as they fill, when `beside` of the fragments are for others.
 
     Raises:
-        ConfigError: there are too many fragments for the tensors, or too few.
+        ConfigError: there is no fragment for the tensors.
     """
     for_them = fragments - beside
     if not for_them:
@@ -246,18 +246,11 @@ def _assign_checked(
             f"sync.fragments is {fragments}, but averaged state needs a fragment of its own",
             hint=f"set sync.fragments to at least {fragments + 1}",
         )
-    cuts = _cuts(tensors, for_them, hint)
-    if _fillable(cuts, for_them) < for_them:
-        most = beside + next(
-            count
-            for count in range(for_them - 1, 0, -1)
-            if _fillable(_cuts(tensors, count, hint), count) == count
-        )
-        raise ConfigError(
-            f"sync.fragments is {fragments}, but the model has tensors for only {most}",
-            hint=f"set sync.fragments to {most}",
-        )
-    return _assign(cuts, for_them)
+    return next(
+        _assign(cuts, count)
+        for count in range(for_them, 0, -1)
+        if _fillable(cuts := _cuts(tensors, count, hint), count) == count
+    )
 
 
 def layout_bytes(layout: Layout) -> bytes:

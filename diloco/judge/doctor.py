@@ -18,7 +18,7 @@ from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from diloco.common.process.config import Config, differences
+from diloco.common.process.config import Config, differences, fitted
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import (
     BusError,
@@ -271,6 +271,7 @@ async def _probe_bus(context: RunContext) -> list[Finding]:
 
 def _compare(run: OpenRun) -> list[Finding]:
     """The file against the run's specification."""
+    ours = fitted(run.config.settings(), run.context.layout)
     found = [
         Finding(
             severity="error",
@@ -279,7 +280,7 @@ def _compare(run: OpenRun) -> list[Finding]:
             advice="daemons with this file are refused: use the one the run was created with",
             runbook=doctor_findings.RUN_MISMATCH,
         )
-        for sentence in differences(run.config.settings(), run.context.settings)
+        for sentence in differences(ours, run.context.settings)
     ]
     if not found:
         found.append(

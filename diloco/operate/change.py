@@ -16,6 +16,7 @@ from diloco.common.process.config import (
     RunSettings,
     changes,
     check_same_run,
+    fitted,
     load_config,
     parse_settings,
     warnings,
@@ -207,7 +208,7 @@ async def resume(target: str, name: str | None) -> Resumed:
     layout_digest = file.specification.layout
     layout = parse_layout(store.get(names.layout_object(run, layout_digest)), layout_digest)
     settings = parse_settings(file.specification.settings)
-    check_same_run(config.settings(), settings, layout_digest, layout_digest)
+    check_same_run(fitted(config.settings(), layout), settings, layout_digest, layout_digest)
     bus = await jetstream.connect(
         config.bus.url, name="resume", credentials=config.bus.credentials, tls_ca=config.bus.tls_ca
     )

@@ -66,7 +66,7 @@ def run_create(
     from diloco.common.process.config import load_config
 
     loaded = load_config(config)
-    from diloco.common.process.config import warnings
+    from diloco.common.process.config import unfilled, warnings
     from diloco.learner.compiled import keep_programs
     from diloco.operate.create import create_from
 
@@ -75,6 +75,8 @@ def run_create(
     with working("first parameters, streams, version 0"):
         keep_programs(loaded.learner.compilation_cache_dir, log.get(run=loaded.run.name))
         layout = create_from(loaded, source, tasked="task" in loaded.model_fields_set)
+    if sentence := unfilled(loaded, len(layout.fragments)):
+        say(sentence)
     elements = sum(fragment.elements for fragment in layout.fragments)
     Console().print(
         f"created run [bold]{loaded.run.name}[/]: {elements:,} parameters in "

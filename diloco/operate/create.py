@@ -17,6 +17,7 @@ from diloco.common.process.config import (
     RunSettings,
     TaskSection,
     check_same_run,
+    fitted,
     load_config,
     parse_settings,
 )
@@ -205,7 +206,7 @@ async def create_run(
         RunMismatchError: the run exists with other settings or another beginning.
         TaskError: the parameters are not finite.
     """
-    run = settings.run.name
+    settings, run = fitted(settings, layout), settings.run.name
     trained, held = tree.split(params, tree.synced_marks(params, layout))
     leaves = tree.by_name(trained)
     await runtime.call(_check_finite, layout, leaves)

@@ -9,13 +9,16 @@ from diloco.common.process.config import (
     RunSettings,
     check_same_run,
     differences,
+    fitted,
     load_config,
     make_config,
     parse_settings,
     storage_emulator,
+    unfilled,
     warnings,
 )
 from diloco.common.protocol.errors import ConfigError, RunMismatchError
+from diloco.common.protocol.layout import Tensor, make_layout
 
 LEAST = {"run": {"name": "r", "steps": 100}, "store": {"url": "file:///tmp/x"}}
 
@@ -320,6 +323,16 @@ def test_another_run_is_refused_with_everything_that_differs():
     assert "sync.codec: 'int8' here, 'int4' in the run" in message
     assert f"layout digest: {'a' * 32} here, {'b' * 32} in the run" in message
     check_same_run(theirs, theirs, "a" * 32, "a" * 32)
+
+
+def test_a_file_may_ask_for_more_fragments_than_the_tensors_fill():
+    tensors = [Tensor(name="a", shape=(3, 4), dtype="float32")]
+    asked, few = make(sync={"fragments": 8}).settings(), make(sync={"fragments": 2}).settings()
+    layout = make_layout(tensors, fragments=8, block=16)
+    assert fitted(asked, layout) == make(sync={"fragments": 3}).settings()
+    assert "fragments is 8, but the model's tensors fill only 3" in unfilled(asked, 3)
+    assert fitted(few, layout) == few, "a run of more than the file says is another"
+    assert not unfilled(few, 2)
 
 
 # Regions known to be bad

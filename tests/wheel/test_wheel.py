@@ -49,7 +49,7 @@ def build(*, steps, seed):
     )
 """
 SMALL = ("--learners", "2", "--steps", "32", "--kill", "none", "--set", "sync.interval_steps=8",
-         "--set", "sync.fragments=1", "--set", "sync.min_steps=4")  # fmt: skip
+         "--set", "sync.min_steps=4")  # fmt: skip
 EVERY_HELP = """
 import sys
 from typer.core import TyperGroup

@@ -60,6 +60,8 @@ from diloco.common.process.config.run import (
     check_changeable,
     check_same_run,
     differences,
+    fitted,
     settings_of,
     sync_of,
+    unfilled,
 )

@@ -120,7 +120,9 @@ class SyncSection(Section):
         default=6, description="H during the warm-up; at least `min_steps`"
     )
     fragments: Annotated[int, Field(ge=1, le=4096)] = Field(
-        default=8, description="P: number of fragments; with more than H several are due at a step"
+        default=8,
+        description="P: most fragments; a model with fewer tensors has as many as those fill. With"
+        " more than H several are due at a step",
     )
     codec: Codec = Field(default="int4", description="codec of updates")
     delta_codec: Codec = Field(default="int4", description="codec of version deltas")
@@ -449,6 +451,23 @@ def _unequal(one: RunSettings, other: RunSettings) -> list[tuple[str, Any, Any]]
         for key in first[section]
         if first[section][key] != second[section][key]
     ]
+
+
+def fitted(settings: RunSettings, layout: Layout) -> RunSettings:
+    """The settings of a run with this layout, which may have fewer fragments than were asked."""
+    fragments = min(settings.sync.fragments, len(layout.fragments))
+    sync = settings.sync.model_copy(update={"fragments": fragments})
+    return settings.model_copy(update={"sync": sync})
+
+
+def unfilled(asked: RunSettings, fragments: int) -> str:
+    """A sentence on a run that has fewer fragments than were asked for; else nothing."""
+    if fragments >= asked.sync.fragments:
+        return ""
+    return (
+        f"sync.fragments is {asked.sync.fragments}, but the model's tensors fill only {fragments}: "
+        f"the run has {fragments}"
+    )
 
 
 # --- Averaged state: the settings of a fragment that holds no parameters

@@ -27,6 +27,7 @@ from diloco.common.process.config import (
     Config,
     allows_accelerators,
     make_config,
+    unfilled,
     warnings,
 )
 from diloco.common.process.nats_server import NatsServer
@@ -280,6 +281,8 @@ class LocalRun:
         async with open_run(self.config_path, name="local") as opened, self._page(opened) as url:
             context = opened.context
             self.console.print(f"dashboard: {url}", soft_wrap=True)
+            if sentence := unfilled(self.config, len(context.layout.fragments)):
+                self.console.print(sentence, soft_wrap=True)
             if await has_ended(context.bus, context.run):
                 self.console.print("it has ended: begin another run from its parameters")
                 return
@@ -403,7 +406,6 @@ class LocalRun:
             self.losses.append(sum(losses) / len(losses))
         return screen.Picture(
             run=self.config.run.name,
-            fragments=self.config.sync.fragments,
             learners=self.learners,
             daemons=self.fleet.daemons,
             observed=observed,

@@ -27,7 +27,6 @@ class Picture:
     """Everything one picture shows; `behind`: the tape's past is still being read."""
 
     run: str
-    fragments: int
     learners: dict[str, Hardware]
     daemons: dict[str, Daemon]
     observed: RunStatus
@@ -131,7 +130,7 @@ def _run(frame: Picture) -> RenderableType:
     span = f"{min(versions)}-{max(versions)}" if versions else "-"
     grid = Table.grid(padding=(0, 2), expand=True)
     grid.add_row(
-        f"versions [bold]{span}[/] of {frame.fragments} fragments ({seen.versions} made)",
+        f"versions [bold]{span}[/] of {len(versions)} fragments ({seen.versions} made)",
         f"updates [bold]{seen.updates_merged}[/] merged of {seen.updates_sent} sent, "
         f"{seen.updates_rejected} rejected",
     )
