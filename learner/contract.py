@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from diloco.common.process.config import RunSettings
@@ -208,7 +207,7 @@ def _bind(
 
 
 def _check_init(task: Task) -> Params:
-    shapes = params_shapes(task)
+    shapes = task.shapes
     again = params_shapes(task)
     if signature(shapes) != signature(again):
         raise TaskError(
@@ -367,16 +366,16 @@ def _check_state(shapes: Params, state: Params) -> None:
 def _check_schedule(task: Task, steps: int) -> None:
     if task.schedule is None:
         return
+    schedule = jax.jit(task.schedule)
     try:
-        jax.eval_shape(task.schedule, jax.ShapeDtypeStruct((), jnp.int32))
+        rates = {step: float(schedule(np.int32(step))) for step in (0, steps)}
     except Exception as error:
         raise TaskError(
             "Task.schedule must be a function that JAX can trace (the learner's step is compiled "
             f"with it), but it failed: {short(error)}",
             hint="use jnp.where or optax's schedules in place of Python's if",
         ) from error
-    for step in (0, steps):
-        rate = float(task.schedule(step))
+    for step, rate in rates.items():
         if not (math.isfinite(rate) and rate >= 0):
             raise TaskError(
                 "Task.schedule must give a finite learning rate of at least 0, but at global step "

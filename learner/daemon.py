@@ -50,9 +50,10 @@ def serve(config: Config, learner: str) -> None:
                     program.compile()
             like, tokens = island.params_lying(), task.tokens_per_batch
             member = replace(
-                member_of(config, learner, like, island.hint, tokens, program.warm_up),
+                member_of(config, learner, like, island.hint, tokens, None),
                 load_frozen=partial(loaded_frozen, task),
                 compiling=compiling,
+                warm_up=lambda _copies: program.compile(),
                 flops_per_token=task.flops_per_token,
             )
             try:

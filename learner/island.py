@@ -13,7 +13,7 @@ import numpy as np
 from diloco.common.process.config import Config
 from diloco.common.protocol.layout import Layout
 from diloco.learner.contract import run_task
-from diloco.learner.task import Batch, Holder, Params, Task, hint_of, params_shapes
+from diloco.learner.task import Batch, Holder, Params, Task, hint_of
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.inner_step import InnerStep, key_of, make_inner_step
 from diloco.learner.tensors.mesh import (
@@ -55,7 +55,7 @@ class Island:
         self.layout: Layout = tree.task_layout(self.task, settings.sync)
         assert hardware.mesh is not None
         self.mesh = make_mesh(hardware.mesh, devices)
-        self.shapes = params_shapes(self.task)
+        self.shapes = self.task.shapes
         self.hint = hint_of(self.task, self.shapes)
         self.division = tree.division_of(self.task, self.shapes)
         self.shardings: Params = param_shardings(self.task, self.layout, self.shapes, self.mesh)

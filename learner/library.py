@@ -417,7 +417,7 @@ def member_of(
         anchor=config.learner.island(learner).anchor or config.sync.anchor,
         tokens_per_step=_tokens_per_step(config, learner, tokens_per_step),
         hint=hint,
-        warm_up=warm_up,
+        warm_up=None if warm_up is None else lambda copies: warm_up(copies()),
     )
 
 

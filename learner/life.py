@@ -290,7 +290,7 @@ def compile_programs(host: Host, replica: Replica, held: Params) -> None:
     with host.member.compiling():
         replica.warm_up()
         if host.member.warm_up is not None:
-            host.member.warm_up(tree.join(copied(replica.trained), copied(held)))
+            host.member.warm_up(lambda: tree.join(copied(replica.trained), copied(held)))
 
 
 def own_folder(host: Host, context: Context) -> CheckpointFolder | None:

@@ -29,7 +29,8 @@ class Member:
         anchor: where views are kept.
         tokens_per_step: of all hosts together.
         hint: of the tensors; None: the run's layout says what it would.
-        warm_up: compiles the loop's programs, given copies of the parameters that it may donate.
+        warm_up: compiles the loop's programs; is given what makes copies of the parameters that it
+            may donate.
         flops_per_token: as of a task.
         compiling: within it programs are compiled.
         load_frozen: gives leaves that the run does not store, by name.
@@ -41,7 +42,7 @@ class Member:
     anchor: str
     tokens_per_step: int
     hint: Hint | None = None
-    warm_up: Callable[[Params], object] | None = None
+    warm_up: Callable[[Callable[[], Params]], object] | None = None
     compiling: Callable[[], AbstractContextManager[None]] = nullcontext
     load_frozen: Callable[[], Mapping[str, Any]] | None = None
     flops_per_token: float | None = None

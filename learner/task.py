@@ -225,6 +225,11 @@ class Task:
                 hint="for example optimizer=optax.scale_by_adam()",
             )
 
+    @functools.cached_property
+    def shapes(self) -> Params:
+        """As `params_shapes`, traced once."""
+        return params_shapes(self)
+
     def evaluated(self, params: Params, batch: Batch, key: jax.Array) -> Evaluated:
         """Call the loss on a batch, and bring its result into one form.
 
@@ -283,11 +288,11 @@ def params_shapes(task: Task) -> Params:
         TaskError: `init` cannot be traced.
     """
 
-    def init(key: jax.Array) -> Params:  # a new function each time, or JAX answers from its cache
-        return task.init(key)
+    def init() -> Params:  # a new function each time, or JAX answers from its cache
+        return task.init(jax.random.key(0))
 
     try:
-        return jax.eval_shape(init, jax.random.key(0))
+        return jax.eval_shape(init)
     except Exception as error:
         raise TaskError(
             f"Task.init must map a PRNG key to a pytree of arrays, but it failed: {short(error)}",

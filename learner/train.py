@@ -24,7 +24,7 @@ JUDGED_STEPS = 3
 
 
 class TaskProgram:
-    """A task's program on one host, compiled while the learner joins.
+    """A task's program on one host.
 
     Args:
         island: what it computes with.
@@ -32,22 +32,18 @@ class TaskProgram:
 
     def __init__(self, island: Island) -> None:
         self._island = island
-        self._step: Any = island.inner_step()
+        self._step: Any = None
         self._key = island.key()
 
     def compile(self) -> None:
-        """Compile the inner step before there are parameters."""
+        """Compile the inner step, before there are parameters; once."""
+        if self._step is not None:
+            return
         island, numbers = self._island, (np.int32(0), np.uint32(0), self._key)
         lying = island.params_lying(), island.state_lying(), island.batch_lying()
         with island.context():
-            self._step.lower(*lying, *numbers).compile()
-
-    def warm_up(self, params: Params) -> None:
-        """Compile the inner step, on parameters that it may donate."""
-        island = self._island
-        state, batch = island.init_state(params), next(island.feed(0))
-        numbers = np.int32(0), np.uint32(0), self._key
-        jax.block_until_ready(self._step(params, state, batch, *numbers))
+            step: Any = island.inner_step()
+            self._step = step.lower(*lying, *numbers).compile()
 
     def train(self, learner: Learner, speed: float = 1.0) -> None:
         """Train until the run stops or somebody asks this learner to leave.

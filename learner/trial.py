@@ -14,7 +14,7 @@ from diloco.common.process.config import Config, warnings
 from diloco.common.protocol.errors import DilocoError, TaskError
 from diloco.common.protocol.layout import Layout
 from diloco.learner.contract import build_task, refusals
-from diloco.learner.task import Params, Task, params_shapes, scores
+from diloco.learner.task import Params, Task, scores
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.inner_step import StepOutcome, make_inner_step
 from diloco.learner.train import SignCheck
@@ -105,7 +105,7 @@ def _train(trial: Trial, task: Task, learner: str, seed: int, steps: int) -> Non
 def _steps(
     trial: Trial, task: Task, params: Params, learner: str, steps: int
 ) -> Iterator[StepOutcome]:
-    division = tree.division_of(task, params_shapes(task))
+    division = tree.division_of(task, task.shapes)
     state: Any = task.optimizer.init(division.trained_of(params))
     inner_step, batches = make_inner_step(task), task.batches(learner, 0)
     waited_s, took_s = [], []
@@ -149,7 +149,7 @@ def _judge(trial: Trial, task: Task, outcomes: list[StepOutcome]) -> None:
                 judge.look(float(outcome.descent))
     except TaskError as error:
         trial.refuse(error)
-    shapes = params_shapes(task)
+    shapes = task.shapes
     trained, _ = tree.split(shapes, tree.division_of(task, shapes).trained)
     still = np.all([outcome.still for outcome in outcomes], axis=0)
     names = [name for name, zero in zip(tree.by_name(trained), still, strict=True) if zero]

@@ -32,7 +32,7 @@ from diloco.common.storage.bus import Bus, jetstream
 from diloco.common.storage.store import ObjectStore, open_store
 from diloco.common.storage.tape import load_specification
 from diloco.learner.contract import run_task
-from diloco.learner.task import Params, Task, params_shapes
+from diloco.learner.task import Params, Task
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.tree import loaded_frozen
 from diloco.operate.streams import make_streams
@@ -123,7 +123,7 @@ def _folder(task: Task, source: Path | None) -> Path | None:
 
 def _lying(task: Task, leaves: Mapping[str, Any]) -> Params:
     """The task's tree of leaves that have not been read."""
-    return tree.from_names(params_shapes(task), dict(leaves))
+    return tree.from_names(task.shapes, dict(leaves))
 
 
 def create_with(config: Config, params: Params, hint: Hint = default_hint) -> Layout:

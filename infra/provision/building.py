@@ -18,7 +18,7 @@ from diloco.infra.provision.fleet import FleetFile, FleetFinding, FleetLearner, 
 from diloco.infra.provision.known import Known
 from diloco.learner.contract import build_task, function_of, model_of
 from diloco.learner.dry_run import device_bytes
-from diloco.learner.task import Task, params_shapes
+from diloco.learner.task import Task
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.mesh import AXES, param_shardings, state_shardings
 
@@ -112,7 +112,7 @@ def axes_of(mesh: MeshSection, devices: int) -> tuple[int, int, int] | None:
 
 
 def _parameters(fleet: FleetFile, task: Task) -> Iterator[FleetFinding]:
-    shapes = params_shapes(task)
+    shapes = task.shapes
     trained = tree.division_of(task, shapes).trained_of(shapes)
     true = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trained))
     said = fleet.parameters
@@ -189,7 +189,7 @@ def array_bytes(
     """
     sync = config.sync
     mesh: Any = AbstractMesh(axes, AXES, axis_types=(AxisType.Auto,) * 3)
-    shapes = params_shapes(task)
+    shapes = task.shapes
     division = tree.division_of(task, shapes)
     shardings = param_shardings(task, layout, shapes, mesh)
     trained, lying = division.trained_of(shapes), division.trained_of(shardings)

@@ -158,7 +158,7 @@ class Kernels:
 
     def ahead(self, leaves: Leaves, view: Blocks) -> Blocks:
         """How far the leaves are from the view: theta - V, float32."""
-        found: Blocks = _ahead(self.blocks(leaves), view)
+        found: Blocks = _ahead(self._tuple(leaves), self._starts(), view, self.geometry)
         return found
 
     def blend(self, leaves: Leaves, view: Blocks, sent: Blocks, share: float) -> Leaves:
@@ -170,7 +170,8 @@ class Kernels:
             sent: `ahead` when the update was sent.
             share: a; float32 arithmetic, rounded to each leaf's dtype.
         """
-        return self.add(leaves, _fading(self.blocks(leaves), view, sent, np.float32(share)))
+        own, starts = self._tuple(leaves), self._starts()
+        return self.add(leaves, _fading(own, starts, view, sent, np.float32(share), self.geometry))
 
     def add(self, leaves: Leaves, values: Blocks) -> Leaves:
         """Leaves plus values, in float32, rounded to each leaf's dtype; leaves are donated."""
@@ -434,18 +435,26 @@ def _difference(new: Blocks, old: Blocks) -> Blocks:
     return tuple(one - other for one, other in zip(new, old, strict=True))
 
 
-@jax.jit
-def _ahead(values: Blocks, view: Blocks) -> Blocks:
+@partial(jax.jit, static_argnames="geometry")
+def _ahead(
+    leaves: tuple[jax.Array, ...], starts: jax.Array, view: Blocks, geometry: _Geometry
+) -> Blocks:
+    values = _blocks(leaves, starts, geometry)
     return tuple(one - other for one, other in zip(values, view, strict=True))
 
 
-@partial(jax.jit, donate_argnames="sent")
-def _fading(values: Blocks, view: Blocks, sent: Blocks, share: jax.Array) -> Blocks:
+@partial(jax.jit, static_argnames="geometry", donate_argnames="sent")
+def _fading(
+    leaves: tuple[jax.Array, ...],
+    starts: jax.Array,
+    view: Blocks,
+    sent: Blocks,
+    share: jax.Array,
+    geometry: _Geometry,
+) -> Blocks:
     """The term that a blend adds: it removes all but a share of the training since the update."""
-    return tuple(
-        (share - 1) * (one - base - before)
-        for one, base, before in zip(values, view, sent, strict=True)
-    )
+    ahead = _ahead(leaves, starts, view, geometry)
+    return tuple((share - 1) * (now - before) for now, before in zip(ahead, sent, strict=True))
 
 
 # --- What every round does, each a whole program

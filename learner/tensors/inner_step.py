@@ -16,7 +16,6 @@ from diloco.learner.task import (
     Task,
     Variables,
     is_floating,
-    params_shapes,
 )
 from diloco.learner.tensors.tree import Division, division_of
 
@@ -69,7 +68,7 @@ def make_inner_step(
         shardings: of the parameters and of the optimizer's state, which stay as they are.
         compiler_options: of XLA.
     """
-    division = division_of(task, params_shapes(task))
+    division = division_of(task, task.shapes)
 
     def inner_step(
         params: Params,

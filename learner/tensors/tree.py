@@ -21,7 +21,6 @@ from diloco.learner.task import (
     Variables,
     check_dtype,
     hint_of,
-    params_shapes,
     short,
     signature,
     tree_words,
@@ -66,7 +65,7 @@ def division_of(task: Task, shapes: Params) -> Division:
 
 def task_layout(task: Task, sync: SyncSection) -> Layout:
     """The layout of a task's parameters under a run's settings; allocates nothing."""
-    shapes = params_shapes(task)
+    shapes = task.shapes
     return make_layout(
         tensors_of(shapes),
         fragments=sync.fragments,
@@ -165,7 +164,7 @@ def loaded_frozen(task: Task) -> dict[str, Any]:
     """
     if task.load_frozen is None:
         return {}
-    shapes = params_shapes(task)
+    shapes = task.shapes
     frozen = shapes.frozen if isinstance(shapes, Variables) else None
     loaded = task.load_frozen()
     if signature(loaded) != signature(frozen):

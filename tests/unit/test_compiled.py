@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
@@ -13,6 +14,7 @@ from diloco.common.process import log
 from diloco.common.process.config import cache_home
 from diloco.learner import compiled
 
+INTEGRATION = Path(__file__).parents[1] / "integration"
 PROCESS = """
 import json, sys
 import jax
@@ -29,6 +31,27 @@ programs = keep_programs(None, log.get())
 with programs.compiling("these"):
     result = float(jax.jit(lambda x: x * 2 + 1)(3.0))
 print(json.dumps([result, counted.get("cache_hits", 0), counted.get("cache_misses", 0)]))
+"""
+
+
+# All that a learner of a task compiles before its first step.
+LEARNER = """
+import sys
+import numpy as np
+from diloco.common.process import log
+from diloco.common.process.config import make_config
+from diloco.learner.compiled import keep_programs
+from diloco.learner.island import Island
+from diloco.learner.train import TaskProgram
+
+keep_programs(sys.argv[1], log.get())
+sync = {"fragments": 2, "block": 16, "adopt": "blend"}
+document = {"run": {"name": "r", "steps": 100}, "store": {"url": "unused"}, "sync": sync}
+config = make_config({**document, "task": {"build": "tiny_task:build"}}, source="test")
+island = Island(config, "a")
+TaskProgram(island).compile()
+with island.context():
+    island.replica(np.zeros(one.size, np.float32) for one in island.layout.fragments).warm_up()
 """
 
 
@@ -62,6 +85,14 @@ def test_what_one_process_compiled_another_loads_and_what_is_damaged_is_kept_aga
     assert "Error reading" in line["error"]
     assert not kept(tmp_path)
     assert process(tmp_path)[:3] == (7.0, 0, 1)
+
+
+def test_a_learner_compiles_few_programs(tmp_path):
+    """Its step and six beside, and for each fragment seven: each costs every learner a moment."""
+    own = {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", LEARNER, str(tmp_path)]
+    subprocess.run(command, env=os.environ | own, cwd=INTEGRATION, check=True)
+    assert len(list(tmp_path.rglob("*-cache"))) <= 1 + 6 + 2 * 7
 
 
 @pytest.fixture

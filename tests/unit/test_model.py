@@ -46,11 +46,11 @@ def folder(tmp_path_factory):
 
 @functools.partial(jax.jit, static_argnums=0)
 def apply(config, params, tokens_BxL):
-    return Decoder(config).apply({"params": params}, tokens_BxL)
+    return Decoder(config).apply(params, tokens_BxL)
 
 
 def init(config):
-    return jax.jit(Decoder(config).init)(jax.random.key(0), TOKENS_BxL)["params"]
+    return jax.jit(Decoder(config).init)(jax.random.key(0))
 
 
 def logits(config, params, tokens_BxL=TOKENS_BxL):
@@ -61,7 +61,7 @@ def logits(config, params, tokens_BxL=TOKENS_BxL):
 def test_a_preset_has_the_parameters_of_its_name_without_embedding_and_head(name):
     preset = PRESETS[name]
     model = Decoder(ModelConfig(layers=preset.layers, width=preset.width, heads=preset.heads))
-    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
     count = sum(math.prod(leaf.shape) for name, leaf in named_leaves(shapes) if name != "embed")
     assert count == pytest.approx(float(name[:-1]) * UNITS[name[-1]], rel=0.15)
     assert preset.width % preset.heads == 0
@@ -108,7 +108,7 @@ def test_rotary_positions_are_relative():
 def test_remat_changes_no_gradient(params):
     def gradient(config):
         def total(params):
-            return jnp.sum(Decoder(config).apply({"params": params}, TOKENS_BxL) ** 2)
+            return jnp.sum(Decoder(config).apply(params, TOKENS_BxL) ** 2)
 
         return jax.jit(jax.grad(total))(params)
 

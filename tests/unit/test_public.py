@@ -82,6 +82,24 @@ def test_what_tells_of_itself_loads_little(code: str, most: int) -> None:
     assert len(found) <= most
 
 
+@pytest.mark.parametrize(
+    ("code", "most", "without"),
+    [
+        ("import diloco.aggregator.daemon", 890, {"jax", "optax", "orbax"}),
+        ("import diloco.learner.daemon, diloco.models.bytes_lm", 1200, {"flax", "orbax", "numba"}),
+    ],
+    ids=["aggregator", "learner"],
+)
+def test_a_daemon_loads_what_it_needs(code: str, most: int, without: set[str]) -> None:
+    told = f"import json, sys; {code}; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", told], capture_output=True, text=True, check=True
+    )  # fmt: skip
+    found = json.loads(done.stdout)
+    assert not without & set(found)
+    assert len(found) <= most
+
+
 def test_what_computes_is_seen_to_load_jax() -> None:
     assert "jax" in loaded_by("from diloco import Task")
 

@@ -17,13 +17,13 @@ CODES = TEXT.encode()
 class Cycle:
     """A model that knows one text: after each of its bytes the next, sure of it."""
 
-    def apply(self, variables, tokens_BxL):
+    def apply(self, certainty, tokens_BxL):
         following = np.zeros((256, 300), np.float32)
         for one, other in itertools.pairwise(CODES + CODES[:1]):
             following[one, other] = 1.0
         following[ord("\n"), ord("a")] = 1.0
         following[:, 280] = 99.0  # beyond the bytes: never chosen
-        return variables["params"] * jnp.asarray(following)[tokens_BxL]
+        return certainty * jnp.asarray(following)[tokens_BxL]
 
 
 def written(count, prompt="a", *, temperature=0.0, seed=0, certainty=50.0):

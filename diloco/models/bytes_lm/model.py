@@ -2,7 +2,7 @@
 
 Pre-norm blocks (RMSNorm, arXiv 1910.07467) with rotary positions (arXiv 2104.09864), causal
 multi-head attention and a SwiGLU (arXiv 2002.05202) or GELU MLP; no biases. The blocks are one
-`nn.scan`, so each of their tensors is stacked over layers along a leading axis N.
+`lax.scan`, so each of their tensors is stacked over layers along a leading axis N.
 
 Shapes: B batch, L positions (M: positions looked at), T = B * L tokens, D model width, H heads, K
 width of a head (D = H * K), F width of the MLP, V vocabulary, N layers.
@@ -15,12 +15,10 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Annotated, Literal
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.nn.initializers import Initializer
 from jax.sharding import PartitionSpec
 from pydantic import AfterValidator, Field
 
@@ -139,103 +137,92 @@ class ModelConfig:
         return flops_per_token(multiplied, self.layers * self.width * length)
 
 
-class Decoder(nn.Module):
+@dataclasses.dataclass(frozen=True)
+class Decoder:
     """int[B, L] tokens -> float32[B, L, V] logits; those at a position see nothing after it."""
 
     config: ModelConfig
 
-    @nn.compact
-    def __call__(self, tokens_BxL: jax.Array) -> jax.Array:
-        """See the class."""
+    def init(self, key: jax.Array) -> Params:
+        """First parameters: normal, but for the norms' ones; float32.
+
+        Matrices keep unit variance. Those that write to the residual stream share it: with 2N
+        writers their sum has unit variance at any depth (GPT-2's rule).
+        """
         c = self.config
-        normal = nn.initializers.normal(EMBED_STD)
-        embed_VxD = self.param("embed", normal, (c.vocab, c.width))
+        keys = iter(jax.random.split(key, 7))
+
+        def matrix(rows: int, columns: int, writers: int = 1) -> jax.Array:
+            scale: float = (rows * writers) ** -0.5
+            return jax.random.normal(next(keys), (c.layers, rows, columns)) * scale
+
+        attn = {
+            "norm": jnp.ones((c.layers, c.width)),
+            "qkv": matrix(c.width, 3 * c.width),
+            "out": matrix(c.width, c.width, writers=2 * c.layers),
+        }
+        mlp = {
+            "norm": jnp.ones((c.layers, c.width)),
+            "up": matrix(c.width, c.mlp_width),
+            "down": matrix(c.mlp_width, c.width, writers=2 * c.layers),
+        }
+        if c.mlp == "swiglu":
+            mlp["gate"] = matrix(c.width, c.mlp_width)
+        params = {
+            "embed": jax.random.normal(next(keys), (c.vocab, c.width)) * EMBED_STD,
+            "layers": {"attn": attn, "mlp": mlp},
+            "norm": jnp.ones(c.width),
+        }
+        if not c.tied:
+            params["head"] = jax.random.normal(next(keys), (c.width, c.vocab)) * EMBED_STD
+        return params
+
+    def apply(self, params: Params, tokens_BxL: jax.Array) -> jax.Array:
+        """The logits of tokens."""
+        c = self.config
         # Blocks see one row per token: XLA's CPU backend is a third slower on [B, L, D].
-        x_TxD = constrain(embed_VxD[tokens_BxL.reshape(-1)].astype(c.dtype), ("data", "fsdp"))
+        x_TxD = params["embed"][tokens_BxL.reshape(-1)].astype(c.dtype)
+        angles_LxK2 = rotary(tokens_BxL.shape[1], c.head_width)
 
-        block = nn.remat(Block, prevent_cse=False) if c.remat else Block  # scan prevents it
-        layers = nn.scan(
-            block,
-            variable_axes={"params": 0},
-            split_rngs={"params": True},
-            in_axes=nn.broadcast,
-            length=c.layers,
-        )(c, name="layers")
-        x_TxD, _ = layers(x_TxD, rotary(tokens_BxL.shape[1], c.head_width))
+        def block(x_TxD: jax.Array, layer: Params) -> tuple[jax.Array, None]:
+            x_TxD += self._attention(layer["attn"], x_TxD, angles_LxK2)
+            x_TxD += self._mlp(layer["mlp"], x_TxD)
+            return constrain(x_TxD, ("data", "fsdp")), None
 
-        x_TxD = rms_norm(x_TxD, self.param("norm", nn.initializers.ones, (c.width,)))
-        head_DxV = embed_VxD.T if c.tied else self.param("head", normal, (c.width, c.vocab))
+        if c.remat:
+            block = jax.checkpoint(block, prevent_cse=False)  # scan prevents it
+        x_TxD, _ = jax.lax.scan(block, constrain(x_TxD, ("data", "fsdp")), params["layers"])
+
+        x_TxD = rms_norm(x_TxD, params["norm"])
+        head_DxV = params["embed"].T if c.tied else params["head"]
         logits_TxV = jnp.dot(x_TxD, head_DxV.astype(c.dtype), preferred_element_type=jnp.float32)
         return logits_TxV.reshape(*tokens_BxL.shape, c.vocab)
 
-
-class Block(nn.Module):
-    """One layer, in the form that `nn.scan` wants: (x, rotary angles) -> (x, nothing)."""
-
-    config: ModelConfig
-
-    @nn.compact
-    def __call__(self, x_TxD: jax.Array, angles_LxK2: jax.Array) -> tuple[jax.Array, None]:
-        """See the class."""
-        x_TxD += Attention(self.config, name="attn")(x_TxD, angles_LxK2)
-        x_TxD += MLP(self.config, name="mlp")(x_TxD)
-        return constrain(x_TxD, ("data", "fsdp")), None
-
-
-class Attention(nn.Module):
-    """Causal multi-head attention of the normed input, [T, D] -> [T, D]."""
-
-    config: ModelConfig
-
-    @nn.compact
-    def __call__(self, x_TxD: jax.Array, angles_LxK2: jax.Array) -> jax.Array:
-        """See the class."""
+    def _attention(self, p: Params, x_TxD: jax.Array, angles_LxK2: jax.Array) -> jax.Array:
+        """Causal multi-head attention of the normed input, [T, D] -> [T, D]."""
         c = self.config
-        norm_D = self.param("norm", nn.initializers.ones, (c.width,))
-        qkv_Dx3D = self.param("qkv", matrix(c.width), (c.width, 3 * c.width))
-        out_DxD = self.param("out", matrix(c.width, writers=2 * c.layers), (c.width, c.width))
-
-        qkv_Tx3D = rms_norm(x_TxD, norm_D) @ qkv_Dx3D.astype(c.dtype)
+        qkv_Tx3D = rms_norm(x_TxD, p["norm"]) @ p["qkv"].astype(c.dtype)
         # Heads are the outer axis, so that a mesh that cuts the columns cuts between heads.
         qkv_BxLxHx3xK = qkv_Tx3D.reshape(-1, len(angles_LxK2), c.heads, 3, c.head_width)
         q_BxHxLxK, k_BxHxLxK, v_BxHxLxK = qkv_BxLxHx3xK.transpose(3, 0, 2, 1, 4)
         q_BxHxLxK = rotate(q_BxHxLxK, angles_LxK2)
         k_BxHxLxK = rotate(k_BxHxLxK, angles_LxK2)
         y_BxHxLxK = attend(q_BxHxLxK, k_BxHxLxK, v_BxHxLxK)
-        return y_BxHxLxK.transpose(0, 2, 1, 3).reshape(x_TxD.shape) @ out_DxD.astype(c.dtype)
+        y_TxD = y_BxHxLxK.transpose(0, 2, 1, 3).reshape(x_TxD.shape)
+        found_TxD: jax.Array = y_TxD @ p["out"].astype(c.dtype)
+        return found_TxD
 
-
-class MLP(nn.Module):
-    """The feed-forward half of a block on the normed input, [T, D] -> [T, D]."""
-
-    config: ModelConfig
-
-    @nn.compact
-    def __call__(self, x_TxD: jax.Array) -> jax.Array:
-        """See the class."""
+    def _mlp(self, p: Params, x_TxD: jax.Array) -> jax.Array:
+        """The feed-forward half of a block on the normed input, [T, D] -> [T, D]."""
         c = self.config
-        norm_D = self.param("norm", nn.initializers.ones, (c.width,))
-        up_DxF = self.param("up", matrix(c.width), (c.width, c.mlp_width))
-        down = matrix(c.mlp_width, writers=2 * c.layers)
-        down_FxD = self.param("down", down, (c.mlp_width, c.width))
-
-        x_TxD = rms_norm(x_TxD, norm_D)
-        h_TxF = x_TxD @ up_DxF.astype(c.dtype)
+        x_TxD = rms_norm(x_TxD, p["norm"])
+        h_TxF = x_TxD @ p["up"].astype(c.dtype)
         if c.mlp == "swiglu":
-            gate_DxF = self.param("gate", matrix(c.width), (c.width, c.mlp_width))
-            h_TxF *= nn.silu(x_TxD @ gate_DxF.astype(c.dtype))
+            h_TxF *= jax.nn.silu(x_TxD @ p["gate"].astype(c.dtype))
         else:
-            h_TxF = nn.gelu(h_TxF)
-        return h_TxF @ down_FxD.astype(c.dtype)
-
-
-def matrix(fan_in: int, writers: int = 1) -> Initializer:
-    """Normal initializer that keeps unit variance, shared among `writers` that are summed.
-
-    The two matrices of each layer that write to the residual stream add up to 2N writers: with
-    this their sum has unit variance at any depth (GPT-2's rule).
-    """
-    return nn.initializers.normal((fan_in * writers) ** -0.5)
+            h_TxF = jax.nn.gelu(h_TxF)
+        found_TxD: jax.Array = h_TxF @ p["down"].astype(c.dtype)
+        return found_TxD
 
 
 def rms_norm(x_TxD: jax.Array, scale_D: jax.Array) -> jax.Array:
@@ -283,7 +270,7 @@ def task_loss(
 
 def next_token_loss(model: Decoder, params: Params, windows_BxL1: Batch) -> jax.Array:
     """Mean cross entropy in nats per token, float32[]; `windows_BxL1` is int[B, L + 1]."""
-    logits_BxLxV = model.apply({"params": params}, windows_BxL1[:, :-1])
+    logits_BxLxV = model.apply(params, windows_BxL1[:, :-1])
     losses_BxL: jax.Array = optax.softmax_cross_entropy_with_integer_labels(
         logits_BxLxV, windows_BxL1[:, 1:]
     )
@@ -348,7 +335,7 @@ def _known_preset(name: str) -> str:
 Sample = Callable[[Params, str, jax.Array, float], Iterator[str]]
 
 
-def make_sampler(model: nn.Module, length: int) -> Sample:
+def make_sampler(model: Decoder, length: int) -> Sample:
     """A task's `sample` for a model of bytes.
 
     Args:
@@ -360,7 +347,7 @@ def make_sampler(model: nn.Module, length: int) -> Sample:
     def next_byte(
         params: Params, window_L: jax.Array, last: jax.Array, key: jax.Array, heat: jax.Array
     ) -> jax.Array:
-        logits_LxV = jnp.asarray(model.apply({"params": params}, window_L[None]))[0]
+        logits_LxV = model.apply(params, window_L[None])[0]
         logits_V = logits_LxV[last, :BYTES].astype(jnp.float32)
         drawn = jax.random.categorical(key, logits_V / jnp.maximum(heat, 1e-6))
         return jnp.where(heat > 0, drawn, jnp.argmax(logits_V))
@@ -454,7 +441,7 @@ def build(
         return sum(float(eval_loss(params, window)) for window in unseen) / len(unseen)
 
     return Task(
-        init=lambda key: model.init(key, jnp.zeros((1, 1), jnp.int32))["params"],
+        init=model.init,
         loss=functools.partial(task_loss, model),
         batches=windows.batches,
         evaluate=evaluate,

@@ -16,7 +16,7 @@ from diloco.common.protocol.layout import Layout
 from diloco.common.storage.tape import RunContext, load_specification
 from diloco.common.storage.views import load_view
 from diloco.learner.contract import model_of
-from diloco.learner.task import Params, Task, held_out_loss, params_shapes
+from diloco.learner.task import Params, Task, held_out_loss
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.tree import loaded_frozen
 from diloco.run.cli.opening import open_run
@@ -38,7 +38,7 @@ class GlobalModel:
 
     def __init__(self, layout: Layout, task: Task, held: Arrays) -> None:
         self._layout = layout
-        shapes = params_shapes(task)
+        shapes = task.shapes
         self._synced, self._held = tree.split(shapes, tree.synced_marks(shapes, layout))
         loaded = {name: np.asarray(leaf) for name, leaf in loaded_frozen(task).items()}
         if leaves := held | loaded:
