@@ -188,8 +188,7 @@ class Replica:
         for index, kernels in enumerate(self._kernels):
             ownership = self._ownership[index]
             part = _part(self._leaves(), kernels)
-            copies = copied(self._placement.inward(part))
-            view = copied(self._view(index))
+            copies, view = copied((self._placement.inward(part), self._view(index)))
             codes = kernels.send(copies, view)
             delta = ownership.place(_zero_rows(kernels, len(ownership.held)))
             sent = kernels.ahead(copies, view) if self._settings[index].adopt == "blend" else None

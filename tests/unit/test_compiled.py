@@ -88,11 +88,11 @@ def test_what_one_process_compiled_another_loads_and_what_is_damaged_is_kept_aga
 
 
 def test_a_learner_compiles_few_programs(tmp_path):
-    """Its step and six beside, and for each fragment seven: each costs every learner a moment."""
+    """Its step and six beside, and for each fragment eight: each costs every learner a moment."""
     own = {"JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", LEARNER, str(tmp_path)]
     subprocess.run(command, env=os.environ | own, cwd=INTEGRATION, check=True)
-    assert len(list(tmp_path.rglob("*-cache"))) <= 1 + 6 + 2 * 7
+    assert len(list(tmp_path.rglob("*-cache"))) <= 1 + 6 + 2 * 8
 
 
 @pytest.fixture
