@@ -56,8 +56,9 @@ class TensorEffect(NamedTuple):
 
 # What became of a round. Early ones come before the first stored version that is whole. A damaged
 # one lacks an object, or is not as recorded; those behind it come before the fragment's next stored
-# version. Beside: another fragment's view was unknown. Unreadable: the record is.
-Fate = Literal["judged", "early", "damaged", "behind", "beside", "unreadable"]
+# version. Beside: another fragment's view was unknown. Unreadable: the record is. Later: there was
+# no time for it, or not for all of it.
+Fate = Literal["judged", "early", "damaged", "behind", "beside", "unreadable", "later"]
 
 
 @dataclass
@@ -107,7 +108,7 @@ def blame(
     chains: Mapping[int, Chain],
     evaluate: Evaluate,
     progress: Progress | None = None,
-    enough: Callable[[], bool] = lambda: False,
+    enough: Callable[[], bool] | None = None,
 ) -> Blame:
     """Every round once more, without each of its inputs.
 
@@ -120,21 +121,21 @@ def blame(
         chains: of every fragment.
         evaluate: scores a model.
         progress: hears how many of how many records are done.
-        enough: whether to leave it at the rounds so far.
+        enough: whether to leave it at the updates so far, of which none is looked into by tensor.
 
     Raises:
         ConfigError: no version of a fragment is stored.
         StoreUnavailableError: the store is away.
     """
-    walk = _Walk(context, history, chains, evaluate)
+    walk = _Walk(context, history, chains, evaluate, enough)
     count = sum(len(chain) for chain in chains.values())
     for done, (seq, record) in enumerate(in_order(chains.values())):
-        if record.what != "verdict":
+        if enough is not None and enough():
+            walk.found.rounds.count("later", rounds=bool(record.inputs))
+        elif record.what != "verdict":
             walk.take(seq, record)
         if progress is not None:
             progress(done + 1, count)
-        if enough():
-            break
     found = walk.found
     worst = found.worst()
     found.tensors = [one for one in found.tensors if one.effect in worst]
@@ -154,8 +155,10 @@ class _Walk:
         history: History,
         chains: Mapping[int, Chain],
         evaluate: Evaluate,
+        enough: Callable[[], bool] | None,
     ) -> None:
         self.found = Blame()
+        self._enough = enough
         self._context = context
         self._history = history
         self._evaluate = evaluate
@@ -228,8 +231,7 @@ class _Walk:
             rounds.count("beside")
             return
         try:
-            self._judge(seq, record, base, before)
-            rounds.count("judged")
+            rounds.count(self._judge(seq, record, base, before))
         except (IntegrityError, ObjectMissingError, WireError) as error:
             rounds.count("damaged", _why(record, error.message))
 
@@ -244,14 +246,17 @@ class _Walk:
         known = {fragment: view for fragment, view in self._views.items() if view is not None}
         return known if len(known) == len(self._views) else None
 
-    def _judge(self, seq: int, record: wire.Record, base: FragmentArrays, before: float) -> None:
+    def _judge(self, seq: int, record: wire.Record, base: FragmentArrays, before: float) -> Fate:
         after, views = self._loss_now(), self._known_views()
         assert after is not None
         assert views is not None
         judged = _MergedRound(self._history, views, base, seq, record, (before, after))
         for effect, without in judged.effects(self._evaluate):
-            if self.found.add(effect):
+            if self.found.add(effect) and self._enough is None:
                 self.found.tensors += judged.by_tensor(effect, without, self._evaluate)
+            if self._enough is not None and self._enough():
+                return "later"
+        return "judged"
 
 
 def _why(record: wire.Record, error: str) -> str:

@@ -9,7 +9,6 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from statistics import fmean
 
 from rich.console import Console, Group
@@ -129,9 +128,13 @@ async def _harm(
         return [*found, _not_judged(f"what updates did to the held-out loss: {why}")]
     effects = judged.effects
     sentences = {f"learner {one.learner}": one for one in judge(effects)}
-    rounds = judged.rounds.fates["judged"]
-    if not rounds:
-        return [*found, _not_judged("what updates did to the held-out loss: no round is whole")]
+    rounds, later = judged.rounds.fates["judged"], judged.rounds.fates["later"]
+    if later:
+        all_of_them = f"{rounds} of the {rounds + later} newest rounds in {BLAME_S:.0f} s"
+        why = f"what updates did to the held-out loss: {all_of_them}; `diloco replay RUN --blame`"
+        found = [*found, _not_judged(f"{why} takes its time for all")]
+    elif not rounds:
+        found = [*found, _not_judged("what updates did to the held-out loss: no round is whole")]
     told = [_with_harm(one, sentences.get(one.about)) for one in found]
     accused = {one.about for one in found if one.severity in ("warning", "error")}
     told += [*_leaks(effects, sentences)]
@@ -150,8 +153,9 @@ def _blame(context: RunContext, history: History, task: Isolated) -> blame.Blame
     fragments = sorted(history.records)
     first = max(0, min(history.versions()) - max(4, BLAMED_ROUNDS // len(fragments)))
     chains = verify.chains(history, fragments, first, {})
-    spent = partial(lambda: time.monotonic() - began_s > BLAME_S)
-    return blame.blame(context, history, chains, evaluate, enough=spent)
+    return blame.blame(
+        context, history, chains, evaluate, enough=lambda: time.monotonic() - began_s > BLAME_S
+    )
 
 
 def _not_judged(what: str) -> Finding:

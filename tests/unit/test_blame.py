@@ -13,11 +13,13 @@ from diloco.common.protocol import names
 from diloco.common.protocol.errors import ConfigError
 from diloco.common.storage.store.protocol import KEPT
 from diloco.judge.doctor import examine, show
+from diloco.replay import blame, verify
 from diloco.replay.diff import run_diff
 from diloco.replay.modes import run_replay
 from diloco.replay.options import Options
 from diloco.replay.show import run_show
-from diloco.run.cli.opening import RunLocation, use_place
+from diloco.run.cli.opening import RunLocation, open_run, use_place
+from diloco.run.history import read_history
 
 KINDS = ("labels", "rate", "noise")
 
@@ -129,6 +131,33 @@ def test_effects_are_what_merging_without_an_update_gives(asked, tmp_path):
     )
     assert f"without {spoiled.CULPRIT}@{last['version']}-{last['version']}" in text
     assert "learners do not react" in text
+
+
+@pytest.mark.parametrize("allowed", [0, 1, 7, 10_000])
+def test_when_the_time_is_over_blame_keeps_what_it_has_and_counts_the_rest(runs, allowed):
+    """Of one round too, where a fleet is large."""
+    run, scored = runs["labels"], []
+
+    def evaluate(_views):
+        scored.append(1)
+        return 1.0
+
+    async def blamed():
+        async with open_run(str(run.tape), reads=True) as opened:
+            history = await read_history(opened.context)
+            chains = verify.chains(history, sorted(history.records), 0, {})
+            return blame.blame(
+                opened.context, history, chains, evaluate, enough=lambda: len(scored) >= 2 * allowed
+            )
+
+    use_place(RunLocation(None, str(run.store)))
+    found = asyncio.run(blamed())
+    use_place(RunLocation())
+    rounds = found.rounds.fates
+    assert not found.tensors
+    assert rounds["judged"] + rounds["later"] == rounds.total() > 0
+    assert len(found.effects) <= allowed
+    assert (rounds["later"] > 0) == (allowed < 10_000)
 
 
 def objects_of(store, run, whole, *kinds):
