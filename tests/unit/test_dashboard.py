@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runlab import Lab
+from runlab import RUN, Lab
 
 from bench.tapes import Forger
 from diloco.common.process.retry import Clock
@@ -25,7 +25,7 @@ from diloco.judge import doctor_findings
 from diloco.run import findings
 from diloco.run.model.scores import keep
 from diloco.run.state import Finding, RunStatus
-from diloco.run.timeseries import condense, read_time_series
+from diloco.run.timeseries import TimeSeries, condense, read_time_series
 from diloco.show.page import live, sections, server
 from diloco.show.page.lanes import make_lanes
 from diloco.show.page.live import LiveRun, served
@@ -427,9 +427,20 @@ def test_alerts_name_runbooks_that_there_are() -> None:
     assert {name.removeprefix("runbooks/") for name in named} <= runbook_names()
 
 
+def test_an_alert_leads_to_its_time_in_the_curves() -> None:
+    lab = Lab()
+    series = TimeSeries(RUN, lab.context.settings, lab.context.layout, 100.0)
+    one = Finding(severity="error", about="learner a", sentence="it is odd", since=7, since_s=103.5)
+    found = sections._alerts([one], series, served=True)
+    assert '<a href="#beside" data-at="103.5">its curve</a>' in found
+    assert "diloco show RUN FRAGMENT@7" in found
+
+
 def test_long_strings_of_a_run_are_cut() -> None:
     one = Finding(severity="error", about=HOSTILE, sentence="x" * 10**6)
-    found = sections._alerts([one], served=True)
+    lab = Lab()
+    series = TimeSeries(RUN, lab.context.settings, lab.context.layout, 0.0)
+    found = sections._alerts([one], series, served=True)
     assert "<script" not in found
     assert escape(HOSTILE) in found
     assert len(found) < 2 * TEXT

@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from diloco.common.protocol import wire
 from diloco.run.cli.units import age, human_bytes, human_count
 from diloco.run.findings import grouped
@@ -85,8 +87,8 @@ DRAWINGS = (
     Drawing(
         "beside", "Is a learner apart from the others?",
         "The eight learners that stand out most by loss and norm. A learner whose loss or norm is "
-        "several times the others', or whose updates point elsewhere, is looked into with `diloco "
-        "replay RUN --blame`.",
+        "several times the others', or whose updates point elsewhere, is looked into with diloco "
+        "why RUN.",
         drawn.learner_panels,
     ),
     Drawing(
@@ -144,7 +146,7 @@ def now(status: RunStatus, series: TimeSeries, *, served: bool = True) -> Parts:
     panels = drawn.rounds(series, [one.fragment for one in chosen], until_s)
     return {
         "progress": _progress(status),
-        "alerts": section("alerts", "Alerts", body=_alerts(status.alerts, served=served)),
+        "alerts": section("alerts", "Alerts", body=_alerts(status.alerts, series, served=served)),
         "rounds": section("rounds", "Rounds", note, panels=panels, table=_fragments(chosen)),
     }
 
@@ -167,24 +169,29 @@ def _progress(status: RunStatus) -> Markup:
     return element("div", {"id": "progress"}, element("progress", bar), text)
 
 
-def _alerts(found: Sequence[Finding], *, served: bool) -> Markup:
+def _alerts(found: Sequence[Finding], series: TimeSeries, *, served: bool) -> Markup:
     groups = grouped(found)
     if not groups:
         return element("p", {"class": "note"}, "Nothing is amiss.")
     more = len(groups) - ALERTS
-    lines = [_alert(one, served=served) for one in groups[:ALERTS]]
+    axis = Shown(series, [])
+    lines = [_alert(one, axis, served=served) for one in groups[:ALERTS]]
     if more > 0:
         lines.append(element("li", {}, f"… and {more:,} more"))
     return element("ul", {"class": "alerts"}, *lines)
 
 
-def _alert(one: Finding, *, served: bool) -> Markup:
+def _alert(one: Finding, axis: Shown, *, served: bool) -> Markup:
     parts: list[str] = [element("b", {}, one.severity)]
     parts.append(f" {one.about[:TEXT]}: {one.sentence[:TEXT]} ")
     if one.evidence:
         parts.append(element("span", {"class": "note"}, f"({one.evidence[:TEXT]}) "))
     if one.about.startswith("learner"):
-        parts.append(element("a", {"href": "#beside"}, "its curve"))
+        # The page's script puts the cursor of the curves there.
+        at = {}
+        if one.since_s is not None:
+            at = {"data-at": f"{axis.since(np.asarray([one.since_s]))[0]:g}"}
+        parts.append(element("a", {"href": "#beside", **at}, "its curve"))
         parts.append(" ")
     if one.since is not None:
         told = f"since version {one.since}: diloco show RUN FRAGMENT@{one.since} "

@@ -81,6 +81,12 @@
     read(found, to, Math.min(Math.max(row, Math.ceil(down[0])), Math.floor(down[1])));
   });
 
+  document.addEventListener("click", (event) => {
+    const at = event.target.dataset?.at;
+    if (at === undefined) return;
+    for (const panel of document.querySelectorAll(`${event.target.hash} .panel`)) read(place(panel), Number(at), 0);
+  });
+
   // ---- Files of a figure
 
   function whole(section) {
