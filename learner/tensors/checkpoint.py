@@ -324,33 +324,21 @@ class PartFolder:
         self._keep = keep
 
     def numbers(self) -> list[int]:
-        """Numbers of the checkpoint parts in the folder, newest first."""
+        """As `Folder.numbers`."""
         found = [path.stem for path in self._path.glob("*.safetensors")]
         return sorted((int(stem) for stem in found if stem.isdecimal()), reverse=True)
 
     def facts(self, number: int) -> Facts:
-        """The small part of a checkpoint.
-
-        Raises:
-            CheckpointError: it cannot be read.
-        """
+        """As `Folder.facts`."""
         return self._read(number).facts
 
     def arrays(self, number: int, facts: Facts) -> Arrays:
-        """The arrays of a checkpoint.
-
-        Raises:
-            CheckpointError: they cannot be read.
-        """
+        """As `Folder.arrays`."""
         del facts
         return self._read(number).arrays
 
     def write(self, checkpoint: HostCheckpoint) -> int:
-        """Write the next checkpoint, whole or not at all; its number.
-
-        Raises:
-            CheckpointError: it could not be written.
-        """
+        """As `Folder.write`."""
         with _refused():
             there = self.numbers()
             number = max(there, default=0) + 1
