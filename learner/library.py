@@ -40,9 +40,9 @@ from diloco.common.protocol.errors import (
 from diloco.common.protocol.layout import Hint
 from diloco.learner.background import Background
 from diloco.learner.core.boundary import Boundary
-from diloco.learner.follow import follow
+from diloco.learner.following_host import follow
 from diloco.learner.hosts.messages import HANGING_S, end_if_hanging
-from diloco.learner.lead import lead
+from diloco.learner.leading_host import lead
 from diloco.learner.life import Host, Life
 from diloco.learner.member import NAMED, Member
 from diloco.learner.synchronizer import figures_of, loss_of, never

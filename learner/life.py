@@ -1,8 +1,8 @@
 """One life of a learner, as host 0 and as a worker lead it: everything between start and end.
 
 A life is made once, from what was loaded: views first (others' parameters are overwritten by
-them), then programs, the join, the place in the data. `lead.py` and `follow.py` do that as host 0
-and as a worker; here is what both need.
+them), then programs, the join, the place in the data. `leading_host.py` does that as host 0,
+`following_host.py` as a worker; here is what both need.
 """
 
 import asyncio

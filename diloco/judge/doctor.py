@@ -36,7 +36,7 @@ from diloco.common.protocol.errors import (
 from diloco.common.storage.bundle import is_bundle
 from diloco.common.storage.store import ObjectStore, open_store
 from diloco.common.storage.tape import RunContext
-from diloco.judge import doctor_findings, service
+from diloco.judge import doctor_findings, service_findings
 from diloco.judge.audit import Account, Audit, Objects, audit
 from diloco.judge.evidence import wholeness
 from diloco.judge.objects import check_bytes, check_objects, list_now, read_listing
@@ -209,11 +209,11 @@ def _probe_store(config: Config) -> tuple[ObjectStore | None, list[Finding]]:
     try:
         store = open_store(config.store.url, emulator=config.store.emulator)
         _round_trip(store, name)
-        taken = f"{config.store.url} accepts objects{service.probed_as(store)}"
+        taken = f"{config.store.url} accepts objects{service_findings.probed_as(store)}"
         return store, [
             Finding(severity="ok", about="store", sentence=taken),
-            *service.store_owner(store),
-            *service.store_fence(store, credentials=bool(config.bus.credentials)),
+            *service_findings.store_owner(store),
+            *service_findings.store_fence(store, credentials=bool(config.bus.credentials)),
         ]
     except StoreMissingError as error:
         # Of a run that is there it is an error, and `open_run` says so.
@@ -343,14 +343,16 @@ async def _examine_run(report: Report, run: OpenRun, task: Isolated, way: _Way) 
     told((await Watch(context).begin()).findings, "reading the tape")
     history, now, compared, found, objects = await _look(context, told, deep=way.deep)
     report.account, report.run_now = found.account, now
-    made = await context.runtime.call(service.newest_checkpoint, context.store, context.run)
+    made = await context.runtime.call(
+        service_findings.newest_checkpoint, context.store, context.run
+    )
     gone = await context.runtime.call(lambda: [*deleted(context.store, context.run)])
     findings = [
         *configuration(history.in_force, now.changes),
         *doctor_findings.aggregator_clocks(history),
         *compared.findings,
         *doctor_findings.ruined(await _scores(context, deep=way.deep)),
-        *service.checkpoints(history, made, now.as_of_s),
+        *service_findings.checkpoints(history, made, now.as_of_s),
         *((_copy(),) if run.bundle is not None else ()),
         *doctor_findings.tape(history, found),
         *wholeness(history, objects),

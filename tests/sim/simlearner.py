@@ -1,4 +1,4 @@
-"""A learner of a simulated run: production code, life by life, as `diloco.learner.lead` puts it together."""
+"""A learner of a simulated run: production code, life by life, as `diloco.learner.leading_host` puts it together."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ from diloco.learner.core.events import (
     Event,
     sync_rules,
 )
-from diloco.learner.lead import say_end
+from diloco.learner.leading_host import say_end
 from diloco.learner.synchronizer import HOLD_S, Meter, Planner, Synchronizer
 from diloco.learner.wire.claims import LOOK_S, Claims
 from diloco.learner.wire.incarnation import (
@@ -163,7 +163,7 @@ class SimLearner:
         return not actor.dead
 
     async def _live(self, actor: Actor, background: SimBackground, context: LearnerContext) -> None:
-        """As `diloco.learner.lead` does it."""
+        """As `diloco.learner.leading_host` does it."""
         world, tensors, peers = self.world, self.world.tensors, Alone()
         actor.starting = True
         specification = await load_specification(actor.bus, world.run_name)
@@ -244,7 +244,7 @@ class SimLearner:
         return claims
 
     async def _end_when_superseded(self, context: LearnerContext, life: Joined) -> None:
-        """As `diloco.learner.lead` does it: the error ends the process."""
+        """As `diloco.learner.leading_host` does it: the error ends the process."""
         try:
             await end_when_superseded(context, life)
         except SupersededError:

@@ -9,7 +9,7 @@ from simshrink import explain
 from simtrial import Trial
 
 from diloco.common.protocol import names, wire
-from diloco.learner.lead import say_end
+from diloco.learner.leading_host import say_end
 
 TROUBLE = ("crash", "pause", "partition", "lost_answer", "delay", "stale_read", "standby")
 

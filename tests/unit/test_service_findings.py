@@ -18,7 +18,7 @@ from diloco.common.protocol import names, wire
 from diloco.common.protocol.shards import crc32c
 from diloco.common.storage.store import DirectoryStore, MemoryStore
 from diloco.common.storage.tape import last_record, load_specification
-from diloco.judge import service
+from diloco.judge import service_findings
 from diloco.run.findings import judged
 from diloco.run.history import History, read_history
 from diloco.run.newest_objects import BytesRead, deleted, newest_first
@@ -89,20 +89,24 @@ def test_checkpoints_that_fail_or_are_old() -> None:
     name = "0000-000000000007"
 
     def told(made: tuple[str, float] | None, now_s: float) -> list[str]:
-        return [one.severity for one in service.checkpoints(history, made, now_s)]
+        return [one.severity for one in service_findings.checkpoints(history, made, now_s)]
 
-    assert told(None, 1000.0 + service.MAKING_S) == []
-    assert told(None, 1001.0 + service.MAKING_S) == ["error"]
-    assert told(("0000-000000000003", 500.0), 1001.0 + service.MAKING_S) == ["error"]
-    assert told((name, 1000.0), 1001.0 + service.MAKING_S) == ["ok"]
-    assert told((name, 1000.0), 1001.0 + service.CHECKPOINT_S) == ["warning"]
+    assert told(None, 1000.0 + service_findings.MAKING_S) == []
+    assert told(None, 1001.0 + service_findings.MAKING_S) == ["error"]
+    assert told(("0000-000000000003", 500.0), 1001.0 + service_findings.MAKING_S) == ["error"]
+    assert told((name, 1000.0), 1001.0 + service_findings.MAKING_S) == ["ok"]
+    assert told((name, 1000.0), 1001.0 + service_findings.CHECKPOINT_S) == ["warning"]
 
 
 def test_a_run_without_any_checkpoint() -> None:
     history = ask(joined(Lab(), 1, leaving=False))
     created_s = history.specification.created_at_s
-    assert not [*service.checkpoints(history, None, created_s + service.CHECKPOINT_S)]
-    (found,) = service.checkpoints(history, None, created_s + service.CHECKPOINT_S + 1)
+    assert not [
+        *service_findings.checkpoints(history, None, created_s + service_findings.CHECKPOINT_S)
+    ]
+    (found,) = service_findings.checkpoints(
+        history, None, created_s + service_findings.CHECKPOINT_S + 1
+    )
     assert found.severity == "warning"
     assert "diloco run checkpoint RUN" in found.advice
 
@@ -160,25 +164,25 @@ def test_roots_objects_belong_to_the_folders_owner(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path)
     store.put("demo/checkpoint/one", b"bytes")
     assert {path.stat().st_uid for path in tmp_path.rglob("*")} == {NOBODY}
-    assert not [*service.store_owner(store)]
-    assert f"the folder is user {NOBODY}'s" in service.probed_as(store)
+    assert not [*service_findings.store_owner(store)]
+    assert f"the folder is user {NOBODY}'s" in service_findings.probed_as(store)
     os.chown(tmp_path / "demo" / "checkpoint", 0, 0)
-    (found,) = service.store_owner(store)
+    (found,) = service_findings.store_owner(store)
     assert str(tmp_path / "demo" / "checkpoint") in found.sentence
     assert "chown -R --reference" in found.advice
 
 
 def test_a_folder_beside_credentials_is_no_fence(tmp_path: Path) -> None:
-    (found,) = service.store_fence(DirectoryStore(tmp_path), credentials=True)
+    (found,) = service_findings.store_fence(DirectoryStore(tmp_path), credentials=True)
     assert found.severity == "warning"
     assert "delete the objects of all others" in found.sentence
-    assert not [*service.store_fence(DirectoryStore(tmp_path), credentials=False)]
+    assert not [*service_findings.store_fence(DirectoryStore(tmp_path), credentials=False)]
 
 
 def test_of_other_stores_nothing_is_said() -> None:
-    assert not [*service.store_fence(MemoryStore(), credentials=True)]
-    assert service.probed_as(MemoryStore()) == ""
-    assert not [*service.store_owner(MemoryStore())]
+    assert not [*service_findings.store_fence(MemoryStore(), credentials=True)]
+    assert service_findings.probed_as(MemoryStore()) == ""
+    assert not [*service_findings.store_owner(MemoryStore())]
 
 
 def test_what_a_learner_says_of_itself() -> None:
