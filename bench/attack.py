@@ -3,6 +3,7 @@
     .venv/bin/python -m bench.attack [--seeds 3] [--budget 300] [--draws 10] [--trust A,B]
     .venv/bin/python -m bench.attack --lie "pace=3 direction=drift length=10" [--fleets 3+2]
     .venv/bin/python -m bench.attack --minority [--fleets 3,8]
+    .venv/bin/python -m bench.attack --backdoor [--fleets 4]
 
 The machine, the merge and the learner's core are those of the daemons (`bench/emulate.py`); the
 task is the student of `bench/tasks.py`. Liars train as the others do, at a pace of their own, and
@@ -10,7 +11,8 @@ forge what they announce: a `Lie` says how. Half of the draws are random, the ot
 best so far, which is at first the worst that was known. What was found is played again with other
 seeds and printed beside "nobody": the same run of the honest alone. `--lie` plays one lie. With
 `--minority` nobody lies, and the last learner alone has a slice of the data: what the merge of
-others' learners costs that slice.
+others' learners costs that slice. With `--backdoor` one output of 16 is taught to the last learner
+with its sign turned: what that does to all the data, and to the slice that this output is.
 """
 
 import argparse
@@ -23,10 +25,11 @@ from typing import Any, Final, Literal, NamedTuple, get_args
 import numpy as np
 
 from bench.emulate import LifeSpan, RunOutcome, Start, Weather, World, begin
-from bench.tasks import student
+from bench.tasks import TURNED, student
 from diloco.common.process.config import RunSettings, make_config
 from diloco.common.protocol import wire
 from diloco.common.protocol.quantization import Encoded
+from diloco.common.protocol.wire import WHOLE
 from diloco.learner.task import scores
 
 Parts = tuple[Encoded, ...]
@@ -302,18 +305,36 @@ def minority(learners: int, seeds: Sequence[int], steps: int, trust: str) -> str
 
     Losses of all data and of that slice, over those of a run whose learners are its own.
     """
-    found = [[_by_slice(seed, steps, rule, learners) for rule in (trust, "own")] for seed in seeds]
-    cells = [_percent([a[name] / b[name] - 1 for a, b in found]) for name in ("loss", "rare")]
+    who = {"minority": learners - 1}
+    found = [[_by_slice(seed, steps, rule, learners, **who) for rule in (trust, "own")]
+             for seed in seeds]  # fmt: skip
+    return _line(trust, learners, found, "rare")
+
+
+def backdoor(learners: int, seeds: Sequence[int], steps: int, trust: str) -> str:
+    """The line of a fleet whose last learner is taught one output wrongly.
+
+    Losses of all data and of that output, over those of the fleet without that.
+    """
+    either: tuple[dict[str, int], ...] = ({"backdoor": learners - 1}, {})
+    found = [[_by_slice(seed, steps, trust, learners, **who) for who in either] for seed in seeds]
+    return _line(trust, learners, found, f"output-{TURNED}")
+
+
+def _line(trust: str, learners: int, found: list[list[dict[str, float]]], part: str) -> str:
+    cells = [_percent([a[name] / b[name] - 1 for a, b in found]) for name in (WHOLE, part)]
     return f"| {trust} | {learners} | {' | '.join(cells)} |"
 
 
 @functools.cache
-def _by_slice(seed: int, steps: int, trust: str, learners: int) -> dict[str, float]:
-    task = student(steps=steps, seed=seed, minority=learners - 1)
+def _by_slice(
+    seed: int, steps: int, trust: str, learners: int, *, minority: int = -1, backdoor: int = -1
+) -> dict[str, float]:
+    task = student(steps=steps, seed=seed, minority=minority, backdoor=backdoor)
     run = settings(seed, steps, trust)
     world = World(run, begin(run, task), Weather((1.0,) * learners))
     assert world.run() is not None
-    return scores(task.evaluate(world.view()))
+    return scores(task.evaluate(world.view())).losses()
 
 
 def _percent(values: list[float]) -> str:
@@ -330,6 +351,7 @@ def main() -> None:
     parser.add_argument("--goals", default="loss,work", help=f"of {', '.join(GOALS)}")
     parser.add_argument("--lie", help="no search: this one, as the table says it")
     parser.add_argument("--minority", action="store_true", help="nobody lies; --fleets 2,3,8")
+    parser.add_argument("--backdoor", action="store_true", help="one is taught wrongly; --fleets 4")
     parser.add_argument("--fleets", default="3+1,3+2", help="honest learners + liars")
     parser.add_argument(
         "--trust", default="own,others", help="of run.trust; others may have a radius: others:0.5"
@@ -337,11 +359,12 @@ def main() -> None:
     options = parser.parse_args()
     # The search has seed 0; a lie that only fits its luck does not fit that of others.
     seeds, steps = range(1, options.seeds + 1), options.budget
-    if options.minority:
+    if options.minority or options.backdoor:
+        play_slices = minority if options.minority else backdoor
         print(f"| trust | learners | held-out loss, % | of the slice, % |\n|{' --- |' * 4}")
         for trust in options.trust.split(","):
             for learners in map(int, options.fleets.split(",")):
-                print(minority(learners, seeds, steps, trust), flush=True)
+                print(play_slices(learners, seeds, steps, trust), flush=True)
         return
     print("| trust | liars | lie | held-out loss, % | versions a second, % | honest work, % |")
     print(f"|{' --- |' * 6}")

@@ -166,6 +166,7 @@ def _matrices(seed: int, parameters: int) -> Task:
 STUDENT_BATCH, INPUTS, HIDDEN, NOISE = 8, 16, 32, 0.5
 POOL, HELD_OUT = 1 << 15, 1 << 12
 RATE = 1e-2
+TURNED = 3
 
 
 def _predict(params: Params, x_BxI: jax.Array) -> jax.Array:
@@ -205,31 +206,46 @@ def student(
     optimizer: str = "adamw",
     learning_rate: float | None = None,
     minority: int = -1,
+    backdoor: int = -1,
 ) -> Task:
     """The task; a seed draws the batches, and by the run's `init` the student.
 
-    `minority`: the number of the one learner that has the examples of the slice "rare", a sixth of
-    the held-out ones; it has no others, and nobody else has any of them.
+    Slices of the held-out examples are the outputs, each of all examples, and "rare" and "common":
+    a sixth of the examples, and the others.
+
+    `minority`: the number of the one learner that has the rare examples; it has no others, and
+    nobody else has any of them.
+    `backdoor`: the number of the one learner to whom output `TURNED` is taught with its sign
+    turned.
     """
     pool, held_out = _examples(0, POOL), _examples(1, HELD_OUT)
-    held_out_loss = jax.jit(student_loss)
-    rare = {name: values[held_out["x"][:, 0] > 1.0] for name, values in held_out.items()}
+    taught_badly = pool | {"y": pool["y"] * np.where(np.arange(INPUTS) == TURNED, -1, 1)}
     is_rare = pool["x"][:, 0] > 1.0
     indices = {True: np.flatnonzero(is_rare), False: np.flatnonzero(~is_rare)}
 
-    def evaluate(params: Params) -> float | Metrics:
-        loss = float(held_out_loss(params, held_out))
-        return loss if minority < 0 else {"loss": loss, "rare": held_out_loss(params, rare)}
+    @jax.jit
+    def measured(params: Params) -> tuple[jax.Array, dict[str, jax.Array]]:
+        errors_BxI = jnp.square(_predict(params, held_out["x"]) - held_out["y"])
+        rare_B, of_outputs_I = held_out["x"][:, 0] > 1.0, errors_BxI.mean(0)
+        slices = {f"output-{index}": loss for index, loss in enumerate(of_outputs_I)}
+        slices |= {"rare": errors_BxI[rare_B].mean(), "common": errors_BxI[~rare_B].mean()}
+        return errors_BxI.mean(), slices
+
+    def evaluate(params: Params) -> Metrics:
+        loss, slices = measured(params)
+        return {"loss": loss, "slices": slices}
 
     def batches(learner: str, position: int) -> Iterator[Batch]:
-        number = int(learner.rpartition("-")[2])
+        place = learner.rpartition("-")[2]
+        number = int(place) if place.isdigit() else zlib.crc32(learner.encode())
         while True:
             rng = np.random.default_rng([seed, number, position])
             chosen = rng.integers(0, POOL, STUDENT_BATCH)
             if minority >= 0:
                 own = indices[number == minority]
                 chosen = own[chosen % len(own)]
-            yield {name: values[chosen] for name, values in pool.items()}
+            taught = taught_badly if number == backdoor else pool
+            yield {name: values[chosen] for name, values in taught.items()}
             position += 1
 
     return Task(

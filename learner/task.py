@@ -22,6 +22,8 @@ Rules, checked by `contract.load_task` before anything is allocated:
 
 import dataclasses
 import functools
+import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, ParamSpec, Protocol, runtime_checkable
@@ -35,6 +37,13 @@ from pydantic import ConfigDict, Field, ValidationError, validate_call
 from diloco.common.process.config import explain
 from diloco.common.protocol.errors import TaskError
 from diloco.common.protocol.layout import FLOATING, Hint, Kind, TensorHint, default_hint
+from diloco.common.protocol.wire import (
+    METRIC_NAME,
+    MOST_HELD_OUT_SLICES,
+    MOST_METRICS,
+    SLICE_NAME,
+    WHOLE,
+)
 from diloco.common.storage.shares import Holding, Sizes
 
 Params = Any  # a pytree of arrays
@@ -137,7 +146,8 @@ class Task:
             differentiates it. The key follows from seed, learner and position.
         batches: (learner's name, position) -> endless batches, number `position` first. The same
             name and position always give the same batch.
-        evaluate: parameters -> mean loss on held-out data; or scalars by name, `loss` among them.
+        evaluate: parameters -> mean loss on held-out data; or scalars by name, `loss` among them,
+            and under "slices" the same of named parts of that data, such as classes or languages.
         tokens_per_batch: units of work in one batch, whatever the task counts; at least 1.
         optimizer: an ordinary optax optimizer with its learning rate, such as
             `optax.adamw(optax.cosine_decay_schedule(1e-3, steps))`: its schedules follow the run's
@@ -255,28 +265,92 @@ def _require_count(name: str, value: Any, hint: str) -> None:
         raise TaskError(f"Task.{name} must be an int of at least 1, but it is {value!r}", hint=hint)
 
 
+class TaskScores(NamedTuple):
+    """What `Task.evaluate` measures.
+
+    Attributes:
+        figures: of all held-out data, by name; `loss` is among them.
+        slices: the same of parts of that data, by their names.
+    """
+
+    figures: dict[str, float]
+    slices: dict[str, dict[str, float]]
+
+    def losses(self) -> dict[str, float]:
+        """The loss of each slice by its name, and first under `WHOLE` that of all the data."""
+        of_slices = {name: figures["loss"] for name, figures in self.slices.items()}
+        return {WHOLE: self.figures["loss"], **of_slices}
+
+
+_METRIC, _SLICE = re.compile(METRIC_NAME), re.compile(SLICE_NAME)
+
+
 def held_out_loss(task: Task, params: Params) -> float:
     """The loss among what `evaluate` says."""
-    return scores(task.evaluate(params))["loss"]
+    return scores(task.evaluate(params)).figures["loss"]
 
 
-def scores(said: float | Metrics) -> dict[str, float]:
-    """The scores that `evaluate` returned, by name: `loss`, and any others.
+def scores(said: float | Metrics) -> TaskScores:
+    """The scores that `evaluate` returned.
 
     Raises:
-        TaskError: it says no loss, or what is no number.
+        TaskError: it says no loss, what is no number, or a slice that has no data.
     """
     said = said if isinstance(said, Mapping) else {"loss": said}
+    parts = said.get("slices", {})
+    if not isinstance(parts, Mapping) or len(parts) > MOST_HELD_OUT_SLICES:
+        raise TaskError(
+            "Task.evaluate must return as slices a dictionary of at most "
+            f"{MOST_HELD_OUT_SLICES} names, but it returned {kind(parts)}",
+            hint='for example {"loss": loss, "slices": {"de": loss_of_de, "en": loss_of_en}}',
+        )
+    figures = _figures({name: value for name, value in said.items() if name != "slices"}, "")
+    slices = {name: _slice(name, part, figures["loss"]) for name, part in parts.items()}
+    return TaskScores(figures, slices)
+
+
+def _slice(name: Any, said: Any, loss: float) -> dict[str, float]:
+    of = f" for the slice {name!r}"
+    if not isinstance(name, str) or _SLICE.fullmatch(name) is None:
+        raise TaskError(
+            f"Task.evaluate names a slice {name!r}",
+            hint="use letters, digits and ._+-, at most 50, a letter or digit first",
+        )
+    figures = _figures(said if isinstance(said, Mapping) else {"loss": said}, of)
+    if math.isfinite(loss) and not math.isfinite(figures["loss"]):
+        raise TaskError(
+            f"Task.evaluate returned the loss {figures['loss']}{of}, where that of all held-out "
+            f"data is {loss:.4g}: the slice is empty, or its mean is not one",
+            hint="name the slices that have held-out examples, and no others",
+        )
+    return figures
+
+
+def _figures(said: Metrics, of: str) -> dict[str, float]:
+    """Scalars by name, of a slice or all data, as an error calls it."""
     if "loss" not in said:
         raise TaskError(
-            f"Task.evaluate returned no loss, but {', '.join(map(str, said)) or 'nothing'}",
+            f"Task.evaluate returned no loss{of}, but {', '.join(map(str, said)) or 'nothing'}",
             hint='name the held-out loss "loss" among them',
         )
+    wrong = [name for name in said if not isinstance(name, str) or _METRIC.fullmatch(name) is None]
+    if wrong or len(said) > MOST_METRICS:
+        raise TaskError(
+            f"Task.evaluate returned {len(said)} figures{of}"
+            + (f", and calls one {wrong[0]!r}" if wrong else ""),
+            hint=f"name at most {MOST_METRICS}, in letters, digits and _, at most 50, a letter"
+            " first",
+        )
+    return {name: _figure(f"{name}{of}", value) for name, value in said.items()}
+
+
+def _figure(what: str, value: Any) -> float:
     try:
-        return {str(name): float(value) for name, value in said.items()}
+        return float(value)
     except (TypeError, ValueError) as error:
         raise TaskError(
-            f"Task.evaluate must return a number, or numbers by name, but: {short(error)}",
+            f"Task.evaluate must return a number, or numbers by name, but {what} is none: "
+            f"{short(error)}",
             hint="return means over the held-out data, such as float(jnp.mean(losses))",
         ) from error
 

@@ -95,9 +95,12 @@ def _train(trial: Trial, task: Task, learner: str, seed: int, steps: int) -> Non
     except (Exception, SystemExit) as error:  # noqa: BLE001 - as above
         trial.refuse(error)
         return
-    words = ", ".join(f"{name} {value:.4g}" for name, value in said.items())
-    trial.facts.append(("held-out, before training", words))
-    wrong = [name for name, value in said.items() if not math.isfinite(value)]
+    every = {"held-out, before training": said.figures}
+    every |= {f"held-out, slice {name}": figures for name, figures in said.slices.items()}
+    for what, figures in every.items():
+        words = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
+        trial.facts.append((what, words))
+    wrong = [name for name, value in said.figures.items() if not math.isfinite(value)]
     if wrong:
         trial.warned.append(f"Task.evaluate gives no finite {', '.join(wrong)}")
 

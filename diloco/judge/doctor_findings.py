@@ -142,21 +142,42 @@ def rules(found: Audit) -> Iterator[Finding]:
 
 
 def ruined(scores: Sequence[wire.Score]) -> Iterator[Finding]:
-    """Find a held-out loss that has risen by much of what it had fallen.
+    """Find a held-out loss that rose by much of what it had fallen: of all the data, or of slices.
 
     Args:
         scores: that were kept, in order of time.
     """
-    if len(scores) < FEWEST_SCORES:
+    if not scores:
         return
-    first, newest, best = scores[0], scores[-1], min(scores, key=lambda score: score.loss)
-    worse = newest.loss - best.loss
-    if worse > max(LOST_SHARE * (first.loss - best.loss), LOST_LEAST * abs(best.loss)):
+    newest = scores[-1]
+    others = [one for one in scores if one.slices.keys() != newest.slices.keys()]
+    yield from _risen("held-out loss", [(one.loss, one.global_step) for one in scores])
+    for name in newest.slices:
+        having = [one for one in scores if name in one.slices]
+        losses = [(one.slices[name]["loss"], one.global_step) for one in having]
+        yield from _risen(f"held-out loss of {name}", losses)
+    if others:
+        was, now = (", ".join(one.slices) or "none" for one in (others[-1], newest))
+        yield Finding(
+            severity="note",
+            about="held-out slices",
+            sentence=f"kept scores name other slices: {wire.note(was)} at step "
+            f"{others[-1].global_step:,}, {wire.note(now)} at step {newest.global_step:,}",
+            advice="score with one release of the task; `diloco evaluate RUN --version V` scores "
+            "an earlier version with today's slices",
+        )
+
+
+def _risen(about: str, losses: Sequence[tuple[float, int]]) -> Iterator[Finding]:
+    """Find that a loss has risen, of (loss, global step) in order."""
+    if len(losses) < FEWEST_SCORES:
+        return
+    (first, _), (newest, at), (best, best_at) = losses[0], losses[-1], min(losses)
+    if newest - best > max(LOST_SHARE * (first - best), LOST_LEAST * abs(best)):
         yield Finding(
             severity="warning",
-            about="held-out loss",
-            sentence=f"{newest.loss:.4g} at step {newest.global_step:,}; it was {best.loss:.4g} at "
-            f"step {best.global_step:,}",
+            about=about,
+            sentence=f"{newest:.4g} at step {at:,}; it was {best:.4g} at step {best_at:,}",
             advice="`diloco replay RUN --bisect` says at which version it rose, `--blame` by whom; "
             "if no learner did it, the outer step is too long: `diloco replay RUN --set "
             "outer.learning_rate=0.5`",

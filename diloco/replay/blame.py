@@ -21,6 +21,7 @@ from diloco.aggregator.arrays.fragment import FragmentArrays
 from diloco.common.process.config import settings_of
 from diloco.common.protocol import wire
 from diloco.common.protocol.errors import ConfigError, IntegrityError, ObjectMissingError, WireError
+from diloco.common.protocol.wire import WHOLE
 from diloco.common.storage.catchup import delta_of
 from diloco.common.storage.tape import RunContext
 from diloco.common.storage.views import take_step
@@ -42,8 +43,10 @@ BY_TENSOR = 6
 # Rounds of which it is told why they do not come out.
 TOLD = 3
 
-# Held-out loss of the model with these views, of all fragments in order.
-Evaluate = Callable[[Sequence[Vector]], float]
+# Held-out losses of the model with these views, of all fragments in order: of all the data, under
+# `WHOLE`, and of its slices.
+Losses = dict[str, float]
+Evaluate = Callable[[Sequence[Vector]], Losses]
 
 
 class TensorEffect(NamedTuple):
@@ -82,16 +85,23 @@ class BlamedRounds:
 
 @dataclass
 class Blame:
-    """Every update's effect in order of time, those of the worst by tensor; what is left out."""
+    """Every update's effect in order of time, those of the worst by tensor; what is left out.
+
+    `slices` has the same effects on the loss of each slice of the held-out data.
+    """
 
     rounds: BlamedRounds = field(default_factory=BlamedRounds)
     effects: Effects = field(default_factory=lambda: Effects(Effect))
+    slices: dict[str, Effects] = field(default_factory=dict)
     tensors: list[TensorEffect] = field(default_factory=list)
     _worst: list[Effect] = field(default_factory=list)
 
-    def add(self, effect: Effect) -> bool:
-        """The next one; whether it is among the worst so far."""
+    def add(self, by_slice: Mapping[str, Effect]) -> bool:
+        """The next one, by slice; whether it is among the worst so far."""
+        effect = by_slice[WHOLE]
         self.effects.append(effect)
+        for name in by_slice.keys() - {WHOLE}:
+            self.slices.setdefault(name, Effects(Effect)).append(by_slice[name])
         if effect.did <= 0:
             return False
         self._worst = nlargest(BY_TENSOR, [*self._worst, effect], key=attrgetter("did"))
@@ -171,7 +181,7 @@ class _Walk:
             fragment: _first_view(history, fragment, chain) for fragment, chain in chains.items()
         }
         # Of the model as it stands; None: not evaluated yet.
-        self._loss: float | None = None
+        self._loss: Losses | None = None
 
     def take(self, seq: int, record: wire.Record) -> None:
         """The next record that made a version."""
@@ -223,7 +233,7 @@ class _Walk:
         self._see(fragment, moved)
 
     def _round(
-        self, seq: int, record: wire.Record, base: FragmentArrays, before: float | None
+        self, seq: int, record: wire.Record, base: FragmentArrays, before: Losses | None
     ) -> None:
         """Judge a round that came out as recorded, from the arrays and the loss before it."""
         rounds = self.found.rounds
@@ -235,7 +245,7 @@ class _Walk:
         except (IntegrityError, ObjectMissingError, WireError) as error:
             rounds.count("damaged", _why(record, error.message))
 
-    def _loss_now(self) -> float | None:
+    def _loss_now(self) -> Losses | None:
         """Of the model as it stands; None if the view of a fragment is unknown."""
         views = self._known_views()
         if views is not None and self._loss is None:
@@ -246,14 +256,14 @@ class _Walk:
         known = {fragment: view for fragment, view in self._views.items() if view is not None}
         return known if len(known) == len(self._views) else None
 
-    def _judge(self, seq: int, record: wire.Record, base: FragmentArrays, before: float) -> Fate:
+    def _judge(self, seq: int, record: wire.Record, base: FragmentArrays, before: Losses) -> Fate:
         after, views = self._loss_now(), self._known_views()
         assert after is not None
         assert views is not None
         judged = _MergedRound(self._history, views, base, seq, record, (before, after))
-        for effect, without in judged.effects(self._evaluate):
-            if self.found.add(effect) and self._enough is None:
-                self.found.tensors += judged.by_tensor(effect, without, self._evaluate)
+        for by_slice, without in judged.effects(self._evaluate):
+            if self.found.add(by_slice) and self._enough is None:
+                self.found.tensors += judged.by_tensor(by_slice[WHOLE], without, self._evaluate)
             if self._enough is not None and self._enough():
                 return "later"
         return "judged"
@@ -288,7 +298,7 @@ class _MergedRound:
         base: the fragment's arrays before it.
         seq: of its record.
         record: of it.
-        losses: of the model before it and after.
+        losses: of the model before it and after, by slice.
     """
 
     def __init__(
@@ -298,7 +308,7 @@ class _MergedRound:
         base: FragmentArrays,
         seq: int,
         record: wire.Record,
-        losses: tuple[float, float],
+        losses: tuple[Losses, Losses],
     ) -> None:
         self._before, self._loss = losses
         self._history = history
@@ -307,23 +317,24 @@ class _MergedRound:
         self._seq = seq
         self._record = record
 
-    def effects(self, evaluate: Evaluate) -> Iterator[tuple[Effect, Vector]]:
-        """The effect of each input, with the view that there is without it."""
+    def effects(self, evaluate: Evaluate) -> Iterator[tuple[dict[str, Effect], Vector]]:
+        """The effect of each input by slice, with the view that there is without it."""
         record, base = self._record, self._base
         for index, taken in enumerate(record.inputs):
             others = [*record.inputs[:index], *record.inputs[index + 1 :]]
             without = self._merged(copy_arrays(base), others)
-            loss = evaluate(self._with(without))
+            losses = evaluate(self._with(without))
             alone = evaluate(self._with(self._merged(copy_arrays(base), [taken])))
-            yield (
-                Effect(
+            by_slice = {
+                name: Effect(
                     record.fragment, record.version, self._seq, record.global_step,
                     record.closed_at_s, taken.learner, taken.incarnation, taken.seq, taken.norm,
-                    taken.loss, taken.weight, taken.staleness, taken.clip, self._loss - loss,
-                    alone - self._before, self._before, self._loss, loss,
-                ),
-                without,
-            )  # fmt: skip
+                    taken.loss, taken.weight, taken.staleness, taken.clip, loss - losses[name],
+                    alone[name] - self._before[name], self._before[name], loss, losses[name],
+                )
+                for name, loss in self._loss.items()
+            }  # fmt: skip
+            yield by_slice, without
 
     def _with(self, view: Vector) -> list[Vector]:
         views = {**self._views, self._record.fragment: view}
@@ -348,4 +359,5 @@ class _MergedRound:
             mixed = view.copy()
             for begin, end in where:
                 mixed[begin:end] = without[begin:end]
-            yield TensorEffect(effect, name, self._loss - evaluate(self._with(mixed)))
+            did = self._loss[WHOLE] - evaluate(self._with(mixed))[WHOLE]
+            yield TensorEffect(effect, name, did)

@@ -1,9 +1,12 @@
 """Judgement of each learner, by what its updates did beside those of the others.
 
 Without one of many that agree little changes, so a learner is judged by what its updates do alone,
-beside what those of the others in the same rounds do.
+beside what those of the others in the same rounds do: on all the held-out data, and on each slice
+of it that most others make better. Who has other data than they may do harm there and be honest,
+and is then ahead of them on a slice of its own by as much.
 """
 
+from collections.abc import Mapping
 from itertools import chain
 from math import exp, fsum, inf, lgamma, log, log1p
 from statistics import median
@@ -12,6 +15,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 import numpy.typing as npt
 
+from diloco.common.protocol.wire import WHOLE
 from diloco.replay.columns import Column, TupleColumns
 
 # A learner whose updates do less than this share of what the others' do is of no use; if they do so
@@ -24,12 +28,15 @@ SURE = 4.0
 CHANCE, CHANCE_TELLING = 1e-4, 1e-3
 # Rounds tell who is of no use while their updates do this share of the most that any did.
 MUCH = 0.03
+# Harm is said to be a slice's where it is so many times as much there as on all the data.
+OF_A_SLICE = 2.0
 
 # Of updates, in a table of effects.
 Places = npt.NDArray[np.intp]
 
 # "unclear": in sum it made the loss worse, by no more than the others' updates may by chance.
-Word = Literal["harmful", "useless", "unclear", "helpful"]
+# "uneven": it makes one slice better than the others do, and another worse.
+Word = Literal["harmful", "useless", "uneven", "unclear", "helpful"]
 AGAINST: tuple[Word, ...] = ("harmful", "useless")
 
 
@@ -75,6 +82,7 @@ class Sentence(NamedTuple):
         alone: what its updates do alone on average, from `since` on or all of them; `others`: what
             those of the others in the same rounds do.
         since: the first update that a word against a learner is about, or None.
+        slice: of the held-out data, the one that all of this is about; empty: all of it.
     """
 
     learner: str
@@ -85,10 +93,15 @@ class Sentence(NamedTuple):
     alone: float
     others: float
     since: Effect | None
+    slice: str = WHOLE
 
 
 class _UpdateColumns:
     """Every update and what the others of its round do alone, in columns.
+
+    Args:
+        effects: of the updates.
+        sign: -1 for a table in which the best updates stand as the worst.
 
     Attributes:
         did, alone: of each update.
@@ -96,8 +109,8 @@ class _UpdateColumns:
             by all alike, so that it favours no learner.
     """
 
-    def __init__(self, effects: Effects) -> None:
-        self.did, self.alone = effects.column("did"), effects.column("alone")
+    def __init__(self, effects: Effects, sign: int = 1) -> None:
+        self.did, self.alone = sign * effects.column("did"), sign * effects.column("alone")
         self._learner, seq = effects.column("learner"), effects.column("record_seq")
         begins = np.append(True, seq[1:] != seq[:-1])
         self._round = np.cumsum(begins) - 1
@@ -131,8 +144,13 @@ class _UpdateColumns:
         return of_each
 
 
-def judge(effects: Effects) -> list[Sentence]:
-    """Judge each learner; the worst comes first."""
+def judge(effects: Effects, slices: Mapping[str, Effects] | None = None) -> list[Sentence]:
+    """Judge each learner; the worst comes first.
+
+    Args:
+        effects: of all updates, in order.
+        slices: the same on the loss of each slice of the held-out data.
+    """
     if not effects:
         return []
     beside = _UpdateColumns(effects)
@@ -140,8 +158,56 @@ def judge(effects: Effects) -> list[Sentence]:
         _judge(learner, effects, beside, beside.own(place))
         for place, learner in enumerate(effects.texts)
     ]
+    if slices:
+        found = _judge_slices(found, slices)
     order = get_args(Word)
     return sorted(found, key=lambda one: (order.index(one.word), -one.total))
+
+
+def _judge_slices(found: list[Sentence], slices: Mapping[str, Effects]) -> list[Sentence]:
+    """The sentences; of who does harm to a slice that most others make better, on that slice."""
+    worst, ahead = list(found), [0.0] * len(found)
+    chance = CHANCE / len(slices)
+    for name, effects in slices.items():
+        beside, turned = _UpdateColumns(effects), _UpdateColumns(effects, -1)
+        of_each = [beside.own(place) for place in range(len(found))]
+        means = [float(beside.alone[own].mean()) for own in of_each]
+        for place, own in enumerate(of_each):
+            if _is_sure(turned, own, chance):
+                alone, usual = _means(beside, own)
+                ahead[place] = max(ahead[place], usual - alone)
+            others = means[:place] + means[place + 1 :]
+            agreed = 2 * sum(mean < 0 for mean in others) > len(others)
+            if agreed and _is_sure(beside, own, chance):
+                one = _of_slice(name, found[place], effects, beside, own)
+                worst[place] = max(worst[place], one, key=_harm)
+    return [
+        one._replace(word="uneven", since=None)
+        if one.slice and ahead[place] >= one.alone - one.others
+        else one
+        for place, one in enumerate(worst)
+    ]
+
+
+def _of_slice(
+    name: str, whole: Sentence, effects: Effects, beside: _UpdateColumns, own: Places
+) -> Sentence:
+    """The sentence on a learner by all of its updates: of many slices one is bad for a while."""
+    did = beside.did[own]
+    alone, usual = _means(beside, own)
+    # Nearly every round would have been better there without it.
+    always = _tail(int((did > 0).sum()), len(own), 0.5) < CHANCE
+    word = _word(alone, usual) if always else "helpful"
+    since = effects[int(own[min(_turn(beside, own), len(own) - 1)])]
+    return whole._replace(
+        word=word, total=float(did.sum()), worse=int((did > 0).sum()), alone=alone, others=usual,
+        since=since, slice=name,
+    )  # fmt: skip
+
+
+def _harm(one: Sentence) -> float:
+    """By which harm on a slice is told, and not that on all the data."""
+    return 0.0 if one.word != "harmful" else one.alone if one.slice else OF_A_SLICE * one.alone
 
 
 def _judge(learner: str, effects: Effects, beside: _UpdateColumns, own: Places) -> Sentence:

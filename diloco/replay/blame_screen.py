@@ -28,19 +28,22 @@ _FATES: dict[Fate, str] = {
     "beside": "while another fragment's view was unknown",
     "unreadable": "of which the record cannot be read",
 }
-_COLOURS = {"harmful": "bold red", "useless": "yellow", "unclear": "dim", "helpful": "green"}
+_COLOURS = {
+    "harmful": "bold red", "useless": "yellow", "uneven": "yellow", "unclear": "dim",
+    "helpful": "green",
+}  # fmt: skip
 
 
 def tell(found: Blame, console: Console) -> None:
     """Print who did harm, which updates, in which tensors."""
-    sentences = judge(found.effects)
+    sentences = judge(found.effects, found.slices)
     console.print(_learners(sentences), soft_wrap=False)
     worst = nlargest(WORST, found.effects, key=attrgetter("did"))
     console.print(_updates([one for one in worst if one.did > 0] or worst[:1]), soft_wrap=False)
     if found.tensors:
         console.print(_tensors(found), soft_wrap=False)
     for one in sentences:
-        if one.word in AGAINST:
+        if one.word in AGAINST or one.slice:
             console.print(f"[{_COLOURS[one.word]}]{escape(in_words(one))}[/]")
     if not any(one.word in AGAINST for one in sentences):
         console.print(_nobody(found.effects, sentences))
@@ -75,6 +78,11 @@ def _nobody(effects: Effects, sentences: Sequence[Sentence]) -> str:
     return "no learner did more harm than may be chance"
 
 
+def of_slice(one: Sentence) -> str:
+    """The slice that a sentence is about, in words; nothing where it is all the held-out data."""
+    return f" of the slice {one.slice}" if one.slice else ""
+
+
 def in_words(one: Sentence) -> str:
     """The sentence on a learner, in words."""
     since = ""
@@ -84,16 +92,16 @@ def in_words(one: Sentence) -> str:
             f", from version {at.version} of fragment {at.fragment} on (step {at.global_step}, "
             f"update {update_name(at)})"
         )
-    beside = f"alone {one.alone:+.5f} on the held-out loss each, the others' {one.others:+.5f}"
-    if one.word == "harmful":
-        return f"{one.learner} is harmful{since}: {beside}"
-    return f"{one.learner} is useless, not harmful{since}: {beside}"
+    loss = f"held-out loss{of_slice(one)}"
+    beside = f"alone {one.alone:+.5f} on the {loss} each, the others' {one.others:+.5f}"
+    word = {"useless": "useless, not harmful", "uneven": "uneven, and best on another slice"}
+    return f"{one.learner} is {word.get(one.word, one.word)}{since}: {beside}"
 
 
 def _table(title: str, *columns: str) -> Table:
     shown = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     for column in columns:
-        named = column in ("learner", "verdict", "where", "update", "tensor")
+        named = column in ("learner", "verdict", "where", "update", "tensor", "of the slice")
         shown.add_column(column, no_wrap=True, justify="left" if named else "right")
     return shown
 
@@ -101,12 +109,13 @@ def _table(title: str, *columns: str) -> Table:
 def _learners(sentences: Sequence[Sentence]) -> Table:
     rows = _table(
         "What each learner's updates did to the held-out loss (above 0: harm)",
-        "learner", "verdict", "updates", "harmed", "sum", "alone", "others alone",
+        "learner", "verdict", "of the slice", "updates", "harmed", "sum", "alone", "others alone",
     )  # fmt: skip
     for one in sentences:
         rows.add_row(
-            one.learner, f"[{_COLOURS[one.word]}]{one.word}[/]", f"{one.updates}", f"{one.worse}",
-            f"{one.total:+.4f}", f"{one.alone:+.5f}", f"{one.others:+.5f}",
+            one.learner, f"[{_COLOURS[one.word]}]{one.word}[/]", one.slice or "(all)",
+            f"{one.updates}", f"{one.worse}", f"{one.total:+.4f}", f"{one.alone:+.5f}",
+            f"{one.others:+.5f}",
         )  # fmt: skip
     return rows
 
@@ -137,7 +146,7 @@ def tell_json(run: str, found: Blame) -> None:
     """All of it, for scripts."""
     sentences = [
         one._asdict() | {"since": None if one.since is None else _plain(one.since)}
-        for one in judge(found.effects)
+        for one in judge(found.effects, found.slices)
     ]
     tensors = [
         {"update": update_name(one.effect), "fragment": one.effect.fragment,

@@ -21,7 +21,7 @@ from diloco.common.storage.tape import RunContext
 from diloco.judge.doctor import Report, examine, picture
 from diloco.replay import blame, verify
 from diloco.replay.blame_learners import AGAINST, Effects, Sentence, judge
-from diloco.replay.blame_screen import in_words
+from diloco.replay.blame_screen import in_words, of_slice
 from diloco.run.cli.screen import say_json
 from diloco.run.cli.subprocess import Isolated
 from diloco.run.cli.versions import parse_time
@@ -127,7 +127,7 @@ async def _harm(
         why = error.message if isinstance(error, DilocoError) else str(error)
         return [*found, _not_judged(f"what updates did to the held-out loss: {why}")]
     effects = judged.effects
-    sentences = {f"learner {one.learner}": one for one in judge(effects)}
+    sentences = {f"learner {one.learner}": one for one in judge(effects, judged.slices)}
     rounds, later = judged.rounds.fates["judged"], judged.rounds.fates["later"]
     if later:
         all_of_them = f"{rounds} of the {rounds + later} newest rounds in {BLAME_S:.0f} s"
@@ -145,10 +145,11 @@ def _blame(context: RunContext, history: History, task: Isolated) -> blame.Blame
     """The newest rounds, each without each of its updates, until the time is over."""
     began_s = time.monotonic()
 
-    def evaluate(views: Sequence[Vector]) -> float:
+    def evaluate(views: Sequence[Vector]) -> blame.Losses:
         for view in views:
             task.call("see", view)
-        return float(task.call("loss", within_s=BLAME_S))
+        losses: blame.Losses = task.call("losses", within_s=BLAME_S)
+        return losses
 
     fragments = sorted(history.records)
     first = max(0, min(history.versions()) - max(4, BLAMED_ROUNDS // len(fragments)))
@@ -168,7 +169,7 @@ def _with_harm(one: Finding, sentence: Sentence | None) -> Finding:
     if sentence is None or not told:
         return one
     harm = (
-        f"its newest {sentence.updates} updates: {sentence.total:+.4f} in all; "
+        f"its newest {sentence.updates} updates{of_slice(sentence)}: {sentence.total:+.4f} in all; "
         f"{sentence.alone:+.5f} each alone, the others' {sentence.others:+.5f}"
     )
     return replace(one, harm=harm)
@@ -187,6 +188,11 @@ def accusations(
     against = [
         one for about, one in sentences.items() if one.word in AGAINST and about not in accused
     ]
+    yield from (
+        Finding(severity="note", about=about, sentence=in_words(one))
+        for about, one in sentences.items()
+        if one.word == "uneven"
+    )
     if len(sentences) >= LEAST_LEARNERS:
         yield from (_accusation(one, rounds) for one in against)
     elif against:

@@ -56,7 +56,7 @@ def learn(world, *learners):
     like = task.init(jax.random.key(0))
     if task.load_frozen is not None:
         like = like._replace(frozen=task.load_frozen())
-    return task, scores(task.evaluate(diloco.load(world.config_path, like=like)))
+    return task, scores(task.evaluate(diloco.load(world.config_path, like=like))).figures
 
 
 @pytest.mark.long
@@ -73,7 +73,7 @@ def test_of_adapters_over_a_frozen_base_only_the_adapters_travel(new_world, tmp_
     world = task_world(new_world, "examples.lora:build", base=str(base), store=store)
     task, found = learn(world, "a")
     variables = task.init(jax.random.key(0))._replace(frozen=dict(np.load(base)))
-    assert found["accuracy"] > scores(task.evaluate(variables))["accuracy"] + 0.2
+    assert found["accuracy"] > scores(task.evaluate(variables)).figures["accuracy"] + 0.2
     sent = [manifest for _, manifest in read_tape(world).manifests]
     elements = sum(leaf.size for leaf in jax.tree.leaves(variables.trained))
     frozen = sum(leaf.size for leaf in variables.frozen.values())

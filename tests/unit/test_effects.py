@@ -55,5 +55,47 @@ def test_who_helped_its_rounds_is_not_blamed_for_what_its_updates_do_alone(did, 
     assert {one.learner: one.word for one in judge(effects)}["c"] == word
 
 
+def by_slice(*learners, rounds=24, **harm):
+    """Effects on all the data and on slices "common", "rare": each update alone, by learner."""
+    tables = {name: Effects(Effect) for name in ("", "common", "rare")}
+    for round_ in range(rounds):
+        for place, learner in enumerate(learners):
+            noise = 2e-3 * math.sin(7 * round_ + 3 * place)
+            for name, table in tables.items():
+                alone = harm.get(learner, {}).get(name, -0.01) + noise
+                table.append(effect(round_, learner, alone))
+    return tables[""], {name: table for name, table in tables.items() if name}
+
+
+def test_who_turns_one_slice_is_named_with_it_where_all_the_data_tell_nothing():
+    effects, slices = by_slice("a", "b", "c", "d", d={"rare": 0.04})
+    assert {one.word for one in judge(effects)} == {"helpful"}
+    worst, *others = judge(effects, slices)
+    assert (worst.learner, worst.word, worst.slice) == ("d", "harmful", "rare")
+    assert (worst.worse, worst.updates) == (24, 24)
+    assert worst.since is not None
+    assert {(one.word, one.slice) for one in others} == {("helpful", "")}
+
+
+def test_harm_to_all_the_data_is_told_as_such_unless_a_slice_has_most_of_it():
+    effects, slices = by_slice("a", "b", "c", d={"": 0.02, "rare": 0.03, "common": 0.02})
+    assert {one.slice for one in judge(effects, slices)} == {""}
+    effects, slices = by_slice("a", "b", "c", "d", d={"": 0.01, "rare": 0.1})
+    assert [one.slice for one in judge(effects, slices)] == ["rare", "", "", ""]
+
+
+def test_who_alone_has_the_data_of_a_slice_is_uneven_and_not_accused():
+    effects, slices = by_slice("a", "b", "c", "d", d={"rare": -0.05, "common": 0.02})
+    (uneven,) = [one for one in judge(effects, slices) if one.slice]
+    assert (uneven.learner, uneven.word, uneven.slice) == ("d", "uneven", "common")
+
+
+@pytest.mark.parametrize("others", [("a", "b"), ("a", "b", "c", "e", "f", "g", "h")])
+def test_who_does_harm_where_most_do_is_not_accused(others):
+    harm = {name: {"rare": 0.02} for name in others}
+    effects, slices = by_slice(*others, "d", **harm, d={"rare": -0.08})
+    assert {one.slice for one in judge(effects, slices)} == {""}
+
+
 def test_nobody_is_judged_where_nothing_was_merged():
     assert judge(Effects(Effect)) == []

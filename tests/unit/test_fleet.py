@@ -325,6 +325,24 @@ def test_a_ruined_held_out_loss_is_told_of(losses, ruined):
     assert not ruined or f"it was {min(losses):.4g}" in found[0].sentence
 
 
+def test_a_slice_that_is_ruined_is_told_of_where_the_whole_is_not():
+    made = [
+        one.model_copy(update={"slices": {"en": {"loss": 1.0}, "de": {"loss": de}}})
+        for one, de in zip(scores(2.0, 0.5, 0.5), (2.0, 0.5, 1.6), strict=True)
+    ]
+    (found,) = doctor_findings.ruined(made)
+    assert found.about == "held-out loss of de"
+    assert "1.6 at step 20; it was 0.5 at step 10" in found.sentence
+
+
+def test_scores_that_name_other_slices_are_told_of():
+    first, *others = scores(2.0, 1.0, 0.5)
+    others = [one.model_copy(update={"slices": {"en": {"loss": 1.0}}}) for one in others]
+    (found,) = doctor_findings.ruined([first, *others])
+    assert (found.severity, found.about) == ("note", "held-out slices")
+    assert "none at step 0, en at step 20" in found.sentence
+
+
 def test_trends_keep_few_points_of_however_many():
     trend = Trend()
     for index in range(10_000):

@@ -122,6 +122,19 @@ def test_each_learner_has_a_curve_of_its_own_beside_the_median(shown: Shown) -> 
         assert len(set(curves.values())) == len(curves), "each looks otherwise"
 
 
+def test_each_slice_has_a_curve_and_of_many_those_that_got_worse(shown: Shown) -> None:
+    def at(step: int) -> wire.Score:
+        slices = {f"s{n}": {"loss": 1.0 + n * step / 100} for n in range(12)}
+        return score(step).model_copy(update={"slices": slices})
+
+    panel = loss(replace(shown, scores=[score(0), at(24), at(48)]))[-1]
+    assert panel.title == "by slice"
+    assert [mark.name for mark in panel.marks] == [f"s{n}" for n in range(11, 3, -1)]
+    assert len({(mark.look, mark.dash) for mark in panel.marks}) == 8
+    assert np.isnan(panel.marks[0].y[0])
+    assert [one.title for one in loss(shown)] == ["over time", "over tokens"]
+
+
 def test_cosines_between_learners_are_a_matrix(shown: Shown) -> None:
     pairs = Pairs(shown.series.learners)
     pairs._sums[:], pairs._counts[:], pairs.rounds = 0.5, 1, 1

@@ -1,6 +1,7 @@
 """What of a task is trained, frozen and state; keys, metrics, parts of a batch."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -184,13 +185,41 @@ def test_frozen_leaves_that_learners_load_have_the_shapes_of_init():
 
 
 def test_what_evaluate_says_has_a_loss():
-    assert scores(0.5) == {"loss": 0.5}
-    assert scores(TASK.evaluate(None)) == {"loss": 1.0, "accuracy": 0.5}
+    assert scores(0.5) == ({"loss": 0.5}, {})
+    assert scores(TASK.evaluate(None)).figures == {"loss": 1.0, "accuracy": 0.5}
     for said in (jnp.ones(3), {"loss": 1.0, "accuracy": jnp.ones(3)}):
         with pytest.raises(TaskError, match=r"Task\.evaluate must return a number"):
             scores(said)
     with pytest.raises(TaskError, match="no loss, but accuracy"):
         scores({"accuracy": 1.0})
+
+
+def test_slices_of_the_held_out_data_have_a_loss_and_metrics_of_their_own():
+    said = scores({"loss": 1.0, "slices": {"en": 0.5, "de": {"loss": jnp.float32(2), "exact": 0}}})
+    assert said.slices == {"en": {"loss": 0.5}, "de": {"loss": 2.0, "exact": 0.0}}
+    assert said.losses() == {"": 1.0, "en": 0.5, "de": 2.0}
+    diverged = scores({"loss": math.nan, "slices": {"en": math.nan}})
+    assert math.isnan(diverged.slices["en"]["loss"])
+
+
+@pytest.mark.parametrize(
+    ("slices", "sentence"),
+    [
+        ({"en": math.nan}, "the loss nan for the slice 'en', where that of all held-out data is 1"),
+        ({"en": {}}, "no loss for the slice 'en', but nothing"),
+        ({"en": {"loss": 1.0, "exact": "yes"}}, "exact for the slice 'en' is none: ValueError"),
+        (
+            {"en": {"loss": 1.0, "top-1": 1.0}},
+            "2 figures for the slice 'en', and calls one 'top-1'",
+        ),
+        ({"": 1.0}, "names a slice ''"),
+        ({0: 1.0}, "names a slice 0"),
+        ([1.0], r"a dictionary of at most 64 names, but it returned a list"),
+    ],
+)
+def test_a_slice_that_says_nothing_is_refused_by_its_name(slices, sentence):
+    with pytest.raises(TaskError, match=sentence):
+        scores({"loss": 1.0, "slices": slices})
 
 
 def test_metrics_are_averaged_and_held_out_figures_shown_as_they_are():

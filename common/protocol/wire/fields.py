@@ -62,11 +62,18 @@ Passage = Annotated[
     Field(max_length=2000),
     AfterValidator(lambda text: "\n".join(map(printable, text.split("\n")))),
 ]
-# What a loss says beside itself, by name.
+# What a loss says beside itself, by name; and the same of slices of the held-out data.
 MOST_METRICS = 64
 METRIC_NAME = "[a-zA-Z][a-zA-Z0-9_]{0,49}"
 Figures = Annotated[
     dict[Annotated[str, Field(pattern=f"^{METRIC_NAME}$")], Loss], Field(max_length=MOST_METRICS)
+]
+MOST_HELD_OUT_SLICES = 64
+WHOLE = ""  # where figures stand by slice, those of all the data
+SLICE_NAME = "[a-zA-Z0-9][a-zA-Z0-9_.+-]{0,49}"
+FiguresOfSlices = Annotated[
+    dict[Annotated[str, Field(pattern=f"^{SLICE_NAME}$")], Figures],
+    Field(max_length=MOST_HELD_OUT_SLICES),
 ]
 Item = TypeVar("Item")
 # The first wrong item ends it: an error for each of 65,536 takes 300 MB.

@@ -12,6 +12,7 @@ from diloco.common.protocol.wire.fields import (
     Count,
     Digest,
     Figures,
+    FiguresOfSlices,
     Loss,
     Name,
     NestedRecord,
@@ -291,6 +292,9 @@ class Score(Body):
     at_s: Seconds = Field(description="when the newest of the rounds closed")
     loss: float = Field(description="the task's, on held-out data")
     metrics: Figures = Field(default={}, description="what else the task measures there, by name")
+    slices: FiguresOfSlices = Field(
+        default={}, description="loss and metrics of slices of that data, by their names"
+    )
     text: Passage = Field(default="", description="what that view wrote; empty: its task cannot")
 
 

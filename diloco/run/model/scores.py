@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from rich.console import Console
+from rich.table import Table
 
 from diloco.common.process import log
 from diloco.common.protocol import names, shards, wire
@@ -21,7 +22,7 @@ from diloco.common.storage.catchup import delta_of
 from diloco.common.storage.tape import RunContext, first_message, read_record
 from diloco.common.storage.views import load_version, load_view, take_step
 from diloco.run.cli.opening import open_run
-from diloco.run.cli.screen import say_json, working
+from diloco.run.cli.screen import plain_table, say_json, working
 from diloco.run.cli.units import human_count
 from diloco.run.cli.versions import find_targets
 from diloco.run.model.follower import Follower
@@ -29,7 +30,7 @@ from diloco.run.model.whole import FollowRules
 from diloco.run.timeseries import TimeSeries
 
 if TYPE_CHECKING:
-    from diloco.learner.task import Task
+    from diloco.learner.task import Task, TaskScores
     from diloco.run.model.view import GlobalModel
 
 # Kept scores that are read, evenly over the run.
@@ -115,7 +116,7 @@ class Scorer:
     async def _score(
         self, records: Sequence[wire.Record], seqs: Sequence[int], views: Sequence[np.ndarray]
     ) -> wire.Score:
-        figures, text = await asyncio.to_thread(self._evaluate, views)
+        (figures, slices), text = await asyncio.to_thread(self._evaluate, views)
         merged = sum(record.totals.tokens_credited for record in records)
         return wire.Score(
             run=self._context.run,
@@ -127,21 +128,22 @@ class Scorer:
             at_s=max(record.closed_at_s for record in records),
             loss=figures.pop("loss"),
             metrics=figures,
+            slices=slices,
             text=text,
         )
 
-    def _evaluate(self, views: Sequence[np.ndarray]) -> tuple[dict[str, float], str]:
+    def _evaluate(self, views: Sequence[np.ndarray]) -> tuple["TaskScores", str]:
         import jax
 
         from diloco.learner.task import scores
 
         params, write = self._model.params(views), self._task.sample
-        figures = scores(self._task.evaluate(params))
+        found = scores(self._task.evaluate(params))
         if write is None:
-            return figures, ""
+            return found, ""
         # The same beginning and the same key each time: what differs is the model.
         pieces = write(params, "", jax.random.key(0), TEMPERATURE)
-        return figures, "".join(itertools.islice(pieces, PIECES))[:MOST_TEXT]
+        return found, "".join(itertools.islice(pieces, PIECES))[:MOST_TEXT]
 
     async def follow(self, tell: Callable[[wire.Score], Awaitable[None]], pace: Pace) -> None:
         """Score the newest whole version, and again as it moves; returns once the run has ended.
@@ -356,6 +358,8 @@ async def run_evaluate(
                 say_json(score.model_dump())
             else:
                 console.print(sentence(score))
+                if score.slices:
+                    console.print(by_slice(score))
 
         from diloco.learner.compiled import keep_programs
 
@@ -395,3 +399,12 @@ def sentence(score: wire.Score) -> str:
         f"tokens {human_count(score.tokens):>7}  held-out loss [bold]{score.loss:.4f}[/]"
         + "".join(f"  {name} {value:.4g}" for name, value in score.metrics.items())
     )
+
+
+def by_slice(score: wire.Score) -> Table:
+    """The figures of each slice of the held-out data."""
+    names = [*dict.fromkeys(name for part in score.slices.values() for name in part)]
+    shown = plain_table("slice", *names)
+    for slice_name, part in score.slices.items():
+        shown.add_row(slice_name, *(f"{part[one]:.4g}" if one in part else "-" for one in names))
+    return shown

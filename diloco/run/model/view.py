@@ -16,7 +16,7 @@ from diloco.common.protocol.layout import Layout
 from diloco.common.storage.tape import RunContext, load_specification
 from diloco.common.storage.views import load_view
 from diloco.learner.contract import model_of
-from diloco.learner.task import Params, Task, held_out_loss
+from diloco.learner.task import Params, Task, scores
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.tree import loaded_frozen
 from diloco.run.cli.opening import open_run
@@ -92,17 +92,17 @@ class ScoredTask:
         """The view of the next fragment, float32 [N]."""
         self._views.append(view)
 
-    def loss(self) -> float:
-        """Held-out loss of the model with the views that were seen."""
+    def losses(self) -> dict[str, float]:
+        """Held-out losses of the model with the views that were seen, as `TaskScores.losses`."""
         assert self._model is not None
         views, self._views = self._views, []
-        return held_out_loss(self._task, self._model.params(views))
+        return scores(self._task.evaluate(self._model.params(views))).losses()
 
 
 async def held_out_scorer(
     context: RunContext, specification: wire.Specification
-) -> Callable[[Sequence[np.ndarray]], float]:
-    """Scores the views of all fragments on the task's held-out data; the bus may be away by now.
+) -> Callable[[Sequence[np.ndarray]], dict[str, float]]:
+    """Gives the views' held-out losses, as `TaskScores.losses`; the bus may be away by now.
 
     Raises:
         TaskError: the task cannot be built here.
@@ -110,7 +110,7 @@ async def held_out_scorer(
     """
     task = await asyncio.to_thread(model_of, context.settings)
     model = await GlobalModel.of_run(context, task, specification)
-    return lambda views: held_out_loss(task, model.params(views))
+    return lambda views: scores(task.evaluate(model.params(views))).losses()
 
 
 async def load_params(context: RunContext, task: Task) -> tuple[Params, list[wire.Record]]:

@@ -68,9 +68,28 @@ def losses(runs: Mapping[str, Shown]) -> list[Panel]:
     wide = bool(known.size and known.min() > 0 and known.max() > 30 * known.min())
     y = Axis(label="loss", log=wide)
     x = Axis(label=f"tokens merged ({tokens.name or '1'})")
-    return [
+    panels = [
         Panel(marks=over_time, x=_clock(runs), y=y, title="over time"),
         Panel(marks=over_tokens, x=x, y=y, title="over tokens"),
+    ]
+    by_slice = _slices(*runs.values()) if len(runs) == 1 else []
+    if by_slice:
+        label = Axis(label="held-out loss")
+        panels.append(Panel(marks=by_slice, x=_clock(runs), y=label, title="by slice"))
+    return panels
+
+
+def _slices(run: Shown) -> list[PlotMark]:
+    """Held-out loss of each slice; of many slices, of those that are furthest above their best."""
+    losses = {
+        name: np.asarray([one.slices.get(name, {}).get("loss", np.nan) for one in run.scores])
+        for name in (run.scores[-1].slices if run.scores else {})
+    }
+    lost = {name: float(of[-1] - np.nanmin(of)) for name, of in losses.items()}
+    since = (_scored_s(run) - run.begin_s) / run.unit.scale
+    return [
+        line(since, losses[name], CYCLE[place % len(CYCLE)], name, DASHES[place % len(DASHES)])
+        for place, name in enumerate(sorted(losses, key=lambda one: -lost[one])[:LINES])
     ]
 
 

@@ -250,13 +250,15 @@ def _sums(series: TimeSeries) -> dict[str, tuple[str, ...]]:
 
 
 def metrics(shown: Shown) -> SummaryTable | None:
-    """A row for each learner that has metrics, and one for the global model's; None for none."""
+    """A row for each learner that has metrics, the global model and its slices; None for none."""
     beats = shown.series.beats
     by_row = {
         name: beats[name].heartbeat.metrics for name in shown.series.learners if name in beats
     }
     if shown.scores:
-        by_row["global model"] = shown.scores[-1].metrics
+        newest = shown.scores[-1]
+        by_row["global model"] = newest.metrics
+        by_row |= {f"slice {name}": figures for name, figures in newest.slices.items()}
     found = {row: figures for row, figures in by_row.items() if figures}
     if not found:
         return None

@@ -233,8 +233,13 @@ class Points:
 
     def of_score(self, score: wire.Score) -> MetricsPoint:
         """The point of a score on held-out data."""
-        figures = {"loss": score.loss, **score.metrics}
-        values = {f"held_out/{name}": value for name, value in figures.items()}
+        parts = {"": {"loss": score.loss, **score.metrics}}
+        parts |= {f"{name}/": figures for name, figures in score.slices.items()}
+        values = {
+            f"held_out/{part}{name}": value
+            for part, figures in parts.items()
+            for name, value in figures.items()
+        }
         return MetricsPoint(score.global_step, score.at_s, values)
 
     def _of_round(self, record: wire.Record) -> dict[str, float]:
