@@ -171,7 +171,7 @@ def dry_run(
         )
     with island.context():
         fragments = fragment_shapes(island)
-        figures = _measured(fragments)
+        figures = measured(fragments)
         return DryRun(
             learner=learner,
             platform=island.mesh.devices.flat[0].platform,
@@ -293,19 +293,14 @@ class FragmentShapes:
         return found
 
 
-def fragment_figures(island: Island) -> tuple[FragmentFigures, ...]:
-    """Measure each fragment, within the island's context."""
-    return _measured(fragment_shapes(island))
-
-
 def fragment_shapes(island: Island) -> list[FragmentShapes]:
     """All fragments, within the island's context."""
     leaves = tree.by_name(island.params_lying())
     return [FragmentShapes(island, each, leaves) for each in island.layout.fragments]
 
 
-def _measured(fragments: Sequence[FragmentShapes]) -> tuple[FragmentFigures, ...]:
-    """Their figures; fragments of equal shapes share their programs, so they cost the same."""
+def measured(fragments: Sequence[FragmentShapes]) -> tuple[FragmentFigures, ...]:
+    """Figures of fragments; those of equal shapes share their programs, so they cost the same."""
     found: dict[Any, tuple[ProgramCost, ProgramCost]] = {}
     for each in fragments:
         if each.kernels.geometry not in found:

@@ -14,7 +14,7 @@ from diloco.common.process.config import make_config
 from diloco.common.protocol import shards
 from diloco.common.protocol.errors import ConfigError
 from diloco.common.protocol.quantization import Encoded
-from diloco.learner.dry_run import dry_run, exchanges, fragment_figures, stand_in
+from diloco.learner.dry_run import dry_run, exchanges, fragment_shapes, measured, stand_in
 from diloco.learner.island import Island
 from diloco.learner.tensors.quantize import encode
 from diloco.operate.daemons.command import LearnerOptions
@@ -90,7 +90,7 @@ def test_a_fragment_is_moved_and_not_its_whole_tensors(found):
 def test_nothing_is_exchanged_where_blocks_lie_as_tensors_do(adopt):
     island = Island(config_of("fsdp=2,data=4", block=16, adopt=adopt, fragments=2), "l0")
     with island.context():
-        for one in fragment_figures(island):
+        for one in measured(fragment_shapes(island)):
             assert (one.send.exchanged_bytes, one.adopt.exchanged_bytes) == (0, 0)
 
 
