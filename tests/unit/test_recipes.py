@@ -426,10 +426,10 @@ def test_a_model_family(tmp_path: Path) -> None:
         "diloco/models/decoders/config.py",
         ('Family = Literal["llama",', 'Family = Literal["granite", "llama",'),
         (
-            "_READINGS: dict[Family, _Reading] = {\n",
+            "_FAMILY_FILES: dict[Family, _FamilyFiles] = {\n",
             (
-                "_READINGS: dict[Family, _Reading] = {\n"
-                '    "granite": _Reading(\n'
+                "_FAMILY_FILES: dict[Family, _FamilyFiles] = {\n"
+                '    "granite": _FamilyFiles(\n'
                 '        architecture="GraniteForCausalLM",\n'
                 '        defaults={"hidden_act": "silu"},\n'
                 '        honoured=frozenset({"residual_multiplier"}),\n'

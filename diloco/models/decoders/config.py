@@ -93,7 +93,7 @@ class _FamilyFiles:
     must_be: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
 
 
-_READINGS: dict[Family, _FamilyFiles] = {
+_FAMILY_FILES: dict[Family, _FamilyFiles] = {
     "llama": _FamilyFiles(
         architecture="LlamaForCausalLM",
         defaults={"hidden_act": "silu"},
@@ -259,7 +259,7 @@ class _Parser:
     """Reads one document."""
 
     def __init__(self, family: Family, document: Document, source: str) -> None:
-        self._reading = _READINGS[family]
+        self._files = _FAMILY_FILES[family]
         self._family, self._source = family, source
         self._document = {k: v for k, v in document.items() if v is not None}
         self._check_keys()
@@ -302,8 +302,8 @@ class _Parser:
         )
 
     def _check_keys(self) -> None:
-        known = _NEUTRAL | _COMMON | self._reading.honoured | self._reading.defaults.keys()
-        must_be = _MUST_BE | self._reading.must_be
+        known = _NEUTRAL | _COMMON | self._files.honoured | self._files.defaults.keys()
+        must_be = _MUST_BE | self._files.must_be
         for key, value in self._document.items():
             if key in must_be:
                 if value not in must_be[key]:
@@ -321,7 +321,7 @@ class _Parser:
         raise ConfigError(f"{self._source}: {what}", hint=hint)
 
     def _value(self, key: str, default: Any = None) -> Any:
-        defaults = _DEFAULTS | self._reading.defaults
+        defaults = _DEFAULTS | self._files.defaults
         return self._document.get(key, defaults.get(key, default))
 
     def _count(self, key: str, default: Any = None) -> int:
@@ -408,7 +408,7 @@ _KINDS = ("rope_type", "type")
 def config_document(config: DecoderConfig, dtype: str) -> dict[str, Any]:
     """A `config.json` that says the same, in both spellings of rotary positions."""
     document: dict[str, Any] = {
-        "architectures": [_READINGS[config.family].architecture],
+        "architectures": [_FAMILY_FILES[config.family].architecture],
         "model_type": config.family,
         "dtype": dtype,
         "vocab_size": config.vocab,
