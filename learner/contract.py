@@ -269,7 +269,7 @@ def _draw(batches: Any) -> Batch:
     try:
         return next(batches)
     except StopIteration as error:
-        raise batches_ended("the second batch or earlier") from error
+        raise batches_ended("its second batch") from error
     except TypeError as error:
         raise TaskError(
             f"Task.batches(name, position) must return an iterator, but {short(error)}",

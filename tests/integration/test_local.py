@@ -125,6 +125,9 @@ def test_a_task_of_the_users_own_from_beginning_to_end(tmp_path, tidy):
     assert summary["updates_sent"] == len(in_time)
     assert len(tape.lives("learner-1")) == 2
     assert len(tape.lives("learner-0")) == 1
+    code = f"import diloco; past = diloco.open({str(run_dir)!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not done.stderr, "a script that closes nothing ends quietly"
 
 
 def commits(run_dir: Path) -> int:

@@ -310,7 +310,8 @@ async def _find(
             port = None
     # Threads of the loop's pool last as long as the loop, and so does a server started by one.
     server = NatsServer(ended, port=port if port and is_free(port) else None)
-    stack.push_async_callback(asyncio.to_thread, server.stop)
+    # At an interpreter's end there is no pool any more.
+    stack.callback(server.stop)
     await asyncio.to_thread(server.start)
     return await _connect(stack, config, server.url, name, CONNECT_S)
 
