@@ -49,7 +49,7 @@ def make_folder(tmp_path: Path, page: str, file: str) -> None:
     document = tomllib.loads(text)
     document["run"]["steps"] = 60
     document["task"]["options"] |= OPTIONS
-    document["sync"] |= {"fragments": 2, "interval_steps": 10, "overlap_steps": 2}
+    document["sync"] = {"fragments": 2, "interval_steps": 10, "overlap_steps": 2}
     (tmp_path / file).write_text(tomli_w.dumps(document))
     (code,) = page_blocks(page, "python")
     (tmp_path / "chat").write_text(code)
