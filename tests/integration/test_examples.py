@@ -8,7 +8,6 @@ from audit import judged, read_tape
 import diloco
 from diloco import load_task
 from diloco.learner.task import scores
-from examples import lora, own_loop
 
 RUN = {"steps": 240, "tokens_per_step": 32}
 SYNC = {"interval_steps": 8, "fragments": 3, "block": 16, "min_steps": 3}
@@ -27,6 +26,9 @@ def world(new_world):
 
 @pytest.mark.long
 def test_an_own_loop_around_an_nnx_model_learns_digits(world):
+    # Not at import, where every worker of the tests would wait for flax and scikit-learn.
+    from examples import own_loop
+
     diloco.create(world.config_path, own_loop.model()[1])
     world.aggregator()
     own_loop.train(world.config_path, "a")
@@ -68,6 +70,8 @@ def learn(world, *learners):
     ],
 )
 def test_of_adapters_over_a_frozen_base_only_the_adapters_travel(new_world, tmp_path, store):
+    from examples import lora
+
     base = tmp_path / "base.npz"
     lora.make_base(base)
     world = task_world(new_world, "examples.lora:build", base=str(base), store=store)

@@ -11,7 +11,7 @@ from harness import ENDLESS, Process, World
 LEASE_S = 8.0
 SETTINGS = {
     "run": ENDLESS,
-    "task": {"options": {"notes": "notes", "sleep_s": 0.02}},
+    "task": {"options": {"notes": "notes", "sleep_s": 0.06}},
     "sync": {"interval_steps": 4, "fragments": 6, "min_steps": 3},
     "aggregator": {"lease_ttl_s": LEASE_S},
 }

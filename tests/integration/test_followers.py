@@ -21,7 +21,7 @@ from diloco.operate import change as operate
 from diloco.run.model.follow import Following, ModelChange
 from diloco.run.model.serving import FolderRules, ServedFolder
 
-SLOWER = {"options": {"notes": "notes", "sleep_s": 0.02}}
+SLOWER = {"options": {"notes": "notes", "sleep_s": 0.06}}
 LEARNERS = ("learner-0", "learner-1")
 
 

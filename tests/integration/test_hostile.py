@@ -246,7 +246,7 @@ def shown(world: World) -> list[wire.Rejection]:
 def test_lies_are_answered_and_honest_work_goes_on(new_world):
     world = new_world(
         run=ENDLESS,
-        task={"options": {"notes": "notes", "sleep_s": 0.02}},
+        task={"options": {"notes": "notes", "sleep_s": 0.06}},
         # All get an answer, however many and however long they are.
         bounds={"max_tokens_per_step": TOKENS_PER_STEP, "max_updates_per_s": 1000.0},
     )

@@ -12,7 +12,7 @@ from harness import ENDLESS, Process, World, eventually
 
 from diloco.common.process.nats_server import NatsServer
 
-SLOWER = {"options": {"notes": "notes", "sleep_s": 0.02}}
+SLOWER = {"options": {"notes": "notes", "sleep_s": 0.06}}
 # The tape keeps every life's messages, to be looked at afterwards.
 WHOLE = {"enabled": False}
 

@@ -15,6 +15,7 @@ from harness import PATIENCE_S, ROOT, World, all_gone, environment, eventually
 
 from diloco.common.protocol.errors import Exit
 from diloco.common.storage.tape import last_record
+from diloco.program import main
 from diloco.run.cli.opening import open_run
 
 SMALL = ["--set", "sync.interval_steps=8", "--set", "sync.fragments=3", "--set", "sync.block=16"]
@@ -202,7 +203,7 @@ def versions_of(run_dir: Path) -> list[int]:
     return asyncio.run(look())
 
 
-def test_wrong_options_are_answered_with_a_sentence(tmp_path, tidy):
+def test_wrong_options_are_answered_with_a_sentence(tmp_path, monkeypatch, capsys):
     full = tmp_path / "full"
     full.mkdir()
     (full / "file").write_text("mine")
@@ -220,13 +221,14 @@ def test_wrong_options_are_answered_with_a_sentence(tmp_path, tidy):
         ("--learners", "0"): "--learners",
         ("--steps", "0"): "--steps",
     }
-    processes = {}
-    for number, options in enumerate(wrong):
-        processes[options] = local(tmp_path / str(number), "--learners", "2", *options)
-        tidy.append(processes[options])
-    for options, process in processes.items():
-        _, said = process.communicate(timeout=PATIENCE_S)
-        assert process.returncode in (Exit.CONFIG, Exit.TASK, Exit.FAILED), (options, said)
-        assert wrong[options] in said, (options, said)
+    for number, (options, sentence) in enumerate(wrong.items()):
+        folder = str(tmp_path / str(number))
+        words = ["diloco", "local", "--run-dir", folder, "--learners", "2", *options]
+        monkeypatch.setattr("sys.argv", words)
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr().err
+        assert ended.value.code in (Exit.CONFIG, Exit.TASK, Exit.FAILED), (options, said)
+        assert sentence in said, (options, said)
         assert "Traceback" not in said, (options, said)
     assert [path.name for path in full.iterdir()] == ["file"]

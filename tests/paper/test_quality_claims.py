@@ -12,7 +12,6 @@ from bench import sweep
 from bench.sweep import FLOAT32, SYNCHRONOUS, Recipe, SweepCase
 
 BUDGET = 240
-BATCH = sweep.task_of(Recipe("student", "adamw", 0.0), 0).tokens_per_batch
 
 
 @functools.cache
@@ -43,7 +42,8 @@ def test_every_fleet_trains_over_the_same_tokens(fleet):
     assert found["share_of_tokens"] == pytest.approx(1, rel=0.01)
     taken = found["steps"] * sweep.LEARNERS * (1 - found["lost"])
     # Less a step or two: nobody counts what a learner had begun to announce when it died.
-    assert found["tokens"] == pytest.approx(taken * BATCH, rel=0.002)
+    batch = sweep.task_of(Recipe("student", "adamw", 0.0), 0).tokens_per_batch
+    assert found["tokens"] == pytest.approx(taken * batch, rel=0.002)
     assert (found["lost"] > 0.02) == (fleet == "kills")
 
 

@@ -1,5 +1,6 @@
 """An update is the same bit for bit however its sender cut it; what cannot be one is refused."""
 
+import functools
 from types import SimpleNamespace
 
 import numpy as np
@@ -31,12 +32,16 @@ SHARD_BLOCKS = 12
 GRID = make_grid(LAYOUT.fragments[0], BLOCK, SHARD_BLOCKS * BLOCK)
 BLOCKS = GRID.size // BLOCK
 VALUES = np.random.default_rng(0).normal(size=GRID.size).astype(np.float32)
-ENCODED = {codec: Encoded(*map(np.asarray, encode(codec, VALUES, BLOCK))) for codec in CODECS}
+
+
+@functools.cache
+def encoded(codec):
+    return Encoded(*map(np.asarray, encode(codec, VALUES, BLOCK)))
 
 
 def packed(codec, blocks):
     """A shard's bytes: blocks stand by themselves."""
-    scales, codes = ENCODED[codec]
+    scales, codes = encoded(codec)
     rows = codes.reshape(BLOCKS, -1)[blocks].reshape(-1)
     return shards.pack(codec, Encoded(scales[blocks] if scales.size else scales, rows), BLOCK)
 

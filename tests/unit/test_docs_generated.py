@@ -1,5 +1,6 @@
 """The generated blocks of the pages are what the code gives; `make reference` writes them."""
 
+import functools
 import re
 from pathlib import Path
 
@@ -12,18 +13,23 @@ from docs.generate.configuration import WITHIN, sections
 from docs.generate.messages import messages
 
 ROOT = Path(__file__).parents[2]
-MADE = blocks()
 PAGES = list(pages())
+
+
+@functools.cache
+def made() -> dict[str, str]:
+    """Every block: not at import, which each worker of the tests would pay for."""
+    return blocks()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_is_what_the_code_says(page: Path) -> None:
-    assert filled(page.read_text(), MADE) == page.read_text(), "run `make reference`"
+    assert filled(page.read_text(), made()) == page.read_text(), "run `make reference`"
 
 
 def test_every_block_stands_in_one_page() -> None:
     used = [found["name"] for page in PAGES for found in BLOCK.finditer(page.read_text())]
-    assert sorted(used) == sorted(MADE)
+    assert sorted(used) == sorted(made())
 
 
 def test_every_marker_belongs_to_a_block() -> None:

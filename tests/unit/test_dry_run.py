@@ -26,7 +26,7 @@ def config_of(mesh="fsdp=4,tensor=2", **sync):
         {
             "run": {"name": "small", "steps": 100},
             "task": {"options": {"preset": "1m", "length": 16, "batch": 8, "optimizer": "muon"}},
-            "sync": {"fragments": 6, "interval_steps": 8, **sync},
+            "sync": {"fragments": 4, "interval_steps": 8, **sync},
             "store": {"url": "unused"},
             "learner": {"mesh": mesh},
         },
@@ -148,7 +148,7 @@ def test_what_is_printed_and_what_programs_read(found):
     console = Console(width=120, file=io.StringIO())
     show(console, found, 100.0)
     text = console.file.getvalue()
-    for word in ("994,400 parameters in 6 fragments", "2 host(s)", "activations", "host, at most"):
+    for word in ("994,400 parameters in 4 fragments", "2 host(s)", "activations", "host, at most"):
         assert word in text
     document = json.loads(json.dumps(as_json(found, 100.0)))
     memory = document["memory"]

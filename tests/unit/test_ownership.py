@@ -1,5 +1,6 @@
 """A learner on a mesh: who holds and who uploads what, and that nobody else can tell the mesh."""
 
+import functools
 import types
 
 import jax
@@ -174,6 +175,12 @@ def life(sizes, codec, asked, anchor="device"):
     return found
 
 
+@functools.cache
+def life_alone(codec):
+    """On one device."""
+    return life((1, 1, 1), codec, None)
+
+
 @pytest.mark.parametrize(
     "codec",
     [
@@ -184,17 +191,17 @@ def life(sizes, codec, asked, anchor="device"):
     ],
 )
 def test_no_mesh_changes_a_bit(codec):
-    alone = life((1, 1, 1), codec, None)
+    alone = life_alone(codec)
     for sizes in MESHES if codec == "int4" else MESHES[:1]:
         assert life(sizes, codec, ASKED) == alone, sizes
 
 
 def test_by_default_large_tensors_are_cut_along_fsdp():
-    assert life((1, 8, 1), "int4", None) == life((1, 1, 1), "int4", None)
+    assert life((1, 8, 1), "int4", None) == life_alone("int4")
 
 
 def test_views_in_the_hosts_memory_are_the_same():
-    assert life((1, 2, 2), "int4", ASKED, anchor="host") == life((1, 1, 1), "int4", None)
+    assert life((1, 2, 2), "int4", ASKED, anchor="host") == life_alone("int4")
 
 
 def test_a_host_that_holds_a_part_is_given_that_part():
