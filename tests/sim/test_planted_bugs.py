@@ -21,9 +21,7 @@ from diloco.common.process.retry import Runtime
 from diloco.common.protocol import names, shards, slices, wire
 from diloco.common.protocol.errors import AccessDeniedError, StoreUnavailableError, WireError
 from diloco.common.storage.tape import data_position, last_record, read_record
-from diloco.learner.core import sync
 from diloco.learner.core.events import (
-    SyncRules,
     sync_rules,
 )
 from diloco.learner.tensors.checkpoint import PartFolder
@@ -346,7 +344,9 @@ def state_rebased():
     """A learner adopts averaged state as it does parameters: what it has not sent, it keeps."""
     with (
         mock.patch.dict("diloco.common.process.config.run._AVERAGED_SYNC", adopt="rebase"),
-        mock.patch.object(SyncRules, "overwrites", lambda rules, _fragment: rules.overwrite),
+        mock.patch(
+            "diloco.learner.core.sync._overwrites", lambda rules, _fragment: rules.overwrite
+        ),
     ):
         yield
 
@@ -359,9 +359,9 @@ def state_at_the_runs_rate():
 
 def deaf_to_pauses():
     """A learner trains on while the run is paused."""
-    rules = sync_rules
-    return mock.patch.object(
-        sync, "sync_rules", lambda section, layout=None, **_: rules(section, layout)
+    return mock.patch(
+        "diloco.learner.wire.receive.sync_rules",
+        lambda section, layout=None, **_: sync_rules(section, layout),
     )
 
 
