@@ -3,6 +3,7 @@
     python tests/models/make_expected.py expected OUT.npz     # samples of every case
     python tests/models/make_expected.py checkpoints FOLDER   # a checkpoint of every case, and all
     python tests/models/make_expected.py logits FOLDER OUT.npz [ADAPTER]  # of a folder of ours
+    python tests/models/make_expected.py generate FOLDER      # greedily; FOLDER/generated.npz
 
 It runs in an environment that has torch and transformers, and nothing of the project.
 """
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from cases import CASES
 from transformers import AutoConfig, AutoModelForCausalLM
-from weights import ROWS, STRIDE, tokens, weight
+from weights import GENERATED, PROMPT, ROWS, STRIDE, tokens, weight
 
 
 def expected(out: str) -> None:
@@ -53,6 +54,14 @@ def logits(folder: str, out: str, adapter: str | None = None) -> None:
         np.savez(out, logits=model(seen).logits.numpy())
 
 
+def generate(folder: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").float().eval()
+    prompt = torch.from_numpy(tokens("any", model.config.vocab_size)[:, :PROMPT]).long()
+    model.generation_config.eos_token_id = None
+    told = model.generate(prompt, do_sample=False, max_new_tokens=GENERATED)
+    np.savez(Path(folder) / "generated.npz", tokens=told.numpy())
+
+
 def made(case: str, document: dict, folder: Path):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(document))
@@ -80,4 +89,5 @@ def _single(values: torch.Tensor) -> np.ndarray:
 
 
 if __name__ == "__main__":
-    {"expected": expected, "checkpoints": checkpoints, "logits": logits}[sys.argv[1]](*sys.argv[2:])
+    known = {one.__name__: one for one in (expected, checkpoints, logits, generate)}
+    known[sys.argv[1]](*sys.argv[2:])

@@ -2,8 +2,10 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -20,7 +22,7 @@ from diloco.models.decoders.tensors import table
 from diloco.run.model.load import load
 from tests.models import tiny
 from tests.models.cases import CASES
-from tests.models.weights import tokens
+from tests.models.weights import GENERATED, PROMPT, tokens
 
 ORACLE = os.environ.get("DILOCO_TEST_ORACLE")
 HERE = Path(__file__).parent
@@ -32,8 +34,12 @@ def asked(*words):
     subprocess.run([ORACLE, HERE / "make_expected.py", *map(str, words)], cwd=HERE, check=True)
 
 
+def started(*words):
+    return subprocess.Popen([sys.executable, "-m", "diloco", *map(str, words)])
+
+
 def diloco(*words):
-    subprocess.run([sys.executable, "-m", "diloco", *map(str, words)], check=True)
+    assert started(*words).wait() == 0
 
 
 @pytest.fixture(scope="session")
@@ -88,8 +94,8 @@ def test_logits_loss_and_gradient_are_those_of_transformers(made, case):
             assert apart(found, wanted[f"gradient/{foreign}"]) <= TOLERANCE, foreign
 
 
-def train(checkpoint, folder, *more):
-    """Two learners on random tokens; the run is in `folder / "run"`."""
+def settings_of(checkpoint, folder, *more):
+    """Of two learners on random tokens; the run is in `folder / "run"`."""
     data = folder / "data"
     data.mkdir()
     rng = np.random.default_rng(0)
@@ -101,8 +107,11 @@ def train(checkpoint, folder, *more):
     given += ["sync.fragments=2", "sync.interval_steps=10", "sync.overlap_steps=2", *more]
     settings = [word for each in given for word in ("--set", each)]
     task = ["--task", "diloco.models.decoders:build", "--run-dir", folder / "run"]
-    options = ["--cpu", "--learners", 2, "--steps", 40, "--kill", "none", *settings]
-    diloco("local", *task, *options)
+    return [*task, "--cpu", "--learners", 2, "--kill", "none", *settings]
+
+
+def train(checkpoint, folder, *more):
+    diloco("local", "--steps", 40, *settings_of(checkpoint, folder, *more))
 
 
 @pytest.mark.parametrize("case", ["llama-3.1", "qwen3-layers", "gemma3-4b"])
@@ -117,6 +126,39 @@ def test_what_a_run_exports_is_its_model_in_transformers(made, case, tmp_path):
     assert apart(found, wanted) <= TOLERANCE
     _, first = loaded(made / case)
     assert apart(params["norm"], np.asarray(first["norm"])) > 1e-3  # it was trained
+
+
+def greedy(folder):
+    """The tokens that our own model adds, one by one."""
+    config, params = loaded(folder)
+    seen = tokens("any", config.vocab)[:, :PROMPT]
+    for _ in range(GENERATED):
+        last = tiny.logits_of(config, params, seen)[:, -1]
+        seen = np.concatenate([seen, np.argmax(last, -1)[:, None].astype(seen.dtype)], axis=1)
+    return seen
+
+
+def test_transformers_generates_with_each_version_that_a_follower_brings(made, tmp_path):
+    """While the run goes on, before and after its model has changed."""
+    run, to = tmp_path / "run", tmp_path / "to"
+    generate = shlex.join([ORACLE, str(HERE / "make_expected.py"), "generate"])
+    follows = ["follow", run, "--to", to, "--format", "hf", "--keep", 100, "--exec", generate]
+    more = settings_of(made / "llama-3.1", tmp_path)
+    with started("local", "--steps", 1_000_000, *more) as local:
+        try:
+            while started("status", run).wait():
+                time.sleep(1.0)
+            with started(*follows) as follower:
+                while len(files := sorted(to.glob("*/generated.npz"))) < 3:
+                    assert follower.poll() is None
+                    time.sleep(0.1)
+                follower.terminate()
+        finally:
+            local.terminate()
+    told = [np.load(file)["tokens"] for file in files]
+    for file, found in zip(files, told, strict=True):
+        np.testing.assert_array_equal(found, greedy(file.parent))
+    assert (told[0] != told[-1]).any()
 
 
 @pytest.mark.parametrize("case", ["llama-3.1", "gemma3-4b"])

@@ -7,6 +7,8 @@ import numpy as np
 POSITIONS = 400
 # Of a tensor's gradient, flattened, every so many elements are kept; of the logits every so many rows.
 STRIDE, ROWS = 61, 50
+# Tokens that a generation begins with, and those that it adds.
+PROMPT, GENERATED = 16, 24
 
 
 def weight(case: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
