@@ -4,6 +4,10 @@
     .venv/bin/python -m bench.dashboard report [--versions 100000] [--learners 4] [--keep DIR]
     .venv/bin/python -m bench.dashboard start [OPTIONS OF diloco local ...]
     .venv/bin/python -m bench.dashboard followers [--followers 100] [--seconds 20] [--repeats 3]
+    .venv/bin/python -m bench.dashboard deltas RUN [COUNT]
+
+Of followers: what they cost a run whose learners pause after each step, beside that run alone, in
+turn; and how long after its record each has a version. Some are killed every few seconds.
 
 Of the start: two local runs, the second with what the first compiled. By the processes'
 own logs, since the command: when the first and the last learner took its first step, when the run
@@ -21,6 +25,8 @@ import contextlib
 import http.client
 import json
 import os
+import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,17 +34,23 @@ import threading
 import time
 from datetime import datetime
 from pathlib import Path
+from typing import NamedTuple, Self
 
+import ml_dtypes
+import numpy as np
 import psutil
+import pyarrow as pa
 import tomli_w
 
 import diloco
 from bench.harness import run_part
 from bench.tapes import Forger, publish
+from diloco.aggregator.rollback import find_versions
 from diloco.common.process.config import load_config
 from diloco.common.process.nats_server import NatsServer
 from diloco.common.protocol.errors import DilocoError
-from diloco.common.storage.tape import last_record
+from diloco.common.storage.tape import RunContext, last_record
+from diloco.common.storage.views import load_version
 from diloco.operate.create import create_from
 from diloco.run.cli.opening import open_run
 from diloco.show.page.server import FILES
@@ -106,43 +118,53 @@ def report_main() -> None:
 
 
 PROCESSES = 4
+# Between two SIGKILLs of a process of followers, each of which starts again.
+KILL_S = 5.0
 
 
-async def lags_s(run_dir: str, seconds: float) -> list[float]:
+async def tell_lags(run_dir: str, seconds: float) -> None:
     """From the record that completes a version to that version in hand, of one follower."""
-    found: list[float] = []
     async with diloco.follow(run_dir) as model:
         until_s = time.monotonic() + seconds
         await model.take_async()
         while (rest_s := until_s - time.monotonic()) > 0:
             if await model.take_async(rest_s) is not None:
                 stored = [at.stored_at_s for at in model.standing().values()]
-                found.append(time.time() - max(stored))
-    return found
+                print(time.time() - max(stored), flush=True)
 
 
 def many_main() -> None:
     """Followers of one process: the words after the part are the run, how many, how long."""
     run_dir, count, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
 
-    async def all_of_them() -> list[list[float]]:
-        return await asyncio.gather(*(lags_s(run_dir, seconds) for _ in range(count)))
+    async def all_of_them() -> None:
+        await asyncio.gather(*(tell_lags(run_dir, seconds) for _ in range(count)))
 
-    print(json.dumps([lag for lags in asyncio.run(all_of_them()) for lag in lags]))
+    asyncio.run(all_of_them())
 
 
 def followed(run_dir: Path, count: int, seconds: float) -> list[float]:
-    """The lags of so many followers, in some processes, beside a run; waits if there are none."""
-    if not count:
-        time.sleep(seconds)
-        return []
+    """The lags of so many followers, in some processes that are killed; waits if there are none."""
+    until_s, rng = time.monotonic() + seconds, random.Random(count)
     shares = [count // PROCESSES + (index < count % PROCESSES) for index in range(PROCESSES)]
     command = [sys.executable, "-m", "bench.dashboard", "many", str(run_dir)]
-    running = [
-        subprocess.Popen([*command, str(share), str(seconds)], stdout=subprocess.PIPE)
-        for share in shares if share
-    ]  # fmt: skip
-    return [lag for one in running for lag in json.loads(one.communicate()[0])]
+
+    def start(share: int) -> subprocess.Popen[str]:
+        words = [*command, str(share), str(until_s - time.monotonic())]
+        return subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+
+    running, told = [(share, start(share)) for share in shares if share], ""
+    while until_s - time.monotonic() > 2 * KILL_S:
+        time.sleep(KILL_S)
+        if count > 1:
+            share, process = running.pop(rng.randrange(len(running)))
+            process.kill()
+            told += process.communicate()[0]
+            running.append((share, start(share)))
+    time.sleep(max(0.0, until_s - time.monotonic()))
+    for _, process in running:
+        told += process.communicate()[0]
+    return [float(line) for line in told.splitlines()]
 
 
 def standing_of(run_dir: Path) -> tuple[int, float]:
@@ -167,34 +189,88 @@ def followers_main() -> None:
     parser.add_argument("--followers", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--step-s", type=float, default=0.1, help="that a step lasts")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         local = [sys.executable, "-m", "diloco", "local", "--kill", "none", "--learners", "2"]
-        local += ["--steps", "1000000", "--task", "bench.tasks:build"]
+        local += ["--steps", "1000000", "--task", "bench.tasks:paced", "--cpu"]
+        local += ["--set", f"task.options.step_s={options.step_s}"]
         quiet = subprocess.DEVNULL
         run = subprocess.Popen([*local, "--run-dir", str(run_dir)], stdout=quiet, stderr=quiet)
         try:
             wait_for_versions(run_dir)
-            for repeat in range(options.repeats):
-                for count in (0, 1, options.followers):
-                    before, used_s = standing_of(run_dir)
-                    began_s = time.monotonic()
-                    lags = sorted(followed(run_dir, count, options.seconds))
-                    took_s = time.monotonic() - began_s
-                    after, now_s = standing_of(run_dir)
-                    made = max(after - before, 1)
-                    print(
-                        f"{repeat} {count:4} followers: {made / took_s:.2f} versions/s, "
-                        f"{(now_s - used_s) / made:.3f} processor s of the run a version",
-                        flush=True,
-                    )
-                    if lags:
-                        middle, worst = lags[len(lags) // 2], lags[-1]
-                        print(f"  lag {middle:.3f} s, worst {worst:.3f} of {len(lags)}", flush=True)
+            phases = [
+                [Phase.of(run_dir, count, options.seconds) for count in (0, 1, options.followers)]
+                for _ in range(options.repeats)
+            ]
         finally:
             run.terminate()
             run.wait()
+    print(f"medians of {options.repeats} repeats, beside the run alone in the same repeat:")
+    for index in (1, 2):
+        used, rates = (
+            [getattr(one[index], what) / getattr(one[0], what) for one in phases]
+            for what in ("used_s", "rate")
+        )
+        print(
+            f"{phases[0][index].followers:4} followers: processor time a version "
+            f"{statistics.median(used):.3f} ({min(used):.3f} to {max(used):.3f}), "
+            f"versions a second {statistics.median(rates):.3f} "
+            f"({min(rates):.3f} to {max(rates):.3f})"
+        )
+
+
+class Phase(NamedTuple):
+    """A stretch of a run: versions a second, the run's processor seconds for each."""
+
+    followers: int
+    rate: float
+    used_s: float
+
+    @classmethod
+    def of(cls, run_dir: Path, count: int, seconds: float) -> Self:
+        before, used_s = standing_of(run_dir)
+        began_s = time.monotonic()
+        lags = sorted(followed(run_dir, count, seconds))
+        took_s = time.monotonic() - began_s
+        after, now_s = standing_of(run_dir)
+        made = max(after - before, 1)
+        found = cls(count, made / took_s, (now_s - used_s) / made)
+        seen = "none"
+        if lags:
+            seen = f"{lags[len(lags) // 2]:.3f} s, worst {lags[-1]:.3f} of {len(lags):,}"
+        print(
+            f"{count:4} followers: {found.rate:.2f} versions/s, {found.used_s:.3f} processor s of "
+            f"the run a version, lag {seen}; load {os.getloadavg()[0]:.1f}",
+            flush=True,
+        )
+        return found
+
+
+def deltas_main() -> None:
+    """Lossless deltas of a run's model in bfloat16, between versions that follow each other."""
+    run_dir, count = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 4
+
+    async def at(context: RunContext, version: int) -> np.ndarray:
+        fragments = range(len(context.layout.fragments))
+        found = await find_versions(context, dict.fromkeys(fragments, version))
+        views = [await load_version(context, found[one].record) for one in fragments]
+        return np.concatenate(views).astype(ml_dtypes.bfloat16).view(np.uint16)
+
+    async def look() -> None:
+        async with open_run(run_dir, reads=True) as run:
+            newest = (await last_record(run.context, 0))[0].version
+            for version in np.linspace(newest / count, newest - 1, count).astype(int).tolist():
+                older, newer = [await at(run.context, version + more) for more in (-1, 0)]
+                changed = older ^ newer
+                # The two bytes of each apart: the upper one seldom changes.
+                halves = changed.view(np.uint8).reshape(-1, 2).T.tobytes()
+                stored = len(pa.compress(halves, codec="zstd", asbytes=True)) / len(changed)
+                share = np.count_nonzero(changed) / len(changed)
+                print(f"version {version}: {share:.1%} changed, {stored:.3f} bytes a parameter")
+
+    asyncio.run(look())
 
 
 def wait_for_versions(run_dir: Path) -> None:
@@ -371,4 +447,4 @@ def live_main() -> None:
 
 if __name__ == "__main__":
     parts = {"live": live_main, "report": report_main, "start": start_main}
-    run_part({**parts, "followers": followers_main, "many": many_main})
+    run_part({**parts, "followers": followers_main, "many": many_main, "deltas": deltas_main})

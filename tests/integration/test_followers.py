@@ -286,5 +286,5 @@ def test_a_folder_is_told_of_and_old_versions_go(ended, tmp_path, run_async):
     # At least once for each: a version that was written is told of again after a restart.
     lines = told.read_text().split()
     assert lines == [str((tmp_path / "to" / "latest").resolve())] * 2
-    with pytest.raises(ConfigError, match="expected hf or safetensors"):
+    with pytest.raises(ConfigError, match="expected hf, safetensors"):
         ServedFolder(diloco.follow(ended.config_path), FolderRules(tmp_path, "gguf"))

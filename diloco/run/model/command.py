@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -79,9 +80,9 @@ class FollowOptions:
     """How a run is followed."""
 
     to: Annotated[Path, typer.Option("--to", help="folder of the versions", metavar="DIR")]
-    form: Annotated[str, typer.Option("--format", help="hf or safetensors", metavar="FORMAT")] = (
-        "safetensors"
-    )
+    form: Annotated[
+        str, typer.Option("--format", help="hf, safetensors or deltas", metavar="FORMAT")
+    ] = "safetensors"
     every: Annotated[
         int, typer.Option("--every", help="versions between two that are written", min=1)
     ] = 1
@@ -105,6 +106,7 @@ def follow(run: shared.Run, options: FollowOptions) -> None:
     """
     with interrupts_wait():
         from diloco.run.cli.opening import run_config
+        from diloco.run.model.deltas import served_folder
         from diloco.run.model.follow import follow as open_following
         from diloco.run.model.serving import FolderRules, serve_folder
 
@@ -114,4 +116,4 @@ def follow(run: shared.Run, options: FollowOptions) -> None:
         section = section.model_copy(update={"port": options.metrics_port})
     model = open_following(run, credentials=options.credentials, every=options.every)
     rules = FolderRules(options.to, options.form, options.keep, options.command)
-    serve_folder(model, rules, config.run.name, section)
+    serve_folder(model, partial(served_folder, model, rules), config.run.name, section)

@@ -12,7 +12,7 @@ import contextlib
 import os
 import shlex
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -30,6 +30,7 @@ from diloco.run.model.files import write_model
 from diloco.run.model.follow import Following, LeafRows, ModelChange
 
 LATEST = "latest"
+FORMS = ("hf", "safetensors", "deltas")
 _PART = ".part"
 # Between two looks at how far behind it is.
 LOOK_S = 1.0
@@ -40,7 +41,7 @@ class FolderRules(NamedTuple):
 
     Attributes:
         folder: is made.
-        form: "safetensors" or "hf".
+        form: of `FORMS`.
         keep: newest versions that stay.
         command: run after each version, with its folder as the last word.
     """
@@ -59,8 +60,8 @@ class ServedFolder:
     """
 
     def __init__(self, model: Following, rules: FolderRules) -> None:
-        if rules.form not in ("hf", "safetensors"):
-            raise ConfigError(f"--format {rules.form!r}: expected hf or safetensors")
+        if rules.form not in FORMS:
+            raise ConfigError(f"--format {rules.form!r}: expected {', '.join(FORMS)}")
         if rules.keep < 1:
             raise ConfigError(f"--keep {rules.keep}: expected at least 1")
         make_folder(rules.folder)
@@ -74,16 +75,7 @@ class ServedFolder:
         Raises:
             ConfigError: it cannot be written, or the task has no such format.
         """
-        home = self._rules.folder
-        path = home / f"{change.epoch}-{change.version:012}"
-        if not path.exists():
-            part = path.with_name(path.name + _PART)
-            context, at = self._model.run.context, self._model.standing()
-            records = {fragment: one.record for fragment, one in at.items()}
-            views = {fragment: self._model.view(fragment) for fragment in at}
-            await write_model(part, self._rules.form, context, views, records)
-            await asyncio.to_thread(_sync, part)
-            part.rename(path)
+        home, path = self._rules.folder, await self._write(change)
         link = home / f"{LATEST}{_PART}"
         link.symlink_to(path.name)
         link.replace(home / LATEST)
@@ -92,14 +84,32 @@ class ServedFolder:
         await self._tell(path)
         return path
 
+    async def _write(self, change: ModelChange) -> Path:
+        path = self._rules.folder / f"{change.epoch}-{change.version:012}"
+        if not path.exists():
+            await self._write_files(path, self._rules.form)
+        return path
+
+    async def _write_files(self, path: Path, form: str, dtype: str | None = None) -> None:
+        """Write the model as it is; the folder takes its name once it is on the disk."""
+        part = path.with_name(path.name + _PART)
+        context, at = self._model.run.context, self._model.standing()
+        records = {fragment: one.record for fragment, one in at.items()}
+        views = {fragment: self._model.view(fragment) for fragment in at}
+        await write_model(part, form, context, views, records, dtype=dtype)
+        await asyncio.to_thread(sync_files, part)
+        part.rename(path)
+
     def _drop_old(self, newest: Path) -> None:
         """Delete all but the newest versions, by when they came: a new epoch may go back."""
         found = [path for path in self._rules.folder.glob("*-*") if path != newest]
         found.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
         for path in found[self._rules.keep - 1 :]:
-            # Its name goes first, so that no half of it can be taken for a version.
-            gone = path.rename(path.with_name(path.name + _PART))
-            shutil.rmtree(gone)
+            self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        # Its name goes first, so that no half of it can be taken for a version.
+        shutil.rmtree(path.rename(path.with_name(path.name + _PART)))
 
     async def _tell(self, path: Path) -> None:
         if self._rules.command is None:
@@ -116,7 +126,7 @@ class ServedFolder:
                 logger.warning("command_failed", command=words[0], why=f"exit status {status}")
 
 
-def _sync(folder: Path) -> None:
+def sync_files(folder: Path) -> None:
     """Bring a folder's files to the disk."""
     for path in folder.rglob("*"):
         if path.is_file():
@@ -135,24 +145,26 @@ def _sync_folder(path: Path) -> None:
 # --- `diloco follow`
 
 
-def serve_folder(model: Following, rules: FolderRules, run: str, section: MetricsSection) -> None:
-    """Keep a folder until the run ends or a signal asks for the end.
+def serve_folder(
+    model: Following, make: Callable[[], ServedFolder], run: str, section: MetricsSection
+) -> None:
+    """Keep the folder that `make` makes until the run ends or a signal asks for the end.
 
     Raises:
         DilocoError: what stops it for good, with what to do.
     """
     probes = make_probes(Runtime().retries, run=run)
     with serving(section, probes), contextlib.suppress(AskedToStopError):
-        asyncio.run(_serve(model, rules, probes))
+        asyncio.run(_serve(model, make, probes))
 
 
-async def _serve(model: Following, rules: FolderRules, probes: Probes) -> None:
+async def _serve(model: Following, make: Callable[[], ServedFolder], probes: Probes) -> None:
     loop, asked = asyncio.get_running_loop(), asyncio.Event()
     on_signals(lambda: loop.call_soon_threadsafe(asked.set))
     probes.health.begin_phase("connecting to the run")
     async with model:
         logger = model.run.context.logger
-        folder = ServedFolder(model, rules)
+        folder = make()
         probes.health.view = lambda: HealthView("following")
         probes.start.over()
         tell(probes.manager, READY="1")
