@@ -120,8 +120,9 @@ def grouped(findings: Iterable[Finding]) -> list[Finding]:
     """One finding for those that ask for the same of several: the worst first, with their count."""
     groups: dict[tuple[object, ...], list[Finding]] = {}
     for one in ranked(findings):
-        about = "" if one.advice else one.about
-        groups.setdefault((one.severity, one.runbook, one.advice, about), []).append(one)
+        # What asks for nothing is told each.
+        said = "" if one.advice else (one.about, one.sentence)
+        groups.setdefault((one.severity, one.runbook, one.advice, said), []).append(one)
     return [_merged(group) for group in groups.values()]
 
 

@@ -10,6 +10,7 @@ import contextlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import fmean, median, median_low
 from typing import NamedTuple
 
@@ -41,6 +42,8 @@ ROUNDS, WHOLE_UPDATES = 64, 256
 # Points of a trend that are kept: beyond, every other one is let go.
 POINTS = 64
 HOUR_S = 3600.0
+# Of the gaps between a learner's newest updates so many, the longest, are no part of its pace.
+PAUSES = 2
 # Learner, incarnation and number of an update of a fragment.
 Update = tuple[str, int, int]
 
@@ -73,11 +76,12 @@ def throughput(
         trend: points over all that came.
         merged: how many came.
     """
-    took_s = newest[-1].at_s - newest[0].at_s if newest else 0.0
-    if len(newest) < RECENT or took_s <= 0:
+    # A pause, or a life that ended, is no pace.
+    gaps_s = sorted(late.at_s - early.at_s for early, late in pairwise(newest))[:-PAUSES]
+    if len(newest) < RECENT or not sum(gaps_s) > 0:
         return None
     tokens_per_s = median(point.tokens_per_s for point in newest)
-    found = Throughput(tokens_per_s, (len(newest) - 1) / took_s)
+    found = Throughput(tokens_per_s, len(gaps_s) / sum(gaps_s))
     earlier = [point for point in trend if point.at_s < newest[0].at_s]
     before = median(point.tokens_per_s for point in earlier) if earlier else 0.0
     if len(earlier) < RECENT or not before:

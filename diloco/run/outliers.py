@@ -217,8 +217,9 @@ def _norm(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Findi
         cause = "its learning rate is too high or grows, or its data is another"
         advice = "compare its schedule, its learning rate and its data with the others'"
     else:
-        cause = "they hardly do anything: its gradients are lost, or its learning rate is tiny"
-        advice = "look at its learning rate, and for a mask or a part that is frozen"
+        cause = "its gradients are lost or rounded away, or its learning rate is tiny"
+        cause = f"they hardly do anything: {cause}"
+        advice = "look at its learning rate, its dtypes, and for a mask or a part that is frozen"
     sentence = f"its updates are {ratio:.2g} times as long as the others': {cause}"
     within = math.exp(norms.spread)
     evidence = f"norm {ratio:.3g} times the others' median, the others within {within:.2g} times"

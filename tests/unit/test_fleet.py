@@ -162,6 +162,15 @@ def test_who_becomes_far_slower_than_it_was_is_in_trouble():
     assert "it trains 8 times as slowly as it did" in sentence
 
 
+def test_a_pause_is_no_pace():
+    """A life that ended, or a machine that slept: of 16 updates one gap is most of the time."""
+    records = [
+        one.model_copy(update={"inputs": one.inputs[:2]}) if 100 <= one.version < 190 else one
+        for one in paces(200, **{name: steady(1.0) for name in "abc"})
+    ]
+    assert speed_findings(records) == []
+
+
 def test_where_all_become_slower_nobody_is_accused():
     fleet = {name: lambda version: 1.0 if version < 60 else 0.125 for name in "abc"}
     assert speed_findings(paces(220, **fleet)) == []
