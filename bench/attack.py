@@ -94,7 +94,7 @@ class Lie(NamedTuple):
 
 
 def _within(claim: float, most: int) -> int:
-    return max(1, min(most, int(claim)))
+    return max(1, int(min(most, claim)))
 
 
 class Attacked(World):

@@ -12,8 +12,9 @@ is a span without any: how far two equal runs differ.
 Shown is the run with the liar in % of the other: versions and honest updates merged in a second of
 each span, with the standard error over its parts; by how much the held-out loss went further away
 from the other's within it, for what an attack has done stays; the part of a core that the processes
-of each used (the liar's left out), how many cores the machine had in use, and its load. At last
-both runs are stopped, and must end.
+of each used (the liar's left out), how many cores the machine had in use, and its load; and what
+`diloco why` says of the liar after the span, and of which honest learners it says something. At
+last both runs are stopped, and must end.
 """
 
 import argparse
@@ -135,7 +136,7 @@ class Liar:
             run=RUN, learner=self.name, epoch=0, incarnation=self.incarnation, seq=seq,
             fragment=fragment, base_version=record.version, base_digest=record.view_digest,
             layout=self.context.layout.digest, codec=CODEC, shards=entries,
-            tokens=taken.tokens, steps=taken.steps, position=seq, local_step=seq, loss=1.0,
+            tokens=taken.tokens, steps=taken.steps, position=seq, local_step=seq, loss=taken.loss,
             step_time_s=STEP_S, encode_s=0.0, upload_s=0.0, attempt=0, final=False,
         )  # fmt: skip
 
@@ -241,6 +242,24 @@ async def deleting(liar: Liar) -> None:
             await liar.announce(liar.store(liar.manifest(record, honest), liar.read(honest)))
 
 
+async def babbling(liar: Liar) -> None:
+    """Sends a byte that is no message, wherever it may speak."""
+    subjects = [names.update(RUN, liar.name, 0), names.join(RUN, liar.name)]
+    subjects += [names.leave(RUN, liar.name), names.heartbeat(RUN, liar.name)]
+    while True:
+        for subject in subjects:
+            await liar.bus.publish(subject, b"\xc1")
+        await asyncio.sleep(0.5)
+
+
+async def foreseeing(liar: Liar) -> None:
+    """Stores empty objects of a life that is far beyond the tape's end."""
+    for seq in range(1, 100):
+        prefix = names.shards_prefix(RUN, liar.name, 0, 0, 10**15, seq)
+        liar.context.store.put(f"{prefix}0", b"")
+        await asyncio.sleep(0.2)
+
+
 POISONED = "true claims, turned and ten times as long"
 FORGED = {
     "none: an honest fourth": Lie(),
@@ -257,6 +276,8 @@ ACTS: dict[str, Act] = {
     "objects that are links to /dev/zero": spoiling(_link),
     "objects of a terabyte": spoiling(_endless),
     "deletes what was merged": deleting,
+    "a byte that is no message": babbling,
+    "empty objects of a life to come": foreseeing,
     # What these leave behind, a spoilt model or a long tape, is to meet few after them.
     POISONED: forging(Lie(direction="turned", length=10.0)),
     "1,000 manifests a second": flooding(1000.0, 0),
@@ -357,6 +378,18 @@ class AttackedRun:
             if len(self.seen) >= FIRST:
                 self.begun.set()
 
+    async def why(self, liar: str) -> tuple[str, tuple[str, ...]]:
+        """What `diloco why` says of the liar; and the honest learners of whom it says something."""
+        command = [sys.executable, "-m", "diloco", "why", str(self._file("operator")), "--json"]
+        process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+        told, _ = await process.communicate()
+        amiss = [
+            one for one in json.loads(told)["findings"] if one["severity"] in ("warning", "error")
+        ]
+        said = [one["sentence"] for one in amiss if one["about"] == f"learner {liar}"]
+        accused = [name for name in HONEST for one in amiss if one["about"] == f"learner {name}"]
+        return "; ".join(said), tuple(accused)
+
     async def sample(self) -> None:
         """Note what is used, for ever."""
         while True:
@@ -410,7 +443,8 @@ class SpanOutcome(NamedTuple):
     `loss` is the change of that within the span.
 
     `cores` are those in use: by the run with the liar, by the other, by the machine; and its load.
-    `rate` and `alone_loss` are the other's: versions a second, and held-out.
+    `rate` and `alone_loss` are the other's: versions a second, and held-out. `said` is what
+    `diloco why` says of the liar, `accused` are honest learners of whom it says something.
     """
 
     name: str
@@ -421,6 +455,8 @@ class SpanOutcome(NamedTuple):
     rate: float
     alone_loss: float
     wrong: str
+    said: str = ""
+    accused: tuple[str, ...] = ()
 
 
 def play(folder: Path, attacks: Sequence[str], span_s: float, trust: str) -> list[SpanOutcome]:
@@ -470,7 +506,9 @@ async def _compare(
             after = await losses()
             loss = after[1] / after[0] / (before[1] / before[0]) - 1
             before = after
-            found.append(_outcome(span, alone, lied, loss, after[0]))
+            said, accused = await lied.why(liar_name(len(found)))
+            outcome = _outcome(span, alone, lied, loss, after[0])
+            found.append(outcome._replace(said=said, accused=accused))
             print(json.dumps(found[-1]), file=sys.stderr, flush=True)
         for run in opened:
             message = wire.Stop(run=RUN, global_step=0, reason="the attacks are over", by="test")
@@ -533,9 +571,12 @@ def rows(attacks: Sequence[str], span_s: float, trusts: Sequence[str]) -> Iterat
     for trust in trusts:
         with tempfile.TemporaryDirectory(prefix="bench-live-") as folder:
             found[trust] = play(Path(folder), attacks, span_s, trust)
-    cells = "versions a second, % | honest updates, % | loss, % | cores: with, without, machine"
-    yield f"| the liar beside three | {' | '.join(f'{trust}: {cells}; load' for trust in trusts)} |"
-    yield f"|{' --- |' * (1 + 4 * len(trusts))}"
+    cells = (
+        "versions a second, % | honest updates, % | loss, % | cores: with, without, machine; load"
+        " | `diloco why` of the liar; **of the honest**"
+    )
+    yield f"| the liar beside three | {' | '.join(f'{trust}: {cells}' for trust in trusts)} |"
+    yield f"|{' --- |' * (1 + 5 * len(trusts))}"
     for made in zip(*found.values(), strict=True):
         yield f"| {made[0].name or 'nobody'} | {' | '.join(map(_cells, made))} |"
     every = [one for made in found.values() for one in made]
@@ -547,7 +588,9 @@ def _cells(one: SpanOutcome) -> str:
     lied, alone, machine, load = one.cores
     used = f"{lied:.2f}, {alone:.2f}, {machine:.1f}; {load:.0f}"
     rates = " | ".join(map(_percent, (one.versions, one.merged)))
-    return f"{rates} | {100 * one.loss:+.1f} | {used}" + (f" ({one.wrong})" if one.wrong else "")
+    wrong = f" ({one.wrong})" if one.wrong else ""
+    accused = f" **{', '.join(one.accused)}**" if one.accused else ""
+    return f"{rates} | {100 * one.loss:+.1f} | {used}{wrong} | {one.said or '-'}{accused}"
 
 
 def settings(trust: str, steps: int) -> dict[str, Any]:

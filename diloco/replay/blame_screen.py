@@ -101,7 +101,7 @@ def in_words(one: Sentence) -> str:
 def _table(title: str, *columns: str) -> Table:
     shown = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     for column in columns:
-        named = column in ("learner", "verdict", "where", "update", "tensor", "of the slice")
+        named = column in ("learner", "verdict", "where", "update", "tensor")
         shown.add_column(column, no_wrap=True, justify="left" if named else "right")
     return shown
 
@@ -109,13 +109,13 @@ def _table(title: str, *columns: str) -> Table:
 def _learners(sentences: Sequence[Sentence]) -> Table:
     rows = _table(
         "What each learner's updates did to the held-out loss (above 0: harm)",
-        "learner", "verdict", "of the slice", "updates", "harmed", "sum", "alone", "others alone",
+        "learner", "verdict", "updates", "harmed", "sum", "alone", "others alone",
     )  # fmt: skip
     for one in sentences:
+        word = f"{one.word} on {one.slice}" if one.slice else one.word
         rows.add_row(
-            one.learner, f"[{_COLOURS[one.word]}]{one.word}[/]", one.slice or "(all)",
-            f"{one.updates}", f"{one.worse}", f"{one.total:+.4f}", f"{one.alone:+.5f}",
-            f"{one.others:+.5f}",
+            one.learner, f"[{_COLOURS[one.word]}]{word}[/]", f"{one.updates}", f"{one.worse}",
+            f"{one.total:+.4f}", f"{one.alone:+.5f}", f"{one.others:+.5f}",
         )  # fmt: skip
     return rows
 

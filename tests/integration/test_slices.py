@@ -38,11 +38,14 @@ def test_who_is_taught_one_output_of_16_wrongly_is_named_with_it(new_world):
     assert [process.wait() for process in processes] == [0, 0, 0, 0]
 
     run = str(world.config_path)
-    found = json.loads(said("why", run, "--json"))["findings"]
-    accused = [one for one in found if one["severity"] == "warning" and "learner" in one["about"]]
-    assert [one["about"] for one in accused] == [f"learner {LEARNERS[3]}"], json.dumps(accused)
-    harmed = [f"slice output-{TURNED}" in f"{one['sentence']} {one['harm']}" for one in accused]
-    assert harmed == [True], accused
+    # `diloco why` has half a minute for the same, which a busy machine may not grant.
+    told = json.loads(said("replay", run, "--blame", "--json"))["learners"]
+    against = [
+        (one["learner"], one["word"], one["slice"])
+        for one in told
+        if one["word"] in ("harmful", "useless")
+    ]
+    assert against == [(LEARNERS[3], "harmful", f"output-{TURNED}")], json.dumps(told)
 
     table = said("evaluate", run)
     assert "slice" in table
