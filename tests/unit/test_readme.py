@@ -10,8 +10,6 @@ from diloco.common.process.config import make_config
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("runbooks/*.md")])
-# Made from a finished run, and not by the tests.
-PICTURES = {"docs/demo.png"}
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -44,7 +42,7 @@ def anchors(page: Path) -> set[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
-        if target.startswith("https://") or target in PICTURES:
+        if target.startswith("https://"):
             continue
         path, _, anchor = target.partition("#")
         found = (page.parent / path).resolve() if path else page
