@@ -295,7 +295,7 @@ def report(what: str, ratios: list[float]) -> None:
 GOAL = 0.995
 TURNS = 20
 BATCH = 2  # so that a step of the demo's model fits in 50 ms on one core
-TRAINING, LOOP = "MainThread", "background"
+TRAINING, LOOP = "MainThread", "loop"
 
 
 class ProcessorTime(NamedTuple):
