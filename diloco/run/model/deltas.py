@@ -51,7 +51,9 @@ class DeltaFolder(ServedFolder):
             shutil.copytree(whole, part, copy_function=os.link)
         await asyncio.to_thread(sync_files, part)
         part.rename(path)
-        shutil.rmtree(before, ignore_errors=True)
+        for other in home.glob(".whole-*"):  # one more, where an earlier process was killed
+            if other != whole:
+                shutil.rmtree(other)
         return path
 
     def _drop_old(self, newest: Path) -> None:

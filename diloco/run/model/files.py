@@ -207,7 +207,7 @@ def _write_for_others(
 def _files_of(task: "Task", settings: RunSettings) -> "Files":
     if task.files is None:
         raise ConfigError(
-            f"--format hf: the run's task, {settings.task.build!r}, writes no format of others",
+            f"the run's task, {settings.task.build!r}, writes no format of others, such as hf",
             hint="diloco.models.decoders:build does; safetensors and orbax are for every task",
         )
     return task.files
