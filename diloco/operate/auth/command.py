@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from diloco.common.process.credentials import PROCESSES
 from diloco.run.cli.command import command, group
 from diloco.run.cli.help import host
 from diloco.run.cli.screen import say_plainly
@@ -105,13 +104,15 @@ def auth_add_reader(
     folder: FolderArgument,
     name: NameArgument,
     processes: Annotated[
-        int, typer.Option("--processes", help="that may use them at once", min=1, max=1000)
-    ] = PROCESSES,
+        int | None,
+        typer.Option("--processes", help="that may use them at once [default: 4]", min=1, max=1000),
+    ] = None,
 ) -> None:
     """Create credentials that read the run and publish nothing: followers, page, report, track."""
+    from diloco.common.process.credentials import PROCESSES
     from diloco.operate.auth import files as auth
 
-    _tell_added(folder, auth.add(folder, name, "reader", processes))
+    _tell_added(folder, auth.add(folder, name, "reader", processes or PROCESSES))
 
 
 @command(auth_app, "revoke")
