@@ -38,6 +38,8 @@ FEW_LONE, LONE_SHARE, HUGE = 3, 0.08, 4096.0
 UPLOAD_S, ADOPTION_S = 0.5, 1.0
 # Tensors that a finding names.
 NAMED = 5
+# From so many learners on only those are compared whose figures are not near the middle anyway.
+MANY = 64
 TINY = 1e-12
 
 
@@ -80,7 +82,7 @@ def outliers(learners: Sequence[LearnerStatus]) -> Iterator[Finding]:
         yield from _of_two(*known)
     if len(known) <= OTHERS:
         known = []
-    for one in known:
+    for one in _worth_comparing(known, (_of_gap, _of_norm)):
         others = [other for other in known if other.name != one.name]
         yield from _loss(one, others)
         yield from _norm(one, others)
@@ -90,23 +92,61 @@ def outliers(learners: Sequence[LearnerStatus]) -> Iterator[Finding]:
             yield from _direction(one, others)
             yield from _tensors(one, others)
         yield from _elements(one, others)
-    for one, others in _each(learners, lambda one: one.upload_s is not None):
+    for one, others in _each(learners, lambda one: one.upload_s is not None, _uploaded):
         yield from _upload(one, others)
-    for one, others in _each(learners, lambda one: one.adoption is not None):
+    for one, others in _each(learners, lambda one: one.adoption is not None, _adopted):
         yield from _adoption(one, others)
-    for one, others in _each(learners, _takes_part):
+    for one, others in _each(learners, _takes_part, *map(_of_throughput, range(4))):
         yield from _throughput(one, others)
     for one, others in _each(learners, lambda one: any(one.release)):
         yield from _release(one, others)
 
 
 def _each(
-    learners: Sequence[LearnerStatus], known: Callable[[LearnerStatus], bool]
+    learners: Sequence[LearnerStatus],
+    known: Callable[[LearnerStatus], bool],
+    *figures: Callable[[LearnerStatus], float],
 ) -> Iterator[tuple[LearnerStatus, list[LearnerStatus]]]:
     """Each learner of whom something is known, and the others; nobody where they are too few."""
     found = [one for one in learners if known(one)]
-    for one in found if len(found) > OTHERS else ():
+    for one in _worth_comparing(found, figures) if len(found) > OTHERS else ():
         yield one, [other for other in found if other.name != one.name]
+
+
+def _worth_comparing(
+    learners: Sequence[LearnerStatus], figures: Sequence[Callable[[LearnerStatus], float]]
+) -> list[LearnerStatus]:
+    """Those who may be far: of a large fleet not all are held against all others.
+
+    Args:
+        learners: the fleet.
+        figures: logarithms that it is compared by; none: everybody is worth it.
+    """
+    if len(learners) < MANY or not figures:
+        return [*learners]
+    near = 0.5 * FAR * RATIO_FLOOR
+    found: set[str] = set()
+    for figure in figures:
+        values = [figure(one) for one in learners]
+        middle = median(values)
+        found |= {
+            one.name
+            for one, value in zip(learners, values, strict=True)
+            if abs(value - middle) > near
+        }
+    return [one for one in learners if one.name in found]
+
+
+def _uploaded(one: LearnerStatus) -> float:
+    return math.log(max(one.upload_s or 0.0, TINY))
+
+
+def _adopted(one: LearnerStatus) -> float:
+    return math.log(max(one.adoption.mean_s if one.adoption else 0.0, TINY))
+
+
+def _of_throughput(index: int) -> Callable[[LearnerStatus], float]:
+    return lambda one: math.log(max(one.throughput[index] if one.throughput else 1.0, TINY))
 
 
 def _of_two(one: LearnerStatus, other: LearnerStatus) -> Iterator[Finding]:

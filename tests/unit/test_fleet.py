@@ -16,6 +16,7 @@ from diloco.aggregator.core import memory
 from diloco.common.protocol import wire
 from diloco.common.storage.tape import Recorded
 from diloco.judge import doctor_findings
+from diloco.run import outliers as outliers_of
 from diloco.run.cli.opening import RunLocation, open_run, use_place
 from diloco.run.findings import grouped, judged, ranked
 from diloco.run.observed import POINTS, Observed, Trend, others_losses
@@ -174,6 +175,16 @@ def test_a_pause_is_no_pace():
 def test_where_all_become_slower_nobody_is_accused():
     fleet = {name: lambda version: 1.0 if version < 60 else 0.125 for name in "abc"}
     assert speed_findings(paces(220, **fleet)) == []
+
+
+def test_in_a_large_fleet_the_odd_one_is_told_of_without_comparing_all_with_all(monkeypatch):
+    monkeypatch.setattr(outliers_of, "MANY", 3)
+    (found,) = strangers(rounds(loss=14.5))
+    assert found.about == "learner c"
+    names = [f"learner-{index}" for index in range(9)]
+    fleet = {name: steady(1.0) for name in names} | {"slow": steady(0.1)}
+    ((_, about, _),) = speed_findings(paces(240, **fleet))
+    assert about == "learner slow"
 
 
 def test_of_few_updates_nothing_is_said():
