@@ -1,10 +1,9 @@
-"""The aggregator's rules as pure functions: weights, discounts, pace, quorum, grace, division.
+"""The aggregator's rules as pure functions: weights, discounts, pace, quorum, grace.
 
 No IO, clock, randomness or logging here; times are arguments, in seconds.
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -16,7 +15,7 @@ from diloco.common.process.config import (
     StalenessSection,
     settings_of,
 )
-from diloco.common.protocol import names, shards, slices, wire
+from diloco.common.protocol import names, slices, wire
 from diloco.common.protocol.errors import WireError
 from diloco.common.protocol.layout import Layout, Rhythm
 from diloco.common.protocol.quantization import Codec
@@ -259,93 +258,3 @@ def allowance(bounds: BoundsSection, left: float, at_s: float, now_s: float) -> 
     # burst's time.
     most = max(1.0, bounds.max_updates_per_s * BURST_S)
     return min(most, left + bounds.max_updates_per_s * max(0.0, now_s - at_s))
-
-
-Pinned = frozenset[int] | None
-
-
-class AggregatorTerms(NamedTuple):
-    """The fragments that a live aggregator is pinned to (None: to none), and those it refuses.
-
-    It refuses those that it has failed at: others may not.
-    """
-
-    pinned: Pinned = None
-    refuses: frozenset[int] = frozenset()
-
-    def may_serve(self, fragment: int) -> bool:
-        """Whether it takes the fragment where nobody else has it."""
-        mine = self.pinned is None or fragment in self.pinned
-        return mine and fragment not in self.refuses
-
-
-class OwnershipDivision(NamedTuple):
-    """The fragments that an aggregator acquires, those it likeliest keeps first, and releases."""
-
-    acquire: tuple[int, ...]
-    release: tuple[int, ...]
-
-
-def divide(
-    me: str,
-    members: Mapping[str, AggregatorTerms],
-    holders: Mapping[int, str | None],
-    fragments: int,
-) -> OwnershipDivision:
-    """The step of one aggregator towards an even division.
-
-    Args:
-        me: this aggregator's life.
-        members: of each live aggregator, this one too.
-        holders: who holds each fragment that is not done; None for nobody.
-        fragments: P, of the run.
-    """
-    held = {fragment for fragment, holder in holders.items() if holder == me}
-    free = {fragment for fragment, holder in holders.items() if holder is None}
-    mine = members[me]
-    if mine.pinned is not None:
-        # An operator has said which: nothing is shared out, and nothing else is taken.
-        kept = {fragment for fragment in held if mine.may_serve(fragment)}
-        taken = {fragment for fragment in free if mine.may_serve(fragment)}
-        return OwnershipDivision(_by_rank(me, taken), tuple(sorted(held - kept)))
-    sharing = {life: one for life, one in members.items() if one.pinned is None}
-    reserved = {
-        fragment
-        for life in members.keys() - sharing.keys()
-        for fragment in holders
-        if members[life].may_serve(fragment)
-    }
-    # Beside the shares: even numbers would give it to who refuses it, or to nobody.
-    refused = {f for one in sharing.values() for f in one.refuses} - reserved
-    even = [f for f in range(fragments) if f in holders.keys() - reserved - refused]
-    target = _share(me, sharing, even)
-    keep = _by_rank(me, held & set(even))[:target]
-    also = {f for f in refused & held if mine.may_serve(f)}
-    falls_to_me = {f for f in refused & free if _first_able(sharing, f) == me}
-    # Only what is free: a fragment that is taken from a live owner costs a recovery, so it is the
-    # owner that gives up what is too much.
-    wanted = _by_rank(me, free & set(even))[: target - len(keep)]
-    acquire = wanted + _by_rank(me, falls_to_me)
-    return OwnershipDivision(acquire, tuple(sorted(held - also - set(keep))))
-
-
-def _share(me: str, sharing: Collection[str], fragments: Collection[int]) -> int:
-    """How many of `fragments` are this aggregator's: equal numbers, the rest to the first."""
-    each, rest = divmod(len(fragments), len(sharing))
-    return each + (sorted(sharing).index(me) < rest)
-
-
-def _first_able(sharing: Mapping[str, AggregatorTerms], fragment: int) -> str | None:
-    """Who takes a fragment that some refuse; None once all do."""
-    able = [life for life, one in sharing.items() if one.may_serve(fragment)]
-    return min(able, key=lambda life: _rank(life, fragment), default=None)
-
-
-def _by_rank(me: str, fragments: Iterable[int]) -> tuple[int, ...]:
-    """In an order of this aggregator's own, so that two seldom reach for the same."""
-    return tuple(sorted(fragments, key=lambda fragment: _rank(me, fragment)))
-
-
-@lru_cache(1 << 16)
-def _rank(me: str, fragment: int) -> str:
-    return shards.digest(f"{me}-{fragment}".encode())
