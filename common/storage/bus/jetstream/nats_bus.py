@@ -25,11 +25,6 @@ from diloco.common.storage.bus.jetstream.connection import (
     MOST_READERS,
     Connection,
     asked_by,
-    fill,
-    imported_to,
-    mark_imported,
-    message_of,
-    says_time,
     settings_of,
     store,
     stream_config,
@@ -37,6 +32,13 @@ from diloco.common.storage.bus.jetstream.connection import (
     stream_names,
 )
 from diloco.common.storage.bus.jetstream.cursor import Cursor, Cursors
+from diloco.common.storage.bus.jetstream.imported import (
+    fill,
+    imported_to,
+    mark_imported,
+    message_of,
+    says_time,
+)
 from diloco.common.storage.bus.jetstream.link import (
     CALL_TIMEOUT_S,
     STREAM_EXISTS,
