@@ -24,7 +24,7 @@ from diloco.run.model.scores import read_scores, record_at, score_at, unscored
 from diloco.run.state import RunStatus
 from diloco.run.timeseries import TimeSeries, read_time_series
 from diloco.run.watch import Watch
-from diloco.show.page import figures, page, sections, summary
+from diloco.show.page import figures, markup, sections, summary
 from diloco.show.page.lanes import make_lanes
 from diloco.show.page.numbers import Shown
 from diloco.show.page.summary import Fact, SummaryTable
@@ -50,19 +50,19 @@ def run_report(targets: Sequence[str], *, out: Path | None, evaluations: int) ->
     Raises:
         DilocoError: no such run; bus or store are away; the file cannot be written.
     """
-    page.check_name(out)
+    markup.check_name(out)
     alone = len(targets) == 1
     with staging() as stage:
         found = [gather(target, evaluations, stage, pairs=alone) for target in targets]
         stage("drawing", 0, 0)
         if not alone:
             runs = named(targets, [shown for shown, _ in found])
-            return page.write(out or Path("comparison.html"), comparison(runs))
+            return markup.write(out or Path("comparison.html"), comparison(runs))
         ((shown, status),), folder = found, Path(targets[0])
         name = (
             folder / "report.html" if folder.is_dir() else Path(f"report-{shown.series.run}.html")
         )
-        return page.write(out or name, report(shown, status))
+        return markup.write(out or name, report(shown, status))
 
 
 @contextmanager
@@ -85,7 +85,7 @@ def report(shown: Shown, status: RunStatus) -> str:
     parts["learners"] = sections.learners(table)
     about = Markup(parts.pop("progress") + parts.pop("about"))
     order = [parts[key] for key in sections.ORDER if key in parts]
-    return page.saved_page(f"Run {shown.series.run}", about, [*order, _footer()])
+    return markup.saved_page(f"Run {shown.series.run}", about, [*order, _footer()])
 
 
 def _footer() -> Markup:
@@ -186,15 +186,15 @@ def comparison(runs: Mapping[str, Shown]) -> str:
     note = "As at the head of each report."
     loss = "Training loss (median of the updates) and, with markers, loss on held-out data."
     parts = [
-        page.section("short", "In short", note, table=in_short(runs)),
-        page.section("loss", "Do they learn?", loss, panels=figures.losses(runs)),
-        page.section(
+        markup.section("short", "In short", note, table=in_short(runs)),
+        markup.section("loss", "Do they learn?", loss, panels=figures.losses(runs)),
+        markup.section(
             "throughput", "Tokens per second", "Merged.", panels=figures.throughputs(runs)
         ),
-        page.section("settings", "Settings that differ", table=differing(runs)),
+        markup.section("settings", "Settings that differ", table=differing(runs)),
     ]
     header = element("div", {"id": "about"}, *about)
-    return page.saved_page(f"Runs {', '.join(runs)}", header, [*parts, _footer()])
+    return markup.saved_page(f"Runs {', '.join(runs)}", header, [*parts, _footer()])
 
 
 def in_short(runs: Mapping[str, Shown]) -> SummaryTable:
