@@ -72,7 +72,7 @@ LAST_WORD_S = 3.0
 
 @contextlib.contextmanager
 def lead(host: Host) -> Iterator[Life]:
-    """A life as the only host, or as the one that speaks to the run."""
+    """Begin a learner's life on the host that speaks to the run; the block's end closes it."""
     background = host.background
     host.probes.health.begin_phase("connecting to NATS")
     with ExitStack() as stack:

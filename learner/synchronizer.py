@@ -222,7 +222,7 @@ class Meter:
         self.adoptions = (*self.adoptions[1 - DELAYS :], (max(0.0, steps), max(0.0, took_s)))
 
     def stalled(self, took_s: float) -> None:
-        """Count time in synchronization, after the last step too."""
+        """Add seconds that synchronization kept training waiting, also after the last step."""
         self.stall_s += took_s
         self.run_s = time.perf_counter() - self._began_s
 

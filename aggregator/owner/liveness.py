@@ -110,7 +110,7 @@ class Expiry:
         self._moved = asyncio.Event()
 
     async def watch(self) -> None:
-        """End the lives of the silent, for ever."""
+        """Run for ever; end the life of each holder silent for `aggregator.share_expiry_s`."""
         await first_of(self._follow(), self._look())
 
     async def _follow(self) -> None:

@@ -38,7 +38,7 @@ class Change(NamedTuple):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of what it is on the devices: codes of a delta, or a view (float32, as stored)."""
+        """Size in bytes of the first object: a delta's codes and scales, or a view in float32."""
         (ref, *_) = self.deltas if self.snapshot is None else (self.snapshot,)
         return ref.size_bytes
 

@@ -61,13 +61,13 @@ class PlannedAggregator:
     """The times of an aggregator's work, in seconds.
 
     Attributes:
-        read_s: of its link and its cores, to read and verify one update.
+        read_s: to read and verify one update, by its link or its cores.
         make_s: from a round's close to the version: outer step and delta, during which nothing is
             read.
         store_s: from the version to its record, during which updates are read.
         snapshot_s: added to `store_s` when view and outer state are stored too.
-        message_s: a message, or the answer to a question.
-        away_s: from when until when nobody takes what is announced.
+        message_s: to deliver a message, or the answer to a request.
+        away_s: (start, end) of an outage in which announced updates are not read.
     """
 
     read_s: float

@@ -124,7 +124,7 @@ class OwnerLife:
         return self.layout.fragments[self.fragment].averaged
 
     def breach(self, rule: str, name: str, expected: object, found: object) -> None:
-        """Note what breaks a rule."""
+        """Note that a value of the record, `found`, breaks a rule, which demands `expected`."""
         self.breaches.append(RuleBreach(rule, name, expected, found))
 
     # Questions

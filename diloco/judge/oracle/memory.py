@@ -134,7 +134,7 @@ class PolicyMemory:
         return [member.step_time_s for member in self.waited_for().values()]
 
     def change(self, learner: str, **fields: Any) -> None:
-        """Remember something else of a learner."""
+        """Set these fields of a learner's `MemberRecord`."""
         self.members[learner] = self.members[learner]._replace(**fields)
 
     def answered(self, update: UpdateId) -> bool:

@@ -16,7 +16,7 @@ ROUNDING_S = 1e-6
 
 
 def watch(life: OwnerLife, seen: wire.Observation, record: wire.Record) -> None:
-    """Take an observation of the owner; `record` says why an update's objects failed."""
+    """Apply an observation of `record` to an owner's life, or note that it breaks a rule."""
     life.now_s = seen.at_s
     handler = _WATCH.get(seen.what)
     if handler is None:

@@ -8,9 +8,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def interrupts_wait() -> Iterator[None]:
-    """For as long as the block lasts Ctrl-C waits: amid JAX's loading it aborts, or is lost.
+    """Hold back a Ctrl-C until the block ends; then raise `KeyboardInterrupt`.
 
-    To block the signal would not do: it would reach a thread of a library that has it unblocked.
+    A Ctrl-C while JAX is being loaded would abort the process, or be lost. Blocking the signal in
+    this thread would not help: a thread of a library that does not block it would receive it.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
