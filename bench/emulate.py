@@ -50,7 +50,7 @@ from diloco.learner.core.events import (
 from diloco.learner.task import Batch, Params, Task, held_out_loss
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.checkpoint import copied
-from diloco.learner.tensors.error_feedback import vector_of
+from diloco.learner.tensors.fragment_kernels import vector_of
 from diloco.learner.tensors.inner_step import InnerStep, make_inner_step
 from diloco.learner.tensors.replica import Replica
 from diloco.plan.virtual import Timeline, VirtualFragment

@@ -26,7 +26,7 @@ from diloco.learner.dry_run import (
     programs,
 )
 from diloco.learner.island import Island
-from diloco.learner.tensors.error_feedback import Kernels
+from diloco.learner.tensors.fragment_kernels import Kernels
 from diloco.learner.topology import tpu_devices
 
 

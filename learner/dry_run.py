@@ -26,7 +26,7 @@ from diloco.common.protocol.layout import Fragment
 from diloco.common.protocol.quantization import Codec, Encoded, code_count, code_dtype, scale_count
 from diloco.learner.island import Island
 from diloco.learner.tensors import tree
-from diloco.learner.tensors.error_feedback import Blocks, Codes, Kernels, Leaves, make_kernels
+from diloco.learner.tensors.fragment_kernels import Blocks, Codes, Kernels, Leaves, make_kernels
 from diloco.learner.tensors.mesh import single
 from diloco.learner.tensors.placement import make_ownership
 from diloco.learner.tensors.replica import anchor_memory

@@ -28,7 +28,7 @@ from diloco.common.protocol.layout import Layout
 from diloco.common.protocol.quantization import Codec, Encoded, code_dtype
 from diloco.learner.task import Params
 from diloco.learner.tensors import tree
-from diloco.learner.tensors.error_feedback import Codes, Kernels, Placed
+from diloco.learner.tensors.fragment_kernels import Codes, Kernels, Placed
 from diloco.learner.tensors.mesh import cuts_of, fit, sharding_of, single, split_tensors
 
 Leaves = dict[str, jax.Array]
@@ -223,7 +223,7 @@ class Ownership:
         return rows
 
     def place(self, rows: Encoded) -> Codes:
-        """The rows held of a version delta, on this host's devices."""
+        """Put this host's blocks of a version delta on its devices; `rows` has one row for each."""
         scaled = bool(np.size(rows.scales))
         codes_NxI = np.asarray(rows.codes).reshape(len(self.held), -1)
         placed = []

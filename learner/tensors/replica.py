@@ -19,7 +19,7 @@ from diloco.common.protocol.layout import Layout
 from diloco.common.protocol.quantization import Encoded, code_count, code_dtype, scale_count
 from diloco.learner.task import Params
 from diloco.learner.tensors.checkpoint import copied
-from diloco.learner.tensors.error_feedback import Blocks, Codes, Kernels, Leaves, make_kernels
+from diloco.learner.tensors.fragment_kernels import Blocks, Codes, Kernels, Leaves, make_kernels
 from diloco.learner.tensors.placement import Shardings, make_ownership, make_placement
 from diloco.learner.tensors.tree import named_leaves
 

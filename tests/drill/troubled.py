@@ -11,10 +11,10 @@ from diloco.common.storage.store import DirectoryStore
 
 
 def release(percent: float) -> None:
-    from diloco.learner.tensors import error_feedback
+    from diloco.learner.tensors import fragment_kernels
 
-    honest = error_feedback.decode_blocks
-    error_feedback.decode_blocks = lambda *args: honest(*args) * (1 + percent / 100)
+    honest = fragment_kernels.decode_blocks
+    fragment_kernels.decode_blocks = lambda *args: honest(*args) * (1 + percent / 100)
 
 
 def link(seconds: float) -> None:

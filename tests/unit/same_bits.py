@@ -18,7 +18,7 @@ from diloco.aggregator.arrays.outer import close_round, make_outer
 from diloco.common.protocol.layout import Tensor, TensorHint, make_layout
 from diloco.common.protocol.quantization import CODECS
 from diloco.common.protocol.shards import digest
-from diloco.learner.tensors.error_feedback import make_kernels
+from diloco.learner.tensors.fragment_kernels import make_kernels
 from diloco.learner.tensors.placement import make_ownership
 from diloco.learner.tensors.quantize import encode
 

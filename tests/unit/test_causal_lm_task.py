@@ -10,7 +10,7 @@ from diloco.common.protocol.layout import make_layout
 from diloco.learner.contract import load_task
 from diloco.learner.task import params_shapes
 from diloco.learner.tensors import tree
-from diloco.learner.tensors.error_feedback import vector_of
+from diloco.learner.tensors.fragment_kernels import vector_of
 from diloco.models.decoders import model
 from diloco.models.decoders.config import parse_config
 from diloco.models.decoders.sizes import SIZES, size_named

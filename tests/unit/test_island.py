@@ -11,7 +11,7 @@ from diloco.common.protocol.errors import ConfigError, TaskError
 from diloco.common.protocol.quantization import decode_numpy
 from diloco.learner.island import Island
 from diloco.learner.tensors import mesh, tree
-from diloco.learner.tensors.error_feedback import vector_of
+from diloco.learner.tensors.fragment_kernels import vector_of
 
 STEPS = 3
 DOCUMENT = {

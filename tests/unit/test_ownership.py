@@ -15,7 +15,7 @@ from diloco.common.process.config import MeshSection, SyncSection
 from diloco.common.protocol.layout import Layout, Tensor, TensorHint, make_layout
 from diloco.common.protocol.quantization import Encoded
 from diloco.learner.tensors import tree
-from diloco.learner.tensors.error_feedback import make_kernels
+from diloco.learner.tensors.fragment_kernels import make_kernels
 from diloco.learner.tensors.mesh import AXES, make_mesh, param_shardings, within
 from diloco.learner.tensors.placement import Ownership, make_ownership
 from diloco.learner.tensors.quantize import encode
