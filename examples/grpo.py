@@ -24,8 +24,6 @@ import optax
 
 import diloco
 from diloco import Task
-from diloco.learner.task import PROBE
-from diloco.learner.tensors import tree
 from diloco.models.decoders.config import parse_config
 from diloco.models.decoders.files import HuggingFace
 from diloco.models.decoders.model import Compute, head_of, hidden_of, init_params
@@ -90,7 +88,7 @@ def build(*, steps: int, seed: int, samples: str, rate: float = RATE) -> Task:
     def batches(learner, position):
         folder = Path(samples) / learner
         while True:
-            if learner == PROBE:  # it has no follower
+            if learner == "probe":  # the name that checks of a task draw by: it has no follower
                 yield rollouts(initial(), [seed, position], version=0, step=0)
             else:
                 yield take(folder, position)
@@ -128,16 +126,17 @@ def write(folder, position, batch):
 def rollout(run, learner, samples):
     """Follow a run and write a learner's batches, each by the newest version, until its end."""
     folder, seed = Path(samples) / learner, diloco.load_config(run).run.seed
-    like = jax.eval_shape(initial)
-    leaves = {name: np.empty(leaf.shape, np.float32) for name, leaf in tree.by_name(like).items()}
+    paths, like = jax.tree.flatten_with_path(jax.eval_shape(initial))
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths]
+    leaves = [np.empty(leaf.shape, np.float32) for _, leaf in paths]
     position = len([*folder.glob("??????.npz")])
     waiting = {}  # of what the learner has not taken: by which version it was written
     with diloco.follow(run) as model:
         change = model.take()
         while change is not None:
             for leaf in change.leaves:
-                leaves[leaf.name][leaf.rows] = leaf.values
-            params, at = tree.from_names(like, leaves), change
+                leaves[names.index(leaf.name)][leaf.rows] = leaf.values
+            params, at = jax.tree.unflatten(like, leaves), change
             while (change := model.take(within_s=0.01)) is None and not model.ended:
                 for taken in [one for one in waiting if one < wanted(folder)]:
                     with (folder / "ages").open("a") as file:
