@@ -11,6 +11,7 @@ from rich.console import Console
 
 from diloco.common.protocol import names
 from diloco.common.protocol.errors import ConfigError
+from diloco.common.protocol.wire import WHOLE
 from diloco.common.storage.store.protocol import KEPT
 from diloco.judge.doctor import examine, show
 from diloco.replay import blame, verify
@@ -140,7 +141,7 @@ def test_when_the_time_is_over_blame_keeps_what_it_has_and_counts_the_rest(runs,
 
     def evaluate(_views):
         scored.append(1)
-        return 1.0
+        return {WHOLE: 1.0}
 
     async def blamed():
         async with open_run(str(run.tape), reads=True) as opened:
