@@ -93,6 +93,10 @@ def run_plan(options: PlanOptions) -> None:
         ConfigError: an option or the file cannot be understood, or the picture or the file not be
             written.
     """
+    if options.plot is not None:
+        from diloco.show.page.markup import check_name
+
+        check_name(options.plot)
     settings = inputs.read_settings(options)
     model = inputs.read_model(options, settings)
     fleet = inputs.read_fleet(options, model.step_tokens)
