@@ -8,10 +8,10 @@ from diloco.common.protocol.errors import ConfigError, WireError
 from diloco.common.storage import checkpoint_files
 from diloco.common.storage.store import DirectoryStore, ObjectStore
 from diloco.judge.doctor_findings import PERMISSIONS
+from diloco.run.findings import CHECKPOINTS_FAIL
 from diloco.run.history import History
 from diloco.run.state import Finding
 
-CHECKPOINTS = "runbooks/checkpoints-fail.md"
 HOUR_S = 3600.0
 # Checkpoints are hourly; a machine may be down for a while.
 CHECKPOINT_S = 3 * HOUR_S
@@ -48,7 +48,7 @@ def checkpoints(
             about="checkpoints",
             sentence=f"{begun[-1]} was begun and is not in the store: {since}",
             advice="aggregators retry; see why: checkpoint_failed in their logs",
-            runbook=CHECKPOINTS,
+            runbook=CHECKPOINTS_FAIL,
         )
     elif history.end is None and now_s - (made[1] if made else created_s) > CHECKPOINT_S:
         lost = "there is none: the run would be lost with the disk of its NATS server"
@@ -60,7 +60,7 @@ def checkpoints(
             else lost,
             advice="see checkpoint_failed in the aggregators' logs, and that one of them runs; by "
             "hand: diloco run checkpoint RUN",
-            runbook=CHECKPOINTS,
+            runbook=CHECKPOINTS_FAIL,
         )
     elif made is not None:
         yield Finding(severity="ok", about="checkpoints", sentence=f"the newest is {made[0]}")

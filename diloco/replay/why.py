@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from statistics import fmean
+from statistics import fmean, median
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -137,7 +137,7 @@ async def _harm(
         found = [*found, _not_judged("what updates did to the held-out loss: no round is whole")]
     told = [_with_harm(one, sentences.get(one.about)) for one in found]
     accused = {one.about for one in found if one.severity in ("warning", "error")}
-    told += [*_leaks(effects, sentences)]
+    told += [*leaks(effects, sentences)]
     return [*told, *accusations(sentences, accused, rounds)]
 
 
@@ -216,7 +216,7 @@ def _accusation(one: Sentence, rounds: int) -> Finding:
     )
 
 
-def _leaks(effects: Effects, sentences: dict[str, Sentence]) -> Iterator[Finding]:
+def leaks(effects: Effects, sentences: dict[str, Sentence]) -> Iterator[Finding]:
     """Learners who have seen the held-out data.
 
     Theirs alone make the model better on it, the others' do not; and the model is about as good on
@@ -230,7 +230,8 @@ def _leaks(effects: Effects, sentences: dict[str, Sentence]) -> Iterator[Finding
         if len(own) < FEWEST or len(names) < LEAST_LEARNERS or one.alone >= 0 or one.others < 0:
             continue
         loss = fmean(effect.training_loss for effect in own)
-        usual = fmean(effect.training_loss for effect in others)
+        # One who diverges is no measure of what the others train on.
+        usual = median(effect.training_loss for effect in others)
         always = sum(effect.alone < 0 for effect in own) > 0.9 * len(own)
         if always and abs(held_out - loss) < abs(held_out - usual) and loss < usual:
             yield Finding(

@@ -25,6 +25,7 @@ from diloco.run.state import Change, Finding, LearnerStatus, RunStatus, Severity
 ADD_LEARNER = "runbooks/add-remove-learner.md"
 AGGREGATOR_DOWN = "runbooks/aggregator-down.md"
 BAD_CONFIGURATION = "runbooks/bad-configuration.md"
+CHECKPOINTS_FAIL = "runbooks/checkpoints-fail.md"
 CLOCK_SKEW = "runbooks/clock-skew.md"
 DIGEST_MISMATCH = "runbooks/digest-mismatch.md"
 DISK_FULL = "runbooks/disk-full.md"
@@ -237,7 +238,8 @@ def _amiss(one: LearnerStatus, *, stopped: bool) -> Iterator[Finding]:
     yield from _of_little_use(one)
     if one.trouble and not one.failed and not one.left:
         advice = "its log says more; a crash would cost it what its newest checkpoint lacks"
-        yield _of(one, "warning", f"says: {note(one.trouble)}", advice, DISK_FULL)
+        page = CHECKPOINTS_FAIL if one.trouble.startswith("checkpoints fail") else LAGGING_LEARNER
+        yield _of(one, "warning", f"says: {note(one.trouble)}", advice, page)
 
 
 def _of_its_state(one: LearnerStatus) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ from runlab import RUN, Lab
 from diloco.common.protocol import names, wire
 from diloco.common.storage.tape import Entry, Recorded
 from diloco.replay.blame_learners import Effect, Effects, Sentence, judge
-from diloco.replay.why import accusations
+from diloco.replay.why import accusations, leaks
 from diloco.run.agreement import ComparedRound
 from diloco.run.findings import judged
 from diloco.run.observed import Observed
@@ -208,6 +208,15 @@ def test_shards_name_frozen_parts_memory_errors_and_overflow(seen, own, sentence
     assert sentence is None or sentence in found[0]
 
 
+def test_who_points_against_the_others_may_have_a_wrong_sign_or_decay(seen):
+    for version in range(1, 3):
+        inputs = tuple(make_input(learner=name) for name in "abc")
+        seen.note_record(Recorded(make_record(version=version, inputs=inputs), version, 1.0))
+    seen.shards = {"a": figures()._replace(cosine=-0.4), "b": figures(), "c": figures()}
+    (found,) = [one for one in said(seen, "learner a") if "point against" in one]
+    assert "a sign is wrong, or a decay" in found
+
+
 def test_a_learner_none_of_whose_updates_tell_anything_is_judged_without_a_warning():
     effects = Effects(Effect)
     for seq in range(1, 13):
@@ -235,3 +244,18 @@ def test_of_two_learners_none_is_accused_by_what_its_updates_did(learners, accus
     assert [one.about for one in found if one.severity == "warning"] == accused
     assert len(found) == 1
     assert [*accusations(sentences, ("learner a",), rounds=9)] == []
+
+
+def test_who_is_honest_beside_one_that_diverges_does_not_train_on_held_out_data():
+    effects = Effects(Effect)
+    for seq in range(1, 25):
+        for learner in "abcd":
+            training_loss, alone = (1e12, 0.2) if learner == "d" else (2.3, -0.03)
+            effects.append(
+                Effect(
+                    0, seq, seq, 8 * seq, float(seq), learner, 1, seq, 1.0, training_loss, 1.0, 0,
+                    1.0, alone, alone, 2.5, 2.4, 2.4 - alone,
+                )
+            )  # fmt: skip
+    sentences = {f"learner {one.learner}": one for one in judge(effects)}
+    assert [*leaks(effects, sentences)] == []

@@ -387,6 +387,13 @@ def test_a_curve_is_a_line_of_bars():
     assert "█▁" in console.file.getvalue()
 
 
+def test_a_norm_that_diverges_takes_no_other_figures_place():
+    points = (MergedPoint(0.0, 2.0, 9.78e13, 1, None),)
+    console = Console(file=io.StringIO(), width=80)
+    console.print(screen.trends([SimpleNamespace(name="a", trend=points, shards=None)], "lately"))
+    assert "9.8e+13" in console.file.getvalue()
+
+
 def test_a_table_leaves_columns_out_before_it_cuts_a_figure():
     def shown(width):
         console = Console(file=io.StringIO(), width=width)

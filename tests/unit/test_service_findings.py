@@ -19,7 +19,7 @@ from diloco.common.protocol.shards import crc32c
 from diloco.common.storage.store import DirectoryStore, MemoryStore
 from diloco.common.storage.tape import last_record, load_specification
 from diloco.judge import service_findings
-from diloco.run.findings import judged
+from diloco.run.findings import CHECKPOINTS_FAIL, judged
 from diloco.run.history import History, read_history
 from diloco.run.newest_objects import BytesRead, deleted, newest_first
 from diloco.run.observed import HOUR_S, Observed
@@ -199,13 +199,15 @@ def test_what_a_learner_says_of_itself() -> None:
     )  # fmt: skip
     seen.hear(heartbeat, 0.0)
 
-    def said() -> list[tuple[str, str]]:
+    def said() -> list[tuple[str, str, str | None]]:
         found = judged(seen.run(0.0), seen.settings)
-        return [(one.severity, one.sentence) for one in found if one.about == "learner a"]
+        return [
+            (one.severity, one.sentence, one.runbook) for one in found if one.about == "learner a"
+        ]
 
-    assert said() == [("warning", "says: checkpoints fail: disk full")]
+    assert said() == [("warning", "says: checkpoints fail: disk full", CHECKPOINTS_FAIL)]
     seen.known["a"].left = life
-    assert [severity for severity, _ in said()] == ["note"]
+    assert [severity for severity, *_ in said()] == ["note"]
 
 
 def tampered(act: Callable[[Lab, wire.Record, wire.Record], None]) -> list[Finding]:

@@ -35,6 +35,8 @@ MOST = 50
 REASONS = 3
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 16
+# A norm of so many times its round's median is written with an exponent.
+MUCH = 1000.0
 # As wide as a table may be that is measured.
 WIDE = 10_000
 
@@ -306,13 +308,18 @@ def _accounts(learners: Sequence[LearnerStatus]) -> Table:
             f"{one.offences:,}",
             f"{one.tokens:,}",
             "-" if one.merged_loss is None else f"{one.merged_loss:.4g}",
-            "-" if one.norm is None else f"{one.norm:.2f}",
+            "-" if one.norm is None else _norm(one.norm),
             ", ".join(
                 [f"{reason} x {count}" for reason, count in most]
                 + [f"{what} less x {count}" for what, count in less]
             ),
         )
     return table
+
+
+def _norm(norm: float) -> str:
+    """A norm in parts of its round's median; one that diverges takes no other column's place."""
+    return f"{norm:.2f}" if norm < MUCH else f"{norm:.2g}"
 
 
 def spark(values: Sequence[float], width: int = WIDTH) -> str:
@@ -337,7 +344,7 @@ def trends(learners: Sequence[LearnerStatus], title: str) -> Fitted:
         if one.trend:
             losses = [point.loss for point in one.trend]
             norms = [point.norm for point in one.trend]
-            row = [one.name, f"{losses[-1]:.4g}", spark(losses), f"{norms[-1]:.2f}", spark(norms)]
+            row = [one.name, f"{losses[-1]:.4g}", spark(losses), _norm(norms[-1]), spark(norms)]
             shown = "-" if one.shards is None else f"{one.shards.cosine:+.2f}"
             rows.append([*row, *([shown] if known else [])])
     curves = ("  ", " ")
