@@ -282,8 +282,9 @@ def _direction(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[
     elif far <= -math.log(HIGHER):
         cause = "its loss is below theirs: it trains on the same few batches over and over"
     elif cosines.own < AGAINST:
-        where, cause = "against the others'", "a sign is wrong"
-        advice = "look at the sign of its loss, its gradient and its update"
+        # Decay pulls towards zero, which what the others learn points away from.
+        where, cause = "against the others'", "a sign is wrong, or a decay outweighs its gradient"
+        advice = "look at the sign of its loss, gradient and update, and at its weight decay"
     else:
         cause = "it may train on other data or labels"
     if far:
