@@ -632,7 +632,7 @@ def test_a_hundred_followers_with_one_readers_credentials_have_every_version(
             await asyncio.sleep(1.0)
         following = [asyncio.create_task(follow(own)) for own in seen]
         while min(map(len, seen)) < 4:
-            assert not any(one.done() for one in following)
+            assert [one.result() for one in following if one.done()] == []
             await asyncio.sleep(0.1)
         await asyncio.to_thread(world.stop)
         await asyncio.gather(*following)

@@ -63,7 +63,7 @@ def test_bytes_are_those_that_a_learner_allocates(found):
         assert memory.anchor == 0
         assert memory.host_anchor == 4 * on_first(replica._views)
         assert memory.batch == on_first(next(island.feed(0))) + np.int32().nbytes
-        sent = [replica.send(fragment) for fragment in range(6)]
+        sent = [replica.send(fragment) for fragment in range(4)]
         assert memory.in_flight == on_first(sent)
         assert sum(host.bytes_up for host in found.traffic) == sum(
             shards.shard_bytes("int4", len(rows.scales) * 64, 64) + shards.HEADER.size

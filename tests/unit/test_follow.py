@@ -177,6 +177,21 @@ def test_it_stays_at_a_version_whether_that_is_past_or_to_come(run_async, made):
     run_async(scenario())
 
 
+def test_a_past_version_stays_the_one_however_late_it_is_asked_for(run_async):
+    async def scenario() -> None:
+        async with lab_of(1) as lab:
+            await all_send(lab, 4)
+            async with Follower(lab.context, FollowRules((0,), stay_at=2)) as follower:
+                for _ in range(50):
+                    await asyncio.sleep(0)
+                found = await soon(follower)
+                assert versions(found) == [2]
+                check_view(follower, found)
+                assert await follower.advance() is None
+
+    run_async(scenario())
+
+
 def test_a_rollback_is_told_and_its_views_follow(run_async):
     async def scenario() -> None:
         async with lab_of() as lab, Follower(lab.context, BOTH) as follower:

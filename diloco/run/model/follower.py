@@ -361,13 +361,14 @@ class Follower:
     async def _begin(self) -> None:
         context, rules = self._context, self._rules
         self._settings, self._settings_seq = await self._retry(lambda: effective_settings(context))
-        for one in self._fragments:
-            record, seq = await self._retry(partial(last_record, context, one.index))
-            one.history = [HeardRecord(seq, record.closed_at_s, slim(record))]
+        # Asked first: of a run that has ended the last records are known to be the last.
         self.ended = (
             await self._retry(lambda: context.bus.last(context.tape, names.end(context.run)))
             is not None
         )
+        for one in self._fragments:
+            record, seq = await self._retry(partial(last_record, context, one.index))
+            one.history = [HeardRecord(seq, record.closed_at_s, slim(record))]
         newest = [one.history[-1].record for one in self._fragments]
         if rules.stay_at is not None and all(
             record is not None and record.version > rules.stay_at for record in newest
@@ -404,6 +405,9 @@ class Follower:
         return found
 
     async def _read_tape(self, start_seq: int) -> None:
+        """Hear records until the run's end; none where all that is followed is known already."""
+        if self.ended:
+            return
         context = self._context
         subjects = [
             names.record(context.run, "*"), names.settings(context.run), names.end(context.run)
