@@ -222,7 +222,8 @@ def test_who_floods_the_server_is_cut_off_and_nobody_else(
                         await bus.last(TAPE, names.spec(RUN))
                 assert await honest.last(TAPE, names.end(RUN)) is None
 
-    with pytest.raises(BusError, match=r"lost|refused|closed|no credentials file"):
+    # Who is revoked in the midst of a request may hear that nobody answers.
+    with pytest.raises(BusError, match=r"lost|refused|closed|no credentials file|no responders"):
         asyncio.run(asyncio.wait_for(flood(), PATIENCE_S))
     world.until(lambda: guard.events("revoked"), "its word")
     assert [event["learner"] for event in guard.events("revoked")] == ["b"]
