@@ -30,7 +30,7 @@ ORPHANED_OBJECTS = "runbooks/orphaned-objects.md"
 BROKEN_INVARIANT = "runbooks/broken-invariant.md"
 RESTORE = "runbooks/restore-from-bucket.md"
 
-# Of a stream that names no number, as those of earlier releases: what a server without accounts
+# Of a stream that names no number: what a server without accounts
 # takes (from 2.15 on; jetstream.limits.default_max_consumers).
 USUAL_READERS = 1000
 # A held-out loss is ruined once so much of what it fell by is lost, and by so much of its least.
