@@ -33,6 +33,7 @@ from diloco.common.protocol.errors import (
     BusUnavailableError,
     ConfigError,
     Exit,
+    SubjectUntakenError,
     SwapLostError,
 )
 from diloco.common.protocol.layout import Tensor, make_layout
@@ -219,11 +220,12 @@ def test_who_floods_the_server_is_cut_off_and_nobody_else(
                     if what == "consumers":
                         await anext(bus.read(TAPE, [names.spec(RUN)], 1))
                     else:
-                        await bus.last(TAPE, names.spec(RUN))
+                        # Revoked in the midst of a request it hears nobody, and is refused next.
+                        with contextlib.suppress(SubjectUntakenError):
+                            await bus.last(TAPE, names.spec(RUN))
                 assert await honest.last(TAPE, names.end(RUN)) is None
 
-    # Who is revoked in the midst of a request may hear that nobody answers.
-    with pytest.raises(BusError, match=r"lost|refused|closed|no credentials file|no responders"):
+    with pytest.raises(BusError, match=r"lost|refused|closed|no credentials file"):
         asyncio.run(asyncio.wait_for(flood(), PATIENCE_S))
     world.until(lambda: guard.events("revoked"), "its word")
     assert [event["learner"] for event in guard.events("revoked")] == ["b"]

@@ -122,12 +122,13 @@ def test_every_public_name_is_documented() -> None:
 
 
 def test_users_are_shown_no_other_names() -> None:
-    """Examples and pages import from `diloco` alone, PyTorch's from its folder, models from theirs."""
+    """Examples and pages for users import from `diloco` alone, and PyTorch's from `diloco.torch`."""
     pages = [ROOT / "README.md", ROOT / "docs" / "tasks.md", *(ROOT / "examples").glob("*.py")]
     for page in pages:
-        assert not re.findall(
-            r"(?:from|import) diloco\.(?!(?:torch|models)\b)[\w.]+", page.read_text()
-        ), page
+        found = re.findall(r"(?:from|import) (diloco\.(?!torch\b)[\w.]+)", page.read_text())
+        # It is made of the shipped decoders, whose parts are no promise.
+        own = ("diloco.models.decoders.",) if page.name == "grpo.py" else ()
+        assert not [name for name in found if not name.startswith(own)], page
 
 
 WITHOUT_JAX = """
