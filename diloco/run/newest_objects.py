@@ -1,7 +1,7 @@
 """What a store has of a run's newest versions: objects that are gone, old, damaged, or copies.
 
-Whoever follows a run looks at a little, now and then; the doctor at more (`judge/objects.py`).
-All of it blocks.
+Status and page look at the newest objects every few seconds; the doctor looks at more
+(`judge/objects.py`). The functions block while the store answers.
 """
 
 import contextlib
@@ -45,10 +45,10 @@ class BytesRead:
 
     Args:
         store: the run's.
-        every: all that may have been taken for another, the newest first.
+        every: gives the objects to read, the newest first; wrong bytes are looked for among them.
 
     Attributes:
-        read: how many were.
+        read: the number of objects that were read.
     """
 
     def __init__(self, store: ObjectStore, every: Callable[[], Iterator[Made]]) -> None:
@@ -91,8 +91,9 @@ def looked_at(
     Args:
         store: the run's.
         run: its name.
-        records: further ones, in order.
-        newest: gives those of each fragment by now: what older ones needed may be collected.
+        records: earlier records of any fragment, the oldest first.
+        newest: gives the newest record of each fragment; asked again before an object is called
+            missing, since garbage collection may have removed what an older record needed.
 
     Raises:
         StoreUnavailableError: the store is away.
