@@ -97,6 +97,9 @@ def test_a_task_of_the_users_own_from_beginning_to_end(tmp_path, tidy):
     process = local(
         run_dir, "--task", "examples.digits:build", "--learners", "2", "--steps", "160", "--json",
         "--kill", "learner-1@40", "--speed", "1,0.5", "--set", "outer.momentum=0", *SMALL,
+        # However slow this machine is, the run is not over before the killed one is back.
+        "--set", "quorum.min_learners=2", "--set", "quorum.liveness_timeout_s=600",
+        "--set", "quorum.deadline_s=600",
     )  # fmt: skip
     tidy.append(process)
     eventually(lambda: family(process), "processes")
