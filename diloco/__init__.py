@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         muon,
         warmup_cosine,
     )
+    from diloco.models.decoders.causal_lm import CausalLM
     from diloco.models.frameworks.loop import create_tensors, join_tensors, load_tensors
     from diloco.models.frameworks.tensors import Leaf
     from diloco.operate.create import create
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Batch",
     "BusError",
+    "CausalLM",
     "Config",
     "ConfigError",
     "DilocoError",
@@ -95,6 +97,7 @@ _NAMES = {
         "TaskError",
     ),
     "diloco.common.protocol.layout": ("TensorHint",),
+    "diloco.models.decoders.causal_lm": ("CausalLM",),
     "diloco.models.frameworks.loop": ("create_tensors", "join_tensors", "load_tensors"),
     "diloco.models.frameworks.tensors": ("Leaf",),
     "diloco.learner.contract": ("check_task", "load_task"),

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 import zlib
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -23,16 +22,13 @@ import numpy as np
 import optax
 
 import diloco
-from diloco import Task
-from diloco.models.decoders.config import parse_config
-from diloco.models.decoders.files import HuggingFace
-from diloco.models.decoders.model import Compute, head_of, hidden_of, init_params
+from diloco import CausalLM, Task
 
 PLUS, EQUALS = 10, 11  # the tokens behind the ten digits
-MODEL = parse_config({
+MODEL = CausalLM.of({
     "model_type": "llama", "vocab_size": 12, "hidden_size": 32, "intermediate_size": 64,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
-}, source="grpo")  # fmt: skip
+}, remat=False)  # fmt: skip
 TERMS = 5  # 0 + 0 to 4 + 4: an answer is one token
 SUMS, GROUP, CLIP, ENTROPY = 8, 12, 0.2, 0.02
 STEPS, RATE, AHEAD = 240, 1e-3, 1
@@ -40,19 +36,13 @@ LEARNERS = "learner-0", "learner-1"
 
 
 def initial(seed=0):
-    return init_params(MODEL, jax.random.key(seed))
-
-
-def logits_of(params, tokens):
-    """float32 [B, L, V]."""
-    hidden = hidden_of(MODEL, params, tokens, compute=Compute(remat=False))
-    return hidden @ head_of(MODEL, params).T
+    return MODEL.init(jax.random.key(seed))
 
 
 @jax.jit
 def answer(params, prompts, key):
     """An answer to each prompt [B, 4], drawn, and its log-probability: int and float32 [B]."""
-    logp = jax.nn.log_softmax(logits_of(params, prompts)[:, -1])
+    logp = jax.nn.log_softmax(MODEL.logits(params, prompts)[:, -1])
     drawn = jax.random.categorical(key, logp)
     return drawn, jnp.take_along_axis(logp, drawn[:, None], 1)[:, 0]
 
@@ -75,7 +65,7 @@ def rollouts(params, at, *, version, step):
 
 
 def loss(params, batch, key):
-    logp = jax.nn.log_softmax(logits_of(params, batch["prompts"])[:, -1])
+    logp = jax.nn.log_softmax(MODEL.logits(params, batch["prompts"])[:, -1])
     ratio = jnp.exp(jnp.take_along_axis(logp, batch["answers"][:, None], 1)[:, 0] - batch["logp"])
     clipped = jnp.clip(ratio, 1 - CLIP, 1 + CLIP)
     entropy = -(jnp.exp(logp) * logp).sum(-1).mean()
@@ -98,9 +88,9 @@ def build(*, steps: int, seed: int, samples: str, rate: float = RATE) -> Task:
         batch = [rollouts(params, [1, one], version=0, step=0)["rewards"] for one in range(8)]
         return {"loss": 1 - np.mean(batch), "reward": np.mean(batch)}
 
-    return Task(init=partial(init_params, MODEL), loss=loss, batches=batches, evaluate=evaluate,
+    return Task(init=MODEL.init, loss=loss, batches=batches, evaluate=evaluate,
                 tokens_per_batch=SUMS * GROUP, optimizer=optax.adam(rate, b2=0.99),
-                files=HuggingFace(MODEL, None, fresh=True))  # fmt: skip
+                files=MODEL.files)  # fmt: skip
 
 
 def file_of(folder, position):

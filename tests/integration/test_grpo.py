@@ -37,7 +37,7 @@ def test_grpo_learns_sums_by_the_samples_of_followers_which_say_what_wrote_them(
         with diloco.follow(grpo_home / "run", stay_at=int(batch["version"][0])) as model:
             leaves = {leaf.name: leaf.values for leaf in next(model).leaves}
         params = tree.from_names(jax.eval_shape(grpo.initial), leaves)
-        logp = jax.nn.log_softmax(grpo.logits_of(params, batch["prompts"])[:, -1])
+        logp = jax.nn.log_softmax(grpo.MODEL.logits(params, batch["prompts"])[:, -1])
         told = np.take_along_axis(np.asarray(logp), batch["answers"][:, None], 1)[:, 0]
         np.testing.assert_allclose(told, batch["logp"], atol=1e-5)
 

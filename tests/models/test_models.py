@@ -78,7 +78,7 @@ def test_logits_loss_and_gradient_are_those_of_transformers(made, case):
 
     @jax.jit
     def measured(params):
-        logits = tiny.logits_of(config, params, seen, compute=model.Compute(dtype="float64"))
+        logits = model.logits_of(config, params, seen, compute=model.Compute(dtype="float64"))
         told = jax.nn.log_softmax(logits[0, :-1])
         return -jnp.take_along_axis(told, seen[0, 1:, None], 1).mean(), logits
 
@@ -121,7 +121,7 @@ def test_what_a_run_exports_is_its_model_in_transformers(made, case, tmp_path):
     diloco("export", tmp_path / "run", tmp_path / "out", "--format", "hf")
     asked("logits", tmp_path / "out", tmp_path / "logits.npz")
     config, params = loaded(tmp_path / "out")
-    found = tiny.logits_of(config, params, tokens("any", config.vocab))
+    found = model.logits_of(config, params, tokens("any", config.vocab))
     wanted = np.load(tmp_path / "logits.npz")["logits"]
     assert apart(found, wanted) <= TOLERANCE
     _, first = loaded(made / case)
@@ -133,7 +133,7 @@ def greedy(folder):
     config, params = loaded(folder)
     seen = tokens("any", config.vocab)[:, :PROMPT]
     for _ in range(GENERATED):
-        last = tiny.logits_of(config, params, seen)[:, -1]
+        last = model.logits_of(config, params, seen)[:, -1]
         seen = np.concatenate([seen, np.argmax(last, -1)[:, None].astype(seen.dtype)], axis=1)
     return seen
 
@@ -181,7 +181,7 @@ def test_an_exported_adapter_is_the_runs_model_in_peft(made, case, tmp_path):
     variables = Variables(trained=tree.from_names(like, halves), frozen=frozen)
     params, beside = with_adapters(read_lora(LoraOptions(**lora), config), variables, None)
     seen = tokens("any", config.vocab)
-    found = tiny.logits_of(config, params, seen, **beside._asdict())
+    found = model.logits_of(config, params, seen, **beside._asdict())
     for name in ("adapter", "merged"):
         assert apart(found, np.load(tmp_path / f"{name}.npz")["logits"]) <= TOLERANCE
-    assert apart(found, tiny.logits_of(config, frozen, seen)) > 1e-3  # it was trained
+    assert apart(found, model.logits_of(config, frozen, seen)) > 1e-3  # it was trained

@@ -3,13 +3,10 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from diloco.learner.task import Params
 from diloco.learner.tensors.tree import named_leaves
 from diloco.models.decoders import checkpoint, model
 from diloco.models.decoders.config import DecoderConfig, parse_config, read_config
@@ -43,19 +40,3 @@ def parameter_count(config: DecoderConfig) -> int:
 def open_folder(folder: Path) -> tuple[DecoderConfig, dict[str, checkpoint.Rows]]:
     config = read_config(folder)
     return config, checkpoint.read_checkpoint(folder, config)
-
-
-def logits_of(
-    config: DecoderConfig,
-    params: Params,
-    *given: Any,
-    compute: model.Compute = model.DEFAULT,
-    **adapted: Any,
-) -> jax.Array:
-    """Logits float32 [B, L, V] of what follows each token; `given` and `adapted` as `hidden_of`."""
-    hidden_BxLxD = model.hidden_of(config, params, *given, compute=compute, **adapted)
-    head_VxD = model.head_of(config, params).astype(compute.dtype)
-    logits_BxLxV = jnp.einsum(
-        "bld,vd->blv", hidden_BxLxD, head_VxD, preferred_element_type=jnp.float32
-    )
-    return model.capped(config, logits_BxLxV)

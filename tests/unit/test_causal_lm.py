@@ -13,7 +13,9 @@ from safetensors.numpy import load_file, save_file
 from diloco.common.protocol.errors import ConfigError
 from diloco.learner.tensors import tree
 from diloco.models.decoders import checkpoint, model
+from diloco.models.decoders.causal_lm import CausalLM
 from diloco.models.decoders.config import parse_config, read_config
+from diloco.models.decoders.files import HuggingFace
 from diloco.models.decoders.tensors import table
 from tests.models import tiny
 from tests.models.cases import CASES, GEMMA3, LLAMA, LLAMA3, QWEN3
@@ -53,7 +55,7 @@ def params_of(config, arrays):
 @functools.partial(jax.jit, static_argnums=0)
 def measured(config, params, seen):
     def loss(params):
-        logits = tiny.logits_of(config, params, seen, compute=PLAIN)
+        logits = CausalLM(HuggingFace(config, None, fresh=True), PLAIN).logits(params, seen)
         told = jax.nn.log_softmax(logits[0, :-1])
         return -jnp.take_along_axis(told, seen[0, 1:, None], 1).mean(), logits
 
@@ -89,7 +91,7 @@ def samples_of(config, gradient):
 
 
 def packed(config, params, rows, segments):
-    return np.asarray(tiny.logits_of(config, params, jnp.asarray(rows), jnp.asarray(segments)))
+    return np.asarray(model.logits_of(config, params, jnp.asarray(rows), jnp.asarray(segments)))
 
 
 @pytest.mark.parametrize("case", ["llama-3.1", "gemma3"])

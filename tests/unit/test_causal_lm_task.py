@@ -12,6 +12,7 @@ from diloco.learner.task import params_shapes
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.fragment_kernels import vector_of
 from diloco.models.decoders import model
+from diloco.models.decoders.causal_lm import CausalLM
 from diloco.models.decoders.config import parse_config
 from diloco.models.decoders.sizes import SIZES, size_named
 from diloco.models.decoders.task import matrices, next_token_loss
@@ -61,6 +62,25 @@ def test_it_keeps_the_contract(folders, options):
     batch = next(task.batches("a", 0))
     assert batch.shape == (4, 17)
     np.testing.assert_array_equal(next(task.rows("a", 0, 1, 3)), batch[1:3])
+
+
+def test_the_parts_for_a_task_of_ones_own_are_those_of_the_shipped_one(folders):
+    task, parts = loaded(folders), CausalLM.of(folders / "model")
+    assert parts.files == task.files
+    for name, leaf in tree.named_leaves(params_shapes(task)):
+        shape = leaf.shape
+        assert parts.partition(name, shape) == task.partition(name, shape)
+        assert parts.hint(name, shape) == task.hint(name, shape)
+        assert parts.matrices(name, shape) == matrices(name, shape)
+
+
+@pytest.mark.parametrize(
+    ("source", "word"),
+    [({"model_type": "mamba"}, "the mapping: model_type is 'mamba'"), ("nowhere", "config.json")],
+)
+def test_parts_of_what_is_no_decoder_are_refused(source, word):
+    with pytest.raises(ConfigError, match=word):
+        CausalLM.of(source)
 
 
 def test_random_parameters_predict_nothing(folders):

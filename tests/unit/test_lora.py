@@ -65,13 +65,13 @@ def leaves_of(variables):
 def logits_of(config, variables, tokens, lora=LORA):
     def logits(variables):
         params, beside = with_adapters(read_lora(LoraOptions(**lora), config), variables, None)
-        return tiny.logits_of(config, params, tokens, **beside._asdict())
+        return model.logits_of(config, params, tokens, **beside._asdict())
 
     return jax.jit(logits)(variables)
 
 
 def plain_logits(config, params, tokens):
-    return jax.jit(lambda params: tiny.logits_of(config, params, tokens))(params)
+    return jax.jit(lambda params: model.logits_of(config, params, tokens))(params)
 
 
 TOKENS = np.arange(4, 36, dtype=np.int32).reshape(2, 16)

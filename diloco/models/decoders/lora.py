@@ -53,7 +53,7 @@ class Lora:
 
 
 class AdapterParams(NamedTuple):
-    """The arguments that `model.logits_of` takes besides the base."""
+    """The arguments that `model.hidden_of` takes besides the base."""
 
     product: Product
     beside: Params

@@ -95,6 +95,24 @@ def capped(config: DecoderConfig, logits: jax.Array) -> jax.Array:
     return jnp.tanh(logits / config.logit_cap) * config.logit_cap
 
 
+def logits_of(
+    config: DecoderConfig,
+    params: Params,
+    tokens_BxL: jax.Array,
+    segments_BxL: jax.Array | None = None,
+    *,
+    compute: Compute = DEFAULT,
+    **told: Any,
+) -> jax.Array:
+    """Logits of the token behind each, float32 [B, L, V]; arguments are those of `hidden_of`."""
+    hidden_BxLxD = hidden_of(config, params, tokens_BxL, segments_BxL, compute=compute, **told)
+    head_VxD = head_of(config, params).astype(compute.dtype)
+    logits_BxLxV = jnp.einsum(
+        "bld,vd->blv", hidden_BxLxD, head_VxD, preferred_element_type=jnp.float32
+    )
+    return capped(config, logits_BxLxV)
+
+
 def hidden_of(
     config: DecoderConfig,
     params: Params,
@@ -105,7 +123,17 @@ def hidden_of(
     product: Product = plain_product,
     beside: Params = None,
 ) -> jax.Array:
-    """The normed output of the last block, [B, L, D]; arguments are those of `logits_of`."""
+    """The normed output of the last block, [B, L, D].
+
+    Args:
+        config: of the decoder.
+        params: as `init_params` gives them.
+        tokens_BxL: int.
+        segments_BxL: int; no token sees one of another segment. None: each row is one.
+        compute: how it is computed.
+        product: of a matrix of a layer, which may have an adapter beside it.
+        beside: the adapters' parameters.
+    """
     x_BxLxD = params["embed"][tokens_BxL].astype(compute.dtype)
     if config.gemma:
         x_BxLxD = x_BxLxD * jnp.asarray(config.width**0.5, compute.dtype)

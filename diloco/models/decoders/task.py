@@ -215,7 +215,7 @@ def build(
             final_fraction=final_fraction,
         ),
         hint=hint_of_decoder,
-        partition=functools.partial(_partition, config, adapters),
+        partition=functools.partial(partition_of, config, adapters),
         accumulate=accumulate,
         shared=rows if shares else None,
         load_frozen=functools.partial(read_base, Path(model), config, dtype)
@@ -277,14 +277,14 @@ def matrices(name: str, shape: tuple[int, ...]) -> Matrices | None:
     return Matrices(shape, inputs=(1,), outputs=(2,))
 
 
-def _partition(
+def partition_of(
     config: DecoderConfig, adapters: Lora | None, name: str, shape: tuple[int, ...]
 ) -> PartitionSpec:
     """The cut of a tensor over a learner's mesh: by the kinds of its axes; vectors are whole."""
     entries = table(config)
     if adapters is not None and (name := name.removeprefix(FROZEN)) not in entries:
         matrix, _, half = name.rpartition("/")
-        return half_partition(half, _partition(config, None, matrix, entries[matrix].shape))
+        return half_partition(half, partition_of(config, None, matrix, entries[matrix].shape))
     entry = entries[name]
     if len(shape) - entry.stacked < 2:
         return PartitionSpec()
