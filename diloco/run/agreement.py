@@ -5,6 +5,7 @@ sum, which the recorded factors give back, says how far they agree; no object is
 while they are in the store: whole updates, pair by pair, of a bounded sample of rounds.
 """
 
+import contextlib
 import math
 import time
 from collections import defaultdict
@@ -19,18 +20,21 @@ from diloco.aggregator.arrays.grid import make_grid
 from diloco.aggregator.owner.fetcher import cut_alike, read_parts
 from diloco.common.process.config import SyncSection, sync_of
 from diloco.common.protocol import wire
-from diloco.common.protocol.errors import ObjectMissingError, WireError
+from diloco.common.protocol.errors import ObjectMissingError, ObjectRangeError, WireError
 from diloco.common.protocol.layout import Fragment, Layout
 from diloco.common.protocol.quantization import decode_numpy, encoded_bytes
 from diloco.common.storage.store import ObjectStore
 from diloco.common.storage.tape import RunContext
+from diloco.run.outliers import APART, OTHERS
 from diloco.run.state import ShardFigures
 
 Matrix = npt.NDArray[np.float64]
+Vector = npt.NDArray[np.float64]
 
 # Updates of one round that are compared with each other: at most so many, in so much memory.
 INPUTS = 12
 MEMORY_BYTES = 256 << 20
+FLOAT_BYTES = 4
 
 
 def mean_cosine(record: wire.Record, radial_S: npt.NDArray[np.bool_]) -> float | None:
@@ -83,6 +87,8 @@ class ComparedRound:
         products: float64 [updates, updates]; `squares` by tensor, float64 [updates, tensors].
         lone: for each update how many elements lie far beyond all that the others have there, the
             farthest's `factor` and the index of its `tensor`.
+        to_zero: cosine of each update to the parameters, float64 [updates]: at 1 it takes them
+            straight to zero, as a decay does. None: they were not read.
     """
 
     def __init__(self, fragment: Fragment, updates: int) -> None:
@@ -92,6 +98,15 @@ class ComparedRound:
         self.lone = np.zeros(updates, np.int64)
         self.factor = np.zeros(updates)
         self.tensor = np.zeros(updates, np.int64)
+        self._along, self._parameters = np.zeros(updates), 0.0
+
+    @property
+    def to_zero(self) -> Vector | None:
+        """As the class says."""
+        if not self._parameters > 0:
+            return None
+        lengths = np.sqrt(np.diag(self.products) * self._parameters)
+        return np.asarray(self._along / np.maximum(lengths, np.finfo(float).tiny))
 
     @property
     def cosines(self) -> Matrix:
@@ -100,9 +115,12 @@ class ComparedRound:
         least = np.finfo(float).tiny
         return np.asarray(self.products / np.maximum(np.outer(norms, norms), least))
 
-    def add(self, values_UxN: Matrix, start: int) -> None:
-        """The next elements, which begin at `start` in the fragment."""
+    def add(self, values_UxN: Matrix, start: int, parameters_N: Vector | None = None) -> None:
+        """The next elements, which begin at `start` in the fragment; with the parameters there."""
         self.products += values_UxN @ values_UxN.T
+        if parameters_N is not None:
+            self._along += values_UxN @ parameters_N
+            self._parameters += float(parameters_N @ parameters_N)
         stop = start + values_UxN.shape[1]
         for index, (_, ranges) in enumerate(self.tensors):
             for first, last in ranges:
@@ -136,11 +154,18 @@ def tensor_ranges(fragment: Fragment) -> list[tuple[str, list[tuple[int, int]]]]
 
 
 def compare_round(
-    layout: Layout, sync: SyncSection, store: ObjectStore, record: wire.Record
+    layout: Layout,
+    sync: SyncSection,
+    store: ObjectStore,
+    record: wire.Record,
+    *,
+    parameters: bool = False,
 ) -> ComparedRound | None:
     """The first `INPUTS` updates of a round beside each other; fewer where shards are large.
 
-    None if they are not in the store any more. Blocks.
+    With `parameters` also beside the stored view that the round's version is made of: some versions
+    old, which changes no direction that matters here. None if updates are not in the store any
+    more. Blocks.
 
     Raises:
         StoreUnavailableError: the store is away.
@@ -155,11 +180,20 @@ def compare_round(
     found = ComparedRound(fragment, len(taken))
     updates = [read_parts(store, item.codec, item.shards, grid) for item in taken]
     try:
-        for (start, _), parts in zip(grid.ranges, zip(*updates, strict=True), strict=True):
-            found.add(np.stack([decode_numpy(codec, part, grid.block) for part in parts]), start)
+        for (start, stop), parts in zip(grid.ranges, zip(*updates, strict=True), strict=True):
+            view_N = _view(store, record, start, stop) if parameters else None
+            values = [decode_numpy(codec, part, grid.block) for part in parts]
+            found.add(np.stack(values), start, view_N)
     except (ObjectMissingError, WireError):
         return None
     return found
+
+
+def _view(store: ObjectStore, record: wire.Record, start: int, stop: int) -> Vector | None:
+    with contextlib.suppress(ObjectMissingError, ObjectRangeError):
+        data = store.get_range(record.snapshot.name, FLOAT_BYTES * start, FLOAT_BYTES * stop)
+        return np.frombuffer(data, np.float32).astype(np.float64)
+    return None
 
 
 class Pairs:
@@ -215,6 +249,7 @@ class _Compared:
         self.cosines: list[float] = []
         self.squares: dict[str, list[tuple[float, float]]] = defaultdict(list)
         self.factors: list[tuple[float, str]] = []
+        self.to_zero: list[float] = []
 
     def add(self, round_: ComparedRound, cosines: Matrix, row: int) -> None:
         self.cosines.append(float(np.delete(cosines[row], row).mean()))
@@ -224,6 +259,8 @@ class _Compared:
         if 0 < round_.lone[row] <= LONE_MOST:
             name = round_.tensors[round_.tensor[row]][0]
             self.factors.append((float(round_.factor[row]), name))
+        if (to_zero := round_.to_zero) is not None:
+            self.to_zero.append(float(to_zero[row]))
 
     def figures(self) -> ShardFigures:
         # The middle, since in some rounds another may be far beyond everything.
@@ -244,7 +281,14 @@ class _Compared:
             fmean(self.cosines[:NEWEST]), len(self.cosines),
             tuple(still) if len(still) < len(self.squares) else (),
             norms, len(self.factors), factor, tensor,
+            median(self.to_zero) if self.to_zero else None,
         )  # fmt: skip
+
+
+def _one_strays(cosines: Matrix) -> bool:
+    """Whether in a round one points elsewhere than the others, who agree."""
+    to_others = [float(np.delete(row, place).mean()) for place, row in enumerate(cosines)]
+    return len(to_others) > OTHERS and min(to_others) < APART * median(to_others)
 
 
 def shard_figures(
@@ -252,22 +296,28 @@ def shard_figures(
 ) -> dict[str, ShardFigures]:
     """What shards say of each learner's updates beside the others', over these rounds. Blocks.
 
-    The newest rounds are read, as far as `ROUND_BYTES` and `within_s` go. Rounds whose shards are
-    gone do not count, and of a learner of less than `FEWEST` there is nothing.
+    The newest rounds are read, as far as `ROUND_BYTES` and `within_s` go; once somebody's updates
+    point elsewhere than the others', also the parameters of `NEWEST` rounds. Rounds whose shards
+    are gone do not count, and of a learner of less than `FEWEST` there is nothing.
 
     Raises:
         StoreUnavailableError: the store is away.
     """
     found: dict[str, _Compared] = defaultdict(_Compared)
     left, began_s = ROUND_BYTES, time.monotonic()
+    strays, views = False, NEWEST
+    layout, sync, store = context.layout, context.settings.sync, context.store
     for record in reversed(rounds):
+        beside = strays and views > 0
         left -= sum(shard.size_bytes for taken in record.inputs for shard in taken.shards)
+        left -= FLOAT_BYTES * layout.fragments[record.fragment].size if beside else 0
         if left < 0 or time.monotonic() - began_s > within_s:
             break
-        compared = compare_round(context.layout, context.settings.sync, context.store, record)
+        compared = compare_round(layout, sync, store, record, parameters=beside)
         if compared is None:
             continue
         cosines = compared.cosines
+        strays, views = strays or _one_strays(cosines), views - beside
         for row, taken in zip(range(len(cosines)), record.inputs, strict=False):
             found[taken.learner].add(compared, cosines, row)
     return {name: one.figures() for name, one in found.items() if len(one.cosines) >= FEWEST}

@@ -29,6 +29,8 @@ FEWEST = RECENT
 OTHERS = 2
 # A learner agrees with the others this much less than they do with each other; or is against them.
 APART, AGAINST = 0.3, -0.1
+# So much of an update's direction, beyond the others', leads its parameters to zero: a decay.
+TO_ZERO = 0.5
 # Who points elsewhere and has a loss so many times the others' has other targets, not a wrong sign.
 HIGHER = 1.2
 # Lone elements in so many updates, and in such a share of them more than the others have, are no
@@ -82,11 +84,18 @@ def outliers(learners: Sequence[LearnerStatus]) -> Iterator[Finding]:
         yield from _of_two(*known)
     if len(known) <= OTHERS:
         known = []
+    near = _each(learners, lambda one: _to_zero(one) is not None)
+    decays = {one.name: found for one, others in near for found in _decay(one, others)}
+    yield from decays.values()
     for one in _worth_comparing(known, (_of_gap, _of_norm)):
         others = [other for other in known if other.name != one.name]
-        yield from _loss(one, others)
-        yield from _norm(one, others)
+        # Its loss, its length and its largest elements follow from that.
+        if one.name not in decays:
+            yield from _loss(one, others)
+            yield from _norm(one, others)
     for one, others in _each(learners, lambda one: one.shards is not None):
+        if one.name in decays:
+            continue
         # Where steps are far too long or too short, that is why they point elsewhere.
         if one not in known or not [*_norm(one, [other for other in known if other != one])]:
             yield from _direction(one, others)
@@ -266,6 +275,27 @@ def _norm(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Findi
     yield _warning(one, sentence, advice, evidence, first)
 
 
+def _to_zero(one: LearnerStatus) -> float | None:
+    return one.shards.to_zero if one.shards is not None else None
+
+
+def _decay(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
+    """Updates that take the parameters to zero rather than where the others' lead, or away."""
+    own, *theirs = (_to_zero(each) or 0.0 for each in (one, *others))
+    pulls = Comparison(own, theirs)
+    if own - pulls.middle < TO_ZERO or not pulls.far(COSINE_FLOOR) or -_cosine(one) > own:
+        return
+    yield _warning(
+        one,
+        f"its updates take its parameters to zero, cosine to that direction {own:.2f}, the "
+        f"others' {pulls.middle:.2f}: its weight decay outweighs its gradient",
+        "compare its weight decay, and the learning rate that it is multiplied by, with the "
+        "others'",
+        f"cosine to zero {pulls}, to the others' updates {_cosine(one):.2f}",
+        None,
+    )
+
+
 def _direction(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
     """Updates that point elsewhere, where the others agree."""
     cosines = Comparison(_cosine(one), [_cosine(other) for other in others])
@@ -282,9 +312,12 @@ def _direction(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[
     elif far <= -math.log(HIGHER):
         cause = "its loss is below theirs: it trains on the same few batches over and over"
     elif cosines.own < AGAINST:
-        # Decay pulls towards zero, which what the others learn points away from.
-        where, cause = "against the others'", "a sign is wrong, or a decay outweighs its gradient"
-        advice = "look at the sign of its loss, gradient and update, and at its weight decay"
+        where, cause = "against the others'", "a sign is wrong"
+        advice = "look at the sign of its loss, gradient and update"
+        if _to_zero(one) is None:
+            # Decay pulls towards zero, which what the others learn points away from.
+            cause = f"{cause}, or a decay outweighs its gradient"
+            advice = f"{advice}, and at its weight decay"
     else:
         cause = "it may train on other data or labels"
     if far:

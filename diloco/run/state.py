@@ -66,6 +66,8 @@ class ShardFigures(NamedTuple):
         norms: of them in each other tensor, beside the median of the others': logarithms of ratios.
         lone: how many of them have a few elements far beyond everything that the others have
             there, and `factor` how far the farthest; of `updates` that were compared.
+        to_zero: median cosine to the parameters: at 1 they are taken straight to zero. None: the
+            parameters were not read.
     """
 
     cosine: float
@@ -75,6 +77,7 @@ class ShardFigures(NamedTuple):
     lone: int = 0
     factor: float = 0.0
     tensor: str = ""
+    to_zero: float | None = None
 
 
 class MergedPoint(NamedTuple):

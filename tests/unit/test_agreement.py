@@ -106,6 +106,21 @@ def test_shards_tell_every_pair():
     assert np.isnan(mean[3]).all()
 
 
+def test_parameters_tell_which_update_leads_to_zero():
+    store = MemoryStore()
+    record, vectors = a_round(LAYOUT, store)
+    # An update is taken from the parameters: along them it leads to zero.
+    parameters = vectors[1] + 0.1 * np.random.default_rng(6).normal(size=vectors[1].size)
+    store.put(record.snapshot.name, parameters.astype(np.float32).tobytes())
+    assert compare_round(LAYOUT, SYNC, store, record).to_zero is None
+    found = compare_round(LAYOUT, SYNC, store, record, parameters=True).to_zero
+    np.testing.assert_allclose(found, cosines(np.stack([parameters, *vectors]))[0, 1:], atol=1e-5)
+    store.delete(record.snapshot.name)
+    gone = compare_round(LAYOUT, SYNC, store, record, parameters=True)
+    assert gone.to_zero is None
+    np.testing.assert_allclose(gone.cosines, cosines(vectors), atol=1e-5)
+
+
 def test_shards_that_are_gone():
     store = MemoryStore()
     record, _ = a_round(LAYOUT, store)

@@ -208,13 +208,38 @@ def test_shards_name_frozen_parts_memory_errors_and_overflow(seen, own, sentence
     assert sentence is None or sentence in found[0]
 
 
-def test_who_points_against_the_others_may_have_a_wrong_sign_or_decay(seen):
-    for version in range(1, 3):
-        inputs = tuple(make_input(learner=name) for name in "abc")
-        seen.note_record(Recorded(make_record(version=version, inputs=inputs), version, 1.0))
-    seen.shards = {"a": figures()._replace(cosine=-0.4), "b": figures(), "c": figures()}
-    (found,) = [one for one in said(seen, "learner a") if "point against" in one]
-    assert "a sign is wrong, or a decay" in found
+SIGN, DECAY, EITHER = (
+    "a sign is wrong", "its weight decay outweighs its gradient",
+    "a sign is wrong, or a decay outweighs its gradient",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("cosine", "to_zero", "others_to_zero", "cause"),
+    [
+        (-0.4, None, None, EITHER),
+        (-0.4, 0.1, -0.1, SIGN),
+        (-0.4, 0.3, -0.3, SIGN),
+        (-0.1, 0.9, 0.0, DECAY),
+        (0.1, 0.9, 0.0, DECAY),
+        (0.1, 0.9, 0.6, None),
+    ],
+)
+def test_a_sign_and_a_decay_are_told_apart_by_where_the_parameters_go(
+    seen, cosine, to_zero, others_to_zero, cause
+):
+    for version in range(1, 17):
+        # One who takes its parameters to zero has another loss, another length, huge elements.
+        inputs = [make_input(learner=name) for name in "bc"]
+        wrong = make_input(learner="a", loss=9.0, norm=9.0) if cause == DECAY else make_input()
+        record = make_record(version=version, inputs=(wrong, *inputs))
+        seen.note_record(Recorded(record, version, 1.0))
+    other = figures()._replace(to_zero=others_to_zero)
+    own = figures(lone=9 * (cause == DECAY), factor=60.0, tensor="w")
+    own = own._replace(cosine=cosine, to_zero=to_zero)
+    seen.shards = {"a": own, "b": other, "c": other}
+    found = [one.rpartition(": ")[2] for one in said(seen, "learner a") if ": " in one]
+    assert found == ([cause] if cause else ["it may train on other data or labels"])
 
 
 def test_a_learner_none_of_whose_updates_tell_anything_is_judged_without_a_warning():
