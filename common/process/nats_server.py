@@ -13,6 +13,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -257,14 +258,20 @@ def is_folder_of_server(folder: Path) -> bool:
 
 def is_served(folder: Path) -> bool:
     """Whether a server of ours runs over a folder now."""
+    return served_at(folder) is not None
+
+
+def served_at(folder: Path) -> str | None:
+    """The URL of the server of ours that runs over a folder now; "" while it begins to."""
     descriptor = os.open(folder / _LOCK, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return True
+        held = re.search(r"nats://[^\s,]+", os.pread(descriptor, 200, 0).decode(errors="replace"))
+        return held[0] if held else ""
     finally:
         os.close(descriptor)
-    return False
+    return None
 
 
 def find_binary() -> Path:

@@ -8,7 +8,7 @@ judgements.
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from diloco.common.protocol.errors import (
     ConfigError,
     DilocoError,
     IntegrityError,
+    RunIncompleteError,
     RunMismatchError,
     RunMissingError,
     StoreError,
@@ -148,6 +149,9 @@ async def examine(
         found += await asyncio.to_thread(_no_run, config, error, store)
         report.exists = any(finding.severity == "error" for finding in found)
         found += await asyncio.to_thread(_task_of, config)
+    except RunIncompleteError as error:
+        report.exists = False
+        found.append(replace(failed("run", error, doctor_findings.RUN_MISMATCH), severity="note"))
     except BusUnavailableError as error:
         found.append(failed("bus", error, NATS_AWAY))
     except BusError as error:

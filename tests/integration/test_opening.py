@@ -16,10 +16,12 @@ from diloco.common.protocol.errors import (
     BusUnavailableError,
     ConfigError,
     IntegrityError,
+    RunIncompleteError,
     RunMismatchError,
     RunMissingError,
     StoreMissingError,
 )
+from diloco.judge.doctor import examine
 from diloco.operate.remove import belongings, check_bundled, remove
 from diloco.replay.bundle import run_bundle
 from diloco.replay.options import BundleOptions
@@ -63,6 +65,17 @@ def test_a_local_run_under_way_is_asked_where_it_is(ended_run: World) -> None:
     with NatsServer(ended_run.folder / "nats", port=port_of(ended_run)):
         assert opened(ended_run.folder)[0] == ended_run.name
         assert opened(ended_run.config_path)[0] == ended_run.name
+
+
+def test_a_local_run_that_is_being_created_is_said_to_begin(tmp_path: Path, unique: str) -> None:
+    with NatsServer(tmp_path / "nats") as server:
+        make_world(unique, tmp_path, server.url)
+        with pytest.raises(RunIncompleteError, match="is being created"):
+            opened(tmp_path)
+        found = asyncio.run(examine(str(tmp_path)))
+    (said,) = [one for one in found.findings if one.about == "run"]
+    assert (said.severity, found.exists) == ("note", False)
+    assert "is being created" in said.sentence
 
 
 def test_somebody_else_has_come_by_the_port(ended_run: World, tmp_path: Path) -> None:

@@ -335,8 +335,9 @@ async def last_record(context: RunContext, fragment: int) -> tuple[wire.Record, 
         message = await context.bus.last(context.tape, names.record(context.run, fragment))
         if message is None:
             raise RunIncompleteError(
-                f"run {context.run!r} has no record of fragment {fragment}",
-                hint="create the run with: diloco run create --config FILE",
+                f"run {context.run!r} has no record of fragment {fragment}: it is being created, or"
+                " was not created wholly",
+                hint="ask again in some seconds, or create it: diloco run create --config FILE",
             )
         try:
             return await read_record(context, message), message.seq

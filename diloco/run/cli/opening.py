@@ -30,13 +30,20 @@ from diloco.common.process.config import (
     placed_config,
     store_url,
 )
-from diloco.common.process.nats_server import NatsServer, is_folder_of_server, is_free, is_served
+from diloco.common.process.nats_server import (
+    NatsServer,
+    is_folder_of_server,
+    is_free,
+    is_served,
+    served_at,
+)
 from diloco.common.process.retry import Runtime
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import (
     BusUnavailableError,
     ConfigError,
     ObjectMissingError,
+    RunIncompleteError,
     RunMismatchError,
     RunMissingError,
 )
@@ -215,6 +222,7 @@ async def open_run(
     Raises:
         ConfigError: no such file or folder, or the file cannot be understood.
         RunMissingError: the bus has no such run.
+        RunIncompleteError: it is being created.
         RunMismatchError: the store has not.
         BusUnavailableError, StoreUnavailableError: bus or store are away.
     """
@@ -306,7 +314,16 @@ async def _find(
     if is_served(ended):
         try:
             return await _connect(stack, config, config.bus.url, name, LOCAL_CONNECT_S)
-        except (BusUnavailableError, RunMissingError):
+        except (BusUnavailableError, RunMissingError) as error:
+            at = served_at(ended)
+            if at == "" or (at == config.bus.url and isinstance(error, RunMissingError)):
+                raise RunIncompleteError(
+                    f"run {config.run.name!r} begins: its server has started, and the run is being "
+                    "created",
+                    hint=f"ask again in some seconds; how it goes: {target / 'logs'}",
+                ) from error
+            if at == config.bus.url:
+                raise
             port = None
     # Threads of the loop's pool last as long as the loop, and so does a server started by one.
     server = NatsServer(ended, port=port if port and is_free(port) else None)
