@@ -22,7 +22,7 @@ from diloco.judge.doctor import Report, examine, picture
 from diloco.replay import blame, verify
 from diloco.replay.blame_learners import AGAINST, Effects, Sentence, judge
 from diloco.replay.blame_screen import in_words, of_slice
-from diloco.run.cli.screen import say_json
+from diloco.run.cli.screen import say_json, say_plainly
 from diloco.run.cli.subprocess import Isolated
 from diloco.run.cli.versions import parse_time
 from diloco.run.findings import MISSING_OBJECT
@@ -66,24 +66,53 @@ def run_why(
     """
     chosen = _chosen(since, learner, everything=everything or json)
     console = Console(stderr=json)
-    report = asyncio.run(_show_as_it_comes(target, console, chosen, deep=deep))
+    shown = AsItComes(console, chosen, lines=not json)
+    with shown.live:
+        report = asyncio.run(examine(target, deep=deep, told=shown.told, further=_harm))
     if json:
         say_json(_part(report, chosen).document())
     else:
+        shown.end()
         console.print(picture(_part(report, chosen)))
     return Exit.FAILED if report.exists and not report.healthy else Exit.ENDED
 
 
-async def _show_as_it_comes(target: str, console: Console, chosen: Chosen, *, deep: bool) -> Report:
-    """The whole report; on a terminal what is known so far is shown meanwhile, and goes away."""
-    with Live(console=console, transient=True, auto_refresh=False) as live:
+class AsItComes:
+    """Shows a report while it is made.
 
-        def told(report: Report, doing: str) -> None:
-            if console.is_terminal:
-                so_far = picture(_part(report, chosen), ended=False)
-                live.update(Group(so_far, Text(f"{doing} ...", "dim")), refresh=True)
+    On a terminal the list so far, which goes away; elsewhere each alert once, on a line of its own,
+    and on standard error what is done.
 
-        return await examine(target, deep=deep, told=told, further=_harm)
+    Args:
+        console: where the report goes.
+        chosen: which findings are asked for.
+        lines: whether anything is shown without a terminal.
+    """
+
+    def __init__(self, console: Console, chosen: Chosen, *, lines: bool) -> None:
+        self.live = Live(console=console, transient=True, auto_refresh=False)
+        self._console, self._chosen = console, chosen
+        self._lines = lines and not console.is_terminal
+        self._said: set[tuple[str, str]] = set()
+
+    def told(self, report: Report, doing: str) -> None:
+        """Hears the report so far, and what is done next."""
+        part = _part(report, self._chosen)
+        if self._console.is_terminal:
+            so_far = picture(part, ended=False)
+            self.live.update(Group(so_far, Text(f"{doing} ...", "dim")), refresh=True)
+        for one in part.findings if self._lines else ():
+            name = one.about, one.sentence
+            if one.severity in ("warning", "error") and name not in self._said:
+                self._said.add(name)
+                say_plainly(f"{one.severity}  {one.about}: {one.sentence}")
+        if self._lines:
+            Console(stderr=True).print(f"{doing} ...", soft_wrap=True, highlight=False)
+
+    def end(self) -> None:
+        """Before the whole list: it says again what has been said."""
+        if self._said:
+            say_plainly("\nall of it, the worst first:")
 
 
 def _chosen(since: str | None, learner: str | None, *, everything: bool) -> Chosen:

@@ -16,6 +16,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 
 from rich.console import Console
@@ -403,7 +404,7 @@ class LocalRun:
         behind = watch.observed.extent.last_seq < self.past_seq
         losses = [one.loss for one in observed.learners if one.loss is not None]
         if losses:
-            self.losses.append(sum(losses) / len(losses))
+            self.losses.append(median_low(losses))
         return screen.Picture(
             run=self.config.run.name,
             learners=self.learners,

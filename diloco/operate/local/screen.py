@@ -1,5 +1,7 @@
 """The screen of a local run: a table on a terminal, a line now and then elsewhere."""
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +15,7 @@ from diloco.operate.local.fleet import Daemon
 from diloco.operate.local.hardware import Hardware
 from diloco.run.cli.screen import STATE_STYLES, plain_table
 from diloco.run.cli.units import human_bytes
+from diloco.run.outliers import TIMES, gap
 from diloco.run.state import RunStatus
 from diloco.show.status.screen import spark
 
@@ -24,7 +27,12 @@ COURSE = 48
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """Everything one picture shows; `behind`: the tape's past is still being read."""
+    """Everything one picture shows.
+
+    Attributes:
+        losses: median over the learners, from the beginning to now.
+        behind: the tape's past is still being read.
+    """
 
     run: str
     learners: dict[str, Hardware]
@@ -55,12 +63,20 @@ def line(frame: Picture) -> str:
     """The run in one line, for output that is no terminal."""
     seen = frame.observed
     loss = f"{frame.losses[-1]:.3f}" if frame.losses else "-"
+    far = "".join(f" ({name}: {own:.4g})" for name, own in _far(frame))
     return (
-        f"{frame.elapsed_s:6.0f} s  step {seen.global_step}/{frame.observed.steps}  loss {loss}  "
+        f"{frame.elapsed_s:6.0f} s  step {seen.global_step}/{seen.steps}  loss {loss}{far}  "
         f"versions {seen.versions}  merged {seen.updates_merged}  "
         f"rejected {seen.updates_rejected}  staleness {seen.staleness:.2f}  "
         f"up {human_bytes(seen.bytes_up)}  down {human_bytes(seen.bytes_down)}  {frame.note}"
     )
+
+
+def _far(frame: Picture) -> Iterator[tuple[str, float]]:
+    """Learners whose loss is far from the median, which says nothing of them."""
+    for one in frame.observed.learners:
+        if one.loss is not None and abs(gap(one.loss, frame.losses[-1])) >= math.log(TIMES):
+            yield one.name, one.loss
 
 
 def picture(frame: Picture) -> RenderableType:

@@ -24,7 +24,7 @@ STATE_STYLES = {
 SEVERITY_STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
 
 # Between two lines on work that takes long.
-LINE_S = 30.0
+LINE_S = 10.0
 # Is told how much of how much is done.
 Hear = Callable[[int, int], None]
 
@@ -40,25 +40,26 @@ def working(what: str) -> Iterator[None]:
 def progress(what: str, *, in_bytes: bool = False) -> Iterator[Hear]:
     """Show on standard error how far work has come; a thread's work ends when its block is left.
 
+    Without a terminal it is told of now and then.
+
     Args:
         what: the work.
-        in_bytes: whether it is counted in bytes. Such work is also told of without a terminal, now
-            and then.
+        in_bytes: whether it is counted in bytes.
 
     Yields:
         Hears how much of how much is done.
     """
     left, console = threading.Event(), Console(stderr=True, soft_wrap=True, highlight=False)
-    said_at = time.monotonic()
+    said_at, count = time.monotonic(), human_bytes if in_bytes else "{:,}".format
 
     def hear(done: int, total: int) -> None:
         nonlocal said_at
         if left.is_set():
             raise KeyboardInterrupt
         bar.update(task, completed=done, total=total)
-        if in_bytes and bar.disable and time.monotonic() - said_at >= LINE_S:
+        if bar.disable and time.monotonic() - said_at >= LINE_S:
             said_at = time.monotonic()
-            console.print(f"{what}: {human_bytes(done)} of {human_bytes(total)}")
+            console.print(f"{what}: {count(done)} of {count(total)}")
 
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=None)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime
@@ -272,11 +273,13 @@ def show_learners(target: str, *, json: bool) -> None:
         say("no learner has joined yet")
         return
     console = Console()
-    console.print(_accounts(found))
+    console.print(learners_table(found))
     if any(one.trend for one in found):
         console.print()
         console.print(trends(found, "over the run"))
     for one in found:
+        if refusals := _refusals(one):
+            say(f"[bold]{one.name}[/]: {refusals}")
         if one.why:
             say(f"[bold]{one.name}[/] is quarantined: {escape(one.why)}")
 
@@ -288,17 +291,14 @@ async def look_at_learners(target: str) -> Sequence[LearnerStatus]:
         return (await watch.begin(1)).learners
 
 
-def _accounts(learners: Sequence[LearnerStatus]) -> Table:
-    """A table of learners' updates; what has no place in 80 columns is in the JSON."""
-    table = plain_table(
+def learners_table(learners: Sequence[LearnerStatus]) -> "Fitted":
+    """A table of learners' updates; what has no place on the screen is in the JSON."""
+    titles = (
         "learner", "state", "heard", "lives", "merged", "rej.", "offences", "tokens", "loss",
-        "norm", words=("state",),
+        "norm",
     )  # fmt: skip
-    table.add_column("rejected for, or counted less by")
-    for one in learners:
-        most = sorted(one.reasons.items(), key=lambda item: -item[1])[:REASONS]
-        less = sorted(one.less.items(), key=lambda item: -item[1])
-        table.add_row(
+    rows = [
+        (
             one.name,
             _state(one),
             "never" if one.heard_s is None else age(one.heard_s),
@@ -309,12 +309,18 @@ def _accounts(learners: Sequence[LearnerStatus]) -> Table:
             f"{one.tokens:,}",
             "-" if one.merged_loss is None else f"{one.merged_loss:.4g}",
             "-" if one.norm is None else _norm(one.norm),
-            ", ".join(
-                [f"{reason} x {count}" for reason, count in most]
-                + [f"{what} less x {count}" for what, count in less]
-            ),
         )
-    return table
+        for one in learners
+    ]
+    return Fitted(titles, rows, words=("state",), spare=("heard", "offences", "tokens"))
+
+
+def _refusals(one: LearnerStatus) -> str:
+    """What a learner's updates were rejected for or counted less by, most often first."""
+    most = Counter(one.reasons).most_common(REASONS)
+    less = Counter(one.less).most_common()
+    told = [f"rejected for {reason} x {count}" for reason, count in most]
+    return ", ".join([*told, *(f"counted less by {what} x {count}" for what, count in less)])
 
 
 def _norm(norm: float) -> str:
