@@ -5,16 +5,16 @@ import { readFileSync } from "node:fs";
 import { createRequire } from "node:module";
 import { createInterface } from "node:readline";
 import puppeteer from "puppeteer-core";
+import { launched, until } from "./patience.mjs";
 
 const [url, executablePath, folder] = process.argv.slice(2);
 const axe = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
-const browser = await puppeteer.launch({ executablePath, args: ["--no-sandbox", "--disable-gpu"] });
-const page = await browser.newPage();
+const { browser, page } = await launched(puppeteer, executablePath);
 const faults = [];
 page.on("pageerror", (error) => faults.push(String(error)));
 
 async function look(state) {
-  await page.waitForFunction((word) => document.querySelector("#state").textContent === word, { timeout: 60_000 }, state);
+  await until(page, (word) => document.querySelector("#state").textContent === word, state);
   const barriers = [], wide = [];
   for (const theme of ["light", "dark"]) for (const width of [1600, 400]) {
     await page.emulateMediaFeatures([{ name: "prefers-color-scheme", value: theme }]);
@@ -31,7 +31,7 @@ async function look(state) {
 
 await page.setViewport({ width: 1600, height: 900 });
 await page.goto(url);
-await page.waitForFunction(() => document.querySelectorAll("#facts dt").length > 5, { timeout: 60_000 });
+await until(page, () => document.querySelectorAll("#facts dt").length > 5);
 await page.evaluate(axe);
 console.log("drawn");
 for await (const state of createInterface({ input: process.stdin })) console.log(JSON.stringify(await look(state)));

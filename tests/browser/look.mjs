@@ -1,16 +1,16 @@
 // Looks at a page in a real Chromium, as a person at a keyboard would, and prints what it found as
-// one JSON object: node look.mjs URL CHROMIUM FOLDER [SECONDS]
+// one JSON object: node look.mjs URL CHROMIUM FOLDER. It waits for what it expects, and not by the
+// clock: a busy machine may take its time.
 import { readFileSync } from "node:fs";
 import { createRequire } from "node:module";
-import { setTimeout as pause } from "node:timers/promises";
 import puppeteer from "puppeteer-core";
+import { launched, until } from "./patience.mjs";
 
-const [url, executablePath, folder, seconds = "3"] = process.argv.slice(2);
+const [url, executablePath, folder] = process.argv.slice(2);
 const axe = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
 const errors = [], foreign = [], barriers = [], wide = [];
 
-const browser = await puppeteer.launch({ executablePath, args: ["--no-sandbox", "--disable-gpu"] });
-const page = await browser.newPage();
+const { browser, page } = await launched(puppeteer, executablePath);
 page.on("console", (message) => ["error", "warn"].includes(message.type()) && errors.push(message.text()));
 page.on("pageerror", (error) => errors.push(String(error)));
 page.on("request", (request) => {
@@ -19,14 +19,13 @@ page.on("request", (request) => {
 });
 
 const text = (selector) => page.$eval(selector, (found) => found.textContent.trim());
-const drawn = () => page.waitForFunction(() => document.querySelectorAll("#facts dt").length > 5, { timeout: 60_000 });
+const drawn = () => until(page, () => document.querySelectorAll("#facts dt").length > 5);
 
 async function look(theme, width, name) {
   await page.emulateMediaFeatures([{ name: "prefers-color-scheme", value: theme }]);
   await page.setViewport({ width, height: 900 });
   await page.goto(url);
   await drawn();
-  await pause(1500);
   // The page's policy lets no script in but its own: axe comes by the debugger's door.
   await page.evaluate(axe);
   const found = await page.evaluate(() => window.axe.run(document, { resultTypes: ["violations"] }));
@@ -42,11 +41,12 @@ for (const theme of ["light", "dark"]) for (const width of [1600, 400]) await lo
 
 // Figures move.
 await page.setViewport({ width: 1280, height: 900 });
-const figures = () => page.evaluate(() => ["#steps", "#facts", "#rounds"].map((id) => document.querySelector(id).textContent));
-const before = await figures();
-await pause(1000 * Number(seconds));
-const after = await figures();
-const moved = before.filter((one, index) => one !== after[index]).length;
+const moved = [];
+for (const id of ["#steps", "#facts", "#rounds"]) {
+  const before = await text(id);
+  await until(page, (one, was) => document.querySelector(one).textContent.trim() !== was, id, before);
+  moved.push(id);
+}
 
 // Every control by keyboard alone.
 const reached = [], dead = [];
@@ -65,19 +65,20 @@ for (let count = 0; count < 120; count += 1) {
   if (!found.seen) dead.push(found.name);
 }
 
-async function press(selector, ...keys) {
+async function press(selector, key) {
   await page.focus(selector);
-  for (const key of keys) await page.keyboard.press(key);
-  await pause(700);
+  await page.keyboard.press(key);
 }
 
 await press("#theme input:checked", "ArrowRight");
+await until(page, () => document.documentElement.dataset.theme);
 const theme = await page.evaluate(() => document.documentElement.dataset.theme ?? "auto");
 await press("#loss .panel", "Home");
+await until(page, () => document.querySelector("#loss .readout").textContent.trim());
 const readout = await text("#loss .readout");
 await page.focus("#find");
 await page.keyboard.type("no-such-learner");
-await pause(1500);
+await until(page, () => document.querySelector("#page").textContent.includes("No learner"));
 const none = await text("#page");
 const settings = await page.$$eval("#settings tbody tr", (rows) => rows.length);
 // What the buttons save.
@@ -85,9 +86,9 @@ const kept = await page.evaluate(async () => {
   const blobs = [], make = URL.createObjectURL;
   URL.createObjectURL = (blob) => { blobs.push(blob); return make.call(URL, blob); };
   const found = {};
-  for (const kind of ["SVG", "PNG", "CSV"]) {
+  for (const [kind, type] of [["SVG", "image/svg+xml"], ["PNG", "image/png"], ["CSV", "text/csv"]]) {
     document.querySelector(`#loss [data-save=${kind}]`).click();
-    await new Promise((done) => { setTimeout(done, 1500); });
+    while (blobs.at(-1)?.type !== type) await new Promise((done) => { setTimeout(done, 50); });
     found[kind] = [blobs.at(-1).type, (await blobs.at(-1).text()).split("\n")[0].slice(0, 40)];
   }
   return found;
