@@ -127,6 +127,8 @@ def spoiler(kind, how):
                 steps = jax.tree.map(
                     lambda leaf: jnp.where(taken > how["after"], -leaf, leaf), steps
                 )
+            case "decay":
+                steps = jax.tree.map(lambda leaf, own: leaf - how["share"] * own, steps, params)
             case "rate":
                 factor = jnp.float32(how["growth"]) ** taken
                 steps = jax.tree.map(lambda leaf: leaf * factor, steps)

@@ -2,10 +2,10 @@
 
     python tests/drill/judge.py FOLDER [NAME ...]
 
-The first screen is what `diloco why` says, asked now, or what it said while the trouble lasted. A
-kind is named if its first finding, or one as severe, matches it, and where a learner is at fault
-names that learner and no other. An honest run accuses somebody if a warning or an error is about a
-learner.
+The first screen is the first 24 lines of 80 columns of the list that `diloco why` prints, asked now,
+or what it said while the trouble lasted. A kind is named if its first finding, or one as severe,
+matches it, and where a learner is at fault names that learner and no other. An honest run accuses
+somebody if a warning or an error, on the first screen or after it, is about a learner.
 """
 
 import json
@@ -20,32 +20,45 @@ import harness
 from kinds import KINDS, LEARNERS, Planted, drawn, honest
 from plant import why
 
+LINES = 24
+SEVERE = ("warning", "error")
 
-def findings(folder: Path) -> tuple[list[dict], float]:
-    """The list, and how long the command took."""
+
+def findings(folder: Path) -> tuple[list[str], list[str], float]:
+    """The findings on the first screen, all of them, and how long the command took."""
     if not (folder / "why.json").exists() or "moved" not in {one.name for one in folder.iterdir()}:
         why(folder)
     found = json.loads((folder / "why.json").read_text())
-    if not found["said"]:
-        return [{"severity": "error", "about": "", "sentence": found["errors"]}], found["took_s"]
-    return json.loads(found["said"])["findings"], found["took_s"]
+    said = found["said"].rpartition("all of it, the worst first:\n")[2] or found["errors"]
+    lines = said.splitlines()
+    return rows(lines[:LINES]), rows(lines), found["took_s"]
 
 
-def names(one: dict) -> set[str]:
-    return {name for name in LEARNERS if re.search(rf"\b{name}\b", one["about"])}
+def rows(lines: list[str]) -> list[str]:
+    """Each finding in one line: its severity, what it is about, what it says."""
+    return [" ".join(one.split()) for one in re.split(r"\n(?=\S)", "\n".join(lines))]
 
 
-def is_named(planted: Planted, found: list[dict]) -> bool:
-    first = [one for one in found if one["severity"] == found[0]["severity"]]
+def severity(row: str) -> str:
+    return row.partition(" ")[0]
+
+
+def names(row: str) -> set[str]:
+    about = re.match(r"\w+ ((?:learners? \w+(?:, | and \w+)? ?)*)", row)
+    return {name for name in LEARNERS if about and re.search(rf"\b{name}\b", about[1])}
+
+
+def is_named(planted: Planted, screen: list[str]) -> bool:
     return any(
-        re.search(KINDS[planted.kind].named, one["sentence"])
-        and (not planted.culprit or names(one) == {planted.culprit})
-        for one in first
+        re.search(KINDS[planted.kind].named, row)
+        and (not planted.culprit or names(row) == {planted.culprit})
+        for row in screen
+        if severity(row) == severity(screen[0])
     )
 
 
-def accused(found: list[dict]) -> list[dict]:
-    return [one for one in found if one["severity"] in ("warning", "error") and names(one)]
+def accused(found: list[str]) -> list[str]:
+    return [row for row in found if severity(row) in SEVERE and names(row)]
 
 
 def main() -> None:
@@ -55,25 +68,22 @@ def main() -> None:
     for one in drawn():
         folder = root / one.kind
         if folder.exists() and (not wanted or one.kind in wanted):
-            found, took_s = findings(folder)
-            good = is_named(one, found)
+            screen, found, took_s = findings(folder)
+            good = is_named(one, screen)
             named, total = named + good, total + 1
             others = {name for each in accused(found) for name in names(each)} - {one.culprit}
-            told = f"{found[0]['severity']} {found[0]['about']}: {found[0]['sentence']}"
             also = f"; also accused: {', '.join(sorted(others))}" if others else ""
             print(
-                f"{'named' if good else 'MISSED':6} {one.kind:10} {took_s:4.0f} s {told[:150]}{also}",
+                f"{'named' if good else 'MISSED':6} {one.kind:10} {took_s:4.0f} s {screen[0][:150]}{also}",
                 flush=True,
             )
     for number, conditions in enumerate(honest(), 1):
         folder = root / f"honest-{number:02}"
         if folder.exists() and (not wanted or folder.name in wanted):
-            found, took_s = findings(folder)
+            _, found, took_s = findings(folder)
             bad = accused(found)
             wrong, runs = wrong + bool(bad), runs + 1
-            told = "; ".join(
-                f"{each['severity']} {each['about']}: {each['sentence'][:150]}" for each in bad
-            )
+            told = "; ".join(each[:150] for each in bad)
             print(
                 f"{'ACCUSED' if bad else 'fine':7} {folder.name} {' + '.join(conditions)} {took_s:4.0f} s {told}",
                 flush=True,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 # Of the commit that this drawing stands on: nobody chose it.
-SEED = 0x710BFA2D
+SEED = 0xC0C74AE9
 DRAWN = 18
 HONEST_RUNS = 20
 LEARNERS = ("ada", "bea", "cai", "dov")
@@ -64,6 +64,11 @@ KINDS = {
         "the gradient has the wrong sign from a step on",
         r"sign|against the others|opposite",
         ranges={"after": (0, 60)},
+    ),
+    "decay": Kind(
+        "each step takes away a share of its parameters, and outweighs the gradient",
+        r"decay",
+        ranges={"share": (0.03, 0.15)},
     ),
     "rate": Kind(
         "the learning rate grows by a factor with each step",

@@ -148,7 +148,8 @@ def plant(rig: Rig, one: Planted) -> bool:
         case "twice":
             rig.learner(one.culprit)
         case "setting":
-            command = ["run", "set", str(world.config_path), f"outer.learning_rate={how['rate']}"]
+            change = f"outer.learning_rate={how['rate']}"
+            command = ["run", "set", str(world.config_path), change, "--yes"]
             subprocess.run([sys.executable, "-m", "diloco", *command], check=True, cwd=world.folder)
         case "away":
             world.store.rename(world.folder / "moved")
@@ -268,11 +269,11 @@ def run(folder: Path, name: str, act: Callable[[Rig], bool | None], changes: dic
 
 
 def why(folder: Path) -> None:
-    """What the first command says of a run, as JSON, and how long that took."""
+    """What the first command says of a run on a screen of 80 columns, and how long that took."""
     began_s = time.monotonic()
     said = subprocess.run(
-        [sys.executable, "-m", "diloco", "why", str(folder), "--json"],
-        capture_output=True, text=True, check=False, env=harness.environment(),
+        [sys.executable, "-m", "diloco", "why", str(folder)],
+        capture_output=True, text=True, check=False, env=harness.environment() | {"COLUMNS": "80"},
     )  # fmt: skip
     found = {
         "status": said.returncode,
