@@ -13,7 +13,7 @@ import numpy as np
 from diloco.common.process.config import Config, warnings
 from diloco.common.protocol.errors import DilocoError, TaskError
 from diloco.common.protocol.layout import Layout
-from diloco.learner.contract import build_task, refusals
+from diloco.learner.contract import batches_ended, build_task, refusals
 from diloco.learner.task import Params, Task, scores
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.inner_step import StepOutcome, make_inner_step
@@ -114,7 +114,9 @@ def _steps(
     waited_s, took_s = [], []
     for position in range(steps):
         began_s = time.perf_counter()
-        batch = next(batches)
+        batch = next(batches, None)
+        if batch is None:
+            raise batches_ended(f"batch number {position}")
         drawn_s = time.perf_counter()
         numbers = np.int32(position), np.uint32(position)
         params, state, outcome = inner_step(params, state, batch, *numbers)

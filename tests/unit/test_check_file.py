@@ -12,6 +12,7 @@ from diloco.program import app
 
 TASKS = """
 import dataclasses
+import itertools
 
 import jax.numpy as jnp
 import numpy as np
@@ -52,6 +53,10 @@ def uphill(*, steps, seed):
 
 def same(*, steps, seed):
     return dataclasses.replace(GOOD, batches=lambda learner, position: batches("x", position))
+
+
+def ends(*, steps, seed):
+    return dataclasses.replace(GOOD, batches=lambda learner, position: itertools.islice(batches(learner, position), 5))
 
 
 def unscheduled(*, steps, seed):
@@ -109,6 +114,13 @@ def test_learners_that_do_the_same_work_are_a_warning(check):
     done = check("same")
     assert done.exit_code == 0
     assert "draw the same batch" in done.output
+
+
+def test_batches_that_end_with_an_epoch_are_refused_with_the_way_to_the_next(check):
+    done = check("ends")
+    assert done.exit_code == 1
+    assert "ended before batch number 5" in done.output
+    assert "next epoch" in done.output
 
 
 def test_what_the_task_itself_raises_is_told(check):
