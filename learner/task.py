@@ -56,6 +56,7 @@ _OPTIONAL = {
     "rows": "leave it out if a batch is cheap to draw whole",
     "partition": "leave it out, and large tensors are cut along the axis fsdp",
     "sample": "leave it out if the model writes no text",
+    "weigh": "leave it out, and parts of a batch are alike",
     "load_frozen": "leave it out, and frozen leaves are stored with the run",
 }
 PROBE = "probe"  # the learner's name in checks
@@ -170,6 +171,8 @@ class Task:
             place of its own. The run stores only their digests, by which they are checked.
         accumulate: parts into which a batch's rows are divided; the mean of their gradients is one
             step's, in the memory of one part.
+        weigh: a part -> its weight in that mean, a scalar, such as how many tokens its loss is the
+            mean of. None: all are alike.
         compute_dtype: "bfloat16": the loss is given trained leaves rounded to it; what is trained
             and synchronized stays as `init` gives it. None: as they are.
         shared: data whose epochs learners divide by claims (`GrainData.shared`): learners then read
@@ -197,6 +200,7 @@ class Task:
     sample: Callable[[Params, str, jax.Array, float], Iterator[str]] | None = None
     load_frozen: Callable[[], Params] | None = None
     accumulate: int = 1
+    weigh: Callable[[Batch], jax.Array] | None = None
     compute_dtype: str | None = None
     shared: Shared | None = None
     files: Files | None = None

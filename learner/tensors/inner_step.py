@@ -127,18 +127,26 @@ def _gradient(
     def part_of(index: jax.Array) -> Batch:
         return jax.tree.map(lambda leaf: leaf[:, index] if leaf.ndim else leaf, parts)
 
+    numbers_P = jnp.arange(task.accumulate)
+    weights_P = jnp.ones(task.accumulate)
+    if task.weigh is not None:
+        said_P = jax.lax.map(lambda index: task.weigh(part_of(index)), numbers_P)
+        weights_P = said_P * task.accumulate / jnp.maximum(1, said_P.sum())
+
     def add(carried: tuple[Params, Params], index: jax.Array) -> tuple[Any, Any]:
         params, summed = carried
         said, gradient = _gradient_of_part(
             task, division, params, part_of(index), jax.random.fold_in(key, index)
         )
-        summed = jax.tree.map(jnp.add, summed, gradient)
-        return (_with_state(params, said.state), summed), (said.loss, dict(said.metrics))
+        weight = weights_P[index]
+        summed = jax.tree.map(
+            lambda one, other: one + (other * weight).astype(other.dtype), summed, gradient
+        )
+        figures = jax.tree.map(lambda leaf: leaf * weight, (said.loss, dict(said.metrics)))
+        return (_with_state(params, said.state), summed), figures
 
     zeros = jax.tree.map(jnp.zeros_like, division.trained_of(params))
-    (after, summed), (losses, metrics) = jax.lax.scan(
-        add, (params, zeros), jnp.arange(task.accumulate)
-    )
+    (after, summed), (losses, metrics) = jax.lax.scan(add, (params, zeros), numbers_P)
     gradient = jax.tree.map(lambda leaf: (leaf / task.accumulate).astype(leaf.dtype), summed)
     state = after.state if isinstance(after, Variables) else None
     return Evaluated(losses.mean(), jax.tree.map(jnp.mean, metrics), state), gradient

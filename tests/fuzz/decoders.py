@@ -38,7 +38,7 @@ from diloco.common.storage.store import MemoryStore
 from diloco.common.storage.tape import parse_changed
 from diloco.learner.tensors import checkpoint
 from diloco.learner.tensors.quantize import encode
-from diloco.models.data.documents import read_documents
+from diloco.models.data.documents import Reading, read_documents
 from diloco.models.data.manifest import (
     Counted,
     PrepareOptions,
@@ -378,7 +378,7 @@ def token_manifest() -> bytes:
 
 def read_source(path: Path) -> None:
     (file,) = find_files([str(path)])
-    list(read_documents(file, 0, "text", by_line=True))
+    list(read_documents(file, 0, Reading("text", by_line=True, vocabulary=9, end=0)))
 
 
 def token_decoders(folder: Path) -> dict[str, Decoder]:

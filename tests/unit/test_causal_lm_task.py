@@ -15,7 +15,7 @@ from diloco.models.decoders import model
 from diloco.models.decoders.causal_lm import CausalLM
 from diloco.models.decoders.config import parse_config
 from diloco.models.decoders.sizes import SIZES, size_named
-from diloco.models.decoders.task import matrices, next_token_loss
+from diloco.models.decoders.task import loss_sums, matrices
 from diloco.operate.create import _flatten, _folder
 from tests.models import tiny
 from tests.models.cases import CASES, LLAMA
@@ -96,7 +96,8 @@ def test_a_document_does_not_predict_the_next_and_does_not_see_it():
     row = np.concatenate([one, [END], two])[None]
 
     def loss_of(row, end):
-        return next_token_loss(config, params, jnp.asarray(row), compute=model.DEFAULT, end=end)
+        windows = jnp.asarray(row)
+        return loss_sums(config, params, windows, compute=model.DEFAULT, end=end).mean()
 
     alone = loss_of(np.append(one, END)[None], None), loss_of(two[None], None)
     weights = [8, 11]

@@ -391,7 +391,7 @@ def test_a_copy_that_was_ended_midway_is_not_prepared(tmp_path, tokenizer):
         ("a.jsonl.xz", b"no xz", ["a.jsonl.xz", "cannot be unpacked"]),
         ("a.jsonl.bz2", b"no bzip", ["a.jsonl.bz2", "cannot be unpacked"]),
         ("a.jsonl.zst", b"no zstd at all", ["a.jsonl.zst", "cannot be unpacked"]),
-        ("a.parquet.gz", b"x", ["a.parquet.gz", "compressed Parquet"]),
+        ("a.parquet.gz", b"x", ["a.parquet.gz", "compressed file of Parquet"]),
         ("a.zip", b"x", ["a.zip", "archive"]),
         ("a.txt", b"", ["a.txt", "is empty"]),
         ("a.jsonl", b'{"text": ""}\n', ["a.jsonl", "none of its documents has any text"]),

@@ -22,9 +22,9 @@ class PrepareArguments:
         list[str],
         typer.Argument(
             metavar="SOURCES",
-            help="text files, JSON lines (.jsonl, .ndjson, .json), Parquet, Arrow, and folders "
-            "that datasets saved; folders, with all visible files in them; globs in quotes. .gz, "
-            ".bz2, .xz and .zst are unpacked",
+            help="text files, JSON lines (.jsonl, .ndjson, .json), Parquet, Arrow, folders that "
+            "datasets saved, tokens of nanoGPT and Megatron (.bin); folders, with all visible "
+            "files in them; globs in quotes. .gz, .bz2, .xz and .zst are unpacked",
         ),
     ]
     tokenizer: Annotated[
@@ -39,8 +39,29 @@ class PrepareArguments:
         ),
     ]
     field: Annotated[
-        str, typer.Option(help="field of JSON lines, or column, that has the documents")
-    ] = "text"
+        str | None,
+        typer.Option(
+            help="field of JSON lines, or column, that has the documents [default: text, or "
+            "messages of chats]",
+            metavar="NAME",
+        ),
+    ] = None
+    chats: Annotated[
+        bool,
+        typer.Option(
+            "--chats",
+            help="documents are lists of messages with role and content, of which only what the "
+            "assistant says is trained on",
+        ),
+    ] = False
+    template: Annotated[
+        Path | None,
+        typer.Option(
+            help="Jinja template that makes texts of chats [default: that of the tokenizer's "
+            "folder]",
+            metavar="FILE",
+        ),
+    ] = None
     documents: Annotated[
         Literal["file", "line"],
         typer.Option(help="what a document is in a text file: all of it, or each line"),

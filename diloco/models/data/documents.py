@@ -10,17 +10,23 @@ Rules:
 import bz2
 import gzip
 import io
+import itertools
 import json
 import lzma
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO, NamedTuple, TypeVar, cast
 
+import numpy as np
+import numpy.typing as npt
+
 from diloco.common.process.config import keep_offline
 from diloco.common.protocol.errors import DataError
+from diloco.models.data.chats import Chat, ChatError, ChatTemplate
 from diloco.models.data.sources import TABLES, SourceFile
+from diloco.models.data.token_files import stored_documents
 
 T = TypeVar("T")
 # Of one document. Its tokens take some fifty times as much memory for a moment.
@@ -29,43 +35,77 @@ MOST_BYTES = 64 << 20
 ROWS = 64
 _DAMAGED = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
 _TEXT_TYPES = ("string", "large_string", "string_view")
+# Beside a chat's messages: what the assistant may call.
+_TOOLS = "tools"
+# A text, a chat, or tokens of a file of tokens.
+Content = str | Chat | npt.NDArray[np.integer]
 
 
 class Document(NamedTuple):
     """One document of a file.
 
     Attributes:
-        text: "" for an empty document.
+        content: of no length for an empty document.
         size_bytes: bytes of its file that it took.
         after: where the next document begins in the file: a byte, or the number of a row.
     """
 
-    text: str
+    content: Content
     size_bytes: int
     after: int
 
 
-def read_documents(
-    file: SourceFile, start: int, field: str, *, by_line: bool
-) -> Iterator[Document]:
-    """The documents of a file from a place on.
+class Reading(NamedTuple):
+    """How files become documents.
 
-    Args:
-        file: which one.
-        start: 0, or `Document.after` of the one before.
+    Attributes:
         field: of JSON lines, or column.
         by_line: a text file's lines are its documents.
+        vocabulary: of the tokenizer.
+        end: the token behind each document in a file of tokens.
+        template: the field has chats, which this renders. None: it has texts.
+    """
+
+    field: str
+    by_line: bool
+    vocabulary: int
+    end: int
+    template: ChatTemplate | None = None
+
+
+def read_documents(file: SourceFile, start: int, reading: Reading) -> Iterator[Document]:
+    """The documents of a file from a place on; `start` is 0, or `Document.after` of one.
 
     Raises:
-        DataError: the file is damaged, no text, or has no such field.
+        DataError: the file is damaged, or not what `reading` says.
     """
     if file.kind in TABLES:
-        yield from _rows(file, start, field)
+        yield from _rows(file, start, reading)
     elif file.kind == "json":
         for at, line in _lines(file, start):
             if line.strip():
-                yield Document(_text_of(file, at, line, field), len(line), at + len(line))
-    elif by_line:
+                yield Document(_content_of(file, at, line, reading), len(line), at + len(line))
+    elif reading.template is not None:
+        raise DataError(
+            f"{file.path!r} has no chats", hint="chats are in JSON lines, Parquet or Arrow"
+        )
+    elif file.kind == "tokens":
+        yield from _stored(file, start, reading)
+    else:
+        yield from _texts(file, start, by_line=reading.by_line)
+
+
+def _stored(file: SourceFile, start: int, reading: Reading) -> Iterator[Document]:
+    for tokens, after in stored_documents(
+        file.path, start, vocabulary=reading.vocabulary, end=reading.end
+    ):
+        if tokens.nbytes > MOST_BYTES:
+            raise _too_long(file, f"what ends before place {after} is one document")
+        yield Document(tokens, tokens.nbytes, after)
+
+
+def _texts(file: SourceFile, start: int, *, by_line: bool) -> Iterator[Document]:
+    if by_line:
         for at, line in _lines(file, start):
             text = _decoded(file, at, line).rstrip("\r\n")
             yield Document(text, len(line), at + len(line))
@@ -77,32 +117,58 @@ def read_documents(
         yield Document(_decoded(file, 0, data), len(data), max(1, len(data)))
 
 
-def check_column(file: SourceFile, field: str) -> None:
-    """Refuse a file whose documents are in a column that it does not have, or not as text.
+def check_file(file: SourceFile, reading: Reading) -> list[Content]:
+    """Refuse a file that is not as `reading` says, as far as its columns or first document tell.
+
+    Returns:
+        the first document, of kinds whose first document is looked at.
 
     Raises:
         DataError: so it is, or the file is damaged.
     """
+    if file.kind in TABLES:
+        _check_column(file, reading.field, chats=reading.template is not None)
+    if file.kind in ("json", "tokens") or reading.template is not None:
+        return [first.content for first in itertools.islice(read_documents(file, 0, reading), 1)]
+    return []
+
+
+def _check_column(file: SourceFile, field: str, *, chats: bool) -> None:
     with _damage_told(file):
         features = _table(file).features
     hint = "name the column that has the documents: --field NAME"
     if field not in features:
         raise DataError(
-            f"{file.path!r} has no column {field!r}; it has {', '.join(features)}", hint=hint
+            f"{file.path!r} has no column {field!r}; it has {', '.join(features)}",
+            hint=_chats_hint(features, hint),
         )
+    if chats:
+        return
     if (held := getattr(features[field], "dtype", "lists")) not in _TEXT_TYPES:
         raise DataError(f"the column {field!r} of {file.path!r} holds {held}, not text", hint=hint)
 
 
-def _rows(file: SourceFile, start: int, field: str) -> Iterator[Document]:
+def _rows(file: SourceFile, start: int, reading: Reading) -> Iterator[Document]:
+    field = reading.field
     with _damage_told(file):
-        rows = _table(file, field).select_columns([field]).skip(start)
-        for batch in rows.iter(ROWS):
-            for text in batch[field]:
-                start += 1
-                if len(text or "") > MOST_BYTES:
-                    raise _too_long(file, f"row {start} is one document")
-                yield Document(text or "", len(text or ""), start)
+        rows = _table(file)
+        tools = reading.template is not None and _TOOLS in rows.features
+        columns = [field, _TOOLS] if tools else [field]
+        for batch in _table(file, columns).select_columns(columns).skip(start).iter(ROWS):
+            for number, value in enumerate(batch[field], start + 1):
+                beside = batch[_TOOLS][number - start - 1] if tools else None
+                content = _chat_or_text(file, number, value, beside, reading)
+                if len(content) > MOST_BYTES:
+                    raise _too_long(file, f"row {number} is one document")
+                yield Document(content, len(content), number)
+            start += len(batch[field])
+
+
+def _chat_or_text(file: SourceFile, row: int, value: Any, tools: Any, reading: Reading) -> Content:
+    if not value or reading.template is None:
+        return value or ""
+    with _chat_placed(file, lambda: f"row {row}"):
+        return reading.template.chat(value, tools)
 
 
 @contextmanager
@@ -125,7 +191,7 @@ def _damage_told(file: SourceFile) -> Iterator[None]:
         ) from error
 
 
-def _table(file: SourceFile, field: str | None = None) -> Any:
+def _table(file: SourceFile, wanted: list[str] | None = None) -> Any:
     """The rows of a file as a dataset that reads them when they are asked for."""
     keep_offline(cache=tempfile.gettempdir())
     import datasets
@@ -133,7 +199,7 @@ def _table(file: SourceFile, field: str | None = None) -> Any:
     datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
     if file.kind == "saved":
         return datasets.load_from_disk(file.path)
-    columns = {"columns": [field], "batch_size": ROWS} if field and file.kind == "parquet" else {}
+    columns = {"columns": wanted, "batch_size": ROWS} if wanted and file.kind == "parquet" else {}
     # It is streamed: of a cache it needs the lock, while it is opened.
     with tempfile.TemporaryDirectory() as cache:
         return datasets.load_dataset(
@@ -157,7 +223,49 @@ def _lines(file: SourceFile, start: int) -> Iterator[tuple[int, bytes]]:
             at += len(line)
 
 
-def _text_of(file: SourceFile, at: int, line: bytes, field: str) -> str:
+def _content_of(file: SourceFile, at: int, line: bytes, reading: Reading) -> Content:
+    found = _object_of(file, at, line, reading.field)
+    value = "" if found[reading.field] is None else found[reading.field]
+    if reading.template is not None:
+        if not value:
+            return ""
+        with _chat_placed(file, lambda: f"line {_line_number(file, at)}"):
+            return reading.template.chat(value, found.get(_TOOLS))
+    try:
+        value.encode()
+    except (AttributeError, UnicodeEncodeError) as error:
+        kind = "half of a surrogate pair" if isinstance(value, str) else type(value).__name__
+        raise DataError(
+            f"line {_line_number(file, at)} of {file.path!r}: the field {reading.field!r} holds"
+            f" {kind}, not text",
+            hint=_chats_hint(
+                [reading.field] if isinstance(value, list) else (),
+                "repair that line, or name another field: --field NAME",
+            ),
+        ) from error
+    return cast("str", value)
+
+
+@contextmanager
+def _chat_placed(file: SourceFile, place: Callable[[], str]) -> Iterator[None]:
+    """Say where the chat stands that is refused.
+
+    Raises:
+        DataError: it is.
+    """
+    try:
+        yield
+    except ChatError as error:
+        raise DataError(f"{place()} of {file.path!r}: {error}", hint=error.hint) from error
+
+
+def _chats_hint(fields: Iterable[str], otherwise: str) -> str:
+    if "messages" in fields:
+        return "its field messages has chats: --chats"
+    return otherwise
+
+
+def _object_of(file: SourceFile, at: int, line: bytes, field: str) -> dict[str, Any]:
     text = _decoded(file, at, line)
     try:
         found = json.loads(text)
@@ -171,19 +279,12 @@ def _text_of(file: SourceFile, at: int, line: bytes, field: str) -> str:
         has = f"an object with {', '.join(found)}" if isinstance(found, dict) else repr(found)[:60]
         raise DataError(
             f"line {_line_number(file, at)} of {file.path!r} has no field {field!r}: it is {has}",
-            hint="name the field that has the documents: --field NAME",
+            hint=_chats_hint(
+                found if isinstance(found, dict) else (),
+                "name the field that has the documents: --field NAME",
+            ),
         )
-    value = "" if found[field] is None else found[field]
-    try:
-        value.encode()
-    except (AttributeError, UnicodeEncodeError) as error:
-        kind = "half of a surrogate pair" if isinstance(value, str) else type(value).__name__
-        raise DataError(
-            f"line {_line_number(file, at)} of {file.path!r}: the field {field!r} holds {kind},"
-            " not text",
-            hint="repair that line, or name another field: --field NAME",
-        ) from error
-    return cast("str", value)
+    return found
 
 
 def _decoded(file: SourceFile, at: int, data: bytes) -> str:

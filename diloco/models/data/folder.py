@@ -36,9 +36,11 @@ def show(place: str, manifest: TokenManifest) -> None:
         )
     for side in SIDES:
         counted = manifest.counted(side)
+        learned = counted.tokens - sum(shard.unlearned for shard in manifest.of(side))
+        of_which = f" ({human_count(learned)} trained on)" if manifest.template_sha256 else ""
         say_plainly(
-            f"{side}: {human_count(counted.tokens)} tokens in {counted.documents:,} documents, "
-            f"{len(manifest.of(side)):,} shards"
+            f"{side}: {human_count(counted.tokens)} tokens{of_which} in {counted.documents:,} "
+            f"documents, {len(manifest.of(side)):,} shards"
         )
     say_plainly(f"tokens.json: sha256 {hashlib.sha256(json_bytes(manifest)).hexdigest()}")
     say_plainly(

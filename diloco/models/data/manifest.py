@@ -24,7 +24,8 @@ PLAN = f"{UNFINISHED}/plan.json"
 
 Side = Literal["train", "held_out"]
 SIDES: tuple[Side, ...] = get_args(Side)
-Dtype = Literal["uint16", "uint32"]
+# Of int32 (chats), t is trained on, and ~t, which is below 0, is the token t that is not.
+Dtype = Literal["uint16", "uint32", "int32"]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0)]
 # A name is one of this folder: a manifest from elsewhere points nowhere else.
@@ -69,6 +70,7 @@ class FolderIdentity(_Section):
         dtype: of them.
         begin: tokens before each document.
         end: the token behind each.
+        template_sha256: of the template that made texts of chats; None: they are no chats.
         options: further ones.
         input_sha256: of the names and sizes of all source files.
     """
@@ -77,6 +79,7 @@ class FolderIdentity(_Section):
     dtype: Dtype
     begin: tuple[Count, ...]
     end: Count
+    template_sha256: Sha256 | None = None
     options: PrepareOptions
     input_sha256: Sha256
 
@@ -119,13 +122,21 @@ class TokenSource(Given):
 
 
 class TokenShard(_Section):
-    """One file of tokens; `documents` are those that begin in it, `largest` its largest token."""
+    """One file of tokens.
+
+    Attributes:
+        documents: that begin in it.
+        tokens: of them.
+        unlearned: how many of the tokens are not trained on.
+        largest: the largest token.
+    """
 
     name: ShardName
     side: Side
     size_bytes: Count
     documents: Count
     tokens: Annotated[int, Field(ge=1)]
+    unlearned: Count = 0
     largest: Count
     sha256: Sha256
 

@@ -25,8 +25,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from diloco.common.protocol.errors import ConfigError, DataError, StoreError
 from diloco.common.storage.store import ObjectStore
+from diloco.models.data.chats import Chat
 from diloco.models.data.command import PrepareArguments
-from diloco.models.data.documents import Document, check_column, read_documents
+from diloco.models.data.documents import Content, Document, Reading, check_file, read_documents
 from diloco.models.data.manifest import (
     MANIFEST,
     PLAN,
@@ -56,7 +57,7 @@ from diloco.models.data.places import (
     tidy,
     writer,
 )
-from diloco.models.data.sources import TABLES, SourceFile, find_files, listing_digest
+from diloco.models.data.sources import SourceFile, find_files, listing_digest
 from diloco.models.data.tokenizer import TextTokenizer
 from diloco.run.cli.screen import Hear
 
@@ -103,20 +104,23 @@ def prepare(wanted: PrepareArguments, hear: Hear) -> TokenManifest:
     tokenizer = TextTokenizer(wanted)
     _check_apart(wanted)
     files = find_files(wanted.sources)
-    for file in files:
-        if file.kind in TABLES:
-            check_column(file, wanted.field)
+    options = {name: getattr(wanted, name) for name in PrepareOptions.model_fields}
+    options["field"] = wanted.field or ("messages" if wanted.chats else "text")
+    vocabulary = tokenizer.facts.vocabulary
     plan = PreparationPlan(
         tokenizer=tokenizer.facts,
-        dtype=dtype_for(tokenizer.facts.vocabulary),
+        dtype="int32" if wanted.chats else dtype_for(vocabulary),
         begin=tokenizer.begin,
         end=tokenizer.end,
-        options=PrepareOptions(
-            **{name: getattr(wanted, name) for name in PrepareOptions.model_fields}
-        ),
+        template_sha256=tokenizer.template_sha256,
+        options=PrepareOptions(**options),
         input_sha256=listing_digest(files),
         times_sha256=listing_digest(files, times=True),
     )
+    by_line = plan.options.documents == "line"
+    reading = Reading(plan.options.field, by_line, vocabulary, plan.end, tokenizer.template)
+    for file in files:
+        tokenizer.encode(check_file(file, reading))
     with alone_in(wanted.out):
         if (whole := _begun(wanted.out, plan)) is not None:
             # It may be whole and not tidy; if it is both, it may be a place that takes no writer.
@@ -126,7 +130,7 @@ def prepare(wanted: PrepareArguments, hear: Hear) -> TokenManifest:
         try:
             store = writer(wanted.out)
             store.put(PLAN, json_bytes(plan))
-            notes = list(_Pieces(files, plan, tokenizer, store, hear))
+            notes = list(_Pieces(files, plan, reading, tokenizer, store, hear))
             manifest = _manifest(wanted.sources, files, plan, notes)
             store.put(MANIFEST, json_bytes(manifest))
             tidy(wanted.out, store)
@@ -139,9 +143,11 @@ def prepare(wanted: PrepareArguments, hear: Hear) -> TokenManifest:
     return manifest
 
 
-def is_held_out(text: str, share: float) -> bool:
+def is_held_out(document: Content, share: float) -> bool:
     """Whether a document is held out, of which `share` are."""
-    return xxhash.xxh3_64_intdigest(text.encode()) < share * 2.0**64
+    text = document.text if isinstance(document, Chat) else document
+    data = text.encode() if isinstance(text, str) else text.astype("<u4").tobytes()
+    return xxhash.xxh3_64_intdigest(data) < share * 2.0**64
 
 
 class _Pieces:
@@ -151,15 +157,17 @@ class _Pieces:
         self,
         files: Sequence[SourceFile],
         plan: PreparationPlan,
+        reading: Reading,
         tokenizer: TextTokenizer,
         store: ObjectStore,
         hear: Hear,
     ) -> None:
         self._files, self._plan, self._tokenizer = files, plan, tokenizer
+        self._reading = reading
         self._store, self._hear = store, hear
         # Of the piece in work.
         self._given: dict[int, Given] = {}
-        self._tokens: dict[Side, list[npt.NDArray[np.uint32]]] = {}
+        self._tokens: dict[Side, list[npt.NDArray[np.integer]]] = {}
 
     def __iter__(self) -> Iterator[Note]:
         kept = {info.name for info in self._store.list(f"{UNFINISHED}/")} - {PLAN}
@@ -176,14 +184,11 @@ class _Pieces:
 
     def _documents(self, first: int, start: int) -> Iterator[tuple[int, Document]]:
         """All documents from a place on, each with the number of its file."""
-        options = self._plan.options
         done = sum(file.size_bytes for file in self._files[:first])
         total = sum(file.size_bytes for file in self._files)
         for number, file in enumerate(self._files[first:], first):
             read = 0
-            for document in read_documents(
-                file, start, options.field, by_line=options.documents == "line"
-            ):
+            for document in read_documents(file, start, self._reading):
                 yield number, document
                 read += document.size_bytes
                 # What a compressed file unpacks to is more than it is itself.
@@ -193,17 +198,17 @@ class _Pieces:
     def _make(self, piece: int, documents: Iterator[tuple[int, Document]]) -> Note | None:
         """Make a piece's shards, and store its note; None if no document is left."""
         self._given, self._tokens = {}, {side: [] for side in SIDES}
-        waiting: list[tuple[int, str]] = []
+        waiting: list[tuple[int, Content]] = []
         size_bytes = characters = 0
         last = None
-        for file, (text, own_bytes, after) in documents:
+        for file, (document, own_bytes, after) in documents:
             last = file, after
             source = self._files[file].source
-            if text:
-                waiting.append((source, text))
+            if len(document):
+                waiting.append((source, document))
             else:
                 self._count(source, Given(empty=1))
-            characters += len(text)
+            characters += len(document)
             size_bytes += own_bytes
             if characters >= BATCH_CHARACTERS:
                 self._encode(waiting)
@@ -222,11 +227,11 @@ class _Pieces:
         self._store.put(f"{UNFINISHED}/{piece:05d}.json", json_bytes(note))
         return note
 
-    def _encode(self, texts: Sequence[tuple[int, str]]) -> None:
+    def _encode(self, documents: Sequence[tuple[int, Content]]) -> None:
         """Add documents to the piece in work."""
-        found = self._tokenizer.encode([text for _, text in texts])
-        for (source, text), tokens in zip(texts, found, strict=True):
-            held_out = is_held_out(text, self._plan.options.held_out)
+        found = self._tokenizer.encode([document for _, document in documents])
+        for (source, document), tokens in zip(documents, found, strict=True):
+            held_out = is_held_out(document, self._plan.options.held_out)
             side: Side = "held_out" if held_out else "train"
             self._tokens[side].append(tokens)
             self._count(source, Given(**{side: Counted(documents=1, tokens=len(tokens))}))
@@ -298,6 +303,7 @@ def _facts(identity: FolderIdentity) -> dict[str, Any]:
 _OTHER = {
     "tokenizer": "another tokenizer",
     "dtype": "another tokenizer",
+    "template_sha256": "another chat template, or none",
     "input_sha256": "other sources: names or sizes of their files differ",
     "times_sha256": "sources that were changed since",
 }
@@ -345,24 +351,26 @@ def store_shard(
     side: Side,
     piece: int,
     dtype: Dtype,
-    documents: Sequence[npt.NDArray[np.uint32]],
+    documents: Sequence[npt.NDArray[np.integer]],
 ) -> TokenShard:
     """Store the tokens of a piece's documents of one side, one after the other."""
     tokens = np.concatenate(documents, dtype=np.dtype(dtype).newbyteorder("<"), casting="unsafe")
     data = header(tokens.dtype, len(tokens)) + tokens.tobytes()
     store.put(shard_name(side, piece), data)
+    unlearned = tokens < 0
     return TokenShard(
         name=shard_name(side, piece),
         side=side,
         size_bytes=len(data),
         documents=len(documents),
         tokens=len(tokens),
-        largest=int(tokens.max()),
+        unlearned=int(unlearned.sum()),
+        largest=int(np.where(unlearned, ~tokens, tokens).max()),
         sha256=hashlib.sha256(data).hexdigest(),
     )
 
 
-def header(dtype: np.dtype[np.unsignedinteger], count: int) -> bytes:
+def header(dtype: np.dtype[np.integer], count: int) -> bytes:
     """The header of a file of `count` tokens."""
     text = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': ({count},), }}"
     length = HEADER_BYTES - len(_PREFIX) - 2

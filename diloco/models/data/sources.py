@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from diloco.common.protocol.errors import ConfigError, DataError
+from diloco.models.data.token_files import INDEX
 
-Kind = Literal["text", "json", "parquet", "arrow", "saved"]
+Kind = Literal["text", "json", "parquet", "arrow", "saved", "tokens"]
 KINDS: dict[str, Kind] = {
     ".jsonl": "json",
     ".ndjson": "json",
     ".json": "json",
     ".parquet": "parquet",
     ".arrow": "arrow",
+    ".bin": "tokens",
 }
 # Kinds that have columns.
 TABLES = ("parquet", "arrow", "saved")
@@ -53,7 +55,7 @@ def find_files(sources: Sequence[str]) -> list[SourceFile]:
     """
     found: dict[Path, SourceFile] = {}
     for number, source in enumerate(sources):
-        paths = list(_paths(source))
+        paths = [path for path in _paths(source) if not _is_index(path)]
         for path in paths:
             if path not in found:
                 found[path] = _looked_at(number, path)
@@ -87,7 +89,7 @@ def _paths(source: str) -> Iterable[Path]:
     if path.is_dir():
         return _in_folder(path)
     if path.exists():
-        return [path]
+        return [path.with_suffix(".bin") if _is_index(path) else path]
     # A path's own glob takes no absolute one.
     globbed = map(Path, glob.glob(source, recursive=True))  # noqa: PTH207
     if found := sorted(one for one in globbed if one.is_file()):
@@ -115,6 +117,11 @@ def _is_saved(folder: Path) -> bool:
     return (folder / "state.json").exists() and (folder / "dataset_info.json").exists()
 
 
+def _is_index(path: Path) -> bool:
+    """Whether a file belongs to Megatron's tokens beside it, of which it is read."""
+    return path.suffix == INDEX and path.with_suffix(".bin").exists()
+
+
 def _looked_at(source: int, path: Path) -> SourceFile:
     suffix = path.suffix.lower()
     if suffix in ARCHIVES:
@@ -124,11 +131,10 @@ def _looked_at(source: int, path: Path) -> SourceFile:
         )
     compression = suffix if suffix in COMPRESSIONS else ""
     kind = KINDS.get(Path(path.stem).suffix.lower() if compression else suffix, "text")
-    if compression and kind in TABLES:
-        raise DataError(
-            f"{str(path)!r} is a compressed {kind.title()} file", hint="unpack it: it is compressed"
-        )
-    parts = [one.stat() for one in path.iterdir()] if path.is_dir() else [path.stat()]
+    if compression and kind in (*TABLES, "tokens"):
+        raise DataError(f"{str(path)!r} is a compressed file of {kind.title()}", hint="unpack it")
+    own = [path, path.with_suffix(INDEX)] if kind == "tokens" else [path]
+    parts = [one.stat() for one in (path.iterdir() if path.is_dir() else own) if one.exists()]
     return SourceFile(
         source=source,
         path=str(path),

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco.common.protocol.errors import ConfigError, DataError
+from diloco.models.data.chats import Chat, ChatTemplate, read_template, template_words
 from diloco.models.data.command import PrepareArguments
+from diloco.models.data.documents import Content
 from diloco.models.data.manifest import TokenizerFacts, rules_digest
 
 if TYPE_CHECKING:
@@ -27,30 +29,84 @@ class TextTokenizer:
 
     Args:
         wanted: `tokenizer`, which is tokenizer.json or the folder that has it, and `begin`, `end`
-            and `special`.
+            `special`, `chats` and `template`.
+
+    Attributes:
+        facts: of it.
+        begin: tokens before each document.
+        end: the token behind each.
+        template: of chats; None if documents are none. `template_sha256` is its digest.
 
     Raises:
-        ConfigError: there is no such file, or no such token.
+        ConfigError: there is no such file, no such token, or no template.
         DataError: it is no tokenizer.
     """
 
+    template_sha256: str | None = None
+
     def __init__(self, wanted: PrepareArguments) -> None:
+        if wanted.template and not wanted.chats:
+            raise ConfigError("--template is of chats alone", hint="add --chats, or leave it out")
         path = wanted.tokenizer
         self.path = path / FILE if path.is_dir() else path
         data = _read(self.path)
         self._tokenizer = _loaded(self.path, data)
-        self._tokenizer.encode_special_tokens = not wanted.special
+        # A chat's template spells special tokens; its messages do not (`chats`).
+        self._tokenizer.encode_special_tokens = not (wanted.special or wanted.chats)
         known = self._tokenizer.get_vocab(with_added_tokens=True)
         self.facts = TokenizerFacts(
             sha256=hashlib.sha256(data).hexdigest(),
             rules_sha256=rules_digest(json.loads(data)),
             vocabulary=max(known.values(), default=0) + 1,
         )
-        self.begin = self._begin(wanted.begin)
+        self.begin = self._begin("none" if wanted.chats and not wanted.begin else wanted.begin)
         self.end = self._end(wanted.end)
+        self.template = self._template(wanted) if wanted.chats else None
 
-    def encode(self, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
-        """The tokens of each document with its ends, uint32[tokens]; all cores encode."""
+    def encode(self, documents: Sequence[Content]) -> list[npt.NDArray[np.integer]]:
+        """The tokens of each document with its ends; those of chats as int32, as in shards.
+
+        All cores encode.
+
+        Raises:
+            DataError: the token that ends documents is within a chat.
+        """
+        texts = iter(self._texts([one for one in documents if isinstance(one, str)]))
+        chats = iter(self._chats([one for one in documents if isinstance(one, Chat)]))
+        return [
+            next(texts) if isinstance(one, str)
+            else next(chats) if isinstance(one, Chat)
+            else self._ended(one)
+            for one in documents
+        ]  # fmt: skip
+
+    def _ended(self, tokens: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
+        """Tokens of a file of tokens, which may begin as documents do."""
+        begins = tuple(tokens[: len(self.begin)].tolist()) == self.begin
+        parts = () if begins else self.begin, tokens, (self.end,)
+        return np.concatenate([np.asarray(one, np.uint32) for one in parts])
+
+    def _chats(self, chats: Sequence[Chat]) -> Iterator[npt.NDArray[np.int32]]:
+        encoded = self._tokenizer.encode_batch(
+            [chat.text for chat in chats], add_special_tokens=False
+        )
+        for chat, found in zip(chats, encoded, strict=True):
+            ids = np.asarray(found.ids, np.int32)
+            if self.end in found.ids[:-1]:
+                raise DataError(
+                    f"the template writes {self._tokenizer.id_to_token(self.end)!r} within chats,"
+                    " but behind a document stands that token here",
+                    hint="name a token that no chat has: --end TOKEN; special tokens are "
+                    f"{self._special()}",
+                )
+            begins, ends = np.asarray(found.offsets).reshape(-1, 2).T
+            learned = np.zeros(len(ids), bool)
+            for first, last in chat.answers:
+                learned |= (begins < last) & (ends > first)
+            ids = np.where(learned, ids, ~ids)
+            yield ids if found.ids[-1:] == [self.end] else np.append(ids, np.int32(~self.end))
+
+    def _texts(self, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
         cut = [_parts(text) for text in texts]
         parts = [part for text in cut for part in text]
         encoded = iter(self._tokenizer.encode_batch_fast(parts, add_special_tokens=False))
@@ -83,15 +139,24 @@ class TextTokenizer:
         if (number := _key(folder / "config.json", "eos_token_id")) is not None:
             number = number[0] if isinstance(number, list) and number else number
             return self._token(str(number), "config.json")
-        special = [
-            str(token)
-            for token in self._tokenizer.get_added_tokens_decoder().values()
-            if token.special
-        ]
         raise ConfigError(
             f"nothing beside {str(self.path)!r} says which token ends a document",
-            hint=f"name it: --end TOKEN; special tokens are {', '.join(special[:8]) or 'none'}",
+            hint=f"name it: --end TOKEN; special tokens are {self._special()}",
         )
+
+    def _template(self, wanted: PrepareArguments) -> ChatTemplate:
+        folder = self.path.parent
+        source, place = read_template(wanted.template, folder)
+        special = () if wanted.special else self._special_tokens()
+        self.template_sha256 = hashlib.sha256(source.encode()).hexdigest()
+        return ChatTemplate(source, place, template_words(folder), special)
+
+    def _special_tokens(self) -> list[str]:
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        return [str(token.content) for token in added if token.special]
+
+    def _special(self) -> str:
+        return ", ".join(self._special_tokens()[:8]) or "none"
 
     def _token(self, asked: str, where: str) -> int:
         """A token by its number, or by its text: digits end no document."""

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from pydantic import Field
 
+from diloco.common.protocol.errors import TaskError
 from diloco.common.storage.shares import Sizes
 from diloco.learner.grain_data import GrainData, require_grain
 from diloco.learner.task import (
@@ -176,26 +177,30 @@ def build(
     )
     rows = _Rows(look, seed, batch, shares, workers, held_out=eval_batches * batch)
 
-    def loss_of(params: Params, windows_BxL1: Any, key: jax.Array | None = None) -> jax.Array:
-        last = rows.folders.end if end is None else end
-        base, beside = with_adapters(adapters, params, key)
-        return next_token_loss(
-            config,
-            base,
-            windows_BxL1,
-            compute=compute,
-            end=None if last == -1 else last,
-            beside=beside,
-        )
+    def last() -> int | None:
+        found = rows.folders.end if end is None else end
+        return None if found == -1 else found
 
-    eval_loss = jax.jit(loss_of)
+    def sums_of(params: Params, windows_BxL1: Any, key: jax.Array | None = None) -> LossSums:
+        base, beside = with_adapters(adapters, params, key)
+        told: dict[str, Any] = {"compute": compute, "end": last(), "beside": beside}
+        return loss_sums(config, base, windows_BxL1, **told)
+
+    sums_of_row = jax.jit(sums_of)
 
     def evaluate(params: Params) -> float:
-        return sum(float(eval_loss(params, row)) for row in rows.unseen) / len(rows.unseen)
+        sums = [sums_of_row(params, row) for row in rows.unseen]
+        if not (learned := sum(int(one.learned) for one in sums)):
+            raise TaskError(
+                "no token of the held-out rows is trained on",
+                hint="hold out more (diloco data prepare --held-out), or raise eval_batches",
+            )
+        return sum(float(one.losses) for one in sums) / learned
 
     return Task(
         init=functools.partial(_init, config, adapters, dtype),
-        loss=lambda params, windows, key: (loss_of(params, windows, key), {}),
+        loss=lambda params, windows, key: (sums_of(params, windows, key).mean(), {}),
+        weigh=lambda windows: jnp.sum(learned_of(windows, last())),
         batches=rows.batches,
         rows=rows.rows,
         evaluate=evaluate,
@@ -245,7 +250,32 @@ def _flops_per_token(config: DecoderConfig, adapters: Lora | None, length: int) 
     return whole - 2.0 * config.multiplied + 6.0 * adapter_count(config, adapters)
 
 
-def next_token_loss(
+class LossSums(NamedTuple):
+    """Cross entropy over tokens that are trained on, in nats, and their number; scalars."""
+
+    losses: jax.Array
+    learned: jax.Array
+
+    def mean(self) -> jax.Array:
+        """Per token; 0 where there is none."""
+        return self.losses / jnp.maximum(1, self.learned)
+
+
+def learned_of(windows_BxL1: Any, end: int | None) -> jax.Array:
+    """Which of a window's L predictions are trained on, bool[B, L]."""
+    # Nothing is predicted from a document's end: what follows is of the next.
+    learned_BxL: jax.Array = windows_BxL1[:, 1:] >= 0
+    if end is None:
+        return learned_BxL
+    return learned_BxL & (_tokens_of(windows_BxL1)[:, :-1] != end)
+
+
+def _tokens_of(windows_BxL1: Any) -> jax.Array:
+    """Tokens: those that are not trained on stand as ~t, which is below 0."""
+    return jnp.where(windows_BxL1 < 0, ~windows_BxL1, windows_BxL1)
+
+
+def loss_sums(
     config: DecoderConfig,
     params: Params,
     windows_BxL1: Any,
@@ -253,21 +283,20 @@ def next_token_loss(
     compute: Compute,
     end: int | None,
     beside: AdapterParams = ALONE,
-) -> jax.Array:
-    """Mean cross entropy in nats per predicted token, float32[]; windows are int[B, L + 1]."""
-    tokens_BxL, targets_BxL = windows_BxL1[:, :-1], windows_BxL1[:, 1:]
+) -> LossSums:
+    """The loss of windows, int[B, L + 1], of which ~t is a token t that is not trained on."""
+    ids_BxL1, learned_BxL = _tokens_of(windows_BxL1), learned_of(windows_BxL1, end)
+    tokens_BxL, targets_BxL = ids_BxL1[:, :-1], ids_BxL1[:, 1:]
+    segments_BxL = None
+    if end is not None:
+        ended_BxL = tokens_BxL == end
+        # A document's end is of the document; what follows it is of the next.
+        segments_BxL = 1 + jnp.cumsum(ended_BxL, axis=1) - ended_BxL
     told = {"compute": compute, **beside._asdict()}
-    head_VxD = head_of(config, params)
-    if end is None:
-        hidden_BxLxD = hidden_of(config, params, tokens_BxL, **told)
-        return jnp.mean(token_losses(config, head_VxD, hidden_BxLxD, targets_BxL, compute=compute))
-    ended_BxL = tokens_BxL == end
-    # A document's end is of the document; what follows it is of the next.
-    segments_BxL = 1 + jnp.cumsum(ended_BxL, axis=1) - ended_BxL
     hidden_BxLxD = hidden_of(config, params, tokens_BxL, segments_BxL, **told)
+    head_VxD = head_of(config, params)
     losses_BxL = token_losses(config, head_VxD, hidden_BxLxD, targets_BxL, compute=compute)
-    losses_BxL = jnp.where(ended_BxL, 0, losses_BxL)
-    return jnp.sum(losses_BxL) / jnp.maximum(1, jnp.sum(~ended_BxL))
+    return LossSums(jnp.sum(jnp.where(learned_BxL, losses_BxL, 0)), jnp.sum(learned_BxL))
 
 
 def matrices(name: str, shape: tuple[int, ...]) -> Matrices | None:

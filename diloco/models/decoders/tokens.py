@@ -122,7 +122,8 @@ class TokenFolders:
                 f" {manifest.options.held_out:g}",
                 hint="prepare it again with another --held-out",
             )
-        windows = TokenWindows(paths, length=self._length, vocab=self._vocab)
+        masked = manifest is not None and manifest.dtype == "int32"
+        windows = TokenWindows(paths, length=self._length, vocab=self._vocab, masked=masked)
         if len(windows) > MOST_ROWS:
             raise DataError(
                 f"{str(folder)!r} has {len(windows)} rows of {self._length} tokens: more than"

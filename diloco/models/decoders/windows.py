@@ -23,14 +23,17 @@ class TokenWindows:
         paths: of the files, in their order.
         length: L.
         vocab: that tokens are below; each window is held to it as it is read.
+        masked: ~t, which is below 0, is the token t that is not trained on.
 
     Raises:
         TaskError: a file cannot be read, is of another kind, or all are too short.
     """
 
-    def __init__(self, paths: Sequence[Path], *, length: int, vocab: int) -> None:
+    def __init__(
+        self, paths: Sequence[Path], *, length: int, vocab: int, masked: bool = False
+    ) -> None:
         self._files = tuple(map(_token_file, paths))
-        self._length, self._vocab = length, vocab
+        self._length, self._vocab, self._masked = length, vocab, masked
         self._ends = np.cumsum([max(0, (file.tokens - 1) // length) for file in self._files])
         if not len(self):
             raise TaskError(
@@ -47,9 +50,10 @@ class TokenWindows:
         file = self._files[number]
         first = (index - (int(self._ends[number - 1]) if number else 0)) * self._length
         window = file.read(first, self._length + 1)
-        if int(window.max()) >= self._vocab or int(window.min()) < 0:
+        tokens = np.where(window < 0, ~window, window) if self._masked else window
+        if int(tokens.max()) >= self._vocab or int(tokens.min()) < 0:
             raise TaskError(
-                f"{str(file.path)!r} has a token {int(window.max())}, but the model has"
+                f"{str(file.path)!r} has a token {int(tokens.max())}, but the model has"
                 f" {self._vocab}",
                 hint="make the files with the model's own tokenizer",
             )
