@@ -80,16 +80,18 @@ wheel-test: install ## build wheel and sdist, and try them in an environment out
 	@$(RUN) pytest -m slow tests/wheel $(ARGS)
 
 # TORCH=... is another build of it than the lock's, such as one for the CPU alone.
-test-extras: install ## test what needs torch, trackers or a notebook, in .venv-extras; TORCH="torch==..."
+test-extras: install ## test what needs torch, trainers, trackers or a notebook, in .venv-extras; TORCH="torch==..."
 	@test -d .venv-extras || $(PYTHON) -m venv .venv-extras
 	@.venv-extras/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes \
 		-r requirements.lock -r locks/tensorboard.lock -r locks/wandb.lock -r locks/notebook.lock \
 		$(if $(TORCH),,-r locks/torch.lock)
 	@$(if $(TORCH),.venv-extras/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)")
+	@.venv-extras/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps \
+		-r locks/trainers.lock
 	@.venv-extras/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 		--no-build-isolation -e .
 	@.venv-extras/bin/python -m pytest tests/integration/test_torch.py tests/integration/test_trackers.py \
-		tests/integration/test_notebook.py $(ARGS)
+		tests/integration/test_trainers.py tests/integration/test_notebook.py $(ARGS)
 
 # Servers of an environment of their own: moto speaks S3, Azurite (of npm) as Azure does.
 AZURITE = 3.37.0

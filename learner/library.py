@@ -37,7 +37,7 @@ from diloco.common.protocol.errors import (
     ParametersError,
     status_of,
 )
-from diloco.common.protocol.layout import Hint
+from diloco.common.protocol.layout import Hint, Layout
 from diloco.learner.background import Background
 from diloco.learner.core.boundary import Boundary
 from diloco.learner.following_host import follow
@@ -93,6 +93,11 @@ class Learner:
     def position(self) -> int:
         """Batches of this learner's data that are behind it; the loop's data goes on there."""
         return self._synchronizer.position
+
+    def views(self) -> tuple[Layout, list[np.ndarray]]:
+        """The run's layout, and each fragment's view as adopted, float32 [N]; of one host."""
+        replica, layout = self._synchronizer.replica, self._life.context.layout
+        return layout, [replica.view(one.index) for one in layout.fragments]
 
     def restore(self, state: Any) -> Any:
         """The state that `step` was given to `save` in an earlier life, if a checkpoint has it.

@@ -16,7 +16,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 BASE = ROOT / "requirements.lock"
-EXTRAS = ("arrow", "cuda", "notebook", "tensorboard", "tokens", "torch", "tpu", "wandb")
+EXTRAS = ("arrow", "cuda", "notebook", "tensorboard", "tokens", "torch", "tpu", "trainers", "wandb")
 # Of the releases: which extras runtime.lock has.
 RUNTIME = ("buckets",)
 # Programs for tests, each in an environment of its own: they need other versions than ours.
@@ -35,12 +35,17 @@ def entries(text: str) -> dict[str, str]:
 
 
 def resolve(uv: str, extra: str, *options: str) -> str:
-    """The entries that an extra adds."""
-    done = subprocess.run(
-        [uv, "pip", "compile", "pyproject.toml", "--quiet", "--extra", extra,
-         "--constraint", BASE, *OPTIONS, *options],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    """The entries that an extra adds; for trainers beside those of torch.lock, without them."""
+    beside = [HERE / "torch.lock"] if extra == "trainers" else []
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as override:
+        override.write(WITHOUT_TORCH if beside else "")
+        override.flush()
+        limits = [word for path in (BASE, *beside) for word in ("--constraint", path)]
+        done = subprocess.run(
+            [uv, "pip", "compile", "pyproject.toml", "--quiet", "--extra", extra, *limits,
+             "--override", override.name, *OPTIONS, *options],
+            cwd=ROOT, capture_output=True, text=True, check=True,
+        )  # fmt: skip
     base = entries(BASE.read_text())
     return "".join(text for name, text in entries(done.stdout).items() if name not in base)
 

@@ -10,6 +10,7 @@ JAX stays on the CPU of this process, and synchronizes what the module's tensors
 """
 
 import contextlib
+import multiprocessing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,9 @@ def join(
 ) -> Iterator[TorchLearner]:
     """Join a run with a module's parameters; as `diloco.join`.
 
+    Within the block, processes that a DataLoader starts are spawned: JAX's threads would leave
+    locks behind in those that are forked.
+
     Args:
         file: the run's TOML file.
         learner: name of this learner in the run.
@@ -80,15 +84,26 @@ def join(
         table: which leaf of the run each parameter is, by its name in the module.
         tokens_per_step: as of `diloco.join`.
     """
-    with join_tensors(
+    joining = join_tensors(
         file,
         learner=learner,
         tensors=ModuleTensors(module),
         table=table,
         tokens_per_step=tokens_per_step,
         kind=TorchLearner,
-    ) as island:
+    )
+    with _spawning(), joining as island:
         yield island
+
+
+@contextlib.contextmanager
+def _spawning() -> Iterator[None]:
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("spawn", force=True)
+    try:
+        yield
+    finally:
+        multiprocessing.set_start_method(before, force=True)
 
 
 def create(

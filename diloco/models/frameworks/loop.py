@@ -18,7 +18,7 @@ from diloco.learner import library
 from diloco.learner.task import Batch, Shared
 from diloco.models.frameworks.tensors import HostTensors, LazyLeaf, Table, Tensors, leaves_of
 from diloco.operate.create import create
-from diloco.run.model.load import load
+from diloco.run.model.load import arrays_of, load
 
 Save = Callable[[], Any]
 
@@ -34,7 +34,7 @@ class TensorLearner:
     def __init__(self, learner: library.Learner, leaves: Mapping[str, LazyLeaf]) -> None:
         self._learner = learner
         self._leaves = dict(leaves)
-        self._take(learner.params)
+        self.take(learner.params)
 
     @property
     def done(self) -> bool:
@@ -66,7 +66,34 @@ class TensorLearner:
             save: gives what a checkpoint holds, a tree of arrays, when one is due.
         """
         after = self._learner.step(dict(self._leaves), loss=loss, metrics=metrics, save=save)
-        self._take(after)
+        self.take(after)
+
+    @contextlib.contextmanager
+    def viewed(self) -> Iterator[None]:
+        """Within the block the tensors are the run's, as adopted last: to evaluate and to save.
+
+        No step is taken in it. Behind it the tensors are what they were before.
+        """
+        own = self.values()
+        self.take(self.views())
+        try:
+            yield
+        finally:
+            self.take(own)
+
+    def views(self) -> dict[str, np.ndarray]:
+        """The run's tensors as adopted last, by the run's names."""
+        return arrays_of(*self._learner.views())
+
+    def values(self) -> dict[str, np.ndarray]:
+        """Copies of the loop's tensors, by the run's names."""
+        return {name: np.array(leaf) for name, leaf in self._leaves.items()}
+
+    def take(self, values: Mapping[str, Any]) -> None:
+        """Set tensors to values, by the run's names."""
+        for name, given in values.items():
+            if given is not self._leaves[name]:
+                self._leaves[name].take(np.asarray(given))
 
     def reading(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Pass batches on; time that the loop waits for them counts as waiting for data."""
@@ -83,11 +110,6 @@ class TensorLearner:
     def leave(self) -> None:
         """Ask this learner to leave the run; `done` follows."""
         self._learner.leave()
-
-    def _take(self, params: Mapping[str, Any]) -> None:
-        for name, values in params.items():
-            if values is not self._leaves[name]:
-                self._leaves[name].take(np.asarray(values))
 
 
 Kind = TypeVar("Kind", bound=TensorLearner)

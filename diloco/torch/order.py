@@ -1,0 +1,119 @@
+"""The order in which a learner reads examples: its own, and on from where the run has it."""
+
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from torch.utils.data import DataLoader, RandomSampler, Sampler
+
+from diloco.common.protocol.errors import ConfigError
+
+
+class LearnerOrder(Sampler):  # type: ignore[misc] # torch is not there for mypy
+    """Endless epochs, each a permutation that follows from seed, learner and the epoch's number.
+
+    Each pass gives the examples of as many steps as an epoch has, from `position` on.
+
+    Args:
+        examples: how many there are.
+        learner: name of the learner whose order it is.
+        step: examples that a step trains on.
+        steps: in an epoch.
+        position: steps that are behind the learner.
+        skipped: steps that the first pass gives before `position`, since its reader skips them.
+        seed: the same one gives the same orders.
+    """
+
+    def __init__(
+        self,
+        examples: int,
+        *,
+        learner: str,
+        step: int,
+        steps: int,
+        position: Callable[[], int],
+        skipped: int = 0,
+        seed: int = 0,
+    ) -> None:
+        self._examples, self._step, self._steps = examples, step, steps
+        self._position, self._skipped = position, skipped
+        self._seeds = (seed, zlib.crc32(learner.encode()))
+
+    def __len__(self) -> int:
+        return self._examples
+
+    def __iter__(self) -> Iterator[int]:
+        epoch, step = divmod(self._position(), self._steps)
+        first = epoch * self._examples + min(step * self._step, self._examples)
+        epoch, first = divmod(first - self._skipped * self._step, self._examples)
+        self._skipped = 0
+        yield from self._epoch(epoch)[first:]
+        yield from self._epoch(epoch + 1)[:first]
+
+    def _epoch(self, number: int) -> list[int]:
+        # A reader may skip steps of its first epoch that the run never got.
+        rng = np.random.default_rng([*self._seeds, number + 1])
+        order: list[int] = rng.permutation(self._examples).tolist()
+        return order
+
+
+def give_order(
+    loader: Any,
+    *,
+    learner: str,
+    accumulated: int,
+    position: Callable[[], int],
+    batches: int | None = None,
+    trained: int = 0,
+    seed: int = 0,
+) -> None:
+    """Have a trainer's shuffled loader read in the learner's own order.
+
+    Args:
+        loader: the trainer's.
+        learner: as of `LearnerOrder`.
+        accumulated: batches in a step.
+        position: as of `LearnerOrder`.
+        batches: in an epoch; None: all that the loader has.
+        trained: steps by the trainer's own count; those of the epoch that it begins in it skips.
+        seed: as of `LearnerOrder`.
+
+    Raises:
+        ConfigError: the loader's order is not a shuffled one of all its examples.
+    """
+    sampler: Any = getattr(loader, "batch_sampler", None)
+    order: Any = getattr(sampler, "sampler", None)
+    shuffles = isinstance(order, RandomSampler) and not order.replacement
+    if not shuffles or len(order) != len(loader.dataset):
+        kind = type(loader if order is None else order).__name__
+        raise ConfigError(
+            f"every learner would train on the same batches: the order of this data is"
+            f" {kind}'s, which knows no learners",
+            hint="shuffle all of it; or give each learner data of its own, and say so by"
+            " DilocoCallback(..., own_data=True)",
+        )
+    steps = max(1, -(-(batches or len(loader)) // accumulated))
+    sampler.sampler = LearnerOrder(
+        len(order),
+        learner=learner,
+        step=sampler.batch_size * accumulated,
+        steps=steps,
+        position=position,
+        skipped=trained % steps,
+        seed=seed,
+    )
+
+
+def check_workers(loader: Any) -> None:
+    """Refuse a loader that forks its workers under JAX's threads.
+
+    Raises:
+        ConfigError: it does.
+    """
+    context = loader.multiprocessing_context if isinstance(loader, DataLoader) else None
+    if context is not None and context.get_start_method() == "fork":
+        raise ConfigError(
+            "the data's workers would be forked, and hang in locks that JAX's threads held",
+            hint='leave multiprocessing_context out, or set it to "spawn" or "forkserver"',
+        )

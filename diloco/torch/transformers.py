@@ -1,0 +1,136 @@
+"""A callback by which transformers' `Trainer` takes part in a run.
+
+`trainer = Trainer(model, args, callbacks=[DilocoCallback("run.toml", learner="a")], ...)`
+"""
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from diloco.common.protocol.errors import ConfigError
+from diloco.torch.order import check_workers, give_order
+from diloco.torch.trainers import TrainerLoop, follow_clock
+
+# Its name among the states of callbacks in `trainer_state.json`.
+STATE = "diloco"
+
+
+class DilocoCallback(TrainerCallback):  # type: ignore[misc] # of an untyped package
+    """A `Trainer`'s place in a run: it joins when training begins, and leaves when that ends.
+
+    Args:
+        file: the run's TOML file.
+        learner: name of this learner in the run.
+        options: `table` and `tokens_per_step` as of `diloco.torch.join`; `own_data=True`: no other
+            learner has this one's data, which is read in the trainer's order.
+
+    Raises:
+        ConfigError: when training begins: all learners would get the same batches; it resumes from
+            another's checkpoint; several processes or devices train one model.
+        RunMismatchError: then, too: the model's parameters are not those of the run.
+    """
+
+    def __init__(self, file: str | Path, *, learner: str, **options: Any) -> None:
+        self._loop = TrainerLoop(file, learner=learner, **options)
+        self._losses: list[Any] = []
+        self._summed = False
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,  # noqa: ARG002 - as all events have it
+        **given: Any,
+    ) -> None:
+        """Join the run, and see that the data is this learner's own."""
+        if args.world_size > 1 or args.n_gpu > 1:
+            raise ConfigError(
+                f"{args.world_size} process(es) with {args.n_gpu} devices each train one model,"
+                " and this callback joins from one process with one device",
+                hint="show each Trainer one device, such as by CUDA_VISIBLE_DEVICES=0",
+            )
+        loop, module, loader = self._loop, given["model"], given["train_dataloader"]
+        check_workers(loader)
+        if not loop.own_data:
+            give_order(
+                loader,
+                learner=loop.learner,
+                accumulated=args.gradient_accumulation_steps,
+                position=lambda: loop.island.position,
+                trained=0 if args.ignore_data_skip else state.global_step,
+                seed=args.seed if args.data_seed is None else args.data_seed,
+            )
+        loop.begin(module, state.stateful_callbacks.get(STATE, {}).get("attributes"))
+        state.stateful_callbacks[STATE] = {"args": {}, "attributes": loop.state()}
+        loop.life.callback(module.register_forward_hook(self._see_loss, with_kwargs=True).remove)
+        follow_clock(given["lr_scheduler"], loop.island.global_step)
+        loop.show()
+
+    def _see_loss(
+        self, module: nn.Module, _inputs: Any, named: dict[str, Any], outputs: Any
+    ) -> None:
+        if not (module.training and self._loop.trains):
+            return
+        loss = outputs.get("loss") if isinstance(outputs, dict) else next(iter(outputs))
+        if isinstance(loss, Tensor) and not loss.dim():
+            self._losses.append(loss.detach())
+            # As transformers' models take it: a batch's part of the mean over all tokens.
+            self._summed = named.get("num_items_in_batch") is not None
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Train on with the learner's own parameters."""
+        self._loop.hide()
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """Let no step be taken from parameters that were shown between two of its batches."""
+        self._loop.hide()
+
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,  # noqa: ARG002 - as all events have it
+        control: TrainerControl,
+        **given: Any,
+    ) -> None:
+        """Take the run's step boundary, once for each step of the optimizer."""
+        losses, self._losses = self._losses, []
+        if self._loop.step(losses, summed=self._summed):
+            control.should_training_stop = True
+            control.should_save = args.save_strategy != "no"
+        follow_clock(given["lr_scheduler"], self._loop.island.global_step)
+        if control.should_evaluate:
+            self._loop.show()
+
+    def on_epoch_end(self, *_: Any, **__: Any) -> None:
+        """Show what all learners share: to evaluate, to save, and to compare with the best."""
+        self._loop.show()
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,  # noqa: ARG002 - as all events have it
+        state: TrainerState,  # noqa: ARG002
+        control: TrainerControl,  # noqa: ARG002
+        metrics: dict[str, float],
+        **_: Any,
+    ) -> None:
+        """Tell the run what was measured.
+
+        Raises:
+            ConfigError: it was measured on this learner's own parameters.
+        """
+        self._loop.check_shown()
+        if self._loop.trains and "eval_loss" in metrics:
+            self._loop.island.evaluated({"loss": metrics["eval_loss"]})
+
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,  # noqa: ARG002 - as all events have it
+        **_: Any,
+    ) -> None:
+        """Leave the run; the model is the run's newest, or the best if the trainer loaded that."""
+        best = args.load_best_model_at_end and state.best_model_checkpoint is not None
+        self._loop.end(keep=best)

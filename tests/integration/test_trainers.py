@@ -1,0 +1,326 @@
+"""Trainers of transformers and Lightning in a run, the real ones: `make test-extras`."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from audit import read_tape
+from harness import open_world
+
+pytest.importorskip("transformers")
+pytest.importorskip("lightning")
+torch = pytest.importorskip("torch")
+
+from accelerate import Accelerator  # noqa: E402
+from safetensors.numpy import load_file  # noqa: E402
+from torch.utils.data import DataLoader, SequentialSampler  # noqa: E402
+from transformers import TrainerCallback  # noqa: E402
+
+import diloco.torch  # noqa: E402
+from diloco.common.protocol.errors import ConfigError, RunMismatchError  # noqa: E402
+from diloco.torch.lightning import DilocoCallback as OfLightning  # noqa: E402
+from diloco.torch.order import LearnerOrder, check_workers, give_order  # noqa: E402
+from diloco.torch.trainers import follow_clock  # noqa: E402
+from diloco.torch.transformers import DilocoCallback as OfTransformers  # noqa: E402
+from examples import trainers  # noqa: E402
+
+# What its libraries say is not ours.
+pytestmark = pytest.mark.filterwarnings("ignore")
+ROOT = Path(__file__).parents[2]
+RUN = {"steps": 120, "tokens_per_step": 128}
+OUTER = {"optimizer": "sgd", "learning_rate": 0.7}
+SYNC = {"interval_steps": 8, "fragments": 3, "block": 16, "min_steps": 3}
+
+
+def begin(world):
+    """Create the run of the tiny GPT-2, which has no task, and its aggregator."""
+    del world.document["task"]
+    world.document["sync"] = SYNC
+    world.variant("run", {})
+    diloco.torch.create(world.config_path, trainers.model())
+    world.aggregator()
+    return world
+
+
+@pytest.fixture(scope="module")
+def plain_loss(nats_server, tmp_path_factory):
+    """On held-out data, of a run of as many steps by two loops of their own."""
+    folder = tmp_path_factory.mktemp("plain") / "run"
+    with open_world("plain", folder, nats_server.url, create=False, run=RUN, outer=OUTER) as world:
+        begin(world)
+        learners = [train(world, name, "plain")[0] for name in ("a", "b")]
+        assert [learner.wait() for learner in learners] == [0, 0]
+        return trainers.held_out_loss(world.config_path, trainers.model())
+
+
+def train(world, name, kind):
+    folder = world.folder / f"saved-{name}"
+    arguments = (kind, str(world.config_path), name, str(folder))
+    return world.start(name, *arguments, program=("examples.trainers",)), folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "saved"),
+    [("transformers", "checkpoint-*/trainer_state.json"), ("lightning", "last.ckpt")],
+)
+def test_two_learners_one_killed_and_resumed_from_the_trainers_own_checkpoint(
+    new_world, plain_loss, kind, saved
+):
+    world = begin(new_world(create=False, run=RUN, outer=OUTER))
+    first, folder = train(world, "a", kind)
+    other, _ = train(world, "b", kind)
+    world.until(lambda: list(folder.glob(saved)), "a checkpoint of the trainer")
+    first.kill()
+    again, _ = train(world, "a", kind)
+    assert again.wait() == other.wait() == 0, world.processes[-1].log()
+    tape = read_tape(world)
+    sent = [manifest for _, manifest in tape.manifests]
+    assert {one.learner for one in sent} == {"a", "b"}
+    assert len({one.incarnation for one in sent if one.learner == "a"}) == 2
+    loss = trainers.held_out_loss(world.config_path, trainers.model())
+    fresh = 3.25  # the loss of the first version
+    assert fresh - loss > 0.8 * (fresh - plain_loss)
+
+
+class Noted(trainers.Sentences):
+    """Notes which examples are read."""
+
+    def __init__(self):
+        super().__init__(0, 2000)
+        self.read = []
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return super().__getitem__(index)
+
+
+class Looked(TrainerCallback):
+    """What an evaluation, a checkpoint and the next step have in their hands."""
+
+    def __init__(self, module):
+        self.module, self.evaluated, self.trained = module, [], []
+
+    def values(self):
+        return {name: one.detach().clone() for name, one in self.module.named_parameters()}
+
+    def on_prediction_step(self, *_args, **_kwargs):
+        self.evaluated.append(self.values())
+
+    def on_step_begin(self, *_args, **_kwargs):
+        self.trained.append(self.values())
+
+
+def trainer_of(world, folder, data, learner="a", steps=6, callbacks=None, **changes):
+    module = trainers.model()
+    args = trainers.TrainingArguments(
+        output_dir=str(folder), max_steps=steps, per_device_train_batch_size=4,
+        gradient_accumulation_steps=2, learning_rate=3e-3, eval_strategy="steps", eval_steps=3,
+        save_steps=3, disable_tqdm=True, report_to=[], use_cpu=True, **changes,
+    )  # fmt: skip
+    if callbacks is None:
+        callbacks = [OfTransformers(str(world.config_path), learner=learner), Looked(module)]
+    return trainers.Trainer(
+        model=module, args=args, train_dataset=data, eval_dataset=trainers.Sentences(1, 8),
+        callbacks=callbacks,
+    )  # fmt: skip
+
+
+def same(one, other):
+    return all(torch.equal(one[name], other[name]) for name in other)
+
+
+@pytest.fixture
+def still(new_world):
+    """A run whose version stays the first: nobody aggregates."""
+    world = new_world(create=False, run=RUN, learner={"drain_timeout_s": 0.5})
+    del world.document["task"]
+    world.document["sync"] = SYNC
+    world.variant("run", {})
+    diloco.torch.create(world.config_path, trainers.model())
+    return world
+
+
+def test_who_evaluates_or_saves_sees_what_all_share_and_training_goes_on_from_its_own(
+    still, tmp_path
+):
+    trainer = trainer_of(still, tmp_path, Noted())
+    trainer.train()
+    (looked,) = (one for one in trainer.callback_handler.callbacks if isinstance(one, Looked))
+    begun = dict(trainers.model().named_parameters())
+    assert len(looked.evaluated) == 2
+    assert all(same(values, begun) for values in looked.evaluated)
+    saved = load_file(tmp_path / "checkpoint-3" / "model.safetensors")
+    assert all(
+        np.array_equal(saved[name], one.detach()) for name, one in begun.items() if name in saved
+    )
+    assert len(saved) > 10
+    moved = [not same(values, begun) for values in looked.trained]
+    assert moved == [False, True, True, True, True, True]
+    assert same(looked.values(), begun)
+    state = json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())
+    told = {"run": still.name, "learner": "a"}
+    assert state["stateful_callbacks"]["diloco"]["attributes"] == told
+
+
+def test_a_resume_reads_on_behind_what_the_run_has(still, tmp_path):
+    first = Noted()
+    trainer_of(still, tmp_path, first).train()
+    # Six steps of two batches of four, which were sent, and three of them in the checkpoint.
+    again = Noted()
+    resumed = trainer_of(still, tmp_path, again, steps=5)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    order = LearnerOrder(2000, learner="a", step=8, steps=250, position=lambda: 0, seed=42)
+    assert [*first.read[:48], *again.read[:16]] == [*order][: 48 + 16]
+    other = LearnerOrder(2000, learner="b", step=8, steps=250, position=lambda: 0, seed=42)
+    assert len(set([*order][:48]) & set([*other][:48])) < 24
+
+
+def test_the_best_model_stays_after_the_run_is_left(still, tmp_path):
+    trainer = trainer_of(still, tmp_path, Noted(), load_best_model_at_end=True)
+    trainer.train()
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-3")
+    # What was sent is what was trained, and not the best model that the trainer had loaded.
+    (sent,) = {manifest.learner for _, manifest in read_tape(still).manifests}
+    assert sent == "a"
+
+
+def test_an_order_begins_where_the_run_is():
+    at = [0]
+
+    def order(**changes):
+        return LearnerOrder(
+            10, learner="a", step=4, steps=3, position=lambda: at[0], **changes
+        )  # fmt: skip
+
+    first = [*order()]
+    at[0] = 3
+    second = [*order()]
+    assert sorted(first) == sorted(second) == list(range(10))
+    assert first != second
+    at[0] = 2
+    assert [*order()] == [*first[8:], *second[:8]]
+    # A trainer that skips a step of the epoch is at step 2 then.
+    resumed = order(skipped=1)
+    assert [*resumed][4:6] == first[8:]
+    assert [*resumed] == [*order()]
+    # And one whose checkpoint is ahead of the run begins there, too.
+    at[0] = 0
+    assert [*order(skipped=2)][8:] == first[:2]
+
+
+def test_data_that_all_learners_read_in_one_order_is_refused(still, tmp_path):
+    trainer = trainer_of(still, tmp_path, Noted(), train_sampling_strategy="sequential")
+    with pytest.raises(ConfigError, match=r"the same batches.*SequentialSampler"):
+        trainer.train()
+    batches = DataLoader(trainers.TRAINED, 4)
+    with pytest.raises(ConfigError, match="the same batches"):
+        give_order(batches, learner="a", accumulated=1, position=lambda: 0)
+    lightning = trainers.pl.Trainer(
+        max_steps=2, logger=False, enable_progress_bar=False, accelerator="cpu",
+        callbacks=[OfLightning(still.config_path, learner="a")], enable_checkpointing=False,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="the same batches"):
+        lightning.fit(trainers.Tiny(), batches)
+
+
+def test_data_of_a_learners_own_is_read_as_the_trainer_has_it(still, tmp_path):
+    data = Noted()
+    own = OfTransformers(str(still.config_path), learner="a", own_data=True)
+    trainer = trainer_of(
+        still, tmp_path, data, steps=2, callbacks=[own], train_sampling_strategy="sequential"
+    )
+    trainer.train()
+    assert data.read[:16] == list(range(16))
+    assert isinstance(trainer.get_train_dataloader().sampler, SequentialSampler)
+
+
+def test_a_checkpoint_of_another_learner_is_refused(still, tmp_path):
+    trainer_of(still, tmp_path, Noted(), steps=3).train()
+    other = trainer_of(still, tmp_path, Noted(), learner="b")
+    with pytest.raises(ConfigError, match=r"checkpoint of learner 'a'.*this is 'b'"):
+        other.train(resume_from_checkpoint=True)
+
+
+def test_another_model_is_refused_before_a_step(still, tmp_path):
+    trainer = trainer_of(still, tmp_path, Noted())
+    trainer.model.lm_head.bias = torch.nn.Parameter(torch.zeros(trainers.TOKENS))
+    with pytest.raises(RunMismatchError, match="lm_head/bias"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_a_loader_that_forks_is_refused():
+    batches = DataLoader(trainers.TRAINED, 4, num_workers=1, multiprocessing_context="fork")
+    with pytest.raises(ConfigError, match="hang in locks"):
+        check_workers(batches)
+    check_workers(DataLoader(trainers.TRAINED, 4, num_workers=1))
+
+
+def test_a_loss_made_outside_of_the_model_is_refused(still, tmp_path):
+    trainer = trainer_of(still, tmp_path, Noted(), label_smoothing_factor=0.1)
+    with pytest.raises(ConfigError, match="the loss of this step was not seen"):
+        trainer.train()
+
+
+def test_an_evaluation_of_a_learners_own_parameters_is_refused(still, tmp_path):
+    class Asks(TrainerCallback):
+        def on_step_end(self, _args, _state, control, **_):
+            control.should_evaluate = True
+
+    callbacks = [OfTransformers(str(still.config_path), learner="a"), Asks()]
+    trainer = trainer_of(still, tmp_path, Noted(), callbacks=callbacks)
+    with pytest.raises(ConfigError, match="as the last callback"):
+        trainer.train()
+
+
+def test_a_schedule_follows_the_runs_clock():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    follow_clock(schedule, 4)
+    assert optimizer.param_groups[0]["lr"] == 0.2
+    optimizer.step()
+    schedule.step()
+    follow_clock(schedule, 9)
+    assert schedule.get_last_lr() == [0.1]
+
+
+def test_workers_are_spawned_while_a_learner_is_joined(still, recwarn):
+    module = trainers.model()
+    with diloco.torch.join(still.config_path, learner="a", module=module) as island:
+        batches = DataLoader(trainers.TRAINED, 8, num_workers=1)
+        loss = module(**next(iter(batches))).loss
+        island.step(loss=loss)
+    assert not [one for one in recwarn if "fork" in str(one.message)]
+
+
+def test_a_script_has_three_lines_for_it_at_most():
+    lines = (ROOT / "examples/trainers.py").read_text().splitlines()
+    for kind in ("transformers", "lightning"):
+        needed = f"diloco.torch.{kind}"
+        assert 0 < sum(needed in line for line in lines) <= 3
+
+
+def test_a_loop_of_accelerate_takes_the_optimizers_steps(still):
+    accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)
+    module = trainers.model()
+    model, optimizer, loader = accelerator.prepare(
+        module, torch.optim.AdamW(module.parameters()), DataLoader(trainers.TRAINED, 4)
+    )
+    own = accelerator.unwrap_model(model)
+    with diloco.torch.join(still.config_path, learner="a", module=own) as island:
+        for _, batch in zip(range(6), loader, strict=False):
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                island.step(loss=loss)
+        assert island.position == 3
+        trained = dict(own.named_parameters())
+        kept = {name: one.detach().clone() for name, one in trained.items()}
+        with island.viewed():
+            assert same(trained, dict(trainers.model().named_parameters()))
+        assert same(trained, kept)
+        assert not same(trained, dict(trainers.model().named_parameters()))
