@@ -23,6 +23,8 @@ from diloco.learner.wire.recovery import Restored, TrainingProgress, restore
 KEEP = 12
 EVERY_STEPS = 3
 LIKE = {"moment": jnp.zeros(4)}
+# In memory where there is such a folder: a file's fsync would take real time, thousands of times.
+MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
 class Disk:
@@ -34,7 +36,7 @@ class Disk:
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
-        self._folder = TemporaryDirectory(prefix="sim-")
+        self._folder = TemporaryDirectory(prefix="sim-", dir=MEMORY)
         self._path = Path(self._folder.name)
         self._parts = PartFolder(self._path, KEEP)
         # Local steps of those that are whole, oldest first.

@@ -148,6 +148,32 @@ def test_an_update_that_waits_for_its_announcement_keeps_its_shards(run_async):
     run_async(scenario())
 
 
+def test_what_is_merged_while_the_tape_is_read_keeps_its_shards(run_async):
+    """No record that the plan knows names it, and its life may announce nothing more."""
+
+    async def scenario() -> None:
+        lab = Lab(replay_window_s=0, enabled=False)
+        await lab.create()
+        async with lab.aggregating():
+            await lab.join("a")
+            await lab.join("b")
+            sent = lab.upload("b")
+            await lab.join("b")
+            await lab.send_many("a", 4 * SNAPSHOT_EVERY)
+        record, record_seq = await lab.newest()
+        merged = memory.resume(record, record_seq, lab.context.runtime.clock())
+        merged = merged._replace(known_seq=merged.seen_seq)
+        update = UpdateId("b", sent.incarnation, sent.seq)
+        waits = {update: SimpleNamespace(manifest=sent, fetching=True, passed=True)}
+        states = iter([merged._replace(pending=WaitingUpdates(waits))])
+        await Collector(lab.context, 0, lambda: next(states, merged))._collect()
+        assert sent.shards[0].name in lab.objects()
+        await Collector(lab.context, 0, lambda: merged)._collect()
+        assert sent.shards[0].name not in lab.objects(), "nobody waits for it any more"
+
+    run_async(scenario())
+
+
 def test_checkpoints_keep_their_objects_and_the_oldest_go(run_async):
     async def scenario() -> None:
         lab = Lab(replay_window_s=0, keep_checkpoints=2)
