@@ -27,12 +27,15 @@ COSINE_FLOOR = 0.05
 FEWEST = RECENT
 # One other has no spread, and of two nobody can tell which is the odd one.
 OTHERS = 2
-# A learner agrees with the others this much less than they do with each other; or is against them.
-APART, AGAINST = 0.3, -0.1
-# So much of an update's direction, beyond the others', leads its parameters to zero: a decay.
-TO_ZERO = 0.5
-# Who points elsewhere and has a loss so many times the others' has other targets, not a wrong sign.
-HIGHER = 1.2
+# Beside the others' agreement with each other a learner's is less than this part of it, or against
+# them by more than that.
+APART = 0.3
+# Cosine to zero from which a decay outweighs the gradient; of one whose loss is far above the
+# others' as well, since labels that are wrong shrink parameters too.
+TO_ZERO, MOSTLY_TO_ZERO = 0.5, 0.75
+# Who points elsewhere and has a loss so many times the others' has other targets; from the second
+# on it may have.
+HIGHER, NOT_LOWER = 1.2, 1.05
 # Lone elements in so many updates, and in such a share of them more than the others have, are no
 # accident; from so many times the usual size on they are no bit of a mantissa.
 FEW_LONE, LONE_SHARE, HUGE = 3, 0.08, 4096.0
@@ -43,6 +46,7 @@ NAMED = 5
 # From so many learners on only those are compared whose figures are not near the middle anyway.
 MANY = 64
 TINY = 1e-12
+SIGN = "look at the sign of its loss, gradient and update"
 
 
 class Comparison(NamedTuple):
@@ -84,23 +88,24 @@ def outliers(learners: Sequence[LearnerStatus]) -> Iterator[Finding]:
         yield from _of_two(*known)
     if len(known) <= OTHERS:
         known = []
-    near = _each(learners, lambda one: _to_zero(one) is not None)
-    decays = {one.name: found for one, others in near for found in _decay(one, others)}
-    yield from decays.values()
+    compared = [*_each(learners, lambda one: one.shards is not None)]
+    explained = {one.name: found for one, others in compared for found in _explained(one, others)}
+    yield from explained.values()
     for one in _worth_comparing(known, (_of_gap, _of_norm)):
         others = [other for other in known if other.name != one.name]
-        # Its loss, its length and its largest elements follow from that.
-        if one.name not in decays:
-            yield from _loss(one, others)
-            yield from _norm(one, others)
-    for one, others in _each(learners, lambda one: one.shards is not None):
-        if one.name in decays:
+        if one.name not in explained:
+            norms = [*_norm(one, others)]
+            # The loss of one that diverges by the length of its steps follows from that.
+            yield from norms if norms and _climbed(one) else (*_loss(one, others), *norms)
+    for one, others in compared:
+        if one.name in explained:
             continue
         # Where steps are far too long or too short, that is why they point elsewhere.
         if one not in known or not [*_norm(one, [other for other in known if other != one])]:
             yield from _direction(one, others)
             yield from _tensors(one, others)
-        yield from _elements(one, others)
+        yield from _still(one)
+        yield from _lone(one, others)
     for one, others in _each(learners, lambda one: one.upload_s is not None, _uploaded):
         yield from _upload(one, others)
     for one, others in _each(learners, lambda one: one.adoption is not None, _adopted):
@@ -275,51 +280,78 @@ def _norm(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Findi
     yield _warning(one, sentence, advice, evidence, first)
 
 
-def _to_zero(one: LearnerStatus) -> float | None:
-    return one.shards.to_zero if one.shards is not None else None
-
-
-def _decay(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
-    """Updates that take the parameters to zero rather than where the others' lead, or away."""
-    own, *theirs = (_to_zero(each) or 0.0 for each in (one, *others))
+def _explained(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
+    """Updates that lead to zero, up the learner's own loss, or overflow: all else follows."""
+    assert one.shards is not None
+    if one.shards.factor >= HUGE:
+        yield from _lone(one, others)
+    own, *theirs = (each.shards.to_zero or 0.0 for each in (one, *others) if each.shards)
     pulls = Comparison(own, theirs)
-    if own - pulls.middle < TO_ZERO or not pulls.far(COSINE_FLOOR) or -_cosine(one) > own:
-        return
-    yield _warning(
-        one,
-        f"its updates take its parameters to zero, cosine to that direction {own:.2f}, the "
-        f"others' {pulls.middle:.2f}: its weight decay outweighs its gradient",
-        "compare its weight decay, and the learning rate that it is multiplied by, with the "
-        "others'",
-        f"cosine to zero {pulls}, to the others' updates {_cosine(one):.2f}",
-        None,
-    )
+    least = TO_ZERO if _above(one) < math.log(HIGHER) else MOSTLY_TO_ZERO
+    if own >= least and own - pulls.middle >= TO_ZERO and own > -_cosine(one):
+        yield _warning(
+            one,
+            f"its updates take its parameters to zero, cosine to that direction {own:.2f}, the "
+            f"others' {pulls.middle:.2f}: its weight decay outweighs its gradient",
+            "compare its weight decay, and the learning rate that it is multiplied by, with the "
+            "others'",
+            f"cosine to zero {pulls}, to the others' updates {_cosine(one):.2f}",
+            None,
+        )
+    cosines = Comparison(_cosine(one), [_cosine(other) for other in others])
+    if _is_against(cosines) and _climbed(one):
+        yield _warning(
+            one,
+            f"its loss has climbed to {_of_loss(one):.4g}, and its updates point against the "
+            f"others', cosine to theirs {cosines.own:.2f}, where the others have "
+            f"{cosines.middle:.2f}: a sign is wrong",
+            SIGN,
+            f"cosine {cosines}",
+            None,
+        )
+
+
+def _climbed(one: LearnerStatus) -> bool:
+    """Whether its loss has become far worse than it was."""
+    if len(one.beside) < FEWEST or not one.trend:
+        return False
+    return gap(_of_loss(one), min(point.loss for point in one.trend)) >= math.log(TIMES)
+
+
+def _above(one: LearnerStatus) -> float:
+    return _of_gap(one) if len(one.beside) >= FEWEST else 0.0
+
+
+def _is_against(cosines: Comparison) -> bool:
+    """Whether one points against the others, who agree."""
+    return cosines.own <= -APART * cosines.middle < 0 and cosines.far(COSINE_FLOOR) < 0
 
 
 def _direction(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
     """Updates that point elsewhere, where the others agree."""
+    assert one.shards is not None
     cosines = Comparison(_cosine(one), [_cosine(other) for other in others])
     middle = cosines.middle
     if middle <= 0 or cosines.own >= APART * middle or not cosines.far(COSINE_FLOOR):
         return
-    far = _of_gap(one) if len(one.beside) >= FEWEST else 0.0
-    where, advice = "elsewhere", "compare its batches and its targets with the others'"
+    far, against = _above(one), _is_against(cosines)
+    where = "against the others'" if against else "elsewhere"
+    advice = "compare its batches and its targets with the others'"
     if far >= math.log(HIGHER):
         cause = (
             "its loss is above theirs as well: it trains on other data or labels, or on shifted "
+            "targets"
         )
-        cause += "targets"
     elif far <= -math.log(HIGHER):
         cause = "its loss is below theirs: it trains on the same few batches over and over"
-    elif cosines.own < AGAINST:
-        where, cause = "against the others'", "a sign is wrong"
-        advice = "look at the sign of its loss, gradient and update"
-        if _to_zero(one) is None:
-            # Decay pulls towards zero, which what the others learn points away from.
-            cause = f"{cause}, or a decay outweighs its gradient"
-            advice = f"{advice}, and at its weight decay"
-    else:
+    elif not against:
         cause = "it may train on other data or labels"
+    elif far >= math.log(NOT_LOWER):
+        cause = "its loss is above theirs as well: it trains on other data or labels, or a sign is"
+        cause, advice = f"{cause} wrong", f"{advice}; {SIGN}"
+    else:
+        decay = ", or a decay outweighs its gradient" if one.shards.to_zero is None else ""
+        cause, advice = f"a sign is wrong{decay}", SIGN
     if far:
         losses = Comparison(_of_loss(one), [_of_loss(o) for o in others if o.beside] or [0.0])
     sentence = (
@@ -334,20 +366,24 @@ def _cosine(one: LearnerStatus) -> float:
     return one.shards.cosine if one.shards is not None else 0.0
 
 
-def _elements(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
-    """Tensors in which a learner does nothing; and a few elements far beyond the others'."""
+def _still(one: LearnerStatus) -> Iterator[Finding]:
+    """Tensors in which a learner does nothing, and the others do."""
+    if one.shards is not None and one.shards.still:
+        yield _warning(
+            one,
+            f"its updates are zero in {', '.join(one.shards.still[:NAMED])}, where the others' are "
+            "not: that part is frozen or masked, or its data never uses it",
+            "look for a mask, a stopped gradient, or an optimizer that leaves that part out",
+            f"in each of {one.shards.updates} updates",
+            None,
+        )
+
+
+def _lone(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
+    """A few elements far beyond the others'."""
     own = one.shards
     assert own is not None
     theirs = [other.shards for other in others if other.shards is not None]
-    if own.still:
-        yield _warning(
-            one,
-            f"its updates are zero in {', '.join(own.still[:NAMED])}, where the others' are not: "
-            "that part is frozen or masked, or its data never uses it",
-            "look for a mask, a stopped gradient, or an optimizer that leaves that part out",
-            f"in each of {own.updates} updates",
-            None,
-        )
     usual = median(other.lone / other.updates for other in theirs)
     if own.lone < FEW_LONE or own.lone / own.updates < LONE_SHARE + 2 * usual:
         return

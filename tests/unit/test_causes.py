@@ -242,6 +242,38 @@ def test_a_sign_and_a_decay_are_told_apart_by_where_the_parameters_go(
     assert found == ([cause] if cause else ["it may train on other data or labels"])
 
 
+DATA = "other data or labels, or on shifted targets"
+EITHER_DATA = "other data or labels, or a sign is wrong"
+RATE = "its learning rate is too high or grows, or its data is another"
+OVERFLOW = "its gradients overflow, or its memory has errors"
+
+
+@pytest.mark.parametrize(
+    ("losses", "norm", "own", "cause"),
+    [
+        ((2.0, 20.0), 3.0, {"cosine": -0.2}, SIGN),
+        ((2.0, 20.0), 30.0, {"cosine": 0.0}, RATE),
+        ((2.0, 2.5), 2.0, {"cosine": -0.2}, DATA),
+        ((2.0, 2.5), 2.0, {"cosine": -0.2, "to_zero": 0.7}, DATA),
+        ((2.0, 2.2), 2.0, {"cosine": -0.2, "to_zero": 0.0}, EITHER_DATA),
+        ((2.0, 2.0), 2.0, {"cosine": -0.2, "to_zero": 0.0}, SIGN),
+        ((2.0, 2.0), 30.0, {"lone": 9, "factor": 1e9, "tensor": "w"}, OVERFLOW),
+    ],
+)
+def test_what_follows_from_a_cause_is_no_second_cause(seen, losses, norm, own, cause):
+    first, newest = losses
+    for version in range(1, 40):
+        others = [make_input(learner=name, loss=2.0) for name in "bcd"]
+        loss = first if version == 1 else newest
+        wrong = make_input(learner="a", loss=loss, norm=norm)
+        record = make_record(version=version, inputs=(wrong, *others))
+        seen.note_record(Recorded(record, version, 1.0))
+    seen.shards = {"a": figures()._replace(**own), **dict.fromkeys("bcd", figures())}
+    found = [one for one in said(seen, "learner a") if ": " in one]
+    assert len(found) == 1
+    assert found[0].endswith(cause)
+
+
 def test_a_learner_none_of_whose_updates_tell_anything_is_judged_without_a_warning():
     effects = Effects(Effect)
     for seq in range(1, 13):
