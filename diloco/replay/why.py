@@ -258,6 +258,9 @@ def leaks(effects: Effects, sentences: dict[str, Sentence]) -> Iterator[Finding]
         others = [effect for effect in effects if effect.learner != one.learner]
         if len(own) < FEWEST or len(names) < LEAST_LEARNERS or one.alone >= 0 or one.others < 0:
             continue
+        # One who does harm lifts the others' mean, and makes no leak of what the honest have.
+        if min(other.alone for other in sentences.values() if other != one) <= one.alone / 2:
+            continue
         loss = fmean(effect.training_loss for effect in own)
         # One who diverges is no measure of what the others train on.
         usual = median(effect.training_loss for effect in others)

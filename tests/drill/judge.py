@@ -22,6 +22,7 @@ from plant import why
 
 LINES = 24
 SEVERE = ("warning", "error")
+SEVERITIES = (*SEVERE, "note")
 
 
 def findings(folder: Path) -> tuple[list[str], list[str], float]:
@@ -36,7 +37,8 @@ def findings(folder: Path) -> tuple[list[str], list[str], float]:
 
 def rows(lines: list[str]) -> list[str]:
     """Each finding in one line: its severity, what it is about, what it says."""
-    return [" ".join(one.split()) for one in re.split(r"\n(?=\S)", "\n".join(lines))]
+    found = [" ".join(one.split()) for one in re.split(r"\n(?=\S)", "\n".join(lines))]
+    return [one for one in found if severity(one) in SEVERITIES] or [" ".join(lines)]
 
 
 def severity(row: str) -> str:
@@ -49,7 +51,7 @@ def names(row: str) -> set[str]:
 
 
 def is_named(planted: Planted, screen: list[str]) -> bool:
-    return any(
+    return severity(screen[0]) in SEVERITIES and any(
         re.search(KINDS[planted.kind].named, row)
         and (not planted.culprit or names(row) == {planted.culprit})
         for row in screen

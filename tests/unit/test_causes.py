@@ -303,11 +303,22 @@ def test_of_two_learners_none_is_accused_by_what_its_updates_did(learners, accus
     assert [*accusations(sentences, ("learner a",), rounds=9)] == []
 
 
-def test_who_is_honest_beside_one_that_diverges_does_not_train_on_held_out_data():
+# Training loss, and what an update alone does to the held-out loss, of the honest and of one other.
+@pytest.mark.parametrize(
+    ("honest", "other", "told"),
+    [
+        ((2.3, -0.03), (1e12, 0.2), []),
+        ((2.45, -0.03), (2.6, 0.2), []),
+        ((2.7, 0.01), (2.45, -0.03), ["learner d"]),
+    ],
+    ids=["one diverges", "one has other data", "one has seen it"],
+)
+def test_who_alone_makes_the_held_out_loss_better_has_seen_it(honest, other, told):
     effects = Effects(Effect)
     for seq in range(1, 25):
-        for learner in "abcd":
-            training_loss, alone = (1e12, 0.2) if learner == "d" else (2.3, -0.03)
+        for place, learner in enumerate("abcd"):
+            training_loss, alone = other if learner == "d" else honest
+            training_loss += 0.01 * place
             effects.append(
                 Effect(
                     0, seq, seq, 8 * seq, float(seq), learner, 1, seq, 1.0, training_loss, 1.0, 0,
@@ -315,4 +326,4 @@ def test_who_is_honest_beside_one_that_diverges_does_not_train_on_held_out_data(
                 )
             )  # fmt: skip
     sentences = {f"learner {one.learner}": one for one in judge(effects)}
-    assert [*leaks(effects, sentences)] == []
+    assert [one.about for one in leaks(effects, sentences)] == told
