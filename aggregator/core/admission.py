@@ -179,8 +179,7 @@ def offenders(
 # many times those of the others.
 QUICKER = 2.0
 FASTEST = 10.0
-# How much of the highest rate seen so far the next update may take off it. An outage looks like a
-# slow learner until the update after it has come.
+# How much of the highest rate so far the next update may take off it.
 FADING = 0.75
 # A learner's weight may be so many times the median of the others, over the time that it had:
 # twice, and a tenth for what step boundaries and uploads add to one update and take from the next.
@@ -250,7 +249,7 @@ def credit(
 
 
 def observed(
-    bounds: BoundsSection,
+    rules: FragmentRules,
     state: State,
     manifest: wire.Manifest,
     given: UpdateCredit,
@@ -259,15 +258,19 @@ def observed(
     """A learner's member state after it has announced an update."""
     learner, member = manifest.learner, state.members[manifest.learner]
     had_s = available_s(member, stored_at_s, state.now_s)
-    most = steps_per_s(bounds, learner, member, state.members.others_rate(learner))
-    # Until it was seen, its own word: too high a rate would leave it time that it has used up.
-    told = 1 / manifest.step_time_s if manifest.step_time_s > 1 / GREATEST else most
-    before = member.speed or min(most, told)
-    # It took these steps in the time since the update before, or in what was unused as well:
-    # which of the two nobody knows, so as it was is believed as far as it can be.
-    slowest = _over(given.steps, had_s, most)
-    quickest = _over(given.steps, passed_s(member, stored_at_s, state.now_s), most)
-    speed = max(slowest, min(before, quickest), FADING * before)
+    most = steps_per_s(rules.bounds, learner, member, state.members.others_rate(learner))
+    # Its own word, which knows what it waited for, as far as it is believed; what it was credited
+    # with took no longer than all its time.
+    told = 1 / manifest.step_time_s if manifest.step_time_s > 1 / GREATEST else 0.0
+    speed = min(most, max(told, _over(given.steps, had_s, most), FADING * member.speed))
+    # The least time in which it can have done what it is credited with. What is left counts for its
+    # next update: this one may have been on its way for as long as the one before was announced,
+    # for one is under way at a time. A bus that was away, a busy machine or a slow link would else
+    # take time from one update, and give none to the next.
+    usual = state.members.others_tokens_rate(learner)
+    heaviest_per_s = greatest_weight(rules, learner, usual, 1.0)
+    needed_s = max(given.steps / most, policy.weight(given.tokens, given.steps) / heaviest_per_s)
+    left_s = min(had_s - needed_s, passed_s(member, stored_at_s, state.now_s))
     claimed = min(manifest.tokens / manifest.steps, GREATEST)
     return member._replace(
         final=member.final or manifest.final,
@@ -277,7 +280,7 @@ def observed(
         heard_at_s=stored_at_s,
         read_at_s=state.now_s,
         speed=speed,
-        unused_s=max(0.0, had_s - given.steps / speed) if speed else had_s,
+        unused_s=max(0.0, left_s),
     )
 
 

@@ -47,8 +47,8 @@ class Member(NamedTuple):
     # then; and when the owner read it, by its own clock.
     heard_at_s: float = 0.0
     read_at_s: float = 0.0
-    # Steps a second that it was last seen to take (0: never seen), and time that it had and did not
-    # claim: what an outage held back comes in two updates, the first of which claims little.
+    # Steps a second that it takes (0: unknown), and time that its last update can have done
+    # without: what an outage held back comes in two updates, the first of which claims little.
     speed: float = 0.0
     unused_s: float = 0.0
     # Norm per credited step of its update merged last, as it was merged; 0 while there was none.
@@ -247,8 +247,8 @@ class Members(Mapping[str, Member]):
         if not member.live or name in self._shut_out:
             return _ABSENT
         rate = min(1 / member.step_time_s, GREATEST) if member.step_time_s > 1 / GREATEST else 0.0
-        # What it was seen to take fades slowly: a machine that is busy for a while makes it no
-        # witness that steps take so long.
+        # Its speed fades slowly: a machine that is busy for a while makes it no witness that steps
+        # take so long.
         rate = max(rate, member.speed)
         tokens_rate = rate * min(member.tokens_per_step, GREATEST) ** 2
         norm = self._norms.find(name)

@@ -25,9 +25,9 @@ from diloco.common.protocol import wire
 from diloco.common.protocol.reasons import is_offence
 
 # Says in each record, and in each life's first observation, by which rules it decides: 0 were
-# those of a round that opened with pace, 1 believed what learners claim, 2 had the median's pace. A
-# record of other rules cannot be decided again by these.
-RULES = 3.0
+# those of a round that opened with pace, 1 believed what learners claim, 2 had the median's pace, 3
+# took what was on its way for slowness. A record of other rules cannot be decided again by these.
+RULES = 4.0
 
 
 def beginning(

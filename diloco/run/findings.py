@@ -18,6 +18,7 @@ from diloco.common.process.config import Broken, RunSettings, broken
 from diloco.common.protocol.errors import DilocoError
 from diloco.common.protocol.reasons import find
 from diloco.common.protocol.wire import note
+from diloco.common.protocol.wire.records import FAR_LESS
 from diloco.run.cli.units import human_bytes
 from diloco.run.outliers import LAGGING_LEARNER, LOSS_SPIKE, outliers
 from diloco.run.state import Change, Finding, LearnerStatus, RunStatus, Severity
@@ -296,8 +297,14 @@ def _of_little_use(one: LearnerStatus) -> Iterator[Finding]:
     """Findings on a learner's last updates: their staleness, and how many were cut or rejected."""
     count = len(one.recent)
     reasons = Counter(answer.reason for answer in one.recent if answer.reason)
-    less = Counter(what for answer in one.recent for what in answer.less)
-    if less.total() >= max(CUT_LEAST, REJECTED_SHARE * count):
+    # Who was busy for a while has claimed no more in all than it did.
+    credited = sum(answer.credited for answer in one.recent)
+    far = credited * FAR_LESS < sum(answer.tokens for answer in one.recent)
+    # What was believed for few steps is shortened for that.
+    norm = ("norm",)
+    cut = [said.less for said in one.recent if said.less == norm or (said.less and far)]
+    if len(cut) >= max(CUT_LEAST, REJECTED_SHARE * count):
+        less = Counter(what for each in cut for what in each)
         listed = ", ".join(f"{times} {LESS[what]}" for what, times in less.most_common())
         why = f"of its last {count} updates {listed}"
         yield _of(one, "warning", why, CURE[less.most_common(1)[0][0]], REJECTED_UPDATES)

@@ -639,6 +639,7 @@ def answers(
         yield UpdateAnswer(
             "", taken.less_for, taken.staleness, taken.loss,
             taken.norm / usual if usual > 0 else 1.0, others[taken.learner], wait,
+            taken.tokens, taken.tokens_credited,
         )  # fmt: skip
 
 

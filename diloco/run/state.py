@@ -143,6 +143,7 @@ class UpdateAnswer(NamedTuple):
         norm: relative to the median of its round.
         others_loss: median loss of the others in its round; None if it was alone.
         wait: from its announcement to its version, by the server, in seconds and in its steps.
+        tokens: that a merged one claims; `credited`: that it counts for.
     """
 
     reason: str = ""
@@ -152,6 +153,8 @@ class UpdateAnswer(NamedTuple):
     norm: float = 1.0
     others_loss: float | None = None
     wait: tuple[float, float] = (0.0, 0.0)
+    tokens: int = 0
+    credited: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,32 +1,21 @@
 """What an update is credited with: honest work in full, and no more to anybody than others do."""
 
 import math
-import random
 import sys
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 sys.path.append(str(Path(__file__).parents[1] / "scenarios"))
 
-import machinelab
-import runlab
 from machinelab import Lab, lab_rules, make_manifest
 
 from diloco.aggregator.core import admission, events
 from diloco.aggregator.core.events import AskCut, Fetch, Merge
 from diloco.aggregator.core.members import Member, Members
 from diloco.aggregator.core.updates import Admitted
-from diloco.common.protocol.wire.records import FAR_LESS
-from diloco.common.storage.tape import Recorded
-from diloco.run.findings import CUT_LEAST, REJECTED_SHARE
-from diloco.run.observed import Observed
-from diloco.run.outliers import outliers
-from diloco.run.state import RECENT, Finding
 
 H, TOKENS = 24, 10
 BEGAN_S = 1000.0
@@ -46,48 +35,6 @@ class Sender:
         steps = int((now_s - BEGAN_S) * self.speed + 1e-9) - self.sent_steps
         self.seq, self.sent_steps = self.seq + 1, self.sent_steps + steps
         fields = {"steps": steps, "tokens": TOKENS * steps, "step_time_s": 1 / self.speed}
-        version = lab.state.version
-        return make_manifest(
-            lab.rules, self.name, self.incarnation, self.seq, version, **(fields | lies)
-        )
-
-
-class Busy(Sender):
-    """A learner on a machine that gives it now more, now less of a processor, and stops at times.
-
-    Its speed is another every so many seconds, down to an eighth; a killed one does nothing for up
-    to a minute. Its step time is what its steps took.
-    """
-
-    def __init__(self, name: str, incarnation: int, speed: float, seed: str, kills: float) -> None:
-        super().__init__(name, incarnation, speed)
-        self.rng, self.kills = random.Random(f"{name} of {seed}"), kills
-        self.every_s = self.rng.choice([1.0, 5.0, 20.0])
-        self.marks = [(BEGAN_S, 0.0)]
-
-    def _extend(self) -> None:
-        at_s, steps = self.marks[-1]
-        took_s = self.rng.expovariate(1 / self.every_s)
-        self.marks.append((at_s + took_s, steps + took_s * self.speed * 8 ** -self.rng.random()))
-        if self.rng.random() < self.kills:
-            self.marks.append((self.marks[-1][0] + self.rng.uniform(1, 60), self.marks[-1][1]))
-
-    def _time_s(self, steps: float) -> float:
-        while self.marks[-1][1] < steps:
-            self._extend()
-        return float(np.interp(steps, [s for _, s in self.marks], [t for t, _ in self.marks]))
-
-    def due_s(self) -> float:
-        return self._time_s(self.sent_steps + H)
-
-    def manifest(self, lab: Lab, now_s: float, **lies):
-        while self.marks[-1][0] < now_s:
-            self._extend()
-        done = np.interp(now_s, [t for t, _ in self.marks], [s for _, s in self.marks])
-        steps = max(1, int(done + 1e-6) - self.sent_steps)
-        step_s = (now_s - self._time_s(self.sent_steps)) / steps
-        self.seq, self.sent_steps = self.seq + 1, self.sent_steps + steps
-        fields = {"steps": steps, "tokens": TOKENS * steps, "step_time_s": step_s}
         version = lab.state.version
         return make_manifest(
             lab.rules, self.name, self.incarnation, self.seq, version, **(fields | lies)
@@ -277,7 +224,8 @@ def test_where_learners_may_lie_a_fast_one_weighs_as_the_others_and_halves_no_in
     assert fast.lab.state.version <= equal.lab.state.version * 5 / 4
     assert all(len({one.learner for one in record.inputs}) >= 3 for record in fast.lab.records[1:])
     weights = {name: sum(one.weight for one in fast.of(name)[1:]) for name in "ad"}
-    assert weights["d"] <= 1.1 * weights["a"] * (1 + 1e-6) + fast.of("a")[0].weight
+    # Over all its time, and the interval before the first that counts.
+    assert weights["d"] <= 1.1 * (weights["a"] * (1 + 1e-6) + 2 * fast.of("a")[0].weight)
     for name in "abc":
         assert_in_full(fast.of(name))
 
@@ -384,44 +332,3 @@ def test_absurd_words_of_others_give_numbers(step_time_s, tokens_per_step, had_s
     bounds = rules.bounds
     assert 0 < admission.steps_per_s(bounds, "a", fleet["a"], rate) <= bounds.max_steps_per_s
     assert admission.greatest_weight(rules, "a", fleet.others_tokens_rate("a"), had_s) >= 0
-
-
-@pytest.mark.parametrize("seed", range(25))
-@pytest.mark.parametrize(
-    ("kind", "speeds", "pace", "kills"),
-    [
-        ("equal", (10, 10, 10), 0.9, 0.0),
-        ("unequal", (10, 5, 2.5, 10), 0.9, 0.0),
-        ("unpaced", (10, 10, 10), 0.0, 0.0),
-        ("killed", (10, 10, 10, 10), 0.9, 0.05),
-    ],
-)
-def test_nobody_honest_is_told_of_on_a_busy_machine(
-    kind: str,
-    speeds: tuple[float, ...],
-    pace: float,
-    kills: float,
-    seed: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # Other tests hold the counts over all members against sums; here it would take minutes.
-    monkeypatch.setattr(machinelab, "check_derived", lambda _state: None)
-    fleet = Fleet(*speeds, **{"quorum.pace": pace})
-    for name, one in fleet.senders.items():
-        fleet.senders[name] = Busy(name, one.incarnation, one.speed, f"{kind} {seed}", kills)
-    fleet.work(BEGAN_S + 200)
-    for name in fleet.senders:
-        cut = [one.credit.tokens * FAR_LESS < one.manifest.tokens for one in fleet.of(name)]
-        for end in range(len(cut)):
-            recent = cut[max(0, end - RECENT) : end + 1]
-            assert sum(recent) < max(CUT_LEAST, REJECTED_SHARE * len(recent))
-    assert [one for one in compared(fleet) if one.severity != "note"] == []
-
-
-def compared(fleet: Fleet) -> list[Finding]:
-    """What is said of learners beside the others, from the records of a fleet."""
-    seen = Observed(runlab.RUN, 0, runlab.Lab().context.settings)
-    for seq, record in enumerate(fleet.lab.records, 1):
-        seen.note_record(Recorded(record, seq, record.closed_at_s))
-    run = seen.run(fleet.lab.records[-1].closed_at_s)
-    return [*outliers([replace(one, silent=False) for one in run.learners])]

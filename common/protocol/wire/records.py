@@ -238,10 +238,13 @@ class MemberState(NestedRecord):
         description="when its last update, or its first join, was read; 0: unknown"
     )
     speed: Measure = Field(
-        description="steps a second that it was seen to take: the greatest of its last updates, a"
-        " quarter of which is forgotten with each; 0: unknown",
+        description="steps a second that it takes, by its own word as far as it is believed: the"
+        " greatest of its last updates, a quarter of which is forgotten with each; 0: unknown",
     )
-    unused_s: Seconds = Field(description="time that it had and that no update has claimed")
+    unused_s: Seconds = Field(
+        description="time that its last update, as credited, can have done without: it counts for"
+        " the next"
+    )
     norm: float = Field(
         description="norm per credited step of its update merged last, as merged; 0: none was",
     )
@@ -299,7 +302,7 @@ class PolicyState(NestedRecord):
     credits: Several[Credit] = Field(
         description="what the updates that are met again from `position` on count for"
     )
-    rules: float = Field(description="number of the rules by which the machine decides; now 3")
+    rules: float = Field(description="number of the rules by which the machine decides; now 4")
 
 
 class Totals(NestedRecord):

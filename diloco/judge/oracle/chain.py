@@ -15,7 +15,7 @@ from diloco.judge.oracle.rounds import recorded, time_up_s
 from diloco.judge.oracle.watching import watch
 
 # By these rules an owner decides that says so as its life begins.
-RULES = 3.0
+RULES = 4.0
 # So many observations get a record of their own.
 OBSERVATIONS = 1 << 13
 

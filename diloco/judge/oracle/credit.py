@@ -72,12 +72,13 @@ class CreditBasis:
         steps = sent.steps if sent.steps <= limit else max(1, math.floor(limit))
         per_step = known.max_tokens_per_step or self.bounds.max_tokens_per_step
         tokens = max(1, min(sent.tokens * steps // sent.steps, per_step * steps))
-        cap = self._heaviest()
-        if cap is not None and numbers.weight(tokens, steps) > cap * (1 + numbers.SAME):
+        heaviest = self._heaviest_per_s()
+        cap = math.inf if heaviest is None else heaviest * self._time_s()
+        if numbers.weight(tokens, steps) > cap * (1 + numbers.SAME):
             tokens = max(1, math.floor(math.sqrt(cap * steps)))
         return OracleCredit(steps, tokens, numbers.weight(tokens, steps, averaged=self.averaged))
 
-    def _heaviest(self) -> float | None:
+    def _heaviest_per_s(self) -> float | None:
         known = self.bounds.of(self.manifest.learner)
         if known.max_steps_per_s and known.max_tokens_per_step:
             return None
@@ -89,22 +90,13 @@ class CreditBasis:
         if median is None:
             return None
         share = numbers.GREATEST_SHARE_OF_OTHERS if self.others else numbers.GREATEST_SHARE
-        return share * min(numbers.FINITE, median) * self._time_s()
+        return share * min(numbers.FINITE, median)
 
     def known_after(self, credit: OracleCredit) -> MemberRecord:
         """The sender, once it has announced the update."""
         sent, member, time_s, fastest = self.manifest, self._member, self._time_s(), self._fastest()
-        least, most = (
-            min(fastest, credit.steps / over_s)
-            if over_s > credit.steps / numbers.FINITE
-            else fastest
-            for over_s in (time_s, self._passed_s())
-        )
-        told = fastest
-        if sent.step_time_s > 1 / numbers.FINITE:
-            told = min(fastest, 1 / sent.step_time_s)
-        before = member.speed or told
-        speed = max(least, numbers.REMEMBERED * before, min(before, most))
+        told = 1 / sent.step_time_s if sent.step_time_s > 1 / numbers.FINITE else 0.0
+        seen = credit.steps / time_s if time_s > credit.steps / numbers.FINITE else fastest
         return member._replace(
             final=member.final or sent.final,
             step_time_s=numbers.moved(member.step_time_s, sent.step_time_s),
@@ -114,9 +106,16 @@ class CreditBasis:
             weight=numbers.moved(member.weight, credit.weight),
             heard_at_s=self.stored_at_s,
             read_at_s=self.now_s,
-            speed=speed,
-            unused_s=max(0.0, time_s - credit.steps / speed) if speed else time_s,
+            speed=min(fastest, max(told, seen, numbers.REMEMBERED * member.speed)),
+            unused_s=max(0.0, min(self._passed_s(), time_s - self._least_s(credit))),
         )
+
+    def _least_s(self, credit: OracleCredit) -> float:
+        """The least time in which what is credited can have been done."""
+        steps_s, heaviest = credit.steps / self._fastest(), self._heaviest_per_s()
+        if heaviest is None:
+            return steps_s
+        return max(steps_s, numbers.weight(credit.tokens, credit.steps) / heaviest)
 
 
 def _speed(member: MemberRecord) -> float:
