@@ -126,7 +126,7 @@ def load_credentials(path: Path) -> Credentials | None:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"no credentials file {str(path)!r}: {error}",
-            hint="name a readable one, made by: diloco auth add-learner (or add-aggregator)",
+            hint="name one made by: diloco auth add-learner, add-aggregator or add-reader",
         ) from error
     if text.startswith(NO_FILE):
         # systemd does not expand %i there; the folder is named after the unit.
@@ -151,5 +151,5 @@ def load_credentials(path: Path) -> Credentials | None:
         # Without the error's own words, which may show the seed.
         raise ConfigError(
             f"{str(path)!r} is not a credentials file",
-            hint="make one with: diloco auth add-learner (or add-aggregator)",
+            hint="make one with: diloco auth add-learner, add-aggregator or add-reader",
         ) from error

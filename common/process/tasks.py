@@ -33,16 +33,20 @@ def run_to_end(coroutine: Coroutine[Any, Any, T]) -> T:
 
 @contextlib.contextmanager
 def running_loop() -> Iterator[asyncio.AbstractEventLoop]:
-    """An event loop on a thread of its own."""
+    """An event loop on a thread of its own; what still runs at the end is cancelled."""
     loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="loop", daemon=True)
+
+    def serve() -> None:
+        with asyncio.Runner(loop_factory=lambda: loop):
+            loop.run_forever()
+
+    thread = threading.Thread(target=serve, name="loop", daemon=True)
     thread.start()
     try:
         yield loop
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
-        loop.close()
 
 
 def on_signals(stop: Callable[[], object]) -> None:

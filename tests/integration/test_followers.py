@@ -19,9 +19,11 @@ from diloco.common.protocol import shards
 from diloco.common.protocol.errors import ConfigError, DilocoError, Exit
 from diloco.operate import change as operate
 from diloco.run.model.follow import Following, ModelChange
+from diloco.run.model.load import piece_values
 from diloco.run.model.serving import FolderRules, ServedFolder
 
 SLOWER = {"options": {"notes": "notes", "sleep_s": 0.06}}
+ODD = {"options": {"notes": "notes", "sleep_s": 0.06, "odd": True}}
 LEARNERS = ("learner-0", "learner-1")
 
 
@@ -117,12 +119,11 @@ def test_through_outages_and_kills_every_change_is_the_records(
 
 
 def test_a_new_tape_is_followed_by_itself(own_nats_server, unique, tmp_path):
-    with open_world(
-        unique, tmp_path / "run", own_nats_server.url, run=ENDLESS, task=SLOWER
-    ) as world:
+    with open_world(unique, tmp_path / "run", own_nats_server.url, run=ENDLESS, task=ODD) as world:
         processes = start(world)
         with diloco.follow(world.config_path) as model:
             until_version(model, 3)
+            check_codes_lead_to_the_views(world)
             marked = asyncio.run(operate.mark(str(world.config_path)))
             until_version(model, max(marked.versions) + 1)
             for process in processes:
@@ -194,7 +195,7 @@ def test_of_an_ended_run_python_engines_and_folder_have_the_same(ended, tmp_path
         found = {}
         async with diloco.follow(ended.config_path, form="bfloat16") as model:
             async for change in model:
-                found |= {(leaf.name, leaf.rows.start): leaf for leaf in change.leaves}
+                found |= {(leaf.name, str(leaf.rows)): leaf for leaf in change.leaves}
         return found
 
     for (name, _), leaf in run_async(in_asyncio()).items():
@@ -202,27 +203,28 @@ def test_of_an_ended_run_python_engines_and_folder_have_the_same(ended, tmp_path
         np.testing.assert_array_equal(
             leaf.values, loaded[name][leaf.rows].astype(leaf.values.dtype)
         )
-    check_codes_lead_to_it(ended, loaded)
     check_samples(ended, loaded)
     check_hf_is_refused(ended, tmp_path)
     check_wrong_input(ended, tmp_path)
 
 
-def check_codes_lead_to_it(world: World, loaded: dict[str, np.ndarray]) -> None:
-    """From version 1, the stored codes give the last view, bit for bit."""
+def check_codes_lead_to_the_views(world: World) -> None:
+    """Each stored delta leads from the values before to the view, bit for bit."""
     held: dict[str, np.ndarray] = {}
-    with diloco.follow(world.config_path, whole=False, stay_at=1) as model:
-        for change in model:
-            for leaf in change.leaves:
-                held.setdefault(leaf.name, np.zeros(leaf.shape, np.float32))[leaf.rows] = (
-                    leaf.values
-                )
-    name = min(held)
-    with diloco.follow(world.config_path, leaves=[name], whole=False, form="codes") as model:
-        for change in model:
-            for leaf in change.leaves:
-                assert leaf.name == name
-                assert (leaf.codes is None) != (leaf.values is None)
+    added = set()
+    with diloco.follow(world.config_path, whole=False, form="codes") as model:
+        while added != {tensor.name for tensor in model.run.context.layout.tensors}:
+            change = next(model)
+            pieces = model.pieces(change.fragment)
+            for piece, leaf in zip(pieces, change.leaves, strict=True):
+                rows = held.setdefault(leaf.name, np.zeros(leaf.shape, np.float32))
+                if leaf.codes is None:
+                    rows[leaf.rows] = leaf.values
+                else:
+                    rows[leaf.rows] += leaf.codes.decode()
+                    added.add(leaf.name)
+                wanted = piece_values(piece, model.view(change.fragment))
+                np.testing.assert_array_equal(rows[leaf.rows], wanted)
 
 
 def check_samples(world: World, loaded: dict[str, np.ndarray]) -> None:
@@ -266,11 +268,19 @@ def check_wrong_input(world: World, tmp_path: Path) -> None:
         with pytest.raises(DilocoError) as caught:
             opened(**how)
         assert says in str(caught.value), caught.value
+    model = diloco.follow(world.config_path, leaves="w*")
+    for unopened in (model.take, lambda: next(model), lambda: model.run):
+        with pytest.raises(ConfigError, match="within its block"):
+            unopened()
 
 
 def test_a_folder_is_told_of_and_old_versions_go(ended, tmp_path, run_async):
     told = tmp_path / "told"
     command = f"sh -c 'echo $0 >> {told}; exit 3'"
+
+    others = [tmp_path / "to" / "another-folder", tmp_path / "to" / "a-file.part"]
+    for path in others:
+        path.mkdir(parents=True)
 
     async def follow() -> None:
         for _ in range(2):
@@ -286,5 +296,11 @@ def test_a_folder_is_told_of_and_old_versions_go(ended, tmp_path, run_async):
     # At least once for each: a version that was written is told of again after a restart.
     lines = told.read_text().split()
     assert lines == [str((tmp_path / "to" / "latest").resolve())] * 2
+    assert all(path.exists() for path in others)
+    for command in ("", "echo 'a"):
+        with pytest.raises(ConfigError, match="--exec"):
+            ServedFolder(
+                diloco.follow(ended.config_path), FolderRules(tmp_path, "hf", command=command)
+            )
     with pytest.raises(ConfigError, match="expected hf, safetensors"):
         ServedFolder(diloco.follow(ended.config_path), FolderRules(tmp_path, "gguf"))

@@ -8,7 +8,13 @@ import structlog
 
 from diloco.common.process import tasks
 from diloco.common.process.retry import FIRST_BACKOFF_S, LAST_BACKOFF_S, Runtime
-from diloco.common.process.tasks import AskedToStopError, cancel, first_of, unless_asked
+from diloco.common.process.tasks import (
+    AskedToStopError,
+    cancel,
+    first_of,
+    running_loop,
+    unless_asked,
+)
 from diloco.common.protocol.errors import (
     BusUnavailableError,
     ConfigError,
@@ -282,3 +288,20 @@ def test_a_start_waits_until_somebody_asks_for_its_end(run_async):
     with pytest.raises(AskedToStopError):
         run_async(unless_asked(waits_for_ever(), lambda: next(answers)))
     assert ended
+
+
+def test_what_runs_on_a_thread_s_loop_is_cancelled_at_its_end():
+    ended = []
+
+    async def waits() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.append(True)
+
+    with running_loop() as loop:
+        asyncio.run_coroutine_threadsafe(waits(), loop)
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result()
+    assert ended
+    assert loop.is_closed()

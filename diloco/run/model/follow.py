@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import EllipsisType
 from typing import Any, Literal, NamedTuple, Self, TypeVar, get_args
 
 import ml_dtypes
@@ -50,6 +51,7 @@ class LeafCodes:
         scales: bfloat16, one for each block; none for the float codecs.
         codes: of whole blocks; each of `groups` begins a block, and is padded to whole ones.
         groups: how many, of `group_size` elements.
+        shape: of the rows.
     """
 
     codec: Codec
@@ -58,11 +60,12 @@ class LeafCodes:
     codes: np.ndarray
     groups: int
     group_size: int
+    shape: tuple[int, ...]
 
     def decode(self) -> np.ndarray:
-        """The differences, float32 [groups * group_size]."""
+        """The differences, float32 [*shape]."""
         values = decode_numpy(self.codec, Encoded(self.scales, self.codes), self.block)
-        return values.reshape(self.groups, -1)[:, : self.group_size].reshape(-1)
+        return values.reshape(self.groups, -1)[:, : self.group_size].reshape(self.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,14 +74,14 @@ class LeafRows:
 
     Attributes:
         name: of the leaf.
-        rows: along the first axis; of a leaf without axes slice(0, 1).
+        rows: along the first axis; of a leaf without axes `...`, all of it.
         shape: of the whole leaf; `dtype` is its own in the run.
         values: the new values of the rows; None where `codes` are.
         codes: in the form "codes", what is to be added; None after a jump, which gives values.
     """
 
     name: str
-    rows: slice
+    rows: slice | EllipsisType
     shape: tuple[int, ...]
     dtype: str
     values: np.ndarray | None
@@ -218,6 +221,7 @@ class Following:
     def __exit__(self, *_: object) -> None:
         with self._threads:
             self._call(self.__aexit__())
+        self._loop = None
 
     def __iter__(self) -> Iterator[ModelChange]:
         return self
@@ -234,7 +238,9 @@ class Following:
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the thread's loop; an interrupt cancels it."""
-        assert self._loop is not None, "the run is open within the block"
+        if self._loop is None:
+            coroutine.close()
+            raise _not_open()
         waits = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return waits.result()
@@ -247,7 +253,8 @@ class Following:
     @property
     def run(self) -> OpenRun:
         """The run: its file's settings, its specification and context."""
-        assert self._opened is not None, "the run is open within the block"
+        if self._opened is None:
+            raise _not_open()
         return self._opened
 
     @property
@@ -300,7 +307,7 @@ class Following:
             values = piece_values(piece, self.view(fragment)).astype(dtype)
         return LeafRows(
             name=piece.tensor,
-            rows=slice(piece.start, piece.stop),
+            rows=slice(piece.start, piece.stop) if tensor.shape else ...,
             shape=tensor.shape,
             dtype=tensor.dtype,
             values=values,
@@ -333,7 +340,8 @@ class Following:
     async def _advance(self) -> Advance | None:
         """The next change of this tape, or of the one that comes after it."""
         while True:
-            assert self._follower is not None
+            if self._follower is None:
+                raise _not_open()
             try:
                 return await self._follower.advance()
             except (NewTapeError, StreamMissingError) as error:
@@ -384,7 +392,7 @@ def follow(
     run: str | Path,
     *,
     credentials: str | Path | None = None,
-    leaves: Sequence[str] | None = None,
+    leaves: str | Sequence[str] | None = None,
     whole: bool = True,
     every: int = 1,
     form: Form = "float32",
@@ -396,7 +404,7 @@ def follow(
         run: its TOML file, the folder of a local run, a run's name, or a bundle.
         credentials: file of a reader's (`diloco auth add-reader`), over those that the run's file
             names.
-        leaves: names, or patterns such as "layers/*"; None: all.
+        leaves: a name, a pattern such as "layers/*", or several; None: all.
         whole: hand out one version of all fragments at once; else each fragment as it comes.
         every: versions between two that are handed out, at least.
         form: of the leaves: float32 as the view is, bfloat16, or "codes": the stored delta, of
@@ -414,7 +422,16 @@ def follow(
             hint="give whole=False and every=1 as well",
         )
     rules = FollowRules((), whole, every, stay_at)
+    leaves = [leaves] if isinstance(leaves, str) else leaves
     return Following(run, credentials=credentials, leaves=leaves, rules=rules, form=form)
+
+
+def _not_open() -> ConfigError:
+    return ConfigError(
+        "a run is followed within its block only",
+        hint="`with diloco.follow(...) as model`, where model.take() and `for` are for it; within "
+        "`async with` await model.take_async(), or `async for`",
+    )
 
 
 def check_role(path: str | None) -> None:
@@ -473,4 +490,5 @@ def _codes_of(context: RunContext, fragment: int, piece: Piece, encoded: Encoded
         codes=np.asarray(encoded.codes)[first * each : (first + count) * each].copy(),
         groups=piece.groups,
         group_size=piece.group_size,
+        shape=piece.shape,
     )

@@ -10,6 +10,7 @@ moves in one step. So whatever ends the process leaves a link to a whole version
 import asyncio
 import contextlib
 import os
+import re
 import shlex
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +33,9 @@ from diloco.run.model.follow import Following, LeafRows, ModelChange
 LATEST = "latest"
 FORMS = ("hf", "safetensors", "deltas")
 _PART = ".part"
+_VERSION = re.compile(r"\d+-\d{12}")
+# Names that an ended process may have left: no other file of the folder is touched.
+_LEFT = re.compile(rf"({_VERSION.pattern}|weight_v\d{{6}}|{LATEST}){re.escape(_PART)}")
 # Between two looks at how far behind it is.
 LOOK_S = 1.0
 
@@ -56,7 +60,7 @@ class ServedFolder:
     """A folder that has the newest versions of a run that is followed.
 
     Raises:
-        ConfigError: no such form, nothing is to be kept, or the folder cannot be made.
+        ConfigError: no such form or command, nothing to keep, or the folder cannot be made.
     """
 
     def __init__(self, model: Following, rules: FolderRules) -> None:
@@ -64,9 +68,10 @@ class ServedFolder:
             raise ConfigError(f"--format {rules.form!r}: expected {', '.join(FORMS)}")
         if rules.keep < 1:
             raise ConfigError(f"--keep {rules.keep}: expected at least 1")
+        self._words = _words_of(rules.command)
         make_folder(rules.folder)
         self._model, self._rules = model, rules
-        for left in rules.folder.glob(f"*{_PART}"):
+        for left in filter(lambda path: _LEFT.fullmatch(path.name), [*rules.folder.iterdir()]):
             shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
 
     async def take(self, change: ModelChange) -> Path:
@@ -102,7 +107,8 @@ class ServedFolder:
 
     def _drop_old(self, newest: Path) -> None:
         """Delete all but the newest versions, by when they came: a new epoch may go back."""
-        found = [path for path in self._rules.folder.glob("*-*") if path != newest]
+        others = (path for path in self._rules.folder.iterdir() if path != newest)
+        found = [path for path in others if _VERSION.fullmatch(path.name)]
         found.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
         for path in found[self._rules.keep - 1 :]:
             self._remove(path)
@@ -112,9 +118,9 @@ class ServedFolder:
         shutil.rmtree(path.rename(path.with_name(path.name + _PART)))
 
     async def _tell(self, path: Path) -> None:
-        if self._rules.command is None:
+        if not self._words:
             return
-        words = [*shlex.split(self._rules.command), str(path)]
+        words = [*self._words, str(path)]
         logger = self._model.run.context.logger
         try:
             process = await asyncio.create_subprocess_exec(*words)
@@ -124,6 +130,18 @@ class ServedFolder:
         else:
             if status:
                 logger.warning("command_failed", command=words[0], why=f"exit status {status}")
+
+
+def _words_of(command: str | None) -> list[str]:
+    if command is None:
+        return []
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise ConfigError(f"--exec {command!r} cannot be read: {error}") from error
+    if not words:
+        raise ConfigError(f"--exec {command!r}: expected a command")
+    return words
 
 
 def sync_files(folder: Path) -> None:
