@@ -24,6 +24,7 @@ LINK ?= tests/tools/slow_link.py
 KIND ?= cpu
 INTERPRETER ?=
 RUN_UNITS ?= tests/tools/run_units.sh
+SLURM ?=
 
 BIN := .venv/bin
 STAMP := .venv/installed
@@ -31,7 +32,7 @@ RUN := $(BIN)/python -m
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo reference docs test test-long wheel-test test-slow test-browser picture test-extras test-stores test-models tpu cuda test-alerts operators-hour test-systemd chaos fuzz mutants lint types \
+.PHONY: help install demo reference docs test test-long wheel-test test-slow test-browser picture test-extras test-stores test-models tpu cuda test-alerts test-slurm operators-hour test-systemd chaos fuzz mutants lint types \
 	imports check \
 	attack attack-live bench headline quality quality-large sim release terraform lock clean
 
@@ -136,6 +137,10 @@ cuda: install ## compile a learner's programs for GPUs that are not here, in .ve
 test-alerts: install ## break runs, and see alerts pass a real Prometheus and Alertmanager; PROMETHEUS=...
 	@PATH="$(if $(PROMETHEUS),$(PROMETHEUS):)$$PATH" $(RUN) pytest -rs \
 		tests/integration/test_alerting.py tests/integration/test_prometheus.py $(ARGS)
+
+# SLURM is a folder into which Debian's packages were unpacked (dpkg -x); without it they are installed.
+test-slurm: install ## run a learner as a job of a real Slurm, as root; SLURM=...
+	@SLURM=$(SLURM) $(RUN) pytest -rs tests/integration/test_slurm.py $(ARGS)
 
 # Every command of every runbook, and some pages on a run that was broken as they say.
 operators-hour: install ## follow the runbooks on real runs that are broken for it

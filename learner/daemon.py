@@ -10,12 +10,12 @@ from typing import Any
 import jax
 
 from diloco.common.process import log
-from diloco.common.process.config import Config
+from diloco.common.process.config import Config, tasks_of_step
 from diloco.common.process.health import tell
 from diloco.common.process.probes import Probes, make_probes, serving
 from diloco.common.process.retry import Runtime
 from diloco.common.process.tasks import AskedToStopError, on_signals
-from diloco.common.protocol.errors import HostLostError, status_of
+from diloco.common.protocol.errors import ConfigError, HostLostError, status_of
 from diloco.learner.compiled import CompiledPrograms, keep_programs
 from diloco.learner.hosts.messages import MEET_S, end_if_hanging
 from diloco.learner.island import Island
@@ -87,6 +87,7 @@ def _configure(config: Config, learner: str) -> CompiledPrograms:
     """Settings of JAX, before it looks for devices; the learner's hosts meet here.
 
     Raises:
+        ConfigError: nobody says where.
         HostLostError: they did not.
     """
     section = config.learner
@@ -95,19 +96,34 @@ def _configure(config: Config, learner: str) -> CompiledPrograms:
     if section.cpu_devices:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", section.cpu_devices)
+    tasks, one_a_node = tasks_of_step()
+    if section.coordinator is None and tasks > 1:
+        raise ConfigError(
+            f"this is one of {tasks} tasks of a step of Slurm, but {learner!r} has no coordinator:"
+            " each task would be that learner",
+            hint="add --coordinator auto; of several learners each is a step: srun --ntasks=1",
+        )
     if section.coordinator is None:
         return programs
     # It would take SIGTERM for itself, by which a learner is asked to leave.
     jax.config.update("jax_enable_preemption_service", False)
-    where: dict[str, Any] = {}
+    # Else JAX takes one device for each task of a Slurm node, though the task is alone there.
+    where: dict[str, Any] = {"local_device_ids": []} if one_a_node else {}
     if section.coordinator != "auto":
-        where = {
+        where |= {
             "coordinator_address": section.coordinator,
             "num_processes": section.hosts,
             "process_id": section.host,
         }
     try:
         jax.distributed.initialize(initialization_timeout=int(MEET_S), **where)
+    except ValueError as error:
+        raise ConfigError(
+            f"nothing says where the hosts of this learner meet, and learner.coordinator is"
+            f" {section.coordinator!r}: {error}",
+            hint="auto is for tasks that srun starts, and for Cloud TPU; elsewhere give HOST:PORT"
+            " of host 0, --hosts and --host",
+        ) from error
     except RuntimeError as error:
         raise HostLostError(
             f"the hosts of this learner did not meet at {section.coordinator}: {error}",

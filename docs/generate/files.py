@@ -7,6 +7,7 @@ from docs.generate.markdown import fence
 
 ROOT = Path(__file__).parents[2]
 ADR = ROOT / "docs" / "adr"
+LANGUAGES = {".py": "python", ".sh": "sh"}
 
 
 def blocks() -> dict[str, str]:
@@ -22,9 +23,10 @@ def blocks() -> dict[str, str]:
         "example lora": "lora.py",
         "example batch norm": "batch_norm.py",
         "example own files": "own_files.py",
+        "example slurm": "slurm_island.sh",
     }
     return {"decisions": "\n".join(lines)} | {
-        block: fence("python", (ROOT / "examples" / name).read_text())
+        block: fence(LANGUAGES[Path(name).suffix], (ROOT / "examples" / name).read_text())
         for block, name in examples.items()
     }
 

@@ -32,6 +32,7 @@ from diloco.common.process.config.environment import (
     storage_emulator,
     store_emulator,
     store_url,
+    tasks_of_step,
     visible_devices,
     webhook,
 )

@@ -106,6 +106,16 @@ def _asked_for() -> str | None:
     return _Platforms.found if _Platforms.pinned else os.environ.get("JAX_PLATFORMS")
 
 
+def tasks_of_step() -> tuple[int, bool]:
+    """Number of tasks of the Slurm step that this process is in, and whether each is a node's only.
+
+    (1, True) where there is no step.
+    """
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    each = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
+    return int(tasks), each.partition("(")[0] == "1"
+
+
 def visible_devices(variable: str) -> tuple[str, ...] | None:
     """The devices to which the environment restricts a library; None for all."""
     value = os.environ.get(variable)
