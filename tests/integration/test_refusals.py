@@ -58,6 +58,16 @@ def test_daemons_that_do_not_fit_the_run_are_refused(new_world):
         learner("codec", other_codec): both,
         aggregator("codec", other_codec): both,
         learner("layout", other_layout): (*fragments, "layout digest: "),
+        start(
+            "learner-hosts",
+            "learner",
+            "--config",
+            world.config_path,
+            "--learner",
+            "learner-0",
+            "--coordinator",
+            "auto",
+        ): (Exit.CONFIG, "nothing says where the hosts of this learner meet", "srun"),
         learner("task", other_task): (
             Exit.MISMATCH,
             "'examples.digits:build' here, 'tiny_task:build' in the run",

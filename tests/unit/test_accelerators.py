@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.common.process.accelerators import Accelerators, find_accelerators, unused
-from diloco.common.process.config import environment, environment_with
+from diloco.common.process.config import environment, environment_with, tasks_of_step
 from diloco.common.protocol.errors import ConfigError
 from diloco.learner import library
 from diloco.learner.member import Member
@@ -193,6 +193,25 @@ def test_parts_leave_room_for_cuda_itself() -> None:
     parts = [share.memory for (share,) in shares.values()]
     assert all(part is not None and part * memory >= LEAST_BYTES for part in parts)
     assert sum(part or 0 for part in parts) * memory + 4 * CONTEXT_BYTES <= 0.9 * memory
+
+
+@pytest.mark.parametrize(
+    ("variables", "found"),
+    [
+        ({}, (1, True)),
+        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, (2, True)),
+        ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "8"}, (8, False)),
+        ({"SLURM_STEP_NUM_TASKS": "24", "SLURM_STEP_TASKS_PER_NODE": "10(x2),4"}, (24, False)),
+    ],
+)
+def test_tasks_of_a_step_of_slurm(
+    variables: dict[str, str], found: tuple[int, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert tasks_of_step() == found
 
 
 def test_environments(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from token_lab import END, command, make_tokenizer, prepared
 from tokenizers import Tokenizer
 
 from diloco.common.protocol.errors import ConfigError, DataError
+from diloco.learner.contract import load_task
 from diloco.learner.task import Task
 from diloco.learner.tensors.inner_step import make_inner_step
 from diloco.models.data.chats import ChatError, ChatTemplate
@@ -148,6 +149,30 @@ def test_only_answers_make_the_loss():
     # What follows the end of a document is not predicted from it.
     assert int(sums(place >= 6, 16).learned) == 2
     assert float(sums(place < 0, none).mean()) == 0
+
+
+@pytest.mark.long
+def test_the_held_out_loss_is_the_mean_over_answers_of_all_rows(tmp_path, tokenizer):
+    chats = [[user(f"{i}? " * (i % 9)), assistant(f"answer {i}.")] for i in range(60)]
+    source = write_chats(tmp_path / "chats.jsonl", chats)
+    out = tmp_path / "out"
+    prepared(source, "--chats", "--tokenizer", tokenizer, "--held-out", 0.5, "--out", out)
+    (tokenizer / "config.json").write_text(json.dumps(LLAMA | {"vocab_size": 400}))
+    options = {"model": str(tokenizer), "data": str(out), "length": 32, "batch": 2}
+    task = load_task(
+        "diloco.models.decoders:build", steps=9, seed=0, options={**options, "fresh": True}
+    )
+    config = parse_config(LLAMA | {"vocab_size": 400}, source="")
+    params = task.init(jax.random.key(0))
+    rows = np.concatenate(TokenFolders(str(out), length=32, vocab=400).held_out(32))
+    sums = jax.jit(lambda rows: loss_sums(config, params, rows, compute=model.DEFAULT, end=1))(rows)
+    counts = ((rows[:, 1:] >= 0) & (rows[:, :-1] != 1) & (rows[:, :-1] != ~1)).sum(axis=1)
+    assert len(set(counts)) > 3
+    assert int(sums.learned) == counts.sum()
+    assert task.evaluate(params) == pytest.approx(float(sums.mean()), rel=1e-5)
+    batch = next(task.batches("a", 0))
+    assert batch.shape == (2, 33)
+    assert int(task.weigh(batch)) == ((batch[:, 1:] >= 0) & (batch[:, :-1] != ~1)).sum()
 
 
 def test_parts_of_a_batch_count_by_what_is_trained_on():
