@@ -109,7 +109,10 @@ def test_a_chat_that_cannot_be_is_refused(messages, source, words):
 
 
 def test_tokens_that_the_assistant_does_not_say_are_below_zero(tmp_path, tokenizer):
-    chats = [[user(f"question {i}?"), assistant(f"answer {i}.")] for i in range(40)]
+    chats = [
+        [user(f"question {i}?"), assistant(f"answer {i}."), user("more"), assistant(f"answer {i}!")]
+        for i in range(40)
+    ]
     source = write_chats(tmp_path / "chats.jsonl", chats)
     given = [source, "--chats", "--tokenizer", tokenizer, "--held-out", 0.2]
     said = prepared(*given, "--out", tmp_path / "out").output
@@ -120,8 +123,8 @@ def test_tokens_that_the_assistant_does_not_say_are_below_zero(tmp_path, tokeniz
     tokens = np.where(batch < 0, ~batch, batch)
     text = library.decode(tokens[:, :-1].ravel().tolist(), skip_special_tokens=False)
     learned = library.decode(batch[:, :-1][batch[:, :-1] >= 0].tolist())
-    assert re.search(r"<user>question \d+\?</>\n<assistant>answer \d+\.</>\n<\|end\|>", text)
-    assert re.fullmatch(r"(.*</>\n)?(answer \d+\.</>\n)+.*", learned)
+    assert re.search(r"<user>more</>\n<assistant>answer \d+!</>\n<\|end\|>", text)
+    assert re.fullmatch(r"(.*</>\n)?(answer \d+[.!]</>\n)+.*", learned)
     manifest = json.loads((tmp_path / "out" / "tokens.json").read_text())
     stored = np.concatenate([np.load(path) for path in sorted((tmp_path / "out").glob("train*"))])
     assert sum(shard["unlearned"] for shard in manifest["shards"] if shard["side"] == "train") == (
