@@ -151,6 +151,8 @@ async def examine(
         found += await asyncio.to_thread(_task_of, config)
     except RunIncompleteError as error:
         report.exists = False
+        # A store that is not there yet is made with the run.
+        found = [one for one in found if one.severity != "note"]
         found.append(replace(failed("run", error, doctor_findings.RUN_MISMATCH), severity="note"))
     except BusUnavailableError as error:
         found.append(failed("bus", error, NATS_AWAY))

@@ -112,13 +112,16 @@ class Blame:
         return self._worst
 
 
+Enough = Callable[[Blame], bool]
+
+
 def blame(
     context: RunContext,
     history: History,
     chains: Mapping[int, Chain],
     evaluate: Evaluate,
     progress: Progress | None = None,
-    enough: Callable[[], bool] | None = None,
+    enough: Enough | None = None,
 ) -> Blame:
     """Every round once more, without each of its inputs.
 
@@ -131,7 +134,7 @@ def blame(
         chains: of every fragment.
         evaluate: scores a model.
         progress: hears how many of how many records are done.
-        enough: whether to leave it at the updates so far, of which none is looked into by tensor.
+        enough: whether to leave it at what is found so far, of which none is looked into by tensor.
 
     Raises:
         ConfigError: no version of a fragment is stored.
@@ -140,7 +143,7 @@ def blame(
     walk = _Walk(context, history, chains, evaluate, enough)
     count = sum(len(chain) for chain in chains.values())
     for done, (seq, record) in enumerate(in_order(chains.values())):
-        if enough is not None and enough():
+        if enough is not None and enough(walk.found):
             walk.found.rounds.count("later", rounds=bool(record.inputs))
         elif record.what != "verdict":
             walk.take(seq, record)
@@ -165,7 +168,7 @@ class _Walk:
         history: History,
         chains: Mapping[int, Chain],
         evaluate: Evaluate,
-        enough: Callable[[], bool] | None,
+        enough: Enough | None,
     ) -> None:
         self.found = Blame()
         self._enough = enough
@@ -264,7 +267,7 @@ class _Walk:
         for by_slice, without in judged.effects(self._evaluate):
             if self.found.add(by_slice) and self._enough is None:
                 self.found.tensors += judged.by_tensor(by_slice[WHOLE], without, self._evaluate)
-            if self._enough is not None and self._enough():
+            if self._enough is not None and self._enough(self.found):
                 return "later"
         return "judged"
 

@@ -7,6 +7,7 @@ of a moment. Here come what the newest updates did to the held-out loss, and how
 import asyncio
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean, median
@@ -32,8 +33,8 @@ from diloco.run.outliers import LOSS_SPIKE
 from diloco.run.state import Finding
 
 # Rounds of all fragments together that are merged without each of their updates, and how long that
-# may take: what is known by then is told.
-BLAMED_ROUNDS, BLAME_S = 24, 30.0
+# may take: what is known by then is told. The longer time is for a machine that is busy.
+BLAMED_ROUNDS, BLAME_S, BUSY_S = 24, 30.0, 60.0
 # Updates of a learner, of fewer nothing is said of what it trains on.
 FEWEST = 8
 # Of fewer learners blame accuses none: of two that pull apart either may be right.
@@ -93,7 +94,8 @@ class AsItComes:
         self.live = Live(console=console, transient=True, auto_refresh=False)
         self._console, self._chosen = console, chosen
         self._lines = lines and not console.is_terminal
-        self._said: set[tuple[str, str]] = set()
+        # Figures change from look to look, and what to do about them does not.
+        self._said: set[tuple[str, str, str | None]] = set()
 
     def told(self, report: Report, doing: str) -> None:
         """Hears the report so far, and what is done next."""
@@ -102,7 +104,7 @@ class AsItComes:
             so_far = picture(part, ended=False)
             self.live.update(Group(so_far, Text(f"{doing} ...", "dim")), refresh=True)
         for one in part.findings if self._lines else ():
-            name = one.about, one.sentence
+            name = one.about, one.advice or one.sentence, one.runbook
             if one.severity in ("warning", "error") and name not in self._said:
                 self._said.add(name)
                 say_plainly(f"{one.severity}  {one.about}: {one.sentence}")
@@ -159,7 +161,7 @@ async def _harm(
     sentences = {f"learner {one.learner}": one for one in judge(effects, judged.slices)}
     rounds, later = judged.rounds.fates["judged"], judged.rounds.fates["later"]
     if later:
-        all_of_them = f"{rounds} of the {rounds + later} newest rounds in {BLAME_S:.0f} s"
+        all_of_them = f"{rounds} of the {rounds + later} newest rounds, for want of time"
         why = f"what updates did to the held-out loss: {all_of_them}; `diloco replay RUN --blame`"
         found = [*found, _not_judged(f"{why} takes its time for all")]
     elif not rounds:
@@ -183,9 +185,14 @@ def _blame(context: RunContext, history: History, task: Isolated) -> blame.Blame
     fragments = sorted(history.records)
     first = max(0, min(history.versions()) - max(4, BLAMED_ROUNDS // len(fragments)))
     chains = verify.chains(history, fragments, first, {})
-    return blame.blame(
-        context, history, chains, evaluate, enough=lambda: time.monotonic() - began_s > BLAME_S
-    )
+
+    def enough(found: blame.Blame) -> bool:
+        took_s = time.monotonic() - began_s
+        updates = Counter(effect.learner for effect in found.effects).values()
+        few = min(updates, default=0) < FEWEST
+        return took_s > (BUSY_S if few else BLAME_S)
+
+    return blame.blame(context, history, chains, evaluate, enough=enough)
 
 
 def _not_judged(what: str) -> Finding:

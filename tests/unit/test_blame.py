@@ -148,7 +148,11 @@ def test_when_the_time_is_over_blame_keeps_what_it_has_and_counts_the_rest(runs,
             history = await read_history(opened.context)
             chains = verify.chains(history, sorted(history.records), 0, {})
             return blame.blame(
-                opened.context, history, chains, evaluate, enough=lambda: len(scored) >= 2 * allowed
+                opened.context,
+                history,
+                chains,
+                evaluate,
+                enough=lambda _: len(scored) >= 2 * allowed,
             )
 
     use_place(RunLocation(None, str(run.store)))

@@ -1,6 +1,7 @@
 """The first thing that a person sees: lines of `why`, of `local`, and a table of 80 columns."""
 
 import io
+from dataclasses import replace
 
 from records import make_input, make_record
 from rich.console import Console
@@ -64,13 +65,14 @@ def test_of_learners_with_long_figures_no_cell_is_folded_at_80_columns():
 
 def test_through_a_pipe_each_alert_is_told_once_as_it_is_found(capsys):
     shown = AsItComes(Console(), lambda one: one.severity != "ok", lines=True)
-    late = Finding(severity="warning", about="learner b", sentence="is late")
+    late = Finding(severity="warning", about="learner b", sentence="is late by 1 s", advice="look")
     report = Report("lab", [late, Finding(severity="note", about="run", sentence="is new")])
     shown.told(report, "reading the tape")
-    report.findings = [Finding(severity="error", about="store", sentence="is away"), late]
+    later = replace(late, sentence="is late by 2 s")
+    report.findings = [Finding(severity="error", about="store", sentence="is away"), later]
     shown.told(report, "reading the store")
     told = capsys.readouterr()
-    assert told.out == "warning  learner b: is late\nerror  store: is away\n"
+    assert told.out == "warning  learner b: is late by 1 s\nerror  store: is away\n"
     assert told.err == "reading the tape ...\nreading the store ...\n"
 
 

@@ -193,6 +193,9 @@ class Watcher:
                 watch = Watch(opened.context)
                 status = await watch.begin()
                 self._opened = True
+                if status.state == "ended":
+                    # What is amiss with it does not pass by itself.
+                    self._ledger.hold_s = 0.0
                 if opened.bundle is not None:
                     self.look(status.alerts)
                     return True
