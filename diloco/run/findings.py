@@ -66,6 +66,7 @@ LESS = {
     "weight": "claim far more tokens than the others' weigh",
     "norm": "were shortened: far longer for their steps than the others'",
 }
+ENDS = "see what ends it: systemctl status diloco-aggregator, its journal, its memory"
 _AS_FAST = "declare it in bounds.learners if it is as fast as it says; if not, it is misconfigured "
 CURE = {
     "steps": f"{_AS_FAST}or lies",
@@ -99,7 +100,7 @@ def judged(run: RunStatus, settings: RunSettings, *, copied: bool = False) -> It
     if run.state in ("under way", "waiting for learners") and not copied:
         yield from _nobody(run.learners)
     yield from run.stored
-    yield from _taken_up(run)
+    yield from _taken_up(run, patience_s(settings))
     # What it was created with the doctor judges: nobody wants to hear of it for weeks.
     yield from (one for one in configuration(settings, run.changes) if one.since_s is not None)
     yield from _waits(run, settings.sync.overlap_steps)
@@ -353,16 +354,27 @@ def _nobody(learners: Sequence[LearnerStatus]) -> Iterator[Finding]:
 # The run
 
 
-def _taken_up(run: RunStatus) -> Iterator[Finding]:
-    """Aggregators that end again and again."""
-    times = run.takeovers
+def _taken_up(run: RunStatus, longest_s: float) -> Iterator[Finding]:
+    """Aggregators that end again and again; or that were not there for long."""
+    times, stood = run.takeovers, run.stood_still
+    if stood is not None and stood.wait_s > longest_s:
+        yield Finding(
+            severity="note",
+            about="aggregators",
+            sentence=f"updates waited {stood.wait_s:,.0f} s for a version: no aggregator was "
+            "there, its store was away, or the run was paused",
+            advice=ENDS,
+            runbook=AGGREGATOR_DOWN,
+            since=stood.version,
+            since_s=stood.at_s,
+        )
     if len(times) >= SUDDEN_ENDS:
         yield Finding(
             severity="error",
             about="aggregators",
             sentence=f"within an hour a fragment came {len(times)} times to another process: an "
             "aggregator ends, or loses its lease, again and again",
-            advice="see what ends it: systemctl status diloco-aggregator, its journal, its memory",
+            advice=ENDS,
             runbook=AGGREGATOR_DOWN,
             since_s=times[0],
             evidence=f"over {times[-1] - times[0]:,.0f} s",

@@ -30,6 +30,7 @@ from diloco.run.state import (
     MergedPoint,
     RunStatus,
     ShardFigures,
+    StoodStill,
     Throughput,
     UpdateAnswer,
     delays_of,
@@ -221,6 +222,7 @@ class Observed:
         self.stored: tuple[Finding, ...] = ()
         self._whole_updates = 0
         self._taken_s: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=RECENT))
+        self._stood_still: StoodStill | None = None
         self._changes: deque[Change] = deque(maxlen=RECENT)
         self._recent: deque[_Round] = deque(maxlen=ROUNDS)
         self._marks: dict[int, dict[tuple[str, int], int]] = {}
@@ -321,6 +323,10 @@ class Observed:
         stale = sum(taken.staleness for taken in record.inputs)
         waits = waits_of(record, made_at_s)
         self._recent.append(_Round(record.closed_at_s, stale, sum(sizes), waits))
+        stood = StoodStill(max(wait_s for wait_s, _ in waits), record.version, made_at_s)
+        longest = self._stood_still
+        if longest is None or stood >= longest or longest.at_s < made_at_s - HOUR_S:
+            self._stood_still = stood
         if len(record.inputs) > 2:
             self.rounds.append(record)
             self._whole_updates += len(record.inputs)
@@ -397,6 +403,7 @@ class Observed:
             quiet_s=max(0.0, now_s - self.extent.last_s),
             stopping_s=max(0.0, now_s - stopped_s),
             strangers=unborn,
+            stood_still=self._stood_still,
             takeovers=self._takeovers(self.extent.last_s if self.ended else now_s),
             changes=tuple(self._changes),
             stored=self.stored,

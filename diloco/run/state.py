@@ -57,6 +57,14 @@ class Change(NamedTuple):
     by: str
 
 
+class StoodStill(NamedTuple):
+    """The longest wait of an update for its version, of late: until which one, stored when."""
+
+    wait_s: float
+    version: int
+    at_s: float
+
+
 class ShardFigures(NamedTuple):
     """A learner's newest updates beside the others', by their shards.
 
@@ -292,6 +300,7 @@ class RunStatus:
         usual_wait_s: median over those rounds of the mean wait of their updates; 0 of none.
         delay, adoption: of all learners, as theirs.
         stall_fraction: share of the learners' time that synchronization took from training.
+        stood_still: None before any version was made of updates.
         takeovers: times within the last hour when a fragment came to another aggregator process.
         changes: the newest of the settings.
         stored: findings on what the store has, where somebody has looked.
@@ -331,6 +340,7 @@ class RunStatus:
     learners: tuple[LearnerStatus, ...]
     fragments: tuple[FragmentStatus, ...]
     takeovers: tuple[float, ...] = ()
+    stood_still: StoodStill | None = None
     changes: tuple[Change, ...] = ()
     stored: tuple[Finding, ...] = ()
     findings: tuple[Finding, ...] = ()

@@ -10,7 +10,7 @@ from diloco.common.storage.tape import Entry, Recorded
 from diloco.replay.blame_learners import Effect, Effects, Sentence, judge
 from diloco.replay.why import accusations, leaks
 from diloco.run.agreement import ComparedRound
-from diloco.run.findings import judged
+from diloco.run.findings import judged, patience_s
 from diloco.run.observed import Observed
 from diloco.run.state import ShardFigures
 
@@ -149,6 +149,17 @@ def test_an_aggregator_that_ends_again_and_again_is_told_of(seen, times, told):
         record = make_record(version=version, observations=(resumed,))
         seen.note_record(Recorded(record, version, 990.0))
     assert bool(said(seen, "aggregators")) is told
+
+
+@pytest.mark.parametrize(("late_s", "told"), [(1.0, True), (-1.0, False)])
+def test_an_aggregator_that_was_away_for_long_is_told_of_afterwards(seen, late_s, told):
+    waited_s = patience_s(seen.settings) + late_s
+    for version, made_at_s in ((1, 100.0), (2, 100.0 + waited_s), (3, 101.0 + waited_s)):
+        waits = make_input(announced_at_s=100.0 if version == 2 else made_at_s)
+        record = make_record(version=version, inputs=(waits,))
+        seen.note_record(Recorded(record, version, made_at_s))
+    found = [one for one in judged(seen.run(300.0), seen.settings) if one.about == "aggregators"]
+    assert [(one.severity, one.since) for one in found] == ([("note", 2)] if told else [])
 
 
 def round_of(change):
