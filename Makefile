@@ -92,7 +92,8 @@ test-extras: install ## test what needs torch, trainers, trackers or a notebook,
 	@.venv-extras/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 		--no-build-isolation -e .
 	@.venv-extras/bin/python -m pytest tests/integration/test_torch.py tests/integration/test_trackers.py \
-		tests/integration/test_trainers.py tests/integration/test_notebook.py $(ARGS)
+		tests/integration/test_trainers.py tests/integration/test_ranks.py \
+		tests/integration/test_notebook.py $(ARGS)
 
 # Servers of an environment of their own: moto speaks S3, Azurite (of npm) as Azure does.
 AZURITE = 3.37.0

@@ -143,7 +143,7 @@ async def _has_ended(host: Host, bus: Bus) -> bool:
 def _meet(host: Host, stack: ExitStack) -> Coordinator:
     """The workers of this learner, connected."""
     background = host.background
-    address = host.config.learner.coordinator or ""
+    address = host.config.learner.coordinator or "127.0.0.1"
     interface = socket.gethostname() if address == "auto" else address.split(":")[0]
     listener = background.call(listen(interface))
     _, secret = exchange_secret(listener.address)

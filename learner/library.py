@@ -95,7 +95,16 @@ class Learner:
         return self._synchronizer.position
 
     def views(self) -> tuple[Layout, list[np.ndarray]]:
-        """The run's layout, and each fragment's view as adopted, float32 [N]; of one host."""
+        """The run's layout, and each fragment's view as adopted, float32 [N].
+
+        Raises:
+            DilocoError: no host of this learner has all of it.
+        """
+        if jax.process_count() > 1:
+            raise DilocoError(
+                "each host of this learner has a part of the views alone",
+                hint="diloco.load reads the run's newest parameters from the store",
+            )
         replica, layout = self._synchronizer.replica, self._life.context.layout
         return layout, [replica.view(one.index) for one in layout.fragments]
 

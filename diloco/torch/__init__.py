@@ -11,7 +11,7 @@ JAX stays on the CPU of this process, and synchronizes what the module's tensors
 
 import contextlib
 import multiprocessing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,13 @@ __all__ = ["Leaf", "TorchLearner", "create", "join", "load"]
 
 
 class TorchLearner(TensorLearner):
-    """A PyTorch loop's place in a run; `join` makes it."""
+    """A PyTorch loop's place in a run; `join` makes it.
+
+    Attributes:
+        check: raises a ParametersError if the module's parameters are not those that joined.
+    """
+
+    check: Callable[[], None] = staticmethod(lambda: None)
 
     def restore(self, state: torch.optim.Optimizer) -> None:
         """Load the optimizer's state from the last checkpoint, if there is one."""
@@ -58,6 +64,7 @@ class TorchLearner(TensorLearner):
             metrics: further scalars of that step by name.
             save: the optimizer, of whose state checkpoints are made.
         """
+        self.check()
         loss = loss.detach() if isinstance(loss, torch.Tensor) else loss
         state = None if save is None else lambda: state_of(save)
         super().step(loss=loss, metrics=metrics, save=state)
@@ -81,19 +88,32 @@ def join(
         file: the run's TOML file.
         learner: name of this learner in the run.
         module: its parameters that require gradients are the run's; they are changed in place.
+            In a process group each rank joins, with a module behind `fully_shard` or in
+            DistributedDataParallel.
         table: which leaf of the run each parameter is, by its name in the module.
         tokens_per_step: as of `diloco.join`.
     """
+    tensors = _tensors_of(module)
     joining = join_tensors(
         file,
         learner=learner,
-        tensors=ModuleTensors(module),
+        tensors=tensors,
         table=table,
         tokens_per_step=tokens_per_step,
         kind=TorchLearner,
     )
     with _spawning(), joining as island:
+        island.check = tensors.check
         yield island
+
+
+def _tensors_of(module: torch.nn.Module) -> ModuleTensors:
+    ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not ranks or torch.distributed.get_world_size() == 1:
+        return ModuleTensors(module)
+    from diloco.torch.ranks import RankTensors
+
+    return RankTensors(module)
 
 
 @contextlib.contextmanager

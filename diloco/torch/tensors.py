@@ -7,6 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from diloco.common.protocol.errors import ConfigError
 
@@ -48,7 +49,7 @@ class ModuleTensors:
 
     def read(self, name: str) -> np.ndarray:
         """A parameter's values; waits for the device, where they are on one."""
-        values = self._parameters[name].detach()
+        values = self._local(name)
         with self._aside(values):
             values = values.to("cpu")
         if values.dtype == torch.bfloat16:  # which NumPy does not know
@@ -64,7 +65,17 @@ class ModuleTensors:
             given = torch.from_numpy(own)
         parameter = self._parameters[name]
         with torch.no_grad(), self._aside(parameter):
-            parameter.copy_(given)
+            self._set(name, given)
+
+    def check(self) -> None:
+        """See that the parameters are those that joined, where ranks divide them."""
+
+    def _local(self, name: str) -> torch.Tensor:
+        """What this process has of a parameter."""
+        return self._parameters[name].detach()
+
+    def _set(self, name: str, values: torch.Tensor) -> None:
+        self._parameters[name].copy_(values)
 
     @contextlib.contextmanager
     def _aside(self, tensor: torch.Tensor) -> Any:
@@ -85,7 +96,7 @@ class ModuleTensors:
 def state_of(optimizer: torch.optim.Optimizer) -> State:
     """Tensors of a PyTorch optimizer, for checkpoints, by number of the parameter and name."""
     return {
-        f"{number}/{name}": _array(value)
+        f"{number}/{name}": _array(_own(value))
         for number, slots in optimizer.state_dict()["state"].items()
         for name, value in slots.items()
         if isinstance(value, torch.Tensor)
@@ -109,7 +120,7 @@ def begun(optimizer: torch.optim.Optimizer) -> Iterator[tuple[State, Callable[[S
             for name, value in slots.items():
                 if isinstance(value, torch.Tensor):
                     given = torch.from_numpy(np.array(state[f"{number}/{name}"]))
-                    value.copy_(given.to(value.dtype))
+                    _own(value).copy_(given.to(value.dtype))
         optimizer.load_state_dict(whole)
 
     groups = optimizer.param_groups
@@ -127,6 +138,11 @@ def begun(optimizer: torch.optim.Optimizer) -> Iterator[tuple[State, Callable[[S
     finally:
         if not taken:
             optimizer.state.clear()
+
+
+def _own(value: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor that ranks divide."""
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def _array(value: torch.Tensor) -> np.ndarray:

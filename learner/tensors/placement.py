@@ -56,6 +56,8 @@ class Placement(NamedTuple):
         return {name: self._out(name, leaf) for name, leaf in leaves.items()}
 
     def _in(self, name: str, leaf: Any) -> jax.Array:
+        if hasattr(leaf, "__jax_array__") and not isinstance(leaf, jax.Array):
+            leaf = leaf.__jax_array__()  # another framework's, of which each host has a part
         # A loop's program may give its own outputs another sharding than it was given.
         if isinstance(leaf, jax.Array) and leaf.sharding == self.inner[name]:
             return leaf

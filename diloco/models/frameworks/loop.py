@@ -93,7 +93,7 @@ class TensorLearner:
         """Set tensors to values, by the run's names."""
         for name, given in values.items():
             if given is not self._leaves[name]:
-                self._leaves[name].take(np.asarray(given))
+                self._leaves[name].take(given)
 
     def reading(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Pass batches on; time that the loop waits for them counts as waiting for data."""

@@ -3,7 +3,9 @@
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
+import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from diloco.common.protocol.errors import ConfigError
 
@@ -106,11 +108,30 @@ class LazyLeaf:
             values = values.transpose(self._axes)
         return np.array(values, dtype, copy=copy is not False)
 
-    def take(self, values: np.ndarray) -> None:
+    def take(self, values: Any) -> None:
         """Copy a leaf's values into the tensor."""
+        values = np.asarray(values)
         if self._axes is not None:
             values = values.transpose(np.argsort(self._axes))
         self._tensors.write(self._tensor, values)
+
+
+class ShardedLeaf(LazyLeaf):
+    """A leaf of which each process has a part, as an array of JAX over all of them."""
+
+    def __init__(self, tensors: Tensors, tensor: str, leaf: Leaf, sharding: NamedSharding) -> None:
+        super().__init__(tensors, tensor, leaf)
+        order = range(len(self.shape)) if leaf.axes is None else leaf.axes
+        cuts = (*sharding.spec, *(None for _ in self.shape))
+        self.sharding = NamedSharding(sharding.mesh, PartitionSpec(*(cuts[axis] for axis in order)))
+
+    def __jax_array__(self) -> jax.Array:
+        own = jax.device_put(self.__array__(), jax.local_devices()[0])
+        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, [own])
+
+    def take(self, values: Any) -> None:
+        """Copy this process's part of a leaf into its part of the tensor."""
+        super().take(np.asarray(values.addressable_data(0)))
 
 
 def leaves_of(tensors: Tensors, table: Table) -> dict[str, LazyLeaf]:
@@ -129,5 +150,10 @@ def leaves_of(tensors: Tensors, table: Table) -> dict[str, LazyLeaf]:
                 f"the table orders the axes of {name!r} as {leaf.axes}, but it has {len(shape)}",
                 hint="give each of its axes once, such as (1, 0) for a matrix's transpose",
             )
-        found[leaf.name] = LazyLeaf(tensors, name, leaf)
+        sharding = getattr(tensors, "sharding", None)
+        found[leaf.name] = (
+            LazyLeaf(tensors, name, leaf)
+            if sharding is None
+            else ShardedLeaf(tensors, name, leaf, sharding(name))
+        )
     return found

@@ -1,0 +1,144 @@
+"""A module over several processes: each rank is a host of one learner (ADR 21), with its shards.
+
+FSDP2 gives a rank a part of each parameter (DTensor), DDP the whole. JAX sees the same: a device of
+its CPU for each rank, in the same mesh, and arrays cut as the parameters are. So each rank reads,
+encodes, uploads and fetches its own part, as rank 0 has planned, which alone speaks to the run.
+"""
+
+import socket
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+import torch.distributed as dist
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from diloco.common.process.nats_server import LOOPBACK, free_port
+from diloco.common.protocol.errors import ConfigError, ParametersError
+from diloco.learner.hosts.messages import MEET_S
+from diloco.torch.tensors import ModuleTensors
+
+
+class RankTensors(ModuleTensors):
+    """A rank's parts of a module's parameters, by their names there.
+
+    Raises:
+        ConfigError: a parameter is of each rank's own, or ranks divide it in a way JAX has not.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        whole = isinstance(module, DistributedDataParallel)
+        self._module = module.module if whole else module
+        super().__init__(self._module)
+        _meet()
+        cut = [one for one in self._parameters.values() if isinstance(one, DTensor)]
+        if not whole and len(cut) < len(self._parameters):
+            raise ConfigError(
+                f"{dist.get_world_size()} ranks train this module, and nothing keeps their"
+                " parameters one",
+                hint="join with it in DistributedDataParallel, or behind fully_shard",
+            )
+        ranks = cut[0].device_mesh.mesh if cut else torch.arange(dist.get_world_size())
+        if ranks.numel() != dist.get_world_size() or any(
+            not torch.equal(one.device_mesh.mesh, ranks) for one in cut
+        ):
+            raise ConfigError(
+                "the module's parameters lie over other ranks than all",
+                hint="shard all of them over one device mesh of the whole process group",
+            )
+        axes = tuple(f"axis{number}" for number in range(ranks.dim()))
+        kinds = (AxisType.Auto,) * ranks.dim()
+        self._mesh = Mesh(np.array(jax.devices())[ranks.numpy()], axes, axis_types=kinds)
+        self._plan = {name: _plan(one) for name, one in self._parameters.items()}
+
+    def sharding(self, name: str) -> NamedSharding:
+        """How a parameter lies; whole on all ranks where it cannot be cut equally."""
+        one = self._parameters[name]
+        cuts: list[tuple[str, ...]] = [()] * one.dim()
+        for axis, placement in zip(self._mesh.axis_names, self._plan[name], strict=False):
+            if placement.is_shard():
+                cuts[placement.dim] = (*cuts[placement.dim], axis)
+        sizes = self._mesh.shape
+        for size, names in zip(one.shape, cuts, strict=True):
+            if size % int(np.prod([sizes[axis] for axis in names], dtype=int)):
+                return NamedSharding(self._mesh, PartitionSpec())
+        return NamedSharding(self._mesh, PartitionSpec(*(names or None for names in cuts)))
+
+    def check(self) -> None:
+        """Refuse parameters that are others, or lie otherwise, than when this learner joined.
+
+        Raises:
+            ParametersError: they do.
+        """
+        now = dict(self._module.named_parameters())
+        for name, one in self._parameters.items():
+            if now.get(name) is not one or _plan(one) != self._plan[name]:
+                raise ParametersError(
+                    f"the module's parameter {name!r} is not the one that joined, or is sharded in"
+                    " another way",
+                    hint="shard the module before this learner joins, and join anew after a change",
+                )
+
+    def _local(self, name: str) -> torch.Tensor:
+        """This rank's part, to be read; a collective where it is not cut equally."""
+        one = self._parameters[name].detach()
+        if not isinstance(one, DTensor):
+            return one
+        return one.to_local() if self._is_cut(name) else one.full_tensor()
+
+    def _set(self, name: str, values: torch.Tensor) -> None:
+        one = self._parameters[name].detach()
+        if not isinstance(one, DTensor):
+            one.copy_(values)
+        elif self._is_cut(name):
+            one.to_local().copy_(values)
+        else:
+            one.to_local().copy_(_part(values, one))
+
+    def _is_cut(self, name: str) -> bool:
+        return any(self.sharding(name).spec)
+
+
+def _plan(one: Any) -> tuple[Any, ...]:
+    return tuple(one.placements) if isinstance(one, DTensor) else ()
+
+
+def _part(values: torch.Tensor, like: DTensor) -> torch.Tensor:
+    """This rank's part of a whole tensor, which ranks divide unequally."""
+    for axis, placement in enumerate(like.placements):
+        if placement.is_shard():
+            ranks, own = like.device_mesh.size(axis), like.device_mesh.get_local_rank(axis)
+            parts = torch.chunk(values, ranks, placement.dim)
+            values = parts[own] if own < len(parts) else values.narrow(placement.dim, 0, 0)
+    return values
+
+
+def _meet() -> None:
+    """Begin JAX's distributed runtime over the ranks, each with one device of its CPU.
+
+    Raises:
+        ConfigError: the ranks are on several machines.
+    """
+    if jax.distributed.is_initialized():
+        return
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (socket.gethostname(), f"{LOOPBACK}:{free_port()}"))
+    if len({machine for machine, _ in told}) > 1:
+        raise ConfigError(
+            f"the ranks are on several machines: {', '.join(sorted({one for one, _ in told}))}",
+            hint="let the ranks of a learner be those of one machine, and be a learner on each",
+        )
+    address = told[0][1]
+    # It would take SIGTERM for itself, by which a learner is asked to leave.
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.config.update("jax_num_cpu_devices", 1)
+    jax.distributed.initialize(
+        address,
+        dist.get_world_size(),
+        dist.get_rank(),
+        initialization_timeout=int(MEET_S),
+        coordinator_bind_address=address,
+    )
