@@ -108,6 +108,11 @@ class Learner:
         replica, layout = self._synchronizer.replica, self._life.context.layout
         return layout, [replica.view(one.index) for one in layout.fragments]
 
+    def settle(self, params: Params) -> None:
+        """Go on from these, where the loop has the same values: `params` is let go."""
+        self._params = params
+        self._synchronizer.replica.trained = self._trained()
+
     def restore(self, state: Any) -> Any:
         """The state that `step` was given to `save` in an earlier life, if a checkpoint has it.
 

@@ -37,8 +37,8 @@ class RankTensors(ModuleTensors):
         cut = [one for one in self._parameters.values() if isinstance(one, DTensor)]
         if not whole and len(cut) < len(self._parameters):
             raise ConfigError(
-                f"{dist.get_world_size()} ranks train this module, and nothing keeps their"
-                " parameters one",
+                f"{dist.get_world_size()} ranks train this module, and their parameters would"
+                " drift apart",
                 hint="join with it in DistributedDataParallel, or behind fully_shard",
             )
         ranks = cut[0].device_mesh.mesh if cut else torch.arange(dist.get_world_size())
@@ -79,7 +79,7 @@ class RankTensors(ModuleTensors):
                 raise ParametersError(
                     f"the module's parameter {name!r} is not the one that joined, or is sharded in"
                     " another way",
-                    hint="shard the module before this learner joins, and join anew after a change",
+                    hint="shard the module before this learner joins, and join again after a change",
                 )
 
     def _local(self, name: str) -> torch.Tensor:

@@ -84,7 +84,6 @@ class HostLink:
         if not isinstance(message, kind):
             came = type(message).__name__
             raise WireError(Reason.KIND, f"host 0 sends {came} where {kind.__name__} is due")
-        self._ended = self._ended or (isinstance(message, Turn) and message.boundary.then == "end")
         return message
 
     def fail(self, error: BaseException) -> None:
@@ -117,6 +116,9 @@ class HostLink:
                 if isinstance(message, Prepare | Granted | Drop):
                     self.requests.put_nowait(message)
                 else:
+                    # Behind it host 0 may be gone before this host's loop is there.
+                    ends = isinstance(message, Turn) and message.boundary.then == "end"
+                    self._ended = self._ended or ends
                     self._inbox.put(message)
         except (OSError, EOFError):
             if not self._ended:

@@ -80,7 +80,7 @@ def test_a_dead_rank_ends_the_life_and_the_next_goes_on(world, kind):
 
 @pytest.mark.parametrize(
     ("does", "words"),
-    [("alone", "nothing keeps their parameters one"), ("anew", "is sharded in another way")],
+    [("alone", "their parameters would drift apart"), ("anew", "is sharded in another way")],
 )
 def test_ranks_whose_parameters_are_not_one_or_change_are_refused(world, does, words):
     for process in begin(world, "fsdp", does, ranks=2):

@@ -34,7 +34,7 @@ class TensorLearner:
     def __init__(self, learner: library.Learner, leaves: Mapping[str, LazyLeaf]) -> None:
         self._learner = learner
         self._leaves = dict(leaves)
-        self.take(learner.params)
+        self._settle(learner.params)
 
     @property
     def done(self) -> bool:
@@ -65,8 +65,10 @@ class TensorLearner:
             metrics: further scalars of that step by name.
             save: gives what a checkpoint holds, a tree of arrays, when one is due.
         """
-        after = self._learner.step(dict(self._leaves), loss=loss, metrics=metrics, save=save)
-        self.take(after)
+        given = dict(self._leaves)
+        after = self._learner.step(given, loss=loss, metrics=metrics, save=save)
+        if after is not given:
+            self._settle(after)
 
     @contextlib.contextmanager
     def viewed(self) -> Iterator[None]:
@@ -94,6 +96,14 @@ class TensorLearner:
         for name, given in values.items():
             if given is not self._leaves[name]:
                 self._leaves[name].take(given)
+
+    def _settle(self, params: Mapping[str, Any]) -> None:
+        """Have the tensors take these, and nobody keep copies of them."""
+        self.take(params)
+        self._learner.settle(dict(self._leaves))
+        for name, given in params.items():
+            if given is not self._leaves[name] and isinstance(given, jax.Array):
+                given.delete()
 
     def reading(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Pass batches on; time that the loop waits for them counts as waiting for data."""
