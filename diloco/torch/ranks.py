@@ -79,7 +79,7 @@ class RankTensors(ModuleTensors):
                 raise ParametersError(
                     f"the module's parameter {name!r} is not the one that joined, or is sharded in"
                     " another way",
-                    hint="shard the module before this learner joins, and join again after a change",
+                    hint="shard the module before this learner joins; join again after a change",
                 )
 
     def _local(self, name: str) -> torch.Tensor:
