@@ -389,7 +389,17 @@ def token_decoders(folder: Path) -> dict[str, Decoder]:
             st.just(right), (right,), lambda data: parse_manifest(data, "tokens.json")
         )
     }
-    for suffix, data in {".jsonl": lines, ".txt": lines, ".json.gz": gzip.compress(lines)}.items():
+    tokens = np.asarray([5, 0, 6, 7, 0], "<u2").tobytes()
+
+    def read_indexed(path: Path) -> None:
+        path.with_suffix(".bin").write_bytes(tokens)
+        read_source(path)
+
+    index = struct.pack("<9sQBQQ2i5q", b"MMIDIDX\0\0", 1, 8, 2, 3, 2, 3, 0, 4, 0, 1, 2)
+    decode = file_decoder(folder, "indexed.idx", read_indexed)
+    found["source .idx"] = Decoder(st.just(index), (index,), decode, bounded=False)
+    sources = {".jsonl": lines, ".txt": lines, ".json.gz": gzip.compress(lines), ".bin": tokens}
+    for suffix, data in sources.items():
         decode = file_decoder(folder, f"source{suffix}", read_source)
         found[f"source {suffix}"] = Decoder(st.just(data), (data,), decode, bounded=False)
     return found

@@ -139,7 +139,8 @@ def test_files_of_tokens_that_do_not_fit_are_refused_before_anything_is_written(
 def test_an_index_of_other_tokens_is_refused(tmp_path, tokenizer):
     write_megatron(tmp_path / "a.bin", [[5, 6, 1], [7, 1]])
     index = (tmp_path / "a.idx").read_bytes()
-    for wrong in (index[:50], b"other" + index[5:], index[:17] + b"\6" + index[18:]):
+    no_documents = index[:26] + bytes(8) + index[34:]
+    for wrong in (index[:50], b"other" + index[5:], index[:17] + b"\6" + index[18:], no_documents):
         (tmp_path / "a.idx").write_bytes(wrong)
         assert "is not an index of Megatron's" in refused(tmp_path, tokenizer, "a.bin")
     (tmp_path / "a.idx").write_bytes(index)

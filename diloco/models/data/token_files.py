@@ -97,8 +97,9 @@ def _bounds(path: str, index: Path) -> tuple[npt.NDArray[np.int64], np.dtype[np.
         begins = np.frombuffer(data, "<i8", documents, place + lengths.nbytes + places.nbytes)
         ends = np.append(places // dtype.itemsize, places[-1] // dtype.itemsize + lengths[-1])
         bounds: npt.NDArray[np.int64] = ends[begins]
-        right = magic == _INDEX_MAGIC and version == 1 and bool((np.diff(bounds) >= 0).all())
-    except (struct.error, KeyError, ValueError, IndexError):
+        rises = bounds[0] >= 0 and bool((np.diff(bounds) >= 0).all())
+        right = magic == _INDEX_MAGIC and version == 1 and rises
+    except (struct.error, LookupError, ValueError, OverflowError):
         right = False
     if not right:
         raise DataError(
