@@ -91,8 +91,9 @@ async def _check_same_beginning(context: Context, ours: wire.Record) -> None:
     message = await context.bus.last(context.tape, subject)
     found = decode(subject, message.payload) if message else None
     if not isinstance(found, wire.Record) or found.view_digest != ours.view_digest:
+        moved_on = isinstance(found, wire.Record) and found.version > 0
+        differs = "is past version 0" if moved_on else "does not begin as this configuration says"
         raise RunMismatchError(
-            f"run {context.run!r} exists, and fragment {ours.fragment} does not begin "
-            "as this configuration says",
+            f"run {context.run!r} exists, and fragment {ours.fragment} {differs}",
             hint="choose another run name, or start the daemons of the run that exists",
         )

@@ -282,8 +282,8 @@ def test_a_folder_is_told_of_and_old_versions_go(ended, tmp_path, run_async):
     for path in others:
         path.mkdir(parents=True)
 
-    async def follow() -> None:
-        for _ in range(2):
+    async def follow(times: int) -> None:
+        for _ in range(times):
             async with diloco.follow(ended.config_path) as model:
                 folder = ServedFolder(
                     model, FolderRules(tmp_path / "to", "safetensors", 1, command)
@@ -292,11 +292,18 @@ def test_a_folder_is_told_of_and_old_versions_go(ended, tmp_path, run_async):
                 async for change in model:
                     await folder.take(change)
 
-    run_async(follow())
+    run_async(follow(2))
     # At least once for each: a version that was written is told of again after a restart.
     lines = told.read_text().split()
     assert lines == [str((tmp_path / "to" / "latest").resolve())] * 2
     assert all(path.exists() for path in others)
+    # The run's last set may have the number of one before it: both keep a name.
+    latest = (tmp_path / "to" / "latest").resolve()
+    about = json.loads((latest / "about.json").read_text())
+    (latest / "about.json").write_text(json.dumps(about | {"view_digests": ["another"]}))
+    run_async(follow(1))
+    assert (tmp_path / "to" / "latest").readlink() == Path(f"{latest.name}-last")
+    assert told.read_text().split()[2:] == [f"{latest}-last"]
     for command in ("", "echo 'a"):
         with pytest.raises(ConfigError, match="--exec"):
             ServedFolder(

@@ -161,7 +161,7 @@ def test_creating_again(new_world):
     assert again.wait() == 0, again.log()
     assert "created run" in again.log()
     refused(with_other_steps, Exit.MISMATCH, "run.steps: 25 here, 24 in the run")
-    refused(with_other_values, Exit.MISMATCH, f"run '{world.name}' exists")
+    refused(with_other_values, Exit.MISMATCH, "does not begin as this configuration says")
     assert read_tape(world).times_s == before.times_s, "a second creation left something"
 
     world.aggregator(), world.learner("learner-0")
@@ -171,7 +171,7 @@ def test_creating_again(new_world):
         create("moved"),
         Exit.MISMATCH,
         f"run '{world.name}' exists",
-        "does not begin as this configuration says",
+        "is past version 0",
     )
     assert read_tape(world).times_s == moved.times_s
     moved.check()

@@ -386,6 +386,33 @@ def test_a_set_is_whole_only_once_nothing_of_it_can_come(run_async):
     run_async(scenario())
 
 
+def test_sets_of_the_runs_last_step_are_whole_only_at_its_end(run_async):
+    """Clocks do not go beyond the run: there a fragment may have any number of versions."""
+
+    async def scenario() -> None:
+        async with lab_of(3) as lab:
+            await all_send(lab, 4)
+            await lab.send_many("a", 2, 1)
+            known = [item for fragment in range(3) for item in (await lab.records(fragment))]
+            known.sort(key=lambda item: item.record_seq)
+            steps = next(one.record for one in known if one.record.version == 3).global_step
+            settings = lab.context.settings
+            settings = settings.model_copy(
+                update={"run": settings.run.model_copy(update={"steps": steps})}
+            )
+            histories: list[list[HeardRecord]] = [[], [], []]
+            for item in known:
+                record = item.record
+                record = record.model_copy(update={"global_step": min(steps, record.global_step)})
+                heard = HeardRecord(item.record_seq, item.stored_at_s, record)
+                histories[record.fragment].append(heard)
+                found = choose_whole(histories, settings, ended=False)
+                assert found is None or len({one.record.version for one in found}) == 1
+            assert choose_whole(histories, settings, ended=True) == tuple(h[-1] for h in histories)
+
+    run_async(scenario())
+
+
 def test_without_its_account_of_senders_a_record_leads_to_the_same_view(run_async):
     async def scenario() -> None:
         async with lab_of(1) as lab, Follower(lab.context, FollowRules((0,))) as follower:

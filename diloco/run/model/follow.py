@@ -104,7 +104,7 @@ class ModelChange:
     Attributes:
         event: "version"; "rollback": the run went back to an earlier state; "epoch": it was
             resumed from its bucket, perhaps at an earlier state. Leaves are the newest values.
-        version: of the whole model, or of the one fragment.
+        version: of the one fragment; of the whole model that of its last fragment.
         fragment: which one; None: this is one version of all that are followed.
         fragments: those whose view has changed.
         global_step: the run's clock.
@@ -375,9 +375,11 @@ class Following:
             FragmentVersion(one.fragment, one.version, one.view_digest, heard.record_seq)
             for one, heard in zip(records, advance.heard, strict=True)
         )
+        whole = self.standing() if self._rules.whole else {}
+        newest = whole[max(whole)].record if whole else records[-1]
         return ModelChange(
             event=event,
-            version=records[-1].version,
+            version=newest.version,
             fragment=None if self._rules.whole else records[-1].fragment,
             fragments=fragments,
             global_step=max(record.global_step for record in records),

@@ -1,6 +1,7 @@
 """What serves a run's model has its newest whole version: as a folder, or in engines.
 
-    DIR/0-000000000120   epoch and version; as `diloco export` writes them
+    DIR/0-000000000120   epoch and version; as `diloco export` writes them. The run's last set of
+                         fragments is 0-000000000120-last where that has the same number
     DIR/latest           a link to the newest: always to a whole one
 
 A folder is written beside the others, brought to the disk, and only then takes its name; the link
@@ -9,6 +10,7 @@ moves in one step. So whatever ends the process leaves a link to a whole version
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import shlex
@@ -33,7 +35,7 @@ from diloco.run.model.follow import Following, LeafRows, ModelChange
 LATEST = "latest"
 FORMS = ("hf", "safetensors", "deltas")
 _PART = ".part"
-_VERSION = re.compile(r"\d+-\d{12}")
+_VERSION = re.compile(r"\d+-\d{12}(-last)?")
 # Names that an ended process may have left: no other file of the folder is touched.
 _LEFT = re.compile(rf"({_VERSION.pattern}|weight_v\d{{6}}|{LATEST}){re.escape(_PART)}")
 # Between two looks at how far behind it is.
@@ -91,9 +93,15 @@ class ServedFolder:
 
     async def _write(self, change: ModelChange) -> Path:
         path = self._rules.folder / f"{change.epoch}-{change.version:012}"
+        if path.exists() and not self._is_here(path):
+            path = path.with_name(f"{path.name}-last")
         if not path.exists():
             await self._write_files(path, self._rules.form)
         return path
+
+    def _is_here(self, path: Path) -> bool:
+        digests = [one.record.view_digest for _, one in sorted(self._model.standing().items())]
+        return bool(json.loads((path / "about.json").read_text())["view_digests"] == digests)
 
     async def _write_files(self, path: Path, form: str, dtype: str | None = None) -> None:
         """Write the model as it is; the folder takes its name once it is on the disk."""

@@ -155,10 +155,13 @@ def _newest_at(life: Sequence[HeardRecord], clock: int) -> HeardRecord | None:
 
 
 def following(settings: RunSettings, newest: HeardRecord) -> float:
-    """The run's clock at the version after a fragment's newest; infinite if there is none."""
+    """The run's clock at the version after a fragment's newest; infinite if there is none.
+
+    At the run's last step a fragment may have several versions, until one is its final one.
+    """
     record = _record(newest)
     clock = next_step(settings.sync.rhythm(record.fragment), record.global_step)
-    return float("inf") if record.final or clock > settings.run.steps else clock
+    return float("inf") if record.final else min(clock, settings.run.steps)
 
 
 def _record(heard: HeardRecord) -> wire.Record:
