@@ -122,6 +122,7 @@ def blame(
     evaluate: Evaluate,
     progress: Progress | None = None,
     enough: Enough | None = None,
+    told: Callable[[Blame], None] | None = None,
 ) -> Blame:
     """Every round once more, without each of its inputs.
 
@@ -134,6 +135,7 @@ def blame(
         chains: of every fragment.
         evaluate: scores a model.
         progress: hears how many of how many records are done.
+        told: hears after each round what is found so far.
         enough: whether to leave it at what is found so far, of which none is looked into by tensor.
 
     Raises:
@@ -147,6 +149,8 @@ def blame(
             walk.found.rounds.count("later", rounds=bool(record.inputs))
         elif record.what != "verdict":
             walk.take(seq, record)
+            if told is not None:
+                told(walk.found)
         if progress is not None:
             progress(done + 1, count)
     found = walk.found

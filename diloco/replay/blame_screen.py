@@ -2,6 +2,7 @@
 
 import json as json_module
 import sys
+import time
 from collections.abc import Sequence
 from heapq import nlargest
 from operator import attrgetter, itemgetter
@@ -16,6 +17,7 @@ from rich.table import Table
 from diloco.replay.blame import Blame, BlamedRounds, Fate
 from diloco.replay.blame_learners import AGAINST, Effect, Effects, Sentence, judge
 from diloco.replay.show import update_name
+from diloco.run.cli.screen import LINE_S
 from diloco.show.page.markup import write_figure
 from diloco.show.page.svg import CYCLE, Axis, Panel, step_line
 
@@ -49,6 +51,31 @@ def tell(found: Blame, console: Console) -> None:
         console.print(_nobody(found.effects, sentences))
     for line in _coverage(found.rounds):
         console.print(line, markup=False)
+
+
+class SoFar:
+    """Tells whom the rounds so far speak against: each learner once, and looks now and then.
+
+    Args:
+        console: where.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._looked_s = time.monotonic()
+        self._told: set[str] = set()
+
+    def __call__(self, found: Blame) -> None:
+        """Hears what is found so far."""
+        if time.monotonic() - self._looked_s < LINE_S:
+            return
+        self._looked_s = time.monotonic()
+        for one in judge(found.effects, found.slices):
+            if one.word in AGAINST and one.learner not in self._told:
+                self._told.add(one.learner)
+                rounds = found.rounds.fates["judged"]
+                line = f"after {rounds:,} rounds: {in_words(one)}"
+                self._console.print(line, soft_wrap=True, markup=False)
 
 
 def _coverage(rounds: BlamedRounds) -> list[str]:

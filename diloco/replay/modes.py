@@ -208,7 +208,10 @@ async def _blame(
 
     evaluate = await held_out_scorer(context, history.specification)
     with progress("merging without each update") as hear:
-        found = await asyncio.to_thread(blame.blame, context, history, chosen, evaluate, hear)
+        # On a terminal the bar says how far it is, and takes no lines.
+        shown = None if options.json or console.is_terminal else blame_screen.SoFar(console)
+        work = partial(blame.blame, progress=hear, told=shown)
+        found = await asyncio.to_thread(work, context, history, chosen, evaluate)
     found.rounds.count("unreadable", rounds=len(history.unreadable))
     if options.first is None:
         found.rounds.count("early", rounds=before_the_tape(history, chosen))

@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import re
 import shutil
 
 import pytest
@@ -14,7 +15,7 @@ from diloco.common.protocol.errors import ConfigError
 from diloco.common.protocol.wire import WHOLE
 from diloco.common.storage.store.protocol import KEPT
 from diloco.judge.doctor import examine, show
-from diloco.replay import blame, verify
+from diloco.replay import blame, blame_screen, verify
 from diloco.replay.diff import run_diff
 from diloco.replay.modes import run_replay
 from diloco.replay.options import Options
@@ -132,6 +133,15 @@ def test_effects_are_what_merging_without_an_update_gives(asked, tmp_path):
     )
     assert f"without {spoiled.CULPRIT}@{last['version']}-{last['version']}" in text
     assert "learners do not react" in text
+
+
+def test_whom_the_rounds_so_far_speak_against_is_told_before_the_rest(asked, monkeypatch):
+    monkeypatch.setattr(blame_screen, "LINE_S", 0.0)
+    said = asked("labels", blame=True)
+    first = re.search(rf"^after \d+ rounds: {spoiled.CULPRIT} is harmful", said, re.MULTILINE)
+    assert first
+    assert first.start() < said.index("What each learner's updates did")
+    assert said.count(f"rounds: {spoiled.CULPRIT} is") == 1
 
 
 @pytest.mark.parametrize("allowed", [0, 1, 7, 10_000])
