@@ -12,9 +12,9 @@ is a span without any: how far two equal runs differ.
 Shown is the run with the liar in % of the other: versions and honest updates merged in a second of
 each span, with the standard error over its parts; by how much the held-out loss went further away
 from the other's within it, for what an attack has done stays; the part of a core that the processes
-of each used (the liar's left out), how many cores the machine had in use, and its load; and what
-`diloco why` says of the liar after the span, and of which honest learners it says something. At
-last both runs are stopped, and must end.
+of each used (the liar's left out), how many cores the machine had in use, and its load; after how
+many seconds status named the liar, and what `diloco why` says of it after the span; and of which
+honest learners either says something. At last both runs are stopped, and must end.
 """
 
 import argparse
@@ -55,6 +55,7 @@ from diloco.operate.auth import files as auth
 from diloco.operate.create import create_from
 from diloco.run.cli.opening import OpenRun, open_run
 from diloco.run.model.load import global_arrays
+from diloco.run.watch import Watch
 
 # --- The liar, a process
 
@@ -338,6 +339,8 @@ class AttackedRun:
         # When each version was stored, and how many honest updates it holds.
         self.seen: list[tuple[float, int]] = []
         self.begun, self.ended = asyncio.Event(), asyncio.Event()
+        # When status first said something of a learner, but that it is silent, and what.
+        self.named: dict[str, tuple[float, str]] = {}
 
     def start(self) -> None:
         """Create the run, and start its daemons."""
@@ -378,6 +381,22 @@ class AttackedRun:
             if len(self.seen) >= FIRST:
                 self.begun.set()
 
+    async def watch(self, opened: OpenRun) -> None:
+        """Note whom status names, for ever."""
+        watch = Watch(opened.context)
+        await watch.begin(1)
+        following = asyncio.ensure_future(watch.follow())
+        try:
+            while True:
+                for one in (await watch.now()).findings:
+                    said = one.severity in ("warning", "error")
+                    if said and not one.sentence.startswith("silent"):
+                        name = one.about.removeprefix("learner ")
+                        self.named.setdefault(name, (time.time(), one.sentence))
+                await asyncio.sleep(SAMPLE_S)
+        finally:
+            following.cancel()
+
     async def why(self, liar: str) -> tuple[str, tuple[str, ...]]:
         """What `diloco why` says of the liar; and the honest learners of whom it says something."""
         command = [sys.executable, "-m", "diloco", "why", str(self._file("operator")), "--json"]
@@ -387,7 +406,12 @@ class AttackedRun:
             one for one in json.loads(told)["findings"] if one["severity"] in ("warning", "error")
         ]
         said = [one["sentence"] for one in amiss if one["about"] == f"learner {liar}"]
-        accused = [name for name in HONEST for one in amiss if one["about"] == f"learner {name}"]
+        honest = {f"learner {name}": name for name in HONEST}
+        accused = [
+            f"{honest[one['about']]}: {one['sentence']}" for one in amiss if one["about"] in honest
+        ]
+        now = [name for name in HONEST if name in self.named]
+        accused += [f"{name}, once: {self.named.pop(name)[1]}" for name in now]
         return "; ".join(said), tuple(accused)
 
     async def sample(self) -> None:
@@ -444,7 +468,8 @@ class SpanOutcome(NamedTuple):
 
     `cores` are those in use: by the run with the liar, by the other, by the machine; and its load.
     `rate` and `alone_loss` are the other's: versions a second, and held-out. `said` is what
-    `diloco why` says of the liar, `accused` are honest learners of whom it says something.
+    `diloco why` says of the liar, `accused` what it says of honest ones, and
+    `named_after_s` the seconds after which status named the liar.
     """
 
     name: str
@@ -457,6 +482,7 @@ class SpanOutcome(NamedTuple):
     wrong: str
     said: str = ""
     accused: tuple[str, ...] = ()
+    named_after_s: float = math.nan
 
 
 def play(folder: Path, attacks: Sequence[str], span_s: float, trust: str) -> list[SpanOutcome]:
@@ -497,6 +523,7 @@ async def _compare(
             for fleet, run in zip((alone, lied), opened, strict=True)
             for work in (fleet.follow(run), fleet.sample())
         ]
+        working.append(asyncio.ensure_future(lied.watch(opened[1])))
         stack.callback(lambda: [task.cancel() for task in working])
         await asyncio.gather(alone.begun.wait(), lied.begun.wait())
         before = await losses()
@@ -508,7 +535,9 @@ async def _compare(
             before = after
             said, accused = await lied.why(liar_name(len(found)))
             outcome = _outcome(span, alone, lied, loss, after[0])
-            found.append(outcome._replace(said=said, accused=accused))
+            named_s, _ = lied.named.get(liar_name(len(found)), (math.nan, ""))
+            outcome = outcome._replace(said=said, accused=accused)
+            found.append(outcome._replace(named_after_s=named_s - span.began_s))
             print(json.dumps(found[-1]), file=sys.stderr, flush=True)
         for run in opened:
             message = wire.Stop(run=RUN, global_step=0, reason="the attacks are over", by="test")
@@ -573,10 +602,10 @@ def rows(attacks: Sequence[str], span_s: float, trusts: Sequence[str]) -> Iterat
             found[trust] = play(Path(folder), attacks, span_s, trust)
     cells = (
         "versions a second, % | honest updates, % | loss, % | cores: with, without, machine; load"
-        " | `diloco why` of the liar; **of the honest**"
+        " | named after, s | `diloco why` of the liar; **of the honest**"
     )
     yield f"| the liar beside three | {' | '.join(f'{trust}: {cells}' for trust in trusts)} |"
-    yield f"|{' --- |' * (1 + 5 * len(trusts))}"
+    yield f"|{' --- |' * (1 + 6 * len(trusts))}"
     for made in zip(*found.values(), strict=True):
         yield f"| {made[0].name or 'nobody'} | {' | '.join(map(_cells, made))} |"
     every = [one for made in found.values() for one in made]
@@ -589,8 +618,10 @@ def _cells(one: SpanOutcome) -> str:
     used = f"{lied:.2f}, {alone:.2f}, {machine:.1f}; {load:.0f}"
     rates = " | ".join(map(_percent, (one.versions, one.merged)))
     wrong = f" ({one.wrong})" if one.wrong else ""
-    accused = f" **{', '.join(one.accused)}**" if one.accused else ""
-    return f"{rates} | {100 * one.loss:+.1f} | {used}{wrong} | {one.said or '-'}{accused}"
+    accused = f" **{'; '.join(one.accused)}**" if one.accused else ""
+    named = f"{one.named_after_s:.0f}" if math.isfinite(one.named_after_s) else "-"
+    told = f"{named} | {one.said or '-'}{accused}"
+    return f"{rates} | {100 * one.loss:+.1f} | {used}{wrong} | {told}"
 
 
 def settings(trust: str, steps: int) -> dict[str, Any]:

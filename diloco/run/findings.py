@@ -18,8 +18,8 @@ from diloco.common.process.config import Broken, RunSettings, broken
 from diloco.common.protocol.errors import DilocoError
 from diloco.common.protocol.reasons import find
 from diloco.common.protocol.wire import note
-from diloco.common.protocol.wire.records import FAR_LESS
 from diloco.run.cli.units import human_bytes
+from diloco.run.contradictions import REJECTED_SHARE, REJECTED_UPDATES, contradictions
 from diloco.run.outliers import LAGGING_LEARNER, LOSS_SPIKE, outliers
 from diloco.run.state import Change, Finding, LearnerStatus, RunStatus, Severity
 
@@ -35,7 +35,6 @@ MISSING_OBJECT = "runbooks/missing-object.md"
 NATS_AWAY = "runbooks/nats-away.md"
 NO_LEARNERS = "runbooks/no-learners.md"
 QUARANTINED_LEARNER = "runbooks/quarantined-learner.md"
-REJECTED_UPDATES = "runbooks/rejected-updates.md"
 STORE_AWAY = "runbooks/store-away.md"
 TAPE_FULL = "runbooks/tape-full.md"
 
@@ -46,7 +45,6 @@ PATIENCE = 3.0
 # Median staleness, in versions, from which a learner's work hardly counts; of so many updates.
 STALE = 4.0
 STALE_LEAST = 4
-REJECTED_SHARE = 0.1
 # Things that a group of findings names.
 NAMED = 5
 # An update that waits for less is waited for by messages alone, however short the steps are.
@@ -58,22 +56,7 @@ NOT_A_NUMBER = ", for values that are not finite (NaN)"
 NOT_FINITE = re.compile(r"\bnan\b|\binf|not a number|diverged", re.IGNORECASE)
 # Clocks that differ by more confuse deadlines and people; a heartbeat may be so late on its way.
 SKEW_S, LATE_S = 1.0, 10.0
-# Fewer than this may be an accident of clocks.
-CUT_LEAST = 4
-# What is said of updates that count for less than they claim.
-LESS = {
-    "steps": "claim more steps than there was time for",
-    "weight": "claim far more tokens than the others' weigh",
-    "norm": "were shortened: far longer for their steps than the others'",
-}
 ENDS = "see what ends it: systemctl status diloco-aggregator, its journal, its memory"
-_AS_FAST = "declare it in bounds.learners if it is as fast as it says; if not, it is misconfigured "
-CURE = {
-    "steps": f"{_AS_FAST}or lies",
-    "weight": f"{_AS_FAST}or lies",
-    "norm": "compare its learning rate and its data with the others'; `diloco replay RUN --blame` "
-    "says what its updates did",
-}
 
 
 def judged(run: RunStatus, settings: RunSettings, *, copied: bool = False) -> Iterator[Finding]:
@@ -88,9 +71,9 @@ def judged(run: RunStatus, settings: RunSettings, *, copied: bool = False) -> It
     yield from room(run.tape_bytes, run.tape_limit_bytes)
     for name, life in run.strangers.items():
         yield _of_no_life(name, life)
-    far = [*outliers(run.learners)]
-    yield from far
-    told = {one.about for one in far}
+    amiss = [*outliers(run.learners), *contradictions(run, settings)]
+    yield from amiss
+    told = {one.about for one in amiss}
     for one in run.learners:
         found = _of_learner(one, whole=run.whole, stopped=stopped)
         # Of whom something is amiss nobody says that it is well.
@@ -295,20 +278,9 @@ def clock(about: str, ahead_s: float, error_s: float, whose: str = "") -> Findin
 
 
 def _of_little_use(one: LearnerStatus) -> Iterator[Finding]:
-    """Findings on a learner's last updates: their staleness, and how many were cut or rejected."""
+    """Findings on a learner's last updates: their staleness, and how many were rejected."""
     count = len(one.recent)
     reasons = Counter(answer.reason for answer in one.recent if answer.reason)
-    # Who was busy for a while has claimed no more in all than it did.
-    credited = sum(answer.credited for answer in one.recent)
-    far = credited * FAR_LESS < sum(answer.tokens for answer in one.recent)
-    # What was believed for few steps is shortened for that.
-    norm = ("norm",)
-    cut = [said.less for said in one.recent if said.less == norm or (said.less and far)]
-    if len(cut) >= max(CUT_LEAST, REJECTED_SHARE * count):
-        less = Counter(what for each in cut for what in each)
-        listed = ", ".join(f"{times} {LESS[what]}" for what, times in less.most_common())
-        why = f"of its last {count} updates {listed}"
-        yield _of(one, "warning", why, CURE[less.most_common(1)[0][0]], REJECTED_UPDATES)
     stale = [answer.staleness for answer in one.recent if not answer.reason]
     # The first update of a learner that joins late is old, and says nothing of the next ones.
     if len(stale) >= STALE_LEAST and (usual := median(stale)) >= STALE:

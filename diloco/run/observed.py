@@ -19,8 +19,17 @@ from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import WireError
 from diloco.common.protocol.wire import LEARNER_STATES
 from diloco.common.storage.bus import Filled
-from diloco.common.storage.tape import Entry, Extent, Item, Recorded, changed_settings
+from diloco.common.storage.tape import (
+    Entry,
+    Extent,
+    InvalidMessage,
+    Item,
+    Recorded,
+    changed_settings,
+)
+from diloco.run.contradictions import step_times
 from diloco.run.state import (
+    HOUR_S,
     RECENT,
     Change,
     Delays,
@@ -42,7 +51,6 @@ from diloco.run.state import (
 ROUNDS, WHOLE_UPDATES = 64, 256
 # Points of a trend that are kept: beyond, every other one is let go.
 POINTS = 64
-HOUR_S = 3600.0
 # Of the gaps between a learner's newest updates so many, the longest, are no part of its pace.
 PAUSES = 2
 # Learner, incarnation and number of an update of a fragment.
@@ -150,6 +158,12 @@ class LearnerHistory:
     beside: deque[UpdateAnswer] = field(default_factory=lambda: deque(maxlen=RECENT))
     trend: Trend = field(default_factory=Trend)
     newest: deque[MergedPoint] = field(default_factory=lambda: deque(maxlen=RECENT))
+    invalid: deque[InvalidMessage] = field(default_factory=lambda: deque(maxlen=RECENT))
+    invalids: int = 0
+    sent_at_s: float = 0.0
+    announced_s: dict[int, float] = field(default_factory=dict)
+    told_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    took_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     _newest: wire.Heartbeat | None = None
     _earlier: LifeTotals = field(default_factory=LifeTotals)
 
@@ -161,6 +175,16 @@ class LearnerHistory:
             self._earlier = self._earlier.and_of(newest)
         if newest is None or beat.incarnation >= newest.incarnation:
             self._newest = beat
+
+    def announce(self, manifest: wire.Manifest, at_s: float) -> None:
+        """It has announced an update."""
+        self.sent_at_s = at_s
+        self.uploads_s.append(manifest.upload_s)
+        before_s = self.announced_s.get(manifest.fragment)
+        self.announced_s[manifest.fragment] = at_s
+        if before_s is not None:
+            self.told_s.append(manifest.step_time_s)
+            self.took_s.append(max(0.0, at_s - before_s) / manifest.steps)
 
     @property
     def spent(self) -> LifeTotals:
@@ -255,6 +279,9 @@ class Observed:
                 self.ended = True
             case names.Subject(kind="stop"):
                 self._stopped = self._stopped or (item.seq, item.time_s)
+            case names.Subject(learner=str(learner)) if isinstance(item, InvalidMessage):
+                self.known[learner].invalid.append(item)
+                self.known[learner].invalids += 1
         # The body of an unreadable record may have been collected: newer ones follow.
         if isinstance(item, Entry):
             self._take(item)
@@ -271,6 +298,7 @@ class Observed:
                     one.sudden_s.append(entry.time_s)
                 one.lives, one.joined, one.host = one.lives + 1, entry.seq, join.host
                 one.release = join.release, join.lock, join.platform
+                one.sent_at_s = entry.time_s
                 if join.before:
                     one.errors.append(join.before)
             case wire.Leave(fragments=()) as leave:
@@ -352,7 +380,7 @@ class Observed:
         if manifest.attempt == 0:
             self._updates_sent += 1
             self._bytes_up += sum(shard.size_bytes for shard in manifest.shards)
-            self.known[manifest.learner].uploads_s.append(manifest.upload_s)
+            self.known[manifest.learner].announce(manifest, at_s)
         marks = self._marks.get(manifest.fragment)
         life = (manifest.learner, manifest.incarnation)
         if marks is not None and manifest.seq > marks.get(life, 0):
@@ -504,6 +532,7 @@ class Observed:
         own = beat.state if beat is not None and (failed or not silent) else "silent"
         own = own if own in (*LEARNER_STATES, "silent") else "unknown"
         current = [one for one in read.members if one.incarnation == read.newest]
+        sent_at_s = max(known.sent_at_s, self.extent.whole_s)
         return LearnerStatus(
             name=name,
             state="quarantined" if read.quarantined else "left" if left else own,
@@ -553,6 +582,11 @@ class Observed:
             upload_s=median(known.uploads_s) if known.uploads_s else None,
             ahead_s=read.ahead_s,
             throughput=throughput(known.newest, known.trend.points, known.merged),
+            invalid=tuple(known.invalid),
+            invalids=known.invalids,
+            step_s=step_times(known.told_s, known.took_s),
+            sent_s=until_s - sent_at_s if sent_at_s else None,
+            missed=min((one.missed for one in current), default=0),
         )
 
 

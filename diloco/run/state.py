@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal, NamedTuple
 
+from diloco.common.storage.tape import InvalidMessage
+
 # Of a learner's updates, so many are looked back on.
 RECENT = 16
+HOUR_S = 3600.0
 # Without a version for so long, and for so many of the usual times between two, no rate is told.
 QUIET_S, QUIET_ROUNDS = 60.0, 5.0
 
@@ -205,6 +208,11 @@ class LearnerStatus:
         upload_s: median time that its last updates took from their bytes to the last shard stored.
         ahead_s: of its clock before the server's, by its newest heartbeat; None: it says none.
         throughput: None before enough was merged.
+        invalid: its newest messages that are none of the protocol's, of `invalids`.
+        step_s: seconds of a step by its updates' own word, and by when they were announced, as
+            medians of the newest; None before there are enough.
+        sent_s: since it announced an update or joined; None: nobody knows.
+        missed: rounds of others' work without work of it, of the fragment where they are fewest.
     """
 
     name: str
@@ -255,6 +263,11 @@ class LearnerStatus:
     upload_s: float | None = None
     ahead_s: float | None = None
     throughput: Throughput | None = None
+    invalid: tuple[InvalidMessage, ...] = ()
+    invalids: int = 0
+    step_s: tuple[float, float] | None = None
+    sent_s: float | None = None
+    missed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

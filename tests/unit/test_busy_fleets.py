@@ -9,9 +9,8 @@ import bisect
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -21,9 +20,9 @@ from machinelab import digest_of, lab_settings, record_of
 
 from diloco.aggregator.core import events, policy
 from diloco.aggregator.core.events import AskCut, Commit, Effect, Fetch, OpenRound
-from diloco.common.protocol import wire
+from diloco.common.protocol import names, wire
 from diloco.common.protocol.layout import Tensor, make_layout
-from diloco.common.storage.tape import Recorded
+from diloco.common.storage.tape import Entry, InvalidMessage, Recorded
 from diloco.learner.core import sync
 from diloco.learner.core.events import Event, Published, RoundOpened, Send, Stepped, sync_rules
 from diloco.plan.virtual import Timeline, VirtualFragment
@@ -89,6 +88,10 @@ class Owner(VirtualFragment):
         else:
             super().decide(event._replace(at_s=now_s) if hasattr(event, "at_s") else event)
 
+    def announce(self, manifest: wire.Manifest) -> None:
+        super().announce(manifest)
+        self.fleet.note(names.update("lab", manifest.learner, manifest.fragment), manifest)
+
     def perform(self, effect: Effect) -> None:
         after, soon_s = self.timeline.after, self.fleet.soon_s
         match effect:
@@ -129,6 +132,8 @@ class Learner:
 
     def join(self) -> None:
         self.life, self.step_time_s, self.position = self.fleet.time.next_seq(), 0.0, 0
+        joins = wire.Join(run="lab", learner=self.name, layout=LAYOUT.digest, host="here")
+        self.fleet.note(names.join("lab", self.name), joins)
         starts = tuple(owner.join(self.name, self.life) for owner in self.fleet.owners)
         self.state = sync.begin(self.fleet.rules, starts)
         self.go_on()
@@ -166,6 +171,16 @@ class Learner:
         if life == self.life:
             self.tell(event)
 
+    def beat(self, **lies: Any) -> None:
+        """Say that it is here."""
+        fields: dict[str, Any] = {
+            "learner": self.name, "incarnation": self.life, "local_step": self.position,
+            "global_step": 0, "tokens": 0, "loss": 1.0, "tokens_per_s": 1.0, "state": "training",
+            "step_time_s": self.step_time_s, "stall_s": 0.0, "run_s": 1.0, "bytes_up": 0,
+            "bytes_down": 0, "updates_sent": 0,
+        }  # fmt: skip
+        self.fleet.seen.hear(wire.Heartbeat(**(fields | lies)), self.fleet.time.now_s)
+
     def tell(self, event: Event) -> tuple[Any, ...]:
         self.state, effects = sync.step(self.fleet.rules, self.state, event)
         return effects
@@ -198,20 +213,28 @@ class BusyFleet:
         """How long a message or a read takes."""
         return self.rng.uniform(0.002, 0.05)
 
+    def note(self, subject: str, body: wire.Body) -> None:
+        """A message of the tape, as status reads it; records it hears of apart."""
+        seq = self.seen.extent.last_seq + 1
+        self.seen.take(Entry(seq, self.time.now_s, subject, body, 1000))
+
     def work(self, until_s: float) -> None:
         while self.time.next_s < until_s:
             self.time.advance()
 
     def accused(self) -> list[Finding]:
         """What is said of learners that asks for something."""
-        run = self.seen.run(self.time.now_s)
-        # Heartbeats are not played.
-        heard = [replace(one, silent=False, state="training") for one in run.learners]
-        found = judged(replace(run, learners=tuple(heard)), self.settings, copied=True)
+        for one in self.learners:
+            if one.life:
+                one.beat()
+        found = judged(self.seen.run(self.time.now_s), self.settings, copied=True)
+        here = {f"learner {one.name}" for one in self.learners if one.life}
+        amiss = [one for one in found if one.severity in ("warning", "error")]
+        # Who is killed starts again.
         return [
             one
-            for one in found
-            if one.about.startswith("learner") and one.severity in ("warning", "error")
+            for one in amiss
+            if one.about in here and not one.sentence.startswith("started again")
         ]
 
 
@@ -247,3 +270,64 @@ def test_honest_work_counts_and_nobody_is_accused_on_a_busy_machine(
     assert updates > 30 * seeds
     # A late announcement took from the next one what it had too much of itself: 0.5 to 1.3 %.
     assert credited > 0.997 * claimed
+
+
+# Who says what is not so
+
+
+class Liar(Learner):
+    """As another, but for what it says of its steps; or it sends nothing."""
+
+    lies: ClassVar[dict[str, Any]] = {}
+    sends_nothing = False
+
+    def announce(self, manifest: wire.Manifest) -> None:
+        if not self.sends_nothing:
+            super().announce(manifest.model_copy(update=self.lies))
+
+
+def said_of_a_liar(within_s: float, **powers: Any) -> str:
+    """What is said of one of four at the end of the first minute; the honest are not accused."""
+    fleet = BusyFleet((10, 10, 10), f"beside {powers}", **{"quorum.pace": 0.9})
+    liar = type("Some", (Liar,), powers)(fleet, "liar", 10, 0.0)
+    fleet.learners.append(liar)
+    fleet.work(BEGAN_S + within_s)
+    found = fleet.accused()
+    assert {one.about for one in found} == {"learner liar"}
+    return "; ".join(one.sentence for one in found)
+
+
+@pytest.mark.parametrize(
+    ("lies", "said"),
+    [
+        ({"step_time_s": 1e-9}, "says that a step of it takes 1e-09 s, and announces one every"),
+        ({"step_time_s": 1e12}, "says that a step of it takes 1e+12 s, and announces one every"),
+        ({"steps": 60_000, "tokens": 60_000 << 32}, "claim more steps than there was time for"),
+    ],
+)
+def test_who_claims_what_the_tape_contradicts_is_named_within_a_minute(
+    lies: dict[str, Any], said: str
+) -> None:
+    assert said in said_of_a_liar(60, lies=lies)
+
+
+def test_who_sends_heartbeats_alone_is_named() -> None:
+    # A busy one's three intervals take longer than a minute here.
+    said = said_of_a_liar(150, sends_nothing=True)
+    assert "says that it trains, and has announced nothing for" in said
+
+
+def test_who_sends_what_is_no_message_is_named_with_it() -> None:
+    fleet = BusyFleet((10, 10, 10), "garbage", **{"quorum.pace": 0.9})
+    fleet.work(BEGAN_S + 20)
+    for at in range(4):
+        seq, subject = fleet.seen.extent.last_seq + 1, names.update("lab", "b", 0)
+        assert fleet.accused() == []
+        why = f"message of {1_000_000 + at} bytes"
+        fleet.seen.take(InvalidMessage(seq, fleet.time.now_s, subject, why, 1_000_000))
+    (one,) = fleet.accused()
+    assert one.about == "learner b"
+    assert "4 of its messages are none of the protocol's, the last of 1.0 MB: message of" in (
+        one.sentence
+    )
+    assert one.since_s == fleet.time.now_s

@@ -1,0 +1,154 @@
+"""Findings on learners whose messages contradict each other, what is measured, or the protocol.
+
+A program that is broken says such things as well as one that lies: the findings say what was said,
+and what is so. Pure.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from statistics import median
+
+from diloco.common.process.config import RunSettings
+from diloco.common.protocol.wire import note
+from diloco.common.protocol.wire.records import FAR_LESS
+from diloco.run.cli.units import human_bytes
+from diloco.run.outliers import LAGGING_LEARNER
+from diloco.run.state import HOUR_S, RECENT, Finding, LearnerStatus, RunStatus
+
+REJECTED_UPDATES = "runbooks/rejected-updates.md"
+# Fewer than this may be an accident.
+LEAST = 4
+REJECTED_SHARE = 0.1
+# What is said of updates that count for less than they claim.
+LESS = {
+    "steps": "claim more steps than there was time for",
+    "weight": "claim far more tokens than the others' weigh",
+    "norm": "were shortened: far longer for their steps than the others'",
+}
+_AS_FAST = "declare it in bounds.learners if it is as fast as it says; if not, it is misconfigured "
+CURE = {
+    "steps": f"{_AS_FAST}or lies",
+    "weight": f"{_AS_FAST}or lies",
+    "norm": "compare its learning rate and its data with the others'; `diloco replay RUN --blame` "
+    "says what its updates did",
+}
+# A step that takes so many times as long as there was time for it, or so small a part of it, is no
+# honest one's on a busy machine.
+LONGER, SHORTER = 10.0, 100.0
+# So many intervals without an update, in so many rounds of the others, are no slow link.
+PATIENCE = 3
+
+
+def contradictions(run: RunStatus, settings: RunSettings) -> Iterator[Finding]:
+    """What learners say that is not so, or is none of the protocol."""
+    for one in run.learners:
+        yield from _cut(one)
+        yield from _invalid(one, run.as_of_s)
+        others = [other for other in run.learners if other.name != one.name]
+        # In lockstep they wait as long as they work.
+        if settings.sync.mode != "lockstep":
+            yield from _step_time(one, others)
+        if run.state == "under way":
+            yield from _nothing_sent(one, others, settings)
+
+
+def _told(
+    one: LearnerStatus,
+    sentence: str,
+    advice: str,
+    runbook: str = REJECTED_UPDATES,
+    *,
+    evidence: str = "",
+    since_s: float | None = None,
+) -> Finding:
+    return Finding(
+        severity="warning",
+        about=f"learner {one.name}",
+        sentence=sentence,
+        advice=advice,
+        runbook=runbook,
+        evidence=evidence,
+        since_s=since_s,
+    )
+
+
+def _cut(one: LearnerStatus) -> Iterator[Finding]:
+    """Updates that count for less than they claim."""
+    count = len(one.recent)
+    # Who was busy for a while has claimed no more in all than it did.
+    credited = sum(answer.credited for answer in one.recent)
+    far = credited * FAR_LESS < sum(answer.tokens for answer in one.recent)
+    # What was believed for few steps is shortened for that.
+    norm = ("norm",)
+    cut = [said.less for said in one.recent if said.less == norm or (said.less and far)]
+    if len(cut) >= max(LEAST, REJECTED_SHARE * count):
+        less = Counter(what for each in cut for what in each)
+        listed = ", ".join(f"{times} {LESS[what]}" for what, times in less.most_common())
+        why = f"of its last {count} updates {listed}"
+        yield _told(one, why, CURE[less.most_common(1)[0][0]])
+
+
+def _invalid(one: LearnerStatus, now_s: float) -> Iterator[Finding]:
+    """Messages that nobody can read, or that are longer than any of their kind."""
+    if len(one.invalid) < LEAST or one.invalid[-1].time_s < now_s - HOUR_S:
+        return
+    last, first = one.invalid[-1], one.invalid[0]
+    yield _told(
+        one,
+        f"{one.invalids:,} of its messages are none of the protocol's, the last of "
+        f"{human_bytes(last.size_bytes)}: {note(last.why)}",
+        "give it the release of the others; if nobody knows why it sends them, `diloco auth "
+        f"revoke DIR {one.name}` ends it",
+        evidence=f"the last {len(one.invalid)} within {last.time_s - first.time_s:,.1f} s, under "
+        f"{last.subject}",
+        since_s=first.time_s,
+    )
+
+
+def _step_time(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
+    """Steps that take far longer than there was time for them, or next to nothing of it."""
+    if one.step_s is None:
+        return
+    told_s, took_s = one.step_s
+    usual = [other.step_s[1] / other.step_s[0] for other in others if other.step_s is not None]
+    # Where all wait for something, that is no contradiction of one.
+    waits = max(1.0, median(usual)) if usual else 1.0
+    if LONGER * took_s < told_s or told_s * SHORTER * waits < took_s:
+        yield _told(
+            one,
+            f"says that a step of it takes {told_s:.2g} s, and announces one every {took_s:.2g} s: "
+            "its step times, or its steps, are none",
+            "see what it runs; its word of its speed changes nobody's pace and nobody's share",
+            evidence=f"median of its newest updates; the others' take {waits:.2g} times as long as "
+            "they say",
+        )
+
+
+def _nothing_sent(
+    one: LearnerStatus, others: Sequence[LearnerStatus], settings: RunSettings
+) -> Iterator[Finding]:
+    """Who says that it trains, and sends no update."""
+    if one.state != "training" or one.sent_s is None or one.missed < PATIENCE:
+        return
+    known = [other.step_time_s for other in others if other.step_time_s > 0 and other.merged]
+    usual_s = median(known) if known else one.step_time_s
+    step_s = min(one.step_time_s or usual_s, LONGER * usual_s)
+    each_s = settings.sync.interval_steps * step_s + (one.upload_s or 0.0)
+    if one.sent_s > settings.quorum.liveness_timeout_s + PATIENCE * each_s:
+        yield _told(
+            one,
+            f"says that it trains, and has announced nothing for {one.sent_s:,.0f} s, where the "
+            f"others' work came in {one.missed} rounds and more: none waits for it",
+            "see in its log what holds its updates up; if it sends heartbeats alone, `diloco auth "
+            f"revoke DIR {one.name}` ends it",
+            LAGGING_LEARNER,
+            evidence=f"a step takes it {one.step_time_s:.2g} s by its own word, an update "
+            f"{settings.sync.interval_steps} steps",
+        )
+
+
+def step_times(told_s: Sequence[float], took_s: Sequence[float]) -> tuple[float, float] | None:
+    """Medians of what updates say of a step's time and of the time there was; None of few."""
+    if len(took_s) < RECENT // 2 or not (said := median(told_s)) or not (had := median(took_s)):
+        return None
+    return said, had
