@@ -7,6 +7,7 @@ What records say is a fact. What heartbeats say is a learner's word of itself, a
 """
 
 import contextlib
+import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -411,7 +412,7 @@ class Observed:
             updates_merged=sum(one.updates_merged for one in found),
             updates_rejected=sum(one.updates_rejected for one in found),
             versions_per_s=per_s * len(self._recent),
-            tokens_per_s=sum(one.tokens_per_s for one in learners),
+            tokens_per_s=trained_per_s(learners),
             bytes_up_per_s=per_s * sum(one.size_bytes for one in self._recent),
             bytes_up=self._bytes_up,
             bytes_down=sum(one.bytes_down for one in spent),
@@ -635,6 +636,19 @@ def _told_delays(beat: wire.Heartbeat | None) -> Delays | None:
     if beat is None or not beat.worst_delay_s:
         return None
     return Delays(beat.delay_s, beat.worst_delay_s, beat.delay_steps, beat.worst_delay_steps)
+
+
+def trained_per_s(learners: Sequence[LearnerStatus]) -> float:
+    """Tokens a second of all: each one's word, up to what is credited to it.
+
+    Of whom too little was merged it counts up to what is credited to the fastest.
+    """
+    credited = [one.throughput.tokens_per_s for one in learners if one.throughput is not None]
+    most = max(credited, default=math.inf)
+    return sum(
+        min(one.tokens_per_s, one.throughput.tokens_per_s if one.throughput else most)
+        for one in learners
+    )
 
 
 def told_adoption(beats: Iterable[wire.Heartbeat]) -> Delays | None:

@@ -331,3 +331,14 @@ def test_who_sends_what_is_no_message_is_named_with_it() -> None:
         one.sentence
     )
     assert one.since_s == fleet.time.now_s
+
+
+def test_nobodys_word_of_its_speed_is_shown_as_work_of_all() -> None:
+    fleet = BusyFleet((10, 10, 10), "boasts", **{"quorum.pace": 0.9})
+    fleet.work(BEGAN_S + 120)
+    for one in fleet.learners:
+        one.beat(tokens_per_s=1e15 if one.name == "b" else 100.0)
+    run = fleet.seen.run(fleet.time.now_s)
+    assert {one.name: one.tokens_per_s for one in run.learners}["b"] == 1e15
+    # Of at most ten steps a second, ten tokens each.
+    assert 0 < run.tokens_per_s <= 300
