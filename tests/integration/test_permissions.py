@@ -192,7 +192,8 @@ def test_who_floods_the_tape_is_cut_off_and_nobody_else(world: World, guarded: G
             for _ in range(20):
                 await honest.publish(names.leave(RUN, "a"), b"slow")
 
-    with pytest.raises(BusError, match=r"lost|refused|closed"):
+    # A server that reloads may take the way to the stream before it takes the connection.
+    with pytest.raises(BusError, match=r"lost|refused|closed|no responders"):
         asyncio.run(asyncio.wait_for(flood(), PATIENCE_S))
     world.until(lambda: guard.events("revoked"), "its word")
     assert [event["learner"] for event in guard.events("revoked")] == ["b"]
@@ -619,17 +620,19 @@ def test_processes_with_one_readers_credentials_read_beside_each_other(
 def test_a_hundred_followers_with_one_readers_credentials_have_every_version(
     world: World, guarded: Guarded, run_async: Run
 ) -> None:
-    # So slow that one process reads a hundred times what is on the tape, on a busy machine too.
-    slow = {"learner": {"speed": {"a": 0.1}}}
-    files = {n: str(world.variant(n, {"bus": guarded.section(n), **slow})) for n in ("agg", "a")}
+    # The learner makes no pause: on a busy machine one process cannot read a hundred times all that
+    # it sends.
+    files = {n: str(world.variant(n, {"bus": guarded.section(n)})) for n in ("agg", "a")}
     auth.add(guarded.folder, "site", "reader", 100)
     site = world.variant("site", {"bus": guarded.section("site")})
-    seen: list[dict[int, tuple[str, ...]]] = [{} for _ in range(100)]
+    seen: list[dict[int, dict[int, str]]] = [{} for _ in range(100)]
 
-    async def follow(own: dict[int, tuple[str, ...]]) -> None:
+    async def follow(own: dict[int, dict[int, str]]) -> None:
+        digests: dict[int, str] = {}
         async with diloco.follow(site) as model:
             async for change in model:
-                own[change.version] = tuple(part.digest for part in change.fragments)
+                digests |= {part.fragment: part.digest for part in change.fragments}
+                own[change.version] = dict(digests)
 
     async def scenario() -> None:
         for _ in range(2):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from diloco.aggregator.rollback import find_versions, roll_back
 from diloco.common.protocol import names, shards, wire
 from diloco.common.protocol.errors import ConfigError, IntegrityError
 from diloco.common.storage.store import MemoryStore
-from diloco.run.model.follower import Advance, Follower
+from diloco.run.model.follower import MOST_BEHIND, Advance, Follower
 from diloco.run.model.whole import FollowRules, HeardRecord, check_rules, choose_whole
 
 BOTH = FollowRules((0, 1))
@@ -306,6 +307,58 @@ def test_who_is_slower_than_the_run_reads_what_collection_has_left(run_async):
             while versions(found) != [newest.version]:
                 found = await soon(follower)
             check_view(follower, found)
+
+    run_async(scenario())
+
+
+class SlowBus:
+    """A bus whose readers get a message only when they are let."""
+
+    def __init__(self, bus) -> None:
+        self._bus = bus
+        self.let = asyncio.Semaphore(0)
+        self.given = 0
+
+    def __getattr__(self, name: str):
+        return getattr(self._bus, name)
+
+    async def read(self, stream: str, subjects: list[str], start_seq: int):
+        async with contextlib.aclosing(self._bus.read(stream, subjects, start_seq)) as messages:
+            async for message in messages:
+                if len(subjects) > 1:  # One who follows, and no single message.
+                    await self.let.acquire()
+                    self.given += 1
+                yield message
+
+
+@pytest.mark.parametrize("between", ["versions", "a rollback"])
+def test_who_reads_more_slowly_than_records_are_made_begins_again_at_the_newest(run_async, between):
+    async def scenario() -> None:
+        async with lab_of() as lab:
+            slow = SlowBus(lab.bus)
+            context = dataclasses.replace(lab.context, bus=slow)
+            async with Follower(context, BOTH) as follower:
+                await soon(follower)
+                await all_send(lab, 20)
+                if between == "a rollback":
+                    targets = await find_versions(lab.context, {0: 3, 1: 3})
+                    await roll_back(lab.context, targets)
+                    await lab.join("a")
+                await all_send(lab, 40)
+                for _ in range(MOST_BEHIND):
+                    slow.let.release()
+                found = await soon(follower)
+                while versions(found)[-1] <= MOST_BEHIND:  # What it has heard so far.
+                    found = await soon(follower)
+                newest = [(await lab.newest(fragment))[0].version for fragment in (0, 1)]
+                assert versions(found) == newest
+                assert found.rolled_back == (between == "a rollback")
+                assert slow.given == MOST_BEHIND
+                check_view(follower, found)
+                await all_send(lab)
+                for _ in range(3):  # One of them it has heard.
+                    slow.let.release()
+                assert versions(await soon(follower)) == [version + 1 for version in newest]
 
     run_async(scenario())
 

@@ -1,8 +1,9 @@
 """A follower: the views of a run, version after version, each verified, at no cost for the run.
 
 It reads the tape by one consumer of its own, which the server forgets when it goes, and says
-nothing there. What it has missed it catches up on as learners do (`catchup.py`). The views that it
-holds are all that it keeps, and one fragment's more while that moves.
+nothing there. What it has missed it catches up on as learners do (`catchup.py`); one that reads
+more slowly than records are made begins again at the newest. It keeps the views alone, and one
+fragment's more while that moves.
 """
 
 import asyncio
@@ -46,6 +47,8 @@ T = TypeVar("T")
 
 # So far back the records are looked through for a whole version to begin with.
 MOST_BACK = 64
+# After so many records it is looked whether the newest version is further than that away.
+MOST_BEHIND = 16
 _LOST = (ObjectMissingError, IntegrityError, WireError)
 
 
@@ -101,15 +104,14 @@ class Follower:
         self._settings_seq = 0
         self._moved = asyncio.Event()
         self._reading: asyncio.Future[None] | None = None
+        self._behind = False
         self._error: Exception | None = None
         self.ended = False
         self.read_bytes = 0
 
     async def __aenter__(self) -> Self:
-        await self._begin()
-        start_seq = min(one.history[-1].record_seq for one in self._fragments) + 1
-        self._reading = asyncio.ensure_future(self._read_tape(start_seq))
-        self._reading.add_done_callback(lambda _: self._moved.set())
+        await self._find_newest()
+        self._listen()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -170,7 +172,7 @@ class Follower:
         while True:
             self._moved.clear()
             target = self._target()
-            if target is not None and self._due(target) and not self._refused(target):
+            if target is not None and self._can_be_had(target):
                 found = await (self._to_whole(target) if self._rules.whole else self._one_step())
                 if found is not None:
                     return found
@@ -179,13 +181,17 @@ class Follower:
                 if self._error is not None and target is not None and self._refused(target):
                     raise self._error
                 return None
-            if not await self._read_ahead():
+            if self._behind:
+                await self._catch_up()
+            elif not await self._read_ahead():
                 await self._wait()
 
     async def rest(self, for_s: float) -> None:
         """Wait so long, or until the run has ended or cannot be followed."""
         assert self._reading is not None
-        if for_s > 0:
+        if self._behind:
+            await asyncio.sleep(for_s)
+        elif for_s > 0:
             await asyncio.wait([self._reading], timeout=for_s)
 
     # What is to be handed out
@@ -205,9 +211,9 @@ class Follower:
             found += known[-1:]
         return tuple(found)
 
-    def _due(self, target: Sequence[HeardRecord]) -> bool:
-        """Whether enough has changed since what was handed out."""
-        return any(self._is_due(heard) for heard in target)
+    def _can_be_had(self, target: Sequence[HeardRecord]) -> bool:
+        """Whether enough has changed since what was handed out, and none of it was refused."""
+        return any(self._is_due(heard) for heard in target) and not self._refused(target)
 
     def _is_due(self, heard: HeardRecord) -> bool:
         record = heard.record
@@ -358,7 +364,8 @@ class Follower:
 
     # What the tape says
 
-    async def _begin(self) -> None:
+    async def _find_newest(self) -> None:
+        """Know the newest records, whatever was made since the last one that was heard."""
         context, rules = self._context, self._rules
         self._settings, self._settings_seq = await self._retry(lambda: effective_settings(context))
         # Asked first: of a run that has ended the last records are known to be the last.
@@ -366,8 +373,10 @@ class Follower:
             await self._retry(lambda: context.bus.last(context.tape, names.end(context.run)))
             is not None
         )
-        for one in self._fragments:
-            record, seq = await self._retry(partial(last_record, context, one.index))
+        last = await asyncio.gather(
+            *(self._retry(partial(last_record, context, one.index)) for one in self._fragments)
+        )
+        for one, (record, seq) in zip(self._fragments, last, strict=True):
             one.history = [HeardRecord(seq, record.closed_at_s, slim(record))]
         newest = [one.history[-1].record for one in self._fragments]
         if rules.stay_at is not None and all(
@@ -391,9 +400,10 @@ class Follower:
         self._rules = self._rules._replace(stay_at=None)
 
     async def _back(self) -> bool:
-        """Read one earlier record of each fragment; False if the tape has none."""
+        """Read one earlier record of what is not yet of a whole version; False if there is none."""
+        last = self._fragments[-1]
         found = False
-        for one in self._fragments:
+        for one in [one for one in self._fragments if one.starts_after(last)] or [last]:
             oldest = one.history[0].record
             if oldest is None or oldest.what == "restore" or not oldest.base_seq:
                 continue
@@ -404,8 +414,24 @@ class Follower:
                 found = True
         return found
 
+    async def _catch_up(self) -> None:
+        """Look for newer versions without hearing each record; listen again once there are none."""
+        await self._find_newest()
+        target = self._target()
+        if target is None or not self._can_be_had(target):
+            self._listen()
+
+    def _listen(self) -> None:
+        self._behind = False
+        start_seq = min(one.history[-1].record_seq for one in self._fragments) + 1
+        self._reading = asyncio.ensure_future(self._read_tape(start_seq))
+        self._reading.add_done_callback(lambda _: self._moved.set())
+
     async def _read_tape(self, start_seq: int) -> None:
-        """Hear records until the run's end; none where all that is followed is known already."""
+        """Hear records until the run's end, or until the newest are too far away to be reached so.
+
+        None where all that is followed is known already.
+        """
         if self.ended:
             return
         context = self._context
@@ -414,12 +440,26 @@ class Follower:
         ]  # fmt: skip
         reading = context.bus.read(context.tape, subjects, start_seq)
         async with contextlib.aclosing(reading):  # type: ignore[type-var]
+            count = 0
             async for message in reading:
                 await self._take(message)
                 if self.ended:
                     break
+                count += 1
+                if count % MOST_BEHIND == 0 and await self._is_far_behind():
+                    self._behind = True
+                    return
         # A file ends with its tape, as a run does with its end.
         self.ended = True
+
+    async def _is_far_behind(self) -> bool:
+        last = self._fragments[-1]
+        heard = next((one.record for one in reversed(last.history) if one.record is not None), None)
+        try:
+            newest, _ = await self._retry(lambda: last_record(self._context, last.index))
+        except _LOST:
+            return False  # It is passed over once it is reached.
+        return heard is not None and newest.version - heard.version > MOST_BEHIND
 
     async def _take(self, message: Message) -> None:
         match names.parse_subject(message.subject):

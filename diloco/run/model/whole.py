@@ -83,6 +83,11 @@ class FollowedFragment:
         """The records behind the adopted one."""
         return [one for one in self.history if one.record_seq > self.adopted.record_seq]
 
+    def starts_after(self, other: "FollowedFragment") -> bool:
+        """Whether the oldest of its records is later, by the run's clock, than another's."""
+        own, its = self.history[0].record, other.history[0].record
+        return own is not None and its is not None and own.global_step > its.global_step
+
     def hear(self, heard: HeardRecord) -> None:
         """Take the next record of the tape; one that was taken before is passed over."""
         if self.history and heard.record_seq <= self.history[-1].record_seq:

@@ -33,7 +33,9 @@ from diloco.common.storage.bus.jetstream.link import (
 )
 from diloco.common.storage.bus.protocol import Message, stream_went_back
 
-_PULL_BATCH = 256
+# Messages of a pull: few at first, since many who read want one message; then ever more.
+_FIRST_BATCH, _PULL_BATCH = 8, 256
+_GROWTH = 4
 _PULL_BYTES = 8 << 20  # what a reader holds at most; a pull ends early rather than exceed it
 _PULL_EXPIRES_S = 5.0
 _HEARTBEAT_S = 1.5
@@ -64,6 +66,7 @@ class Cursor:
         self._path = f"{stream}.{consumer}"
         self._position = position
         self._queue: asyncio.Queue[Msg | None] = asyncio.Queue()
+        self._batch = _FIRST_BATCH
         self._granted = 0  # messages the server may still send for the pull in progress
         self._delivered = 0
         self._made_at = self._pulled_at = asyncio.get_running_loop().time()
@@ -103,7 +106,7 @@ class Cursor:
 
     async def _pull(self) -> None:
         request = {
-            "batch": _PULL_BATCH,
+            "batch": self._batch,
             "max_bytes": max(_PULL_BYTES, 2 * self._link.client.max_payload),
             "expires": int(_PULL_EXPIRES_S * 1e9),
             "idle_heartbeat": int(_HEARTBEAT_S * 1e9),
@@ -119,7 +122,8 @@ class Cursor:
             await client.publish(subject, json.dumps(request).encode(), inbox)
             if answered is not None:
                 await answered.unsubscribe()
-        self._granted = _PULL_BATCH
+        self._granted = self._batch
+        self._batch = min(_GROWTH * self._batch, _PULL_BATCH)
 
     def _note(self, status: str, headers: dict[str, str]) -> None:
         """Take notice of what the server says about a pull."""
