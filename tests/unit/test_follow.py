@@ -332,7 +332,7 @@ class SlowBus:
 
 
 @pytest.mark.parametrize("between", ["versions", "a rollback"])
-def test_who_reads_more_slowly_than_records_are_made_begins_again_at_the_newest(run_async, between):
+def test_who_reads_more_slowly_than_records_are_made_goes_on_from_the_newest(run_async, between):
     async def scenario() -> None:
         async with lab_of() as lab:
             slow = SlowBus(lab.bus)

@@ -2,7 +2,7 @@
 
 It reads the tape by one consumer of its own, which the server forgets when it goes, and says
 nothing there. What it has missed it catches up on as learners do (`catchup.py`); one that reads
-more slowly than records are made begins again at the newest. It keeps the views alone, and one
+more slowly than records are made goes on from the newest. It keeps the views alone, and one
 fragment's more while that moves.
 """
 
