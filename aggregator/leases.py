@@ -345,13 +345,13 @@ class Everything:
         return True
 
     async def done(self, fragment: int) -> None:
-        """Nothing of a fragment is left to do."""
+        """Note that nothing is left to do for a fragment; after the last one `hold` returns."""
         self._left.discard(fragment)
         if not self._left:
             self._all_done.set()
 
     def refuse(self, _fragment: int) -> None:
-        """Nobody else is there to take it."""
+        """Does nothing: no other aggregator could take the fragment."""
 
     async def release(self) -> None:
-        """Nobody waits for them."""
+        """Does nothing: no other aggregator waits for the fragments."""

@@ -192,7 +192,7 @@ class Boot:
     # Files and secrets
 
     def _write_files(self, parameters: Parameters) -> set[str]:
-        """Bring all files up to date; the paths of those that were not."""
+        """Bring all files up to date; returns the paths of those that were not."""
         contents = {
             path: (self._google.object(parameters.bucket, name), 0o644)
             for path, name in parameters.files.items()

@@ -158,7 +158,7 @@ class Releases:
         self._run(["systemctl", "daemon-reload"])
 
     def settle(self, home: Path, before: Path | None, units: Sequence[str]) -> Path:
-        """See whether the units of a new release start, and go back if not; the one that stays."""
+        """Go back to the release before if the units do not start; returns the one that stays."""
         if before not in (None, home) and not self._on_trial(units):
             say(f"{home.name} does not start: back to {before.name}")
             self.install(before)
@@ -293,7 +293,7 @@ def say(text: str) -> None:
 
 
 def make(kind: str, interpreter: Path, out: Path) -> Path:
-    """Make the release of a kind; the archive."""
+    """Make the release of a kind; returns the archive's path."""
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out, prefix="release-") as folder:
         stage = Path(folder) / "diloco"

@@ -240,5 +240,5 @@ class Alone:
         return Preparation()
 
     async def stored(self, _fragment: int, _seq: int) -> tuple[wire.Shard, ...]:
-        """Wait until they have stored their shards of an update; the shards."""
+        """Wait until they have stored their shards of an update; returns the shards."""
         return ()

@@ -103,7 +103,7 @@ def keep_programs(given: str | None, logger: log.Logger) -> CompiledPrograms:
 
 
 def _machine() -> str:
-    """What programs for CPUs depend on, and JAX's keys do not say: its instructions and cores."""
+    """The CPU's instructions and cores, on which programs depend and which JAX's keys leave out."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -99,7 +99,7 @@ class Island:
         )
 
     def key(self) -> np.ndarray:
-        """What the inner step draws from."""
+        """The random key of the inner step."""
         return key_of(self.settings.run.seed, self.learner)
 
     def init_state(self, params: Params) -> Any:

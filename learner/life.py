@@ -116,7 +116,7 @@ class Host:
         )
 
     def open_store(self) -> ObjectStore:
-        """The run's; its folder may not be mounted yet."""
+        """The run's store; its folder may not be mounted yet."""
         section = self.config.store
         return self.wait_for(
             "opening the store", lambda: open_store(section.url, emulator=section.emulator)
@@ -314,7 +314,7 @@ def own_part() -> str:
 
 
 def patient_fetch(host: Host, context: Context) -> PatientFetch:
-    """What reads the store from another thread than the event loop's, and waits out faults."""
+    """A function that reads the store from a thread of its caller and retries transient faults."""
 
     def fetch(what: str, function: Callable[[], Any]) -> Any:
         runtime = context.runtime

@@ -227,7 +227,7 @@ class Meter:
         self.run_s = time.perf_counter() - self._began_s
 
     def paused(self, took_s: float) -> None:
-        """Leave time out in which the run was paused."""
+        """Leave seconds in which the run was paused out of the measured time."""
         self._began_s += took_s
 
     def view(self) -> HealthView:

@@ -270,7 +270,7 @@ def _require_count(name: str, value: Any, hint: str) -> None:
 
 
 class TaskScores(NamedTuple):
-    """What `Task.evaluate` measures.
+    """The figures that `Task.evaluate` measures.
 
     Attributes:
         figures: of all held-out data, by name; `loss` is among them.

@@ -1,4 +1,4 @@
-"""What differs from codec to codec in the loops of merge and outer step, as Numba compiles it.
+"""The operations of each codec in the loops of merge and outer step, compiled by Numba.
 
 A codec has three operations on one block, in the table `OPERATIONS`: add the squares of its values,
 add its values times a factor, encode. The kernels that go through a fragment with them are

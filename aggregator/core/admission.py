@@ -215,9 +215,9 @@ def steps_per_s(bounds: BoundsSection, learner: str, member: Member, usual: floa
 
 
 def greatest_weight(rules: FragmentRules, learner: str, usual: float | None, had_s: float) -> float:
-    """The greatest weight of a learner's work over the given seconds.
+    """The greatest weight that `had_s` seconds of a learner's work may have.
 
-    `usual`: that of a second of the others'.
+    `usual`: the weight of one second of the other learners' work; None: not known.
     """
     declared = rules.bounds.of(learner)
     if declared.max_steps_per_s and declared.max_tokens_per_step:

@@ -1,8 +1,8 @@
 """Garbage of a run: a plan for one fragment, from its records and the store's listing.
 
 Rules of this file:
-- No IO, no clock: the newest record's time is "now". Whoever deletes does it as `collector.py`
-  says: first the tape, then the objects.
+- No IO, no clock: the newest record's time is "now". Whoever deletes does it as
+  `garbage_collector.py` says: first the tape, then the objects.
 - The floor is a version whose view and outer state are stored, and from which a fragment can be
   recovered: the older of the two newest such versions, or an earlier one if versions of the last
   `replay_window_s` seconds could not be merged again otherwise. Of what is below the floor nothing

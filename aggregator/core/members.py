@@ -114,8 +114,8 @@ class Members(Mapping[str, Member]):
     Args:
         members: the members, by learner's name.
         shut_out: who is quarantined, whether a member or not.
-        norms: norm per credited step of the newest update of each learner that is merged in the
-            open round: it stands for `Member.norm`, which is that of the last version.
+        norms: norm per credited step of each learner's newest update merged in the open round; used
+            instead of `Member.norm`, which is of the last version.
     """
 
     __slots__ = ("_chorus", "_members", "_norms", "_shut_out")

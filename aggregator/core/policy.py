@@ -119,10 +119,10 @@ def ema(average: float, value: float) -> float:
 
 
 def sync_s(average_s: float, took_s: float) -> float:
-    """Moving average of what a commit takes; one that takes far longer than most counts as twice.
+    """Moving average of a commit's seconds, each counted as twice the average at most.
 
     A snapshot is stored with every C-th version alone. Counted in full it would leave the rounds
-    after it no grace, and the first of them would close on whoever is quickest.
+    after it no grace, and the first of them would close with the fastest learner alone.
     """
     return ema(average_s, min(took_s, 2 * average_s) if average_s else took_s)
 

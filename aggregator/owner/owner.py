@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 
 from diloco.aggregator.context import Context
 from diloco.aggregator.core.state import State
-from diloco.aggregator.owner.collector import Collector
 from diloco.aggregator.owner.committer import Samples
+from diloco.aggregator.owner.garbage_collector import Collector
 from diloco.aggregator.owner.recovery import recover
 from diloco.aggregator.owner.tenure import Tenure
 from diloco.common.process import metrics

@@ -69,7 +69,7 @@ class TapeEnd(NamedTuple):
 
 
 def subjects(run: str, fragment: int) -> list[str]:
-    """Everything on the tape that the owner of a fragment must know."""
+    """The subjects of the tape that the owner of a fragment reads."""
     return [
         names.join(run, "*"),
         names.leave(run, "*"),

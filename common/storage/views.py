@@ -189,7 +189,7 @@ def assemble_view(
 
 
 class ViewStep(NamedTuple):
-    """What a change leads to: the view, float32 [N], and the bytes that were read for it.
+    """The view, float32 [N], that a change leads to, and the number of bytes read for it.
 
     `encoded`: scales and codes of the delta that leads there; None after a stored view.
     """

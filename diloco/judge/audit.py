@@ -73,8 +73,9 @@ class Audit:
     """The findings of an audit.
 
     Attributes:
-        deep: decisions and versions were made again: `followed` and `remade`; `unknown` decisions
-            could not be followed, since the tape is trimmed.
+        deep: whether decisions and versions were made again.
+        followed: number of decisions that were made again; `remade`: of versions.
+        unknown: number of decisions that could not be made again, since the tape is trimmed.
     """
 
     breaches: list[Breach] = field(default_factory=list)

@@ -137,7 +137,7 @@ def create_with(config: Config, params: Params, hint: Hint = default_hint) -> La
 
 
 def begin(config: Config, params: Params, hint: Hint) -> Layout:
-    """Create the run of `config`, which begins with these parameters; its layout."""
+    """Create the run of `config` with these parameters as its first version; returns its layout."""
     sync, tensors = config.sync, tree.tensors_of(params)
     layout = make_layout(tensors, fragments=sync.fragments, block=sync.block, hint=hint)
     tree.check_wide(layout)

@@ -159,7 +159,7 @@ def marked(text: str) -> str:
 
 
 def is_edited(text: str) -> bool:
-    """Whether somebody has changed a file since it was written, or has written it."""
+    """Whether a file is not as this program wrote it: changed since, or made by somebody else."""
     first, _, rest = text.partition("\n")
     return first != f"{OURS}{_digest(rest)}"
 

@@ -139,7 +139,7 @@ class Daily(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """The answer.
+    """The forecast of a run: rates, waits, bytes and needs of its aggregators.
 
     Attributes:
         cores: of all aggregators, busy for half of the time; `memory_bytes` at least.

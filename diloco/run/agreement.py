@@ -243,7 +243,7 @@ STILL = 0.01
 
 
 class _Compared:
-    """What was found of one learner over several rounds, the newest first."""
+    """Figures of one learner over several rounds, the newest first."""
 
     def __init__(self) -> None:
         self.cosines: list[float] = []
@@ -294,7 +294,7 @@ def _one_strays(cosines: Matrix) -> bool:
 def shard_figures(
     context: RunContext, rounds: Sequence[wire.Record], within_s: float = math.inf
 ) -> dict[str, ShardFigures]:
-    """What shards say of each learner's updates beside the others', over these rounds. Blocks.
+    """Compare each learner's updates with the others', by the shards of these rounds. Blocks.
 
     The newest rounds are read, as far as `ROUND_BYTES` and `within_s` go; once somebody's updates
     point elsewhere than the others', also the parameters of `NEWEST` rounds. Rounds whose shards

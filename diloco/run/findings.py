@@ -384,7 +384,7 @@ def _is_of(change: Change, rule: Broken) -> bool:
 
 
 def _back(line: str) -> str:
-    """What sets a key to its value before a change: of `section.key: before -> after`."""
+    """The setting that undoes a change `section.key: before -> after`: `section.key=before`."""
     key, _, values = line.partition(": ")
     return f"{key}={values.partition(' -> ')[0]}"
 

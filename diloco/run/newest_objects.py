@@ -1,4 +1,4 @@
-"""What a store has of a run's newest versions: objects that are gone, old, damaged, or copies.
+"""Looks for the objects of a run's newest versions: gone, old, damaged, or copies.
 
 Status and page look at the newest objects every few seconds; the doctor looks at more
 (`judge/objects.py`). The functions block while the store answers.

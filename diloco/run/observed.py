@@ -1,4 +1,4 @@
-"""What a run's tape and heartbeats say, folded: from them follows the run as it is now.
+"""Folds a run's tape and heartbeats into the state of the run as it is now.
 
 `Observed` takes messages one by one and holds no more than there are learners and fragments; its
 `run` returns what they say at a moment (`state.py`). Pure.
@@ -79,7 +79,7 @@ class Trend:
 def throughput(
     newest: Sequence[MergedPoint], trend: Sequence[MergedPoint], merged: int
 ) -> Throughput | None:
-    """What the newest updates bring, beside the ones before; None of few.
+    """The rates of the newest updates beside those before; None if they are too few.
 
     Args:
         newest: `RECENT` of them, or what there is.

@@ -109,7 +109,7 @@ class MergedPoint(NamedTuple):
 
 
 class Throughput(NamedTuple):
-    """What a learner's newest merged updates bring, by records alone.
+    """The rates of a learner's newest merged updates, by records alone.
 
     Attributes:
         tokens_per_s: median; `updates_per_s`: how often one is merged.

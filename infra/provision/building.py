@@ -182,7 +182,7 @@ def _batch(
 def array_bytes(
     task: Task, config: Config, name: str, layout: Any, axes: tuple[int, int, int]
 ) -> ArrayBytes:
-    """What a learner's arrays take, by how they lie on its mesh.
+    """The bytes of a learner's arrays, as its mesh divides them.
 
     Raises:
         DilocoError: the task's tensors cannot lie so.

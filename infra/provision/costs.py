@@ -26,7 +26,7 @@ class ResourceCost(NamedTuple):
 def fleet_costs(
     fleet: FleetFile, aggregators: Mapping[str, str | None], known: Known, prices: Prices
 ) -> list[ResourceCost]:
-    """What a fleet's machines and disks cost while all of them run."""
+    """The costs of a fleet's machines and disks while all of them run."""
     found = [_machines(len(fleet.nats.zones), fleet.nats.machine_type, "NATS", known, prices)]
     found += [_machines(1, str(one), name, known, prices) for name, one in aggregators.items()]
     if fleet.keeper:

@@ -34,7 +34,7 @@ def check_machines(fleet: FleetFile, known: Known) -> Iterator[FleetFinding]:
 
 
 def _fault(machine: str, known: Known) -> tuple[str, bool]:
-    """What is wrong with a machine type ("": nothing), and whether it is wrong for good."""
+    """The fault of a machine type, "" for none, and whether it is wrong for good."""
     name, _, rest = machine.partition("-")
     series = known.series.get(name)
     if series is None:

@@ -226,7 +226,7 @@ class Coordinator(Alone):
         self._attempts.pop(attempt, None)
 
     async def stored(self, fragment: int, seq: int) -> tuple[wire.Shard, ...]:
-        """Wait until all workers have stored their shards of an update; the shards."""
+        """Wait until all workers have stored their shards of an update; returns the shards."""
         found = await self._stored[fragment, seq].all
         del self._stored[fragment, seq]
         return tuple(shard for part in found for shard in part)

@@ -278,12 +278,12 @@ def end_if_hanging(
 ) -> threading.Timer:
     """End this process soon, even if it hangs in a collective of JAX or in its shutdown.
 
-    For whoever runs the training loop: who only holds a connection reports the loss.
+    Only what runs the training loop calls it; what holds a connection raises `HostLostError`.
 
     Args:
-        status: its exit status.
-        within_s: so long it may still end by itself.
-        why: what it says then, if nobody could say so before.
+        status: the exit status of the process.
+        within_s: the time that it has to end by itself.
+        why: the error that is printed when it has not.
     """
 
     def end() -> None:

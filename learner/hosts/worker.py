@@ -205,7 +205,7 @@ class Worker:
         return self._link.receive(Turn).boundary
 
     def payload(self, fragment: int, record_seq: int) -> Any:
-        """Take the tensors that a record brought, once; host 0 plans it only when it is here."""
+        """Take the tensors of a record, once; host 0 plans their adoption when they are here."""
         held = self._held.pop((fragment, record_seq), None)
         return None if held is None else held.tensors
 

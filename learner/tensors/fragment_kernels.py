@@ -7,8 +7,8 @@ are cut over the learner's mesh as the tensor is; where a cut would go through a
 cut along another axis. So each device encodes what it holds, and codes do not depend on the mesh.
 
 Per fragment a learner holds theta (its leaves), the view V it last adopted, and the codes of the
-update in flight, q dequantized. What is not yet sent is V - q - theta (docs/design/design.md,
-"Each step's work is sent once"):
+update in flight, q dequantized. What is not yet sent is V - q - theta, with what quantization lost
+before: error feedback (docs/design/design.md, "Each step's work is sent once"):
 
     send       codes = Q(V - theta)             settle     theta += q
     apply      V' = V + deQ(delta); theta += V' - V

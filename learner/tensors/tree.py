@@ -41,12 +41,12 @@ class Division(NamedTuple):
     local: tuple[bool, ...]
 
     def trained_of(self, params: Params) -> Params:
-        """The leaves that the inner optimizer sees."""
+        """The leaves that the inner optimizer moves."""
         masked, _ = split(params, self.trained)
         return masked.trained if isinstance(params, Variables) else masked
 
     def with_trained(self, params: Params, trained: Params) -> Params:
-        """The parameters with what the inner optimizer has moved."""
+        """The parameters, with the leaves in `trained` in place of their own."""
         if isinstance(params, Variables):
             return params._replace(trained=join(trained, params.trained))
         return join(trained, params)

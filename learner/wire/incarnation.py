@@ -140,7 +140,7 @@ class _Joining:
         self._doubt = False
 
     async def attempt(self) -> int:
-        """Publish it, unless an attempt before this one has; its sequence."""
+        """Publish it, unless an earlier attempt has; returns its sequence."""
         if self._doubt and (standing := await self._look()):
             return standing
         self.ids.append(self._context.runtime.new_id())

@@ -267,7 +267,7 @@ class Receiver:
     async def _take(
         self, fragment: int, move: FetchMove | None, covered: Sequence[UnfetchedRecord]
     ) -> int:
-        """Fetch what a move brings and hand it over; the sequence of the newest record covered."""
+        """Fetch what a move needs and hand it over; returns the newest sequence covered."""
         newest = covered[-1]
         if move is not None:
             assert newest.record is not None

@@ -2,7 +2,7 @@
 
 A history plays one fragment: lives of learners, their updates, versions, verdicts, rollbacks,
 checkpoints, candidates that lost their race, drawn from a seed. It collects now and then, as
-`aggregator/owner/collector.py` does, and goes on with what is left. What must be there is said here a
+`aggregator/owner/garbage_collector.py` does, and goes on with what is left. What must be there is said here a
 second time, in terms of what the history knows, without the planner.
 """
 

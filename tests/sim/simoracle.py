@@ -14,7 +14,7 @@ from diloco.common.storage.bus import Message
 from diloco.common.storage.store import ObjectStore
 from diloco.common.storage.tape import read_message, read_positions
 from diloco.judge.oracle import Oracle, Remaker, Violation
-from diloco.judge.oracle.arrays import Arrays, BlockGrid, Numbers
+from diloco.judge.oracle.remake import Arrays, BlockGrid, Numbers
 
 
 def _norms(grid: BlockGrid, _codec: Codec, update: Encoded) -> np.ndarray:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from diloco.common.protocol.errors import BusUnavailableError, StoreError
-from diloco.operate.collect import timed
+from diloco.operate.collect_garbage import timed
 from diloco.operate.command import TimerOptions
 
 

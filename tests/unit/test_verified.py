@@ -16,9 +16,9 @@ from diloco.aggregator.arrays.fragment import FragmentArrays, make_grid
 from diloco.aggregator.core import memory
 from diloco.aggregator.daemon import aggregate
 from diloco.aggregator.leases import Leases
-from diloco.aggregator.owner.collector import Collector
 from diloco.aggregator.owner.committer import swap
 from diloco.aggregator.owner.fetcher import read_input, read_payload
+from diloco.aggregator.owner.garbage_collector import Collector
 from diloco.aggregator.owner.recovery import MOST_AHEAD, _merge_again
 from diloco.common.process.config import GcSection
 from diloco.common.process.tasks import cancel

@@ -1,4 +1,4 @@
-"""The aggregator's records: what each one commits, and the machine's memory after it."""
+"""Learners' manifests, and the records that answer them, with the machine's memory after each."""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -257,9 +257,9 @@ class MemberState(NestedRecord):
 class Allowance(NestedRecord):
     """The number of updates of the fragment that a learner may announce at once.
 
-    `bounds.max_updates_per_s` more for each second, up to those of ten seconds. A message under an
-    update's subject takes one, whatever it says, and a longer one as many as it has times 4 KiB;
-    what was rejected takes ten. It may be left below zero: with less than one nothing is decoded.
+    It grows by `bounds.max_updates_per_s` each second, up to ten seconds' growth. A message under
+    an update's subject takes one for each 4 KiB of its length, at least one, whatever it says; a
+    rejected update takes ten. It may fall below zero; below one, messages are not decoded.
     """
 
     learner: Name = Field(description="who")

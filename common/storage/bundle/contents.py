@@ -79,7 +79,7 @@ class BundleContents:
         self._pieces: dict[int, list[FilePiece]] = {}
 
     def add(self, name: str, size_bytes: int, piece: FilePiece) -> None:
-        """A piece of what has a size in all; the first piece of it comes first."""
+        """Add a piece of a file or object of `size_bytes`, whose first piece comes first."""
         key, single = _hash(name), piece.stop - piece.start == size_bytes
         if not single:
             self._pieces.setdefault(key, []).append(piece)

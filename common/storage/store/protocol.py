@@ -73,7 +73,7 @@ class ObjectStore(Protocol):
         Raises:
             ObjectMissingError: no such object.
             ObjectTooLargeError: it has more than `limit_bytes`; it was not read.
-            ObjectUnreadableError: it is no plain object, whoever made it so.
+            ObjectUnreadableError: no plain object has the name, but a folder, say.
             StoreSlowError: it took longer than `within_s`.
             StoreUnavailableError: a transient fault, or the bytes come damaged again and again.
             StoreError: as of `put`.

@@ -14,14 +14,15 @@ here as well. Pure: messages come in, findings come out.
     memory.py    what is remembered of learners
     data.py      data positions, and one answer for every update
     shares.py    which shares of the data are merged
-    arrays.py    the merge, the outer step and the delta, from objects
-    claims.py    what a manifest may claim
+    remake.py    the merge, the outer step and the delta, from objects
+    centering.py centered clipping, of `remake.py`
+    credit.py    the steps and tokens that an update is credited with
     numbers.py   weights, discounts, pace, grace, clocks
     finding.py   what it says
 """
 
-from diloco.judge.oracle.arrays import Remaker
 from diloco.judge.oracle.finding import RULES, Violation
+from diloco.judge.oracle.remake import Remaker
 from diloco.judge.oracle.run import Oracle
 
 __all__ = ["RULES", "Oracle", "Remaker", "Violation"]

@@ -238,9 +238,9 @@ class Data:
             self._floors[record.fragment] = [record.policy.floor]
 
     def resolve(self, record: wire.Record, seq: int, *, followed: bool) -> Iterator[Violation]:
-        """A record answers updates, each of which was sent and has no answer.
+        """Check that each update that a record answers was sent, and had no answer before.
 
-        Where its decision was `followed`, that says what it may leave behind.
+        `followed`: its decision was checked, so updates below its position need no check here.
         """
         for taken in resolved(record):
             life = _Life(taken.learner, taken.incarnation, record.fragment)

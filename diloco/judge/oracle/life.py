@@ -198,7 +198,7 @@ class OwnerLife:
         return held / (held + away) if held else 1.0
 
     def step_share(self) -> float:
-        """The share of an outer step that the round takes: one learner alone only its part."""
+        """The outer step's factor: `share` of one learner alone or by `participation`, else 1."""
         alone = len(self.merged_learners()) == 1
         return self.share() if alone or self.settings.outer.participation else 1.0
 

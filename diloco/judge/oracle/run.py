@@ -15,10 +15,10 @@ from diloco.common.storage.tape import (
     changed_settings,
 )
 from diloco.judge.oracle import numbers
-from diloco.judge.oracle.arrays import Remaker
 from diloco.judge.oracle.chain import Chain
 from diloco.judge.oracle.data import Data
 from diloco.judge.oracle.finding import Violation
+from diloco.judge.oracle.remake import Remaker
 from diloco.judge.oracle.shares import Shares
 
 

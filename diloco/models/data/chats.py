@@ -254,7 +254,7 @@ def _unmarked(text: str) -> tuple[tuple[tuple[int, int], ...], str]:
 
 
 def _environment() -> "ImmutableSandboxedEnvironment":
-    """What templates of tokenizers expect; no clock, since files depend on sources alone."""
+    """The names that tokenizers' templates expect; no clock: files depend on sources alone."""
     try:
         from jinja2 import TemplateError, nodes
         from jinja2.ext import Extension

@@ -406,7 +406,7 @@ _KINDS = ("rope_type", "type")
 
 
 def config_document(config: DecoderConfig, dtype: str) -> dict[str, Any]:
-    """A `config.json` that says the same, in both spellings of rotary positions."""
+    """The content of a decoder's `config.json`, with both spellings of rotary positions."""
     document: dict[str, Any] = {
         "architectures": [_FAMILY_FILES[config.family].architecture],
         "model_type": config.family,

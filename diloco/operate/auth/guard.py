@@ -196,7 +196,7 @@ async def _watch_consumers(
 
 
 class AccountTraffic(NamedTuple):
-    """What an account has sent since its server started."""
+    """The messages and bytes that an account has sent since its server started."""
 
     messages: int
     size_bytes: int
@@ -227,7 +227,7 @@ async def _watch_accounts(
 
 
 def accounts(url: str, run: str) -> dict[str, AccountTraffic]:
-    """What each learner and reader of a run has sent, as the server's monitoring at `url` counts.
+    """The traffic of each learner and reader of a run, as the server's monitoring at `url` counts.
 
     Raises:
         OSError, ValueError, KeyError: nothing answers, or nothing that nats-server would say.

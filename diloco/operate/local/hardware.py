@@ -253,15 +253,15 @@ def set_hardware(
 
 
 def on_cpu(hardware: dict[str, Hardware]) -> dict[str, Hardware]:
-    """The learners on the CPU, whatever else there is."""
+    """The hardware of each learner, on the CPU also where there are accelerators."""
     return {name: one._replace(forced=True) for name, one in hardware.items()}
 
 
 def on_accelerators(hardware: dict[str, Hardware], found: Accelerators) -> dict[str, Hardware]:
-    """The learners on accelerators.
+    """The hardware of each learner, with its share of the accelerators that were found.
 
     Raises:
-        ConfigError: there are too few.
+        ConfigError: there are fewer accelerators than learners.
     """
     shares = divide(found, hardware)
     return {

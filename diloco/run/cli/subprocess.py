@@ -76,7 +76,7 @@ def _started(work: Callable[..., None], *args: Any) -> tuple[BaseProcess, Connec
 
 
 def _heard(pipe: Connection, hear: Hear | None = None) -> Any:
-    """What the other process answers.
+    """The answer of the other process.
 
     Raises:
         TaskError: it ended by itself.

@@ -99,7 +99,7 @@ class FragmentVersion(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelChange:
-    """What is new, verified against the records.
+    """A change of the model, verified against the records.
 
     Attributes:
         event: "version"; "rollback": the run went back to an earlier state; "epoch": it was
@@ -129,7 +129,7 @@ class ModelChange:
 
     @property
     def leaves(self) -> Iterator[LeafRows]:
-        """What has changed, piece by piece, each an array of its own.
+        """The changed leaves, piece by piece, each an array of its own.
 
         Raises:
             ConfigError: the next change was asked for meanwhile: these values are gone.

@@ -60,7 +60,7 @@ class Lag(NamedTuple):
 
 
 class Advance(NamedTuple):
-    """What has changed since the one before: records of the fragments whose view is another.
+    """A change since the one before: records of the fragments whose view is another.
 
     Attributes:
         heard: their records.
@@ -119,7 +119,7 @@ class Follower:
             await cancel(self._reading)
 
     def carried(self) -> list[FollowedFragment]:
-        """What a follower of a later tape begins with."""
+        """The fragments with which a follower of a later tape begins."""
         # Of these records none is on that tape; a view may be the one that goes on there.
         return [
             FollowedFragment(

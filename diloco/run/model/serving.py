@@ -1,4 +1,4 @@
-"""What serves a run's model has its newest whole version: as a folder, or in engines.
+"""Gives a server of models the newest whole version of a run: as a folder, or in engines.
 
     DIR/0-000000000120   epoch and version; as `diloco export` writes them. The run's last set of
                          fragments is 0-000000000120-last where that has the same number

@@ -24,7 +24,7 @@ _NOTHING = Adopted(0, -1, "")
 
 
 class FollowRules(NamedTuple):
-    """What is handed out, and when.
+    """The fragments and versions that are handed out.
 
     Attributes:
         fragments: indexes of those that are followed, ascending.

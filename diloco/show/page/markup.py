@@ -168,7 +168,7 @@ def write_curves(title: str, marks: Sequence[PlotMark], y: str, path: Path) -> N
 
 
 def check_name(path: Path | None) -> None:
-    """Refuse a file, if one is given, of which the name says that it is no page.
+    """Refuse a file name that does not end in .html; None is allowed.
 
     Raises:
         ConfigError: it does not end in .html.

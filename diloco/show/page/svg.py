@@ -30,7 +30,7 @@ NOTHING = Markup()
 
 
 def element(tag: str, attributes: Mapping[str, object] | None = None, *children: str) -> Markup:
-    """An element. Children are text, unless they are markup; an attribute of True has no value."""
+    """An element of HTML or SVG: text is escaped; an attribute that is True is its name alone."""
     said = "".join(_attribute(name, value) for name, value in (attributes or {}).items())
     if tag in VOID:
         return Markup(f"<{tag}{said}>")

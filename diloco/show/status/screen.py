@@ -316,7 +316,7 @@ def learners_table(learners: Sequence[LearnerStatus]) -> "Fitted":
 
 
 def _refusals(one: LearnerStatus) -> str:
-    """What a learner's updates were rejected for or counted less by, most often first."""
+    """The reasons why a learner's updates were rejected or counted less, the commonest first."""
     most = Counter(one.reasons).most_common(REASONS)
     less = Counter(one.less).most_common()
     told = [f"rejected for {reason} x {count}" for reason, count in most]

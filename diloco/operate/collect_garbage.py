@@ -14,7 +14,7 @@ from rich.table import Table
 from diloco.aggregator.core import garbage
 from diloco.aggregator.core.garbage import Announcers, GarbageObject, Ledger, Trim
 from diloco.aggregator.core.updates import UpdateId
-from diloco.aggregator.owner.collector import (
+from diloco.aggregator.owner.garbage_collector import (
     check_epoch,
     check_tape_is_newest,
     delete,
@@ -88,7 +88,7 @@ async def collect(target: str, *, dry_run: bool) -> GarbageFound:
 
 
 async def find(context: RunContext, section: GcSection) -> GarbageFound:
-    """A run's garbage; read in the order that `aggregator/owner/collector.py` gives.
+    """A run's garbage; read in the order that `aggregator/owner/garbage_collector.py` gives.
 
     Raises:
         DilocoError: as `collect`.

@@ -2,13 +2,13 @@
 
 from runlab import RUN, SNAPSHOT_EVERY, Lab
 
-from diloco.aggregator.owner.collector import delete, trim_tape
+from diloco.aggregator.owner.garbage_collector import delete, trim_tape
 from diloco.aggregator.owner.recovery import recover
 from diloco.common.process.config import GcSection
 from diloco.common.protocol import names
 from diloco.common.storage.store import ObjectInfo
 from diloco.common.storage.views import load_view
-from diloco.operate.collect import GarbageFound, find, table
+from diloco.operate.collect_garbage import GarbageFound, find, table
 
 NOW = GcSection(replay_window_s=0, keep_checkpoints=1)
 

@@ -125,7 +125,7 @@ class Remaker:
     def judge(
         self, settings: RunSettings, base: wire.Record | None, record: wire.Record, seq: int
     ) -> list[Violation]:
-        """What is wrong with the arrays that the next record of a fragment names."""
+        """The violations in the arrays that the next record of a fragment names."""
         if record.what == "verdict":
             return []
         about = f"fragment {record.fragment} version {record.version}"

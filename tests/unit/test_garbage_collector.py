@@ -13,7 +13,7 @@ from diloco.aggregator.core.garbage import Announcers
 from diloco.aggregator.core.members import Member, Members
 from diloco.aggregator.core.state import State
 from diloco.aggregator.core.updates import MergedUpdates, Resolved, UpdateId, WaitingUpdates
-from diloco.aggregator.owner.collector import Collector, fleet_of, read_retained
+from diloco.aggregator.owner.garbage_collector import Collector, fleet_of, read_retained
 from diloco.aggregator.owner.recovery import recover
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import BusUnavailableError, StoreUnavailableError

@@ -1,4 +1,4 @@
-"""Removes what `garbage.py` finds: beside a fragment's owner, or for an operator.
+"""Deletes the garbage that `core/garbage.py` finds: for a fragment's owner, or for an operator.
 
 Order matters, and each step is harmless if nothing follows it:
 1. list the store; what comes into it later is not looked at;
