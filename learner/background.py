@@ -205,7 +205,7 @@ class Preparation:
         """
 
     def drop(self) -> None:
-        """Nobody will adopt it: they free what they have of it."""
+        """Tell the workers that the change is not adopted: they free its tensors."""
 
 
 class Alone:

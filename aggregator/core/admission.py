@@ -157,7 +157,7 @@ def wrong_base(
 def offenders(
     rules: FragmentRules, state: State, resolved: Resolved[RejectedUpdate]
 ) -> tuple[Quarantine, ...]:
-    """Whom to shut out, once the record stands that rejects what is `resolved`."""
+    """The learners to quarantine, once a record stands that rejects the `resolved` updates."""
     # Counted in rejected less merged, so that an honest learner with a rare fault is never shut
     # out, and one that only offends soon is.
     limit = rules.bounds.quarantine_offences

@@ -84,7 +84,7 @@ def _share(me: str, sharing: Collection[str], fragments: Collection[int]) -> int
 
 
 def _first_able(sharing: Mapping[str, AggregatorTerms], fragment: int) -> str | None:
-    """Who takes a fragment that some refuse; None once all do."""
+    """The aggregator that takes a fragment that some refuse; None once all do."""
     able = [life for life, one in sharing.items() if one.may_serve(fragment)]
     return min(able, key=lambda life: _rank(life, fragment), default=None)
 

@@ -48,7 +48,7 @@ class Answer(NamedTuple):
     troubles: tuple[str, ...] = ()
 
     def sentence(self) -> str:
-        """All of it in a line."""
+        """State, reasons, waits and troubles in one line."""
         waits = (f"waits: {', '.join(self.waiting)}",) if self.waiting else ()
         return "; ".join((self.state, *self.why, *waits, *self.troubles))
 

@@ -90,7 +90,7 @@ class _LearnerHoldings:
 
 @dataclass
 class Holdings:
-    """Everybody's, after the claims taken so far.
+    """The shares of all learners, after the claims taken so far.
 
     Attributes:
         sizes: as declared, or as the first message says; None before it.

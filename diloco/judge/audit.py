@@ -120,7 +120,7 @@ def audit(history: History, *, deep: bool = False) -> Audit:
 
 
 def _items(history: History) -> Iterator[Item]:
-    """All of the tape, in order."""
+    """The messages of the tape, in order."""
     records = (
         Entry(seq, history.times_s[seq], names.record(history.run, record.fragment), record, 0)
         for seq, record in history.in_order()

@@ -110,13 +110,13 @@ Further = Callable[[RunContext, History, Isolated, list[Finding]], Awaitable[lis
 
 
 def _not_told(_report: Report, _doing: str) -> None:
-    """Nobody wants to hear of it yet."""
+    """Do nothing: a caller that gives no `told` hears only the report."""
 
 
 async def examine(
     target: str, *, deep: bool = False, told: Told = _not_told, further: Further | None = None
 ) -> Report:
-    """Everything that can be found out about RUN.
+    """Read a run, or a configuration, and report its health.
 
     Args:
         target: RUN, as `diloco.run.cli.opening` has it.

@@ -22,7 +22,7 @@ AT_ONCE = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Belongings:
-    """All that there is of a run.
+    """The streams and objects of a run.
 
     Attributes:
         streams: bytes of each stream that is there.

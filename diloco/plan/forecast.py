@@ -49,7 +49,7 @@ class PlannedIsland:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fleet:
-    """Everything that is planned for.
+    """The fleet, run and failures that a plan is for.
 
     Attributes:
         elastic: a learner goes on with the slices that are left, as the paper's do. The learners of

@@ -91,7 +91,7 @@ def _coverage(rounds: BlamedRounds) -> list[str]:
 
 
 def _nobody(effects: Effects, sentences: Sequence[Sentence]) -> str:
-    """Nothing is held against anybody: what that means."""
+    """The sentence where no learner is blamed."""
     if not effects:
         return "no round was judged, so nothing is said of anybody"
     if effects[-1].loss > effects[0].loss_before and effects.column("alone").mean() > 0:
@@ -170,7 +170,7 @@ def _tensors(found: Blame) -> Table:
 
 
 def tell_json(run: str, found: Blame) -> None:
-    """All of it, for scripts."""
+    """Print all findings as JSON."""
     sentences = [
         one._asdict() | {"since": None if one.since is None else _plain(one.since)}
         for one in judge(found.effects, found.slices)

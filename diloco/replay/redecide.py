@@ -105,7 +105,7 @@ class _Rerun:
                     self._expect(told.at_s, events.Liveness(told.at_s, *about))
 
     def run(self) -> list[RemadeVersion]:
-        """Everything up to the last event, and the timers after it."""
+        """Run all events, and the timers due after the last."""
         while self._coming or self._due_s() is not None:
             at_s = self._coming[0][0] if self._coming else float("inf")
             due_s = self._due_s()

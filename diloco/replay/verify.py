@@ -109,7 +109,7 @@ class VerifyProgress:
         return 0
 
     def note(self, fragment: int, seq: int, record: wire.Record) -> None:
-        """Everything up to a record with a stored state is as recorded."""
+        """Note that all versions up to a record with a stored state are as recorded."""
         self._reached[fragment] = (seq, record.outer_digest)
         if self._path is not None:
             partial = self._path.with_name(f"{self._path.name}.partial")

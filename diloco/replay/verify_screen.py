@@ -63,7 +63,7 @@ def show_unreadable(records: Iterable[Unreadable], console: Console) -> None:
 
 
 def show_difference(difference: Difference, console: Console) -> None:
-    """Everything that is needed to look into it."""
+    """Print the place and the figures of a difference."""
     record = difference.record
     console.print(
         f"[bold red]fragment {difference.fragment}, version {record.version}[/] (record "

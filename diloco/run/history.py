@@ -330,7 +330,7 @@ def identity(manifest: wire.Manifest) -> Sent:
 
 
 def resolves(record: wire.Record) -> tuple[wire.Input | wire.Rejected, ...]:
-    """All that a record says of updates."""
+    """The updates that a record answers: merged, then rejected."""
     merged: tuple[wire.Input | wire.Rejected, ...] = record.inputs
     return merged + record.rejected
 

@@ -58,7 +58,7 @@ class Series(BaseModel):
 
     @property
     def classes(self) -> dict[str, MachineClass]:
-        """Those whose sizes are known."""
+        """The classes whose sizes are known."""
         named = {"standard": self.standard, "highmem": self.highmem, "highcpu": self.highcpu}
         return {name: one for name, one in named.items() if one}
 

@@ -86,7 +86,7 @@ class Outgoing(NamedTuple):
 
 
 class Done(NamedTuple):
-    """Nothing more of these fragments comes; the data position is said."""
+    """The last word on these fragments: nothing more comes of them; with the data position."""
 
     position: int
     fragments: tuple[int, ...]

@@ -67,7 +67,7 @@ class Load(HostMessage):
 
 
 class Go(HostMessage):
-    """Everybody is ready."""
+    """Host 0 says that all hosts are ready to train from this point."""
 
     incarnation: int
     position: int
@@ -101,7 +101,7 @@ class Granted(HostMessage):
 
 
 class Drop(HostMessage):
-    """Nobody will adopt what an attempt brought."""
+    """The tensors of an attempt will not be adopted: free them."""
 
     attempt: int
 

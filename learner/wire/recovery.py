@@ -274,7 +274,7 @@ def restore(
 def _healthy(
     context: Context, candidates: Iterator[_Candidate]
 ) -> Iterator[tuple[_Candidate, Facts, Any]]:
-    """Those that can be read, each read when it is asked for."""
+    """The candidates that can be read, each read when it is asked for."""
     for candidate in candidates:
         try:
             facts, state = candidate.read()

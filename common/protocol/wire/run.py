@@ -210,7 +210,7 @@ class Checkpoint(Body):
 
 
 class CheckpointFile(Body):
-    """All that a new epoch begins from.
+    """The state from which a new epoch begins.
 
     The body of the object `{run}/checkpoint/{name}`, on no stream. At most 64 MiB.
     """

@@ -76,10 +76,10 @@ class BundleBus:
         await asyncio.Event().wait()
 
     async def broadcast(self, subject: str, payload: bytes) -> None:
-        """Nobody listens."""
+        """Do nothing: a file has no listeners."""
 
     async def listen(self, subject: str) -> AsyncIterator[tuple[str, bytes]]:
-        """Nobody speaks."""
+        """Wait for ever: a file has no speakers."""
         await asyncio.Event().wait()
         yield subject, b""
 

@@ -52,7 +52,7 @@ RULES = {
     "memory": "the machine's memory follows from the record before and what came since",
     "position": "the position is the lowest sequence that is not resolved",
     "totals": "sums grow by what the record resolves",
-    "settings": "learning rate and momentum are those in force, times the round's share",
+    "settings": "rate and momentum are those in force, times the round's share of the fleet",
     "objects": "snapshots, deltas and outer states are those that the settings ask for",
     "input": "what is merged is what its manifest announced, byte for byte",
     "coefficients": "an input's coefficient is its weight's share, rounded to bfloat16",

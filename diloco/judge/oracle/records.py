@@ -31,7 +31,7 @@ def contents(record: wire.Record) -> Contents:
 
 
 def resolved(record: wire.Record) -> Iterator[wire.Input | wire.Rejected]:
-    """All that a record says of updates."""
+    """The updates that a record answers: merged, then rejected."""
     yield from record.inputs
     yield from record.rejected
 

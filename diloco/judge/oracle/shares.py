@@ -36,7 +36,7 @@ class BatchRange(NamedTuple):
 
 
 class Shares:
-    """Everybody's shares, and the batches of each that are merged.
+    """The shares of all learners, and the batches of each share that are merged.
 
     Args:
         run: whose `data_shares` and `share_batches` hold, if it has them.

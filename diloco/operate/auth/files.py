@@ -133,7 +133,7 @@ def revoke(folder: Path, name: str) -> None:
 
 
 def identities(folder: Path) -> tuple[Identity, ...]:
-    """Who there is.
+    """The identities in a folder of `diloco auth`.
 
     Raises:
         ConfigError: `init` was not called.

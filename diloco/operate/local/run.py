@@ -183,7 +183,7 @@ def aggregator_names(count: int) -> list[str]:
 def _plan_kills(
     wanted: list[str] | None, learners: list[str], aggregators: list[str], steps: int
 ) -> list[_Kill]:
-    """Whom to kill when.
+    """The daemons to kill, and the step at which each is killed.
 
     Raises:
         ConfigError: not NAME@STEP, or nobody of that name.

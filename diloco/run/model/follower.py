@@ -389,7 +389,7 @@ class Follower:
                 return
 
     async def _go_to(self, version: int) -> None:
-        """Nothing but a version that the run has had."""
+        """Set the follower to a version that the run has had, and end there."""
         from diloco.aggregator.rollback import find_versions
 
         found = await find_versions(self._context, dict.fromkeys(self._rules.fragments, version))

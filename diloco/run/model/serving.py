@@ -246,7 +246,7 @@ class EngineSink(Protocol):
         """Take some rows of a leaf."""
 
     def finish(self, version: int) -> None:
-        """All of the version is here, in every engine: generate with it."""
+        """Generate with this version: every engine has all of it."""
 
 
 def feed(model: Following, engines: Sequence[EngineSink]) -> Iterator[ModelChange]:

@@ -148,7 +148,7 @@ class AlertLedger:
         return [Notice(seen.alert, seen.gone_s)] if seen.told else []
 
     def end(self, now_s: float) -> list[Notice]:
-        """All that fires has ended, with the run itself."""
+        """Resolve all firing alerts, since the run has ended; returns the notices."""
         told = [seen.alert for seen in self._seen.values() if seen.told]
         self._seen.clear()
         return [Notice(alert, now_s) for alert in told]
