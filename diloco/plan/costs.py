@@ -88,13 +88,19 @@ class Prices(Section):
 
 
 class DailyCost(NamedTuple):
-    """Dollars a day of one arrangement, by part."""
+    """Dollars a day of one arrangement, by part.
+
+    Attributes:
+        downloads: of deltas and, where the bucket charges it, of updates.
+        records: that each learner reads from the place of the bus, beside the aggregator.
+    """
 
     name: str
     operations: float
     storage: float
     uploads: float
     downloads: float
+    records: float
     replication: float
     machines: float
     disks: float
@@ -145,6 +151,11 @@ def _each_gib(made: Plan) -> tuple[float, float]:
     return daily.bytes_merged / made.learners / GIB, read / made.learners / GIB
 
 
+def _records(prices: Prices, regions: Sequence[str], place: str, made: Plan) -> float:
+    between = sum(prices.between(region, place) for region in regions)
+    return made.daily.record_reads / made.learners / GIB * between
+
+
 def _regional(prices: Prices, regions: Sequence[str], place: str, made: Plan) -> DailyCost:
     between = sum(prices.between(region, place) for region in regions)
     daily, (up_gib, down_gib) = made.daily, _each_gib(made)
@@ -154,6 +165,7 @@ def _regional(prices: Prices, regions: Sequence[str], place: str, made: Plan) ->
         made.retained_bytes / GIB * prices.regional_storage / MONTH_DAYS,
         up_gib * between * prices.uploads_charged,
         down_gib * between,
+        _records(prices, regions, place, made),
         0.0,
         _machines(prices, made),
         _disks(prices),
@@ -176,6 +188,7 @@ def _multi_region(prices: Prices, regions: Sequence[str], made: Plan) -> DailyCo
         up_gib * between * prices.uploads_charged,
         down_gib * (between + near * prices.multi_region_read)
         + daily.bytes_merged / GIB * prices.multi_region_read,
+        _records(prices, regions, home, made),
         daily.bytes_written / GIB * prices.replication,
         _machines(prices, made),
         _disks(prices),

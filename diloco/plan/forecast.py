@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from diloco.common.process.config import GcSection, RunSettings
+from diloco.common.protocol import wire
 from diloco.plan import outages as plan_outages
 from diloco.plan import rounds as plan_rounds
 from diloco.plan import traffic as plan_traffic
@@ -125,6 +126,7 @@ class Daily(NamedTuple):
         gets: requests that read: a large object takes several.
         bytes_merged: of `bytes_read` what the aggregator reads.
         tape_bytes: of the messages on the tape, `records` among them.
+        record_reads: bytes of records that learners read, each of them every record.
     """
 
     objects_written: float
@@ -135,6 +137,7 @@ class Daily(NamedTuple):
     bytes_merged: float
     records: float
     tape_bytes: float
+    record_reads: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -463,17 +466,20 @@ def _daily(sized: RoundTraffic, rounds: RoundTotals, learners: int) -> Daily:
     each = DAY_S / rounds.interval_s  # Versions of every fragment.
     snapshots = each / sized.snapshot_interval_versions
     updates = each * rounds.participants
+    record_bytes = plan_traffic.record_bytes(sized, learners, rounds.participants)
+    # A record is an object of its own where it is too large for a message.
+    objects = each * sized.fragments * (2 if record_bytes > wire.RECORD_BYTES else 1)
     return Daily(
-        objects_written=updates * sized.update_objects
-        + each * sized.fragments
-        + snapshots * 2 * sized.fragments,
-        objects_read=updates * sized.update_objects + each * learners * sized.fragments,
-        gets=updates * sized.update_gets + each * learners * sized.delta_gets,
+        objects_written=updates * sized.update_objects + objects + snapshots * 2 * sized.fragments,
+        objects_read=updates * sized.update_objects + learners * objects,
+        gets=updates * sized.update_gets
+        + learners * (objects + each * (sized.delta_gets - sized.fragments)),
         bytes_written=updates * sized.update_bytes
         + each * sized.delta_bytes
         + snapshots * sized.snapshot_bytes,
         bytes_read=updates * sized.update_bytes + each * learners * sized.delta_bytes,
         bytes_merged=updates * sized.update_bytes,
         records=each * sized.fragments,
-        tape_bytes=each * plan_traffic.tape_bytes(sized, rounds.participants),
+        tape_bytes=each * plan_traffic.tape_bytes(sized, learners, rounds.participants),
+        record_reads=each * learners * sized.fragments * record_bytes,
     )

@@ -29,7 +29,7 @@ class PlanOptions:
         str | None,
         _fleet(help="model size, such as 5B [default: from the file's task, else 5B]"),
     ] = None
-    learners: Annotated[int, _fleet(help="number of learners", min=1, max=4096)] = 8
+    learners: Annotated[int, _fleet(help="number of learners", min=1, max=100_000)] = 8
     chips: Annotated[str | None, _fleet(help="total chips, or a list [default: 1 per learner]")] = (
         None
     )

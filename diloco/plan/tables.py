@@ -144,6 +144,7 @@ def _needs(settings: RunSettings, made: Plan) -> Table:
         ("kept in the store", _bytes(made.retained_bytes)),
         ("records on the tape a day", _short(daily.records)),
         ("bytes on the tape a day", _bytes(daily.tape_bytes)),
+        ("bytes of records that learners read a day", _bytes(daily.record_reads)),
         ("aggregator's cores (half busy)", f"{made.cores}, {made.busy_cores:.2g} busy"),
         ("aggregator's memory, at least", _bytes(made.memory_bytes)),
         ("aggregator's link", f"{made.aggregator_gbit:.3g} Gbit/s"),

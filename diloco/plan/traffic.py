@@ -24,9 +24,11 @@ CLOSING_THREADS = 2
 PLAIN_CORE_S, TLS_CORE_S = 0.7e-9, 1e-9
 # An object is read in ranges of this length, a request each.
 RANGE_BYTES = 8 << 20
-# Bytes on the tape: of a manifest and a record, and of each shard in one and each input in another.
+# Bytes on the tape: of a manifest, and of each of its shards.
 MANIFEST_BYTES, SHARD_BYTES = 600, 160
-RECORD_BYTES, INPUT_BYTES = 3000, 900
+# Of a record: of itself, for each learner that its fragment knows, and for each update in it beside
+# the update's shards (`python -m bench.rounds events`).
+RECORD_BYTES, LEARNER_BYTES, INPUT_BYTES = 1000, 327, 225
 # Share of its cores that an aggregator should be busy: bursts, recovery, and whatever else it does.
 BUSY = 0.5
 # Payloads of updates that are in memory at once while a fragment's round is open.
@@ -193,11 +195,19 @@ def cores(sized: RoundTraffic, updates: float, interval_s: float, *, tls: bool) 
     return max(1, math.ceil(core_s(sized, updates, tls=tls) / interval_s / BUSY))
 
 
-def tape_bytes(sized: RoundTraffic, updates: float) -> float:
-    """Bytes on the tape of a version of every fragment, by updates in a version."""
+def record_bytes(sized: RoundTraffic, learners: int, updates: float) -> float:
+    """Bytes of a record, by the learners of the run and the updates in a version."""
+    shards = sized.update_objects / sized.fragments
+    return RECORD_BYTES + learners * LEARNER_BYTES + updates * (INPUT_BYTES + shards * SHARD_BYTES)
+
+
+def tape_bytes(sized: RoundTraffic, learners: int, updates: float) -> float:
+    """Bytes of a version of every fragment on the tape: manifests and records.
+
+    A record that is too large for a message is an object, and counted here too.
+    """
     manifests = updates * (sized.fragments * MANIFEST_BYTES + sized.update_objects * SHARD_BYTES)
-    inputs = updates * (sized.fragments * INPUT_BYTES + sized.update_objects * SHARD_BYTES)
-    return manifests + sized.fragments * RECORD_BYTES + inputs
+    return manifests + sized.fragments * record_bytes(sized, learners, updates)
 
 
 def retained_bytes(

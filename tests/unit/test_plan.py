@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from bench.rounds import record
 from diloco.aggregator.core import events, machine
 from diloco.common.process.config import load_config, parse_settings
+from diloco.common.protocol import wire
 from diloco.common.protocol.errors import ConfigError
 from diloco.common.protocol.quantization import encoded_bytes
 from diloco.common.storage.store.gcs.bucket import PART_BYTES
@@ -631,6 +633,33 @@ def test_bytes_between_regions_cost_by_their_continents():
     assert multi.downloads == pytest.approx(down_gib * (3 * 0.02 + 0.05) + merged_gib * 0.02)
     assert multi.uploads == pytest.approx(each_gib * 0.05)
     assert regional.total == pytest.approx(sum(regional[1:]))
+
+
+@pytest.mark.parametrize(("learners", "updates"), [(8, 8), (128, 1), (128, 128), (1000, 1000)])
+def test_a_records_bytes_are_those_of_a_real_one(learners, updates):
+    sized = plan_traffic.sizes(run_settings(), [1 << 20] * 4)
+    assert sized.update_objects == 4  # One shard an update, as the real one has.
+    real = len(wire.encode(record(learners, updates)))
+    assert plan_traffic.record_bytes(sized, learners, updates) == pytest.approx(real, rel=0.05)
+
+
+def test_each_learner_pays_for_every_record_from_the_place_of_the_bus():
+    regions = ("us-east1", "us-east1", "us-west1", "europe-west4")
+    made, found = costs_of(*regions)
+    each = plan_traffic.record_bytes(made.sizes, 4, made.participants)
+    assert made.daily.record_reads == pytest.approx(4 * made.daily.records * each)
+    gib = made.daily.record_reads / 4 / (1 << 30)
+    assert found[0].name.startswith("regional bucket in us-east1")
+    assert found[0].records == pytest.approx(gib * (0.02 + 0.05))
+
+
+def test_a_large_record_is_an_object_that_every_learner_asks_for(monkeypatch):
+    small = small_plan()
+    monkeypatch.setattr(wire, "RECORD_BYTES", 1000)
+    large = small_plan()
+    records = small.daily.records
+    assert large.daily.objects_written == pytest.approx(small.daily.objects_written + records)
+    assert large.daily.gets == pytest.approx(small.daily.gets + 4 * records)
 
 
 def test_the_cheapest_is_first_and_prices_decide_it():
