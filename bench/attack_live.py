@@ -385,7 +385,7 @@ class AttackedRun:
         """Note whom status names, for ever."""
         watch = Watch(opened.context)
         await watch.begin(1)
-        following = asyncio.ensure_future(watch.follow())
+        following = asyncio.ensure_future(watch.follow(store=True))
         try:
             while True:
                 for one in (await watch.now()).findings:

@@ -18,7 +18,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import numpy as np
@@ -164,7 +164,7 @@ def _merging() -> Any:
     return jax.default_device(jax.local_devices(backend="cpu")[0])
 
 
-class _VirtualOwner(VirtualFragment):
+class VirtualOwner(VirtualFragment):
     """The aggregator of one fragment, which merges tensors."""
 
     def __init__(self, world: "World", rules: policy.FragmentRules, arrays: FragmentArrays) -> None:
@@ -330,6 +330,8 @@ class _VirtualLearner:
 class World:
     """Virtual time, and everybody in it."""
 
+    owner: ClassVar[type[VirtualOwner]] = VirtualOwner
+
     def __init__(self, settings: RunSettings, start: Start, weather: Weather) -> None:
         self.settings, self.start, self.weather = settings, start, weather
         self.time = Timeline(BEGAN_S)
@@ -419,11 +421,11 @@ class World:
         for owner in self.owners:
             owner.decide(events.Stopped(self.time.now_s, seq))
 
-    def _owner(self, fragment: int) -> _VirtualOwner:
+    def _owner(self, fragment: int) -> VirtualOwner:
         settings, layout = self.settings, self.start.layout
         view = vector_of(layout, fragment, tree.by_name(self.start.params.params))
         arrays = FragmentArrays.from_view(settings, layout, fragment, view, cores.available())
-        return _VirtualOwner(self, policy.fragment_rules(settings, layout, fragment), arrays)
+        return self.owner(self, policy.fragment_rules(settings, layout, fragment), arrays)
 
     def _has_its_steps(self) -> bool:
         stop_steps = self.weather.stop_steps
@@ -487,7 +489,7 @@ class World:
         return self.make_replica().trained
 
 
-def _newest(owner: _VirtualOwner) -> NewestRecord:
+def _newest(owner: VirtualOwner) -> NewestRecord:
     state = owner.state
     return NewestRecord(
         version=state.version,

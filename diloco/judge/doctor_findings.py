@@ -11,6 +11,7 @@ from diloco.aggregator.tape_watch import NEARLY_FULL
 from diloco.common.protocol import wire
 from diloco.common.storage.bus import Filled
 from diloco.judge.audit import Audit, Breach, Objects
+from diloco.run.comparison import LOSS_SPIKE
 from diloco.run.findings import (
     DIGEST_MISMATCH,
     DISK_FULL,
@@ -21,7 +22,6 @@ from diloco.run.findings import (
 )
 from diloco.run.history import History
 from diloco.run.newest_objects import breach
-from diloco.run.outliers import LOSS_SPIKE
 from diloco.run.state import RECENT, Finding
 
 RUN_MISMATCH = "runbooks/run-mismatch.md"

@@ -6,10 +6,10 @@ of it that most others make better. Who has other data than they may do harm the
 and is then ahead of them on a slice of its own by as much.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
-from math import exp, fsum, inf, lgamma, log, log1p
-from statistics import median
+from math import log1p, sqrt
+from statistics import fmean, median, variance
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -17,15 +17,20 @@ import numpy.typing as npt
 
 from diloco.common.protocol.wire import WHOLE
 from diloco.replay.columns import Column, TupleColumns
+from diloco.run.comparison import TINY, tail
 
 # A learner whose updates do less than this share of what the others' do is of no use; if they do so
 # much harm, it is harmful. One update proves nothing.
 USELESS = 0.2
 FEWEST = 3
-# What scatters about the others is nobody's fault. It is no accident so many standard errors away,
-# or to be the worst of the round so often that chance would have it with this probability.
-SURE = 4.0
-CHANCE, CHANCE_TELLING = 1e-4, 1e-3
+# What scatters is nobody's fault: updates differ from the others' by so many of their own standard
+# errors, and lie so many beyond what is said of nobody; to a slice harm is also done so often that
+# chance would have it with this probability.
+SURE, CLEAR = 4.0, 2.0
+CHANCE = 1e-4
+# Nor is harm that is less than this part of the loss: near the end it shows whose updates are
+# longer or older, as those of honest machines are.
+MATERIAL = 0.01
 # Rounds tell who is of no use while their updates do this share of the most that any did.
 MUCH = 0.03
 # Harm is said to be a slice's where it is so many times as much there as on all the data.
@@ -127,6 +132,29 @@ class _UpdateColumns:
         mine = self._learner[within] == self._learner[place]
         return [float(value) for value in self.alone[within][~mine]]
 
+    def beyond(self, places: Places, bound: Callable[[float], float]) -> float:
+        """How surely updates lie above a bound on average, in standard errors of their own scatter.
+
+        In parts of the largest effect in their round, since effects shrink while a model converges.
+        By Student's t, as the normal deviate that is as improbable (Wallace 1959), so that of few
+        it takes more.
+
+        Args:
+            places: of updates; those that were alone in their round do not count.
+            bound: of the mean effect of the others in the round.
+        """
+        found = []
+        for place in places:
+            own, others = float(self.alone[place]), self.others(place)
+            most = max(abs(effect) for effect in (own, *others))
+            if others and most > 0:
+                found.append((own - bound(fmean(others))) / most)
+        free, mean = len(found) - 1, fmean(found or [0.0])
+        if free + 1 < FEWEST or mean <= 0:
+            return 0.0
+        t_squared = (free + 1) * mean**2 / max(variance(found), TINY)
+        return (8 * free + 1) / (8 * free + 3) * sqrt(free * log1p(t_squared / free))
+
     def all_others(self, places: Places) -> Column:
         """The values of `others` of many updates, one after another."""
         return np.fromiter(
@@ -167,19 +195,18 @@ def judge(effects: Effects, slices: Mapping[str, Effects] | None = None) -> list
 def _judge_slices(found: list[Sentence], slices: Mapping[str, Effects]) -> list[Sentence]:
     """The sentences; of who does harm to a slice that most others make better, on that slice."""
     worst, ahead = list(found), [0.0] * len(found)
-    chance = CHANCE / len(slices)
     for name, effects in slices.items():
         beside, turned = _UpdateColumns(effects), _UpdateColumns(effects, -1)
         of_each = [beside.own(place) for place in range(len(found))]
         means = [float(beside.alone[own].mean()) for own in of_each]
         for place, own in enumerate(of_each):
-            if _is_sure(turned, own, chance):
+            if turned.beyond(own, _usual) > SURE:
                 alone, usual = _means(beside, own)
                 ahead[place] = max(ahead[place], usual - alone)
             others = means[:place] + means[place + 1 :]
             agreed = 2 * sum(mean < 0 for mean in others) > len(others)
-            if agreed and _is_sure(beside, own, chance):
-                one = _of_slice(name, found[place], effects, beside, own)
+            if agreed and _is_sure(beside, own, _no_harm):
+                one = _of_slice(name, found[place], effects, own, CHANCE / len(slices))
                 worst[place] = max(worst[place], one, key=_harm)
     return [
         one._replace(word="uneven", since=None)
@@ -189,14 +216,13 @@ def _judge_slices(found: list[Sentence], slices: Mapping[str, Effects]) -> list[
     ]
 
 
-def _of_slice(
-    name: str, whole: Sentence, effects: Effects, beside: _UpdateColumns, own: Places
-) -> Sentence:
+def _of_slice(name: str, whole: Sentence, effects: Effects, own: Places, chance: float) -> Sentence:
     """The sentence on a learner by all of its updates: of many slices one is bad for a while."""
+    beside = _UpdateColumns(effects)
     did = beside.did[own]
     alone, usual = _means(beside, own)
     # Nearly every round would have been better there without it.
-    always = _tail(int((did > 0).sum()), len(own), 0.5) < CHANCE
+    always = tail(int((did > 0).sum()), len(own), 0.5) < chance
     word = _word(alone, usual) if always else "helpful"
     since = effects[int(own[min(_turn(beside, own), len(own) - 1)])]
     return whole._replace(
@@ -214,19 +240,20 @@ def _judge(learner: str, effects: Effects, beside: _UpdateColumns, own: Places) 
     begin = _turn(beside, own)
     late = own[begin:] if len(own) - begin >= FEWEST else own
     # All of them show who does harm; who is of no use shows only where the others are of some.
-    told = late if _is_sure(beside, late, CHANCE) else late[beside.telling[late]]
-    sure = told is late or _is_worst(beside, told, CHANCE_TELLING)
-    alone, usual = _means(beside, told)
+    told, word = late, _word(*_means(beside, late))
+    if word == "useless" and not _is_sure(beside, late, _some_use):
+        told = late[beside.telling[late]]
+        word = _word(*_means(beside, told))
+    bound = _no_harm if word == "harmful" else _some_use
+    # Without it its rounds would have been worse: where steps are too long or batches small an
+    # update alone may do harm, and be one that the average needs.
+    needed = float(beside.did[told].sum()) < MATERIAL * abs(effects[int(own[-1])].loss_before)
+    if needed or not _is_sure(beside, told, bound):
+        word = "helpful"
     did = beside.did[own]
     total = float(did.sum())
-    word = _word(alone, usual) if sure else "helpful"
-    if float(beside.did[told].sum()) <= 0:
-        # Its rounds would have been worse without it. Where steps are too long or batches small an
-        # update alone may do harm, and be one that the average needs.
-        word = "helpful"
-    if word not in AGAINST:
-        # The stretch in which it did worst is evidence of nothing then.
-        alone, usual = _means(beside, own)
+    # The stretch in which it did worst is evidence of nothing where nothing is held against it.
+    alone, usual = _means(beside, told if word in AGAINST else own)
     if word == "helpful" and total > 0:
         word = "unclear"
     return Sentence(
@@ -242,43 +269,30 @@ def _means(beside: _UpdateColumns, own: Places) -> tuple[float, float]:
     return float(beside.alone[own].mean()), float(others.mean()) if others.size else 0.0
 
 
-def _is_sure(beside: _UpdateColumns, own: Places, chance: float) -> bool:
-    """Whether it is no accident that a learner's updates lie where they do."""
-    if _is_worst(beside, own, chance):
-        return True
-    others = beside.all_others(own)
-    if len(own) < FEWEST or others.size < FEWEST:
-        return False
-    alone, usual = _means(beside, own)
-    return bool(alone - usual > SURE * float(others.std()) / len(own) ** 0.5)
+def _is_sure(beside: _UpdateColumns, places: Places, bound: Callable[[float], float]) -> bool:
+    """Whether it is no accident that updates are worse than the others', and beyond a bound."""
+    return beside.beyond(places, _usual) > SURE and beside.beyond(places, bound) > CLEAR
 
 
-def _is_worst(beside: _UpdateColumns, own: Places, chance: float) -> bool:
-    """Whether a learner is the worst of its rounds too often for chance."""
-    if len(own) < FEWEST:
-        return False
-    share = 1 / (1 + beside.all_others(own).size / len(own))
-    worst = sum(beside.alone[place] > max(beside.others(place), default=inf) for place in own)
-    return _tail(int(worst), len(own), share) < chance
+def _usual(usual: float) -> float:
+    return usual
+
+
+def _no_harm(usual: float) -> float:
+    """The effect of an update, beside which the others' is `usual`, that is no harm yet."""
+    return max(0.0, -USELESS * usual)
+
+
+def _some_use(usual: float) -> float:
+    """The effect up to which it is of some use."""
+    return USELESS * min(usual, 0.0)
 
 
 def _word(alone: float, usual: float) -> Word:
     """The verdict on a learner whose updates change the loss by `alone`, the others' by `usual`."""
-    if alone > max(0.0, -USELESS * usual):
+    if alone > _no_harm(usual):
         return "harmful"
-    return "useless" if alone > USELESS * min(usual, 0.0) else "helpful"
-
-
-def _tail(hits: int, trials: int, chance: float) -> float:
-    """Probability of this number of hits or more; in logarithms, since there may be many trials."""
-    if chance >= 1:
-        return 1.0
-    hit, miss = log(chance), log1p(-chance)
-    ways = lgamma(trials + 1)
-    return fsum(
-        exp(ways - lgamma(k + 1) - lgamma(trials - k + 1) + k * hit + (trials - k) * miss)
-        for k in range(hits, trials + 1)
-    )
+    return "useless" if alone > _some_use(usual) else "helpful"
 
 
 def _turn(beside: _UpdateColumns, own: Places) -> int:

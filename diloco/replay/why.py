@@ -26,15 +26,16 @@ from diloco.replay.blame_screen import in_words, of_slice
 from diloco.run.cli.screen import say_json, say_plainly
 from diloco.run.cli.subprocess import Isolated
 from diloco.run.cli.versions import parse_time
+from diloco.run.comparison import LOSS_SPIKE
 from diloco.run.findings import MISSING_OBJECT
 from diloco.run.history import History
 from diloco.run.model.load import held_leaves
-from diloco.run.outliers import LOSS_SPIKE
 from diloco.run.state import Finding
 
-# Rounds of all fragments together that are merged without each of their updates, and how long that
-# may take: what is known by then is told. The longer time is for a machine that is busy.
-BLAMED_ROUNDS, BLAME_S, BUSY_S = 24, 30.0, 60.0
+# Rounds of all fragments together that are merged without each of their updates, or so many of each
+# if that is more, and how long that may take: what is known by then is told. The longer time is for
+# a machine that is busy.
+BLAMED_ROUNDS, OF_EACH, BLAME_S, BUSY_S = 24, 8, 30.0, 60.0
 # Updates of a learner, of fewer nothing is said of what it trains on.
 FEWEST = 8
 # Of fewer learners blame accuses none: of two that pull apart either may be right.
@@ -183,7 +184,7 @@ def _blame(context: RunContext, history: History, task: Isolated) -> blame.Blame
         return losses
 
     fragments = sorted(history.records)
-    first = max(0, min(history.versions()) - max(4, BLAMED_ROUNDS // len(fragments)))
+    first = max(0, min(history.versions()) - max(OF_EACH, BLAMED_ROUNDS // len(fragments)))
     chains = verify.chains(history, fragments, first, {})
 
     def enough(found: blame.Blame) -> bool:

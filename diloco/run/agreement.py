@@ -25,7 +25,9 @@ from diloco.common.protocol.layout import Fragment, Layout
 from diloco.common.protocol.quantization import decode_numpy, encoded_bytes
 from diloco.common.storage.store import ObjectStore
 from diloco.common.storage.tape import RunContext
-from diloco.run.outliers import APART, OTHERS
+from diloco.run.comparison import OTHERS
+from diloco.run.learner_history import FADED
+from diloco.run.shard_outliers import APART
 from diloco.run.state import ShardFigures
 
 Matrix = npt.NDArray[np.float64]
@@ -140,9 +142,32 @@ class ComparedRound:
         factors = top / np.maximum(others[whose], np.finfo(float).tiny)
         for place in np.flatnonzero((top > LONE_TIMES * second) & (factors > LONE_SIZES)):
             one = whose[place]
+            if _expected(sizes_UxN, int(one), float(top[place])) > RARE:
+                continue
             self.lone[one] += 1
             if factors[place] > self.factor[one]:
                 self.factor[one], self.tensor[one] = factors[place], tensor
+
+
+def _expected(sizes_UxN: Matrix, one: int, size: float) -> float:
+    """How many elements of an update would be so large if they fell off as the others' do.
+
+    That is by a power of the size, whose exponent the others' largest elements have (Hill). Lengths
+    differ: of each the same rank counts as equal. Where there are few elements, or most are zero,
+    nothing is known, and any size is to be expected.
+    """
+    others = np.delete(sizes_UxN, one, axis=0)
+    count = TAIL * len(others)
+    if others.size < 4 * count:
+        return math.inf
+    largest = np.sort(np.partition(others, -count, axis=None)[-count:])
+    least, ranked = largest[0], largest[-(LONE_MOST + 1) * len(others)]
+    own = np.partition(sizes_UxN[one], -LONE_MOST - 1)[-LONE_MOST - 1] or ranked
+    if not least > 0:
+        return math.inf
+    beyond = size * ranked / own / least
+    falls = max(float(np.log(largest / least).mean()), np.finfo(float).eps)
+    return TAIL * math.exp(-math.log(beyond) / falls) if beyond > 1 else TAIL
 
 
 def tensor_ranges(fragment: Fragment) -> list[tuple[str, list[tuple[int, int]]]]:
@@ -238,6 +263,9 @@ FEWEST, NEWEST = 4, 8
 # An element is lone if it is so many times as large as the others' in its place, and as the
 # others' usual element of its tensor. A bit that turns over makes one; whole rows are data.
 LONE_TIMES, LONE_SIZES, LONE_MOST = 4.0, 10.0, 4
+# And if fewer than so many were to be expected by how each other's so many largest fall off: where
+# inputs are rare, Adam's steps are large in single elements of honest updates.
+RARE, TAIL = 1e-3, 16
 # Part of the others' norm in a tensor below which an update is next to nothing there.
 STILL = 0.01
 
@@ -263,15 +291,17 @@ class _Compared:
             self.to_zero.append(float(to_zero[row]))
 
     def figures(self) -> ShardFigures:
+        # Rounds in which a part has faded say nothing of it.
+        told = {tensor: _not_faded(squares) for tensor, squares in self.squares.items()}
         # The middle, since in some rounds another may be far beyond everything.
         still = [
             tensor
-            for tensor, squares in self.squares.items()
+            for tensor, squares in told.items()
             if median(own - STILL**2 * others for own, others in squares) < 0
         ]
         norms = {
             tensor: median(0.5 * math.log(own / others) for own, others in squares)
-            for tensor, squares in self.squares.items()
+            for tensor, squares in told.items()
             # A part that only its data uses is compared with nothing.
             if tensor not in still and all(own > 0 and others > 0 for own, others in squares)
         }
@@ -283,6 +313,12 @@ class _Compared:
             norms, len(self.factors), factor, tensor,
             median(self.to_zero) if self.to_zero else None,
         )  # fmt: skip
+
+
+def _not_faded(squares: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Squared norms of a learner and the others, of rounds in which theirs are not next to none."""
+    longest = max(others for _, others in squares)
+    return [(own, others) for own, others in squares if others >= FADED**2 * longest]
 
 
 def _one_strays(cosines: Matrix) -> bool:

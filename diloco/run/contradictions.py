@@ -12,7 +12,7 @@ from diloco.common.process.config import RunSettings
 from diloco.common.protocol.wire import note
 from diloco.common.protocol.wire.records import FAR_LESS
 from diloco.run.cli.units import human_bytes
-from diloco.run.outliers import LAGGING_LEARNER
+from diloco.run.comparison import LAGGING_LEARNER
 from diloco.run.state import HOUR_S, RECENT, Finding, LearnerStatus, RunStatus
 
 REJECTED_UPDATES = "runbooks/rejected-updates.md"
@@ -52,26 +52,6 @@ def contradictions(run: RunStatus, settings: RunSettings) -> Iterator[Finding]:
             yield from _nothing_sent(one, others, settings)
 
 
-def _told(
-    one: LearnerStatus,
-    sentence: str,
-    advice: str,
-    runbook: str = REJECTED_UPDATES,
-    *,
-    evidence: str = "",
-    since_s: float | None = None,
-) -> Finding:
-    return Finding(
-        severity="warning",
-        about=f"learner {one.name}",
-        sentence=sentence,
-        advice=advice,
-        runbook=runbook,
-        evidence=evidence,
-        since_s=since_s,
-    )
-
-
 def _cut(one: LearnerStatus) -> Iterator[Finding]:
     """Updates that count for less than they claim."""
     count = len(one.recent)
@@ -85,7 +65,7 @@ def _cut(one: LearnerStatus) -> Iterator[Finding]:
         less = Counter(what for each in cut for what in each)
         listed = ", ".join(f"{times} {LESS[what]}" for what, times in less.most_common())
         why = f"of its last {count} updates {listed}"
-        yield _told(one, why, CURE[less.most_common(1)[0][0]])
+        yield one.told(why, CURE[less.most_common(1)[0][0]], REJECTED_UPDATES)
 
 
 def _invalid(one: LearnerStatus, now_s: float) -> Iterator[Finding]:
@@ -93,12 +73,12 @@ def _invalid(one: LearnerStatus, now_s: float) -> Iterator[Finding]:
     if len(one.invalid) < LEAST or one.invalid[-1].time_s < now_s - HOUR_S:
         return
     last, first = one.invalid[-1], one.invalid[0]
-    yield _told(
-        one,
+    yield one.told(
         f"{one.invalids:,} of its messages are none of the protocol's, the last of "
         f"{human_bytes(last.size_bytes)}: {note(last.why)}",
         "give it the release of the others; if nobody knows why it sends them, `diloco auth "
         f"revoke DIR {one.name}` ends it",
+        REJECTED_UPDATES,
         evidence=f"the last {len(one.invalid)} within {last.time_s - first.time_s:,.1f} s, under "
         f"{last.subject}",
         since_s=first.time_s,
@@ -114,11 +94,11 @@ def _step_time(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[
     # Where all wait for something, that is no contradiction of one.
     waits = max(1.0, median(usual)) if usual else 1.0
     if LONGER * took_s < told_s or told_s * SHORTER * waits < took_s:
-        yield _told(
-            one,
+        yield one.told(
             f"says that a step of it takes {told_s:.2g} s, and announces one every {took_s:.2g} s: "
             "its step times, or its steps, are none",
             "see what it runs; its word of its speed changes nobody's pace and nobody's share",
+            REJECTED_UPDATES,
             evidence=f"median of its newest updates; the others' take {waits:.2g} times as long as "
             "they say",
         )
@@ -135,8 +115,7 @@ def _nothing_sent(
     step_s = min(one.step_time_s or usual_s, LONGER * usual_s)
     each_s = settings.sync.interval_steps * step_s + (one.upload_s or 0.0)
     if one.sent_s > settings.quorum.liveness_timeout_s + PATIENCE * each_s:
-        yield _told(
-            one,
+        yield one.told(
             f"says that it trains, and has announced nothing for {one.sent_s:,.0f} s, where the "
             f"others' work came in {one.missed} rounds and more: none waits for it",
             "see in its log what holds its updates up; if it sends heartbeats alone, `diloco auth "

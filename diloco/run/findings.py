@@ -19,8 +19,9 @@ from diloco.common.protocol.errors import DilocoError
 from diloco.common.protocol.reasons import find
 from diloco.common.protocol.wire import note
 from diloco.run.cli.units import human_bytes
+from diloco.run.comparison import LAGGING_LEARNER, LOSS_SPIKE
 from diloco.run.contradictions import REJECTED_SHARE, REJECTED_UPDATES, contradictions
-from diloco.run.outliers import LAGGING_LEARNER, LOSS_SPIKE, outliers
+from diloco.run.outliers import outliers
 from diloco.run.state import Change, Finding, LearnerStatus, RunStatus, Severity
 
 ADD_LEARNER = "runbooks/add-remove-learner.md"
@@ -158,35 +159,20 @@ def _of_learner(one: LearnerStatus, *, whole: bool, stopped: bool) -> Iterator[F
     if not found and stopped and not one.left and not one.live:
         known = one.live is not None
         why = "was silent when the run stopped" if known else "no record knows of its last life"
-        found = [_of(one, "note", why)]
+        found = [one.told(why, severity="note")]
     if found:
         yield from found
     elif one.left or stopped:
         how = "took part to the end" if one.finished else "has left"
         if one.merged or not whole:
-            yield _of(one, "ok", how)
+            yield one.told(how, severity="ok")
         else:
-            yield _of(one, "note", f"{how}, and nothing of it was merged")
+            yield one.told(f"{how}, and nothing of it was merged", severity="note")
     elif one.state == "training":
-        yield _of(one, "ok", f"trains, {one.tokens_per_s:,.0f} tokens/s, step {one.local_step:,}")
+        trains = f"trains, {one.tokens_per_s:,.0f} tokens/s, step {one.local_step:,}"
+        yield one.told(trains, severity="ok")
     else:
-        yield _of(one, "note", f"does not train: {one.state}")
-
-
-def _of(
-    one: LearnerStatus,
-    severity: Severity,
-    sentence: str,
-    advice: str = "",
-    runbook: str | None = None,
-) -> Finding:
-    return Finding(
-        severity=severity,
-        about=f"learner {one.name}",
-        sentence=sentence,
-        advice=advice,
-        runbook=runbook,
-    )
+        yield one.told(f"does not train: {one.state}", severity="note")
 
 
 def _amiss(one: LearnerStatus, *, stopped: bool) -> Iterator[Finding]:
@@ -194,37 +180,37 @@ def _amiss(one: LearnerStatus, *, stopped: bool) -> Iterator[Finding]:
         # Whatever else it does: nothing of it is merged.
         why = f"is quarantined{f': {one.why}' if one.why else ''}"
         advice = f"find out why; `diloco run release RUN {one.name}` lets it in again"
-        yield _of(one, "warning", why, advice, QUARANTINED_LEARNER)
+        yield one.told(why, advice, QUARANTINED_LEARNER)
     if one.sudden_ends >= SUDDEN_ENDS:
         why = (
             f"started again {one.sudden_ends} times within an hour, each time without having left "
             "the run"
         )
         advice = f"see what ends it: systemctl status diloco-learner@{one.name}, and the journal"
-        yield _of(one, "error", why, advice, LAGGING_LEARNER)
+        yield one.told(why, advice, LAGGING_LEARNER, severity="error")
     if one.failed:
         cause = NOT_A_NUMBER if NOT_FINITE.search(one.trouble) else ""
         why = f"an error has ended it{cause}: {note(one.trouble)}"
         advice = "its log says more; repair that, and start it again"
-        yield _of(one, "warning", why, advice, LAGGING_LEARNER)
+        yield one.told(why, advice, LAGGING_LEARNER)
     if one.superseded and not stopped:
         why = (
             f"its last heartbeat is of incarnation {one.superseded}, "
             f"but {one.incarnation} has joined since: the earlier process is superseded"
         )
         advice = "if it still runs, end it, or give it a name of its own"
-        yield _of(one, "warning", why, advice, LAGGING_LEARNER)
+        yield one.told(why, advice, LAGGING_LEARNER)
     if one.silent and not (one.left or stopped or one.failed):
         since = f"for {one.heard_s:,.0f} s" if one.heard_s is not None else "since it joined"
         why = f"silent {since}, and has not left the run"
         advice = "check whether its process runs and reaches NATS; start it again if not"
-        yield _of(one, "warning", why, advice, LAGGING_LEARNER)
+        yield one.told(why, advice, LAGGING_LEARNER)
     yield from _of_its_state(one)
     yield from _of_little_use(one)
     if one.trouble and not one.failed and not one.left:
         advice = "its log says more; a crash would cost it what its newest checkpoint lacks"
         page = CHECKPOINTS_FAIL if one.trouble.startswith("checkpoints fail") else LAGGING_LEARNER
-        yield _of(one, "warning", f"says: {note(one.trouble)}", advice, page)
+        yield one.told(f"says: {note(one.trouble)}", advice, page)
 
 
 def _of_its_state(one: LearnerStatus) -> Iterator[Finding]:
@@ -236,7 +222,7 @@ def _of_its_state(one: LearnerStatus) -> Iterator[Finding]:
             "decodes otherwise, or its memory has errors"
         )
         advice = "give it the release and the packages of the others, and start it again"
-        found = _of(one, "error", sentence, advice, LAGGING_LEARNER)
+        found = one.told(sentence, advice, LAGGING_LEARNER, severity="error")
         release, lock, platform = one.release
         evidence = f"release {release}, packages {lock[:8]}, on {platform}" if release else ""
         yield replace(found, since=version, since_s=at_s, evidence=evidence)
@@ -246,7 +232,7 @@ def _of_its_state(one: LearnerStatus) -> Iterator[Finding]:
             "ran when another had joined"
         )
         advice = "end one of them, or give it a name of its own"
-        yield replace(_of(one, "warning", sentence, advice, ADD_LEARNER), since_s=one.twins[0])
+        yield one.told(sentence, advice, ADD_LEARNER, since_s=one.twins[0])
     if one.errors:
         (why, times), lives = Counter(one.errors).most_common(1)[0], one.lives
         cause = NOT_A_NUMBER if NOT_FINITE.search(why) else ""
@@ -255,8 +241,8 @@ def _of_its_state(one: LearnerStatus) -> Iterator[Finding]:
             "its log says more; lower its learning rate, clip its gradients, or look at its data"
         )
         advice = advice if cause else "its log says more; repair that"
-        found = _of(one, "warning", sentence, advice, LOSS_SPIKE if cause else LAGGING_LEARNER)
-        yield replace(found, evidence=f"{times} times the same error")
+        runbook = LOSS_SPIKE if cause else LAGGING_LEARNER
+        yield one.told(sentence, advice, runbook, evidence=f"{times} times the same error")
     if one.ahead_s is not None and not -LATE_S <= one.ahead_s <= SKEW_S:
         yield clock(f"learner {one.name}", one.ahead_s, LATE_S, "its clock is ")
 
@@ -286,13 +272,13 @@ def _of_little_use(one: LearnerStatus) -> Iterator[Finding]:
     if len(stale) >= STALE_LEAST and (usual := median(stale)) >= STALE:
         why = f"its last updates were {usual:.1f} versions old: they count for little"
         advice = "give it faster steps, or a larger H for all"
-        yield _of(one, "warning", why, advice, LAGGING_LEARNER)
+        yield one.told(why, advice, LAGGING_LEARNER)
     if reasons.total() > REJECTED_SHARE * count:
         listed = ", ".join(f"{reason} {times}" for reason, times in reasons.most_common())
         most = find(reasons.most_common(1)[0][0])
         why = f"{reasons.total()} of its last {count} updates were rejected: {listed}"
         advice = f"{most}: {most.text}" if most else "it is a reason of another release"
-        yield _of(one, "warning", why, advice, most.runbook if most else REJECTED_UPDATES)
+        yield one.told(why, advice, most.runbook if most else REJECTED_UPDATES)
 
 
 def _of_no_life(name: str, life: int) -> Finding:

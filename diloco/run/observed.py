@@ -8,11 +8,9 @@ What records say is a fact. What heartbeats say is a learner's word of itself, a
 
 import contextlib
 import math
-from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
-from statistics import fmean, median, median_low
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean, median
 from typing import NamedTuple
 
 from diloco.common.process.config import RunSettings
@@ -29,6 +27,16 @@ from diloco.common.storage.tape import (
     changed_settings,
 )
 from diloco.run.contradictions import step_times
+from diloco.run.learner_history import (
+    LastHeartbeat,
+    LearnerHistory,
+    Reading,
+    answers,
+    throughput,
+    told_delays,
+    usual_norm,
+    waits_of,
+)
 from diloco.run.state import (
     HOUR_S,
     RECENT,
@@ -41,7 +49,6 @@ from diloco.run.state import (
     RunStatus,
     ShardFigures,
     StoodStill,
-    Throughput,
     UpdateAnswer,
     delays_of,
     share,
@@ -50,147 +57,8 @@ from diloco.run.state import (
 # Rounds that rates and averages look back on; and those that are kept whole, for who looks into
 # their shards: the newest, with so many updates together.
 ROUNDS, WHOLE_UPDATES = 64, 256
-# Points of a trend that are kept: beyond, every other one is let go.
-POINTS = 64
-# Of the gaps between a learner's newest updates so many, the longest, are no part of its pace.
-PAUSES = 2
 # Learner, incarnation and number of an update of a fragment.
 Update = tuple[str, int, int]
-
-
-class Trend:
-    """Points spread over all that came, in few points whatever the length."""
-
-    def __init__(self) -> None:
-        self.points: list[MergedPoint] = []
-        self._stride = 1
-        self._came = 0
-
-    def add(self, point: MergedPoint) -> None:
-        """The next one."""
-        if self._came % self._stride == 0:
-            self.points.append(point)
-        self._came += 1
-        if len(self.points) > POINTS:
-            self.points = self.points[::2]
-            self._stride *= 2
-
-
-def throughput(
-    newest: Sequence[MergedPoint], trend: Sequence[MergedPoint], merged: int
-) -> Throughput | None:
-    """The rates of the newest updates beside those before; None if they are too few.
-
-    Args:
-        newest: `RECENT` of them, or what there is.
-        trend: points over all that came.
-        merged: how many came.
-    """
-    # A pause, or a life that ended, is no pace.
-    gaps_s = sorted(late.at_s - early.at_s for early, late in pairwise(newest))[:-PAUSES]
-    if len(newest) < RECENT or not sum(gaps_s) > 0:
-        return None
-    tokens_per_s = median(point.tokens_per_s for point in newest)
-    found = Throughput(tokens_per_s, len(gaps_s) / sum(gaps_s))
-    earlier = [point for point in trend if point.at_s < newest[0].at_s]
-    before = median(point.tokens_per_s for point in earlier) if earlier else 0.0
-    if len(earlier) < RECENT or not before:
-        return found
-    per_s = (merged - len(newest)) / (newest[0].at_s - earlier[0].at_s)
-    return found._replace(
-        tokens_change=tokens_per_s / before, updates_change=found.updates_per_s / per_s
-    )
-
-
-class LifeTotals(NamedTuple):
-    """Totals that lives of a learner report: bytes read, seconds stalled and in all."""
-
-    bytes_down: int = 0
-    stall_s: float = 0.0
-    run_s: float = 0.0
-
-    def and_of(self, beat: wire.Heartbeat) -> "LifeTotals":
-        """With what another life says."""
-        return LifeTotals(
-            self.bytes_down + beat.bytes_down,
-            self.stall_s + beat.stall_s,
-            self.run_s + beat.run_s,
-        )
-
-
-@dataclass
-class LastHeartbeat:
-    """One learner's newest heartbeat, and when it came (seconds since the epoch)."""
-
-    heartbeat: wire.Heartbeat
-    heard_at_s: float
-
-
-@dataclass
-class LearnerHistory:
-    """Facts read of one learner, in the same memory however long it takes part.
-
-    Attributes:
-        joined: its newest life that joined; `left` the newest that ended on purpose.
-        sudden_s: when lives joined of which the one before had not left.
-        last: the heartbeat that came last, whichever life's.
-    """
-
-    host: str = ""
-    release: tuple[str, str, str] = ("", "", "")
-    errors: deque[str] = field(default_factory=lambda: deque(maxlen=RECENT))
-    views: list[tuple[int, float]] = field(default_factory=list)
-    twins_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-    uploads_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-    lives: int = 0
-    joined: int = 0
-    sudden_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-    left: int = 0
-    left_seq: int = 0
-    left_at_s: float = 0.0
-    word: wire.Quarantine | None = None
-    last: LastHeartbeat | None = None
-    merged: int = 0
-    rejected: int = 0
-    tokens: int = 0
-    reasons: Counter[str] = field(default_factory=Counter)
-    less: Counter[str] = field(default_factory=Counter)
-    recent: deque[UpdateAnswer] = field(default_factory=lambda: deque(maxlen=RECENT))
-    beside: deque[UpdateAnswer] = field(default_factory=lambda: deque(maxlen=RECENT))
-    trend: Trend = field(default_factory=Trend)
-    newest: deque[MergedPoint] = field(default_factory=lambda: deque(maxlen=RECENT))
-    invalid: deque[InvalidMessage] = field(default_factory=lambda: deque(maxlen=RECENT))
-    invalids: int = 0
-    sent_at_s: float = 0.0
-    announced_s: dict[int, float] = field(default_factory=dict)
-    told_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-    took_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-    _newest: wire.Heartbeat | None = None
-    _earlier: LifeTotals = field(default_factory=LifeTotals)
-
-    def hear(self, beat: wire.Heartbeat, at_s: float) -> None:
-        """The next heartbeat; of one that a newer life has superseded nothing is summed up."""
-        self.last = LastHeartbeat(beat, at_s)
-        newest = self._newest
-        if newest is not None and beat.incarnation > newest.incarnation:
-            self._earlier = self._earlier.and_of(newest)
-        if newest is None or beat.incarnation >= newest.incarnation:
-            self._newest = beat
-
-    def announce(self, manifest: wire.Manifest, at_s: float) -> None:
-        """It has announced an update."""
-        self.sent_at_s = at_s
-        self.uploads_s.append(manifest.upload_s)
-        before_s = self.announced_s.get(manifest.fragment)
-        self.announced_s[manifest.fragment] = at_s
-        if before_s is not None:
-            self.told_s.append(manifest.step_time_s)
-            self.took_s.append(max(0.0, at_s - before_s) / manifest.steps)
-
-    @property
-    def spent(self) -> LifeTotals:
-        """Totals of all lives."""
-        return self._earlier.and_of(self._newest) if self._newest is not None else self._earlier
 
 
 class _Round(NamedTuple):
@@ -250,6 +118,7 @@ class Observed:
         self._stood_still: StoodStill | None = None
         self._changes: deque[Change] = deque(maxlen=RECENT)
         self._recent: deque[_Round] = deque(maxlen=ROUNDS)
+        self._longest: dict[int, float] = {}
         self._marks: dict[int, dict[tuple[str, int], int]] = {}
         self._waiting: dict[int, dict[Update, float]] = defaultdict(dict)
         self._stopped: tuple[int, float] | None = None
@@ -362,11 +231,14 @@ class Observed:
             while self._whole_updates > WHOLE_UPDATES and len(self.rounds) > 1:
                 self._whole_updates -= len(self.rounds.popleft().inputs)
         speeds = {one.learner: one.speed for one in record.policy.members}
-        for taken, answer in zip(record.inputs, answers(record.inputs, waits), strict=True):
+        norm = max(self._longest.get(record.fragment, 0.0), usual_norm(record.inputs))
+        self._longest[record.fragment] = norm
+        answered = answers(record.inputs, waits, norm)
+        for taken, answer in zip(record.inputs, answered, strict=True):
             one = self.known[taken.learner]
             one.merged += 1
             one.tokens += taken.tokens_credited
-            one.less.update(answer.less)
+            one.less.update(taken.less_for)
             one.recent.append(answer)
             if answer.others_loss is not None:
                 one.beside.append(answer)
@@ -506,7 +378,7 @@ class Observed:
                 unborn[name], last = last.heartbeat.incarnation, None
             if newest or name not in unborn:
                 out = known.word.active if known.word is not None else name in quarantined
-                read = _Reading(known, last, newest, members[name], out)
+                read = Reading(known, last, newest, members[name], out)
                 found.append(self._learner(name, read, now_s))
         return tuple(found), unborn
 
@@ -521,7 +393,7 @@ class Observed:
             return True
         return self.from_start and newest < life <= self.extent.last_seq
 
-    def _learner(self, name: str, read: "_Reading", now_s: float) -> LearnerStatus:
+    def _learner(self, name: str, read: "Reading", now_s: float) -> LearnerStatus:
         known, recent = read.known, [*read.known.recent]
         until_s = self.extent.last_s if self.ended else now_s
         beat, heard_s = read.beat(now_s)
@@ -568,7 +440,7 @@ class Observed:
             offences=max((one.offences for one in read.members), default=0),
             staleness=fmean(one.staleness for one in merged) if merged else None,
             wait=delays_of(one.wait for one in merged),
-            delay=_told_delays(beat),
+            delay=told_delays(beat),
             adoption=told_adoption([beat] if beat else []),
             merged_loss=median(one.loss for one in merged) if merged else None,
             norm=median(one.norm for one in merged) if merged else None,
@@ -589,53 +461,6 @@ class Observed:
             sent_s=until_s - sent_at_s if sent_at_s else None,
             missed=min((one.missed for one in current), default=0),
         )
-
-
-class _Reading(NamedTuple):
-    """One learner: its last heartbeat if it counts, and what the fragments' machines remember."""
-
-    known: LearnerHistory
-    last: LastHeartbeat | None
-    newest: int
-    members: Sequence[wire.MemberState]
-    quarantined: bool
-
-    def beat(self, now_s: float) -> tuple[wire.Heartbeat | None, float | None]:
-        """The newest life's heartbeat, and its age."""
-        if self.last is None or self.last.heartbeat.incarnation < self.newest:
-            return None, None
-        return self.last.heartbeat, max(0.0, now_s - self.last.heard_at_s)
-
-    @property
-    def ahead_s(self) -> float | None:
-        """Its clock before the server's, as the newest heartbeat says."""
-        if self.last is None or not self.last.heartbeat.now_s:
-            return None
-        return self.last.heartbeat.now_s - self.last.heard_at_s
-
-    @property
-    def left(self) -> bool:
-        """Whether the newest life that is known, or heard of, has ended on purpose."""
-        heard = self.last.heartbeat.incarnation if self.last is not None else 0
-        life = max(self.newest, heard)
-        gone = any(one.left and one.incarnation == life for one in self.members)
-        return self.known.left >= max(life, 1) or gone
-
-    @property
-    def superseded(self) -> int:
-        """An earlier life that was heard of last, also after the newest had left; 0: none."""
-        if self.last is None or self.last.heartbeat.incarnation >= self.newest:
-            return 0
-        if self.left and self.last.heard_at_s <= self.known.left_at_s:
-            return 0
-        return self.last.heartbeat.incarnation
-
-
-def _told_delays(beat: wire.Heartbeat | None) -> Delays | None:
-    """The delays that a heartbeat tells, if any."""
-    if beat is None or not beat.worst_delay_s:
-        return None
-    return Delays(beat.delay_s, beat.worst_delay_s, beat.delay_steps, beat.worst_delay_steps)
 
 
 def trained_per_s(learners: Sequence[LearnerStatus]) -> float:
@@ -669,52 +494,3 @@ def _over_all(each: Iterable[Delays | None]) -> Delays | None:
         return None
     means_s, worst_s, means, worst = zip(*found, strict=True)
     return Delays(fmean(means_s), max(worst_s), fmean(means), max(worst))
-
-
-def waits_of(record: wire.Record, made_at_s: float) -> tuple[tuple[float, float], ...]:
-    """How long each update waited for its version, in seconds and in steps of its sender.
-
-    Args:
-        record: has the updates, and how fast their senders were seen to be.
-        made_at_s: when the server stored it; so it stored the announcements.
-    """
-    speeds = {one.learner: one.speed for one in record.policy.members}
-    waits_s = [(one.learner, max(0.0, made_at_s - one.announced_at_s)) for one in record.inputs]
-    return tuple((wait_s, wait_s * speeds.get(learner, 0.0)) for learner, wait_s in waits_s)
-
-
-def answers(
-    inputs: Sequence[wire.Input], waits: Sequence[tuple[float, float]]
-) -> Iterator[UpdateAnswer]:
-    """The answer to each update of a round, which waited so long."""
-    # Of two the shorter: a long one must not make strangers of those beside it.
-    usual = median_low([one.norm for one in inputs] or [1.0])
-    others = others_losses(inputs)
-    for taken, wait in zip(inputs, waits, strict=True):
-        yield UpdateAnswer(
-            "", taken.less_for, taken.staleness, taken.loss,
-            taken.norm / usual if usual > 0 else 1.0, others[taken.learner], wait,
-            taken.tokens, taken.tokens_credited,
-        )  # fmt: skip
-
-
-def others_losses(inputs: Sequence[wire.Input]) -> dict[str, float | None]:
-    """For each learner the median of the others' losses in a round, if there are others."""
-    order = sorted(range(len(inputs)), key=lambda index: inputs[index].loss)
-    ranks: dict[str, list[int]] = defaultdict(list)
-    for rank, index in enumerate(order):
-        ranks[inputs[index].learner].append(rank)
-
-    def beside(own: Sequence[int]) -> float | None:
-        count = len(order) - len(own)
-        if not count:
-            return None
-        found = 0.0
-        for place in ((count - 1) // 2, count // 2):
-            at = place
-            for rank in own:
-                at += rank <= at
-            found += inputs[order[at]].loss / 2
-        return found
-
-    return {learner: beside(own) for learner, own in ranks.items()}

@@ -1,84 +1,36 @@
 """Learners whose figures lie far from the others': how far, since which version, and likely causes.
 
-A figure is held against the others' by their median and their spread: 1.4826 times the median
-absolute deviation, and no less than a floor, within which small and honestly unequal fleets stay.
-What lies below is told of as well as what lies above. Pure.
+Here are losses, norms, times and releases; what shards say is in `shard_outliers.py`. Pure.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from statistics import median
-from typing import NamedTuple
 
-from diloco.run.state import RECENT, Finding, LearnerStatus, MergedPoint, Throughput
+from diloco.run.comparison import (
+    FEWEST,
+    LAGGING_LEARNER,
+    LOSS_SPIKE,
+    OTHERS,
+    RATIO_FLOOR,
+    TIMES,
+    TINY,
+    Comparison,
+    climbed,
+    each,
+    error_of,
+    gap,
+    gaps_of,
+    of_gap,
+    of_loss,
+    of_norm,
+    worth_comparing,
+)
+from diloco.run.shard_outliers import direction, explained, lone, still, tensors
+from diloco.run.state import Finding, LearnerStatus, MergedPoint, Throughput
 
-LAGGING_LEARNER = "runbooks/lagging-learner.md"
-LOSS_SPIKE = "runbooks/loss-spike.md"
 UPGRADE = "runbooks/upgrade.md"
-# Spreads from the others' median at which a figure is far.
-FAR = 4.0
-# Losses and norms less than so many times apart are honest: data differ, and so do machines.
-TIMES = 4.0
-RATIO_FLOOR = math.log(TIMES) / FAR
-COSINE_FLOOR = 0.05
-# Of fewer updates that were merged together with others' nothing is said. While losses fall fast,
-# one that covers other steps is honestly above the others.
-FEWEST = RECENT
-# One other has no spread, and of two nobody can tell which is the odd one.
-OTHERS = 2
-# Beside the others' agreement with each other a learner's is less than this part of it, or against
-# them by more than that.
-APART = 0.3
-# Cosine to zero from which a decay outweighs the gradient; of one whose loss is far above the
-# others' as well, since labels that are wrong shrink parameters too.
-TO_ZERO, MOSTLY_TO_ZERO = 0.5, 0.75
-# Who points elsewhere and has a loss so many times the others' has other targets; from the second
-# on it may have.
-HIGHER, NOT_LOWER = 1.2, 1.05
-# Lone elements in so many updates, and in such a share of them more than the others have, are no
-# accident; from so many times the usual size on they are no bit of a mantissa.
-FEW_LONE, LONE_SHARE, HUGE = 3, 0.08, 4096.0
 # A shorter upload or adoption is no trouble, whatever the others' take.
 UPLOAD_S, ADOPTION_S = 0.5, 1.0
-# Tensors that a finding names.
-NAMED = 5
-# From so many learners on only those are compared whose figures are not near the middle anyway.
-MANY = 64
-TINY = 1e-12
-SIGN = "look at the sign of its loss, gradient and update"
-
-
-class Comparison(NamedTuple):
-    """A learner's figure, and those of the others."""
-
-    own: float
-    others: Sequence[float]
-
-    @property
-    def middle(self) -> float:
-        """Median of the others."""
-        return median(self.others)
-
-    @property
-    def spread(self) -> float:
-        """Spread of the others around it, as a standard deviation."""
-        return 1.4826 * median(abs(value - self.middle) for value in self.others)
-
-    def far(self, floor: float) -> float:
-        """Spreads that it lies above the others' median; negative below; 0 if it is not far."""
-        spreads = (self.own - self.middle) / max(self.spread, floor)
-        return spreads if abs(spreads) >= FAR else 0.0
-
-    def __str__(self) -> str:
-        """The evidence, in figures."""
-        return f"{self.own:.3g} beside {self.middle:.3g} ± {self.spread:.2g}"
-
-
-def gap(loss: float, others: float) -> float:
-    """How far two losses are apart: the logarithm of their ratio; more across zero."""
-    least = max(min(abs(loss), abs(others)), TINY)
-    return math.copysign(math.log1p(abs(loss - others) / least), loss - others)
 
 
 def outliers(learners: Sequence[LearnerStatus]) -> Iterator[Finding]:
@@ -88,67 +40,32 @@ def outliers(learners: Sequence[LearnerStatus]) -> Iterator[Finding]:
         yield from _of_two(*known)
     if len(known) <= OTHERS:
         known = []
-    compared = [*_each(learners, lambda one: one.shards is not None)]
-    explained = {one.name: found for one, others in compared for found in _explained(one, others)}
-    yield from explained.values()
-    for one in _worth_comparing(known, (_of_gap, _of_norm)):
+    compared = [*each(learners, lambda one: one.shards is not None)]
+    known_why = {one.name: found for one, others in compared for found in explained(one, others)}
+    yield from known_why.values()
+    for one in worth_comparing(known, (of_gap, of_norm)):
         others = [other for other in known if other.name != one.name]
-        if one.name not in explained:
+        if one.name not in known_why:
             norms = [*_norm(one, others)]
             # The loss of one that diverges by the length of its steps follows from that.
-            yield from norms if norms and _climbed(one) else (*_loss(one, others), *norms)
+            yield from norms if norms and climbed(one) else (*_loss(one, others), *norms)
     for one, others in compared:
-        if one.name in explained:
+        if one.name in known_why:
             continue
         # Where steps are far too long or too short, that is why they point elsewhere.
         if one not in known or not [*_norm(one, [other for other in known if other != one])]:
-            yield from _direction(one, others)
-            yield from _tensors(one, others)
-        yield from _still(one)
-        yield from _lone(one, others)
-    for one, others in _each(learners, lambda one: one.upload_s is not None, _uploaded):
+            yield from direction(one, others)
+            yield from tensors(one, others)
+        yield from still(one)
+        yield from lone(one, others)
+    for one, others in each(learners, lambda one: one.upload_s is not None, _uploaded):
         yield from _upload(one, others)
-    for one, others in _each(learners, lambda one: one.adoption is not None, _adopted):
+    for one, others in each(learners, lambda one: one.adoption is not None, _adopted):
         yield from _adoption(one, others)
-    for one, others in _each(learners, _takes_part, *map(_of_throughput, range(4))):
+    for one, others in each(learners, _takes_part, *map(_of_throughput, range(4))):
         yield from _throughput(one, others)
-    for one, others in _each(learners, lambda one: any(one.release)):
+    for one, others in each(learners, lambda one: any(one.release)):
         yield from _release(one, others)
-
-
-def _each(
-    learners: Sequence[LearnerStatus],
-    known: Callable[[LearnerStatus], bool],
-    *figures: Callable[[LearnerStatus], float],
-) -> Iterator[tuple[LearnerStatus, list[LearnerStatus]]]:
-    """Each learner of whom something is known, and the others; nobody where they are too few."""
-    found = [one for one in learners if known(one)]
-    for one in _worth_comparing(found, figures) if len(found) > OTHERS else ():
-        yield one, [other for other in found if other.name != one.name]
-
-
-def _worth_comparing(
-    learners: Sequence[LearnerStatus], figures: Sequence[Callable[[LearnerStatus], float]]
-) -> list[LearnerStatus]:
-    """Those who may be far: of a large fleet not all are held against all others.
-
-    Args:
-        learners: the fleet.
-        figures: logarithms that it is compared by; none: everybody is worth it.
-    """
-    if len(learners) < MANY or not figures:
-        return [*learners]
-    near = 0.5 * FAR * RATIO_FLOOR
-    found: set[str] = set()
-    for figure in figures:
-        values = [figure(one) for one in learners]
-        middle = median(values)
-        found |= {
-            one.name
-            for one, value in zip(learners, values, strict=True)
-            if abs(value - middle) > near
-        }
-    return [one for one in learners if one.name in found]
 
 
 def _uploaded(one: LearnerStatus) -> float:
@@ -167,10 +84,10 @@ def _of_two(one: LearnerStatus, other: LearnerStatus) -> Iterator[Finding]:
     """Two that are far apart: either may be the odd one."""
     said = []
     # In the same rounds, both ways: medians over other rounds differ while losses fall.
-    if min(abs(_of_gap(one)), abs(_of_gap(other))) >= math.log(TIMES):
-        said.append(f"losses {_of_loss(one):.4g} and {_of_loss(other):.4g}")
-    if abs(_of_norm(one) - _of_norm(other)) >= math.log(TIMES):
-        said.append(f"norms as {math.exp(_of_norm(one)):.2g} to {math.exp(_of_norm(other)):.2g}")
+    if min(abs(of_gap(one)), abs(of_gap(other))) >= math.log(TIMES):
+        said.append(f"losses {of_loss(one):.4g} and {of_loss(other):.4g}")
+    if abs(of_norm(one) - of_norm(other)) >= math.log(TIMES):
+        said.append(f"norms as {math.exp(of_norm(one)):.2g} to {math.exp(of_norm(other)):.2g}")
     if said:
         yield Finding(
             severity="warning",
@@ -180,39 +97,6 @@ def _of_two(one: LearnerStatus, other: LearnerStatus) -> Iterator[Finding]:
             advice="look at the data, the learning rate and the machine of both",
             runbook=LOSS_SPIKE,
         )
-
-
-def _of_loss(one: LearnerStatus) -> float:
-    return median(answer.loss for answer in one.beside)
-
-
-def _of_gap(one: LearnerStatus) -> float:
-    return median(gap(answer.loss, answer.others_loss or 0.0) for answer in one.beside)
-
-
-def _of_norm(one: LearnerStatus) -> float:
-    """Logarithm of the norm, which is in parts of the median of its round."""
-    return math.log(max(median(answer.norm for answer in one.beside), TINY))
-
-
-def _warning(
-    one: LearnerStatus,
-    sentence: str,
-    advice: str,
-    evidence: str,
-    first: MergedPoint | None,
-    runbook: str = LOSS_SPIKE,
-) -> Finding:
-    return Finding(
-        severity="warning",
-        about=f"learner {one.name}",
-        sentence=sentence,
-        advice=advice,
-        runbook=runbook,
-        evidence=evidence,
-        since=first.version if first else None,
-        since_s=first.at_s if first else None,
-    )
 
 
 def began(points: Sequence[MergedPoint], off: Callable[[MergedPoint], bool]) -> MergedPoint | None:
@@ -227,11 +111,11 @@ def began(points: Sequence[MergedPoint], off: Callable[[MergedPoint], bool]) -> 
 
 def _loss(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
     """A loss far above the others' in the same rounds, or far below."""
-    gaps = Comparison(_of_gap(one), [_of_gap(other) for other in others])
+    gaps = Comparison(of_gap(one), [of_gap(other) for other in others], error_of(gaps_of(one)))
     far = gaps.far(RATIO_FLOOR)
     if not far or far * gaps.own < 0 or abs(gaps.own) < math.log(TIMES):
         return
-    losses = Comparison(_of_loss(one), [_of_loss(other) for other in others])
+    losses = Comparison(of_loss(one), [of_loss(other) for other in others])
     middle = losses.middle
     first = began(
         one.trend,
@@ -250,12 +134,15 @@ def _loss(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Findi
     else:
         cause = "it trains on other data or labels, or on shifted targets, or it diverges"
         advice = "compare its batches, its targets and its learning rate with the others'"
-    yield _warning(one, f"{figures}: {cause}", advice, f"loss {losses}", first)
+    yield one.told(
+        f"{figures}: {cause}", advice, LOSS_SPIKE, evidence=f"loss {losses}", first=first
+    )
 
 
 def _norm(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
     """Updates far longer than the others' in the same rounds, or far shorter."""
-    norms = Comparison(_of_norm(one), [_of_norm(other) for other in others])
+    error = error_of([math.log(max(answer.norm, TINY)) for answer in one.beside])
+    norms = Comparison(of_norm(one), [of_norm(other) for other in others], error)
     far = norms.far(RATIO_FLOOR)
     if not far:
         return
@@ -277,131 +164,7 @@ def _norm(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Findi
     sentence = f"its updates are {ratio:.2g} times as long as the others': {cause}"
     within = math.exp(norms.spread)
     evidence = f"norm {ratio:.3g} times the others' median, the others within {within:.2g} times"
-    yield _warning(one, sentence, advice, evidence, first)
-
-
-def _explained(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
-    """Updates that lead to zero, up the learner's own loss, or overflow: all else follows."""
-    assert one.shards is not None
-    if one.shards.factor >= HUGE:
-        yield from _lone(one, others)
-    own, *theirs = (each.shards.to_zero or 0.0 for each in (one, *others) if each.shards)
-    pulls = Comparison(own, theirs)
-    least = TO_ZERO if _above(one) < math.log(HIGHER) else MOSTLY_TO_ZERO
-    if own >= least and own - pulls.middle >= TO_ZERO and own > -_cosine(one):
-        yield _warning(
-            one,
-            f"its updates take its parameters to zero, cosine to that direction {own:.2f}, the "
-            f"others' {pulls.middle:.2f}: its weight decay outweighs its gradient",
-            "compare its weight decay, and the learning rate that it is multiplied by, with the "
-            "others'",
-            f"cosine to zero {pulls}, to the others' updates {_cosine(one):.2f}",
-            None,
-        )
-    cosines = Comparison(_cosine(one), [_cosine(other) for other in others])
-    if _is_against(cosines) and _climbed(one):
-        yield _warning(
-            one,
-            f"its loss has climbed to {_of_loss(one):.4g}, and its updates point against the "
-            f"others', cosine to theirs {cosines.own:.2f}, where the others have "
-            f"{cosines.middle:.2f}: a sign is wrong",
-            SIGN,
-            f"cosine {cosines}",
-            None,
-        )
-
-
-def _climbed(one: LearnerStatus) -> bool:
-    """Whether its loss has become far worse than it was."""
-    if len(one.beside) < FEWEST or not one.trend:
-        return False
-    return gap(_of_loss(one), min(point.loss for point in one.trend)) >= math.log(TIMES)
-
-
-def _above(one: LearnerStatus) -> float:
-    return _of_gap(one) if len(one.beside) >= FEWEST else 0.0
-
-
-def _is_against(cosines: Comparison) -> bool:
-    """Whether one points against the others, who agree."""
-    return cosines.own <= -APART * cosines.middle < 0 and cosines.far(COSINE_FLOOR) < 0
-
-
-def _direction(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
-    """Updates that point elsewhere, where the others agree."""
-    assert one.shards is not None
-    cosines = Comparison(_cosine(one), [_cosine(other) for other in others])
-    middle = cosines.middle
-    if middle <= 0 or cosines.own >= APART * middle or not cosines.far(COSINE_FLOOR):
-        return
-    far, against = _above(one), _is_against(cosines)
-    where = "against the others'" if against else "elsewhere"
-    advice = "compare its batches and its targets with the others'"
-    if far >= math.log(HIGHER):
-        cause = (
-            "its loss is above theirs as well: it trains on other data or labels, or on shifted "
-            "targets"
-        )
-    elif far <= -math.log(HIGHER):
-        cause = "its loss is below theirs: it trains on the same few batches over and over"
-    elif not against:
-        cause = "it may train on other data or labels"
-    elif far >= math.log(NOT_LOWER):
-        cause = "its loss is above theirs as well: it trains on other data or labels, or a sign is"
-        cause, advice = f"{cause} wrong", f"{advice}; {SIGN}"
-    else:
-        decay = ", or a decay outweighs its gradient" if one.shards.to_zero is None else ""
-        cause, advice = f"a sign is wrong{decay}", SIGN
-    if far:
-        losses = Comparison(_of_loss(one), [_of_loss(o) for o in others if o.beside] or [0.0])
-    sentence = (
-        f"its updates point {where}, cosine to theirs {cosines.own:.2f}, where the others have "
-        f"{middle:.2f}: {cause}"
-    )
-    figures = f"cosine {cosines}{f', loss {losses}' if far else ''}"
-    yield _warning(one, sentence, advice, figures, None)
-
-
-def _cosine(one: LearnerStatus) -> float:
-    return one.shards.cosine if one.shards is not None else 0.0
-
-
-def _still(one: LearnerStatus) -> Iterator[Finding]:
-    """Tensors in which a learner does nothing, and the others do."""
-    if one.shards is not None and one.shards.still:
-        yield _warning(
-            one,
-            f"its updates are zero in {', '.join(one.shards.still[:NAMED])}, where the others' are "
-            "not: that part is frozen or masked, or its data never uses it",
-            "look for a mask, a stopped gradient, or an optimizer that leaves that part out",
-            f"in each of {one.shards.updates} updates",
-            None,
-        )
-
-
-def _lone(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
-    """A few elements far beyond the others'."""
-    own = one.shards
-    assert own is not None
-    theirs = [other.shards for other in others if other.shards is not None]
-    usual = median(other.lone / other.updates for other in theirs)
-    if own.lone < FEW_LONE or own.lone / own.updates < LONE_SHARE + 2 * usual:
-        return
-    huge = own.factor >= HUGE
-    cause = (
-        "its gradients overflow, or its memory has errors"
-        if huge
-        else "its memory has errors: bits of parameters turn over"
-    )
-    yield _warning(
-        one,
-        f"single elements of its updates are {'huge' if huge else 'far'} beyond all others, up to "
-        f"{own.factor:.2g} times, such as in {own.tensor}: {cause}",
-        "test its memory and read its machine's log for errors of memory and accelerator"
-        + ("; look at its loss scale and clip its gradients" if huge else ""),
-        f"in {own.lone} of {own.updates} updates, the others' median {usual * own.updates:.2g}",
-        None,
-    )
+    yield one.told(sentence, advice, LOSS_SPIKE, evidence=evidence, first=first)
 
 
 def _upload(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
@@ -413,15 +176,13 @@ def _upload(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Fin
     middle_s = math.exp(times.middle)
     if own < UPLOAD_S or times.far(RATIO_FLOOR) <= 0:
         return
-    yield _warning(
-        one,
+    yield one.told(
         f"its updates take {own:.2g} s to be stored, the others' {middle_s:.2g} s: its link to the "
         "store is slow, or its machine has no time for it",
         "compare its bandwidth to the store with the others', and what else uses it",
-        f"upload {own:.3g} s beside {middle_s:.3g} s, the others within "
-        f"{math.exp(times.spread):.2g} times",
-        None,
         LAGGING_LEARNER,
+        evidence=f"upload {own:.3g} s beside {middle_s:.3g} s, the others within "
+        f"{math.exp(times.spread):.2g} times",
     )
 
 
@@ -438,14 +199,13 @@ def _adoption(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[F
     own_s, middle_s = math.exp(in_s.own), math.exp(in_s.middle)
     if own_s < ADOPTION_S or in_s.far(RATIO_FLOOR) <= 0 or steps.far(RATIO_FLOOR) <= 0:
         return
-    yield _warning(
-        one,
+    yield one.told(
         f"versions reach it {own_s:.2g} s after they are made, the others after {middle_s:.2g} s: "
         "its link from the store or the bus is slow, or its machine has no time for it",
         "compare its bandwidth from the store with the others', and what else uses it",
-        f"{math.exp(steps.own):.3g} of its steps, the others' {math.exp(steps.middle):.3g}",
-        None,
         LAGGING_LEARNER,
+        evidence=f"{math.exp(steps.own):.3g} of its steps, the others' "
+        f"{math.exp(steps.middle):.3g}",
     )
 
 
@@ -477,7 +237,7 @@ def _throughput(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator
     ):
         if change.own <= -math.log(TIMES) and change.far(RATIO_FLOOR) < 0:
             told = sentence.format(math.exp(-change.own))
-            yield _warning(one, told, advice, share, None, LAGGING_LEARNER)
+            yield one.told(told, advice, LAGGING_LEARNER, evidence=share)
             return
     for level, what in (
         (compared(lambda each: each.tokens_per_s), "tokens/s are credited to it"),
@@ -486,32 +246,8 @@ def _throughput(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator
         if level.far(RATIO_FLOOR):
             own, middle = math.exp(level.own), math.exp(level.middle)
             told = f"{own:.3g} {what}, {middle:.3g} to the others: machines may be so unequal"
-            fact = _warning(one, told, "", share, None, LAGGING_LEARNER)
-            yield replace(fact, severity="note", runbook=None)
+            yield one.told(told, severity="note", evidence=share)
             return
-
-
-def _tensors(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
-    """The tensor in which a learner's updates are far longer than the others', or far shorter."""
-    far: dict[str, Comparison] = {}
-    for tensor, own in one.shards.norms.items() if one.shards is not None else ():
-        theirs = [o.shards.norms[tensor] for o in others if o.shards and tensor in o.shards.norms]
-        if len(theirs) >= OTHERS and (norms := Comparison(own, theirs)).far(RATIO_FLOOR):
-            far[tensor] = norms
-    # Where it is so in most of them, that is no matter of one part.
-    if one.shards is None or not far or 2 * len(far) > len(one.shards.norms):
-        return
-    worst = max(far, key=lambda tensor: abs(far[tensor].own))
-    ratio = math.exp(far[worst].own - far[worst].middle)
-    yield _warning(
-        one,
-        f"in {worst} its updates are {ratio:.2g} times as long as the others', elsewhere they are "
-        "not: the learning rate, a scale or a mask of that part differs",
-        "compare that part's optimizer, initialisation and masks with the others'",
-        f"so in {len(far)} of {len(one.shards.norms)} tensors; the others within "
-        f"{math.exp(far[worst].spread):.2g} times",
-        None,
-    )
 
 
 def _release(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:

@@ -269,6 +269,29 @@ class LearnerStatus:
     sent_s: float | None = None
     missed: int = 0
 
+    def told(
+        self,
+        sentence: str,
+        advice: str = "",
+        runbook: str | None = None,
+        *,
+        severity: Severity = "warning",
+        evidence: str = "",
+        first: MergedPoint | None = None,
+        since_s: float | None = None,
+    ) -> Finding:
+        """A finding on it, that began with its `first` such update, or at a time."""
+        return Finding(
+            severity=severity,
+            about=f"learner {self.name}",
+            sentence=sentence,
+            advice=advice,
+            runbook=runbook,
+            evidence=evidence,
+            since=first.version if first else None,
+            since_s=first.at_s if first else since_s,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class FragmentStatus:

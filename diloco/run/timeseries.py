@@ -31,7 +31,7 @@ from diloco.common.storage.tape import (
 )
 from diloco.run.agreement import mean_cosine
 from diloco.run.history import Event, act_of
-from diloco.run.observed import LastHeartbeat
+from diloco.run.learner_history import LastHeartbeat
 from diloco.run.watch import read_heartbeats
 
 Column = npt.NDArray[np.float64]

@@ -38,8 +38,9 @@ from diloco.common.storage.tape import (
 from diloco.run.agreement import shard_figures
 from diloco.run.cli.opening import CONNECT_S, find_config
 from diloco.run.findings import NATS_AWAY, STORE_AWAY, failed, judged, ranked
+from diloco.run.learner_history import LastHeartbeat
 from diloco.run.newest_objects import looked_at
-from diloco.run.observed import LastHeartbeat, Observed
+from diloco.run.observed import Observed
 from diloco.run.state import Finding, RunStatus
 
 # Messages at the end of the tape that are read where a part of it will do.

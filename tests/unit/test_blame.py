@@ -23,7 +23,7 @@ from diloco.replay.show import run_show
 from diloco.run.cli.opening import RunLocation, open_run, use_place
 from diloco.run.history import read_history
 
-KINDS = ("labels", "rate", "noise")
+KINDS = ("labels", "rate unclipped", "noise")
 
 
 class Runs(dict):
@@ -69,15 +69,11 @@ def test_the_bad_learner_is_named_with_its_first_bad_update(asked, kind):
     assert (first["learner"], [one["word"] for one in others]) == (spoiled.CULPRIT, ["helpful"] * 3)
     # Of all their updates, and not of a stretch in which they did little: no harm to be read there.
     assert all(one["alone"] < 0 for one in others)
-    assert first["word"] == ("useless" if kind == "noise" else "harmful")
-    # Version 0 is the first parameters: the first spoiled round makes this one.
-    assert first["since"]["version"] == spoiled.SPOILED_FROM[kind] + 1
+    # Of so little noise as this nobody is sure: by its direction its sender is named (`test_fleet`).
+    assert first["word"] == ("unclear" if kind == "noise" else "harmful")
     if kind != "noise":
-        # Shortened to ten times the others' norms, one update at fifty times their rate may do less
-        # than an honest one in the first round did by chance; all of them together do not.
-        unclipped = "rate unclipped" if kind == "rate" else kind
-        found = json.loads(asked(unclipped, blame=True, json=True))
-        assert found["learners"][0]["word"] == "harmful"
+        # Version 0 is the first parameters: the first spoiled round makes this one.
+        assert first["since"]["version"] == spoiled.SPOILED_FROM[kind.split()[0]] + 1
         worst = max(found["updates"], key=lambda one: one["did"])
         assert (worst["learner"], worst["did"] > 0) == (spoiled.CULPRIT, True)
         assert {one["tensor"] for one in found["tensors"]} <= {"first", "bias", "second"}

@@ -164,8 +164,13 @@ def test_an_aggregator_that_was_away_for_long_is_told_of_afterwards(seen, late_s
 
 def round_of(change):
     """A round of three alike updates, of which the first is changed."""
+    return round_of_all(lambda values: change(values[0]))
+
+
+def round_of_all(change):
+    """A round of three alike updates, which are changed."""
     values = np.random.default_rng(0).normal(size=(3, 512))
-    change(values[0])
+    change(values)
     found = ComparedRound.__new__(ComparedRound)
     found.tensors = [("first", [(0, 256)]), ("second", [(256, 512)])]
     found.products, found.squares = np.zeros((3, 3)), np.zeros((3, 2))
@@ -189,6 +194,27 @@ def test_a_lone_element_is_counted_with_its_tensor_and_how_far_it_is():
     assert [*found.lone] == [1, 0, 0]
     assert found.tensors[found.tensor[0]][0] == "second"
     assert 30 < found.factor[0] < 80
+
+
+def test_where_honest_updates_have_large_single_elements_none_is_lone():
+    """Of inputs that come seldom Adam makes steps that are large beside all other elements."""
+
+    def spoil(values):
+        rng = np.random.default_rng(1)
+        for row in range(3):
+            places = rng.choice(512, 24, replace=False)
+            values[row, places] *= 1 + 10 * rng.pareto(1.5, 24)
+        values[0, 300] = 50.0
+
+    found = round_of_all(spoil)
+    assert [*found.lone] == [0, 0, 0]
+
+
+def test_longer_updates_have_no_lone_elements_for_that():
+    def spoil(values):
+        values[0] *= 30
+
+    assert [*round_of_all(spoil).lone] == [0, 0, 0]
 
 
 def figures(**fields):

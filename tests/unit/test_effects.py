@@ -55,6 +55,36 @@ def test_who_helped_its_rounds_is_not_blamed_for_what_its_updates_do_alone(did, 
     assert {one.learner: one.word for one in judge(effects)}["c"] == word
 
 
+@pytest.mark.parametrize(
+    ("alone", "word"),
+    [(-0.0005, "useless"), (-0.006, "helpful"), (0.004, "harmful"), (0.0002, "helpful")],
+    ids=["of no use", "of less use", "in its way", "as all of them near the end"],
+)
+def test_who_is_of_no_use_and_who_does_harm(alone, word):
+    effects = Effects(Effect)
+    # Near the end an update of others does little, and one of it little harm.
+    usual, did = (-0.0001, 1e-5) if 0 < alone < 0.001 else (-0.01, 4e-4)
+    for round_ in range(48):
+        for place, learner in enumerate(("a", "b", "c", "d")):
+            scatter = usual * math.sin(5 * round_ + 3 * place) / 4
+            one = effect(round_, learner, (alone if learner == "c" else usual) + scatter)
+            effects.append(one._replace(did=did if learner == "c" else 0.0))
+    assert {one.learner: one.word.replace("unclear", "helpful") for one in judge(effects)} == {
+        "a": "helpful", "b": "helpful", "c": word, "d": "helpful",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("scatter", "word"), [(0.01, "harmful"), (0.12, "unclear")])
+def test_a_mean_is_held_against_the_scatter_of_its_own_updates(scatter, word):
+    """One late update of an honest learner did more harm than all others of it did good."""
+    effects = Effects(Effect)
+    for round_ in range(24):
+        for learner in ("a", "b", "c"):
+            alone = 0.02 + scatter * math.sin(9 * round_) if learner == "c" else -0.01
+            effects.append(effect(round_, learner, alone + 1e-3 * math.sin(round_)))
+    assert {one.learner: one.word for one in judge(effects)}["c"] == word
+
+
 def by_slice(*learners, rounds=24, **harm):
     """Effects on all the data and on slices "common", "rare": each update alone, by learner."""
     tables = {name: Effects(Effect) for name in ("", "common", "rare")}

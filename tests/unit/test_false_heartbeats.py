@@ -19,7 +19,7 @@ from diloco.common.process.tasks import cancel
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import WireError
 from diloco.common.storage.tape import decode_as
-from diloco.run.observed import LearnerHistory
+from diloco.run.learner_history import LearnerHistory
 from diloco.run.state import RunStatus
 from diloco.run.timeseries import read_time_series
 from diloco.run.watch import Watch

@@ -1,6 +1,7 @@
 """Learners that are far from the fleet are told of, and nobody else is."""
 
 import io
+import math
 from dataclasses import replace
 from statistics import median
 from types import SimpleNamespace
@@ -16,11 +17,13 @@ from diloco.aggregator.core import memory
 from diloco.common.protocol import wire
 from diloco.common.storage.tape import Recorded
 from diloco.judge import doctor_findings
-from diloco.run import outliers as outliers_of
+from diloco.run import comparison
 from diloco.run.cli.opening import RunLocation, open_run, use_place
+from diloco.run.comparison import LOSS_SPIKE
 from diloco.run.findings import grouped, judged, ranked
-from diloco.run.observed import POINTS, Observed, Trend, others_losses
-from diloco.run.outliers import LOSS_SPIKE, began, outliers
+from diloco.run.learner_history import POINTS, Trend, others_losses
+from diloco.run.observed import Observed
+from diloco.run.outliers import began, outliers
 from diloco.run.state import Finding, MergedPoint
 from diloco.run.watch import Watch
 from diloco.show.status import screen
@@ -178,13 +181,47 @@ def test_where_all_become_slower_nobody_is_accused():
 
 
 def test_in_a_large_fleet_the_odd_one_is_told_of_without_comparing_all_with_all(monkeypatch):
-    monkeypatch.setattr(outliers_of, "MANY", 3)
+    monkeypatch.setattr(comparison, "MANY", 3)
     (found,) = strangers(rounds(loss=14.5))
     assert found.about == "learner c"
     names = [f"learner-{index}" for index in range(9)]
     fleet = {name: steady(1.0) for name in names} | {"slow": steady(0.1)}
     ((_, about, _),) = speed_findings(paces(240, **fleet))
     assert about == "learner slow"
+
+
+@pytest.mark.parametrize(("least", "told"), [(0.001, 0), (0.05, 1)], ids=["faded", "not yet"])
+def test_where_a_schedule_ends_at_zero_lengths_say_nothing(least, told):
+    """Who has begun a little earlier sends far longer updates then."""
+    long = [make_record(inputs=tuple(make_input(learner=name) for name in "abc"))]
+    short = [
+        one.model_copy(
+            update={
+                "inputs": tuple(
+                    taken.model_copy(update={"norm": least * (10 if taken.learner == "c" else 1)})
+                    for taken in one.inputs
+                )
+            }
+        )
+        for one in rounds()
+    ]
+    assert len(strangers([*long, *short])) == told
+
+
+@pytest.mark.parametrize(("scatter", "told"), [(0.2, 1), (7.0, 0)], ids=["steady", "scattered"])
+def test_a_median_is_held_against_the_scatter_of_what_it_is_of(scatter, told):
+    """Losses of a model that has seen all its data differ tenfold from batch to batch."""
+    records = [
+        make_record(
+            version=version,
+            inputs=tuple(
+                make_input(learner=name, loss=1.0 if name != "c" else 5.0 * math.exp(away))
+                for name in "abc"
+            ),
+        )
+        for version, away in enumerate(scatter * (place / 15 - 0.5) for place in range(16))
+    ]
+    assert len(strangers(records)) == told
 
 
 def test_of_few_updates_nothing_is_said():

@@ -15,7 +15,7 @@ from diloco.operate.local.fleet import Daemon
 from diloco.operate.local.hardware import Hardware
 from diloco.run.cli.screen import STATE_STYLES, plain_table
 from diloco.run.cli.units import human_bytes
-from diloco.run.outliers import TIMES, gap
+from diloco.run.comparison import TIMES, gap
 from diloco.run.state import RunStatus
 from diloco.show.status.screen import spark
 

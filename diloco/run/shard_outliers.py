@@ -1,0 +1,173 @@
+"""Learners whose updates point elsewhere than the others', or differ in a part: by their shards.
+
+Pure.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+from diloco.run.comparison import (
+    FEWEST,
+    LOSS_SPIKE,
+    OTHERS,
+    RATIO_FLOOR,
+    Comparison,
+    climbed,
+    of_gap,
+    of_loss,
+    tail,
+)
+from diloco.run.state import Finding, LearnerStatus
+
+COSINE_FLOOR = 0.05
+# Beside the others' agreement with each other a learner's is less than this part of it, or against
+# them by more than that.
+APART = 0.3
+# Cosine to zero from which a decay outweighs the gradient; of one whose loss is far above the
+# others' as well, since labels that are wrong shrink parameters too.
+TO_ZERO, MOSTLY_TO_ZERO = 0.5, 0.75
+# Who points elsewhere and has a loss so many times the others' has other targets; from the second
+# on it may have.
+HIGHER, NOT_LOWER = 1.2, 1.05
+# Lone elements in so many updates are no accident where, at the rate that the others would have
+# with one more, they had this probability; from so many times the usual size on they are no bit of
+# a mantissa.
+FEW_LONE, CHANCE, HUGE = 3, 1e-4, 4096.0
+# Tensors that a finding names.
+NAMED = 5
+SIGN = "look at the sign of its loss, gradient and update"
+
+
+def explained(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
+    """Updates that lead to zero, up the learner's own loss, or overflow: all else follows."""
+    assert one.shards is not None
+    if one.shards.factor >= HUGE:
+        yield from lone(one, others)
+    own, *theirs = (each.shards.to_zero or 0.0 for each in (one, *others) if each.shards)
+    pulls = Comparison(own, theirs)
+    least = TO_ZERO if _above(one) < math.log(HIGHER) else MOSTLY_TO_ZERO
+    if own >= least and own - pulls.middle >= TO_ZERO and own > -_cosine(one):
+        yield one.told(
+            f"its updates take its parameters to zero, cosine to that direction {own:.2f}, the "
+            f"others' {pulls.middle:.2f}: its weight decay outweighs its gradient",
+            "compare its weight decay, and the learning rate that it is multiplied by, with the "
+            "others'",
+            LOSS_SPIKE,
+            evidence=f"cosine to zero {pulls}, to the others' updates {_cosine(one):.2f}",
+        )
+    cosines = Comparison(_cosine(one), [_cosine(other) for other in others])
+    if _is_against(cosines) and climbed(one):
+        yield one.told(
+            f"its loss has climbed to {of_loss(one):.4g}, and its updates point against the "
+            f"others', cosine to theirs {cosines.own:.2f}, where the others have "
+            f"{cosines.middle:.2f}: a sign is wrong",
+            SIGN,
+            LOSS_SPIKE,
+            evidence=f"cosine {cosines}",
+        )
+
+
+def _above(one: LearnerStatus) -> float:
+    return of_gap(one) if len(one.beside) >= FEWEST else 0.0
+
+
+def _is_against(cosines: Comparison) -> bool:
+    """Whether one points against the others, who agree."""
+    return cosines.own <= -APART * cosines.middle < 0 and cosines.far(COSINE_FLOOR) < 0
+
+
+def direction(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
+    """Updates that point elsewhere, where the others agree."""
+    assert one.shards is not None
+    cosines = Comparison(_cosine(one), [_cosine(other) for other in others])
+    middle = cosines.middle
+    if middle <= 0 or cosines.own >= APART * middle or not cosines.far(COSINE_FLOOR):
+        return
+    far, against = _above(one), _is_against(cosines)
+    where = "against the others'" if against else "elsewhere"
+    advice = "compare its batches and its targets with the others'"
+    if far >= math.log(HIGHER):
+        cause = (
+            "its loss is above theirs as well: it trains on other data or labels, or on shifted "
+            "targets"
+        )
+    elif far <= -math.log(HIGHER):
+        cause = "its loss is below theirs: it trains on the same few batches over and over"
+    elif not against:
+        cause = "it may train on other data or labels"
+    elif far >= math.log(NOT_LOWER):
+        cause = "its loss is above theirs as well: it trains on other data or labels, or a sign is"
+        cause, advice = f"{cause} wrong", f"{advice}; {SIGN}"
+    else:
+        decay = ", or a decay outweighs its gradient" if one.shards.to_zero is None else ""
+        cause, advice = f"a sign is wrong{decay}", SIGN
+    if far:
+        losses = Comparison(of_loss(one), [of_loss(o) for o in others if o.beside] or [0.0])
+    sentence = (
+        f"its updates point {where}, cosine to theirs {cosines.own:.2f}, where the others have "
+        f"{middle:.2f}: {cause}"
+    )
+    figures = f"cosine {cosines}{f', loss {losses}' if far else ''}"
+    yield one.told(sentence, advice, LOSS_SPIKE, evidence=figures)
+
+
+def _cosine(one: LearnerStatus) -> float:
+    return one.shards.cosine if one.shards is not None else 0.0
+
+
+def still(one: LearnerStatus) -> Iterator[Finding]:
+    """Tensors in which a learner does nothing, and the others do."""
+    if one.shards is not None and one.shards.still:
+        yield one.told(
+            f"its updates are zero in {', '.join(one.shards.still[:NAMED])}, where the others' are "
+            "not: that part is frozen or masked, or its data never uses it",
+            "look for a mask, a stopped gradient, or an optimizer that leaves that part out",
+            LOSS_SPIKE,
+            evidence=f"in each of {one.shards.updates} updates",
+        )
+
+
+def lone(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
+    """A few elements far beyond the others'."""
+    own = one.shards
+    assert own is not None
+    theirs = [other.shards for other in others if other.shards is not None]
+    found, updates = sum(each.lone for each in theirs), sum(each.updates for each in theirs)
+    if own.lone < FEW_LONE or tail(own.lone, own.updates, (found + 1) / updates) > CHANCE:
+        return
+    huge = own.factor >= HUGE
+    cause = (
+        "its gradients overflow, or its memory has errors"
+        if huge
+        else "its memory has errors: bits of parameters turn over"
+    )
+    yield one.told(
+        f"single elements of its updates are {'huge' if huge else 'far'} beyond all others, up to "
+        f"{own.factor:.2g} times, such as in {own.tensor}: {cause}",
+        "test its memory and read its machine's log for errors of memory and accelerator"
+        + ("; look at its loss scale and clip its gradients" if huge else ""),
+        LOSS_SPIKE,
+        evidence=f"in {own.lone} of {own.updates} updates, the others' in {found} of {updates}",
+    )
+
+
+def tensors(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
+    """The tensor in which a learner's updates are far longer than the others', or far shorter."""
+    far: dict[str, Comparison] = {}
+    for tensor, own in one.shards.norms.items() if one.shards is not None else ():
+        theirs = [o.shards.norms[tensor] for o in others if o.shards and tensor in o.shards.norms]
+        if len(theirs) >= OTHERS and (norms := Comparison(own, theirs)).far(RATIO_FLOOR):
+            far[tensor] = norms
+    # Where it is so in most of them, that is no matter of one part.
+    if one.shards is None or not far or 2 * len(far) > len(one.shards.norms):
+        return
+    worst = max(far, key=lambda tensor: abs(far[tensor].own))
+    ratio = math.exp(far[worst].own - far[worst].middle)
+    yield one.told(
+        f"in {worst} its updates are {ratio:.2g} times as long as the others', elsewhere they are "
+        "not: the learning rate, a scale or a mask of that part differs",
+        "compare that part's optimizer, initialisation and masks with the others'",
+        LOSS_SPIKE,
+        evidence=f"so in {len(far)} of {len(one.shards.norms)} tensors; the others within "
+        f"{math.exp(far[worst].spread):.2g} times",
+    )
