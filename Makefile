@@ -19,6 +19,7 @@ SIZE ?= 10m
 PIECE ?= 9
 PEER ?=
 TORCH ?=
+SHORT ?=
 HEADLINE ?= runs/headline
 LINK ?= tests/tools/slow_link.py
 KIND ?= cpu
@@ -32,7 +33,7 @@ RUN := $(BIN)/python -m
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo reference docs test test-long wheel-test test-slow test-browser picture test-extras test-stores test-models tpu cuda test-alerts test-slurm operators-hour test-systemd chaos fuzz mutants lint types \
+.PHONY: help install demo reference docs test test-long wheel-test test-slow test-browser picture extras test-extras test-stores test-models tpu cuda test-alerts test-slurm operators-hour test-systemd chaos fuzz mutants lint types \
 	imports check \
 	attack attack-live bench headline quality quality-large sim release terraform lock clean
 
@@ -81,19 +82,25 @@ wheel-test: install ## build wheel and sdist, and try them in an environment out
 	@$(RUN) pytest -m slow tests/wheel $(ARGS)
 
 # TORCH=... is another build of it than the lock's, such as one for the CPU alone.
-test-extras: install ## test what needs torch, trainers, trackers or a notebook, in .venv-extras; TORCH="torch==..."
-	@test -d .venv-extras || $(PYTHON) -m venv .venv-extras
-	@.venv-extras/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes \
-		-r requirements.lock -r locks/tensorboard.lock -r locks/wandb.lock -r locks/notebook.lock \
+EXTRAS = tensorboard wandb notebook
+EXTRAS_PIP = .venv-extras/bin/python -m pip install --quiet --disable-pip-version-check --no-cache-dir
+# A trainer's learner that is killed, and four ranks under FSDP2.
+SOME_EXTRAS = tests/integration/test_trainers.py tests/integration/test_ranks.py -k "two_learners or fsdp"
+extras: .venv-extras/installed ## make .venv-extras, some gigabytes where torch's build has CUDA; TORCH="torch==..."
+
+.venv-extras/installed: $(STAMP) $(addprefix locks/,$(EXTRAS:=.lock) torch.lock trainers.lock)
+	@$(PYTHON) -m venv .venv-extras
+	@$(EXTRAS_PIP) --require-hashes -r requirements.lock $(EXTRAS:%=-r locks/%.lock) \
 		$(if $(TORCH),,-r locks/torch.lock)
-	@$(if $(TORCH),.venv-extras/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)")
-	@.venv-extras/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps \
-		-r locks/trainers.lock
-	@.venv-extras/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
-		--no-build-isolation -e .
-	@.venv-extras/bin/python -m pytest tests/integration/test_torch.py tests/integration/test_trackers.py \
-		tests/integration/test_trainers.py tests/integration/test_ranks.py \
-		tests/integration/test_notebook.py $(ARGS)
+	@$(if $(TORCH),$(EXTRAS_PIP) "$(TORCH)")
+	@$(EXTRAS_PIP) --require-hashes --no-deps -r locks/trainers.lock
+	@$(EXTRAS_PIP) --no-deps --no-build-isolation -e .
+	@touch $@
+
+test-extras: extras ## test what needs torch, trainers, trackers or a notebook; SHORT=1 for some of it
+	@.venv-extras/bin/python -m pytest $(if $(SHORT),$(SOME_EXTRAS),tests/integration/test_torch.py \
+		tests/integration/test_trackers.py tests/integration/test_trainers.py \
+		tests/integration/test_ranks.py tests/integration/test_notebook.py) $(ARGS)
 
 # Servers of an environment of their own: moto speaks S3, Azurite (of npm) as Azure does.
 AZURITE = 3.37.0

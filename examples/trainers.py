@@ -69,7 +69,7 @@ def slow(batch):
     return {name: torch.stack([one[name] for one in batch]) for name in batch[0]}
 
 
-def of_transformers(file, learner, folder):
+def of_transformers(file, learner, folder, module=None):
     args = TrainingArguments(
         output_dir=folder, max_steps=ENDLESS, per_device_train_batch_size=BATCH,
         gradient_accumulation_steps=ACCUMULATED, learning_rate=RATE, optim="adamw_torch",
@@ -78,7 +78,8 @@ def of_transformers(file, learner, folder):
         logging_steps=20, disable_tqdm=True, report_to=[], use_cpu=True,
     )  # fmt: skip
     trainer = Trainer(
-        model=model(), args=args, train_dataset=TRAINED, eval_dataset=HELD_OUT, data_collator=slow,
+        model=module or model(), args=args, train_dataset=TRAINED, eval_dataset=HELD_OUT,
+        data_collator=slow,
         callbacks=[diloco.torch.transformers.DilocoCallback(file, learner=learner)],
     )  # fmt: skip
     last = get_last_checkpoint(folder) if Path(folder).is_dir() else None
@@ -100,19 +101,22 @@ class Tiny(pl.LightningModule):
         return torch.optim.AdamW(self.net.parameters(), RATE)
 
 
-def of_lightning(file, learner, folder):
+def of_lightning(file, learner, folder, module=None, **options):
     saves = ModelCheckpoint(folder, monitor="loss", save_last=True)
     trainer = pl.Trainer(
         max_steps=ENDLESS, accumulate_grad_batches=ACCUMULATED, val_check_interval=40,
         accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
         callbacks=[
             saves, diloco.torch.lightning.DilocoCallback(file, learner=learner, table=TABLE),
-        ],
+        ], **options,
     )  # fmt: skip
     batches = DataLoader(TRAINED, BATCH, shuffle=True, collate_fn=slow)
     last = Path(folder) / "last.ckpt"
     trainer.fit(
-        Tiny(), batches, DataLoader(HELD_OUT, 100), ckpt_path=last if last.exists() else None
+        module or Tiny(),
+        batches,
+        DataLoader(HELD_OUT, 100),
+        ckpt_path=last if last.exists() else None,
     )
 
 

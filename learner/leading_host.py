@@ -26,7 +26,7 @@ from diloco.learner.core.events import (
 )
 from diloco.learner.hosts import messages
 from diloco.learner.hosts.coordinator import Coordinator, Listener, listen
-from diloco.learner.hosts.messages import exchange_secret
+from diloco.learner.hosts.messages import exchange_secret, meeting_place
 from diloco.learner.life import (
     Host,
     Life,
@@ -143,7 +143,7 @@ async def _has_ended(host: Host, bus: Bus) -> bool:
 def _meet(host: Host, stack: ExitStack) -> Coordinator:
     """The workers of this learner, connected."""
     background = host.background
-    address = host.config.learner.coordinator or "127.0.0.1"
+    address = host.config.learner.coordinator or meeting_place() or "127.0.0.1"
     interface = socket.gethostname() if address == "auto" else address.split(":")[0]
     listener = background.call(listen(interface))
     _, secret = exchange_secret(listener.address)

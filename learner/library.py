@@ -37,7 +37,7 @@ from diloco.common.protocol.errors import (
     ParametersError,
     status_of,
 )
-from diloco.common.protocol.layout import Hint, Layout
+from diloco.common.protocol.layout import Hint
 from diloco.learner.background import Background
 from diloco.learner.core.boundary import Boundary
 from diloco.learner.following_host import follow
@@ -94,19 +94,9 @@ class Learner:
         """Batches of this learner's data that are behind it; the loop's data goes on there."""
         return self._synchronizer.position
 
-    def views(self) -> tuple[Layout, list[np.ndarray]]:
-        """The run's layout, and each fragment's view as adopted, float32 [N].
-
-        Raises:
-            DilocoError: no host of this learner has all of it.
-        """
-        if jax.process_count() > 1:
-            raise DilocoError(
-                "each host of this learner has a part of the views alone",
-                hint="diloco.load reads the run's newest parameters from the store",
-            )
-        replica, layout = self._synchronizer.replica, self._life.context.layout
-        return layout, [replica.view(one.index) for one in layout.fragments]
+    def viewed(self) -> Iterator[dict[str, Any]]:
+        """The run's parameters as adopted last, by name, a fragment at a time; on all hosts."""
+        return self._synchronizer.replica.viewed()
 
     def settle(self, params: Params) -> None:
         """Go on from these, where the loop has the same values: `params` is let go."""

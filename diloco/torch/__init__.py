@@ -78,6 +78,7 @@ def join(
     module: torch.nn.Module,
     table: Table | None = None,
     tokens_per_step: int | None = None,
+    replicated: bool = False,
 ) -> Iterator[TorchLearner]:
     """Join a run with a module's parameters; as `diloco.join`.
 
@@ -92,8 +93,9 @@ def join(
             DistributedDataParallel.
         table: which leaf of the run each parameter is, by its name in the module.
         tokens_per_step: as of `diloco.join`.
+        replicated: ranks keep the whole module equal by other means than these two.
     """
-    tensors = _tensors_of(module)
+    tensors = _tensors_of(module, replicated)
     joining = join_tensors(
         file,
         learner=learner,
@@ -107,13 +109,13 @@ def join(
         yield island
 
 
-def _tensors_of(module: torch.nn.Module) -> ModuleTensors:
+def _tensors_of(module: torch.nn.Module, replicated: bool) -> ModuleTensors:
     ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
     if not ranks or torch.distributed.get_world_size() == 1:
         return ModuleTensors(module)
     from diloco.torch.ranks import RankTensors
 
-    return RankTensors(module)
+    return RankTensors(module, replicated=replicated)
 
 
 @contextlib.contextmanager

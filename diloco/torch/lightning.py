@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.nn.parallel import DistributedDataParallel
 
-from diloco.common.protocol.errors import ConfigError
 from diloco.torch.order import check_workers, give_order
 from diloco.torch.trainers import TrainerLoop, follow_clock
 
@@ -35,11 +35,6 @@ class DilocoCallback(Callback):  # type: ignore[misc] # of an untyped package
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Join the run, and see that the data is this learner's own."""
-        if trainer.world_size > 1:
-            raise ConfigError(
-                f"{trainer.world_size} processes train one model, and this callback joins from one",
-                hint="give the Trainer devices=1",
-            )
         loop, loader = self._loop, trainer.train_dataloader
         check_workers(loader)
         if not loop.own_data:
@@ -50,7 +45,8 @@ class DilocoCallback(Callback):  # type: ignore[misc] # of an untyped package
                 position=lambda: loop.island.position,
                 batches=int(trainer.num_training_batches),
             )
-        loop.begin(pl_module, self._resumed)
+        in_ddp = isinstance(trainer.model, DistributedDataParallel)
+        loop.begin(trainer.model if in_ddp else pl_module, self._resumed)
         self._stepped = trainer.global_step
         if not loop.own_data:
             iter(trainer.fit_loop._data_fetcher)  # noqa: SLF001 - it has begun in the old order

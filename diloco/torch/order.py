@@ -1,11 +1,12 @@
 """The order in which a learner reads examples: its own, and on from where the run has it."""
 
+import math
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from torch.utils.data import DataLoader, RandomSampler, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler
 
 from diloco.common.protocol.errors import ConfigError
 
@@ -23,6 +24,8 @@ class LearnerOrder(Sampler):  # type: ignore[misc] # torch is not there for mypy
         position: steps that are behind the learner.
         skipped: steps that the first pass gives before `position`, since its reader skips them.
         seed: the same one gives the same orders.
+        part: this rank's number, and of how many ranks: each pass gives the examples of that one
+            in turn, and begins anew at its end where they do not come out even.
     """
 
     def __init__(
@@ -35,21 +38,27 @@ class LearnerOrder(Sampler):  # type: ignore[misc] # torch is not there for mypy
         position: Callable[[], int],
         skipped: int = 0,
         seed: int = 0,
+        part: tuple[int, int] = (0, 1),
     ) -> None:
         self._examples, self._step, self._steps = examples, step, steps
         self._position, self._skipped = position, skipped
         self._seeds = (seed, zlib.crc32(learner.encode()))
+        self._rank, self._ranks = part
 
     def __len__(self) -> int:
-        return self._examples
+        return math.ceil(self._examples / self._ranks)
 
     def __iter__(self) -> Iterator[int]:
+        whole = self._pass()
+        for place in range(self._rank, len(self) * self._ranks, self._ranks):
+            yield whole[place % self._examples]
+
+    def _pass(self) -> list[int]:
         epoch, step = divmod(self._position(), self._steps)
         first = epoch * self._examples + min(step * self._step, self._examples)
         epoch, first = divmod(first - self._skipped * self._step, self._examples)
         self._skipped = 0
-        yield from self._epoch(epoch)[first:]
-        yield from self._epoch(epoch + 1)[:first]
+        return self._epoch(epoch)[first:] + self._epoch(epoch + 1)[:first]
 
     def _epoch(self, number: int) -> list[int]:
         # A reader may skip steps of its first epoch that the run never got.
@@ -83,9 +92,19 @@ def give_order(
         ConfigError: the loader's order is not a shuffled one of all its examples.
     """
     sampler: Any = getattr(loader, "batch_sampler", None)
+    ranks = 1
+    if hasattr(sampler, "num_processes"):  # accelerate's, which gives ranks batches, or parts
+        ranks = 1 if sampler.split_batches else sampler.num_processes
+        sampler = sampler.batch_sampler
     order: Any = getattr(sampler, "sampler", None)
-    shuffles = isinstance(order, RandomSampler) and not order.replacement
-    if not shuffles or len(order) != len(loader.dataset):
+    part = (0, 1)
+    if isinstance(order, DistributedSampler):  # Lightning's, which gives ranks examples
+        ranks, part = order.num_replicas, (order.rank, order.num_replicas)
+        shuffles = order.shuffle and order.dataset is loader.dataset
+    else:
+        shuffles = isinstance(order, RandomSampler) and not order.replacement
+        shuffles = shuffles and len(order) == len(loader.dataset)
+    if not shuffles:
         kind = type(loader if order is None else order).__name__
         raise ConfigError(
             f"every learner would train on the same batches: the order of this data is"
@@ -95,13 +114,14 @@ def give_order(
         )
     steps = max(1, -(-(batches or len(loader)) // accumulated))
     sampler.sampler = LearnerOrder(
-        len(order),
+        len(loader.dataset),
         learner=learner,
-        step=sampler.batch_size * accumulated,
+        step=sampler.batch_size * accumulated * ranks,
         steps=steps,
         position=position,
         skipped=trained % steps,
         seed=seed,
+        part=part,
     )
 
 

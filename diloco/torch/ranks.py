@@ -13,9 +13,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from diloco.common.process.config import first_rank
 from diloco.common.process.nats_server import LOOPBACK, free_port
 from diloco.common.protocol.errors import ConfigError, ParametersError
 from diloco.learner.hosts.messages import MEET_S
@@ -25,17 +27,23 @@ from diloco.torch.tensors import ModuleTensors
 class RankTensors(ModuleTensors):
     """A rank's parts of a module's parameters, by their names there.
 
+    Args:
+        module: behind `fully_shard`, or in DistributedDataParallel.
+        replicated: as of `diloco.torch.join`.
+
     Raises:
         ConfigError: a parameter is of each rank's own, or ranks divide it in a way JAX has not.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        whole = isinstance(module, DistributedDataParallel)
-        self._module = module.module if whole else module
+    def __init__(self, module: torch.nn.Module, *, replicated: bool = False) -> None:
+        in_ddp = isinstance(module, DistributedDataParallel)
+        self._module = module.module if in_ddp else module
+        self._sharded = [one for one in self._module.modules() if isinstance(one, FSDPModule)]
+        self._reshard()
         super().__init__(self._module)
         _meet()
         cut = [one for one in self._parameters.values() if isinstance(one, DTensor)]
-        if not whole and len(cut) < len(self._parameters):
+        if not (in_ddp or replicated) and len(cut) < len(self._parameters):
             raise ConfigError(
                 f"{dist.get_world_size()} ranks train this module, and their parameters would"
                 " drift apart",
@@ -84,12 +92,14 @@ class RankTensors(ModuleTensors):
 
     def _local(self, name: str) -> torch.Tensor:
         """This rank's part, to be read; a collective where it is not cut equally."""
+        self._reshard()
         one = self._parameters[name].detach()
         if not isinstance(one, DTensor):
             return one
         return one.to_local() if self._is_cut(name) else one.full_tensor()
 
     def _set(self, name: str, values: torch.Tensor) -> None:
+        self._reshard()
         one = self._parameters[name].detach()
         if not isinstance(one, DTensor):
             one.copy_(values)
@@ -97,6 +107,11 @@ class RankTensors(ModuleTensors):
             one.to_local().copy_(values)
         else:
             one.to_local().copy_(_part(values, one))
+
+    def _reshard(self) -> None:
+        """Let go of what a forward without a backward has gathered and the next one would use."""
+        for one in self._sharded:
+            one.reshard()
 
     def _is_cut(self, name: str) -> bool:
         return any(self.sharding(name).spec)
@@ -120,18 +135,21 @@ def _meet() -> None:
     """Begin JAX's distributed runtime over the ranks, each with one device of its CPU.
 
     Raises:
-        ConfigError: the ranks are on several machines.
+        ConfigError: the ranks are on several machines, and nothing says where rank 0 is.
     """
     if jax.distributed.is_initialized():
         return
     told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (socket.gethostname(), f"{LOOPBACK}:{free_port()}"))
-    if len({machine for machine, _ in told}) > 1:
+    dist.all_gather_object(told, (socket.gethostname(), free_port()))
+    machines = sorted({machine for machine, _ in told})
+    first = LOOPBACK if len(machines) == 1 else first_rank()
+    if first is None:
         raise ConfigError(
-            f"the ranks are on several machines: {', '.join(sorted({one for one, _ in told}))}",
-            hint="let the ranks of a learner be those of one machine, and be a learner on each",
+            f"the ranks are on several machines, {', '.join(machines)}, and nothing says where rank"
+            " 0 is",
+            hint="start them by torchrun, or set MASTER_ADDR to rank 0's address on all",
         )
-    address = told[0][1]
+    address = f"{first}:{told[0][1]}"
     # It would take SIGTERM for itself, by which a learner is asked to leave.
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_num_cpu_devices", 1)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 from diloco.common.process.config import load_config
@@ -63,12 +64,19 @@ class TrainerLoop:
         """Whether training has begun, and has not ended."""
         return self._joined is not None
 
-    def begin(self, module: torch.nn.Module, checkpoint: Mapping[str, Any] | None) -> None:
+    def begin(
+        self,
+        module: torch.nn.Module,
+        checkpoint: Mapping[str, Any] | None,
+        *,
+        replicated: bool = False,
+    ) -> None:
         """Join the run: the module takes its newest version.
 
         Args:
             module: the one that is trained.
             checkpoint: what `state` gave when the trainer's checkpoint was made, if it resumes.
+            replicated: as of `diloco.torch.join`.
 
         Raises:
             ConfigError: the checkpoint is another learner's.
@@ -88,10 +96,12 @@ class TrainerLoop:
             module=module,
             table=self._table,
             tokens_per_step=self._tokens,
+            replicated=replicated,
         )
         self._joined = self.life.enter_context(joining)
         # Whoever saves while it trains saves what all share.
-        hook = module.register_state_dict_pre_hook(lambda *_: self.show())
+        saved = module.module if isinstance(module, DistributedDataParallel) else module
+        hook = saved.register_state_dict_pre_hook(lambda *_: self.show())
         self.life.callback(hook.remove)
 
     def state(self) -> dict[str, str]:
@@ -156,7 +166,10 @@ class TrainerLoop:
         found = island.values() if keep else None
         self.hide()
         self.life.close()
-        island.take(island.views() if found is None else found)
+        if found is None:
+            island.show()
+        else:
+            island.take(found)
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:

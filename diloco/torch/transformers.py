@@ -4,7 +4,7 @@
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -28,14 +28,22 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc] # of an untyped pac
 
     Raises:
         ConfigError: when training begins: all learners would get the same batches; it resumes from
-            another's checkpoint; several processes or devices train one model.
+            another's checkpoint; one process trains on several devices, or shards the model.
         RunMismatchError: then, too: the model's parameters are not those of the run.
     """
 
     def __init__(self, file: str | Path, *, learner: str, **options: Any) -> None:
         self._loop = TrainerLoop(file, learner=learner, **options)
         self._losses: list[Any] = []
-        self._summed = False
+        self._summed, self._ranks = False, 1
+
+    def __enter__(self) -> Self:
+        """For a process that outlives a failed training, such as a notebook's: `with callback:`."""
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        """End as by a crash if training has not ended: Trainer tells no callback of an error."""
+        self._loop.fail(error)
 
     def on_train_begin(
         self,
@@ -45,12 +53,16 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc] # of an untyped pac
         **given: Any,
     ) -> None:
         """Join the run, and see that the data is this learner's own."""
-        if args.world_size > 1 or args.n_gpu > 1:
+        ranks = args.world_size
+        if args.n_gpu > 1 or (ranks > 1 and (args.fsdp or args.deepspeed)):
             raise ConfigError(
-                f"{args.world_size} process(es) with {args.n_gpu} devices each train one model,"
-                " and this callback joins from one process with one device",
-                hint="show each Trainer one device, such as by CUDA_VISIBLE_DEVICES=0",
+                f"{ranks} process(es) with {args.n_gpu} device(s) each train one model, and this"
+                " callback joins from one, or from several under DistributedDataParallel",
+                hint="start a process for each device by torchrun, without fsdp and deepspeed; or"
+                " show the Trainer one device, such as by CUDA_VISIBLE_DEVICES=0",
             )
+        # Over how many ranks the tokens are counted that a loss is divided by.
+        self._ranks = ranks if args.average_tokens_across_devices else 1
         loop, module, loader = self._loop, given["model"], given["train_dataloader"]
         check_workers(loader)
         if not loop.own_data:
@@ -62,7 +74,8 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc] # of an untyped pac
                 trained=0 if args.ignore_data_skip else state.global_step,
                 seed=args.seed if args.data_seed is None else args.data_seed,
             )
-        loop.begin(module, state.stateful_callbacks.get(STATE, {}).get("attributes"))
+        checkpoint = state.stateful_callbacks.get(STATE, {}).get("attributes")
+        loop.begin(module, checkpoint, replicated=ranks > 1)  # Trainer wraps it by itself
         state.stateful_callbacks[STATE] = {"args": {}, "attributes": loop.state()}
         loop.life.callback(module.register_forward_hook(self._see_loss, with_kwargs=True).remove)
         follow_clock(given["lr_scheduler"], loop.island.global_step)
@@ -75,9 +88,9 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc] # of an untyped pac
             return
         loss = outputs.get("loss") if isinstance(outputs, dict) else next(iter(outputs))
         if isinstance(loss, Tensor) and not loss.dim():
-            self._losses.append(loss.detach())
             # As transformers' models take it: a batch's part of the mean over all tokens.
             self._summed = named.get("num_items_in_batch") is not None
+            self._losses.append(loss.detach() * (self._ranks if self._summed else 1))
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Train on with the learner's own parameters."""
@@ -100,8 +113,8 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc] # of an untyped pac
             control.should_training_stop = True
             control.should_save = args.save_strategy != "no"
         follow_clock(given["lr_scheduler"], self._loop.island.global_step)
-        if control.should_evaluate:
-            self._loop.show()
+        if control.should_evaluate or control.should_save:
+            self._loop.show()  # on all ranks, of which one saves
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
         """Show what all learners share: to evaluate, to save, and to compare with the best."""

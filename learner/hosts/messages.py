@@ -248,6 +248,13 @@ def wait_for_hosts(within_s: float = MEET_S) -> None:
         raise host_gone("another host") from error
 
 
+def meeting_place() -> str | None:
+    """Where the hosts of this learner met, host 0's `host:port` as others see it, if JAX knows."""
+    from jax._src import distributed  # JAX gives it no public name either.
+
+    return distributed.global_state.coordinator_address
+
+
 def exchange_secret(address: str) -> tuple[str, str]:
     """Send host 0's address and a secret to every host. A collective of JAX.
 

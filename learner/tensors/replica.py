@@ -5,7 +5,7 @@ operation; whoever holds an old one may not use it again. Only the training loop
 this, and on every host of a learner in the same order.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -166,10 +166,14 @@ class Replica:
         self._views[fragment] = self._at_anchor(view.values)
         self._take(leaves, part)
 
-    def view(self, fragment: int) -> np.ndarray:
-        """The view of a fragment on the host, float32 [N]; for a learner of one host."""
-        rows = [np.asarray(piece).reshape(-1) for piece in self._views[fragment]]
-        return np.concatenate(rows)
+    def viewed(self) -> Iterator[dict[str, Any]]:
+        """The parameters as the adopted views have them, by name, a fragment at a time.
+
+        Each part is taken before the next is asked for: fragments may share a tensor.
+        """
+        for fragment, kernels in enumerate(self._kernels):
+            part = copied(self._placement.inward(_part(self._leaves(), kernels)))
+            yield self._placement.outward(kernels.overwrite(part, self._view(fragment)))
 
     def digest(self, fragment: int) -> Callable[[], str] | None:
         """Gives the digest of a fragment's view as it is now, once called; that waits for devices.

@@ -4,6 +4,7 @@ python -m rank_loop CONFIG LEARNER PORT RANKS RANK KIND [alone|anew]: `alone` sh
 shards otherwise after three steps. Prints where it was done, and the most bytes of JAX's arrays.
 """
 
+import os
 import sys
 
 import jax
@@ -44,6 +45,16 @@ def loss_of(module, position, rank):
     return torch.nn.functional.cross_entropy(module(points), classes)
 
 
+def check_viewed(island, module, rank):
+    """An evaluation sees what all share, and training goes on from what it was."""
+    with torch.no_grad():
+        before = loss_of(module, 0, rank)
+        with island.viewed():
+            seen = loss_of(module, 0, rank)
+        assert before == loss_of(module, 0, rank)
+        assert before != seen
+
+
 def bytes_here():
     """Of all of JAX's arrays, what lies on this rank's device."""
     shards = (shard for array in jax.live_arrays() for shard in array.addressable_shards)
@@ -59,7 +70,7 @@ def main():
     config, learner, port, ranks, rank, kind, *does = sys.argv[1:]
     log.configure("info")
     ranks, rank = int(ranks), int(rank)
-    address = f"tcp://127.0.0.1:{port}"
+    address = f"tcp://{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=ranks)
     module = model()
     if kind == "fsdp" and does != ["alone"]:
@@ -72,6 +83,8 @@ def main():
     with diloco.torch.join(config, learner=learner, module=given) as island:
         island.restore(optimizer)
         while not island.done:
+            if island.position % 16 == 5:
+                check_viewed(island, given, rank)
             optimizer.zero_grad()
             loss = loss_of(given, island.position, rank)
             loss.backward()

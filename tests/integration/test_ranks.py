@@ -1,6 +1,8 @@
 """One learner on four ranks of PyTorch, under FSDP2 and DDP: `make test-extras`."""
 
+import os
 import re
+import sys
 
 import pytest
 from audit import read_tape
@@ -30,15 +32,24 @@ def world(new_world):
     return world
 
 
-def begin(world, kind, *does, ranks=RANKS):
+def begin(world, kind, *does, ranks=RANKS, programs=()):
     port = str(free_port())
     return [
         world.start(
             f"a.{rank}", str(world.config_path), "a", port, str(ranks), str(rank), kind, *does,
-            program=("rank_loop",),
+            program=programs[rank] if programs else ("rank_loop",),
         )
         for rank in range(ranks)
     ]  # fmt: skip
+
+
+def on_machines(world, *settings):
+    """`rank_loop` on two machines of two ranks each, which share this one's loopback."""
+    at = {"machine-0": "127.0.0.2", "machine-1": "127.0.0.3"}
+    hosts = world.folder / "hosts"
+    hosts.write_text("".join(f"{address} {name}\n" for name, address in at.items()))
+    loop = ("env", *settings, sys.executable, "-m", "rank_loop")
+    return [("machine", name, str(hosts), *loop) for name in at for _ in (0, 1)]
 
 
 def loss(world):
@@ -76,6 +87,24 @@ def test_a_dead_rank_ends_the_life_and_the_next_goes_on(world, kind):
     lives = {manifest.incarnation for _, manifest in read_tape(world).manifests}
     assert len(lives) == 2
     assert loss(world) < 0.5 * fresh
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="it takes root to make machines")
+def test_ranks_of_several_machines_are_one_learner(world):
+    world.aggregator()
+    fresh = loss(world)
+    ranks = begin(world, "fsdp", programs=on_machines(world, "MASTER_ADDR=127.0.0.2"))
+    for process in ranks:
+        assert process.wait() == 0, process.log()
+    assert {manifest.learner for _, manifest in read_tape(world).manifests} == {"a"}
+    assert loss(world) < 0.5 * fresh
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="it takes root to make machines")
+def test_ranks_of_several_machines_that_do_not_know_rank_0_are_refused(world):
+    for process in begin(world, "ddp", programs=on_machines(world)):
+        assert process.wait() != 0
+        assert "machine-0, machine-1, and nothing says where rank 0 is" in process.log()
 
 
 @pytest.mark.parametrize(

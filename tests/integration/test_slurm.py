@@ -9,13 +9,13 @@ import contextlib
 import os
 import re
 import secrets
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import machine
 import pytest
 from audit import read_tape
 from harness import ENDLESS, ROOT, World, environment, eventually
@@ -41,15 +41,14 @@ SETTINGS = """
 ClusterName=test
 SlurmctldHost=localhost({loopback})
 SlurmctldPort={controller}
-SlurmdPort={daemon}
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
 SlurmUser=root
 SlurmdUser=root
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
 PluginDir={plugins}
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
@@ -60,21 +59,25 @@ MpiDefault=none
 CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
 ReturnToService=2
 SlurmdParameters=config_overrides
-NodeName=localhost NodeHostname={host} NodeAddr={loopback} CPUs=8
-PartitionName=all Nodes=localhost Default=YES
+{nodes}
+PartitionName=all Nodes=ALL Default=YES
 """
+# As machines of their own that share this one's loopback.
+NODES = ("node-0", "node-1")
 
 
 class Cluster:
-    """One node of Slurm's, on loopback alone."""
+    """Two nodes of Slurm's, on loopback alone."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        for name in ("state", "spool"):
-            (folder / name).mkdir(parents=True)
+        (folder / "state").mkdir(parents=True)
         folder.chmod(0o755)
         (folder / "key").write_bytes(secrets.token_bytes(128))
         (folder / "key").chmod(0o600)
+        self.hosts = folder / "hosts"
+        self.hosts.write_text(f"{LOOPBACK} localhost {' '.join(NODES)}\n")
+        nodes = [f"NodeName={n} NodeAddr={LOOPBACK} Port={free_port()} CPUs=8" for n in NODES]
         self.settings = folder / "slurm.conf"
         self.settings.write_text(
             SETTINGS.format(
@@ -82,8 +85,7 @@ class Cluster:
                 plugins=PLUGINS,
                 loopback=LOOPBACK,
                 controller=free_port(),
-                daemon=free_port(),
-                host=socket.gethostname().partition(".")[0],
+                nodes="\n".join(nodes),
             )
         )
         programs = f"{SLURM / 'usr/bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -91,10 +93,11 @@ class Cluster:
         self.environment = environment() | libraries
         self.environment |= {"SLURM_CONF": str(self.settings), "PATH": programs}
 
-    def daemon(self, name: str, *words: object) -> subprocess.Popen[bytes]:
-        with (self.folder / f"{name}.log").open("wb") as log:
+    def daemon(self, name: str, *words: object, node: str = "") -> subprocess.Popen[bytes]:
+        there = [sys.executable, machine.__file__, node, self.hosts] if node else []
+        with (self.folder / f"{name}{node}.log").open("wb") as log:
             return subprocess.Popen(
-                [SLURM / "usr/sbin" / name, *map(str, words)],
+                [*there, SLURM / "usr/sbin" / name, *map(str, words)],
                 env=self.environment, stdout=log, stderr=log,
             )  # fmt: skip
 
@@ -107,8 +110,8 @@ class Cluster:
         return done.stdout + done.stderr
 
     def submit(self, world: World, *words: object) -> str:
-        """Submit the example of an island: two tasks on the one node."""
-        given = ("--nodes=1", "--ntasks-per-node=2", "--output=job.log", ISLAND, *words)
+        """Submit the example of an island: two tasks on each of two nodes."""
+        given = ("--nodes=2", "--ntasks-per-node=2", "--output=job.log", ISLAND, *words)
         return self.do("sbatch", "--parsable", *given, cwd=world.folder).strip()
 
     def job(self, number: str) -> dict[str, str]:
@@ -122,8 +125,8 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     folder = made.folder
     with contextlib.ExitStack() as stack:
 
-        def begin(name: str, *words: object) -> None:
-            process = made.daemon(name, *words)
+        def begin(name: str, *words: object, node: str = "") -> None:
+            process = made.daemon(name, *words, node=node)
             stack.callback(process.wait)
             stack.callback(process.terminate)
 
@@ -134,8 +137,11 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         )
         eventually((folder / "munge.socket").exists, "munged listens")
         begin("slurmctld-wlm", "-D", "-f", made.settings)
-        begin("slurmd-wlm", "-D", "-f", made.settings, "-d", SLURM / "usr/sbin/slurmstepd-wlm")
-        eventually(lambda: "idle" in made.do("sinfo", "--noheader"), "the node is up")
+        steps = ("-d", SLURM / "usr/sbin/slurmstepd-wlm")
+        for node in NODES:
+            begin("slurmd-wlm", "-D", "-f", made.settings, *steps, node=node)
+        up = ("sinfo", "--noheader", "--states=idle", "--format=%D")
+        eventually(lambda: made.do(*up).split() == [str(len(NODES))], "the nodes are up")
         yield made
 
 
@@ -163,7 +169,7 @@ def test_a_requeued_job_trains_on_in_the_same_run(cluster: Cluster, new_world: A
         drawn = world.steps("a")
         world.until(lambda: world.steps("a") > drawn + 20, "the second life trains")
         assert len(read_tape(world).lives("a")) == 2
-        assert said(world).count('"action": "checkpoint_restored"') == 2  # on each host
+        assert said(world).count('"action": "checkpoint_restored"') == 4  # on each host
         world.stop()
         world.until(lambda: cluster.job(job)["JobState"] == "COMPLETED", "it ends with the run")
     except AssertionError as error:

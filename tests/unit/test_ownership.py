@@ -165,10 +165,10 @@ def life(sizes, codec, asked, anchor="device"):
             values = rng.standard_normal(layout.fragments[fragment].size).astype(np.float32)
             delta = Encoded(*map(np.asarray, encode(codec, values, BLOCK)))
             replica.adopt(fragment, replica.place(fragment, delta), resolved=True)
-            found.append(replica.view(fragment).tobytes())
+            found.append(replica.digest(fragment)())
             jump = replica.place_view(fragment, views[fragment])
             replica.adopt(fragment, jump, resolved=False)
-            found.append(replica.view(fragment).tobytes())
+            found.append(replica.digest(fragment)())
         for name, leaf in replica.trained.items():
             assert leaf.sharding == shardings[name]
             found.append(np.asarray(leaf).tobytes())

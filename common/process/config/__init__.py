@@ -25,6 +25,7 @@ from diloco.common.process.config.environment import (
     cache_home,
     encode_on_threads,
     environment_with,
+    first_rank,
     is_journal,
     keep_off_accelerators,
     keep_offline,

@@ -116,6 +116,11 @@ def tasks_of_step() -> tuple[int, bool]:
     return int(tasks), each.partition("(")[0] == "1"
 
 
+def first_rank() -> str | None:
+    """Address of rank 0 of a process group, as torchrun tells all ranks."""
+    return os.environ.get("MASTER_ADDR")
+
+
 def visible_devices(variable: str) -> tuple[str, ...] | None:
     """The devices to which the environment restricts a library; None for all."""
     value = os.environ.get(variable)

@@ -18,7 +18,7 @@ from diloco.learner import library
 from diloco.learner.task import Batch, Shared
 from diloco.models.frameworks.tensors import HostTensors, LazyLeaf, Table, Tensors, leaves_of
 from diloco.operate.create import create
-from diloco.run.model.load import arrays_of, load
+from diloco.run.model.load import load
 
 Save = Callable[[], Any]
 
@@ -77,18 +77,19 @@ class TensorLearner:
         No step is taken in it. Behind it the tensors are what they were before.
         """
         own = self.values()
-        self.take(self.views())
+        self.show()
         try:
             yield
         finally:
             self.take(own)
 
-    def views(self) -> dict[str, np.ndarray]:
-        """The run's tensors as adopted last, by the run's names."""
-        return arrays_of(*self._learner.views())
+    def show(self) -> None:
+        """Have the tensors be the run's, as adopted last."""
+        for given in self._learner.viewed():
+            self.take(given)
 
     def values(self) -> dict[str, np.ndarray]:
-        """Copies of the loop's tensors, by the run's names."""
+        """Copies of the loop's tensors, by the run's names; of what this process has of them."""
         return {name: np.array(leaf) for name, leaf in self._leaves.items()}
 
     def take(self, values: Mapping[str, Any]) -> None:

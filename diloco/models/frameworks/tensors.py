@@ -131,7 +131,7 @@ class ShardedLeaf(LazyLeaf):
 
     def take(self, values: Any) -> None:
         """Copy this process's part of a leaf into its part of the tensor."""
-        super().take(np.asarray(values.addressable_data(0)))
+        super().take(values.addressable_data(0) if isinstance(values, jax.Array) else values)
 
 
 def leaves_of(tensors: Tensors, table: Table) -> dict[str, LazyLeaf]:
