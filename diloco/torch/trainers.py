@@ -3,6 +3,7 @@
 The adapters (`transformers.py`, `lightning.py`) say which of their events is which call here.
 """
 
+import atexit
 import contextlib
 import warnings
 from collections.abc import Iterator, Mapping
@@ -99,6 +100,9 @@ class TrainerLoop:
             replicated=replicated,
         )
         self._joined = self.life.enter_context(joining)
+        # Threads stand still when the interpreter ends, and leaving would wait for them.
+        atexit.register(self.fail, None)
+        self.life.callback(atexit.unregister, self.fail)
         # Whoever saves while it trains saves what all share.
         saved = module.module if isinstance(module, DistributedDataParallel) else module
         hook = saved.register_state_dict_pre_hook(lambda *_: self.show())
