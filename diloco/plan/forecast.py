@@ -373,7 +373,7 @@ def _aggregator(
     threads = min(cores, plan_traffic.CLOSING_THREADS)
     link_s = 8 / (fleet.aggregator_gbit * 1e9)
     update_core_s = sized.update_bytes * plan_traffic.byte_core_s(tls=fleet.tls)
-    update_core_s += sized.elements * plan_traffic.UPDATE_CORE_S
+    update_core_s += plan_traffic.update_core_s(sized)
     read_s = max(link_s * sized.update_bytes, update_core_s / cores) / sized.fragments
     if read_s * sized.fragments * len(fleet.islands) > interval_s:
         read_s *= sized.fragments

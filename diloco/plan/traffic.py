@@ -16,6 +16,9 @@ from diloco.common.protocol.shards import shard_bytes, shard_ranges
 # Core-seconds for each element of each update: its norm and its addition, 2 cores x 133.9 ms for 8
 # updates of 67,108,864 elements.
 UPDATE_CORE_S = 2 * (35.3e-3 + 98.6e-3) / (8 * (1 << 26))
+# For each update of a fragment, whatever its size: to read it from the store, check and answer it
+# (`bench.protocol_clients --learners 1000 --fragment 65536`).
+SMALL_UPDATE_CORE_S = 2.1e-3
 # For each element of each version: norms of the sum, outer step, delta.
 VERSION_CORE_S = 2 * (14.0e-3 + 66.1e-3 + 94.1e-3) / (1 << 26)
 # Threads that a version's making is known to scale to; on more it was not measured.
@@ -181,8 +184,13 @@ def core_s(sized: RoundTraffic, updates: float, *, tls: bool) -> float:
     """Core-seconds of the aggregator for a version of every fragment, by updates in a version."""
     snapshots = sized.snapshot_bytes / sized.snapshot_interval_versions
     moved = updates * sized.update_bytes + sized.delta_bytes + snapshots
-    computed_s = sized.elements * (updates * UPDATE_CORE_S + VERSION_CORE_S)
+    computed_s = updates * update_core_s(sized) + sized.elements * VERSION_CORE_S
     return computed_s + moved * byte_core_s(tls=tls)
+
+
+def update_core_s(sized: RoundTraffic) -> float:
+    """Core-seconds for a learner's update of every fragment, without those for its bytes."""
+    return sized.elements * UPDATE_CORE_S + sized.fragments * SMALL_UPDATE_CORE_S
 
 
 def byte_core_s(*, tls: bool) -> float:

@@ -643,6 +643,12 @@ def test_a_records_bytes_are_those_of_a_real_one(learners, updates):
     assert plan_traffic.record_bytes(sized, learners, updates) == pytest.approx(real, rel=0.05)
 
 
+def test_a_small_update_costs_what_its_request_does():
+    small = plan_traffic.sizes(run_settings(), [1 << 16] * 4)
+    more = plan_traffic.core_s(small, 65, tls=False) - plan_traffic.core_s(small, 1, tls=False)
+    assert 64 * 4 * 2.1e-3 < more < 64 * 4 * 2.5e-3
+
+
 def test_each_learner_pays_for_every_record_from_the_place_of_the_bus():
     regions = ("us-east1", "us-east1", "us-west1", "europe-west4")
     made, found = costs_of(*regions)
