@@ -121,6 +121,7 @@ class DryRun:
     Attributes:
         platform: whose compiler was asked; `devices` are of all `hosts`.
         parameters: number of trained ones.
+        active_parameters: of all, those that a token passes; None: each.
         interval_steps: H; `overlap_steps` tau.
     """
 
@@ -130,6 +131,7 @@ class DryRun:
     hosts: int
     mesh: dict[str, int]
     parameters: int
+    active_parameters: int | None
     tokens_per_batch: int
     interval_steps: int
     overlap_steps: int
@@ -179,6 +181,7 @@ def dry_run(
             hosts=hosts,
             mesh=dict(island.mesh.shape),
             parameters=sum(each.elements for each in island.layout.fragments),
+            active_parameters=island.task.active_parameters,
             tokens_per_batch=island.task.tokens_per_batch,
             interval_steps=island.settings.sync.interval_steps,
             overlap_steps=island.settings.sync.overlap_steps,

@@ -180,6 +180,7 @@ class Task:
         flops_per_token: floating-point operations of a token's step, forward and backward, each
             counted once: the learner then reports `mfu`, where the peak of its devices is known.
             None: it does not.
+        active_parameters: parameters that a token passes, of a mixture of experts; None: all.
         files: how parameters are read from folders (`run create --from`) and written to them
             (`diloco export --format hf`) in a format that others have.
 
@@ -205,6 +206,7 @@ class Task:
     shared: Shared | None = None
     files: Files | None = None
     flops_per_token: float | None = None
+    active_parameters: int | None = None
 
     def __post_init__(self) -> None:
         for name in _CALLABLES:

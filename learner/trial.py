@@ -81,6 +81,8 @@ def _describe(trial: Trial, task: Task, layout: Layout) -> None:
         ("frozen, or local state", f"{held:,} numbers, never sent"),
         ("tokens per step", f"{task.tokens_per_batch:,}"),
     ]
+    if task.active_parameters is not None:
+        trial.facts.append(("passed by a token", f"{task.active_parameters:,} parameters"))
 
 
 def _train(trial: Trial, task: Task, learner: str, seed: int, steps: int) -> None:

@@ -32,12 +32,14 @@ US_REGIONS = ["us-central1", "us-east1", "us-east4", "us-west1"]
 class Model:
     """The model in question; `step_tokens` is 0 where no task says it.
 
-    `sizes_of` gives its fragments' bytes under a run's settings.
+    `sizes_of` gives its fragments' bytes under a run's settings. A token passes
+    `active_parameters`; None: all.
     """
 
     parameters: int
     sizes_of: Callable[[RunSettings], RoundTraffic]
     step_tokens: int
+    active_parameters: int | None = None
 
 
 def read_settings(options: PlanOptions) -> RunSettings:
@@ -64,7 +66,7 @@ def read_model(options: PlanOptions, settings: RunSettings) -> Model:
 
         fragments = task_layout(task, settings.sync).fragments
         elements = sum(fragment.elements for fragment in fragments)
-        return Model(elements, of_task, task.tokens_per_batch)
+        return Model(elements, of_task, task.tokens_per_batch, task.active_parameters)
     parameters = _count("--parameters", options.parameters or "5B")
 
     def of_parameters(settings: RunSettings) -> RoundTraffic:

@@ -123,10 +123,13 @@ def run_plan(options: PlanOptions) -> None:
         document["costs"]["a_day_by_interval"] = {
             one.steps: at_interval(costs[0], asked, one.steps) for one in possible
         }
-        document["written"] = written
+        document |= {"written": written, "active_parameters": model.active_parameters}
         print(jsonlib.dumps(document, allow_nan=False))  # noqa: T201
         return
     console = Console()
+    if model.active_parameters is not None:
+        active = f"{model.active_parameters:,} of {model.parameters:,} parameters"
+        console.print(f"a token passes {active}; all of them travel\n", soft_wrap=True)
     found = tables(settings, fleet, made, possible, model.parameters, tokens, costs[0])
     for table in [*found, cost_table(costs, prices, regions, made)]:
         console.print(table)

@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 from diloco import GrainData, Task
 from diloco.models import bytes_lm, decoders
+from diloco.models.decoders.families import FAMILY_FILES
+from diloco.models.decoders.sizes import SIZES
 from docs.generate.markdown import table
 
 # The run gives these to every task.
@@ -41,14 +43,23 @@ def _rows(of: Callable[..., object], without: set[str]) -> list[tuple[str, str, 
 
 
 def blocks() -> dict[str, str]:
-    """A table for each."""
+    """A table for each, and one of the families of decoders."""
     tables: dict[str, tuple[Callable[..., object], set[str]]] = {
         "fields of a task": (Task, set()),
         "options of bytes": (bytes_lm.build, GIVEN),
         "options of decoders": (decoders.build, GIVEN),
         "options of data": (GrainData, {"dataset"}),
     }
-    return {
+    found = {
         name: table(["name", "default", "meaning"], _rows(of, without))
         for name, (of, without) in tables.items()
     }
+    return found | {"families of decoders": _families()}
+
+
+def _families() -> str:
+    rows = []
+    for family, files in FAMILY_FILES.items():
+        sizes = [name for name, size in SIZES.items() if size["model_type"] == family]
+        rows.append((files.title, f"`{family}`", ", ".join(f"`{name}`" for name in sizes)))
+    return table(["family", "`model_type`", "published sizes"], rows)

@@ -50,6 +50,41 @@ GEMMA3 = {
     "rope_local_base_freq": 10000.0,
     "max_position_embeddings": 512,
 }
+QWEN2 = LLAMA | {"model_type": "qwen2", "rms_norm_eps": 1e-6, "rope_theta": 1000000.0}
+MISTRAL = LLAMA | {"model_type": "mistral", "sliding_window": 40}
+GEMMA2 = {
+    **{
+        key: value
+        for key, value in GEMMA3.items()
+        if key not in ("rope_local_base_freq", "sliding_window_pattern")
+    },
+    "model_type": "gemma2",
+    "rope_theta": 10000.0,
+}
+GEMMA = {
+    **{
+        key: value
+        for key, value in GEMMA2.items()
+        if key not in ("query_pre_attn_scalar", "sliding_window")
+    },
+    "model_type": "gemma",
+}
+QWEN3_MOE = QWEN3 | {
+    "model_type": "qwen3_moe",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "output_router_logits": True,
+}
+MIXTRAL = LLAMA | {
+    "model_type": "mixtral",
+    "rope_theta": 1000000.0,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "router_aux_loss_coef": 0.02,
+    "output_router_logits": True,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 CASES: dict[str, dict[str, Any]] = {
     "llama-3": LLAMA,
@@ -97,4 +132,39 @@ CASES: dict[str, dict[str, Any]] = {
         "hidden_activation": "silu",
         "head_dim": 24,
     },
+    "llama-biased": LLAMA
+    | {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu", "rope_scaling": YARN},
+    "qwen2": QWEN2,
+    "qwen2-window": QWEN2
+    | {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1, "head_dim": 16},
+    "mistral": MISTRAL,
+    "mistral-whole": MISTRAL
+    | {
+        "sliding_window": None,
+        "hidden_act": "relu",
+        "rope_scaling": YARN | {"beta_fast": 16, "beta_slow": 2, "truncate": False},
+    },
+    "gemma": GEMMA,
+    "gemma2": GEMMA2,
+    "gemma2-uncapped": GEMMA2
+    | {
+        "attention_bias": True,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "query_pre_attn_scalar": 24,
+        "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5},
+    },
+    "qwen3-moe": QWEN3_MOE,
+    "qwen3-moe-normed": QWEN3_MOE
+    | {
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 3,
+        "router_aux_loss_coef": 0.1,
+        "attention_bias": True,
+        "use_sliding_window": True,
+        "sliding_window": 40,
+    },
+    "mixtral": MIXTRAL,
+    "mixtral-window": MIXTRAL
+    | {"sliding_window": 40, "tie_word_embeddings": True, "num_experts_per_tok": 1, "head_dim": 16},
 }

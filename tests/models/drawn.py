@@ -18,6 +18,12 @@ ROPES: dict[str, dict[str, Any]] = {
     "yarn-all": _SCALED | {"beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.2},
     "llama3": _SCALED | {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
 }
+# What each is refused for. The last is no decoder of transformers either: no window is asked for.
+REFUSED = {
+    "drawn-01-qwen3_moe": "decoder_sparse_step",
+    "drawn-09-gemma2": "use_bidirectional_attention",
+    "drawn-17-qwen3": "layer_types",
+}
 COMMON: dict[str, tuple[Any, ...]] = {
     "num_key_value_heads": (1, 4),
     "head_dim": (8, 24),

@@ -16,8 +16,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from cases import CASES
+from drawn import REFUSED, drawn
 from transformers import AutoConfig, AutoModelForCausalLM
-from weights import GENERATED, PROMPT, ROWS, STRIDE, tokens, weight
+from weights import GENERATED, PROMPT, ROWS, STRIDE, parts, tokens, weight
+
+# Experts one by one, in any dtype; a dense model takes no notice.
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 
 def expected(out: str) -> None:
@@ -34,17 +38,21 @@ def expected(out: str) -> None:
 
 
 def checkpoints(folder: str) -> None:
-    for case, document in CASES.items():
+    for case, document in (CASES | drawn()).items():
+        if case in REFUSED:
+            continue
         place = Path(folder) / case
         model = made(case, document, place)
         model.save_pretrained(place, max_shard_size="40KB")
+        if "moe" in case or "mixtral" in case:
+            model.save_pretrained(place / "fused", save_original_format=False)
         logits, loss, gradient = measured(case, model)
         named = {f"gradient/{name}": values for name, values in gradient.items()}
         np.savez(place / "expected.npz", logits=logits, loss=loss, **named)
 
 
 def logits(folder: str, out: str, adapter: str | None = None) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").float().eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, **EAGER).float().eval()
     if adapter is not None:
         from peft import PeftModel
 
@@ -55,7 +63,7 @@ def logits(folder: str, out: str, adapter: str | None = None) -> None:
 
 
 def generate(folder: str) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").float().eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, **EAGER).float().eval()
     prompt = torch.from_numpy(tokens("any", model.config.vocab_size)[:, :PROMPT]).long()
     model.generation_config.eos_token_id = None
     told = model.generate(prompt, do_sample=False, max_new_tokens=GENERATED)
@@ -66,10 +74,12 @@ def made(case: str, document: dict, folder: Path):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(document))
     config = AutoConfig.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    model = AutoModelForCausalLM.from_config(config, **EAGER).float().eval()
     with torch.no_grad():
         for name, values in model.named_parameters():
-            values.copy_(torch.from_numpy(weight(case, name, tuple(values.shape))))
+            for foreign, place in parts(case, name, tuple(values.shape)):
+                part = values[place]
+                part.copy_(torch.from_numpy(weight(case, foreign, tuple(part.shape))))
     return model
 
 
@@ -77,10 +87,17 @@ def measured(case: str, model) -> tuple:
     """In float64, as far as transformers lets it: what differs from it is our rounding alone."""
     model = model.double()
     seen = torch.from_numpy(tokens(case, model.config.vocab_size)).long()
-    logits = model(seen).logits
+    told = model(seen)
+    logits = told.logits
     loss = torch.nn.functional.cross_entropy(logits[0, :-1], seen[0, 1:])
+    if getattr(told, "aux_loss", None) is not None:
+        loss = loss + model.router_aux_loss_coef * told.aux_loss
     loss.backward()
-    gradient = {name: _single(leaf.grad) for name, leaf in model.named_parameters()}
+    gradient = {
+        foreign: _single(leaf.grad[place])
+        for name, leaf in model.named_parameters()
+        for foreign, place in parts(case, name, tuple(leaf.shape))
+    }
     return _single(logits), _single(loss), gradient
 
 

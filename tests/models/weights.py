@@ -1,6 +1,8 @@
 """Weights and tokens of a case, the same in every environment: they follow from its name."""
 
 import zlib
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -15,8 +17,28 @@ def weight(case: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
     """A tensor by its foreign name; attention's have a deviation of 0.3, so that it attends."""
     drawn = _rng(case, name).standard_normal(shape).astype(np.float32)
     if "norm" in name:
-        return 0.2 * drawn + (0 if case.startswith("gemma") else 1)
+        return 0.2 * drawn + (0 if "gemma" in case else 1)
     return (0.3 if "self_attn" in name else 0.1) * drawn
+
+
+def parts(case: str, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
+    """The tensors of a file that are one parameter in memory, and the place of each in it.
+
+    There the gate and up of all experts are one; files have each expert's by itself.
+    """
+    module, *matrices = ("mlp", "gate_proj", "up_proj", "down_proj")
+    if "mixtral" in case:
+        module, *matrices = ("block_sparse_moe", "w1", "w3", "w2")
+    layer, _, fused = name.rpartition(".mlp.experts.")
+    whole, half = slice(None), shape[1] // 2 if len(shape) == 3 else 0
+    halves = {"gate_up_proj": (slice(0, half), slice(half, None)), "down_proj": (whole,)}
+    if fused not in halves:
+        yield name.replace(".mlp.gate.weight", f".{module}.gate.weight"), whole
+        return
+    named = matrices[:2] if fused == "gate_up_proj" else matrices[2:]
+    for number in range(shape[0]):
+        for matrix, part in zip(named, halves[fused], strict=True):
+            yield f"{layer}.{module}.experts.{number}.{matrix}.weight", (number, part)
 
 
 def tokens(case: str, vocab: int) -> np.ndarray:

@@ -32,6 +32,13 @@ COUNTS = {
     "qwen3-1.7b": 1_720_574_976,
     "qwen3-4b": 4_022_468_096,
     "qwen3-8b": 8_190_735_360,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "mistral-7b": 7_241_732_096,
+    "mixtral-8x7b": 46_702_792_704,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-2-9b": 9_241_705_984,
     "gemma-3-1b": 999_885_952,
 }
 
@@ -197,4 +204,7 @@ def test_every_matrix_of_layers_is_muons():
         config = parse_config(document, source="")
         shapes = jax.eval_shape(lambda key, c=config: model.init_params(c, key), jax.random.key(0))
         apart = {name for name, leaf in tree.named_leaves(shapes) if matrices(name, leaf.shape)}
-        assert apart == {f"layers/{name}" for name in ("q", "k", "v", "o", "gate", "up", "down")}
+        mlp = {"gate", "up", "down"}
+        if config.experts is not None:
+            mlp = {"router", *(f"expert_{name}" for name in mlp)}
+        assert apart == {f"layers/{name}" for name in {"q", "k", "v", "o", *mlp}}

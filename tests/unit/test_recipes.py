@@ -423,13 +423,14 @@ def test_a_model_family(tmp_path: Path) -> None:
     """Llama, of whose layers each adds a part of what it computes."""
     tree = Tree(tmp_path, "A model family")
     tree.edit(
-        "diloco/models/decoders/config.py",
-        ('Family = Literal["llama",', 'Family = Literal["granite", "llama",'),
+        "diloco/models/decoders/families.py",
+        ('    "llama", "qwen2",', '    "granite", "llama", "qwen2",'),
         (
-            "_FAMILY_FILES: dict[Family, _FamilyFiles] = {\n",
+            "FAMILY_FILES: dict[Family, FamilyFiles] = {\n",
             (
-                "_FAMILY_FILES: dict[Family, _FamilyFiles] = {\n"
-                '    "granite": _FamilyFiles(\n'
+                "FAMILY_FILES: dict[Family, FamilyFiles] = {\n"
+                '    "granite": FamilyFiles(\n'
+                '        title="Granite",\n'
                 '        architecture="GraniteForCausalLM",\n'
                 '        defaults={"hidden_act": "silu"},\n'
                 '        honoured=frozenset({"residual_multiplier"}),\n'
@@ -437,38 +438,33 @@ def test_a_model_family(tmp_path: Path) -> None:
                 "    ),\n"
             ),
         ),
+    )
+    tree.edit(
+        "diloco/models/decoders/config.py",
         ("    positions: int = 0\n", "    positions: int = 0\n    residual: float = 1.0\n"),
         (
             "            rope=rope,\n",
             '            rope=rope,\n            residual=self._number("residual_multiplier", 1.0),\n',
         ),
         (
-            '        if self._family == "llama":\n',
-            '        if self._family in ("granite", "llama"):\n',
-        ),
-        ('return self.family != "llama"', 'return self.family not in ("granite", "llama")'),
-        (
-            '    if config.family == "qwen3":\n',
+            '        "attention_bias": "o" in config.biased,\n',
             (
-                '    if config.family == "granite":\n'
-                '        more = {"hidden_act": config.activation, "residual_multiplier": config.residual}\n'
-                "        return {**more, **config.rope.document()}\n"
-                '    if config.family == "qwen3":\n'
+                '        "attention_bias": "o" in config.biased,\n'
+                '        "residual_multiplier": config.residual,\n'
             ),
         ),
     )
     tree.edit(
         "diloco/models/decoders/model.py",
         (
-            "constrain(x_BxLxD + told_BxLxD, ROWS)\n    told_BxLxD = _mlp(",
-            "constrain(x_BxLxD + config.residual * told_BxLxD, ROWS)\n    told_BxLxD = _mlp(",
+            "constrain(x_BxLxD + told_BxLxD, ROWS)\n    given_BxLxD",
+            "constrain(x_BxLxD + config.residual * told_BxLxD, ROWS)\n    given_BxLxD",
         ),
         (
-            "    return constrain(x_BxLxD + told_BxLxD, ROWS)",
-            "    return constrain(x_BxLxD + config.residual * told_BxLxD, ROWS)",
+            "    return constrain(x_BxLxD + told_BxLxD, ROWS), load",
+            "    return constrain(x_BxLxD + config.residual * told_BxLxD, ROWS), load",
         ),
     )
-    tree.edit("docs/models.md", ("trains Llama 3, ", "trains Llama 3, Granite, "))
     tree.script(
         """
         import jax

@@ -1,4 +1,4 @@
-"""Decoders that people have, from their checkpoints and back: Llama 3, Qwen 3 and Gemma 3."""
+"""Decoders that people have, from their checkpoints and back: of the families in `families`."""
 
 from diloco.models.decoders.task import build
 

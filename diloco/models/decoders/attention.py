@@ -7,6 +7,7 @@ compiler cannot cut over a mesh by itself: each device is given its rows and hea
 Shapes: as in `model`.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -93,6 +94,8 @@ def _plain(config: DecoderConfig, segments_BxL: jax.Array) -> Attend:
         slides: jax.Array, q_BxLxHxK: jax.Array, k_BxLxGxK: jax.Array, v_BxLxGxK: jax.Array
     ) -> jax.Array:
         mask_BxLxM = by_kind(config, slides, near_BxLxM, full_BxLxM)
+        if config.score_cap is not None:
+            return _capped(config, config.score_cap, mask_BxLxM, q_BxLxHxK, k_BxLxGxK, v_BxLxGxK)
         return jax.nn.dot_product_attention(
             q_BxLxHxK,
             k_BxLxGxK,
@@ -103,6 +106,27 @@ def _plain(config: DecoderConfig, segments_BxL: jax.Array) -> Attend:
         )
 
     return attend
+
+
+def _capped(
+    config: DecoderConfig,
+    cap: float,
+    mask_BxLxM: jax.Array,
+    q_BxLxHxK: jax.Array,
+    k_BxMxGxK: jax.Array,
+    v_BxMxGxK: jax.Array,
+) -> jax.Array:
+    """Attention whose scores are bounded by tanh, which JAX's own does not offer."""
+    rows, length, heads, width = q_BxLxHxK.shape
+    q_BxLxGxQxK = q_BxLxHxK.reshape(rows, length, config.kv_heads, -1, width)
+    scores_BxGxQxLxM = config.query_scale * jnp.einsum(
+        "blgqk,bmgk->bgqlm", q_BxLxGxQxK, k_BxMxGxK, preferred_element_type=jnp.float32
+    )
+    scores_BxGxQxLxM = jnp.tanh(scores_BxGxQxLxM / cap) * cap
+    seen_BxGxQxLxM = jnp.where(mask_BxLxM[:, None, None], scores_BxGxQxLxM, -jnp.inf)
+    shares_BxGxQxLxM = jax.nn.softmax(seen_BxGxQxLxM, axis=-1).astype(v_BxMxGxK.dtype)
+    y_BxLxGxQxK = jnp.einsum("bgqlm,bmgk->blgqk", shares_BxGxQxLxM, v_BxMxGxK)
+    return y_BxLxGxQxK.reshape(rows, length, heads, width)
 
 
 def by_kind(config: DecoderConfig, slides: jax.Array, near: Any, full: Any) -> Any:
@@ -120,11 +144,12 @@ def by_kind(config: DecoderConfig, slides: jax.Array, near: Any, full: Any) -> A
 def _splash(config: DecoderConfig, segments_BxL: jax.Array, *, interpret: bool) -> Attend:
     length = segments_BxL.shape[1]
     heads = config.heads // parts_along("tensor")
-    full = _kernel(masks.CausalMask((length, length)), heads, interpret=interpret)
+    made = functools.partial(_kernel, heads=heads, cap=config.score_cap, interpret=interpret)
+    full = made(masks.CausalMask((length, length)))
     near = full
     if config.window is not None:
         window = masks.LocalMask((length, length), (config.window - 1, 0), 0)
-        near = _kernel(window, heads, interpret=interpret)
+        near = made(window)
     of_heads = PartitionSpec(ROWS, "tensor")
 
     def rows(kernel: Any) -> Callable[..., jax.Array]:
@@ -153,7 +178,7 @@ def _splash(config: DecoderConfig, segments_BxL: jax.Array, *, interpret: bool) 
     return attend
 
 
-def _kernel(mask: masks.Mask, heads: int, *, interpret: bool) -> Any:
+def _kernel(mask: masks.Mask, *, heads: int, cap: float | None, interpret: bool) -> Any:
     length = mask.shape[0]
     block = math.gcd(length, BLOCK)
     sizes = splash.BlockSizes(
@@ -171,6 +196,7 @@ def _kernel(mask: masks.Mask, heads: int, *, interpret: bool) -> Any:
         block_sizes=sizes,
         head_shards=1,
         q_seq_shards=1,
+        attn_logits_soft_cap=cap,
         interpret=interpret,
     )
 

@@ -16,7 +16,7 @@ from diloco.models.decoders.files import HuggingFace
 
 @dataclass(frozen=True)
 class CausalLM:
-    """A Llama 3, Qwen 3 or Gemma 3; each part has the name of the field of `Task` that takes it.
+    """A decoder of a family that is read; a part has the name of the field of `Task` that takes it.
 
     Attributes:
         files: the parameters in Hugging Face's format.

@@ -9,7 +9,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -22,6 +22,7 @@ from diloco.models.decoders.config import (
     DecoderConfig,
     config_document,
 )
+from diloco.models.decoders.families import FAMILY_FILES
 from diloco.models.decoders.tensors import TensorEntry, table
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -45,6 +46,25 @@ CARRIED = (
     "generation_config.json",
 )
 _READ = {"F32", "BF16", "F16"}
+# The module of a layer's experts, as transformers has it in memory.
+FUSED = "mlp"
+
+
+class Place(NamedTuple):
+    """Where a tensor of a checkpoint is.
+
+    Attributes:
+        path: the file.
+        tensor: of it, of which this is the `part`.
+        shape: of the part.
+        dtype: as safetensors names it.
+    """
+
+    path: Path
+    tensor: str
+    shape: tuple[int, ...]
+    dtype: str
+    part: tuple[int | slice, ...] = ()
 
 
 class Rows:
@@ -52,7 +72,7 @@ class Rows:
 
     Args:
         entry: which.
-        files: of each tensor of the checkpoint, in the entry's order.
+        places: of each tensor of the checkpoint, in the entry's order.
 
     Attributes:
         shape: of the whole.
@@ -61,21 +81,24 @@ class Rows:
 
     dtype = np.dtype(np.float32)
 
-    def __init__(self, entry: TensorEntry, files: tuple[Path, ...]) -> None:
-        self._entry, self._files = entry, files
+    def __init__(self, entry: TensorEntry, places: tuple[Place, ...]) -> None:
+        self._entry, self._places = entry, places
         self.shape = entry.shape
 
     def __getitem__(self, rows: slice) -> np.ndarray:
-        entry, names = self._entry, self._entry.checkpoint_names()
+        entry = self._entry
         start, stop, step = rows.indices(self.shape[0])
         assert step == 1, rows
         if not entry.stacked:
-            return _read(self._files[0], names[0], slice(start, stop))
-        found = np.empty((stop - start, *self.shape[1:]), np.float32)
-        for place, layer in enumerate(range(start, stop)):
-            values = _read(self._files[layer], names[layer], slice(None))
-            found[place] = values.T if entry.transposed else values
-        return found
+            return _read(self._places[0], safe_open(self._places[0].path, "numpy"), rows)
+        of_layer = len(self._places) // self.shape[0]
+        wanted = self._places[start * of_layer : stop * of_layer]
+        opened = {path: safe_open(path, "numpy") for path in {place.path for place in wanted}}
+        found = np.empty((len(wanted), *self.shape[entry.stacked :]), np.float32)
+        for number, place in enumerate(wanted):
+            values = _read(place, opened[place.path])
+            found[number] = values.T if entry.transposed else values
+        return found.reshape(stop - start, *self.shape[1:])
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         del copy
@@ -83,9 +106,8 @@ class Rows:
         return whole if dtype is None else whole.astype(dtype, copy=False)
 
 
-def _read(path: Path, name: str, rows: slice) -> np.ndarray:
-    with safe_open(path, framework="numpy") as opened:
-        values: np.ndarray = opened.get_slice(name)[rows]
+def _read(place: Place, opened: Any, rows: slice = slice(None)) -> np.ndarray:
+    values: np.ndarray = opened.get_slice(place.tensor)[place.part or rows]
     return values.astype(np.float32)
 
 
@@ -100,16 +122,15 @@ def read_checkpoint(folder: Path, config: DecoderConfig) -> dict[str, Rows]:
         ConfigError: a file is missing or damaged, or its tensors are another decoder's.
     """
     entries = table(config)
-    places = _places(folder)
-    prefixed = _without_head(_textual(places), config)
+    places = _one_by_one(_without_head(_textual(_places(folder)), config), config)
     wanted = {name for entry in entries.values() for name in entry.checkpoint_names()}
-    if missing := sorted(wanted - set(prefixed)):
+    if missing := sorted(wanted - set(places)):
         raise ConfigError(
             f"{str(folder)!r} lacks {len(missing)} tensor(s) that its config.json asks for: "
             f"{', '.join(missing[:4])}",
             hint="copy the whole checkpoint, with every file that its index names",
         )
-    if unknown := sorted(set(prefixed) - wanted):
+    if unknown := sorted(set(places) - wanted):
         raise ConfigError(
             f"{str(folder)!r} has {len(unknown)} tensor(s) that its config.json does not ask for: "
             f"{', '.join(unknown[:4])}",
@@ -117,10 +138,9 @@ def read_checkpoint(folder: Path, config: DecoderConfig) -> dict[str, Rows]:
         )
     found = {}
     for name, entry in entries.items():
-        files = tuple(prefixed[tensor] for tensor in entry.checkpoint_names())
-        for tensor, path in zip(entry.checkpoint_names(), files, strict=True):
-            _check(path, tensor, entry.checkpoint_shape)
-        found[name] = Rows(entry, files)
+        found[name] = Rows(entry, tuple(places[tensor] for tensor in entry.checkpoint_names()))
+        for tensor in entry.checkpoint_names():
+            _check(places[tensor], tensor, entry.checkpoint_shape)
     return found
 
 
@@ -129,44 +149,49 @@ def has_weights(folder: Path) -> bool:
     return (folder / INDEX).exists() or any(folder.glob("*.safetensors"))
 
 
-def _places(folder: Path) -> dict[str, Path]:
-    """Which file has which tensor."""
+def _places(folder: Path) -> dict[str, Place]:
+    """Where each tensor is, by its name in the folder."""
     index = folder / INDEX
-    if index.exists():
-        try:
-            named = json.loads(index.read_text())["weight_map"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+    if not index.exists():
+        if not (folder / SINGLE).is_file():
             raise ConfigError(
-                f"{str(index)!r} cannot be read: {error}", hint="copy it from the checkpoint again"
-            ) from error
-        if missing := sorted({f for f in named.values() if not (folder / f).is_file()}):
-            raise ConfigError(
-                f"{str(folder)!r} lacks {', '.join(missing)}, which its index names",
-                hint="copy the missing file(s) into the folder",
+                f"{str(folder)!r} has neither {SINGLE} nor {INDEX}",
+                hint="give a folder with safetensors files; older .bin files are to be converted"
+                " first",
             )
-        return {name: folder / file for name, file in named.items()}
-    if not (folder / SINGLE).is_file():
-        raise ConfigError(
-            f"{str(folder)!r} has neither {SINGLE} nor {INDEX}",
-            hint="give a folder with safetensors files; older .bin files are to be converted first",
-        )
-    with _opened(folder / SINGLE) as opened:
-        return dict.fromkeys(opened.keys(), folder / SINGLE)
-
-
-def _textual(places: dict[str, Path]) -> dict[str, Path]:
-    """The files by tensor, without old checkpoints' tables of rotary frequencies."""
-    return {name: path for name, path in places.items() if not name.endswith("rotary_emb.inv_freq")}
-
-
-def _without_head(places: dict[str, Path], config: DecoderConfig) -> dict[str, Path]:
-    """The files by tensor without the head, where it is a copy of the embedding."""
-    return {n: p for n, p in places.items() if not (config.tied and n == "lm_head.weight")}
-
-
-def _opened(path: Path) -> Any:
+        return _header(folder / SINGLE)
     try:
-        return safe_open(path, framework="numpy")
+        named = dict(json.loads(index.read_text())["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{str(index)!r} cannot be read: {error}", hint="copy it from the checkpoint again"
+        ) from error
+    if missing := sorted({f for f in named.values() if not (folder / f).is_file()}):
+        raise ConfigError(
+            f"{str(folder)!r} lacks {', '.join(missing)}, which its index names",
+            hint="copy the missing file(s) into the folder",
+        )
+    found: dict[str, Place] = {}
+    for file in sorted(set(named.values())):
+        found = _joined(found, _header(folder / file))
+    for name, file in named.items():
+        if name not in found or found[name].path != folder / file:
+            raise ConfigError(
+                f"{str(folder / file)!r} has no tensor {name!r}, though the index says so",
+                hint="copy the file and the index from the checkpoint again",
+            )
+    return found
+
+
+def _header(path: Path) -> dict[str, Place]:
+    """The tensors of one file."""
+    try:
+        with safe_open(path, framework="numpy") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            return {
+                name: Place(path, name, tuple(there.get_shape()), there.get_dtype())
+                for name, there in slices.items()
+            }
     except (OSError, SafetensorError) as error:
         raise ConfigError(
             f"{str(path)!r} cannot be read: {error}",
@@ -174,24 +199,73 @@ def _opened(path: Path) -> Any:
         ) from error
 
 
-def _check(path: Path, name: str, shape: tuple[int, ...]) -> None:
-    with _opened(path) as opened:
-        if name not in opened.keys():  # noqa: SIM118 - it is no mapping
-            raise ConfigError(
-                f"{str(path)!r} has no tensor {name!r}, though the index says so",
-                hint="copy the file and the index from the checkpoint again",
-            )
-        there = opened.get_slice(name)
-        found, dtype = tuple(there.get_shape()), there.get_dtype()
-    if found != shape:
+def _joined(one: dict[str, Place], other: dict[str, Place]) -> dict[str, Place]:
+    """All tensors of two parts of a folder, which share none."""
+    if twice := sorted(one.keys() & other.keys()):
+        name = twice[0]
         raise ConfigError(
-            f"{str(path)!r}: {name} is of shape {list(found)}, but config.json makes it "
-            f"{list(shape)}",
+            f"the tensor {name!r} is there twice: as {one[name].tensor!r} of"
+            f" {str(one[name].path)!r}, and as {other[name].tensor!r} of"
+            f" {str(other[name].path)!r}",
+            hint="leave the files of one checkpoint alone in the folder",
+        )
+    return {**one, **other}
+
+
+def _textual(places: dict[str, Place]) -> dict[str, Place]:
+    """The tensors without old checkpoints' tables of rotary frequencies."""
+    return {name: each for name, each in places.items() if not name.endswith("rotary_emb.inv_freq")}
+
+
+def _without_head(places: dict[str, Place], config: DecoderConfig) -> dict[str, Place]:
+    """The tensors without the head, where it is a copy of the embedding."""
+    return {n: p for n, p in places.items() if not (config.tied and n == "lm_head.weight")}
+
+
+def _one_by_one(places: dict[str, Place], config: DecoderConfig) -> dict[str, Place]:
+    """The tensors, with those of all experts of a layer as one of each expert.
+
+    transformers can save its own parameters, which hold gate and up of all experts in one tensor.
+    """
+    files, experts = FAMILY_FILES[config.family].experts, config.experts
+    if files is None or experts is None:
+        return places
+    gate, up, down = files.matrices
+    D, F = config.width, experts.width
+    parts = {
+        "gate_up_proj": ((2 * F, D), {gate: slice(0, F), up: slice(F, 2 * F)}),
+        "down_proj": ((D, F), {down: slice(0, D)}),
+    }
+    found: dict[str, Place] = {}
+    for name, place in places.items():
+        layer, _, tensor = name.rpartition(f".{FUSED}.experts.")
+        if tensor not in parts:
+            own = name.replace(f".{FUSED}.gate.", f".{files.module}.gate.")
+            found = _joined(found, {own: place})
+            continue
+        shape, matrices = parts[tensor]
+        _check(place, name, (experts.count, *shape))
+        single = {
+            f"{layer}.{files.module}.experts.{number}.{matrix}.weight": place._replace(
+                shape=(part.stop - part.start, shape[1]), part=(number, part)
+            )
+            for number in range(experts.count)
+            for matrix, part in matrices.items()
+        }
+        found = _joined(found, single)
+    return found
+
+
+def _check(place: Place, name: str, shape: tuple[int, ...]) -> None:
+    if place.shape != shape:
+        raise ConfigError(
+            f"{str(place.path)!r}: {name} is of shape {list(place.shape)}, but config.json makes"
+            f" it {list(shape)}",
             hint="config.json and the tensors are of different models: copy both from one place",
         )
-    if dtype not in _READ:
+    if place.dtype not in _READ:
         raise ConfigError(
-            f"{str(path)!r}: {name} is {dtype}; float32, bfloat16 and float16 are read",
+            f"{str(place.path)!r}: {name} is {place.dtype}; float32, bfloat16 and float16 are read",
             hint="quantized checkpoints are not trained: give the one that they were made from",
         )
 
@@ -222,7 +296,7 @@ def write_checkpoint(
         ConfigError: it cannot be written; then there is no folder.
     """
     with staged(folder) as partial:
-        _write_tensors(partial, _checkpoint_tensors(config, arrays, DTYPES[dtype]), file_bytes)
+        _write_tensors(partial, checkpoint_tensors(config, arrays, DTYPES[dtype]), file_bytes)
         carry(beside, partial)
         document = config_document(config, dtype)
         (partial / CONFIG).write_text(json.dumps(document, indent=2) + "\n")
@@ -272,15 +346,18 @@ def carry(source: Path | None, folder: Path) -> None:
             shutil.copyfile(source / name, folder / name)
 
 
-def _checkpoint_tensors(
+def checkpoint_tensors(
     config: DecoderConfig, arrays: Mapping[str, Any], dtype: np.dtype
 ) -> Iterator[tuple[str, np.ndarray]]:
     """All tensors as they are there, one after the other."""
     for name, entry in table(config).items():
-        for layer, tensor in enumerate(entry.checkpoint_names()):
-            values = np.asarray(arrays[name][layer] if entry.stacked else arrays[name])
-            values = values.T if entry.transposed else values
-            yield tensor, np.ascontiguousarray(values.astype(dtype))
+        layers = range(entry.shape[0]) if entry.stacked else (None,)
+        tensors = iter(entry.checkpoint_names())
+        for layer in layers:
+            values = np.asarray(arrays[name] if layer is None else arrays[name][layer])
+            for each in values.reshape(-1, *entry.shape[entry.stacked :]):
+                there = each.T if entry.transposed else each
+                yield next(tensors), np.ascontiguousarray(there.astype(dtype))
 
 
 def _write_tensors(

@@ -10,129 +10,45 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from diloco.common.protocol.errors import ConfigError
 from diloco.learner.tensors.utilization import flops_per_token
-from diloco.models.decoders.rope import Rope
+from diloco.models.decoders.families import (
+    DEFAULTS,
+    EXPERT_COUNTS,
+    FAMILIES,
+    FAMILY_FILES,
+    MUST_BE,
+    NEUTRAL,
+    NULL,
+    Family,
+)
+from diloco.models.decoders.rope import KINDS, Rope
 
-Family = Literal["llama", "qwen3", "gemma3_text"]
-FAMILIES: tuple[Family, ...] = get_args(Family)
 CONFIG = "config.json"
-ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu")
 SLIDING, FULL = "sliding_attention", "full_attention"
 Document = Mapping[str, Any]
 
-# Say nothing of the function: how a file was made, how text is generated, how weights began.
-_NEUTRAL = frozenset(
-    {
-        "architectures",
-        "dtype",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-        "initializer_range",
-        "model_type",
-        "pad_token_id",
-        "bos_token_id",
-        "eos_token_id",
-        "max_position_embeddings",
-        "cache_implementation",
-        "_name_or_path",
-        "output_hidden_states",
-        "output_attentions",
-        "return_dict",
-        "problem_type",
-        "id2label",
-        "label2id",
-        "_attn_implementation_autoset",
-    }
-)
-_COMMON = frozenset(
-    {
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "rms_norm_eps",
-        "tie_word_embeddings",
-        "rope_theta",
-        "rope_scaling",
-        "rope_parameters",
-    }
-)
-# What a key has that a file leaves out, unless its family says otherwise.
-_DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10_000.0}
-# Values with which a key changes nothing.
-_MUST_BE: dict[str, tuple[Any, ...]] = {
-    "attention_bias": (False,),
-    "attention_dropout": (0, None),
-    "chunk_size_feed_forward": (0,),
-    "is_encoder_decoder": (False,),
-}
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _FamilyFiles:
-    """How a family's files are read: what they may hold, and what they may leave out.
+class Experts:
+    """The experts of each layer, of which a router chooses some for each token.
 
     Attributes:
-        architecture: the class that exported files name.
-        defaults: keys beside the common ones that are read, and all that a file may leave out, with
-            what they are then.
-        honoured: further keys that are read, if they are there.
-        must_be: values with which a key changes nothing.
+        count: E.
+        chosen: of them for a token, C.
+        width: of one, F.
+        normed: whether the weights of those that are chosen are divided by their sum.
+        balance: what the loss of an unequal load is multiplied by; the sum is what is trained on.
     """
 
-    architecture: str
-    defaults: dict[str, Any]
-    honoured: frozenset[str] = frozenset()
-    must_be: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
-
-
-_FAMILY_FILES: dict[Family, _FamilyFiles] = {
-    "llama": _FamilyFiles(
-        architecture="LlamaForCausalLM",
-        defaults={"hidden_act": "silu"},
-        must_be={"mlp_bias": (False,), "pretraining_tp": (1, None)},
-    ),
-    "qwen3": _FamilyFiles(
-        architecture="Qwen3ForCausalLM",
-        defaults={
-            "hidden_act": "silu",
-            "head_dim": 128,
-            "use_sliding_window": False,
-            "sliding_window": 4096,
-            "max_window_layers": 28,
-        },
-        honoured=frozenset({"layer_types"}),
-    ),
-    "gemma3_text": _FamilyFiles(
-        architecture="Gemma3ForCausalLM",
-        honoured=frozenset({"_sliding_window_pattern", "layer_types", "final_logit_softcapping"}),
-        # The reference reads the cap of attention's scores, and then applies none.
-        must_be={"attn_logit_softcapping": (None,), "use_bidirectional_attention": (False, None)},
-        defaults={
-            "vocab_size": 262_208,
-            "hidden_size": 2304,
-            "intermediate_size": 9216,
-            "num_hidden_layers": 26,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "hidden_activation": "gelu_pytorch_tanh",
-            "tie_word_embeddings": True,
-            "query_pre_attn_scalar": 256,
-            "sliding_window": 4096,
-            "sliding_window_pattern": 6,
-            "rope_theta": 1_000_000.0,
-            "rope_local_base_freq": 10_000.0,
-        },
-    ),
-}
+    count: int
+    chosen: int
+    width: int
+    normed: bool
+    balance: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,7 +66,12 @@ class DecoderConfig:
         tied: whether the head is the embedding.
         sliding: of each layer, whether it sees the last `window` positions alone.
         rope: of layers that see everything; `local_rope` of the others.
-        logit_cap: logits are at most this, by tanh; None: as they are.
+        logit_cap: logits are at most this, by tanh; None: as they are. `score_cap`: so of scores.
+        biased: matrices of a layer that have a bias, by their names here.
+        offset_norms: norms multiply by 1 + w, and embeddings by the root of the width.
+        head_norms: queries and keys are normed, head by head.
+        post_norms: attention and MLP each end in a norm.
+        experts: in the place of the MLP; None: there are none.
         positions: that the model was trained for; carried, not honoured.
         tokens: ids of special tokens, as the file names them; carried.
     """
@@ -171,6 +92,12 @@ class DecoderConfig:
     rope: Rope
     local_rope: Rope
     logit_cap: float | None = None
+    score_cap: float | None = None
+    biased: tuple[str, ...] = ()
+    offset_norms: bool = False
+    head_norms: bool = False
+    post_norms: bool = False
+    experts: Experts | None = None
     positions: int = 0
     # Not hashed: a value may be a list.
     tokens: tuple[tuple[str, Any], ...] = dataclasses.field(default=(), hash=False)
@@ -182,25 +109,18 @@ class DecoderConfig:
 
     @property
     def multiplied(self) -> int:
-        """Parameters that a token is multiplied with: of all matrices, the head's too."""
+        """Parameters that a token is multiplied with: of all its matrices, the head's too."""
         heads = (2 * self.heads + 2 * self.kv_heads) * self.head_width
-        return self.layers * self.width * (heads + 3 * self.mlp_width) + self.vocab * self.width
+        mlp = 3 * self.mlp_width
+        if self.experts is not None:
+            mlp = self.experts.count + 3 * self.experts.chosen * self.experts.width
+        return self.layers * self.width * (heads + mlp) + self.vocab * self.width
 
     def flops_per_token(self, length: int) -> float:
         """As `Task.flops_per_token`, in rows of `length` tokens."""
         near = min(length, self.window or length)
         positions = sum(near if slides else length for slides in self.sliding)
         return flops_per_token(self.multiplied, self.heads * self.head_width * positions)
-
-    @property
-    def gemma(self) -> bool:
-        """Whether it is Gemma: norms multiply by 1 + w, attention and MLP end in one, and so on."""
-        return self.family == "gemma3_text"
-
-    @property
-    def head_norms(self) -> bool:
-        """Whether queries and keys are normed, head by head."""
-        return self.family != "llama"
 
 
 def read_config(folder: Path) -> DecoderConfig:
@@ -250,7 +170,7 @@ def parse_config(document: Document, *, source: str) -> DecoderConfig:
     if family not in FAMILIES:
         raise ConfigError(
             f"{source}: model_type is {family!r}, but {', '.join(FAMILIES)} are what is read",
-            hint="give a text decoder of one of these families",
+            hint=f"give a text decoder of one of these families; {_ANY_MODEL}",
         )
     return _Parser(family, document, source).config()
 
@@ -259,16 +179,20 @@ class _Parser:
     """Reads one document."""
 
     def __init__(self, family: Family, document: Document, source: str) -> None:
-        self._files = _FAMILY_FILES[family]
+        self._files = FAMILY_FILES[family]
         self._family, self._source = family, source
-        self._document = {k: v for k, v in document.items() if v is not None}
+        self._document = {k: v for k, v in document.items() if v is not None or k in NULL}
+        if self._files.experts is not None:
+            self._take_count(self._files.experts.count)
         self._check_keys()
 
     def config(self) -> DecoderConfig:
         """See `parse_config`."""
         heads = self._count("num_attention_heads")
         width, layers = self._count("hidden_size"), self._count("num_hidden_layers")
-        kv_heads = self._count("num_key_value_heads", heads)
+        kv_heads = heads
+        if self._value("num_key_value_heads") is not None:
+            kv_heads = self._count("num_key_value_heads")
         head_width = self._count("head_dim", width // heads)
         if heads % kv_heads or head_width % 2:
             self._refuse(
@@ -279,7 +203,6 @@ class _Parser:
         rope, local_rope = self._ropes()
         sliding, window = self._sliding(layers)
         scalar = self._number("query_pre_attn_scalar", head_width)
-        cap = self._value("final_logit_softcapping")
         return DecoderConfig(
             family=self._family,
             vocab=self._count("vocab_size"),
@@ -296,32 +219,53 @@ class _Parser:
             window=window,
             rope=rope,
             local_rope=local_rope,
-            logit_cap=None if cap is None else self._number("final_logit_softcapping"),
+            logit_cap=self._cap("final_logit_softcapping"),
+            score_cap=self._cap("attn_logit_softcapping"),
+            biased=self._biased(),
+            offset_norms=self._files.offset_norms,
+            head_norms=self._files.head_norms,
+            post_norms=self._files.post_norms,
+            experts=self._experts(),
             positions=int(self._document.get("max_position_embeddings", 0)),
             tokens=tuple((k, v) for k, v in self._document.items() if k.endswith("_token_id")),
         )
 
+    def _take_count(self, own: str) -> None:
+        """Take the number of experts by any of its names: transformers writes one for all."""
+        found = {key: self._document.pop(key) for key in EXPERT_COUNTS if key in self._document}
+        if len(set(found.values())) > 1:
+            self._refuse(f"{' and '.join(found)} are {list(found.values())}", "make the two agree")
+        for value in found.values():
+            self._document[own] = value
+
     def _check_keys(self) -> None:
-        known = _NEUTRAL | _COMMON | self._files.honoured | self._files.defaults.keys()
-        must_be = _MUST_BE | self._files.must_be
+        known = NEUTRAL | self._files.known
+        must_be = {k: v for k, v in MUST_BE.items() if k not in known} | self._files.must_be
         for key, value in self._document.items():
-            if key in must_be:
+            if value is None:
+                continue
+            if key == "quantization_config":
+                self._refuse(
+                    "quantization_config says that its tensors are quantized",
+                    "quantized checkpoints are not trained: give the one that they were made from",
+                )
+            elif key in must_be:
                 if value not in must_be[key]:
                     self._refuse(
                         f"{key} is {value!r}, which would change what the model computes",
-                        f"only {must_be[key][0]!r} is computed here",
+                        f"only {must_be[key][0]!r} is computed here; {_ANY_MODEL}",
                     )
             elif key not in known:
                 self._refuse(
                     f"{key} = {value!r} is not known, and may change what the model computes",
-                    "take the key out if it changes nothing, or train another checkpoint",
+                    f"take the key out if it changes nothing; {_ANY_MODEL}",
                 )
 
     def _refuse(self, what: str, hint: str) -> None:
         raise ConfigError(f"{self._source}: {what}", hint=hint)
 
     def _value(self, key: str, default: Any = None) -> Any:
-        defaults = _DEFAULTS | self._files.defaults
+        defaults = DEFAULTS | self._files.defaults
         return self._document.get(key, defaults.get(key, default))
 
     def _count(self, key: str, default: Any = None) -> int:
@@ -336,26 +280,50 @@ class _Parser:
             self._refuse(f"{key} must be a number above 0, but it is {value!r}", "repair it")
         return float(value)
 
+    def _cap(self, key: str) -> float | None:
+        return None if self._value(key) is None else self._number(key)
+
+    def _biased(self) -> tuple[str, ...]:
+        attention = ("q", "k", "v", "o") if self._value("attention_bias") else ()
+        mlp = ("gate", "up", "down") if self._value("mlp_bias") else ()
+        return (*self._files.biased, *attention, *mlp)
+
+    def _experts(self) -> Experts | None:
+        files = self._files.experts
+        if files is None:
+            return None
+        count, chosen = self._count(files.count), self._count("num_experts_per_tok")
+        if chosen > count:
+            self._refuse(
+                f"num_experts_per_tok is {chosen}, but {files.count} is {count}", "repair it"
+            )
+        balance = self._value("router_aux_loss_coef")
+        return Experts(
+            count=count,
+            chosen=chosen,
+            width=self._count(files.width),
+            normed=bool(self._value("norm_topk_prob")) if files.normed is None else files.normed,
+            balance=self._number("router_aux_loss_coef") if balance else 0.0,
+        )
+
     def _activation(self) -> str:
-        key = "hidden_activation" if self._family == "gemma3_text" else "hidden_act"
+        key = "hidden_act" if "hidden_act" in self._files.defaults else "hidden_activation"
         value = self._value(key)
         if value not in ACTIVATIONS:
-            self._refuse(f"{key} is {value!r}", f"{' and '.join(ACTIVATIONS)} are computed here")
-        return str(value)
+            self._refuse(f"{key} is {value!r}", f"{', '.join(ACTIVATIONS)} are computed here")
+        # The first Gemma's files say "gelu" and mean its approximation, as the reference knows.
+        return "gelu_pytorch_tanh" if (self._family, value) == ("gemma", "gelu") else str(value)
 
     def _sliding(self, layers: int) -> tuple[tuple[bool, ...], int | None]:
         kinds = self._document.get("layer_types")
-        if self._family == "llama":
-            return (False,) * layers, None
-        if self._family == "qwen3" and not self._value("use_sliding_window"):
-            if kinds and SLIDING in kinds:
-                self._refuse(
-                    "layer_types has sliding_attention, but use_sliding_window is not true",
-                    "make the two agree",
-                )
-            return (False,) * layers, None
+        if kinds and SLIDING in kinds and self._value("use_sliding_window") is False:
+            self._refuse(
+                "layer_types has sliding_attention, but use_sliding_window is not true",
+                "make the two agree",
+            )
         if kinds is None:
-            kinds = [SLIDING if slides else FULL for slides in self._by_rule(layers)]
+            slides = self._files.sliding(self._value, layers)
+            kinds = [SLIDING if each else FULL for each in slides]
         if len(kinds) != layers or not set(kinds) <= {SLIDING, FULL}:
             self._refuse(
                 f"layer_types must name {SLIDING} or {FULL} for each of {layers} layers, but it is"
@@ -365,20 +333,12 @@ class _Parser:
         sliding = tuple(kind == SLIDING for kind in kinds)
         return sliding, self._count("sliding_window") if any(sliding) else None
 
-    def _by_rule(self, layers: int) -> list[bool]:
-        """Which layers slide, by the rule of the family."""
-        if self._family == "qwen3":
-            first = int(self._value("max_window_layers"))
-            return [layer >= first for layer in range(layers)]
-        every = self._count("_sliding_window_pattern", self._count("sliding_window_pattern"))
-        return [(layer + 1) % every != 0 for layer in range(layers)]
-
     def _ropes(self) -> tuple[Rope, Rope]:
         """Rotary positions of full and of sliding layers."""
         given = self._document.get("rope_parameters") or {}
         scaling = self._document.get("rope_scaling") or {}
         theta = self._number("rope_theta")
-        if self._family != "gemma3_text":
+        if "rope_local_base_freq" not in self._files.defaults:
             rope = self._rope({"rope_theta": theta} | scaling | given)
             return rope, rope
         if given and not set(given) <= {FULL, SLIDING}:
@@ -394,23 +354,39 @@ class _Parser:
     def _rope(self, given: Document) -> Rope:
         kind = given.get("rope_type", given.get("type", "default"))
         try:
-            return Rope.parse(kind, {k: v for k, v in given.items() if k not in _KINDS})
+            said = {k: v for k, v in given.items() if k not in _KINDS and v is not None}
+            return Rope.parse(kind, said, self._document.get("max_position_embeddings"))
         except (ValueError, TypeError) as error:
             raise ConfigError(
                 f"{self._source}: rotary positions: {error}",
-                hint="default, linear and llama3 are computed here",
+                hint=f"{', '.join(KINDS)} are computed here; {_ANY_MODEL}",
             ) from error
 
 
 _KINDS = ("rope_type", "type")
+_ANY_MODEL = "DilocoCallback trains any model of transformers (docs/library.md)"
 
 
 def config_document(config: DecoderConfig, dtype: str) -> dict[str, Any]:
     """The content of a decoder's `config.json`, with both spellings of rotary positions."""
+    files = FAMILY_FILES[config.family]
+    said = _said(config)
     document: dict[str, Any] = {
-        "architectures": [_FAMILY_FILES[config.family].architecture],
+        "architectures": [files.architecture],
         "model_type": config.family,
         "dtype": dtype,
+        "attention_dropout": 0.0,
+        **dict(config.tokens),
+        **{key: said[key] for key in sorted(files.known & said.keys())},
+    }
+    if config.positions:
+        document["max_position_embeddings"] = config.positions
+    return document
+
+
+def _said(config: DecoderConfig) -> dict[str, Any]:
+    """Every key that some family has, as this decoder's file would say it."""
+    said: dict[str, Any] = {
         "vocab_size": config.vocab,
         "hidden_size": config.width,
         "intermediate_size": config.mlp_width,
@@ -420,40 +396,30 @@ def config_document(config: DecoderConfig, dtype: str) -> dict[str, Any]:
         "head_dim": config.head_width,
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tied,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        **dict(config.tokens),
-    }
-    if config.positions:
-        document["max_position_embeddings"] = config.positions
-    return document | _family_document(config)
-
-
-def _family_document(config: DecoderConfig) -> dict[str, Any]:
-    kinds = [SLIDING if slides else FULL for slides in config.sliding]
-    if config.family == "llama":
-        return {"hidden_act": config.activation, "mlp_bias": False, **config.rope.document()}
-    if config.family == "qwen3":
-        return {
-            "hidden_act": config.activation,
-            "use_sliding_window": any(config.sliding),
-            "sliding_window": config.window,
-            "layer_types": kinds,
-            **config.rope.document(),
-        }
-    return {
+        "hidden_act": config.activation,
         "hidden_activation": config.activation,
-        "query_pre_attn_scalar": _scalar(config.query_scale),
+        "attention_bias": "o" in config.biased,
+        "mlp_bias": "up" in config.biased,
+        "use_sliding_window": any(config.sliding),
         "sliding_window": config.window,
-        "layer_types": kinds,
+        "layer_types": [SLIDING if slides else FULL for slides in config.sliding],
+        "query_pre_attn_scalar": _scalar(config.query_scale),
         "final_logit_softcapping": config.logit_cap,
+        "attn_logit_softcapping": config.score_cap,
         **config.rope.document(),
-        "rope_local_base_freq": config.local_rope.theta,
-        "rope_parameters": {
-            FULL: config.rope.parameters(),
-            SLIDING: config.local_rope.parameters(),
-        },
     }
+    files = FAMILY_FILES[config.family]
+    if "rope_local_base_freq" in files.defaults:
+        said["rope_local_base_freq"] = config.local_rope.theta
+        parameters = {FULL: config.rope.parameters(), SLIDING: config.local_rope.parameters()}
+        said["rope_parameters"] = parameters
+    if config.experts is not None and files.experts is not None:
+        said["num_experts_per_tok"] = config.experts.chosen
+        said["norm_topk_prob"] = config.experts.normed
+        said["router_aux_loss_coef"] = config.experts.balance
+        said[files.experts.count] = config.experts.count
+        said[files.experts.width] = config.experts.width
+    return said
 
 
 def _scalar(scale: float) -> float | int:

@@ -18,7 +18,7 @@ from diloco.common.protocol.errors import ConfigError, TaskError
 from diloco.learner.task import Params
 from diloco.models.decoders import checkpoint
 from diloco.models.decoders.checkpoint import DTYPES, Rows, carry, staged
-from diloco.models.decoders.config import DecoderConfig
+from diloco.models.decoders.config import CONFIG, DecoderConfig, read_config
 from diloco.models.decoders.lora import (
     DOWN,
     FROZEN,
@@ -30,6 +30,7 @@ from diloco.models.decoders.lora import (
     module_name,
 )
 from diloco.models.decoders.tensors import LAYERS, TensorEntry, table
+from diloco.models.decoders.upcycling import read_upcycled
 
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PEFT_NAMES = {DOWN: "lora_A", UP: "lora_B"}
@@ -59,7 +60,11 @@ class HuggingFace:
         return None if self.source is None or self.fresh else require_weights(self.source)
 
     def read(self, folder: Path) -> Mapping[str, Any]:
-        """As `task.Files.read`."""
+        """As `task.Files.read`; of a dense checkpoint, where experts are wanted, they are made."""
+        if self.config.experts is not None and (folder / CONFIG).exists():
+            there = read_config(folder)
+            if there.experts is None:
+                return read_upcycled(folder, there, self.config)
         return checkpoint.read_checkpoint(folder, self.config)
 
     def write(self, folder: Path, leaves: Mapping[str, Any], dtype: str) -> None:
@@ -261,7 +266,7 @@ class Lying:
         start, stop, _ = first.indices(self.shape[0])
         found = np.empty((max(0, stop - start), *self.shape[1:]), self.dtype)
         # Row by row: of a stacked matrix one layer is float32 at a time.
-        step = 1 if len(self.shape) == 3 else max(1, stop - start)
+        step = 1 if len(self.shape) > 2 else max(1, stop - start)
         for place in range(start, stop, step):
             found[place - start : place - start + step] = self._rows[place : place + step]
         part: np.ndarray = found[(slice(None), *rest)]

@@ -68,8 +68,12 @@ def module_name(entry: TensorEntry) -> str:
 
 
 def matrices_of(config: DecoderConfig) -> dict[str, TensorEntry]:
-    """Matrices of layers, by the ecosystem's names."""
-    return {module_name(entry): entry for entry in table(config).values() if entry.transposed}
+    """Matrices of layers that may have an adapter, by the ecosystem's names: not experts'."""
+    return {
+        module_name(entry): entry
+        for entry in table(config).values()
+        if entry.transposed and "experts" not in entry.axes
+    }
 
 
 class LoraOptions(BaseModel):

@@ -1,8 +1,7 @@
 """A decoder-only transformer of the families of `config`: pure functions over a tree of arrays.
 
-Pre-norm blocks with rotary positions, grouped-query attention and a gated MLP. Qwen 3 and Gemma 3
-norm queries and keys; Gemma 3 also norms what each half of a block gives, multiplies by 1 + w in
-norms, scales embeddings, and has layers that see a window alone. The blocks are one `lax.scan`.
+Pre-norm blocks with rotary positions, grouped-query attention and a gated MLP or experts; what else
+a family does is an attribute of its configuration. The blocks are one `lax.scan`.
 
 Documents that are packed into one row are told apart by their segments: none sees another, and
 positions begin at 0 in each. Segment 0 is padding, which nothing is trained on.
@@ -20,14 +19,23 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from diloco.common.protocol.errors import TaskError
 from diloco.learner.task import Params
 from diloco.learner.tensors.mesh import constrain, parts_along
 from diloco.models.decoders.attention import ROWS, Kind, by_kind, make_attention
 from diloco.models.decoders.config import DecoderConfig
+from diloco.models.decoders.experts import Load, mixed
 from diloco.models.decoders.rope import Rope
-from diloco.models.decoders.tensors import table
+from diloco.models.decoders.tensors import BIAS, table
 
 EMBED_STD = 0.02
+_GATES: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_pytorch_tanh": jax.nn.gelu,
+    "gelu_new": jax.nn.gelu,
+    "relu": jax.nn.relu,
+}
 # (name of a matrix of layers, input, the layer's tensors) -> product.
 Product = Callable[[str, jax.Array, Mapping[str, jax.Array]], jax.Array]
 
@@ -47,6 +55,18 @@ class Compute(NamedTuple):
 
 
 DEFAULT = Compute()
+
+
+class Forward(NamedTuple):
+    """What the blocks give.
+
+    Attributes:
+        hidden: the normed output of the last one, [B, L, D].
+        load: of the experts, [N, E]; None if there are none.
+    """
+
+    hidden: jax.Array
+    load: Load | None
 
 
 class _Turns(NamedTuple):
@@ -69,17 +89,21 @@ def init_params(config: DecoderConfig, key: jax.Array) -> Params:
 def _initial(config: DecoderConfig, name: str, shape: tuple[int, ...], key: jax.Array) -> jax.Array:
     last = name.rpartition("/")[2]
     if last.endswith("norm"):
-        return jnp.zeros(shape) if config.gemma else jnp.ones(shape)
+        return jnp.zeros(shape) if config.offset_norms else jnp.ones(shape)
+    if last.endswith(BIAS):
+        return jnp.zeros(shape)
     if name in ("embed", "head"):
         return jax.random.normal(key, shape) * EMBED_STD
     # The two matrices of each layer that write to the residual stream add up to 2N writers.
-    writers = 2 * config.layers if last in ("o", "down") else 1
-    return jax.random.normal(key, shape) / math.sqrt(shape[1] * writers)
+    writers = 2 * config.layers if last in ("o", "down", "expert_down") else 1
+    return jax.random.normal(key, shape) / math.sqrt(shape[-2] * writers)
 
 
 def plain_product(name: str, x_BxLxI: jax.Array, layer: Mapping[str, jax.Array]) -> jax.Array:
-    """The layer's matrix alone."""
-    return x_BxLxI @ layer[name].astype(x_BxLxI.dtype)
+    """The layer's own matrix, and its bias if it has one."""
+    y_BxLxO = x_BxLxI @ layer[name].astype(x_BxLxI.dtype)
+    bias_O = layer.get(name + BIAS)
+    return y_BxLxO if bias_O is None else y_BxLxO + bias_O.astype(y_BxLxO.dtype)
 
 
 def head_of(config: DecoderConfig, params: Params) -> jax.Array:
@@ -104,7 +128,7 @@ def logits_of(
     compute: Compute = DEFAULT,
     **told: Any,
 ) -> jax.Array:
-    """Logits of the token behind each, float32 [B, L, V]; arguments are those of `hidden_of`."""
+    """Logits of the token behind each, float32 [B, L, V]; arguments are those of `forward`."""
     hidden_BxLxD = hidden_of(config, params, tokens_BxL, segments_BxL, compute=compute, **told)
     head_VxD = head_of(config, params).astype(compute.dtype)
     logits_BxLxV = jnp.einsum(
@@ -113,7 +137,12 @@ def logits_of(
     return capped(config, logits_BxLxV)
 
 
-def hidden_of(
+def hidden_of(*given: Any, **told: Any) -> jax.Array:
+    """The normed output of the last block, [B, L, D]; arguments are those of `forward`."""
+    return forward(*given, **told).hidden
+
+
+def forward(
     config: DecoderConfig,
     params: Params,
     tokens_BxL: jax.Array,
@@ -122,8 +151,8 @@ def hidden_of(
     compute: Compute = DEFAULT,
     product: Product = plain_product,
     beside: Params = None,
-) -> jax.Array:
-    """The normed output of the last block, [B, L, D].
+) -> Forward:
+    """Run tokens through all blocks.
 
     Args:
         config: of the decoder.
@@ -133,9 +162,13 @@ def hidden_of(
         compute: how it is computed.
         product: of a matrix of a layer, which may have an adapter beside it.
         beside: the adapters' parameters.
+
+    Raises:
+        TaskError: rows are longer than the decoder's rotary positions can be told for.
     """
+    _check_length(config, tokens_BxL.shape[1])
     x_BxLxD = params["embed"][tokens_BxL].astype(compute.dtype)
-    if config.gemma:
+    if config.offset_norms:
         x_BxLxD = x_BxLxD * jnp.asarray(config.width**0.5, compute.dtype)
     x_BxLxD = constrain(x_BxLxD, ROWS)
     if segments_BxL is None:
@@ -143,15 +176,24 @@ def hidden_of(
     near, full = _seen(config, _positions(segments_BxL))
     attend = make_attention(config, segments_BxL, compute.attention)
 
-    def block(x_BxLxD: jax.Array, scanned: Any) -> tuple[jax.Array, None]:
+    def block(x_BxLxD: jax.Array, scanned: Any) -> tuple[jax.Array, Load | None]:
         layer, slides = scanned
         turns = by_kind(config, slides, near, full)
-        return _block(config, x_BxLxD, layer, turns, partial(attend, slides), product), None
+        return _block(config, x_BxLxD, layer, turns, partial(attend, slides), product)
 
     step = jax.checkpoint(block, prevent_cse=False) if compute.remat else block
     layers = {**params["layers"], **(beside or {})}
-    x_BxLxD, _ = jax.lax.scan(step, x_BxLxD, (layers, jnp.asarray(config.sliding)))
-    return _norm(config, x_BxLxD, params["norm"])
+    x_BxLxD, load = jax.lax.scan(step, x_BxLxD, (layers, jnp.asarray(config.sliding)))
+    return Forward(_norm(config, x_BxLxD, params["norm"]), load)
+
+
+def _check_length(config: DecoderConfig, length: int) -> None:
+    if config.rope.kind == "dynamic" and length > config.positions:
+        raise TaskError(
+            f"rows of {length} tokens are longer than the decoder's max_position_embeddings,"
+            f" {config.positions}, beyond which rope_type 'dynamic' depends on the length",
+            hint="choose a smaller length, or rope_type 'yarn' in config.json",
+        )
 
 
 def _seen(config: DecoderConfig, positions_BxL: jax.Array) -> tuple[_Turns, _Turns]:
@@ -176,7 +218,7 @@ def _positions(segments_BxL: jax.Array) -> jax.Array:
 def _turns(rope: Rope, config: DecoderConfig, positions_BxL: jax.Array) -> _Turns:
     frequencies_K2 = rope.frequencies(config.head_width)
     angles_BxLxK2 = positions_BxL[..., None].astype(jnp.float32) * frequencies_K2
-    return _Turns(jnp.cos(angles_BxLxK2), jnp.sin(angles_BxLxK2))
+    return _Turns(rope.amplitude * jnp.cos(angles_BxLxK2), rope.amplitude * jnp.sin(angles_BxLxK2))
 
 
 def _block(
@@ -186,17 +228,22 @@ def _block(
     turns: _Turns,
     attend: Callable[..., jax.Array],
     product: Product,
-) -> jax.Array:
-    """One layer."""
+) -> tuple[jax.Array, Load | None]:
+    """One layer, and the load of its experts."""
     given_BxLxD = _norm(config, x_BxLxD, layer["attn_norm"])
     told_BxLxD = _attention(config, given_BxLxD, layer, turns, attend, product)
-    if config.gemma:
+    if config.post_norms:
         told_BxLxD = _norm(config, told_BxLxD, layer["attn_post_norm"])
     x_BxLxD = constrain(x_BxLxD + told_BxLxD, ROWS)
-    told_BxLxD = _mlp(config, _norm(config, x_BxLxD, layer["mlp_norm"]), layer, product)
-    if config.gemma:
+    given_BxLxD, load = _norm(config, x_BxLxD, layer["mlp_norm"]), None
+    if config.experts is None:
+        told_BxLxD = _mlp(config, given_BxLxD, layer, product)
+    else:
+        gate = _GATES[config.activation]
+        told_BxLxD, load = mixed(config.experts, gate, given_BxLxD, layer)
+    if config.post_norms:
         told_BxLxD = _norm(config, told_BxLxD, layer["mlp_post_norm"])
-    return constrain(x_BxLxD + told_BxLxD, ROWS)
+    return constrain(x_BxLxD + told_BxLxD, ROWS), load
 
 
 def _attention(
@@ -231,7 +278,7 @@ def _rotate(x_BxLxHxK: jax.Array, turns: _Turns) -> jax.Array:
 def _mlp(
     config: DecoderConfig, x_BxLxD: jax.Array, layer: Mapping[str, jax.Array], product: Product
 ) -> jax.Array:
-    gate = jax.nn.silu if config.activation == "silu" else jax.nn.gelu
+    gate = _GATES[config.activation]
     h_BxLxF = gate(product("gate", x_BxLxD, layer)) * product("up", x_BxLxD, layer)
     return product("down", constrain(h_BxLxF, ROWS, None, "tensor"), layer)
 
@@ -239,7 +286,7 @@ def _mlp(
 def _norm(config: DecoderConfig, x: jax.Array, weight: jax.Array) -> jax.Array:
     """`x` over its root mean square along the last axis, scaled: in float32, in x's dtype."""
     x32 = x.astype(jnp.float32)
-    scale = 1 + weight.astype(jnp.float32) if config.gemma else weight.astype(jnp.float32)
+    scale = 1 + weight.astype(jnp.float32) if config.offset_norms else weight.astype(jnp.float32)
     root = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + config.norm_eps)
     return (x32 * root * scale).astype(x.dtype)
 

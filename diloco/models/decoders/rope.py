@@ -10,15 +10,22 @@ from typing import Any, Self
 
 import numpy as np
 
+_ORIGINAL = "original_max_position_embeddings"
 _KEYS = {
     "default": (),
     "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor", _ORIGINAL),
     "llama3": (
         "factor",
         "low_freq_factor",
         "high_freq_factor",
-        "original_max_position_embeddings",
+        _ORIGINAL,
     ),
+}
+KINDS = tuple(_KEYS)
+_OPTIONAL = {
+    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 }
 
 
@@ -29,7 +36,9 @@ class Rope:
     Attributes:
         theta: base of the frequencies.
         kind: "default"; "linear": all frequencies divided by `factor`; "llama3": low ones are, high
-            ones are not, with a ramp between (Llama 3.1).
+            ones are not, with a ramp between (Llama 3.1); "yarn": so by another ramp, and what is
+            turned grows by `amplitude` (arXiv 2309.00071); "dynamic": as "default" in rows of no
+            more positions than the model was trained for.
         scaling: what the kind asks for, by the names of config.json.
     """
 
@@ -38,23 +47,32 @@ class Rope:
     scaling: tuple[tuple[str, float], ...] = ()
 
     @classmethod
-    def parse(cls, kind: Any, given: Mapping[str, Any]) -> Self:
+    def parse(cls, kind: Any, given: Mapping[str, Any], positions: Any = None) -> Self:
         """Parse the keys that a config.json gives.
+
+        Args:
+            kind: by its name there.
+            given: the other keys.
+            positions: that the model is for, where the keys do not say of how many it was.
 
         Raises:
             ValueError: no such kind, or a key is missing, unknown or no positive number.
         """
         if kind not in _KEYS:
             raise ValueError(f"rope_type {kind!r} is not known")
-        wanted = {"rope_theta", *_KEYS[kind]}
-        if wrong := sorted(set(given) ^ wanted):
+        if _ORIGINAL in _KEYS[kind] and positions is not None:
+            given = {_ORIGINAL: positions, **given}
+        wanted, more = {"rope_theta", *_KEYS[kind]}, _OPTIONAL.get(kind, ())
+        if wrong := sorted((set(given) - set(more)) ^ wanted):
             raise ValueError(f"{', '.join(wrong)} missing or unknown for rope_type {kind!r}")
         for name, value in given.items():
+            if name == "truncate" and isinstance(value, bool):
+                continue
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
                 raise ValueError(f"{name} must be a number above 0, but it is {value!r}")
         if kind == "llama3" and given["high_freq_factor"] <= given["low_freq_factor"]:
             raise ValueError("high_freq_factor must be above low_freq_factor")
-        scaling = tuple((name, given[name]) for name in _KEYS[kind])
+        scaling = tuple((name, given[name]) for name in (*_KEYS[kind], *more) if name in given)
         return cls(float(given["rope_theta"]), kind, scaling)
 
     def parameters(self) -> dict[str, Any]:
@@ -70,6 +88,22 @@ class Rope:
             "rope_parameters": self.parameters(),
         }
 
+    @property
+    def amplitude(self) -> float:
+        """What heads grow by as they are turned."""
+        if self.kind != "yarn":
+            return 1.0
+        said = dict(self.scaling)
+        if "attention_factor" in said:
+            return float(said["attention_factor"])
+
+        def grown(scale: float) -> float:
+            return 0.1 * scale * math.log(said["factor"]) + 1.0 if said["factor"] > 1 else 1.0
+
+        if "mscale" in said and "mscale_all_dim" in said:
+            return grown(said["mscale"]) / grown(said["mscale_all_dim"])
+        return grown(1.0)
+
     def frequencies(self, head_width: int) -> np.ndarray:
         """Radians that a position turns each pair by, float32 [K/2]."""
         exponent_K2 = np.arange(0, head_width, 2, dtype=np.float32) / np.float32(head_width)
@@ -78,7 +112,30 @@ class Rope:
         scaling = dict(self.scaling)
         if self.kind == "linear":
             return (plain_K2 / np.float32(scaling["factor"])).astype(np.float32)
+        if self.kind == "yarn":
+            return _yarn(power_K2, self.theta, scaling)
         return _llama3(plain_K2, **scaling) if self.kind == "llama3" else plain_K2
+
+
+def _yarn(power_K2: np.ndarray, theta: float, scaling: Mapping[str, Any]) -> np.ndarray:
+    """Frequencies by how often their pairs turned within the context of the first training."""
+    pairs = len(power_K2)
+
+    def pair_of(turns: float) -> float:
+        """Which pair turned so often."""
+        return pairs * math.log(scaling[_ORIGINAL] / (turns * 2 * math.pi)) / math.log(theta)
+
+    first, last = pair_of(scaling.get("beta_fast", 32)), pair_of(scaling.get("beta_slow", 1))
+    if scaling.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    last = last + 0.001 if first == last else last
+    # Rounded as the reference rounds: far along a row a last bit is 1e-5 of a turn.
+    one, factor = np.float32(1), np.float32(scaling["factor"])
+    place_K2 = np.arange(pairs, dtype=np.float32) - np.float32(first)
+    kept_K2 = one - np.clip(place_K2 / np.float32(last - first), 0, 1)
+    scaled: np.ndarray = one / (factor * power_K2) * (one - kept_K2) + one / power_K2 * kept_K2
+    return scaled
 
 
 def _llama3(

@@ -61,6 +61,31 @@ def _gemma3(width: int, mlp: int, layers: int, heads: int, kv_heads: int, **othe
     }
 
 
+def _plain(
+    family: str,
+    vocab: int,
+    width: int,
+    mlp: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    **other: Any,
+) -> Any:
+    return {
+        "model_type": family,
+        "vocab_size": vocab,
+        "hidden_size": width,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        **other,
+    }
+
+
+_QWEN2 = {"rope_theta": 1_000_000.0, "max_position_embeddings": 32_768, "eos_token_id": 151_643}
+_MIXTRAL = {"rms_norm_eps": 1e-5, "max_position_embeddings": 32_768, "eos_token_id": 2}
+_EARLIER_GEMMA = {"max_position_embeddings": 8192, "bos_token_id": 2, "eos_token_id": 1}
 _LARGER_GEMMA = {
     "sliding_window": 1024,
     "max_position_embeddings": 131_072,
@@ -74,6 +99,25 @@ SIZES: dict[str, dict[str, Any]] = {
     "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, tied=True),
     "qwen3-4b": _qwen3(2560, 9728, 36, 32, tied=True),
     "qwen3-8b": _qwen3(4096, 12_288, 36, 32, tied=False),
+    "qwen2.5-0.5b": _plain(
+        "qwen2", 151_936, 896, 4864, 24, 14, 2, tie_word_embeddings=True, **_QWEN2
+    ),
+    "qwen2.5-7b": _plain("qwen2", 152_064, 3584, 18_944, 28, 28, 4, **_QWEN2),
+    "qwen3-30b-a3b": _qwen3(2048, 6144, 48, 32, tied=False)
+    | {
+        "model_type": "qwen3_moe",
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+    },
+    "mistral-7b": _plain("mistral", 32_000, 4096, 14_336, 32, 32, 8, rms_norm_eps=1e-5),
+    "mixtral-8x7b": _plain("mixtral", 32_000, 4096, 14_336, 32, 32, 8, **_MIXTRAL)
+    | {"router_aux_loss_coef": 0.02},
+    "gemma-2-2b": _plain("gemma2", 256_000, 2304, 9216, 26, 8, 4, **_EARLIER_GEMMA),
+    "gemma-2-9b": _plain("gemma2", 256_000, 3584, 14_336, 42, 16, 8, **_EARLIER_GEMMA),
     "gemma-3-1b": _gemma3(
         1152,
         6912,

@@ -5,6 +5,7 @@ Shapes: as in `model`.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -36,6 +37,7 @@ from diloco.learner.tensors.mesh import by_kind_of_axis
 from diloco.learner.tensors.optimizer import Matrices, Optimizer, direction_by, warmup_cosine
 from diloco.models.decoders.attention import Kind
 from diloco.models.decoders.config import DecoderConfig, read_config
+from diloco.models.decoders.experts import Load
 from diloco.models.decoders.files import Adapters, HuggingFace, read_base
 from diloco.models.decoders.lora import (
     ALONE,
@@ -50,7 +52,7 @@ from diloco.models.decoders.lora import (
     read_lora,
     with_adapters,
 )
-from diloco.models.decoders.model import Compute, head_of, hidden_of, init_params, token_losses
+from diloco.models.decoders.model import Compute, forward, head_of, init_params, token_losses
 from diloco.models.decoders.sizes import SIZES, size_named
 from diloco.models.decoders.tensors import LAYERS, table
 from diloco.models.decoders.tokens import Data, TokenFolders
@@ -129,7 +131,7 @@ def build(
     fresh: bool = False,
     lora: LoraOptions | None = None,
 ) -> Task:
-    """Train Llama 3, Qwen 3 or Gemma 3 on tokens; losses are nats per token.
+    """Train a decoder of people's checkpoints on tokens; losses are nats per token.
 
     Args:
         steps: length of the run in global steps.
@@ -199,13 +201,14 @@ def build(
 
     return Task(
         init=functools.partial(_init, config, adapters, dtype),
-        loss=lambda params, windows, key: (sums_of(params, windows, key).mean(), {}),
+        loss=lambda params, windows, key: _trained_on(config, sums_of(params, windows, key)),
         weigh=lambda windows: jnp.sum(learned_of(windows, last())),
         batches=rows.batches,
         rows=rows.rows,
         evaluate=evaluate,
         tokens_per_batch=batch * length,
         flops_per_token=_flops_per_token(config, adapters, length),
+        active_parameters=_active_parameters(config),
         optimizer=direction_by(
             optimizer,
             weight_decay=weight_decay,
@@ -242,6 +245,16 @@ def _init(config: DecoderConfig, adapters: Lora | None, dtype: str, key: jax.Arr
     return Variables(trained=trained, frozen=tree.from_names(base, leaves))
 
 
+def _active_parameters(config: DecoderConfig) -> int | None:
+    """As `Task.active_parameters`."""
+    if config.experts is None:
+        return None
+    idle = 1 - config.experts.chosen / config.experts.count
+    sizes = {name: math.prod(entry.shape) for name, entry in table(config).items()}
+    of_experts = sum(size for name, size in sizes.items() if name.startswith(f"{LAYERS}expert_"))
+    return sum(sizes.values()) - round(idle * of_experts)
+
+
 def _flops_per_token(config: DecoderConfig, adapters: Lora | None, length: int) -> float:
     """As `Task.flops_per_token`; backward a frozen matrix, which has no gradient, counts once."""
     whole = config.flops_per_token(length)
@@ -250,11 +263,26 @@ def _flops_per_token(config: DecoderConfig, adapters: Lora | None, length: int) 
     return whole - 2.0 * config.multiplied + 6.0 * adapter_count(config, adapters)
 
 
+def _trained_on(config: DecoderConfig, sums: "LossSums") -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The loss of a step, with that of an unequal load of experts; and what is measured of it."""
+    if config.experts is None or sums.load is None:
+        return sums.mean(), {}
+    measured = {"experts_busiest": sums.load.busiest(), "experts_loss": sums.load.loss()}
+    return sums.mean() + config.experts.balance * measured["experts_loss"], measured
+
+
 class LossSums(NamedTuple):
-    """Cross entropy over tokens that are trained on, in nats, and their number; scalars."""
+    """Cross entropy over tokens that are trained on, in nats, and their number; scalars.
+
+    Attributes:
+        losses: the sum.
+        learned: the number.
+        load: of experts, over all tokens; None if there are none.
+    """
 
     losses: jax.Array
     learned: jax.Array
+    load: Load | None
 
     def mean(self) -> jax.Array:
         """Per token; 0 where there is none."""
@@ -293,17 +321,18 @@ def loss_sums(
         # A document's end is of the document; what follows it is of the next.
         segments_BxL = 1 + jnp.cumsum(ended_BxL, axis=1) - ended_BxL
     told = {"compute": compute, **beside._asdict()}
-    hidden_BxLxD = hidden_of(config, params, tokens_BxL, segments_BxL, **told)
+    hidden_BxLxD, load = forward(config, params, tokens_BxL, segments_BxL, **told)
     head_VxD = head_of(config, params)
     losses_BxL = token_losses(config, head_VxD, hidden_BxLxD, targets_BxL, compute=compute)
-    return LossSums(jnp.sum(jnp.where(learned_BxL, losses_BxL, 0)), jnp.sum(learned_BxL))
+    losses = jnp.sum(jnp.where(learned_BxL, losses_BxL, 0))
+    return LossSums(losses, jnp.sum(learned_BxL), load)
 
 
 def matrices(name: str, shape: tuple[int, ...]) -> Matrices | None:
-    """The matrices that Muon orthogonalizes: each layer's."""
-    if not name.startswith(LAYERS) or len(shape) != 3:
+    """The matrices that Muon orthogonalizes: each layer's, and each expert's."""
+    if not name.startswith(LAYERS) or len(shape) < 3:
         return None
-    return Matrices(shape, inputs=(1,), outputs=(2,))
+    return Matrices(shape, inputs=(len(shape) - 2,), outputs=(len(shape) - 1,))
 
 
 def partition_of(

@@ -1,10 +1,13 @@
 """A decoder's tensors: their names and shapes here, and in a folder of Hugging Face."""
 
 import dataclasses
+import itertools
 
 from diloco.models.decoders.config import DecoderConfig
+from diloco.models.decoders.families import FAMILY_FILES
 
 LAYERS = "layers/"
+BIAS = "_bias"  # behind the name of a matrix
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -13,7 +16,8 @@ class TensorEntry:
 
     Attributes:
         name: here, as leaves of the parameters are named.
-        checkpoint_name: there; with `{}` for the layer's number where they are stacked here.
+        checkpoint_name: there; with `{}` for the layer's number where they are stacked here, and
+            another for the expert's.
         shape: here.
         transposed: whether the last two axes are the other way round there.
         axes: what the axes are, for partition specifications.
@@ -26,26 +30,25 @@ class TensorEntry:
     axes: tuple[str, ...]
 
     @property
-    def stacked(self) -> bool:
-        """Whether the first axis counts layers."""
-        return self.name.startswith(LAYERS)
+    def stacked(self) -> int:
+        """How many of the first axes count tensors there: layers, and experts."""
+        return self.checkpoint_name.count("{}")
 
     @property
     def checkpoint_shape(self) -> tuple[int, ...]:
         """Of one tensor there."""
-        shape = self.shape[1:] if self.stacked else self.shape
+        shape = self.shape[self.stacked :]
         return shape[::-1] if self.transposed else shape
 
     def checkpoint_names(self) -> tuple[str, ...]:
         """Of all tensors there that are one here, in their order."""
-        if not self.stacked:
-            return (self.checkpoint_name,)
-        return tuple(self.checkpoint_name.format(layer) for layer in range(self.shape[0]))
+        places = itertools.product(*map(range, self.shape[: self.stacked]))
+        return tuple(self.checkpoint_name.format(*place) for place in places)
 
 
 def table(config: DecoderConfig) -> dict[str, TensorEntry]:
     """All tensors of a decoder, by their names here."""
-    D, F, V = config.width, config.mlp_width, config.vocab
+    D, V = config.width, config.vocab
     queries, keys = config.heads * config.head_width, config.kv_heads * config.head_width
     entries = [
         _whole("embed", "model.embed_tokens.weight", (V, D), ("vocab", "width")),
@@ -54,20 +57,41 @@ def table(config: DecoderConfig) -> dict[str, TensorEntry]:
         _matrix(config, "k", "self_attn.k_proj", (D, keys), ("width", "heads")),
         _matrix(config, "v", "self_attn.v_proj", (D, keys), ("width", "heads")),
         _matrix(config, "o", "self_attn.o_proj", (queries, D), ("heads", "width")),
-        _matrix(config, "gate", "mlp.gate_proj", (D, F), ("width", "mlp")),
-        _matrix(config, "up", "mlp.up_proj", (D, F), ("width", "mlp")),
-        _matrix(config, "down", "mlp.down_proj", (F, D), ("mlp", "width")),
+        *_mlp(config),
         *(_vector(config, name, source) for name, source in _norms(config)),
     ]
+    biased = {LAYERS + name for name in config.biased}
+    entries += [_bias(entry) for entry in entries if entry.name in biased]
     if not config.tied:
         entries.append(_whole("head", "lm_head.weight", (V, D), ("vocab", "width")))
     return {entry.name: entry for entry in entries}
 
 
+def _mlp(config: DecoderConfig) -> list[TensorEntry]:
+    files, experts = FAMILY_FILES[config.family].experts, config.experts
+    D, F = config.width, config.mlp_width
+    if files is None or experts is None:
+        return [
+            _matrix(config, "gate", "mlp.gate_proj", (D, F), ("width", "mlp")),
+            _matrix(config, "up", "mlp.up_proj", (D, F), ("width", "mlp")),
+            _matrix(config, "down", "mlp.down_proj", (F, D), ("mlp", "width")),
+        ]
+    E, F = experts.count, experts.width
+    gate, up, down = (f"{files.module}.experts.{{}}.{matrix}" for matrix in files.matrices)
+    inward, outward = ("experts", "width", "mlp"), ("experts", "mlp", "width")
+    return [
+        _matrix(config, "router", f"{files.module}.gate", (D, E), ("width", "experts")),
+        _matrix(config, "expert_gate", gate, (E, D, F), inward),
+        _matrix(config, "expert_up", up, (E, D, F), inward),
+        _matrix(config, "expert_down", down, (E, F, D), outward),
+    ]
+
+
 def _norms(config: DecoderConfig) -> list[tuple[str, str]]:
-    # What Gemma calls post_attention_layernorm follows attention; elsewhere it precedes the MLP.
+    # What is called post_attention_layernorm follows attention where halves end in norms; elsewhere
+    # it precedes the MLP.
     norms = [("attn_norm", "input_layernorm")]
-    if config.gemma:
+    if config.post_norms:
         norms += [
             ("attn_post_norm", "post_attention_layernorm"),
             ("mlp_norm", "pre_feedforward_layernorm"),
@@ -85,7 +109,11 @@ def _whole(name: str, source: str, shape: tuple[int, ...], axes: tuple[str, ...]
 
 
 def _matrix(
-    config: DecoderConfig, name: str, source: str, shape: tuple[int, int], axes: tuple[str, str]
+    config: DecoderConfig,
+    name: str,
+    source: str,
+    shape: tuple[int, ...],
+    axes: tuple[str, ...],
 ) -> TensorEntry:
     return TensorEntry(
         name=LAYERS + name,
@@ -93,6 +121,16 @@ def _matrix(
         shape=(config.layers, *shape),
         transposed=True,
         axes=("layers", *axes),
+    )
+
+
+def _bias(matrix: TensorEntry) -> TensorEntry:
+    return TensorEntry(
+        name=matrix.name + BIAS,
+        checkpoint_name=matrix.checkpoint_name.removesuffix("weight") + "bias",
+        shape=(matrix.shape[0], matrix.shape[-1]),
+        transposed=False,
+        axes=("layers", matrix.axes[-1]),
     )
 
 

@@ -84,10 +84,12 @@ def as_json(figures: DryRun, bandwidth: float) -> dict[str, Any]:
 def show(console: Console, figures: DryRun, bandwidth: float) -> None:
     """Print tables."""
     mesh = " x ".join(f"{axis} {size}" for axis, size in figures.mesh.items())
+    active = figures.active_parameters
     console.print(
         f"[bold]{figures.learner}[/]: {figures.parameters:,} parameters in "
         f"{len(figures.fragments)} fragments; {figures.devices} devices ({mesh}), "
-        f"{figures.hosts} host(s); {figures.tokens_per_batch:,} tokens a step",
+        f"{figures.hosts} host(s); {figures.tokens_per_batch:,} tokens a step"
+        + (f"; a token passes {active:,} parameters" if active else ""),
         f"compiled for {figures.platform}; nothing was allocated",
         sep="\n",
         soft_wrap=True,

@@ -1,0 +1,172 @@
+"""The experts of a layer: each token goes to those that its router chooses, and none is dropped.
+
+Rows are sorted by their expert. Accelerators multiply them by `jax.lax.ragged_dot`; a CPU, where
+that costs as much as if each expert were given every row, by blocks of one expert each (ADR 97).
+
+On a mesh each device routes its own rows. Experts are gathered along `fsdp`, as every matrix is,
+and each is cut along `tensor`.
+
+Shapes: as in `model`; E experts, C of them for a token, T tokens, R = T x C rows of experts, P
+blocks of S rows.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from diloco.learner.tensors.mesh import parts_along
+from diloco.models.decoders.attention import ROWS
+from diloco.models.decoders.config import Experts
+
+Activation = Callable[[jax.Array], jax.Array]
+
+
+class Load(NamedTuple):
+    """How a layer's tokens are spread over its experts, float32 [E] each, or [N, E] of all layers.
+
+    Attributes:
+        chosen: share of tokens for which an expert is chosen; the sum is C.
+        probability: that routers give it, of all tokens.
+    """
+
+    chosen: jax.Array
+    probability: jax.Array
+
+    def loss(self) -> jax.Array:
+        """The loss of an unequal load (arXiv 2101.03961, section 2.2), over all layers together.
+
+        C if all experts are alike; more the more is asked of few.
+        """
+        chosen_E, probability_E = jnp.mean(self.chosen, 0), jnp.mean(self.probability, 0)
+        return chosen_E.shape[0] * jnp.sum(chosen_E * probability_E)
+
+    def busiest(self) -> jax.Array:
+        """Rows of each layer's busiest expert, over those of an equal load; the mean of layers."""
+        equal_N = jnp.mean(self.chosen, -1)
+        return jnp.mean(jnp.max(self.chosen, -1) / equal_N)
+
+
+def mixed(
+    experts: Experts, activation: Activation, x_BxLxD: jax.Array, layer: Mapping[str, jax.Array]
+) -> tuple[jax.Array, Load]:
+    """What experts make of tokens, [B, L, D], and their load.
+
+    Args:
+        experts: how many, and how they are chosen.
+        activation: of the gate.
+        x_BxLxD: tokens.
+        layer: its tensors, "router" [D, E] and three of experts.
+    """
+    matrices = [layer[name] for name in ("router", "expert_gate", "expert_up", "expert_down")]
+    matrices = [matrix.astype(x_BxLxD.dtype) for matrix in matrices]
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.manual_axes:
+        return _mixed(experts, activation, x_BxLxD, *matrices)
+    cut = None if experts.width % mesh.shape["tensor"] else "tensor"
+    rows = None if x_BxLxD.shape[0] % math.prod(map(parts_along, ROWS)) else ROWS
+
+    def on_each_device(x_BxLxD: jax.Array, *matrices: jax.Array) -> tuple[jax.Array, Load]:
+        y_BxLxD, load = _mixed(experts, activation, x_BxLxD, *matrices)
+        whole_BxLxD = y_BxLxD if cut is None else jax.lax.psum(y_BxLxD, cut)
+        return whole_BxLxD, jax.lax.pmean(load, ROWS)
+
+    inward, outward = PartitionSpec(None, None, cut), PartitionSpec(None, cut)
+    everywhere: Any = PartitionSpec()
+    found: tuple[jax.Array, Load] = jax.shard_map(
+        on_each_device,
+        in_specs=(PartitionSpec(rows), everywhere, inward, inward, outward),
+        out_specs=(PartitionSpec(rows), Load(everywhere, everywhere)),
+        check_vma=False,
+    )(x_BxLxD, *matrices)
+    return found
+
+
+def _mixed(
+    experts: Experts,
+    activation: Activation,
+    x_BxLxD: jax.Array,
+    router_DxE: jax.Array,
+    gate_ExDxF: jax.Array,
+    up_ExDxF: jax.Array,
+    down_ExFxD: jax.Array,
+) -> tuple[jax.Array, Load]:
+    """`mixed` of a device's own tokens, by the part of each expert that it has."""
+    x_TxD = x_BxLxD.reshape(-1, x_BxLxD.shape[-1])
+    probability_TxE = jax.nn.softmax((x_TxD @ router_DxE).astype(jnp.float32))
+    weight_TxC, chosen_TxC = jax.lax.top_k(probability_TxE, experts.chosen)
+    if experts.normed:
+        weight_TxC /= jnp.sum(weight_TxC, -1, keepdims=True)
+
+    order_R = jnp.argsort(chosen_TxC.reshape(-1))
+    sizes_E = jnp.bincount(chosen_TxC.reshape(-1), length=experts.count)
+    rows_RxD = x_TxD[order_R // experts.chosen]
+    matrices = (gate_ExDxF, up_ExDxF, down_ExFxD)
+    told_RxD = jax.lax.platform_dependent(
+        rows_RxD,
+        sizes_E,
+        *matrices,
+        cpu=partial(by_blocks, activation),
+        default=partial(by_groups, activation),
+    )
+    told_TxCxD = told_RxD[jnp.argsort(order_R)].reshape(*chosen_TxC.shape, -1)
+    y_TxD = jnp.einsum("tcd,tc->td", told_TxCxD, weight_TxC.astype(x_TxD.dtype))
+    load = Load(sizes_E / x_TxD.shape[0], jnp.mean(probability_TxE, 0))
+    return y_TxD.reshape(x_BxLxD.shape), load
+
+
+def by_groups(
+    activation: Activation,
+    rows_RxD: jax.Array,
+    sizes_E: jax.Array,
+    gate_ExDxF: jax.Array,
+    up_ExDxF: jax.Array,
+    down_ExFxD: jax.Array,
+) -> jax.Array:
+    """What each row's expert makes of it, [R, D]; rows lie in the order of experts."""
+    multiply = partial(jax.lax.ragged_dot, group_sizes=sizes_E)
+    h_RxF = activation(multiply(rows_RxD, gate_ExDxF)) * multiply(rows_RxD, up_ExDxF)
+    return multiply(h_RxF, down_ExFxD)
+
+
+def by_blocks(
+    activation: Activation,
+    rows_RxD: jax.Array,
+    sizes_E: jax.Array,
+    gate_ExDxF: jax.Array,
+    up_ExDxF: jax.Array,
+    down_ExFxD: jax.Array,
+    *,
+    size: int | None = None,
+) -> jax.Array:
+    """As `by_groups`: each expert's rows fill blocks, of which the last one is not full."""
+    count, experts = rows_RxD.shape[0], sizes_E.shape[0]
+    size = size or block_rows(count, experts)
+    blocks = -(-count // size) + experts
+    until_E = jnp.cumsum(-(-sizes_E // size))
+    expert_P = jnp.clip(jnp.searchsorted(until_E, jnp.arange(blocks), side="right"), 0, experts - 1)
+
+    # Of a row: its expert, and how many rows of that expert lie before it.
+    ends_E = jnp.cumsum(sizes_E)
+    expert_R = jnp.searchsorted(ends_E, jnp.arange(count), side="right")
+    before_R = jnp.arange(count) - (ends_E - sizes_E)[expert_R]
+    place_R = size * (until_E - -(-sizes_E // size))[expert_R] + before_R
+
+    padded = jnp.zeros((blocks * size, rows_RxD.shape[1]), rows_RxD.dtype)
+    x_PxSxD = padded.at[place_R].set(rows_RxD, unique_indices=True).reshape(blocks, size, -1)
+
+    def multiply(x_PxSxI: jax.Array, matrices_ExIxO: jax.Array) -> jax.Array:
+        return jnp.einsum("psi,pio->pso", x_PxSxI, matrices_ExIxO[expert_P])
+
+    h_PxSxF = activation(multiply(x_PxSxD, gate_ExDxF)) * multiply(x_PxSxD, up_ExDxF)
+    y_PxSxD = multiply(h_PxSxF, down_ExFxD)
+    return y_PxSxD.reshape(blocks * size, -1)[place_R]
+
+
+def block_rows(rows: int, experts: int) -> int:
+    """S: an expert's equal load, so that there are at most twice as many blocks as experts."""
+    return max(8, rows // experts)

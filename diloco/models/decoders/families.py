@@ -1,0 +1,320 @@
+"""How each family's `config.json` is read: what it may hold, may leave out, and makes of a layer.
+
+A family is a row of `FAMILY_FILES`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+Family = Literal[
+    "llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "qwen3_moe", "mixtral"
+]
+FAMILIES: tuple[Family, ...] = get_args(Family)
+# (the value of a key, number of layers) -> whether each layer sees the last positions alone.
+Sliding = Callable[[Callable[[str], Any], int], list[bool]]
+
+# Say nothing of the function: how a file was made, how text is generated, how weights began.
+NEUTRAL = frozenset(
+    {
+        "architectures",
+        "dtype",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+        "initializer_range",
+        "model_type",
+        "pad_token_id",
+        "bos_token_id",
+        "eos_token_id",
+        "max_position_embeddings",
+        "cache_implementation",
+        "_name_or_path",
+        "output_hidden_states",
+        "output_attentions",
+        "return_dict",
+        "problem_type",
+        "id2label",
+        "label2id",
+        "_attn_implementation_autoset",
+        # Over how many devices a product was once summed.
+        "pretraining_tp",
+    }
+)
+COMMON = frozenset(
+    {
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "rms_norm_eps",
+        "tie_word_embeddings",
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+    }
+)
+# What a key has that a file leaves out, unless its family says otherwise.
+DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10_000.0}
+# Values with which a key changes nothing, unless the family honours it.
+MUST_BE: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (False,),
+    "attention_dropout": (0, None),
+    "chunk_size_feed_forward": (0,),
+    "is_encoder_decoder": (False,),
+}
+# What the number of experts is called.
+EXPERT_COUNTS = ("num_experts", "num_local_experts")
+# Where null is a value of its own, and not a key that is left out.
+NULL = frozenset(
+    {
+        "num_key_value_heads",
+        "sliding_window",
+        "final_logit_softcapping",
+        "attn_logit_softcapping",
+    }
+)
+
+
+def never(value: Callable[[str], Any], layers: int) -> list[bool]:
+    """No layer slides."""
+    del value
+    return [False] * layers
+
+
+def _all_with_a_window(value: Callable[[str], Any], layers: int) -> list[bool]:
+    return [value("sliding_window") is not None] * layers
+
+
+def _all_if_asked(value: Callable[[str], Any], layers: int) -> list[bool]:
+    return [bool(value("use_sliding_window"))] * layers
+
+
+def _late_if_asked(value: Callable[[str], Any], layers: int) -> list[bool]:
+    asked, first = bool(value("use_sliding_window")), int(value("max_window_layers"))
+    return [asked and layer >= first for layer in range(layers)]
+
+
+def _all_but_every_second(value: Callable[[str], Any], layers: int) -> list[bool]:
+    del value
+    return [layer % 2 == 0 for layer in range(layers)]
+
+
+def _all_but_some(value: Callable[[str], Any], layers: int) -> list[bool]:
+    every = int(value("_sliding_window_pattern") or value("sliding_window_pattern"))
+    return [(layer + 1) % every != 0 for layer in range(layers)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertFiles:
+    """How a family's files describe its experts.
+
+    Attributes:
+        count: the key of their number; width: of the width of one.
+        normed: whether a token's weights add up to 1; None: as the key `norm_topk_prob` says.
+        module: the module of a layer that has router and experts.
+        matrices: what its gate, up and down are called.
+    """
+
+    count: str
+    width: str
+    normed: bool | None
+    module: str
+    matrices: tuple[str, str, str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FamilyFiles:
+    """How a family's files are read, and what its layers do that others' do not.
+
+    Attributes:
+        title: its name among people.
+        architecture: the class that exported files name.
+        defaults: keys beside the common ones that are read, and all that a file may leave out, with
+            what they are then.
+        honoured: further keys that are read, if they are there.
+        must_be: values with which a key changes nothing.
+        sliding: which layers slide, where `layer_types` does not say it.
+        biased: matrices that have a bias in every checkpoint, by their names here.
+        offset_norms: norms multiply by 1 + w, and embeddings by the root of the width.
+        head_norms: queries and keys are normed, head by head.
+        post_norms: attention and MLP each end in a norm.
+        experts: how they are described; None: the MLP is one.
+    """
+
+    title: str
+    architecture: str
+    defaults: dict[str, Any]
+    honoured: frozenset[str] = frozenset()
+    must_be: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    sliding: Sliding = never
+    biased: tuple[str, ...] = ()
+    offset_norms: bool = False
+    head_norms: bool = False
+    post_norms: bool = False
+    experts: ExpertFiles | None = None
+
+    @property
+    def known(self) -> frozenset[str]:
+        """Keys that are read."""
+        return COMMON | self.honoured | self.defaults.keys()
+
+
+_SOMETIMES_SLIDING = {
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+_GEMMA: dict[str, Any] = {
+    "rms_norm_eps": 1e-6,
+    "head_dim": 256,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+}
+_ONE_WAY = {"use_bidirectional_attention": (False, None)}
+# `router_jitter_noise` would add noise to what a router is given in training.
+_ROUTED = {"output_router_logits": (False, True), "router_jitter_noise": (0,)}
+
+FAMILY_FILES: dict[Family, FamilyFiles] = {
+    "llama": FamilyFiles(
+        title="Llama 2 and 3, and what has their shape",
+        architecture="LlamaForCausalLM",
+        defaults={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    ),
+    "qwen2": FamilyFiles(
+        title="Qwen 2 and 2.5",
+        architecture="Qwen2ForCausalLM",
+        defaults={"hidden_act": "silu", "num_key_value_heads": 32, **_SOMETIMES_SLIDING},
+        honoured=frozenset({"layer_types"}),
+        must_be={"use_mrope": (False,)},
+        sliding=_late_if_asked,
+        biased=("q", "k", "v"),
+    ),
+    "qwen3": FamilyFiles(
+        title="Qwen 3",
+        architecture="Qwen3ForCausalLM",
+        defaults={
+            "hidden_act": "silu",
+            "num_key_value_heads": 32,
+            "head_dim": 128,
+            "attention_bias": False,
+            **_SOMETIMES_SLIDING,
+        },
+        honoured=frozenset({"layer_types"}),
+        sliding=_late_if_asked,
+        head_norms=True,
+    ),
+    "mistral": FamilyFiles(
+        title="Mistral",
+        architecture="MistralForCausalLM",
+        defaults={"hidden_act": "silu", "num_key_value_heads": 8, "sliding_window": 4096},
+        sliding=_all_with_a_window,
+    ),
+    "gemma": FamilyFiles(
+        title="Gemma, the first",
+        architecture="GemmaForCausalLM",
+        defaults={"num_key_value_heads": 16, "hidden_act": "gelu_pytorch_tanh", **_GEMMA},
+        # The reference takes no notice of it.
+        must_be={"hidden_activation": ("gelu_pytorch_tanh",), **_ONE_WAY},
+        offset_norms=True,
+    ),
+    "gemma2": FamilyFiles(
+        title="Gemma 2",
+        architecture="Gemma2ForCausalLM",
+        defaults={
+            "num_key_value_heads": 4,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "final_logit_softcapping": 30.0,
+            "attn_logit_softcapping": 50.0,
+            **_GEMMA,
+        },
+        honoured=frozenset({"layer_types"}),
+        must_be={"hidden_act": ("gelu_pytorch_tanh",), **_ONE_WAY},
+        sliding=_all_but_every_second,
+        offset_norms=True,
+        post_norms=True,
+    ),
+    "gemma3_text": FamilyFiles(
+        title="Gemma 3, its text model",
+        architecture="Gemma3ForCausalLM",
+        honoured=frozenset({"_sliding_window_pattern", "layer_types", "final_logit_softcapping"}),
+        # The reference reads the cap of attention's scores, and then applies none.
+        must_be={"attn_logit_softcapping": (None,), **_ONE_WAY},
+        defaults={
+            "vocab_size": 262_208,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 6,
+            "rope_theta": 1_000_000.0,
+            "rope_local_base_freq": 10_000.0,
+            **_GEMMA,
+        },
+        sliding=_all_but_some,
+        offset_norms=True,
+        head_norms=True,
+        post_norms=True,
+    ),
+    "qwen3_moe": FamilyFiles(
+        title="Qwen 3, mixtures of experts",
+        architecture="Qwen3MoeForCausalLM",
+        defaults={
+            "hidden_act": "silu",
+            "num_key_value_heads": 4,
+            "attention_bias": False,
+            "use_sliding_window": False,
+            "sliding_window": 4096,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": False,
+            "router_aux_loss_coef": 0.001,
+        },
+        # Of which the reference takes no notice.
+        honoured=frozenset({"max_window_layers"}),
+        # A decoder whose layers are not all alike is not one scan.
+        must_be={"decoder_sparse_step": (1,), "mlp_only_layers": ([],), **_ROUTED},
+        sliding=_all_if_asked,
+        head_norms=True,
+        experts=ExpertFiles(
+            count="num_experts",
+            width="moe_intermediate_size",
+            normed=None,
+            module="mlp",
+            matrices=("gate_proj", "up_proj", "down_proj"),
+        ),
+    ),
+    "mixtral": FamilyFiles(
+        title="Mixtral",
+        architecture="MixtralForCausalLM",
+        defaults={
+            "hidden_act": "silu",
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1_000_000.0,
+            "sliding_window": None,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "router_aux_loss_coef": 0.001,
+        },
+        must_be=_ROUTED,
+        sliding=_all_with_a_window,
+        experts=ExpertFiles(
+            count="num_local_experts",
+            width="intermediate_size",
+            normed=True,
+            module="block_sparse_moe",
+            matrices=("w1", "w3", "w2"),
+        ),
+    ),
+}
