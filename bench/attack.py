@@ -128,13 +128,14 @@ class Attacked(World):
 
 
 def settings(seed: int, steps: int, trust: str) -> RunSettings:
-    """Settings of a run of the student; `trust` may name a radius: others:0.5."""
-    whose, _, radius = trust.partition(":")
-    document: dict[str, dict[str, object]] = {
+    """Settings of a run of the student; `trust` may name a radius and a rate: others:0.8:1.8."""
+    whose, *numbers = trust.split(":")
+    outer = dict(zip(("clip_radius", "learning_rate"), map(float, numbers), strict=False))
+    document: dict[str, dict[str, Any]] = {
         "run": {"name": "attack", "steps": steps, "seed": seed, "trust": whose},
         "store": {"url": "unused"},
         "sync": {"codec": "int8", "fragments": 4, "block": 16, "shard_elements": 1 << 20},
-        "outer": {"clip_radius": float(radius)} if radius else {},
+        "outer": outer,
     }
     return make_config(document, source="bench/attack.py").settings()
 
@@ -354,7 +355,7 @@ def main() -> None:
     parser.add_argument("--backdoor", action="store_true", help="one is taught wrongly; --fleets 4")
     parser.add_argument("--fleets", default="3+1,3+2", help="honest learners + liars")
     parser.add_argument(
-        "--trust", default="own,others", help="of run.trust; others may have a radius: others:0.5"
+        "--trust", default="own,others", help="of run.trust; with radius and rate: others:0.8:1.8"
     )
     options = parser.parse_args()
     # The search has seed 0; a lie that only fits its luck does not fit that of others.
