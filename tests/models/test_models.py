@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from diloco.common.protocol.errors import ConfigError
 from diloco.learner.task import Variables
 from diloco.learner.tensors import tree
 from diloco.models.decoders import checkpoint, model
@@ -117,7 +118,28 @@ def train(checkpoint, folder, *more):
     diloco("local", "--steps", 40, *settings_of(checkpoint, folder, *more))
 
 
-@pytest.mark.parametrize("case", ["llama-3.1", "qwen3-layers", "gemma3-4b"])
+@pytest.mark.parametrize("case", [case for case in ALL if case not in REFUSED])
+def test_what_is_written_again_is_what_was_read(made, case, tmp_path):
+    """Each tensor, of experts too, however transformers saved it."""
+    config, rows = tiny.open_folder(made / case)
+    ours = {name: np.asarray(values) for name, values in rows.items()}
+    checkpoint.write_checkpoint(tmp_path / "again", config, ours)
+    if (made / case / "fused").is_dir():
+        fused = checkpoint.read_checkpoint(made / case / "fused", config)
+        for name, values in fused.items():
+            np.testing.assert_array_equal(np.asarray(values), ours[name])
+    _, again = tiny.open_folder(tmp_path / "again")
+    for name, values in again.items():
+        np.testing.assert_array_equal(np.asarray(values), ours[name])
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_drawn_shape_that_is_not_computed_is_refused_by_name(case):
+    with pytest.raises(ConfigError, match=REFUSED[case]):
+        parse_config(ALL[case], source=case)
+
+
+@pytest.mark.parametrize("case", ["llama-3.1", "qwen3-layers", "gemma3-4b", "qwen3-moe", "mixtral"])
 def test_what_a_run_exports_is_its_model_in_transformers(made, case, tmp_path):
     """From a folder over two learners, and back: the same logits as the run's global view."""
     train(made / case, tmp_path)
@@ -164,10 +186,15 @@ def test_transformers_generates_with_each_version_that_a_follower_brings(made, t
     assert (told[0] != told[-1]).any()
 
 
-@pytest.mark.parametrize("case", ["llama-3.1", "gemma3-4b"])
-def test_an_exported_adapter_is_the_runs_model_in_peft(made, case, tmp_path):
+DENSE, ATTENTION = ("q", "o", "up", "down"), ("q", "o")
+
+
+@pytest.mark.parametrize(
+    ("case", "names"), [("llama-3.1", DENSE), ("gemma3-4b", DENSE), ("mixtral", ATTENTION)]
+)
+def test_an_exported_adapter_is_the_runs_model_in_peft(made, case, names, tmp_path):
     """Beside its base in peft, and merged in transformers alone: the run's global view."""
-    lora = {"rank": 4, "alpha": 6, "targets": ["q_proj", "o_proj", "up_proj", "down_proj"]}
+    lora = {"rank": 4, "alpha": 6, "targets": [f"{name}_proj" for name in names]}
     more = [f"task.options.lora.{name}={json.dumps(value)}" for name, value in lora.items()]
     train(made / case, tmp_path, *more)
     base, run = made / case, tmp_path / "run"
@@ -179,7 +206,7 @@ def test_an_exported_adapter_is_the_runs_model_in_peft(made, case, tmp_path):
     config, frozen = loaded(base)
     views = load(run)
     assert all(name.startswith("trained/") for name in views)
-    like = {"layers": {name: {"a": 0, "b": 0} for name in ("q", "o", "up", "down")}}
+    like = {"layers": {name: {"a": 0, "b": 0} for name in names}}
     halves = {name.removeprefix("trained/"): leaf for name, leaf in views.items()}
     variables = Variables(trained=tree.from_names(like, halves), frozen=frozen)
     params, beside = with_adapters(read_lora(LoraOptions(**lora), config), variables, None)
