@@ -242,24 +242,26 @@ def test_the_loss_of_a_step_is_the_trainers_own(still, tmp_path, told):
     assert told == pytest.approx(logged, abs=1e-4)
     (tmp_path / "l").mkdir()
     del told[:]
-    seen = []
+    seen, read = [], []
 
     class Looks(trainers.Tiny):
         def training_step(self, batch):
             loss = super().training_step(batch)
             seen.append(float(loss))
+            read.append(batch["input_ids"])
             return loss
 
     saves = trainers.ModelCheckpoint(tmp_path / "l", every_n_train_steps=2, save_top_k=-1)
-    noted, own = Noted(), OfLightning(still.config_path, learner="b", table=trainers.TABLE)
+    own = OfLightning(still.config_path, learner="b", table=trainers.TABLE)
     trainer = trainers.pl.Trainer(
         max_steps=4, accumulate_grad_batches=2, accelerator="cpu", devices=1, logger=False,
         enable_progress_bar=False, enable_model_summary=False, callbacks=[saves, own],
     )  # fmt: skip
-    trainer.fit(Looks(), DataLoader(noted, 4, shuffle=True))
+    # Its worker has begun to read in another order, before the learner joins.
+    trainer.fit(Looks(), DataLoader(trainers.TRAINED, 4, shuffle=True, num_workers=1))
     assert told == pytest.approx([(a + b) / 2 for a, b in zip(seen[::2], seen[1::2], strict=True)])
     order = LearnerOrder(2000, learner="b", step=8, steps=250, position=lambda: 0)
-    assert noted.read[-32:] == [*order][:32]
+    assert torch.equal(torch.cat(read), trainers.TRAINED.tokens[[*order][:32]])
     # It was saved without an evaluation before.
     begun = dict(trainers.model().named_parameters())
     for path in (tmp_path / "l").glob("*.ckpt"):
