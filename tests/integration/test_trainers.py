@@ -283,7 +283,7 @@ def test_a_resume_reads_on_behind_what_the_run_has(still, tmp_path):
 
 
 def test_the_best_model_is_the_best_of_what_all_share_and_stays(new_world, tmp_path):
-    """The best by the greatest loss, which is the first version's: what was trained is better."""
+    """The best by the greatest loss, which is an early version's: what was trained is better."""
     world = begin(new_world(create=False, run=RUN, outer=OUTER))
 
     class Clocks(TrainerCallback):
@@ -296,7 +296,7 @@ def test_the_best_model_is_the_best_of_what_all_share_and_stays(new_world, tmp_p
     trainer = trainer_of(
         world, tmp_path, Noted(), steps=10**6, load_best_model_at_end=True,
         metric_for_best_model="loss", greater_is_better=True, data_collator=trainers.slow,
-        callbacks=[own, Clocks()],
+        callbacks=[own, Clocks()], eval_steps=16, save_steps=16,
     )  # fmt: skip
     trainer.train()
     assert all(ours == runs for ours, runs in Clocks.seen)
