@@ -74,6 +74,17 @@ def test_a_window_within_documents_is_that_of_xla():
 
 
 @pytest.mark.long
+def test_scores_that_are_capped_are_those_of_xla():
+    config = dataclasses.replace(MIXED, sliding=(False, False), score_cap=0.5)
+    assert_the_same(config, False, "1")
+    plain = dataclasses.replace(config, score_cap=None)
+    capped, other = (
+        attended(each, "plain", False, "1", gradient=False)[0] for each in (config, plain)
+    )
+    assert float(jnp.abs(capped - other).max()) > 1e-2
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mesh", "sliding", "slides"),
     [
