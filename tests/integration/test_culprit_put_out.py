@@ -13,11 +13,10 @@ pytestmark = pytest.mark.slow
 
 HONEST = ("island-a", "island-b", "island-d")
 CULPRIT = "island-c"
-# Of the culprit, and of versions before it comes. Noise shows over more rounds than so few:
-# `test_runbooks_followed.py` has it, on a run that has ended.
+# Of the culprit, and of versions before it comes.
 VERDICTS = {"labels": "harmful", "rate": "harmful"}
 COMES_AT = {"labels": 4, "rate": 4}
-ROUNDS = 20
+ROUNDS = 40
 
 
 @pytest.fixture
