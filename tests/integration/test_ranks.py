@@ -49,7 +49,7 @@ def on_machines(world, *settings):
     hosts = world.folder / "hosts"
     hosts.write_text("".join(f"{address} {name}\n" for name, address in at.items()))
     loop = ("env", *settings, sys.executable, "-m", "rank_loop")
-    return [("machine", name, str(hosts), *loop) for name in at for _ in (0, 1)]
+    return [("own_machine", name, str(hosts), *loop) for name in at for _ in (0, 1)]
 
 
 def loss(world):

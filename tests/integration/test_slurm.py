@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import machine
+import own_machine
 import pytest
 from audit import read_tape
 from harness import ENDLESS, ROOT, World, environment, eventually
@@ -94,7 +94,7 @@ class Cluster:
         self.environment |= {"SLURM_CONF": str(self.settings), "PATH": programs}
 
     def daemon(self, name: str, *words: object, node: str = "") -> subprocess.Popen[bytes]:
-        there = [sys.executable, machine.__file__, node, self.hosts] if node else []
+        there = [sys.executable, own_machine.__file__, node, self.hosts] if node else []
         with (self.folder / f"{name}{node}.log").open("wb") as log:
             return subprocess.Popen(
                 [*there, SLURM / "usr/sbin" / name, *map(str, words)],

@@ -1,6 +1,6 @@
 """A command on what it takes for a machine of its own: another host name, and its own /etc/hosts.
 
-python -m machine NAME HOSTS COMMAND... as root. HOSTS is a file that takes the place of /etc/hosts.
+python -m own_machine NAME HOSTS COMMAND... as root. HOSTS is a file that takes the place of /etc/hosts.
 """
 
 import os
