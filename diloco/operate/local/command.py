@@ -45,7 +45,7 @@ class LocalOptions:
     aggregators: Annotated[int, typer.Option(help="number of aggregators", min=1, max=16)] = 1
     steps: Annotated[
         int | None,
-        typer.Option(help="inner steps of the run [default: from the file, else 240]", min=1),
+        typer.Option(help="inner steps of the run [default: from the file, else 250]", min=1),
     ] = None
     run_dir: Annotated[
         Path | None,

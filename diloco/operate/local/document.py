@@ -18,9 +18,9 @@ from diloco.operate.local.hardware import Hardware, set_hardware
 from diloco.run.cli.opening import FOLDERS, at_home
 from diloco.run.cli.settings import assign
 
-DEFAULT_STEPS = 240
+DEFAULT_STEPS = 250
 # The built-in task without a file: half as many steps to the loss of the defaults, which other
-# links may not carry. The rate is the best of four for the task's own size and so few steps.
+# links may not carry. The rate is the best of five for the task's own size and so few steps.
 BUILT_IN = {
     "task": {"options": {"optimizer": "muon", "learning_rate": 0.01}},
     "sync": {
