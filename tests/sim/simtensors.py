@@ -252,6 +252,11 @@ class Light:
 # --- Dense ledgers
 
 
+def view_of(replica: Replica, fragment: int) -> np.ndarray:
+    """The view of a fragment, float32 [N]."""
+    return np.concatenate([np.asarray(piece).reshape(-1) for piece in replica._view(fragment)])
+
+
 class Ledger:
     """The world's tensors as dense ledgers, with production arithmetic on both sides."""
 
@@ -283,7 +288,7 @@ class Ledger:
         """Nothing to do."""
 
     def view(self, replica: Replica, fragment: int) -> np.ndarray:
-        return replica.view(fragment)
+        return view_of(replica, fragment)
 
     def covers(self, store: ObjectStore, manifest: wire.Manifest, block: int) -> Covers:
         """What an update covers.
@@ -335,7 +340,7 @@ class Numbers:
         """Nothing to do."""
 
     def view(self, replica: Replica, fragment: int) -> np.ndarray:
-        return replica.view(fragment)
+        return view_of(replica, fragment)
 
     def covers(self, _store: ObjectStore, manifest: wire.Manifest, _block: int) -> Covers:
         """What an update covers, as it says."""
