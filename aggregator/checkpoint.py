@@ -181,7 +181,7 @@ async def _data_positions(
 
 
 async def next_epoch(bus: Bus, store: ObjectStore, file: wire.CheckpointFile) -> int:
-    """The epoch of the tape that is begun, or that a `resume` which died has begun.
+    """The epoch of a new tape, or of the tape that an interrupted `resume` has begun.
 
     No two tapes of a run share an epoch: it is claimed by an object, since epochs beyond the
     checkpoint's may have been used before, and have left objects.
@@ -205,7 +205,7 @@ async def next_epoch(bus: Bus, store: ObjectStore, file: wire.CheckpointFile) ->
 async def begin_epoch(context: Context, file: wire.CheckpointFile) -> wire.Specification:
     """Publish the specification of a new epoch on an empty tape, and the settings in force.
 
-    What a `resume` that died has begun is gone on with.
+    An interrupted `resume` is continued.
 
     Raises:
         RunMismatchError: the tape is another run's, or one that never ended.
@@ -239,7 +239,7 @@ async def begin_epoch(context: Context, file: wire.CheckpointFile) -> wire.Speci
 
 
 async def begin_fragments(context: Context, records: Iterable[wire.Record]) -> None:
-    """Publish each fragment's first record of the epoch; those that are there stay.
+    """Publish each fragment's first record of the epoch; existing ones stay.
 
     Raises:
         IntegrityError, ObjectMissingError: what a checkpoint names is not in the store.

@@ -29,7 +29,7 @@ _BLOCKS = 4
 
 
 def prepare(codec: Codec, delta_codec: Codec, block: int) -> float:
-    """Compile what merging, the outer step and the version delta call; blocks.
+    """Compile the kernels of merging, of the outer step and of the version delta; blocks.
 
     Args:
         codec: of updates.

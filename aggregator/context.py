@@ -54,7 +54,7 @@ class ShardListing:
             return self._parts.pop(fragment)
 
     def forget(self, fragment: int) -> None:
-        """A fragment asks no more."""
+        """Note that a fragment asks for no more listings."""
         self._fragments.discard(fragment)
         self._parts.pop(fragment, None)
 
@@ -101,7 +101,7 @@ def resumed_since(context: RunContext, epoch: int) -> RunMismatchError:
 
 
 def identity(context: Context) -> str:
-    """128 random bits in hex: tells one attempt to commit from every other, and no next one."""
+    """128 random bits in hex that name one attempt to commit; nobody can predict the next name."""
     return context.runtime.new_id()
 
 

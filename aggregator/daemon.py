@@ -45,7 +45,7 @@ LEAVE_S = 25.0
 async def load_run(
     config: Config, bus: Bus, store: ObjectStore, runtime: Runtime
 ) -> tuple[Layout, int]:
-    """Check a daemon's configuration against its run; the run's layout and epoch.
+    """Check a daemon's configuration against its run; returns the run's layout and epoch.
 
     Raises:
         RunMismatchError: no such run, or settings that disagree.

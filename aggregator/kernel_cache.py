@@ -22,7 +22,7 @@ _LOCK: Final = "lock"
 
 
 class CachedKernel(FunctionCache):
-    """One kernel's compiled forms: what cannot be read is compiled again.
+    """One kernel's compiled forms; a form that cannot be read is compiled again.
 
     So is what was made before any file of the kernel's folder changed: kernels are made of each
     other, and Numba looks at the file of the one alone.
@@ -55,7 +55,7 @@ class CachedKernel(FunctionCache):
             return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Store a form that was compiled, if that can be: it works from memory all the same."""
+        """Store a compiled form if the folder allows it; else the kernel works from memory."""
         with contextlib.suppress(OSError), self._alone():
             super().save_overload(sig, data)  # type: ignore[no-untyped-call]
 

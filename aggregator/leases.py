@@ -325,7 +325,7 @@ class Leases:
 
 
 class Everything:
-    """In place of leases, for one that owns every fragment without asking anybody."""
+    """The stand-in for leases of an aggregator that owns every fragment without asking."""
 
     def __init__(self, context: Context) -> None:
         self._fragments = range(len(context.layout.fragments))

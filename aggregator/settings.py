@@ -16,7 +16,7 @@ from diloco.common.storage.tape import RunContext, effective_settings, last_reco
 async def change_settings(
     context: Context, settings: RunSettings, *, based_on: int | None = None
 ) -> list[str]:
-    """Put settings in force from each fragment's next version on; what differs from before.
+    """Put settings in force from each fragment's next version on; returns the differences.
 
     Args:
         context: the operator's.

@@ -25,7 +25,7 @@ REST = 20.0
 
 @dataclass
 class Lookout:
-    """Looks again and again; a fault that stays is told once."""
+    """A look that is repeated; a fault that lasts is logged once."""
 
     context: Context
     _told: str = field(default="", init=False)

@@ -45,8 +45,8 @@ class Parameters(NamedTuple):
         release: {"object": name, "sha256": hexadecimal digest} of its archive.
         files: path -> object.
         secrets: path -> resource name of a secret's version.
-        environment: what the unit's environment file holds.
-        units: what is enabled and started.
+        environment: the content of the unit's environment file.
+        units: the units to enable and start.
         kind: of the release: "cpu", "cuda" or "tpu".
         groups: of learners, for the keeper: `keeper.Wanted` each.
         disk: {"device": of the streams, "folder": where they are}; None: no disk of its own.
@@ -68,7 +68,7 @@ class Parameters(NamedTuple):
 
 
 class Boot:
-    """The steps.
+    """The steps of a machine's boot.
 
     Args:
         google: where parameters, files and secrets come from.
@@ -83,7 +83,7 @@ class Boot:
         self._releases = Releases(run, root / "opt")
 
     def boot(self) -> bool:
-        """All steps, in an order that starts nothing before what it needs is there.
+        """Take all steps, in an order that starts nothing before what it needs is there.
 
         Another boot that is under way is waited for: a person's may meet the machine's own.
 

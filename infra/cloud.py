@@ -54,7 +54,7 @@ class Google:
         return self._get(self._media(bucket, name))
 
     def save(self, bucket: str, name: str, path: Path) -> str:
-        """Write an object to a file, which may be larger than memory; its sha256."""
+        """Write an object to a file, which may be larger than memory; returns its sha256."""
         digest = hashlib.sha256()
         with (
             _open(self._media(bucket, name), self._authorized()) as answer,

@@ -47,7 +47,7 @@ class JoinRequest(NamedTuple):
         run_file: the run's file.
         credentials: of a learner or an aggregator.
         authority: certificate of the run's authority, where NATS has TLS.
-        environment: what the daemon's environment file holds: DILOCO_BUS_URL and the like.
+        environment: content of the daemon's environment file: DILOCO_BUS_URL and the like.
     """
 
     release: Path
@@ -58,7 +58,7 @@ class JoinRequest(NamedTuple):
 
 
 class JoiningMachine:
-    """The machine.
+    """The machine that joins the run.
 
     Args:
         run: runs a command.

@@ -40,7 +40,7 @@ class GroupSpec(NamedTuple):
 
     Attributes:
         hosts: 0 while it is paused.
-        ours: whether nobody else makes its machines anew.
+        ours: whether no other service recreates its machines.
     """
 
     project: str
@@ -61,9 +61,9 @@ class GroupState(NamedTuple):
     """A group as it is.
 
     Attributes:
-        size: how many machines it shall have.
+        size: the number of machines that it shall have.
         states: of those that it has.
-        ended: how many of them say that their run has ended.
+        ended: the number of them that say that their run has ended.
     """
 
     size: int
@@ -102,7 +102,7 @@ def decide(
 
 
 class Keeper:
-    """The groups, by way of Google.
+    """The groups of machines, which are read and resized through Google's API.
 
     Args:
         google: whose account has the rights.
@@ -118,7 +118,7 @@ class Keeper:
         self._clock = clock
 
     def look(self) -> None:
-        """Look at each group once, and do what is to be done."""
+        """Look at each group once, and resize those that need it."""
         noted = json.loads(self._state.read_text()) if self._state.exists() else {}
         ended, lost = set(noted.get("ended", ())), dict(noted.get("lost", {}))
         for wanted in self._specs():

@@ -90,7 +90,7 @@ def _text(message: object) -> str:
 
 
 def follow(google: Google, where: Where, lines: Iterable[str], cursor: Path = CURSOR) -> None:
-    """Send what is the run's of some lines, and note how far they went."""
+    """Send the run's lines among these, and note the last line sent."""
     waiting = iter(lines)
     while chunk := [json.loads(line) for line in itertools.islice(waiting, _CHUNK)]:
         ours = [line for line in chunk if unit_of(line).startswith(_UNITS)]
@@ -130,7 +130,7 @@ def _send_halves(google: Google, body: Mapping[str, Any], error: HTTPError) -> N
 
 
 def command(cursor: Path = CURSOR) -> list[str]:
-    """Reads the journal from behind the cursor, or from its beginning, to its end.
+    """The command that reads the journal from the cursor, or from the beginning, to the end.
 
     `--follow` would ask the kernel which boot this is, which a hardened unit may not see.
     """

@@ -71,7 +71,7 @@ class ReleaseManifest(NamedTuple):
     """The first file of a release.
 
     Attributes:
-        format: which programs can unpack it.
+        format: a number that tells which programs can unpack it.
         version, commit: of the project.
         kind: "cpu", "cuda" or "tpu".
         architecture: of its programs, as `uname -m` has it.
@@ -263,7 +263,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def write(path: Path, data: bytes, mode: int) -> bool:
-    """Write a file whole or not at all, never open to more than `mode`; whether it was another."""
+    """Write a file whole or not at all, never open to more than `mode`; returns if it changed."""
     if path.exists() and path.read_bytes() == data and path.stat().st_mode & 0o777 == mode:
         return False
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o755 if mode == 0o644 else 0o700)
@@ -328,7 +328,7 @@ def brought(folder: Path) -> Path:
 
 
 def _copy_interpreter(source: Path, to: Path) -> Path:
-    """Copy `bin/python3.N` and its library; the copy of the program.
+    """Copy `bin/python3.N` and its library; returns the copy of the program.
 
     Raises:
         SystemExit: there is none, or it is older than the project needs.

@@ -77,7 +77,7 @@ class Background:
         self._arrived.put(error)
 
     def check(self) -> None:
-        """Look whether this life is to end, and at nothing else.
+        """Raise what ends this life, if something does; take no event.
 
         Raises:
             BaseException: what ended a part of the background for good.
@@ -132,12 +132,12 @@ class Answers:
     _told_outrun: bool = False
 
     def announced(self, now_s: float) -> None:
-        """An update is on the tape."""
+        """Note that an update is on the tape."""
         if self.since_s is None:
             self.since_s = now_s
 
     def heard(self, health: Health, logger: log.Logger) -> None:
-        """A record came: somebody makes versions, or verdicts."""
+        """Note that a record came: an aggregator makes versions, or gives verdicts."""
         self.since_s = None
         if self.told:
             self.told = False
@@ -156,7 +156,7 @@ class Answers:
         logger.warning("unanswered", waited_s=waited_s, advice=ADVICE)
 
     def covered(self, fragment: int, steps: int, settings: RunSettings, logger: log.Logger) -> None:
-        """An update of so many steps was sent: say once that the loop outruns the rounds."""
+        """Note an update of so many steps; say once that the loop outruns the rounds."""
         interval_steps = self.interval_steps or settings.sync.interval_steps
         long = steps >= LONG * interval_steps
         self._long[fragment] = self._long.get(fragment, 0) + 1 if long else 0
@@ -166,7 +166,7 @@ class Answers:
 
 
 def longest_round_s(settings: RunSettings, step_time_s: float) -> float:
-    """So long no round takes: its pace, twice over, and its deadline."""
+    """An upper bound on the seconds of a round: its pace, twice over, and its deadline."""
     sync = settings.sync
     return settings.quorum.deadline_s + 2 * sync.interval_steps * step_time_s
 
@@ -212,7 +212,7 @@ class Alone:
     """A learner of one host; `hosts.coordinator.Coordinator` is that of several.
 
     Attributes:
-        hosts: how many the learner has, this one included.
+        hosts: the number of the learner's hosts, this one included.
         lookahead: boundaries that plans are ahead, so that nobody waits for word of them.
     """
 

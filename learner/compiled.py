@@ -45,7 +45,7 @@ class CompiledPrograms:
 
     @contextlib.contextmanager
     def compiling(self, what: str | None) -> Iterator[None]:
-        """Compile programs within the block, one process at a time of those that have the same.
+        """Compile within the block, one process at a time of those with equal programs.
 
         A program that cannot be read from the folder is compiled and kept again.
 
@@ -79,7 +79,7 @@ class CompiledPrograms:
 
 
 def keep_programs(given: str | None, logger: log.Logger) -> CompiledPrograms:
-    """Have JAX keep what it compiles, before it compiles anything.
+    """Have JAX keep compiled programs on disk; call it before anything is compiled.
 
     Args:
         given: a folder; None: where JAX's own settings say, or the user's cache.

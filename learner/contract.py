@@ -76,7 +76,7 @@ def run_task(settings: RunSettings, options: Mapping[str, Any] | None = None) ->
 
 
 def model_of(settings: RunSettings) -> Task:
-    """The task of a run for those who use its model, and train nothing: no batch is drawn.
+    """The task of a run for callers that use its model without training: no batch is drawn.
 
     Raises:
         TaskError: as `load_task`, but for what only training needs.
@@ -106,7 +106,7 @@ def check_task(task: Task, *, steps: int) -> None:
 
 
 def refusals(task: Task, *, steps: int) -> Iterator[TaskError]:
-    """Every rule of the contract that a task breaks, as far as the others let it be seen."""
+    """The rules of the contract that a task breaks, as far as earlier breaks let them be seen."""
     found: dict[str, Any] = {}
 
     def tried(name: str, check: Callable[[], Any]) -> Iterator[TaskError]:

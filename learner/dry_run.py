@@ -116,7 +116,7 @@ class HostTraffic:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DryRun:
-    """All figures.
+    """The figures of a dry run.
 
     Attributes:
         platform: whose compiler was asked; `devices` are of all `hosts`.
@@ -272,7 +272,7 @@ class FragmentShapes:
         return tuple(map(Encoded, scales, codes))
 
     def measure(self) -> tuple[ProgramCost, ProgramCost]:
-        """Of a send and of an adoption that also settles an update."""
+        """Measure a send, and an adoption that also settles an update."""
         send, adopt = _sending(self.kernels, self.blends), _adoption(self.kernels, self.sync)
         brought = (self.view, self.delta, self.update) + ((self.view,) if self.blends else ())
         rows = self.rows_bytes()
@@ -283,7 +283,7 @@ class FragmentShapes:
 
     @property
     def blends(self) -> bool:
-        """Whether it keeps how far ahead of its view it was when it was sent."""
+        """Whether the learner keeps, at each send, how far it was ahead of its view."""
         return self.sync.adopt == "blend"
 
     def rows_bytes(self) -> dict[str, int]:
@@ -297,7 +297,7 @@ class FragmentShapes:
 
 
 def fragment_shapes(island: Island) -> list[FragmentShapes]:
-    """All fragments, within the island's context."""
+    """The shapes of all fragments; call it within the island's context."""
     leaves = tree.by_name(island.params_lying())
     return [FragmentShapes(island, each, leaves) for each in island.layout.fragments]
 

@@ -37,7 +37,7 @@ from diloco.learner.wire.recovery import Restored, readable_parts
 
 @contextlib.contextmanager
 def follow(host: Host) -> Iterator[Life]:
-    """A life as a host that does what host 0 says."""
+    """Live one life on a host that host 0 directs."""
     background = host.background
     with ExitStack() as stack:
         address, secret = exchange_secret("")

@@ -87,7 +87,7 @@ class GrainData:
 
     @property
     def shares(self) -> int:
-        """In how many parts an epoch is divided."""
+        """The number of shares of an epoch."""
         return self._claimed or max(1, len(self._named))
 
     @property
@@ -97,7 +97,7 @@ class GrainData:
 
     @property
     def sizes(self) -> Sizes:
-        """How each epoch is divided."""
+        """The division of each epoch into shares."""
         return Sizes(self.shares, self.batches_per_epoch)
 
     @property
@@ -130,7 +130,7 @@ class GrainData:
         return self._read(self._source(learner, position, range(start, stop)))
 
     def indices(self, learner: str, position: int) -> list[int]:
-        """Which places of the endless order of epochs batch number `position` holds."""
+        """The indices, in the endless order of epochs, of batch number `position`."""
         return self._source(learner, position, range(self._batch)).places(0)
 
     def _source(self, learner: str, position: int, rows: range) -> "_Batches":
@@ -190,7 +190,7 @@ def require_grain() -> None:
     """Say what to install, if grain is not.
 
     Raises:
-        TaskError: it is not.
+        TaskError: grain is not installed.
     """
     try:
         import grain  # noqa: F401

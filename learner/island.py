@@ -39,7 +39,7 @@ class Island:
         layout: the run's.
         mesh: its devices.
         shapes: of the parameters, `hint` and `division` what becomes of each leaf.
-        shardings: how the parameters lie on the mesh.
+        shardings: the parameters' on the mesh.
         state: shapes of the inner optimizer's state; `state_shardings` how it lies.
 
     Raises:
@@ -73,7 +73,7 @@ class Island:
 
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
-        """Within this, programs are traced and run."""
+        """The context in which programs are traced and run."""
         with within(self.mesh, self._precision):
             yield
 

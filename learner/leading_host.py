@@ -365,7 +365,7 @@ def _leave(
 
 
 async def say_end(publisher: Publisher, shares: Claims, position: int) -> None:
-    """Say on the tape that this life ends, here in its data."""
+    """Say on the tape that this life ends, and the position of its data."""
     # In this order: what comes behind the leave is of nobody's shares any more.
     await publisher.leave(position)
     await shares.end(position)

@@ -86,7 +86,7 @@ class Learner:
 
     @property
     def params(self) -> Params:
-        """The parameters: the run's newest version, and from then on what `step` gave last."""
+        """The parameters: first the run's newest version, then those that `step` returned last."""
         return self._params
 
     @property
@@ -99,7 +99,7 @@ class Learner:
         return self._synchronizer.replica.viewed()
 
     def settle(self, params: Params) -> None:
-        """Go on from these, where the loop has the same values: `params` is let go."""
+        """Go on from these parameters, whose values the loop has too; `params` is freed."""
         self._params = params
         self._synchronizer.replica.trained = self._trained()
 
@@ -142,7 +142,7 @@ class Learner:
         """Begin to hold shares of the data's epochs; for `data.claimed`.
 
         Raises:
-            DilocoError: that has begun already.
+            DilocoError: shares are held already.
         """
         self._life.shares.divide(data.sizes)
         return self._life.shares
@@ -267,7 +267,7 @@ class Learner:
         """See by names and shapes what differs: a tree of another kind may have the same leaves.
 
         Raises:
-            ParametersError: they do.
+            ParametersError: the parameters differ.
         """
         found = _shapes(self._params)
         if found != self._shapes:
@@ -391,7 +391,7 @@ def joined(
 def alive(
     config: Config, member: Member, asked: threading.Event, runtime: Runtime, probes: Probes
 ) -> Iterator[Life]:
-    """A life, and what runs beside it."""
+    """A life, and the tasks that run beside it."""
     hanging = _Hanging(config.learner.drain_timeout_s)
     with contextlib.closing(hanging), running_loop() as loop:
         host = Host(
@@ -471,7 +471,7 @@ def check_name(learner: str) -> None:
     """Refuse what is not a valid learner name.
 
     Raises:
-        ConfigError: it is no name.
+        ConfigError: the text is not a name.
     """
     if not names.valid_name(learner):
         raise ConfigError(
@@ -505,7 +505,7 @@ def _tokens_per_step(config: Config, learner: str, given: int | None) -> int:
 
 
 def warn_of_unused_accelerators(run: str, member: Member) -> None:
-    """Say so, unless somebody wants it: whoever has host arrays computes elsewhere."""
+    """Warn of accelerators that JAX could use, unless the user keeps it on the CPU."""
     in_jax = any(sharding is not None for sharding in member.shardings.values())
     if not in_jax or wants_cpu() or jax.default_backend() != "cpu":
         return

@@ -75,7 +75,7 @@ class Host:
 
     Attributes:
         asked_to_leave: whether somebody wants this learner to end.
-        gives_up: whether its start is to end for that; hosts that have met end together, later.
+        gives_up: whether the start is to end for that; hosts that have met end together, later.
         lost_host: called, on the event loop, when another host is gone, which may hold this process
             in a collective.
         naming_lost: within it a collective that breaks is named: another host is gone.
@@ -96,7 +96,7 @@ class Host:
         """The result of a part of the start.
 
         Raises:
-            AskedToStopError: it is given up.
+            AskedToStopError: the start is given up.
         """
         return self.background.call(unless_asked(coroutine, self.gives_up))
 
@@ -123,7 +123,7 @@ class Host:
         )
 
     def layout(self, store: ObjectStore, digest: str) -> Layout:
-        """How the parameters are divided: by the member's hints, or as the run stores it.
+        """The layout of the parameters: by the member's hints, or as the run stores it.
 
         Raises:
             RunMismatchError: the run has other parameters.
@@ -179,7 +179,7 @@ class Life:
     last_word: Callable[[], None] = lambda: None
 
     def begin(self) -> None:
-        """Say that it trains from now on."""
+        """Tell the run's daemons that this learner trains from now on."""
         manager, synchronizer = self.host.probes.manager, self.synchronizer
         health, meter = self.context.health, synchronizer.meter
         watchdog_timeout_s = self.host.config.learner.watchdog_timeout_s
@@ -211,7 +211,7 @@ class Life:
             )
 
     def leave(self) -> None:
-        """End it in order."""
+        """End the life in order."""
         tell_stopping(self.host.probes.manager)
         why = self.leave_run()
         if self.synchronizer.saver is not None:
@@ -221,7 +221,7 @@ class Life:
 
 
 def ended_early() -> None:
-    """Hosts of a learner end at the same boundary, or none can take the next step.
+    """Raise the error of a host that ended before the others, which now can take no step.
 
     Raises:
         HostLostError: always.

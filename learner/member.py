@@ -49,7 +49,7 @@ class Member:
 
     @classmethod
     def of(cls, like: Params, **rest: Any) -> Self:
-        """With parameters like these, of arrays or shapes."""
+        """A member with parameters like these, of arrays or shapes."""
         tree.tensors_of(like)  # refuses what is no array
         return cls(like=jax.tree.map(_shape, like), shardings=shardings_of(like), **rest)
 
@@ -64,11 +64,11 @@ class Member:
         return tree.split(self.like, tree.synced_marks(self.like, layout))[0]
 
     def shardings_of(self, layout: Layout) -> Shardings:
-        """How those lie."""
+        """Shardings of the leaves that are synchronized."""
         return {tensor.name: self.shardings[tensor.name] for tensor in layout.tensors}
 
     def frozen_shapes(self, layout: Layout) -> Params:
-        """Shapes of the others."""
+        """Shapes of the leaves that are not synchronized."""
         return tree.split(self.like, tree.synced_marks(self.like, layout))[1]
 
     def layout(self, fragments: int, block: int) -> Layout | None:

@@ -55,7 +55,7 @@ def scalar_of(value: Any, what: str) -> float:
     """A figure that a loop hands over, as a number.
 
     Raises:
-        DilocoError: it is none.
+        DilocoError: the figure is not a number.
     """
     try:
         return float(value)
@@ -71,7 +71,7 @@ def loss_of(value: Any) -> float:
     """The training loss of a step; waits for it, if it is still computing.
 
     Raises:
-        DilocoError: it is no number.
+        DilocoError: the loss is not a scalar.
         DivergedError: it is infinite or not a number.
     """
     loss = scalar_of(value, "the loss of a step")
@@ -85,10 +85,10 @@ def loss_of(value: Any) -> float:
 
 
 def figures_of(figures: Mapping[str, Any], when: str = "") -> dict[str, float]:
-    """Figures by name that a loop hands over; `when` is said of one that is none.
+    """A loop's figures as numbers, by name; errors begin with `when`.
 
     Raises:
-        DilocoError: they are none.
+        DilocoError: the figures have no names, or one is not a number.
     """
     if not isinstance(figures, Mapping):
         raise DilocoError(
@@ -124,13 +124,13 @@ class Losses:
         self._newest: Any = None
 
     def stepped(self, before: float | None, newest: Any) -> None:
-        """A step was taken; the loss of the one before it is known by now, if there was one."""
+        """Note a step; the loss of the step before it, if there was one, is known by now."""
         if before is not None:
             self._known.append(before)
         self._newest = newest
 
     def mean(self, steps: int) -> Callable[[], float]:
-        """Of the last so many steps, once it is called: it may wait for the newest.
+        """A function that gives the mean of the last steps' losses; it may wait for the newest.
 
         An update that covers a step of no finite loss is so never announced.
         """
@@ -184,7 +184,7 @@ class Meter:
                 self.show({"mfu": self.tokens_per_s / self.full_tokens_per_s})
 
     def measured(self, metrics: Mapping[str, Any]) -> None:
-        """Take the step before's further scalars into moving averages."""
+        """Take further scalars of the step before into moving averages."""
         averages = {}
         for name, value in figures_of(metrics, f"at step {self.local_step}, ").items():
             before = self.metrics.get(name)
@@ -212,12 +212,12 @@ class Meter:
         self.metrics = every
 
     def answered(self, steps: int, took_s: float) -> None:
-        """An update's answer is adopted, so long after it was sent."""
+        """Note the steps and seconds from an update's send to the adoption of its answer."""
         # A new one, since the heartbeat may be reading the old.
         self.delays = (*self.delays[1 - DELAYS :], (steps, max(0.0, took_s)))
 
     def adopted(self, took_s: float) -> None:
-        """A version is adopted, so long after it was made."""
+        """Note the seconds from the making of a version to its adoption."""
         steps = took_s / self.step_time_s if self.step_time_s else 0.0
         self.adoptions = (*self.adoptions[1 - DELAYS :], (max(0.0, steps), max(0.0, took_s)))
 
@@ -237,7 +237,7 @@ class Meter:
         return HealthView(f"{self.state}: step {self.local_step:,}{loss}", why)
 
     def turn_limit_s(self, watchdog_timeout_s: float) -> float:
-        """How long the training loop may take for a turn."""
+        """Seconds that the training loop may take for a turn."""
         return step_limit_s(watchdog_timeout_s, self.step_time_s)
 
     def heartbeat(self, incarnation: int, trouble: str = "") -> wire.Heartbeat:
@@ -332,7 +332,7 @@ class Planner:
         return payload.tensors
 
     def give_up(self) -> None:
-        """The loop has ended before the step that was planned: that is no step to count."""
+        """Note that the loop ended before the planned step, which does not count."""
         assert not self.lookahead
         if self._then == "step":
             self._then = "hold"
@@ -420,7 +420,7 @@ class Synchronizer:
         replica: its tensors.
         position: in its data, in batches.
         tokens_per_step: of all hosts together.
-        boundaries: what to do at each.
+        boundaries: the source of boundaries.
         outbox: takes updates, and what else the learner has to say.
         saver: of its checkpoints, if it keeps any.
         losses: of its steps.
@@ -441,13 +441,13 @@ class Synchronizer:
     _sent: dict[int, tuple[int, float]] = field(default_factory=dict)
 
     def progress(self) -> TrainingProgress:
-        """How far this learner is."""
+        """This learner's progress."""
         meter = self.meter
         tokens = meter.earlier_tokens + meter.tokens
         return TrainingProgress(meter.local_step, tokens, self.position, meter.global_step)
 
     def turn(self, trained: Callable[[], Params] | None = None) -> Boundary:
-        """A step boundary: ask what is to be done, and do it.
+        """Take a step boundary: get the plan, and carry it out.
 
         Args:
             trained: gives the parameters after the step, which the loop has in its hands.

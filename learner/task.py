@@ -79,7 +79,7 @@ class Shared(Protocol):
 
     @property
     def sizes(self) -> Sizes:
-        """How each epoch is divided."""
+        """The division of each epoch into shares."""
 
     def claimed(
         self, holder: Holder, position: int, start: int = 0, stop: int | None = None
@@ -250,7 +250,7 @@ class Task:
         """Call the loss on a batch, and bring its result into one form.
 
         Raises:
-            TaskError: it says it in another form.
+            TaskError: the result has another form.
         """
         said = self.loss(params, batch, key)
         parts = said if isinstance(said, tuple) else (said,)
@@ -292,7 +292,7 @@ _METRIC, _SLICE = re.compile(METRIC_NAME), re.compile(SLICE_NAME)
 
 
 def held_out_loss(task: Task, params: Params) -> float:
-    """The loss among what `evaluate` says."""
+    """The loss among the scores that `evaluate` returns."""
     return scores(task.evaluate(params)).figures["loss"]
 
 
@@ -300,7 +300,7 @@ def scores(said: float | Metrics) -> TaskScores:
     """The scores that `evaluate` returned.
 
     Raises:
-        TaskError: it says no loss, what is no number, or a slice that has no data.
+        TaskError: the loss is missing, a score is not a number, or a slice has no data.
     """
     said = said if isinstance(said, Mapping) else {"loss": said}
     parts = said.get("slices", {})
@@ -389,7 +389,7 @@ def check_dtype(name: str, dtype: Any) -> None:
     """Refuse a leaf of which a run can hold no values.
 
     Raises:
-        TaskError: it is one.
+        TaskError: the leaf has such a dtype.
     """
     whole = jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.bool_)
     if not (whole or dtype.name in FLOATING):
@@ -454,11 +454,11 @@ Dtype = Literal["float32", "bfloat16"]
 
 
 def checked_options(task: str, hint: str) -> Callable[[Callable[P, "Task"]], Callable[P, "Task"]]:
-    """Decorate a `build` so that its options are what its annotations say; no value is converted.
+    """Decorate a `build`: its options must have the annotated types; no value is converted.
 
     Args:
-        task: what errors call the task.
-        hint: what they advise.
+        task: the task's name in errors.
+        hint: the advice in errors.
     """
 
     def decorated(build: Callable[P, Task]) -> Callable[P, Task]:

@@ -22,7 +22,7 @@ class Gpu(NamedTuple):
         capability: its compute capability, the major number; the minor one is 0.
         cores: streaming multiprocessors, of `lanes` float32 units each.
         shared_bytes: shared memory of each.
-        block_bytes: what one block may take of it.
+        block_bytes: the most that one block may take of it.
         cache_bytes: the second level's.
         memory_bytes: of the device.
         bandwidth: of that, bytes a second.

@@ -27,7 +27,7 @@ class TaskProgram:
     """A task's program on one host.
 
     Args:
-        island: what it computes with.
+        island: the learner's task, mesh and compiled parts.
     """
 
     def __init__(self, island: Island) -> None:
@@ -107,7 +107,7 @@ class SignCheck:
         """Take a step's descent, 0 where nothing moved.
 
         Raises:
-            TaskError: it goes uphill.
+            TaskError: the optimizer goes uphill.
         """
         self._steps += descent != 0
         self._sum += descent
@@ -137,7 +137,7 @@ class GradientWatch:
         self._warned: set[str] = set()
 
     def look(self, still: jax.Array) -> None:
-        """A step's word; it is read with that of the others, once there are `STILL_STEPS`."""
+        """Take a step's marks of zero gradients; `STILL_STEPS` of them are read at once."""
         self._seen.append(still)
         if len(self._seen) < STILL_STEPS:
             return

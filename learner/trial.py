@@ -47,7 +47,7 @@ class Trial:
 
 
 def tried(config: Config, learner: str, steps: int) -> Trial:
-    """Build a run's task, hold it to its contract, and take a few steps."""
+    """Build a run's task, check it against its contract, and take a few steps."""
     trial, settings = Trial(), config.settings()
     trial.warned += warnings(settings)
     try:

@@ -72,7 +72,7 @@ class FragmentArrays:
         view: parameters as learners see them, float32 [N].
         theta: master parameters, float32 [N].
         state: of the outer optimizer.
-        arithmetic: what it calculates with.
+        arithmetic: the functions that calculate.
         threads: that a version is made on; their number changes no bit.
     """
 
@@ -169,7 +169,7 @@ class FragmentArrays:
         return view, shards.digest("".join(each).encode())
 
     def discard(self) -> None:
-        """Forget what the round has merged."""
+        """Forget the updates that the round has merged."""
         self._merged = []
 
     def merge(self, payload: Payload, admitted: Admitted) -> None:
@@ -206,7 +206,7 @@ class FragmentArrays:
         """Take the outer step over what was merged, and move the view.
 
         Args:
-            admitted: what the machine believes was merged, in order.
+            admitted: the updates that the machine believes were merged, in order.
             share: f of `outer.participation`; 1 for a whole step.
         """
         assert self._sum is not None
@@ -255,7 +255,7 @@ class FragmentArrays:
     def merge_again(
         self, record: wire.Record, read: Callable[[wire.Input], tuple[Encoded, ...]]
     ) -> Encoded:
-        """Make a recorded version once more, from its inputs as the record has them; its delta.
+        """Make a recorded version again from the inputs in its record; returns the version's delta.
 
         Args:
             record: of the version.
@@ -275,22 +275,22 @@ class FragmentArrays:
         return self.end_again(record)
 
     def begin_again(self, record: wire.Record) -> None:
-        """Begin to make a recorded version once more.
+        """Begin to make a recorded version again.
 
         Raises:
-            IntegrityError: the record is not of this fragment's segments or merge.
+            IntegrityError: the record has other segments or another merge rule than this fragment.
         """
         self._check_fits(record)
         self._begin_sum()
 
     def add_again(self, taken: wire.Input, parts: tuple[Encoded, ...]) -> None:
-        """Add one of its inputs, in the record's order."""
+        """Add one input of the version that is made again, in the record's order."""
         assert self._sum is not None
         coefficients_S = np.frombuffer(taken.coefficients, ml_dtypes.bfloat16)
         self._sum.add(self.own_settings.sync.codec, parts, coefficients_S, taken.weight_unit)
 
     def end_again(self, record: wire.Record) -> Encoded:
-        """Take the step that the record says, over all of its inputs; the version's delta.
+        """Take the recorded outer step over all added inputs; returns the version's delta.
 
         Raises:
             IntegrityError: the result has other digests.
@@ -385,13 +385,13 @@ def payload_of(
     arithmetic: Arithmetic = PRODUCTION,
     threads: int = 1,
 ) -> Payload:
-    """A verified update, measured.
+    """A verified update with its measured norms.
 
     Args:
         grid: the fragment's.
         codec: of the update.
         parts: one for each of the grid's ranges, in order.
-        arithmetic: what it is measured with.
+        arithmetic: the functions that measure it.
         threads: that share the work.
     """
     norms_S = arithmetic.segment_norms(grid, codec, parts, threads)
@@ -430,7 +430,7 @@ def step_size(settings: RunSettings, share: float) -> tuple[float, float]:
 
 
 def make_input(admitted: Admitted, coefficients: bytes, unit: int) -> wire.Input:
-    """The record's entry for an update that was merged with these coefficients, in this unit."""
+    """The entry of a record for a merged update, with its coefficients and their unit."""
     manifest = admitted.manifest
     return wire.Input(
         learner=manifest.learner,
@@ -457,7 +457,7 @@ def make_input(admitted: Admitted, coefficients: bytes, unit: int) -> wire.Input
 
 
 def unmergeable(record: wire.Record, what: str) -> IntegrityError:
-    """A recorded version that cannot be made again, and why."""
+    """The error of a recorded version that cannot be made again, with the reason."""
     return IntegrityError(
         f"fragment {record.fragment} version {record.version} cannot be recomputed: {what}",
         hint="runbooks/digest-mismatch.md",

@@ -48,7 +48,7 @@ class PieceRun(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grid:
-    """How a fragment's vector divides into shards, blocks and segments.
+    """The division of a fragment's vector into shards, blocks and segments.
 
     Attributes:
         size: N.
@@ -56,8 +56,8 @@ class Grid:
         ranges: [start, stop) of each shard of an update.
         lengths: blocks of each segment, int64 [S].
         radial: whether a segment is merged by RDA, bool [S].
-        averaged: it is state, and no parameters.
-        centered: whether it is merged by centered clipping.
+        averaged: the fragment holds averaged state and no parameters.
+        centered: the fragment is merged by centered clipping.
     """
 
     size: int
@@ -69,7 +69,7 @@ class Grid:
     centered: bool = False
 
     def runs(self, threads: int) -> list[PieceRun]:
-        """All pieces; several runs a thread, so that one that is held up does not hold up all."""
+        """Runs that cover all pieces; several to a thread, so that one slow run delays few."""
         edges, segment_P = self._edges(), self.segments()
         longest = max(LEAST_PIECES, -(-len(segment_P) // (4 * threads)))
         runs: list[PieceRun] = []
@@ -93,7 +93,7 @@ class Grid:
         return sums_S.astype(np.float64)
 
     def _edges(self) -> npt.NDArray[np.int64]:
-        """Where pieces begin and end, in blocks."""
+        """Begin and end of each piece, in blocks."""
         ends_S = np.cumsum(self.lengths)
         cuts = [stop // self.block for _, stop in self.ranges]
         edges = np.unique(np.r_[0, np.arange(0, ends_S[-1], PIECE_BLOCKS), ends_S, cuts])
@@ -127,7 +127,7 @@ def make_grid(fragment: Fragment, block: int, shard_elements: int, merge: Merge 
 
 
 def share_out(work: Callable[[Item], Result], items: Sequence[Item], threads: int) -> list[Result]:
-    """Have `work` done on each item by some threads; what it gives, in order."""
+    """Call `work` on each item, on some threads; returns the results in the items' order."""
     if threads == 1 or len(items) == 1:
         return [work(item) for item in items]
     with ThreadPoolExecutor(min(threads, len(items))) as pool:

@@ -225,7 +225,7 @@ def close_round(
 def advance_blocks(  # noqa: C901 - in parts it would be slower
     run: PieceRun, elements: Lanes, step: Step, merged: MergedGradient, moved: Moved, delta: Encoded
 ) -> None:
-    """Take the outer step, encode what the view is behind, and move the view by that."""
+    """Take the outer step, encode theta less the view as a delta, and move the view by it."""
     theta_Bxb, momentum_Bxb, delayed_Bxb, view_Bxb = moved
     rule, constants = step
     total_Bxb, factors_S, kept_S, center_Bxb = merged

@@ -57,7 +57,7 @@ def quarantined(state: State, manifest: wire.Manifest) -> tuple[Reason, str] | N
 
 
 def may_announce(rules: FragmentRules, state: State, event: events.Undecoded) -> bool:
-    """Whether a message of an update's subject is to be decoded: its sender has something left."""
+    """Whether to decode a message of an update's subject: its sender has allowance left."""
     return _allowance(rules, state, event.learner, event).left >= 1
 
 

@@ -122,7 +122,7 @@ def decide_again(
     whole_from: int,
     beside: Beside,
 ) -> Iterator[Decision]:
-    """Every decision of a fragment's records once more, compared field by field.
+    """Decide every record of a fragment again, and compare the decisions field by field.
 
     Args:
         chain: (sequence, record) of the fragment, in order; the first is the basis of the second.

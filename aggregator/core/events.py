@@ -47,9 +47,9 @@ class Announced(NamedTuple):
 
 
 class Undecoded(NamedTuple):
-    """A message under an update's subject that nobody can decode, or that nobody has to.
+    """A message under an update's subject that cannot be decoded, or is not decoded on purpose.
 
-    Whoever has no allowance left has nothing decoded (`admission.may_announce`).
+    Nothing is decoded of a sender without allowance (`admission.may_announce`).
     """
 
     stored_at_s: float
@@ -107,7 +107,7 @@ class Broke(NamedTuple):
 
 
 class Liveness(NamedTuple):
-    """A learner was heard of again, or has not been for too long."""
+    """A learner has shown a sign of life again, or has been silent for too long."""
 
     at_s: float
     learner: str
@@ -122,7 +122,7 @@ class Timer(NamedTuple):
 
 
 class CutKnown(NamedTuple):
-    """The leader's last update of the fragment has this sequence (0: there is none)."""
+    """Event: the stream leader's last update of the fragment has this sequence; 0: it has none."""
 
     at_s: float
     stream_seq: int

@@ -20,12 +20,12 @@ from diloco.common.protocol import names, wire
 
 
 class LedgerEntry(NamedTuple):
-    """A record, as far as garbage is concerned.
+    """The facts of one record from which the plan of garbage follows.
 
     Attributes:
-        made: it made its version; a verdict did not.
-        merged: it made it from updates, `inputs`.
-        whole: it stored view and outer state of its own version.
+        made: the record made its version; a verdict makes none.
+        merged: the version was made from updates, `inputs`.
+        whole: view and outer state of the record's own version are stored.
         states: names of the newest view and outer state at this record.
         delta, body: names of its delta and of the object it is stored in, if there are any.
     """
@@ -209,7 +209,7 @@ def _floor(entries: list[LedgerEntry], replay_window_s: float) -> int | None:
 
 
 def newer_than_tape(ledger: Ledger, found: Iterable[tuple[str, int]]) -> Iterator[str]:
-    """Objects that no aggregator can have made by this tape: it ends before them.
+    """Objects of versions beyond the tape's end, which no aggregator of this tape can have made.
 
     Versions are stored one at a time, so at most the next one is there before its record. Whoever
     sees such an object must delete nothing: the tape was cut, or goes back to an older copy, and
@@ -297,11 +297,11 @@ def plan_run(run: str, answered: Iterable[int], learners: Iterable[str]) -> tupl
 
 
 def pinned_checkpoints(marked: Iterable[str], whole: Iterable[str], keep: int) -> frozenset[str]:
-    """Which checkpoints keep their objects: the newest ones, by their names.
+    """Names of the checkpoints that keep their objects: the newest ones.
 
     Args:
         marked: those on the tape; one that is being made has no file yet, or never gets one.
         whole: those that have their file, of this epoch and of earlier ones.
-        keep: how many of each.
+        keep: the number that is kept of each.
     """
     return frozenset(sorted(marked)[-keep:]) | frozenset(sorted(whole)[-keep:])

@@ -81,7 +81,7 @@ def step(rules: FragmentRules, state: State, event: events.Event) -> Result:
 
 
 def step_at(rules: FragmentRules, state: State, event: events.Event, now_s: float) -> Result:
-    """As `step`, of an event that comes at `now_s`.
+    """As `step`, for an event that arrives at `now_s`.
 
     A message of the tape does not say when its reader has it, and rounds follow the reader's clock.
     """

@@ -107,7 +107,7 @@ class _Chorus(NamedTuple):
 
 
 class Members(Mapping[str, Member]):
-    """Everybody whom the machine of a fragment knows, by name, in the order of first joins.
+    """The learners that the machine of a fragment knows, by name, in the order of first joins.
 
     Who is live and not shut out is *present*.
 
@@ -143,13 +143,13 @@ class Members(Mapping[str, Member]):
         )
 
     def put(self, name: str, member: Member) -> "Members":
-        """With this known of a learner."""
+        """The members with this state of one learner."""
         known = _Known(member, self._voice(name, member))
         chorus = self._chorus.swap(name, self._own(name), known.voice)
         return self._made(self._members.put(name, known), self._norms, chorus)
 
     def merged(self, name: str, norm: float) -> "Members":
-        """With the norm per credited step of an update that the open round has merged."""
+        """The members with the norm per credited step of an update merged in the open round."""
         norms, known = self._norms.put(name, norm), self._members.find(name)
         if known is None or not known.voice.present:
             return self._made(self._members, norms, self._chorus)
@@ -163,7 +163,7 @@ class Members(Mapping[str, Member]):
         shut_out: frozenset[str] | None = None,
         norms: Mapping[str, float] | None = None,
     ) -> "Members":
-        """With all of something changed; it costs what the fleet is large."""
+        """The members with some fields replaced; the time it takes grows with the fleet."""
         return Members(
             self if members is None else members,
             self._shut_out if shut_out is None else shut_out,
@@ -172,12 +172,12 @@ class Members(Mapping[str, Member]):
 
     @property
     def present(self) -> Tally[str]:
-        """The learners that are here: the run's end and lockstep wait for all of them."""
+        """The learners that are live and not quarantined; the run's end waits for all of them."""
         return self._chorus.present
 
     @property
     def awaited(self) -> Tally[str]:
-        """The learners that a round waits for: those that are here, and had work of late.
+        """The learners that a round waits for: present ones that had work of late.
 
         Heartbeats cost nothing: whoever sends nothing else would make every round wait.
         """
@@ -189,13 +189,13 @@ class Members(Mapping[str, Member]):
         return self._chorus.unfinished
 
     def usual_step_s(self) -> float:
-        """The lower median of what those who are here say that a step takes; 0: nobody said it."""
+        """The lower median of the step times that present learners report; 0 if none does."""
         # A step time is a claim: by the slowest, one could stop the run. The lower one of two: of a
         # fleet of two the faster one's.
         return self._chorus.steps_s.lower_median() or 0.0
 
     def fastest_step_s(self) -> float:
-        """The least of what those who are here say that a step takes, and half the usual at least.
+        """The least step time that present learners report, but half the usual one at least.
 
         0: nobody said it.
         """
@@ -205,7 +205,7 @@ class Members(Mapping[str, Member]):
         return max(self._chorus.steps_s.least() or 0.0, self.usual_step_s() / 2)
 
     def others_rate(self, name: str) -> float | None:
-        """The upper median of the steps a second that the others here take; None of too few.
+        """Upper median of the other present learners' steps a second; None if they are too few.
 
         Each one's by its newest claims, or as it was seen, whichever is more.
         """
@@ -228,11 +228,11 @@ class Members(Mapping[str, Member]):
         return self._members[name].member
 
     def __contains__(self, name: object) -> bool:
-        """Whether it is known."""
+        """Whether a learner of this name is known."""
         return name in self._members
 
     def __len__(self) -> int:
-        """How many are known."""
+        """The number of known learners."""
         return len(self._members)
 
     def __iter__(self) -> Iterator[str]:
@@ -295,7 +295,7 @@ class Hearing:
         self._signs: dict[tuple[int, str], tuple[int, float]] = {}
 
     def beat(self, learner: str, incarnation: int, now_s: float, timeout_s: float) -> None:
-        """A heartbeat has come; `timeout_s` is the longest silence of a live learner."""
+        """Note a heartbeat; `timeout_s` is the longest silence of a live learner."""
         if now_s - self._newest_s > timeout_s:
             # After a silence of all, everybody has as long again to be heard.
             self._since_s = now_s
@@ -308,7 +308,7 @@ class Hearing:
         return self._newest_s
 
     def silent_s(self, learner: str, incarnation: int) -> float:
-        """For how long a life, and those after it, were silent while anybody was heard."""
+        """Seconds from the last heartbeat of a life or a later one to the newest of any learner."""
         lives = self._heard_at_s[learner]
         heard = [at_s for life, at_s in lives.items() if life >= incarnation]
         return self._newest_s - max([self._since_s, *heard])

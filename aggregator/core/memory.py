@@ -156,7 +156,7 @@ def position(state: State) -> int:
 
 
 def has_met_all(state: State) -> bool:
-    """Whether everything was read again that the record knew of which this life began from."""
+    """Whether the machine has read the tape again as far as its first record had read it."""
     return state.seen_seq >= state.known_seq
 
 

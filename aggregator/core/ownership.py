@@ -15,14 +15,14 @@ Pinned = frozenset[int] | None
 class AggregatorTerms(NamedTuple):
     """The fragments that a live aggregator is pinned to (None: to none), and those it refuses.
 
-    It refuses those that it has failed at: others may not.
+    It refuses the fragments that it has failed at: another aggregator may serve them.
     """
 
     pinned: Pinned = None
     refuses: frozenset[int] = frozenset()
 
     def may_serve(self, fragment: int) -> bool:
-        """Whether it takes the fragment where nobody else has it."""
+        """Whether the aggregator takes the fragment if no other aggregator has it."""
         mine = self.pinned is None or fragment in self.pinned
         return mine and fragment not in self.refuses
 
@@ -78,7 +78,7 @@ def divide(
 
 
 def _share(me: str, sharing: Collection[str], fragments: Collection[int]) -> int:
-    """How many of `fragments` are this aggregator's: equal numbers, the rest to the first."""
+    """The number of `fragments` for this aggregator: equal shares, the rest to the first ones."""
     each, rest = divmod(len(fragments), len(sharing))
     return each + (sorted(sharing).index(me) < rest)
 

@@ -19,7 +19,7 @@ class PersistentMap(Mapping[K, V]):
     """A mapping in the order in which its keys were first put, as a dictionary's.
 
     Args:
-        items: what it begins with.
+        items: the items at the beginning.
     """
 
     __slots__ = ("_map", "_next")
@@ -30,17 +30,17 @@ class PersistentMap(Mapping[K, V]):
         self._next = len(self._map)
 
     def put(self, key: K, value: V) -> "PersistentMap[K, V]":
-        """With this value; a key that is there keeps its place."""
+        """The mapping with this value; an existing key keeps its place."""
         there = self._map.get(key)
         place = self._next if there is None else there[0]
         return self._made(self._map.set(key, (place, value)), self._next + (there is None))
 
     def drop(self, key: K) -> "PersistentMap[K, V]":
-        """Without this key, which must be there."""
+        """The mapping without this key, which must exist."""
         return self._made(self._map.delete(key), self._next)
 
     def place(self, key: K) -> int:
-        """By which its keys are in order."""
+        """The number of a key's place, by which keys are in order."""
         return self._map[key][0]
 
     def unordered(self) -> Iterator[V]:
@@ -61,7 +61,7 @@ class PersistentMap(Mapping[K, V]):
         return key in self._map
 
     def __len__(self) -> int:
-        """How many."""
+        """The number of keys."""
         return len(self._map)
 
     def __iter__(self) -> Iterator[K]:
@@ -78,7 +78,7 @@ class Ranked:
     """Numbers in order, some of them more than once.
 
     Args:
-        values: what it begins with.
+        values: the numbers at the beginning.
     """
 
     __slots__ = ("_values",)
@@ -87,7 +87,7 @@ class Ranked:
         self._values = array("d", sorted(values))
 
     def swap(self, old: float | None, new: float | None) -> "Ranked":
-        """Without one `old`, which must be there, and with `new`; None: without it."""
+        """The numbers without one `old`, which must be there, and with `new` unless it is None."""
         if old == new:
             return self
         made, values = object.__new__(Ranked), self._values
@@ -105,7 +105,7 @@ class Ranked:
         return self._values[(len(self) - 1) // 2] if len(self) else None
 
     def upper_median(self, without: float | None, least: int) -> float | None:
-        """The upper one of two middle values, without one of these; None of fewer than `least`."""
+        """The upper of two middle values once `without` is left out; None of fewer than `least`."""
         count = len(self) - (without is not None)
         if count < max(1, least):
             return None
@@ -115,11 +115,11 @@ class Ranked:
         return self._values[rank]
 
     def least(self) -> float | None:
-        """The least of them."""
+        """The least of the numbers."""
         return self._values[0] if len(self) else None
 
     def __len__(self) -> int:
-        """How many."""
+        """The number of numbers."""
         return len(self._values)
 
 
@@ -141,11 +141,11 @@ class Tally(Mapping[K, int]):
         return made
 
     def of(self, key: K) -> int:
-        """How many of it; 0 if there is none."""
+        """The count of an item; 0 if it was not counted."""
         return self._map.get(key, 0)
 
     def __getitem__(self, key: K) -> int:
-        """How many of it."""
+        """The count of an item."""
         return self._map[key]
 
     def __contains__(self, key: object) -> bool:
@@ -153,9 +153,9 @@ class Tally(Mapping[K, int]):
         return key in self._map
 
     def __len__(self) -> int:
-        """How many different ones."""
+        """The number of different items."""
         return len(self._map)
 
     def __iter__(self) -> Iterator[K]:
-        """Each key that was counted, once; in no order."""
+        """Each counted item once, in no order."""
         return iter(self._map)

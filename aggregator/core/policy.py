@@ -35,7 +35,7 @@ REJECTION_COST = 10.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FragmentRules:
-    """Everything the machine of one fragment must know of the run."""
+    """The run's settings and sizes from which the machine of one fragment decides."""
 
     run: str
     epoch: int
@@ -151,7 +151,7 @@ def pace_s(rules: FragmentRules, fastest_s: float, interval_steps: int | None = 
 
     Args:
         rules: the fragment's.
-        fastest_s: what a step takes that one; 0: nobody said it.
+        fastest_s: step time of that learner; 0: nobody has said it.
         interval_steps: between these two rounds, where it is not H.
     """
     # Lockstep waits for all anyway; before anybody has said how fast it is, there is nothing to
@@ -253,7 +253,7 @@ def cost(size_bytes: int) -> float:
 
 
 def allowance(bounds: BoundsSection, left: float, at_s: float, now_s: float) -> float:
-    """How many updates a learner may announce at `now_s`, if it could `left` at `at_s`."""
+    """The number of updates that a learner may announce at `now_s`, given `left` at `at_s`."""
     # At least one, whatever the rate: a slow fleet's learners announce less than once in the
     # burst's time.
     most = max(1.0, bounds.max_updates_per_s * BURST_S)

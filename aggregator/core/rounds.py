@@ -91,7 +91,7 @@ def go_on(rules: FragmentRules, state: State, now_s: float) -> Result:
 
 
 def fetch_waiting(rules: FragmentRules, state: State) -> Result:
-    """Read what waits; once the round is being cut, only what belongs to it."""
+    """Read the updates that wait; once the round is being cut, only those that belong to it."""
     if not may_follow(rules, state) or (state.cut is not None and not state.cut.known_at_s):
         return state, ()
     last_seq = None if state.cut is None else state.cut.stream_seq
@@ -137,7 +137,7 @@ def advance(rules: FragmentRules, state: State, now_s: float) -> Result:
 
 
 def cut(state: State, reason: str, *, final: bool = False) -> Result:
-    """The round takes nobody any more who announces from now on: ask who came before."""
+    """End the round for later announcements, and ask which updates were announced before."""
     return state._replace(phase="cut", cut=Cut(reason, final)), (AskCut(),)
 
 

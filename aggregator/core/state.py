@@ -55,7 +55,7 @@ class Marks(Mapping[tuple[str, int], wire.Mark]):
         return self._marks[life]
 
     def __len__(self) -> int:
-        """How many."""
+        """The number of marks."""
         return len(self._marks)
 
     def __iter__(self) -> Iterator[tuple[str, int]]:
@@ -207,7 +207,7 @@ def awaiting(state: State) -> State:
 
 
 def with_admitted(state: State, update: UpdateId, admitted: Admitted) -> State:
-    """The round has merged an update that waited."""
+    """The state once the round has merged an update that waited."""
     learner = admitted.manifest.learner
     passed = state.pending[update].passed
     return state._replace(
@@ -237,14 +237,14 @@ def without_round(state: State) -> State:
 
 
 def is_answered_in_round(state: State, learner: str) -> bool:
-    """Whether a learner sends no more before the record: it merges or rejects an update of its."""
+    """Whether the next record answers an update of a learner, which sends none until then."""
     if learner in state.admitted.senders:
         return True
     return (learner, newest_incarnation(state, learner)) in state.rejected.lives
 
 
 def are_answered(state: State, learners: Tally[str]) -> bool:
-    """Whether that is so of all of these."""
+    """Whether `is_answered_in_round` holds for each of these learners."""
     if len(state.admitted.senders) + len(state.rejected.senders) < len(learners):
         return False
     return all(is_answered_in_round(state, learner) for learner in learners)
@@ -285,7 +285,7 @@ def with_quarantined(state: State, quarantined: frozenset[str]) -> State:
 
 
 def with_observation(state: State, what: str, at_s: float, about: UpdateId, value: float) -> State:
-    """An input that is not on the tape was taken: the next record says so."""
+    """The state with an input that is not on the tape, which the next record states."""
     observation = wire.Observation(
         what=what,
         at_s=at_s,

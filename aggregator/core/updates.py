@@ -58,7 +58,7 @@ class Admitted(NamedTuple):
 
     @property
     def weight(self) -> float:
-        """Its weight in the merge."""
+        """The update's weight in the merge."""
         return self.credit.weight
 
     @property
@@ -110,7 +110,7 @@ class Resolved(Sequence[T], Generic[T]):
         self._senders = Tally(one.learner for one in named)
 
     def plus(self, update: T) -> Self:
-        """With one more."""
+        """The updates with one more."""
         named = update_id(update.manifest)
         made = object.__new__(type(self))
         made._updates = (*self._updates, update)
@@ -126,12 +126,12 @@ class Resolved(Sequence[T], Generic[T]):
 
     @property
     def lives(self) -> Tally[tuple[str, int]]:
-        """Of which lives: (learner, incarnation)."""
+        """The lives that sent the updates: (learner, incarnation)."""
         return self._lives
 
     @property
     def named(self) -> Tally[UpdateId]:
-        """The number of updates by id."""
+        """The number of entries of each update, by its id."""
         return self._named
 
     @overload
@@ -172,7 +172,7 @@ class MergedUpdates(Resolved[Admitted]):
         self._first_s = min((one.announced_at_s for one in self), default=None)
 
     def plus(self, update: Admitted) -> Self:
-        """With one more."""
+        """The updates with one more."""
         made, first_s = super().plus(update), update.announced_at_s
         first_s = first_s if self._first_s is None else min(self._first_s, first_s)
         made._first_s = first_s  # noqa: SLF001 - one of this class
@@ -202,33 +202,33 @@ class WaitingUpdates(Mapping[UpdateId, Pending]):
         self._times = Ranked(one.announced_at_s for _, one in waited_for)
 
     def put(self, update: UpdateId, pending: Pending) -> "WaitingUpdates":
-        """With this update; one that waits already keeps its place."""
+        """The updates with this one; an update that waits already keeps its place."""
         return self._made(update, pending, self._updates.put(update, pending))
 
     def drop(self, update: UpdateId) -> "WaitingUpdates":
-        """Without it; it need not be there."""
+        """The updates without this one, which need not be among them."""
         if update not in self._updates:
             return self
         return self._made(update, None, self._updates.drop(update))
 
     @property
     def lives(self) -> Tally[tuple[str, int]]:
-        """Of which lives: (learner, incarnation)."""
+        """The lives that sent the updates: (learner, incarnation)."""
         return self._lives
 
     @property
     def awaited_from(self) -> Tally[str]:
-        """Learners of those that rounds wait for: that have not been passed on."""
+        """Learners with an update that rounds wait for: one that was not passed on."""
         return self._voices
 
     @property
     def awaited(self) -> int:
-        """How many of them rounds wait for."""
+        """The number of updates that rounds wait for."""
         return len(self._times)
 
     @property
     def first_announced_at_s(self) -> float | None:
-        """When the first of those was announced."""
+        """When the first update that rounds wait for was announced."""
         return self._times.least()
 
     def unfetched(self) -> list[UpdateId]:

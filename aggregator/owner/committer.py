@@ -107,7 +107,7 @@ def compose(
 
 
 def cited(record: wire.Record, record_seq: int) -> wire.Record:
-    """A record as later ones must cite it: what says "this one" there has a number here."""
+    """A record as later records cite it: `outer_seq` holds its sequence instead of "this one"."""
     return record.model_copy(update={"outer_seq": record.outer_seq or record_seq})
 
 
@@ -117,7 +117,7 @@ NOTHING = wire.Totals(**dict.fromkeys(wire.Totals.model_fields, 0))
 def sum_up(
     before: wire.Totals, inputs: tuple[wire.Input, ...], rejected: tuple[wire.Rejected, ...]
 ) -> wire.Totals:
-    """The sums with one more record; claims that add up to nonsense stop at the greatest count."""
+    """The sums with one more record; absurd claims stop at the greatest count."""
     return wire.Totals(
         updates_merged=_sum(before.updates_merged, len(inputs)),
         updates_rejected=_sum(before.updates_rejected, len(rejected)),
@@ -133,7 +133,7 @@ def _sum(*counts: int) -> int:
 
 
 class Version(NamedTuple):
-    """A version that is made and not stored, the time of it, and whether its arrays are due."""
+    """A version that is made and not stored, its time, and whether its arrays are to be stored."""
 
     made: ClosedRound
     merged_at_s: float
@@ -170,7 +170,7 @@ async def store_version(
         context: the aggregator's.
         arrays: the fragment's; view and outer state are those of the version.
         version: its number.
-        made_version: what was made.
+        made_version: the version's delta and numbers.
         previous: the newest record.
         logger: the fragment's.
     """
@@ -208,7 +208,7 @@ async def with_snapshot(
 
 
 async def commit_record(context: Context, record: wire.Record, base_id: str = "") -> int:
-    """Publish a record on top of the one it names as its base; its sequence.
+    """Publish a record on top of the one it names as its base; returns its sequence.
 
     The body of a large one goes into an object, named after a version that is not committed
     yet: such an object cannot be taken for garbage before the record stands.
@@ -236,9 +236,9 @@ async def commit_record(context: Context, record: wire.Record, base_id: str = ""
 
 
 async def check_tape(context: Context) -> None:
-    """Refuse to begin a subject on another tape than one's own.
+    """Refuse to publish the first message of a subject on a tape of another epoch.
 
-    What follows a message is safe, since no two tapes share sequences; what follows none is not.
+    Later messages of a subject are safe, since no two tapes share sequences.
 
     Raises:
         RunMismatchError: the run was resumed on a newer tape.
@@ -257,7 +257,7 @@ async def swap(
     expected: int,
     base_id: str = "",
 ) -> int:
-    """Publish by compare-and-swap and know whether it is ours that stands; its sequence.
+    """Publish by compare-and-swap and know whether it is ours that stands; returns its sequence.
 
     A lost answer leaves it open whether the message was stored, and a cluster may acknowledge a
     stale swap as a duplicate: after any doubt the subject's last message is read and compared.
@@ -344,7 +344,7 @@ class Samples:
     async def show(
         self, learner: str, incarnation: int, seq: int, reason: str, detail: str
     ) -> None:
-        """A copy for people; the record has the verdict, so a lost copy is only logged."""
+        """Publish a copy of a verdict for people; a lost one is logged, and in the record."""
         rejection = wire.Rejection(
             fragment=self._fragment,
             learner=learner,
@@ -398,7 +398,7 @@ class Committer:
         self._logger = logger
 
     async def begin(self, rules: FragmentRules, commit: Commit) -> events.Made | None:
-        """Make the version, if there is one; its record is stored and published by itself."""
+        """Make the version, if there is one; store and publish its record in the background."""
         version = None
         if commit.what == "version":
             version = await make_version(self._context, self._arrays, commit.state)
@@ -456,7 +456,7 @@ class Committer:
 
 
 def count_record(counted: Metrics, before: wire.Record, record: wire.Record) -> None:
-    """A record is committed: its inputs, its rejections, and how long its round waited for what."""
+    """Count a committed record: its inputs, its rejections, and the waits of its round."""
     for taken in record.inputs:
         counted.observe(metrics.STALENESS, taken.staleness, taken.learner)
     for refused in record.rejected:
@@ -472,7 +472,7 @@ def count_record(counted: Metrics, before: wire.Record, record: wire.Record) -> 
 
 
 def count_waits(counted: Metrics, merged: Iterable[Admitted], committed_at_s: float) -> None:
-    """Merged updates have their record; all by the owner's clock."""
+    """Observe how long each merged update waited for its record, by the owner's clock."""
     for one in merged:
         waited_s = max(0.0, committed_at_s - one.announced_at_s)
         counted.observe(metrics.WAIT, waited_s, one.manifest.learner)

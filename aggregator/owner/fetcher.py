@@ -61,9 +61,9 @@ def read_payload(
     arithmetic: "Arithmetic | None" = None,
     threads: int = 1,
 ) -> "Payload":
-    """Read and verify all shards of an update, for `arithmetic`; None: that of aggregators.
+    """Read, verify and measure all shards of an update, on `threads` threads.
 
-    Some threads measure it.
+    `arithmetic` measures the update's norms; None: that of aggregators.
 
     Raises:
         ObjectMissingError: a shard is not there, though the manifest says that it is.
@@ -192,11 +192,11 @@ class Patience:
 
     @property
     def within_s(self) -> float:
-        """How long the next attempt may take."""
+        """Seconds that the next attempt may take."""
         return float(self._first_s * 2 ** min(self._slow, DOUBLINGS))
 
     def lost(self, error: StoreSlowError, *, others_read: bool) -> None:
-        """An attempt took too long; `others_read`: updates of others were read from end to end.
+        """Note an attempt that took too long; `others_read`: others' updates were read to the end.
 
         Raises:
             WireError: "slow": it is its sender's fault.
@@ -249,11 +249,11 @@ class UpdateFetcher:
         self._tasks.start(self._fetch(fetch))
 
     def release(self) -> None:
-        """A payload is used up."""
+        """Note that a payload is used up."""
         self._free.release()
 
     async def _fetch(self, fetch: Fetch) -> None:
-        """Its payload waits with the answer until the machine's word."""
+        """Fetch an update's payload, which waits with the answer until the machine's word."""
         runtime = self._context.runtime
         try:
             payload = await self._read_at_last(fetch)

@@ -42,7 +42,7 @@ BATCH = 64
 
 
 class RetainedCheckpoints(NamedTuple):
-    """Which checkpoints keep their objects.
+    """The checkpoints that keep their objects.
 
     Attributes:
         versions: of each pinned checkpoint, one for each fragment.
@@ -82,7 +82,7 @@ class Collector:
         self._woken.set()
 
     async def work(self) -> None:
-        """Collect after each `wake`, for ever; what goes wrong is logged and tried again."""
+        """Collect after each `wake`, for ever; a failure is logged and does not end it."""
         try:
             while True:
                 await self._woken.wait()
@@ -164,7 +164,7 @@ def fleet_of(state: State) -> Announcers:
 
 
 async def read_retained(context: RunContext, keep: int, logger: log.Logger) -> RetainedCheckpoints:
-    """Which checkpoints keep their objects: those of this tape, and those of earlier ones.
+    """The checkpoints that keep their objects: those of this tape, and those of earlier ones.
 
     Raises:
         BusError, StoreError: bus or store are away.
@@ -231,7 +231,7 @@ async def check_epoch(context: RunContext) -> None:
 
 
 def check_tape_is_newest(ledger: Ledger, found: Iterable[ObjectInfo]) -> None:
-    """Refuse to judge a store that has what the tape has not come to.
+    """Refuse to judge a store with objects of versions beyond the tape's end.
 
     Raises:
         IntegrityError: the tape ends before the fragment's objects.
@@ -246,7 +246,7 @@ def check_tape_is_newest(ledger: Ledger, found: Iterable[ObjectInfo]) -> None:
 
 
 async def answered_seq(context: RunContext, fragment: int) -> int:
-    """Below this sequence nobody who recovers or replays a fragment needs the tape.
+    """The sequence below which neither recovery nor replay of a fragment needs the tape.
 
     Raises:
         DilocoError: as `last_record`.

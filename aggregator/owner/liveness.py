@@ -41,7 +41,7 @@ class LivenessWatch:
     """Reads heartbeats, and tells the owners' machines what follows (`core/members.py`).
 
     Attributes:
-        hearing: what was heard.
+        hearing: the signs of life so far.
     """
 
     def __init__(self, context: Context, owners: Collection[FragmentOwner]) -> None:

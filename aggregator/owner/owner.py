@@ -154,7 +154,7 @@ class Owners:
         await self.drop([*self._tasks])
 
     async def failure(self) -> None:
-        """Raise what ends the whole aggregator, once an owner has met it."""
+        """Raise the error that ends the whole aggregator, once an owner has met it."""
         await self._failed
 
     async def _own(self, fragment: int) -> None:

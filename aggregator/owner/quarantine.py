@@ -10,7 +10,7 @@ from diloco.common.storage.tape import decode_as, last_record
 
 
 async def quarantine(context: Context, learner: str, *, active: bool, reason: str) -> int:
-    """Say it on the tape; its sequence.
+    """Publish that a learner is quarantined or released; returns the message's sequence.
 
     Args:
         context: who says it.
@@ -29,7 +29,7 @@ async def quarantine(context: Context, learner: str, *, active: bool, reason: st
 
 
 async def quarantined_learners(context: Context) -> frozenset[str]:
-    """The quarantined learners: by the last word on each, else by what records brought along.
+    """The quarantined learners: by the last message on each, else by the newest records.
 
     Words stay on their tape for ever; those of the tapes before it are in the records alone.
 

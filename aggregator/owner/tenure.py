@@ -130,7 +130,7 @@ def decode_event(message: Message, fragment: int) -> events.Event | None:
 def event_of(
     body: wire.Body, seq: int, stored_at_s: float, fragment: int, size_bytes: int
 ) -> events.Event | None:
-    """The machine's event in what a message of the tape says; None if it has none of it."""
+    """The machine's event that a decoded message of the tape stands for; None if there is none."""
     match body:
         case wire.Quarantine() as word:
             return events.Quarantined(stored_at_s, seq, word.learner, word.active)
@@ -244,7 +244,7 @@ class Tenure:
         return self._read_tape(), self._serve(), self._tasks.failure()
 
     async def end(self) -> None:
-        """Let go of what is being read and stored."""
+        """Cancel the reading and storing under way."""
         await self._tasks.stop()
 
     def tell(self, event: events.Liveness) -> None:
@@ -432,7 +432,7 @@ class LastUpdate:
     Args:
         context: the aggregator's.
         fragment: its index.
-        read_seq: what is at or below it on the tape needs no reading any more.
+        read_seq: messages of the tape at or below it need no reading any more.
         answer: takes the sequence of the last update, 0 if there is none.
         tasks: the tenure's.
         logger: the fragment's.
@@ -460,7 +460,7 @@ class LastUpdate:
         self._tasks.start(self._ask())
 
     async def passed(self, stream_seq: int) -> None:
-        """The tape was read so far, and the machine has it in its queue."""
+        """Note that the tape was read up to a sequence, and is in the machine's queue so far."""
         self._read_seq = max(self._read_seq, stream_seq)
         await self._answer_if_read()
 

@@ -47,7 +47,7 @@ class Accelerators:
         return "GPU" if self.kind == "cuda" else "TPU chip"
 
     def count(self, number: int) -> str:
-        """So many of them, in words."""
+        """A number of these accelerators, in words."""
         return f"{number} {self.noun}{'' if number == 1 else 's'}"
 
 

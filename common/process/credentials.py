@@ -58,7 +58,7 @@ class Credentials(BaseModel):
 
     @property
     def api_prefix(self) -> str:
-        """Under which this identity finds the JetStream API."""
+        """The prefix under which this identity finds the JetStream API."""
         return OWN_API if self.role == "operator" else SHARED_API
 
     def consumer_names(self, subjects: Sequence[str]) -> tuple[str, ...]:
@@ -80,7 +80,7 @@ def inbox_prefix(role: Role, identity: str) -> str:
 
 
 def consumers_prefix(role: Role, identity: str) -> str:
-    """How the names of an identity's consumers begin; no identity's name holds a '_'."""
+    """The prefix of the names of an identity's consumers; no identity's name holds a '_'."""
     return f"{role}_{identity}_"
 
 

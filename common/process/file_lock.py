@@ -21,7 +21,7 @@ def file_lock(path: Path, patience_s: float) -> Iterator[None]:
 
     Raises:
         BlockingIOError: another one, which may be stopped for ever, had it for longer.
-        OSError: there can be no such file.
+        OSError: the lock's file cannot be made or opened.
     """
     with path.open("ab") as lock:
         until_s = time.monotonic() + patience_s

@@ -65,10 +65,10 @@ class Health:
     """The health of one daemon; any thread may ask.
 
     Attributes:
-        limit_s: so long may the main loop take for one turn.
-        view: what the daemon does; replaced as it gets on.
-        waiting: what transient faults keep waiting.
-        troubles: what somebody should look at although the daemon works, by what has them.
+        limit_s: seconds that the main loop may take for one turn.
+        view: the daemon's present work; replaced by the next.
+        waiting: the calls that transient faults keep waiting.
+        troubles: sentences for an operator although the daemon works, by the part in trouble.
     """
 
     limit_s: Callable[[], float] = lambda: EVENT_LOOP_S
@@ -80,16 +80,16 @@ class Health:
     _phase_at_s: float | None = field(default=None, init=False)
 
     def trouble(self) -> tuple[str, ...]:
-        """All troubles of now."""
+        """The present troubles, by the names of the parts that have them."""
         return tuple(sentence for _, sentence in sorted(self.troubles.copy().items()))
 
     def line(self) -> str:
-        """All troubles in a line, for a heartbeat, which goes on while the main loop hangs."""
+        """The present troubles in one line for heartbeats, sent even if the main loop hangs."""
         answer = self.answer()
         return "; ".join((*answer.why[: not answer.live], *answer.troubles))[:LINE]
 
     def begin_phase(self, what: str) -> None:
-        """A daemon that is not ready yet begins with this."""
+        """Begin a phase of the daemon's start; the daemon is not ready yet."""
         self.view = lambda: HealthView(what, NOT_YET)
         self._phase_at_s = self.clock()
 
@@ -100,11 +100,11 @@ class Health:
         return self.clock() - self._phase_at_s <= PHASE_S
 
     def turned(self) -> None:
-        """The main loop has come round."""
+        """Note that the main loop has begun a turn."""
         self._turned_at_s = self.clock()
 
     def answer(self) -> Answer:
-        """How the daemon fares; one whose main loop has not begun lives."""
+        """The daemon's health; a daemon whose main loop has not begun counts as live."""
         view = self.view()
         why = list(view.why_not)
         since_s = 0.0 if self._turned_at_s is None else self.clock() - self._turned_at_s
@@ -117,7 +117,7 @@ class Health:
 
 
 def step_limit_s(watchdog_timeout_s: float, step_time_s: float) -> float:
-    """How long a learner's training loop may take for a turn: a slow step is not a hung one."""
+    """Seconds that a learner's training loop may take for a turn: a slow step is not a hung one."""
     return max(watchdog_timeout_s, SLOW_STEPS * step_time_s)
 
 
@@ -145,7 +145,7 @@ def tell(manager: ServiceManager, **fields: str) -> None:
 
 
 def tell_stopping(manager: ServiceManager) -> None:
-    """The daemon ends in order; from now on nobody turns a loop, and the watchdog waits longer."""
+    """Tell systemd that the daemon shuts down: its main loop stops, the watchdog waits longer."""
     watchdog = {"WATCHDOG_USEC": str(int(END_S * 1e6))} if manager.watchdog_s else {}
     tell(manager, STOPPING="1", **watchdog)
 

@@ -219,14 +219,14 @@ class Metrics(Collector):
         self._sources: list[Callable[[], None]] = []
 
     def add(self, metric: Definition, amount: float = 1.0, *labels: object) -> None:
-        """Count, from 0 on."""
+        """Add to a counter, which begins at 0."""
         key = _key(metric, labels)
         with self._lock:
             series = self._values.setdefault(metric, {})
             series[key] = series.get(key, 0.0) + amount
 
     def set(self, metric: Definition, value: float, *labels: object) -> None:
-        """Say what a gauge stands at, or how far somebody else has counted."""
+        """Set a gauge, or a counter that is counted elsewhere."""
         with self._lock:
             self._values.setdefault(metric, {})[_key(metric, labels)] = float(value)
 
@@ -243,7 +243,7 @@ class Metrics(Collector):
         (histogram.labels(*values) if values else histogram).observe(value)
 
     def forget(self, *metrics: Definition) -> None:
-        """Drop all series of metrics, such as those of fragments that are no more ours."""
+        """Drop all series of metrics, such as those of fragments that the daemon owns no more."""
         with self._lock:
             for metric in metrics:
                 self._values.pop(metric, None)
@@ -253,7 +253,7 @@ class Metrics(Collector):
         self._sources.append(source)
 
     def collect(self) -> Iterator[Metric]:
-        """Every series of now, for prometheus_client."""
+        """The present series, for prometheus_client."""
         with self._scraping:
             for source in self._sources:
                 source()
@@ -274,7 +274,7 @@ class Metrics(Collector):
                 yield found
 
     def exposition(self) -> bytes:
-        """All series, and those of the process, in Prometheus's text format."""
+        """The present series, and those of the process, in Prometheus's text format."""
         registry = CollectorRegistry()
         registry.register(self)
         ProcessCollector(registry=registry)

@@ -239,7 +239,7 @@ class NatsServer:
         return f"the whole log is {self.log_path}"
 
     def _greets(self) -> bool:
-        """Whether what answers on the port is ours, and not a stranger who took it meanwhile."""
+        """Whether our server answers on the port, and not a stranger who took it meanwhile."""
         with (
             contextlib.suppress(OSError),
             socket.create_connection((LOOPBACK, self.port), 1.0) as peer,
@@ -278,7 +278,7 @@ def find_binary() -> Path:
     """The nats-server program: of this Python environment, else the one on PATH.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no nats-server program.
     """
     own = Path(sysconfig.get_path("scripts")) / "nats-server"
     if own.is_file():

@@ -135,7 +135,7 @@ class Runtime:
     ) -> T:
         """Call `attempt` until it succeeds; transient faults (`error.retry`) are waited out.
 
-        A fault with `patience_s` that stays for so long is none that passes.
+        A fault with `patience_s` that lasts for so long does not count as transient.
 
         Exponential backoff with full jitter, from 0.1 s up to 10 s between attempts.
 

@@ -31,7 +31,7 @@ _FATAL = ("Fatal Python error", "Segmentation fault", "terminate called")
 
 
 def level_of(line: str) -> str:
-    """How bad it is, if the line says so."""
+    """The level that a line names, if it names one."""
     if line.startswith(_FATAL):
         return "error"
     mark = _MARK.match(line)
@@ -39,7 +39,7 @@ def level_of(line: str) -> str:
 
 
 def as_event(line: bytes, now: datetime, *, journal: bool = False) -> bytes:
-    """A line, without its end, as one of the log; one of a child's own log stays as it is.
+    """A line of stderr as a line of the log; a child's log line stays as it is.
 
     For systemd's journal it begins with its priority.
     """

@@ -126,7 +126,7 @@ async def unless_asked(coroutine: Coroutine[Any, Any, T], asked: Callable[[], bo
 
 
 async def first_of(*coroutines: Coroutine[object, object, None]) -> None:
-    """Run until the first of these ends; cancel the others; raise what it raised."""
+    """Run until the first of these ends; cancel the others; raise the first one's error."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -82,7 +82,7 @@ class Frozen:
         """Compare a leaf that a learner has loaded with what the run began with.
 
         Raises:
-            IntegrityError: it is another one.
+            IntegrityError: the loaded leaf differs from the run's.
         """
         leaf = self.leaves[name]
         found = shards.digest(np.asarray(array))
@@ -107,7 +107,7 @@ def store_frozen(
     arrays: Mapping[str, np.ndarray],
     loaded: Collection[str] = (),
 ) -> str | None:
-    """Store leaves; the name of their index, None where there are none.
+    """Store leaves; returns the name of their index, None where there are none.
 
     Args:
         run: its name.

@@ -65,7 +65,7 @@ Hint = Callable[[str, tuple[int, ...]], TensorHint]
 
 
 def default_hint(name: str, shape: tuple[int, ...]) -> TensorHint:
-    """Every tensor by RDA with one norm, none alone."""
+    """The hint of every tensor by default: RDA with one norm, not alone."""
     del name, shape
     return TensorHint()
 
@@ -124,7 +124,7 @@ class Fragment:
 
     @property
     def averaged(self) -> bool:
-        """Whether it holds averaged state (`common/process/config/run.py`), and nothing else."""
+        """Whether the fragment holds averaged state (`common/process/config/run.py`) alone."""
         return any(piece.merge == STATE for piece in self.pieces)
 
     def segment_blocks(self, block: int) -> np.ndarray:
@@ -338,7 +338,7 @@ def _edges(rows: int, parts: int) -> list[int]:
 
 
 def _fillable(cuts: list[_Cut], fragments: int) -> int:
-    """How many of `fragments` fragments there is something for."""
+    """The number of fragments, `fragments` at most, that the tensors can fill."""
     own = _own_fragments(cuts, fragments)
     shared = len(cuts) if fragments == 1 else sum(not cut.hint.alone for cut in cuts)
     return own + min(shared, fragments - own)
@@ -413,7 +413,7 @@ def offset_steps(fragment: int, fragments: int, interval_steps: int) -> int:
 
 
 class Rhythm(NamedTuple):
-    """How often a fragment is due: every `interval_steps`, H.
+    """The intervals at which a fragment is due: every `interval_steps`, H.
 
     In a run's first `warmup_steps` it is due every `warmup_interval_steps`: early on parameters
     move fast, and learners that go apart for long lose most.

@@ -310,7 +310,7 @@ def parse_version_object(run: str, fragment: int, name: str) -> VersionObject | 
 
 
 class ShardName(NamedTuple):
-    """Which update a shard is of, as its name says."""
+    """The update that a shard belongs to, as the shard's name states it."""
 
     learner: str
     fragment: int
@@ -371,10 +371,10 @@ def layout_object(run: str, digest: str) -> str:
 
 
 def constants_object(run: str, digest: str) -> str:
-    """Object with the index of the leaves that are not synchronized (`held.py`)."""
+    """Object with the index of the leaves that are not synchronized (`frozen.py`)."""
     return f"{global_prefix(run)}constants-{digest}"
 
 
 def tile_object(run: str, digest: str) -> str:
-    """Object with a part of such a leaf."""
+    """Object with one tile of a leaf that is not synchronized."""
     return f"{global_prefix(run)}tile-{digest}"

@@ -50,7 +50,7 @@ class Form(NamedTuple):
         codes: a description of a block's codes, which docs/protocol.md prints.
         greatest: the code that the greatest value of a block gets; 0 for float codecs, whose
             blocks have no scale.
-        elements: how many elements one item of the codes' array holds.
+        elements: the number of elements in one item of the codes' array.
     """
 
     number: int
@@ -94,12 +94,12 @@ def code_dtype(codec: Codec) -> np.dtype[Any]:
 
 
 def code_count(codec: Codec, size: int) -> int:
-    """How many items the codes of `size` elements have."""
+    """The number of items that the codes of `size` elements take."""
     return size // FORMS[codec].elements
 
 
 def scale_count(codec: Codec, size: int, block: int) -> int:
-    """How many scales `size` elements have."""
+    """The number of scales of `size` elements."""
     return size // block if codec in GREATEST_CODE else 0
 
 

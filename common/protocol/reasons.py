@@ -22,11 +22,11 @@ class Reason(StrEnum):
     """One reason; its value is the word on the wire.
 
     Attributes:
-        stages: how far what it refuses has come.
-        text: what it means, for people.
-        offence: whether it counts towards `bounds.quarantine_offences`: not what the sender did
-            not bring about, or could not know; nor what is no update, whose sender is not sure.
-        runbook: what to do about it.
+        stages: the stages of an update in which it is given.
+        text: the meaning, for people.
+        offence: whether it counts towards `bounds.quarantine_offences`. It does not if the sender
+            neither caused it nor could know it, or if the sender is uncertain.
+        runbook: the page that says what to do about it.
     """
 
     stages: tuple[Stage, ...]

@@ -115,7 +115,7 @@ def unpack(data: bytes | memoryview, *, codec: Codec, count: int, block: int) ->
 
     Args:
         data: an object of a peer's.
-        codec: what its manifest says.
+        codec: the codec in its manifest.
         count: elements it covers.
         block: the layout's.
 

@@ -105,7 +105,7 @@ def cut(blocks_n: Blocks, most: int) -> list[Blocks]:
 
 
 def check(slices: Sequence[Slice], blocks: int) -> int:
-    """How many blocks the slices of a shard hold, in a time that no claimed size adds to.
+    """The number of blocks in a shard's slices, found in a time that no claimed size adds to.
 
     Args:
         slices: of a peer's shard.
@@ -142,7 +142,7 @@ def check(slices: Sequence[Slice], blocks: int) -> int:
 
 
 def partition(shards: Sequence[Sequence[Slice]], blocks: int, most: int) -> list[int]:
-    """How many blocks each shard of an update holds, which together hold each block once.
+    """The number of blocks in each shard of an update, whose shards hold each block once.
 
     Takes B bytes of memory, and none before the counts are right.
 

@@ -31,7 +31,7 @@ EXPIRY = "expiry-"
 
 
 class Sizes(NamedTuple):
-    """How an epoch is divided; claims that say otherwise than the run are void."""
+    """The division of an epoch into shares; claims with another one than the run's are void."""
 
     shares: int
     batches: int
@@ -57,7 +57,7 @@ def lost_batches(
 
     Args:
         position: where a learner's data goes on.
-        reached: how far updates of each fragment came, and, under None, how far was said otherwise.
+        reached: batches that updates of each fragment reach; under None, those of other messages.
         fragments: of the run.
     """
     said = reached.get(None, 0)
@@ -70,7 +70,7 @@ def sizes_of(claim: wire.Claim) -> Sizes:
 
 
 def declared_sizes(settings: RunSettings) -> Sizes | None:
-    """How the run's operator says that an epoch is divided; None: nobody does."""
+    """The division of an epoch that the run's operator declares; None if there is none."""
     run = settings.run
     return Sizes(run.data_shares, run.share_batches) if run.data_shares else None
 
@@ -107,7 +107,7 @@ class Holdings:
     _learners: dict[str, _LearnerHoldings] = field(default_factory=dict)
 
     def take(self, claim: wire.Claim, seq: int) -> bool:
-        """A claim that the tape has at a sequence, in the tape's order; whether it counts."""
+        """Take the tape's next claim, in the tape's order; returns whether it counts."""
         # A life is the sequence of a join. One that was not there yet nobody could ever end.
         if claim.incarnation >= seq:
             return False
@@ -127,7 +127,7 @@ class Holdings:
         return self._learners[learner].held if learner in self._learners else ()
 
     def is_over(self, learner: str, life: int) -> bool:
-        """Whether a life can claim nothing any more: its end was said, or a newer one's word."""
+        """Whether a life can claim nothing more: it has ended, or a newer life is known."""
         known = self._learners.get(learner, _LearnerHoldings())
         return life < known.incarnation or life <= known.ended
 
@@ -136,7 +136,7 @@ class Holdings:
         return self._learners[learner].incarnation if learner in self._learners else 0
 
     def holders(self) -> tuple[str, ...]:
-        """All who hold something."""
+        """Names of the learners that hold something."""
         return tuple(name for name, one in self._learners.items() if one.held)
 
     def next_position(self, learner: str) -> int:

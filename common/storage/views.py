@@ -73,7 +73,7 @@ async def load_recorded(context: RunContext, record: wire.Record, record_seq: in
 
 
 async def load_version(context: RunContext, record: wire.Record) -> npt.NDArray[np.float32]:
-    """The view after a record, whichever, float32 [N], verified.
+    """The view after any record, float32 [N], verified.
 
     Raises:
         IntegrityError: what is stored does not give the recorded digest.
@@ -171,7 +171,7 @@ def assemble_view(
 
     Raises:
         ObjectMissingError: garbage collection has taken an object.
-        IntegrityError: they do not give the digest.
+        IntegrityError: the objects do not give the digest.
     """
     data = get_object(context.store, snapshot)
     read_bytes = len(data)

@@ -22,8 +22,8 @@ class Breach(NamedTuple):
 
     Attributes:
         rule: one of the oracle's, "objects", "bytes" or "digests".
-        where: which part of the run.
-        what: what was expected and what stands there.
+        where: the part of the run.
+        what: the expected value, and the one that stands there.
     """
 
     rule: str
@@ -36,10 +36,10 @@ class Objects:
     """The state of a run's objects.
 
     Attributes:
-        needed: how many recovery and learners need; `needed_bytes` of them.
-        collected: how many that the tape names are gone, and may be.
+        needed: the number that recovery and learners need; `needed_bytes` of them.
+        collected: the number that the tape names and that garbage collection may have removed.
         orphans: objects below the run's prefix that nothing on the tape names, in bytes.
-        newer: objects of what the tape has not come to, in bytes.
+        newer: objects of versions beyond the tape's end, in bytes.
         remade: versions that were merged again, and gave their digests.
         read: objects of versions whose bytes were compared.
     """

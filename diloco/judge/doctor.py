@@ -175,7 +175,7 @@ async def examine(
 
 
 def said_once(findings: Iterable[Finding]) -> list[Finding]:
-    """Without what is said already, and as something worse."""
+    """The findings, each sentence once and with the worst severity that it was given."""
     read_scores: dict[tuple[str, str], Finding] = {}
     for finding in findings:
         other = read_scores.setdefault((finding.about, finding.sentence), finding)
@@ -331,7 +331,7 @@ def _task_of(config: Config) -> list[Finding]:
 
 
 class _Way(NamedTuple):
-    """How a run is examined, as `examine` says."""
+    """The way in which a run is examined: the arguments of `examine`."""
 
     deep: bool
     told: Told

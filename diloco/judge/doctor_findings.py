@@ -87,7 +87,7 @@ def stores_nothing(stream: str, error: str) -> Finding:
 
 
 def readers(filled: Filled) -> Iterator[Finding]:
-    """How near the tape is to as many readers as the server gives it; each process is one."""
+    """The finding on the number of the tape's readers beside the server's limit."""
     most = filled.max_readers or USUAL_READERS
     if filled.readers < NEARLY_FULL * most:
         return
@@ -129,7 +129,7 @@ def objects(found: Objects, *, deep: bool) -> Iterator[Finding]:
 
 
 def rules(found: Audit) -> Iterator[Finding]:
-    """How much of the tape was decided and made again."""
+    """The finding on the part of the tape that was decided again and made again."""
     if found.deep and not found.breaches:
         unknown = f"; {found.unknown:,} could not be followed" if found.unknown else ""
         followed = bool(found.followed or not found.unknown)
@@ -142,7 +142,7 @@ def rules(found: Audit) -> Iterator[Finding]:
 
 
 def ruined(scores: Sequence[wire.Score]) -> Iterator[Finding]:
-    """Find a held-out loss that rose by much of what it had fallen: of all the data, or of slices.
+    """Find a held-out loss that rose again by much of its fall: of all the data, or of slices.
 
     Args:
         scores: that were kept, in order of time.

@@ -32,7 +32,7 @@ class Hole(NamedTuple):
 
     @property
     def messages(self) -> int:
-        """How many there were."""
+        """The number of messages that are gone."""
         return self.last_seq - self.first_seq + 1
 
 
@@ -74,7 +74,7 @@ def _needed_for(record: wire.Record, *, oldest: bool) -> Iterator[wire.ObjectRef
 
 
 def newer_objects(history: History, listed: Iterable[str]) -> Iterator[str]:
-    """Objects of versions and checkpoints that the tape has not come to.
+    """Objects of versions and checkpoints beyond the tape's end.
 
     Args:
         history: the tape; read after the store was listed, or once the run has ended.
@@ -118,7 +118,7 @@ def newer_than(
     listed: Sequence[str],
     last_seq: int,
 ) -> Iterator[str]:
-    """Objects of what a tape has not come to.
+    """Objects of versions and checkpoints beyond the end of a tape.
 
     Args:
         run: its name.

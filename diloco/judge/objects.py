@@ -30,7 +30,7 @@ class Listing:
 
     Args:
         listed: names and sizes.
-        picked: which names to keep in full, such as those a tape may not have come to.
+        picked: the names to keep in full, such as those that may be newer than a tape.
 
     Attributes:
         picked: names of those.
@@ -84,7 +84,7 @@ class Listing:
 
 
 def _stand_in(rows: npt.NDArray[np.int64], wanted: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Which of these rows are among others, which are in order."""
+    """Marks of the rows that occur among others, which are sorted."""
     if not len(rows):
         return np.zeros(len(wanted), np.bool_)
     at = np.minimum(np.searchsorted(rows[:, 0], wanted[:, 0]), len(rows) - 1)
@@ -97,7 +97,7 @@ def _hash(name: str) -> int:
 
 
 async def read_listing(context: RunContext) -> Listing:
-    """The run's objects, with the names of those that a tape read later may not have come to.
+    """The run's objects, with the names of those that may be newer than a tape read later.
 
     Raises:
         BusError, StoreError: bus or store are away.
@@ -129,7 +129,7 @@ async def _newest_version(context: RunContext, fragment: int) -> int:
 
 
 def fragment_of(run: str, name: str) -> int | None:
-    """The fragment that an object is of; None for what is the whole run's."""
+    """The fragment that an object is of; None for an object of the whole run."""
     if (sent := names.parse_shard(run, name)) is not None:
         return sent.fragment
     fragment = name.removeprefix(names.global_prefix(run)).partition("/")[0]
@@ -176,7 +176,7 @@ def named(record: wire.Record) -> Iterator[wire.ObjectRef | wire.Shard]:
 
 
 def all_named(history: History) -> Iterator[wire.ObjectRef | wire.Shard]:
-    """Every object that a record names, without those that the record before names as well."""
+    """Every object that a record names and the record before it does not."""
     for chain in history.records.values():
         before: set[str] = set()
         for _, record in chain:
@@ -267,7 +267,7 @@ def _other_names(history: History) -> Iterator[str]:
 
 
 def _pinned(history: History) -> set[str]:
-    """How the names of all that checkpoints keep begin."""
+    """Prefixes of the names of all objects that checkpoints keep."""
     return {
         names.version_object(history.run, fragment, version, "", "").removesuffix("--")
         for _, checkpoint in history.checkpoints
@@ -280,10 +280,10 @@ READ_BYTES = 64 << 20
 
 
 def check_bytes(history: History, found: Objects) -> None:
-    """Read the newest objects of versions, and hold them against what records say; blocks.
+    """Read the newest objects of versions, and compare their bytes with records; blocks.
 
     Learners that were there read a delta once: what happens to it later nobody notices, until a
-    learner joins or the run is replayed. What cannot be read any more others tell of.
+    learner joins or the run is replayed. Other checks report objects that cannot be read.
 
     Raises:
         StoreUnavailableError: the store is away.

@@ -85,7 +85,7 @@ class FragmentRemaker:
 
     @property
     def view(self) -> Vector:
-        """After the last record.
+        """The view after the last record.
 
         Raises:
             IntegrityError: it could not be made.

@@ -36,7 +36,7 @@ def newest_checkpoint(store: ObjectStore, run: str) -> tuple[str, float] | None:
 def checkpoints(
     history: History, made: tuple[str, float] | None, now_s: float
 ) -> Iterator[Finding]:
-    """Whether the run's checkpoints are made, which a lost NATS server is restored from."""
+    """The finding on the run's checkpoints, from which a lost NATS server is restored."""
     marks = {mark.name: mark.created_at_s for _, mark in history.checkpoints}
     since = f"the newest that is whole is {made[0]}" if made else "there is none that is whole"
     created_s = history.specification.created_at_s

@@ -88,7 +88,7 @@ def _rates(created: RunSettings, old: int, new: int) -> list[str]:
 
 
 async def change(target: str, assignments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Change settings of a run; what has changed, and warnings about what it is now.
+    """Change settings of a run; returns the changes, and warnings about the new settings.
 
     Raises:
         ConfigError: no setting of that name, no such value, or one that is fixed.
@@ -121,7 +121,7 @@ async def quarantine(target: str, name: str, *, active: bool, reason: str) -> No
 
 
 async def end(target: str) -> int:
-    """End a run early, in order; its clock.
+    """End a run early, in order; returns the run's clock.
 
     Raises:
         RunMismatchError: no such run, or it has stopped.
@@ -161,7 +161,7 @@ async def plan_rollback(target: str, to: str) -> list[RollbackMove]:
 
 
 async def roll_back(target: str, moves: Sequence[RollbackMove]) -> list[wire.Record]:
-    """Do it; the record that each fragment is at now.
+    """Roll a run back; returns the record that each fragment is at now.
 
     Raises:
         RunMismatchError: the run has stopped.

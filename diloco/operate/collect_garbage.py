@@ -41,7 +41,7 @@ KINDS = ("shard", "delta", "view", "outer", "record", "checkpoint")
 
 @dataclass
 class GarbageFound:
-    """All garbage of a run; `messages` counts those that `trims` remove from the tape."""
+    """The garbage of a run; `messages` counts those that `trims` remove from the tape."""
 
     trims: list[Trim] = field(default_factory=list)
     objects: list[GarbageObject] = field(default_factory=list)
@@ -166,7 +166,7 @@ def _lives(heard: TapeFacts, learners: set[str]) -> dict[str, int]:
 
 
 def _count(sequences: Sequence[int], trim: Trim) -> int:
-    """How many messages a trim removes."""
+    """The number of messages that a trim removes."""
     return sum(seq < min(trim.below_seq, sequences[-1]) for seq in sequences)
 
 

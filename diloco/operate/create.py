@@ -127,7 +127,7 @@ def _lying(task: Task, leaves: Mapping[str, Any]) -> Params:
 
 
 def create_with(config: Config, params: Params, hint: Hint = default_hint) -> Layout:
-    """Create a run without a task, which begins with these parameters; its layout.
+    """Create a run without a task, which begins with these parameters; returns its layout.
 
     Raises:
         DilocoError: what is wrong, with what to do.
@@ -193,7 +193,7 @@ async def create_run(
     """Make the streams, store layout and held leaves, publish the specification, commit version 0.
 
     Args:
-        settings: what defines the run.
+        settings: the settings that define the run.
         streams: replicas and limits of its streams.
         layout: of `params`.
         params: the parameters the run begins with, the task's whole tree.

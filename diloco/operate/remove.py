@@ -27,7 +27,7 @@ class Belongings:
     Attributes:
         streams: bytes of each stream that is there.
         objects: in the store, below the run's name.
-        places: what the bus and the store are called.
+        places: the addresses of bus and store, for people.
     """
 
     run: str
@@ -76,7 +76,7 @@ async def belongings(target: str, *, going_on: bool) -> Belongings:
 
     Args:
         target: RUN.
-        going_on: whether it may be a run that has not ended.
+        going_on: a run that has not ended is allowed.
 
     Raises:
         RunMismatchError: there is no such run, or it has not ended.

@@ -154,7 +154,7 @@ def install_units(wanted: UnitOptions) -> tuple[list[Path], dict[Path, Path]]:
 
 
 def marked(text: str) -> str:
-    """The text below the line by which it is known."""
+    """The text below a line that marks the file as written by this program."""
     return f"{OURS}{_digest(text)}\n{text}"
 
 

@@ -65,7 +65,7 @@ class Prices(Section):
         return {" ".join(sorted(key.split())): price for key, price in egress.items()}
 
     def continent(self, region: str) -> str:
-        """Where a region is; "" if no name begins so."""
+        """The continent of a region; "" if no name begins so."""
         return self.continents.get(region.partition("-")[0], "")
 
     def machine(self, name: str, cores: int, gib: float) -> float | None:
@@ -139,7 +139,7 @@ def _disks(prices: Prices) -> float:
 
 
 def at_interval(cost: DailyCost, asked: int, steps: int) -> float:
-    """Dollars a day with another H: all but machines and disks goes by how often is sent."""
+    """Dollars a day with another H: all parts but machines and disks follow the number of sends."""
     fixed = cost.machines + cost.disks
     return fixed + (cost.total - fixed) * asked / steps
 

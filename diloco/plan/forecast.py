@@ -58,7 +58,7 @@ class Fleet:
         outages: None: nothing ever fails.
         learner_restart_s: as `outages.restart_s`, of a learner; None: the same.
         aggregator_gbit: of its link to the store, and whether that is encrypted (`tls`).
-        replay_window_s: so old versions are kept.
+        replay_window_s: the age up to which versions are kept.
         gradient_bits: of one element of data-parallel's gradient.
         hidden: share of data-parallel's step under which its exchange may lie.
     """

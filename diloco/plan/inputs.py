@@ -128,7 +128,7 @@ def _spread(text: str) -> Spread:
 
 
 def read_tokens(options: PlanOptions, settings: RunSettings, fleet: Fleet, step_tokens: int) -> int:
-    """The budget: of the options, else of the file: its tokens, or its steps by all learners.
+    """The token budget: as the options give it, else from the file's tokens or steps.
 
     Raises:
         ConfigError: nothing says what a step covers.
@@ -164,7 +164,7 @@ def read_prices(path: Path | None) -> Prices:
 
 
 def read_regions(options: PlanOptions, prices: Prices) -> tuple[str, ...]:
-    """A region for each learner; fewer than there are learners are taken in turn."""
+    """A region for each learner; a list shorter than the fleet is repeated."""
     named = [name.strip() for name in options.regions.split(",")] if options.regions else US_REGIONS
     for name in named:
         if not prices.continent(name):

@@ -58,7 +58,7 @@ def expected_loss(steps: int) -> tuple[float, float]:
 
 
 def with_interval(settings: RunSettings, steps: int) -> RunSettings:
-    """The settings with another H, and with what must not exceed it cut to fit."""
+    """The settings with another H, and with settings that must not exceed H cut to it."""
     sync = settings.sync.model_copy(
         update={
             "interval_steps": steps,

@@ -32,7 +32,7 @@ class Outages:
         mtbi_s: mean time between two interruptions of one chip.
         slice_chips: chips that go when one of them fails.
         return_s: mean time until a slice that failed is back.
-        hold_s: how long a slice that is back waits for others before an elastic job takes it in.
+        hold_s: time that a slice that is back waits for others before an elastic job takes it in.
         reconfigure_s: an elastic job stands still so long when slices leave or join.
         restart_s: a job that has lost everything trains so long after its slices are there.
         checkpoint_every_s: training time between two checkpoints of a rigid job; 0: a restart
@@ -165,7 +165,7 @@ def _fails_after_s(outages: Outages, failures_per_s: float, rng: np.random.Gener
 def _failures(
     outages: Outages, failures_per_s: float, span_s: float, rng: np.random.Generator
 ) -> int:
-    """How many slices fail in a span in which the job stands."""
+    """The number of slices that fail in a span in which the job stands."""
     if not outages.merge_s:
         return int(rng.poisson(failures_per_s * span_s))
     draws = round(span_s / outages.merge_s)

@@ -88,7 +88,7 @@ class RoundTotals:
         waits_s: of each of them, from its announcement to the close of its round.
         adoptions_s: of each version at each learner, from its record to the boundary that has it.
         reads: updates that the aggregator read.
-        reasons: how often rounds closed for which reason.
+        reasons: the number of rounds that closed for each reason.
         kept: share of the trained tokens that were merged, or on their way at the end.
         utilization: share of the time in which learners could train that they did not wait.
         stands_for: learners of the fleet for each that was simulated.
@@ -107,7 +107,7 @@ class RoundTotals:
 
     @property
     def versions(self) -> int:
-        """How many were made."""
+        """The number of versions made."""
         return len(self.committed_s)
 
     @property
@@ -161,7 +161,7 @@ def simulate(
     Args:
         settings: of the run.
         workers: its learners, all there at the beginning.
-        aggregator: how fast it reads, merges and stores.
+        aggregator: the times of its work.
         horizon_s: no longer than the workers' traces.
         rng: of the uploads' times.
     """
@@ -195,7 +195,7 @@ class _PlannedOwner(VirtualFragment):
     """The aggregator: it reads one update after another, for its link is one for all of them.
 
     Attributes:
-        found: what came of the rounds so far.
+        found: the results of the rounds so far.
         trained: tokens of lives that are over; `sent` those that were not lost with them.
     """
 
@@ -341,7 +341,7 @@ class _Learner:
         self._plan_lives()
 
     def _plan_lives(self) -> None:
-        """Its joins and deaths, and the silences in which nobody waits for it."""
+        """Plan the learner's joins and deaths, and the silences in which nobody waits for it."""
         trace = self._worker.trace
         silent_s = self._owner.rules.quorum.liveness_timeout_s
         self._timeline.at(0.0, self._join)

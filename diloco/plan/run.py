@@ -25,12 +25,12 @@ KEYS: Final = ("interval_steps", "fragments", "min_steps")
 
 
 def write_interval(path: Path, settings: RunSettings, found: list[Interval]) -> str:
-    """Set H to the smallest that the links carry, with what must not exceed it; says what was done.
+    """Set H in the file to the smallest that the links carry, and say what has changed.
 
     Args:
         path: the run's file.
         settings: as planned.
-        found: what each H would be.
+        found: the forecast for each H.
 
     Raises:
         ConfigError: no H is carried, or the file cannot be changed line by line.

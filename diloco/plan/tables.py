@@ -247,7 +247,7 @@ def draw(plans: list[Plan], asked: Plan, path: Path) -> None:
         path: of the page.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the page cannot be written.
     """
     counts = np.asarray([plan.learners for plan in plans], np.float64)
     at = np.asarray([asked.learners], np.float64)

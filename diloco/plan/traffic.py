@@ -221,7 +221,7 @@ def tape_bytes(sized: RoundTraffic, learners: int, updates: float) -> float:
 def retained_bytes(
     sized: RoundTraffic, updates: float, interval_s: float, window_s: float
 ) -> float:
-    """Bytes in the store once garbage is collected: of the window, and what a snapshot reaches.
+    """Bytes in the store after garbage collection: of the window, back to a snapshot before it.
 
     The floor is a snapshot before the window, and at least the older of the two newest.
     """

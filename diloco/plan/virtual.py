@@ -70,7 +70,7 @@ class Timeline:
 
 
 class VirtualFragment:
-    """The aggregator of one fragment: its machine, told what happens when it happens.
+    """The aggregator of one fragment: its machine, which gets events at their virtual times.
 
     Attributes:
         state: the machine's.
@@ -89,11 +89,11 @@ class VirtualFragment:
         self._shards = _shards(rules)
 
     def perform(self, effect: Effect) -> None:
-        """Do what the machine asks for; answers come by `decide`."""
+        """Perform an effect of the machine; answers come by `decide`."""
         raise NotImplementedError
 
     def decide(self, event: events.Event) -> None:
-        """Tell the machine, and do what it asks for."""
+        """Give the machine an event, and perform its effects."""
         if self.state.phase == "closing" and not isinstance(event, events.Made):
             # As a fragment's owner does: its machine is told nothing before the version is made.
             self._held.append(event)
@@ -107,7 +107,7 @@ class VirtualFragment:
             self.timeline.at(due_s, self._ring, due_s)
 
     def join(self, learner: str, incarnation: int) -> Start:
-        """Begin a learner's life; the version that it begins with."""
+        """Begin a learner's life; returns the version that it begins with."""
         self.decide(events.Joined(self.timeline.now_s, incarnation, learner))
         state = self.state
         return Start(state.version, state.view_digest, state.record_seq, state.global_step)
@@ -118,7 +118,7 @@ class VirtualFragment:
         self.decide(events.Announced(self.timeline.now_s, self.newest_seq, manifest))
 
     def made(self, digest: str) -> None:
-        """The version is made; what came meanwhile is told now."""
+        """Tell the machine that its version is made, and then what came meanwhile."""
         self.decide(events.Made(self.timeline.now_s, digest))
         while self._held and self.state.phase != "closing":
             self.decide(self._held.popleft())

@@ -72,20 +72,20 @@ class BlamedRounds:
     why: list[str] = field(default_factory=list)
 
     def count(self, fate: Fate, why: str = "", rounds: int = 1) -> None:
-        """So many more."""
+        """Count rounds of one fate."""
         self.fates[fate] += rounds
         if why and len(self.why) < TOLD:
             self.why.append(why)
 
     @property
     def left_out(self) -> int:
-        """How many were not judged."""
+        """The number of rounds that were not judged."""
         return self.fates.total() - self.fates["judged"]
 
 
 @dataclass
 class Blame:
-    """Every update's effect in order of time, those of the worst by tensor; what is left out.
+    """The effects of updates in order of time, the worst also by tensor; and what is left out.
 
     `slices` has the same effects on the loss of each slice of the held-out data.
     """
@@ -97,7 +97,7 @@ class Blame:
     _worst: list[Effect] = field(default_factory=list)
 
     def add(self, by_slice: Mapping[str, Effect]) -> bool:
-        """The next one, by slice; whether it is among the worst so far."""
+        """Add an update's effect, by slice; returns whether it is among the worst so far."""
         effect = by_slice[WHOLE]
         self.effects.append(effect)
         for name in by_slice.keys() - {WHOLE}:
@@ -124,7 +124,7 @@ def blame(
     enough: Enough | None = None,
     told: Callable[[Blame], None] | None = None,
 ) -> Blame:
-    """Every round once more, without each of its inputs.
+    """Merge every round again without each of its inputs, to find the effect of each update.
 
     Behind a round that does not come out as recorded it goes on at the fragment's next stored
     version; rounds that are left out are counted.

@@ -133,7 +133,7 @@ class _UpdateColumns:
         return [float(value) for value in self.alone[within][~mine]]
 
     def beyond(self, places: Places, bound: Callable[[float], float]) -> float:
-        """How surely updates lie above a bound on average, in standard errors of their own scatter.
+        """Mean distance of updates above a bound, in standard errors of their own scatter.
 
         In parts of the largest effect in their round, since effects shrink while a model converges.
         By Student's t, as the normal deviate that is as improbable (Wallace 1959), so that of few
@@ -270,7 +270,7 @@ def _means(beside: _UpdateColumns, own: Places) -> tuple[float, float]:
 
 
 def _is_sure(beside: _UpdateColumns, places: Places, bound: Callable[[float], float]) -> bool:
-    """Whether it is no accident that updates are worse than the others', and beyond a bound."""
+    """Whether updates are worse than the others' and beyond a bound, and not by accident."""
     return beside.beyond(places, _usual) > SURE and beside.beyond(places, bound) > CLEAR
 
 

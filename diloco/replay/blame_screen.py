@@ -106,12 +106,12 @@ def _nobody(effects: Effects, sentences: Sequence[Sentence]) -> str:
 
 
 def of_slice(one: Sentence) -> str:
-    """The slice that a sentence is about, in words; nothing where it is all the held-out data."""
+    """The slice that a judgement is about, in words; "" if it is all the held-out data."""
     return f" of the slice {one.slice}" if one.slice else ""
 
 
 def in_words(one: Sentence) -> str:
-    """The sentence on a learner, in words."""
+    """The judgement of one learner as a sentence."""
     since = ""
     if one.since is not None:
         at = one.since
@@ -206,7 +206,7 @@ def draw(run: str, found: Blame, path: Path) -> None:
     """Each learner's effects, summed over the run's clock, as a page.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the page cannot be written.
     """
     effects = found.effects
     learner, steps, did = (effects.column(name) for name in ("learner", "global_step", "did"))

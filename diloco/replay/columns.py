@@ -34,7 +34,7 @@ class TupleColumns(Lazy[Row]):
             self.append(row)
 
     def append(self, row: Row) -> None:
-        """The next one."""
+        """Append one row."""
         self._values.extend(self._place(one) if isinstance(one, str) else one for one in row)
 
     def _place(self, text: str) -> int:
@@ -49,11 +49,11 @@ class TupleColumns(Lazy[Row]):
         return rows[:, [*self._types].index(name)].copy()
 
     def __len__(self) -> int:
-        """How many."""
+        """The number of rows."""
         return len(self._values) // len(self._types)
 
     def item(self, index: int) -> Row:
-        """One of them."""
+        """The row at an index."""
         width = len(self._types)
         at = index * width
         row = zip(self._types.values(), self._values[at : at + width], strict=True)

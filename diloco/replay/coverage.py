@@ -34,10 +34,10 @@ class Tape:
         end_seq: of its end message; 0 if it has none: the run goes on, or the tape was cut.
         releases: whose records it holds.
         unreadable: records that cannot be read; `garbage`: messages that are none of the protocol.
-        newer: objects of what the tape has not come to.
+        newer: objects of versions beyond the tape's end.
         under_way: objects of a version that was being made, or the tape was cut there.
         missing: objects that are gone though no collection takes them, with their record.
-        lost: what was wrong with the file of which it was salvaged, or "".
+        lost: the damage of the file from which the tape was salvaged, or "".
     """
 
     run: str
@@ -59,7 +59,7 @@ class Tape:
 
     @property
     def wrong(self) -> bool:
-        """Whether it is not as its makers left it, so far as a damaged copy of it can tell."""
+        """Whether the tape differs from what its makers left, as far as a damaged copy can tell."""
         gone = self.unreadable or self.holes or self.breaches or self.missing
         return bool(gone) and not self.lost
 
@@ -74,7 +74,7 @@ class Versions:
         trimmed: before what garbage collection has left, as the tape or its age says.
         missing: their objects are gone, and nothing says why.
         wrong: not as recorded.
-        unreached: they follow one that is wrong or gone, before the next stored state.
+        unreached: follow a version that is wrong or gone, before the next stored state.
         earlier: verified by an earlier call of `--resume`, and not looked at again.
     """
 

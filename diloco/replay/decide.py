@@ -22,7 +22,7 @@ NEAR = 32
 
 
 def decide(history: History, fragment: int, chain: Chain) -> Iterator[Decision]:
-    """The decisions of a fragment's records once more; the first record is their basis.
+    """Decide a fragment's records again; the first record is the basis of the others.
 
     Args:
         history: the tape.
@@ -39,7 +39,7 @@ def decide(history: History, fragment: int, chain: Chain) -> Iterator[Decision]:
 
 
 def decide_newest(history: History, fragment: int) -> Decision | None:
-    """A fragment's newest decision once more, since no record behind it carries its digest.
+    """Decide a fragment's newest record again, since no record after it carries its digest.
 
     The basis is looked for among the `NEAR` records before it. None if an operator made the newest
     record, or the settings of one of them are gone.
@@ -52,7 +52,7 @@ def decide_newest(history: History, fragment: int) -> Decision | None:
 
 
 def whole_from(history: History, fragment: int) -> int:
-    """From where on the tape has all messages that concern a fragment.
+    """The sequence from which on the tape has every message that concerns a fragment.
 
     Garbage collection takes a fragment's messages only from before its oldest record.
     """
@@ -154,7 +154,7 @@ def _inputs_and_step(history: History, commit: Commit, record: wire.Record) -> d
 def inputs_again(admitted: Sequence[Admitted], record: wire.Record) -> tuple[wire.Input, ...]:
     """The inputs that a record would state for these updates.
 
-    Of their arrays it is what the record does say, which merging again verifies.
+    Figures of their arrays are copied from the record; merging again verifies them.
     """
     given = {taken.stream_seq: (taken.coefficients, taken.weight_unit) for taken in record.inputs}
     return tuple(make_input(one, *given.get(one.stream_seq, (b"", 0))) for one in admitted)

@@ -29,7 +29,7 @@ class DecisionCounts:
     different: list[Decision] = field(default_factory=list)
 
     def take(self, decision: Decision) -> None:
-        """The next decision."""
+        """Count the next decision."""
         self.outcomes[decision.outcome] += 1
         if decision.outcome == "unknown":
             self.reasons[decision.why] += 1
@@ -38,7 +38,7 @@ class DecisionCounts:
 
 
 def tell(history: History, chosen: Mapping[int, Chain], console: Console, *, as_json: bool) -> int:
-    """Decide again, and tell; the exit status."""
+    """Decide again and print the comparison; returns the exit status."""
     found = DecisionCounts()
     for fragment, chain in chosen.items():
         for decision in decide(history, fragment, chain):

@@ -35,7 +35,7 @@ from diloco.show.page.markup import check_name
 
 
 def run_replay(target: str, options: Options, console: Console | None = None) -> int:
-    """Do what the options say; the exit status.
+    """Run the mode that the options ask for; returns the exit status.
 
     0 if all of it is as recorded, 1 if something is not, 2 if something could not be looked at.
 
@@ -147,7 +147,7 @@ async def _is_collected(context: RunContext, history: History, lost: Lost, windo
 async def _still_missing(
     context: RunContext, missing: tuple[tuple[str, int], ...]
 ) -> tuple[tuple[str, int], ...]:
-    """Those of the missing objects that were neither made nor collected since they were missed."""
+    """The missing objects that were neither made nor collected since they were missed."""
     if not missing:
         return ()
     oldest: dict[int | None, int] = {}

@@ -106,7 +106,7 @@ class BundleOptions:
         redact: names are replaced by hashes.
         logs: files, or folders of them.
         objects: whether these too; without, a reader needs the run's store.
-        salvage: what is whole of a file that is damaged.
+        salvage: take the whole parts of a file that is damaged.
     """
 
     first: First = None

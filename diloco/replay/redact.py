@@ -120,7 +120,7 @@ class Redactor:
         return self._hash("task", module).replace("-", "_")
 
     def name(self, name: str) -> str:
-        """The name that stands for a name now."""
+        """The replacement of a name."""
         return self._names.get(name, name)
 
     def _somebody(self, name: str) -> str:
@@ -193,13 +193,13 @@ class Redactor:
         return bytes(msgpack.packb(fields))
 
     def positions(self, name: str, data: bytes) -> tuple[str, bytes]:
-        """The object beside a specification; do it before the specification, which names it."""
+        """Redact the object with data positions; call this before redacting the specification."""
         body = self._body(data)
         self._refs[name] = _ref(self.path(name), body)
         return str(self._refs[name]["name"]), body
 
     def object(self, name: str, data: bytes) -> tuple[str, bytes]:
-        """An object: only scores and checkpoints speak of anybody."""
+        """Redact an object: only scores and checkpoints name anybody."""
         if name.startswith(names.scores_prefix(self.run)):
             body = self._body(data)
             stem = self.path(name).rpartition("-")[0]

@@ -40,7 +40,7 @@ class RemadeVersion(NamedTuple):
 
 
 class RecordCommitted(NamedTuple):
-    """The record under way stands."""
+    """Event: the record under way is on the tape."""
 
     record_seq: int
 
@@ -145,7 +145,7 @@ class _Rerun:
             self._step(event)
 
     def _roll_back(self, record: wire.Record) -> None:
-        """As an operator did; what the round had merged is read again, and judged anew."""
+        """Roll back as an operator did; what the round had merged is read and judged again."""
         version = self.state.version + 1
         self._stood.append((self._now_s, version))
         again = awaiting(self.state)._replace(

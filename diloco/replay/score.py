@@ -38,7 +38,7 @@ RISES = 5
 
 
 class Moment(NamedTuple):
-    """The model after a record, which made a version, in short."""
+    """The model after a record that made a version, in short."""
 
     fragment: int
     version: int
@@ -72,17 +72,17 @@ class Scored:
         self._has = np.zeros(len(moments), bool)
 
     def put(self, index: int, loss: float) -> None:
-        """A moment has this loss."""
+        """Store the loss of a moment."""
         self._losses[index], self._has[index] = loss, True
 
     @property
     def indices(self) -> npt.NDArray[np.int64]:
-        """Of the moments that have a loss."""
+        """Indices of the moments that have a loss."""
         return np.flatnonzero(self._has)
 
     @property
     def losses(self) -> npt.NDArray[np.float64]:
-        """Theirs."""
+        """The losses of those moments."""
         found: npt.NDArray[np.float64] = self._losses[self._has]
         return found
 
@@ -92,7 +92,7 @@ class Scored:
             yield index, self.moments[index], float(self._losses[index])
 
     def rises(self, count: int) -> list[Rise]:
-        """So many between neighbours, the largest first; to what is no number it is infinite."""
+        """The largest rises between neighbours, the largest first; a rise to NaN is infinite."""
         indices, losses = self.indices, self.losses
         with np.errstate(invalid="ignore"):
             by = np.diff(losses)
@@ -123,7 +123,7 @@ def _moments(chains: Mapping[int, Chain]) -> Iterator[Moment]:
 
 
 def models(chains: Mapping[int, Chain]) -> Iterator[list[tuple[int, wire.Record]]]:
-    """Of every moment, in order, the (sequence, record) of each fragment that made its model."""
+    """For every moment, in order: the (sequence, record) of each fragment that made its model."""
     newest: dict[int, tuple[int, wire.Record]] = {}
     for seq, record in in_order(chains.values()):
         if record.what != "verdict":
@@ -185,7 +185,7 @@ async def run_score(
     options: Options,
     console: Console,
 ) -> int:
-    """Score and tell; the exit status.
+    """Score the run's models and print the result; returns the exit status.
 
     Raises:
         ConfigError: there is nothing to score.
@@ -310,7 +310,7 @@ def table(found: Scored) -> Table:
 
 
 def came_along(count: int) -> str:
-    """A sentence on the losses that came with a file, of its maker."""
+    """A sentence on the losses that a file brought along from its maker."""
     return (
         f"{count} of the losses came with the file: nothing here has made them again "
         "(diloco evaluate RUN --version VERSION does)"
@@ -318,7 +318,7 @@ def came_along(count: int) -> str:
 
 
 def tell_json(history: History, found: Scored, kept: int) -> None:
-    """Every score, how many of them were kept before, and the largest rises, for scripts."""
+    """Print every score, the number of scores kept before, and the largest rises, as JSON."""
     points = [
         {
             **{key: value for key, value in moment._asdict().items() if key != "stored"},
@@ -340,7 +340,7 @@ def draw(run: str, found: Scored, path: Path) -> None:
     """The held-out loss over the run's clock, as a page.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the page cannot be written.
     """
     at = found.moments.column("global_step")[found.indices].astype(np.float64)
     losses = np.asarray(found.losses, np.float64)

@@ -49,7 +49,7 @@ class Selection:
 
 
 def run_show(target: str, what: str) -> None:
-    """Tell of what is meant by WHAT.
+    """Print the round, update or object that WHAT names.
 
     Raises:
         ConfigError: the run has nothing of the kind.
@@ -139,7 +139,7 @@ def _object(history: History, name: str) -> Selection:
 
 
 def tell(history: History, found: Selection) -> Iterator[str]:
-    """Lines on what was found."""
+    """The lines to print for the messages that were found."""
     for seq in found.seqs:
         record = record_at(history, seq)
         if record is not None:
@@ -306,7 +306,7 @@ def gradients(history: History, record: wire.Record) -> Iterator[np.ndarray]:
     """The outer gradients that a record merged, one after the other, float32 [N].
 
     Raises:
-        ObjectMissingError, WireError: one is gone or damaged.
+        ObjectMissingError, WireError: an update is gone or damaged.
     """
     settings = history.settings_at(record.policy.settings_seq)
     grid = make_grid(settings, history.layout, record.fragment)

@@ -74,7 +74,7 @@ class VersionStep:
 
 
 class Past:
-    """A run's past; a `with` block, or `close`, ends what reads it.
+    """A run's past; a `with` block, or `close`, ends its readers.
 
     Args:
         run: RUN, as commands take it: also a bundle.
@@ -98,7 +98,7 @@ class Past:
         atexit.register(self.close)
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Its result; the loop is on a thread of its own, since notebooks have one already."""
+        """Run a coroutine on a loop of another thread: notebooks have a loop on this one."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def __enter__(self) -> Self:

@@ -50,7 +50,7 @@ class Verified:
 
     Attributes:
         records: looked at.
-        versions: what became of them.
+        versions: the fate of the versions.
         lost: versions that could not be made again for want of an object.
         views: of each fragment at its last record, if it was reached.
     """
@@ -124,7 +124,7 @@ def chains(
 
     Args:
         history: the tape.
-        fragments: which.
+        fragments: indexes of the fragments to look at.
         first: a version; the newest one before it with a stored state comes first. None: all.
         until: by fragment the sequence of the last record; those that it lacks go to their end.
 

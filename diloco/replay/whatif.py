@@ -77,7 +77,7 @@ class MergePlan:
         settings: the last that would have been in force.
         chains: records of each fragment, from the one that all begins with.
         rounds: in order of time.
-        sentences: what the result cannot show.
+        sentences: the limits of the result.
     """
 
     changed: list[str]
@@ -99,7 +99,7 @@ class LossPair(NamedTuple):
 
 @dataclass
 class Result:
-    """Both models on the way, and the views of the one that would have been."""
+    """The losses of both models over time, and the views of the changed model at its end."""
 
     points: list[LossPair] = field(default_factory=list)
     views: dict[int, Vector] = field(default_factory=dict)
@@ -122,7 +122,7 @@ def parse_without(text: str) -> Without:
     """`NAME`, `NAME@VERSION` or `NAME@FROM-TO`.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: the text has none of these forms.
     """
     found = re.fullmatch(r"([^@]+)(?:@(\d+)(-)?(\d+)?)?", text)
     if found is None:
@@ -237,7 +237,7 @@ def mergeable(chain: Chain, there: Container[str]) -> Chain:
     """The longest end of a chain that begins with a stored state and lacks no input.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the chain has no such end.
     """
     begin = None
     for index in range(len(chain) - 1, -1, -1):
@@ -343,7 +343,7 @@ def _redecided(history: History, fragment: int, chain: Chain, change: Change) ->
 
 
 class _Models:
-    """Both models' arrays, moved along one time line."""
+    """The arrays of both models, moved along one time line."""
 
     def __init__(self, history: History, plan: MergePlan) -> None:
         self._history = history
@@ -404,7 +404,7 @@ def _under(
 async def play(
     context: RunContext, history: History, plan: MergePlan, points: int, progress: Progress
 ) -> Result:
-    """Merge both, and evaluate them at the beginning and `points` times on the way to the end.
+    """Merge both runs; evaluate both models at the beginning and at `points` later times.
 
     Raises:
         DilocoError: an update or a view cannot be read.
@@ -487,7 +487,7 @@ def draw(plan: MergePlan, result: Result, path: Path) -> None:
     """Both models' held-out loss over the run's clock, as a page.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the page cannot be written.
     """
     rows = [(point.global_step, point.loss, point.loss_if) for point in result.points]
     steps, loss, loss_if = np.asarray(rows, np.float64).reshape(-1, 3).T

@@ -53,7 +53,7 @@ def run_why(
     since: str | None = None,
     learner: str | None = None,
 ) -> int:
-    """Show what is found as it comes; the exit status: 1 if something is an error.
+    """Show what is found as it comes; returns the exit status: 1 if something is an error.
 
     Args:
         target: RUN.
@@ -87,7 +87,7 @@ class AsItComes:
 
     Args:
         console: where the report goes.
-        chosen: which findings are asked for.
+        chosen: the findings that are asked for.
         lines: whether anything is shown without a terminal.
     """
 
@@ -113,7 +113,7 @@ class AsItComes:
             Console(stderr=True).print(f"{doing} ...", soft_wrap=True, highlight=False)
 
     def end(self) -> None:
-        """Before the whole list: it says again what has been said."""
+        """Print a heading before the whole list, which repeats the findings shown so far."""
         if self._said:
             say_plainly("\nall of it, the worst first:")
 
@@ -215,11 +215,11 @@ def _with_harm(one: Finding, sentence: Sentence | None) -> Finding:
 def accusations(
     sentences: Mapping[str, Sentence], accused: Collection[str], rounds: int
 ) -> Iterator[Finding]:
-    """Findings against learners of whom nothing else is amiss; of fewer than three, against none.
+    """Findings on learners that no other finding is about; none of fewer than three learners.
 
     Args:
         sentences: of all learners, by what a finding on them is about.
-        accused: what other findings are about.
+        accused: the subjects of other findings.
         rounds: that were judged.
     """
     against = [

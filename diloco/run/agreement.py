@@ -83,7 +83,7 @@ class ComparedRound:
 
     Args:
         fragment: that they are of.
-        updates: how many.
+        updates: the number of updates.
 
     Attributes:
         products: float64 [updates, updates]; `squares` by tensor, float64 [updates, tensors].
@@ -104,7 +104,7 @@ class ComparedRound:
 
     @property
     def to_zero(self) -> Vector | None:
-        """As the class says."""
+        """The cosine of each update to the parameters; None if the parameters were not read."""
         if not self._parameters > 0:
             return None
         lengths = np.sqrt(np.diag(self.products) * self._parameters)
@@ -150,7 +150,7 @@ class ComparedRound:
 
 
 def _expected(sizes_UxN: Matrix, one: int, size: float) -> float:
-    """How many elements of an update would be so large if they fell off as the others' do.
+    """The number of elements that would be so large if they fell off as the others' do.
 
     That is by a power of the size, whose exponent the others' largest elements have (Hill). Lengths
     differ: of each the same rank counts as equal. Where there are few elements, or most are zero,

@@ -61,7 +61,7 @@ class Comparison(NamedTuple):
 
 
 def gap(loss: float, others: float) -> float:
-    """How far two losses are apart: the logarithm of their ratio; more across zero."""
+    """The distance of two losses: the logarithm of their ratio; more across zero."""
     least = max(min(abs(loss), abs(others)), TINY)
     return math.copysign(math.log1p(abs(loss - others) / least), loss - others)
 
@@ -71,7 +71,7 @@ def each(
     known: Callable[[LearnerStatus], bool],
     *figures: Callable[[LearnerStatus], float],
 ) -> Iterator[tuple[LearnerStatus, list[LearnerStatus]]]:
-    """Each learner of whom something is known, and the others; nobody where they are too few."""
+    """Each learner's figure compared with the others'; empty where the others are too few."""
     found = [one for one in learners if known(one)]
     for one in worth_comparing(found, figures) if len(found) > OTHERS else ():
         yield one, [other for other in found if other.name != one.name]
@@ -80,7 +80,7 @@ def each(
 def worth_comparing(
     learners: Sequence[LearnerStatus], figures: Sequence[Callable[[LearnerStatus], float]]
 ) -> list[LearnerStatus]:
-    """Those who may be far: of a large fleet not all are held against all others.
+    """The learners that may be far from others: a large fleet is not compared in full.
 
     Args:
         learners: the fleet.
@@ -108,17 +108,17 @@ def error_of(values: Sequence[float]) -> float:
 
 
 def of_loss(one: LearnerStatus) -> float:
-    """Its median training loss."""
+    """A learner's median training loss."""
     return median(answer.loss for answer in one.beside)
 
 
 def of_gap(one: LearnerStatus) -> float:
-    """How far it lies above the others' in the same rounds, by the median."""
+    """The median of a learner's losses above the others' in the same rounds."""
     return median(gaps_of(one))
 
 
 def gaps_of(one: LearnerStatus) -> list[float]:
-    """How far it lies above the others' in each round."""
+    """A learner's losses above the others', round by round."""
     return [gap(answer.loss, answer.others_loss or 0.0) for answer in one.beside]
 
 
@@ -128,7 +128,7 @@ def of_norm(one: LearnerStatus) -> float:
 
 
 def climbed(one: LearnerStatus) -> bool:
-    """Whether its loss has become far worse than it was."""
+    """Whether a learner's loss has become far worse than it was."""
     if len(one.beside) < FEWEST or not one.trend:
         return False
     return gap(of_loss(one), min(point.loss for point in one.trend)) >= math.log(TIMES)

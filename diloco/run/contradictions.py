@@ -40,7 +40,7 @@ PATIENCE = 3
 
 
 def contradictions(run: RunStatus, settings: RunSettings) -> Iterator[Finding]:
-    """What learners say that is not so, or is none of the protocol."""
+    """Findings on learners whose statements are false, or whose messages break the protocol."""
     for one in run.learners:
         yield from _cut(one)
         yield from _invalid(one, run.as_of_s)
@@ -107,7 +107,7 @@ def _step_time(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[
 def _nothing_sent(
     one: LearnerStatus, others: Sequence[LearnerStatus], settings: RunSettings
 ) -> Iterator[Finding]:
-    """Who says that it trains, and sends no update."""
+    """A finding on a learner that says that it trains, and sends no update."""
     if one.state != "training" or one.sent_s is None or one.missed < PATIENCE:
         return
     known = [other.step_time_s for other in others if other.step_time_s > 0 and other.merged]
@@ -127,7 +127,7 @@ def _nothing_sent(
 
 
 def step_times(told_s: Sequence[float], took_s: Sequence[float]) -> tuple[float, float] | None:
-    """Medians of what updates say of a step's time and of the time there was; None of few."""
+    """Medians of a step's time, by updates' own word and by the clock; None of few updates."""
     if len(took_s) < RECENT // 2 or not (said := median(told_s)) or not (had := median(took_s)):
         return None
     return said, had

@@ -61,12 +61,12 @@ ENDS = "see what ends it: systemctl status diloco-aggregator, its journal, its m
 
 
 def judged(run: RunStatus, settings: RunSettings, *, copied: bool = False) -> Iterator[Finding]:
-    """Everything that is said of a run at a moment, also once it has ended.
+    """The findings on a run at one moment, also after the run's end.
 
     Args:
         run: the run.
         settings: in force.
-        copied: it is a copy in a file, of a run that may go on without it; nor has it the leases.
+        copied: the tape is a copy in a file, without leases; the run itself may go on.
     """
     stopped = run.state in ("stopping", "ended")
     yield from room(run.tape_bytes, run.tape_limit_bytes)
@@ -96,7 +96,7 @@ def judged(run: RunStatus, settings: RunSettings, *, copied: bool = False) -> It
 
 
 def ranked(findings: Iterable[Finding]) -> list[Finding]:
-    """Findings, the worst first, and of those as severe the one that began first."""
+    """Findings in order: the worst first, and among equally severe ones the earliest first."""
     return sorted(
         findings,
         key=lambda one: (ORDER.index(one.severity), math.inf if one.since is None else one.since),
@@ -104,7 +104,7 @@ def ranked(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def grouped(findings: Iterable[Finding]) -> list[Finding]:
-    """One finding for those that ask for the same of several: the worst first, with their count."""
+    """One finding in place of several that ask for the same: the worst one, with the count."""
     groups: dict[tuple[object, ...], list[Finding]] = {}
     for one in ranked(findings):
         # What asks for nothing is told each.
@@ -134,7 +134,7 @@ def failed(about: str, error: DilocoError, runbook: str) -> Finding:
 
 
 def room(size_bytes: int, limit_bytes: int) -> Iterator[Finding]:
-    """How near the tape is to its limit; nothing where it has none."""
+    """The finding on the tape's size beside its limit; None where there is no limit."""
     if not limit_bytes:
         return
     sizes = f"{human_bytes(size_bytes)} of {human_bytes(limit_bytes)}"
@@ -340,7 +340,7 @@ def _taken_up(run: RunStatus, longest_s: float) -> Iterator[Finding]:
 
 
 def configuration(settings: RunSettings, changes: Sequence[Change] = ()) -> Iterator[Finding]:
-    """Settings in regions that are known to train badly: by whom, and what they were before."""
+    """The finding on settings known to train badly: who changed them, and from which values."""
     found = broken(settings)
     for one in found:
         change = next((change for change in reversed(changes) if _is_of(change, one)), None)
@@ -379,7 +379,7 @@ def _back(line: str) -> str:
 
 
 def _waits(run: RunStatus, overlap_steps: int) -> Iterator[Finding]:
-    """How long updates wait for their version: longer than tau, learners train past it."""
+    """A finding on updates that wait for their version longer than tau: learners train past it."""
     wait = run.wait
     if wait is None:
         return
@@ -402,7 +402,7 @@ def _waits(run: RunStatus, overlap_steps: int) -> Iterator[Finding]:
 
 
 def patience_s(settings: RunSettings) -> float:
-    """How long updates may wait for a record before their fragment stands still."""
+    """Seconds that updates may wait for a record before their fragment counts as stopped."""
     return PATIENCE * settings.quorum.deadline_s + settings.sync.reannounce_timeout_s
 
 

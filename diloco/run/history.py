@@ -40,7 +40,7 @@ Body = TypeVar("Body", bound=wire.Body)
 
 
 class Sent(NamedTuple):
-    """An update by its identity, whatever how often it was announced."""
+    """One update by its identity, however often it was announced."""
 
     learner: str
     incarnation: int
@@ -74,7 +74,7 @@ class Chains(dict[int, Chain]):
 
 
 class Entries(Spooled[Entry]):
-    """All decoded messages but records."""
+    """The decoded messages that are not records."""
 
     def __init__(self, spool: Spool, times_s: Times) -> None:
         super().__init__(spool, self._entry)
@@ -86,7 +86,7 @@ class Entries(Spooled[Entry]):
         self._sizes = array("i")
 
     def take(self, entry: Entry, place: int) -> None:
-        """The next one, whose bytes begin at a place."""
+        """Add the next message, whose bytes begin at `place` in the spool."""
         if entry.subject not in self._ids:
             self._ids[entry.subject] = len(self._names)
             self._names.append(entry.subject)
@@ -115,10 +115,10 @@ class History:
     """A run's tape up to `last_seq`, decoded; every list in order of the tape.
 
     Attributes:
-        extent: how far it goes, and from where on nothing is missing.
+        extent: the part of the tape that was read, and from where on nothing is missing.
         times_s: when each message was stored.
         entries: all decoded messages but records.
-        garbage: what is no message of the protocol, or of another run, learner or epoch;
+        garbage: messages that are not of the protocol, or of another run, learner or epoch;
             `undecoded` is what of it is not among `entries`.
         unreadable: records that are damaged, or whose body is damaged or gone.
         bodies: names of the objects that hold records.
@@ -156,7 +156,7 @@ class History:
 
     @property
     def whole_from(self) -> int:
-        """No message from here on is missing."""
+        """The sequence from which on no message is missing."""
         return self.extent.whole_from
 
     @property
@@ -247,7 +247,7 @@ class History:
         self.garbage.append(InvalidMessage(entry.seq, entry.time_s, entry.subject, why))
 
     def let_go_of_messages(self) -> None:
-        """Keep records and times alone, where what learners announced has been looked at.
+        """Keep records and times alone, once all other messages were looked at.
 
         Of a long tape their indexes are most of what is in memory.
         """
@@ -325,7 +325,7 @@ def in_order(chains: Iterable[Chain]) -> Iterator[tuple[int, wire.Record]]:
 
 
 def identity(manifest: wire.Manifest) -> Sent:
-    """Which update a manifest announces."""
+    """The identity of the update that a manifest announces."""
     return Sent(manifest.learner, manifest.incarnation, manifest.fragment, manifest.seq)
 
 
@@ -336,14 +336,14 @@ def resolves(record: wire.Record) -> tuple[wire.Input | wire.Rejected, ...]:
 
 
 def answered(record: wire.Record, taken: wire.Input | wire.Rejected) -> Sent:
-    """Which update a record merges or rejects."""
+    """The identity of an update that a record merges or rejects."""
     return Sent(taken.learner, taken.incarnation, record.fragment, taken.seq)
 
 
 async def read_history(
     context: RunContext, beside: Callable[[Item], None] | None = None
 ) -> History:
-    """Everything on a run's tape up to now; `beside` is given each message, too.
+    """The history on a run's tape up to now; `beside` is given each message, too.
 
     Raises:
         RunMismatchError: there is no such run.

@@ -21,7 +21,7 @@ FADED = 0.01
 
 
 class Trend:
-    """Points spread over all that came, in few points whatever the length."""
+    """A few points, spread over all points that came."""
 
     def __init__(self) -> None:
         self.points: list[MergedPoint] = []
@@ -29,7 +29,7 @@ class Trend:
         self._came = 0
 
     def add(self, point: MergedPoint) -> None:
-        """The next one."""
+        """Add the next point."""
         if self._came % self._stride == 0:
             self.points.append(point)
         self._came += 1
@@ -41,12 +41,12 @@ class Trend:
 def throughput(
     newest: Sequence[MergedPoint], trend: Sequence[MergedPoint], merged: int
 ) -> Throughput | None:
-    """The rates of the newest updates beside those before; None if they are too few.
+    """The rates of the newest updates, and their change; None if the updates are too few.
 
     Args:
         newest: `RECENT` of them, or what there is.
         trend: points over all that came.
-        merged: how many came.
+        merged: the number of points that came.
     """
     # A pause, or a life that ended, is no pace.
     gaps_s = sorted(late.at_s - early.at_s for early, late in pairwise(newest))[:-PAUSES]
@@ -72,7 +72,7 @@ class LifeTotals(NamedTuple):
     run_s: float = 0.0
 
     def and_of(self, beat: wire.Heartbeat) -> "LifeTotals":
-        """With what another life says."""
+        """The totals with those of another life."""
         return LifeTotals(
             self.bytes_down + beat.bytes_down,
             self.stall_s + beat.stall_s,
@@ -90,7 +90,7 @@ class LastHeartbeat:
 
 @dataclass
 class LearnerHistory:
-    """Facts read of one learner, in the same memory however long it takes part.
+    """Facts about one learner, in memory that does not grow with its time in the run.
 
     Attributes:
         joined: its newest life that joined; `left` the newest that ended on purpose.
@@ -131,7 +131,7 @@ class LearnerHistory:
     _earlier: LifeTotals = field(default_factory=LifeTotals)
 
     def hear(self, beat: wire.Heartbeat, at_s: float) -> None:
-        """The next heartbeat; of one that a newer life has superseded nothing is summed up."""
+        """Take the next heartbeat; that of a superseded life adds nothing to the sums."""
         self.last = LastHeartbeat(beat, at_s)
         newest = self._newest
         if newest is not None and beat.incarnation > newest.incarnation:
@@ -140,7 +140,7 @@ class LearnerHistory:
             self._newest = beat
 
     def announce(self, manifest: wire.Manifest, at_s: float) -> None:
-        """It has announced an update."""
+        """Note that the learner has announced an update."""
         self.sent_at_s = at_s
         self.uploads_s.append(manifest.upload_s)
         before_s = self.announced_s.get(manifest.fragment)
@@ -172,7 +172,7 @@ class Reading(NamedTuple):
 
     @property
     def ahead_s(self) -> float | None:
-        """Its clock before the server's, as the newest heartbeat says."""
+        """Seconds that the learner's clock is ahead of the server's, by the newest heartbeat."""
         if self.last is None or not self.last.heartbeat.now_s:
             return None
         return self.last.heartbeat.now_s - self.last.heard_at_s
@@ -203,7 +203,7 @@ def told_delays(beat: wire.Heartbeat | None) -> Delays | None:
 
 
 def waits_of(record: wire.Record, made_at_s: float) -> tuple[tuple[float, float], ...]:
-    """How long each update waited for its version, in seconds and in steps of its sender.
+    """The wait of each update for its version, in seconds and in steps of its sender.
 
     Args:
         record: has the updates, and how fast their senders were seen to be.
@@ -215,14 +215,14 @@ def waits_of(record: wire.Record, made_at_s: float) -> tuple[tuple[float, float]
 
 
 def usual_norm(inputs: Sequence[wire.Input]) -> float:
-    """Of a round: of two the shorter, so that a long one makes no strangers of those beside it."""
+    """The usual norm of a round's updates; of two the shorter, so that a long one stands out."""
     return median_low([one.norm for one in inputs] or [1.0])
 
 
 def answers(
     inputs: Sequence[wire.Input], waits: Sequence[tuple[float, float]], longest: float = 0.0
 ) -> Iterator[UpdateAnswer]:
-    """The answer to each update of a round, which waited so long.
+    """The answer to each update of a round, with its wait.
 
     Args:
         inputs: of the round.

@@ -41,7 +41,7 @@ def newest_first(run: str, chains: Iterable[Iterable[wire.Record]]) -> Iterator[
 
 
 class BytesRead:
-    """Reads objects of versions, and holds their bytes against what records say.
+    """Reads objects of versions, and compares their bytes with records.
 
     Args:
         store: the run's.
@@ -56,7 +56,7 @@ class BytesRead:
         self._store, self._every = store, every
 
     def wrong(self, limit_bytes: int) -> Iterator[tuple[str, str]]:
-        """(Where, what) of each that is not what its maker stored; what is gone is left out.
+        """(Place, fault) of each object with other bytes than its maker stored, unless it is gone.
 
         Raises:
             StoreUnavailableError: the store is away.
@@ -123,7 +123,7 @@ def _is_there(store: ObjectStore, name: str) -> bool:
 
 
 def breach(rule: str, told: Sequence[str], runbook: str, about: str = "store") -> Finding:
-    """The finding on what is not as it must be: the first of several, and how many."""
+    """The finding on objects that are not as they must be: the first of them, and their number."""
     more = f" (and {len(told) - 1} more)" if len(told) > 1 else ""
     return Finding(
         severity="error",

@@ -76,13 +76,13 @@ class _Round(NamedTuple):
 
 
 class Observed:
-    """The state of a run, from what was read so far.
+    """The state of a run, from the messages read so far.
 
     Args:
         name: the run's.
         epoch: of its tape.
         settings: as it was created.
-        copied: it is a copy in a file, of a run that may have gone on without it.
+        copied: the tape is a copy in a file; the run itself may have gone on.
 
     Attributes:
         settings: in force; `leases` of fragments, those of live `aggregators`, `filled` and
@@ -141,7 +141,7 @@ class Observed:
         return {one.learner for each in members for one in each} | self.known.keys()
 
     def take(self, item: Item) -> None:
-        """Note what comes next on the tape."""
+        """Note the tape's next message."""
         self.extent.take(item)
         # Who may say stop and end is believed whatever else is said: as the daemons do.
         match names.parse_subject(item.subject):
@@ -361,7 +361,7 @@ class Observed:
         )
 
     def _learners(self, now_s: float) -> tuple[tuple[LearnerStatus, ...], dict[str, int]]:
-        """Everybody who has joined or is heard of, by name; and `RunStatus.strangers`."""
+        """The learners that joined or are heard of, by name; and `RunStatus.strangers`."""
         members: dict[str, list[wire.MemberState]] = defaultdict(list)
         quarantined: set[str] = set()
         for recorded in self.records.values():
@@ -464,7 +464,7 @@ class Observed:
 
 
 def trained_per_s(learners: Sequence[LearnerStatus]) -> float:
-    """Tokens a second of all: each one's word, up to what is credited to it.
+    """Tokens a second of all learners: as each reports, up to what it is credited.
 
     Of whom too little was merged it counts up to what is credited to the fastest.
     """
@@ -477,7 +477,7 @@ def trained_per_s(learners: Sequence[LearnerStatus]) -> float:
 
 
 def told_adoption(beats: Iterable[wire.Heartbeat]) -> Delays | None:
-    """How long after they were made versions are adopted, as heartbeats tell it, if any does."""
+    """The time from making versions to adopting them, as heartbeats state it, if any does."""
     return _over_all(
         Delays(
             beat.adoption_s, beat.worst_adoption_s, beat.adoption_steps, beat.worst_adoption_steps

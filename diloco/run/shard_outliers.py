@@ -39,7 +39,7 @@ SIGN = "look at the sign of its loss, gradient and update"
 
 
 def explained(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
-    """Updates that lead to zero, up the learner's own loss, or overflow: all else follows."""
+    """Findings on updates that lead to zero, lead up the learner's own loss, or overflow."""
     assert one.shards is not None
     if one.shards.factor >= HUGE:
         yield from lone(one, others)
@@ -77,7 +77,7 @@ def _is_against(cosines: Comparison) -> bool:
 
 
 def direction(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
-    """Updates that point elsewhere, where the others agree."""
+    """The finding on updates that point elsewhere than the others', which agree."""
     assert one.shards is not None
     cosines = Comparison(_cosine(one), [_cosine(other) for other in others])
     middle = cosines.middle
@@ -116,7 +116,7 @@ def _cosine(one: LearnerStatus) -> float:
 
 
 def still(one: LearnerStatus) -> Iterator[Finding]:
-    """Tensors in which a learner does nothing, and the others do."""
+    """The finding on tensors that one learner leaves alone and the others change."""
     if one.shards is not None and one.shards.still:
         yield one.told(
             f"its updates are zero in {', '.join(one.shards.still[:NAMED])}, where the others' are "
@@ -128,7 +128,7 @@ def still(one: LearnerStatus) -> Iterator[Finding]:
 
 
 def lone(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
-    """A few elements far beyond the others'."""
+    """The finding on a few elements far beyond the others'."""
     own = one.shards
     assert own is not None
     theirs = [other.shards for other in others if other.shards is not None]
@@ -152,7 +152,7 @@ def lone(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Findin
 
 
 def tensors(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
-    """The tensor in which a learner's updates are far longer than the others', or far shorter."""
+    """The finding on a tensor where a learner's updates are far longer or shorter than others'."""
     far: dict[str, Comparison] = {}
     for tensor, own in one.shards.norms.items() if one.shards is not None else ():
         theirs = [o.shards.norms[tensor] for o in others if o.shards and tensor in o.shards.norms]

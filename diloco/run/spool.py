@@ -31,7 +31,7 @@ class Spool:
         self._end = self._flushed = 0
 
     def put(self, data: bytes) -> int:
-        """Append; where it begins."""
+        """Append an item; returns the offset where it begins."""
         place = self._end
         self._file.write(_SIZE.pack(len(data)))
         self._file.write(data)
@@ -39,7 +39,7 @@ class Spool:
         return place
 
     def get(self, place: int) -> bytes:
-        """The item that begins at a place."""
+        """The item that begins at an offset."""
         if place >= self._flushed:
             self._file.flush()
             self._flushed = self._end
@@ -51,7 +51,7 @@ class Spool:
 
 
 class Lazy(Sequence[T]):
-    """A list of which items are made when they are asked for; parts of it are no copies."""
+    """A list whose items are made when they are asked for; slices of it are no copies."""
 
     def item(self, index: int) -> T:
         """Make the item at an index from 0 on."""
@@ -90,7 +90,7 @@ class Spooled(Lazy[T]):
         self._recent_bytes = 0
 
     def add(self, seq: int, place: int, item: T | None = None) -> None:
-        """Append what begins at a place; or an item itself, which stays in memory."""
+        """Append the item that begins at an offset; or an item itself, which stays in memory."""
         if item is not None:
             self._held[len(self.seqs)] = item
         self.seqs.append(seq)
@@ -136,7 +136,7 @@ class Subset(Lazy[T]):
         return len(self._indices)
 
     def item(self, index: int) -> T:
-        """The whole list's."""
+        """The item of the whole list."""
         return self._whole[self._indices[index]]
 
 
@@ -148,7 +148,7 @@ class Times(Mapping[int, float]):
         self._times_s = array("d")
 
     def add(self, seq: int, time_s: float) -> None:
-        """The next message."""
+        """Add the time of the next message."""
         self._seqs.append(seq)
         self._times_s.append(time_s)
 

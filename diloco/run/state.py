@@ -27,7 +27,7 @@ class Finding:
     """One sentence on a run's health.
 
     Attributes:
-        about: what was looked at: "bus", "store", "clock", "learner island-a" ...
+        about: the subject: "bus", "store", "clock", "learner island-a" ...
         advice: what to do; "" when there is nothing to do.
         runbook: path from the repository's root; None when there is nothing to do.
         evidence: figures that it follows from, where they are not in the sentence.
@@ -61,7 +61,7 @@ class Change(NamedTuple):
 
 
 class StoodStill(NamedTuple):
-    """The longest wait of an update for its version, of late: until which one, stored when."""
+    """The longest recent wait of an update for its version: that version, and its time."""
 
     wait_s: float
     version: int
@@ -138,7 +138,7 @@ class Delays(NamedTuple):
 
 
 def delays_of(waits: Iterable[tuple[float, float]]) -> Delays | None:
-    """Of several waits, each in seconds and in steps; None of none."""
+    """The delays of several waits, each in seconds and in steps; None without waits."""
     found = [*waits]
     if not found:
         return None
@@ -174,7 +174,7 @@ class LearnerStatus:
 
     Attributes:
         state: "quarantined" whatever it does, else "left", "failed" or "silent", else its own word.
-        why: what it is quarantined for, where the tape still says.
+        why: the reason of its quarantine, where the tape still says it.
         incarnation: its newest life; `lives`: how many were read.
         sudden_ends: lives that another followed although they had not left, within the last hour,
             or that before the run's end.
@@ -280,7 +280,7 @@ class LearnerStatus:
         first: MergedPoint | None = None,
         since_s: float | None = None,
     ) -> Finding:
-        """A finding on it, that began with its `first` such update, or at a time."""
+        """A finding on the learner, which began with its `first` such update, or at a time."""
         return Finding(
             severity=severity,
             about=f"learner {self.name}",
@@ -327,7 +327,7 @@ class RunStatus:
     Attributes:
         current: False where the bus is away: all is as it was at `as_of_s` (seconds since the
             epoch), for nobody can say who has gone silent since.
-        whole: what is counted is of the whole tape, and not of its end.
+        whole: counts are of the whole tape, and not of its end alone.
         quiet_s: age of the tape's newest message; `stopping_s`: of the word that it stops, or of
             a newer record.
         strangers: learners whose newest heartbeat is of a life that never joined, and that life.
@@ -340,7 +340,7 @@ class RunStatus:
         takeovers: times within the last hour when a fragment came to another aggregator process.
         changes: the newest of the settings.
         stored: findings on what the store has, where somebody has looked.
-        findings: what is said of its health, good and bad.
+        findings: on its health, good and bad.
     """
 
     run: str
@@ -387,7 +387,7 @@ class RunStatus:
 
     @property
     def pace(self) -> str:
-        """How many versions a minute are made; or for how long none was, where that is unusual."""
+        """Versions made a minute; or the time without one, where that is unusual."""
         newest_s = min((one.version_s for one in self.fragments), default=0.0)
         if newest_s > QUIET_S and newest_s * self.versions_per_s > QUIET_ROUNDS:
             return f"nothing for {newest_s:,.0f} s"

@@ -121,7 +121,7 @@ class TimeSeries:
         cosines: of sampled rounds, weighted mean over pairs of inputs and over tensors.
         versions: every record that made a version, with rollbacks, as (seq, fragment, time).
         totals: of each fragment, by its newest record.
-        extent: how far the tape goes, and from where on nothing is missing.
+        extent: the part of the tape that was read, and from where on nothing is missing.
     """
 
     run: str
@@ -198,7 +198,7 @@ class TimeSeries:
 async def read_time_series(
     context: RunContext, created_s: float, progress: Callable[[int, int], None] | None = None
 ) -> TimeSeries:
-    """Everything on a run's tape up to now.
+    """The time series on a run's tape up to now.
 
     Args:
         context: the run's.
@@ -390,7 +390,7 @@ MOST_ROWS = 200_000
 
 
 def condense(series: TimeSeries, most_rows: int = MOST_ROWS) -> bool:
-    """Halve the tables of updates that have more rows than this; whether there were any."""
+    """Halve the tables of updates that have more rows than this; returns whether there were any."""
     keys = {"updates": ("learner", "incarnation", "fragment"), "inputs": ("learner", "fragment")}
     done = False
     for name, key in keys.items():

@@ -52,7 +52,7 @@ FIRST_LOOK_S, STORE_S, STORE_SHARE = 1.0, 20.0, 0.05
 
 
 class Watch:
-    """Knows how a run fares, from some point of its tape on.
+    """Follows the state of a run, from some point of its tape on.
 
     Args:
         context: the run's.
@@ -60,7 +60,7 @@ class Watch:
         heard: is given each heartbeat that is followed, too.
 
     Attributes:
-        observed: what was read.
+        observed: the state of the run, from what was read.
         changed: set with whatever is read.
     """
 
@@ -79,7 +79,7 @@ class Watch:
         self.observed = Observed(context.run, context.epoch, context.settings, copied=copied)
 
     async def first_seq(self) -> int:
-        """Where the end of the tape begins that tells how the run fares now."""
+        """The first sequence of the part of the tape that shows the run's present state."""
         context = self._context
         return max(1, await context.bus.last_sequence(context.tape) - WINDOW)
 
@@ -98,7 +98,7 @@ class Watch:
         return await self.look_into_store(NEVER_S if self.observed.ended else FIRST_LOOK_S)
 
     async def caught_up(self) -> RunStatus:
-        """The run, once what its tape has was taken: with its heartbeats and leases."""
+        """The run once all of its tape was read, with its heartbeats and leases."""
         context, observed = self._context, self.observed
         if not observed.from_start:
             observed.settings, _ = await effective_settings(context)
@@ -129,7 +129,7 @@ class Watch:
             await cancel(beats, looking)
 
     def take(self, item: Item) -> None:
-        """Note what comes next on the tape.
+        """Note the tape's next message.
 
         Raises:
             IntegrityError, RunMismatchError: as `check_record`.
@@ -173,7 +173,7 @@ class Watch:
     async def look_into_store(
         self, within_s: float = NEVER_S, *, objects: bool = True
     ) -> RunStatus:
-        """The run as the bus last told of it, with what the store says, or that it is away.
+        """The run as the bus last told of it, with findings on the store, which may be away.
 
         Args:
             within_s: after so long no more shards are read.
@@ -209,7 +209,7 @@ class Watch:
 
 
 def heartbeat(message: Message) -> wire.Heartbeat | None:
-    """The heartbeat that a message is, if it is its learner's."""
+    """The heartbeat in a message, if it comes from the learner that its subject names."""
     with contextlib.suppress(WireError):
         return decode_as(wire.Heartbeat, message.subject, message.payload)
     return None
@@ -275,7 +275,7 @@ async def read_runs(section: BusSection) -> list[RunStatus]:
 
     Raises:
         BusUnavailableError: it is away.
-        BusError: it does not permit this.
+        BusError: the bus does not permit this.
     """
     bus = await jetstream.connect(
         section.url,

@@ -91,7 +91,7 @@ def join(
         module: its parameters that require gradients are the run's; they are changed in place.
             In a process group each rank joins, with a module behind `fully_shard` or in
             DistributedDataParallel.
-        table: which leaf of the run each parameter is, by its name in the module.
+        table: the run's leaf for each parameter, by the parameter's name in the module.
         tokens_per_step: as of `diloco.join`.
         replicated: ranks keep the whole module equal by other means than these two.
     """

@@ -26,11 +26,11 @@ class DilocoCallback(Callback):  # type: ignore[misc] # of an untyped package
         self._stepped = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint tells of this learner."""
+        """This learner's entry in a trainer's checkpoint."""
         return self._loop.state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what the checkpoint tells that training resumes from."""
+        """Take this learner's entry of the checkpoint that training resumes from."""
         self._resumed = state_dict
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

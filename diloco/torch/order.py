@@ -17,7 +17,7 @@ class LearnerOrder(Sampler):  # type: ignore[misc] # torch is not there for mypy
     Each pass gives the examples of as many steps as an epoch has, from `position` on.
 
     Args:
-        examples: how many there are.
+        examples: the number of examples.
         learner: name of the learner whose order it is.
         step: examples that a step trains on.
         steps: in an epoch.
@@ -129,7 +129,7 @@ def check_workers(loader: Any) -> None:
     """Refuse a loader that forks its workers under JAX's threads.
 
     Raises:
-        ConfigError: it does.
+        ConfigError: the loader forks its workers.
     """
     context = loader.multiprocessing_context if isinstance(loader, DataLoader) else None
     if context is not None and context.get_start_method() == "fork":

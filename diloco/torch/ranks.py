@@ -63,7 +63,7 @@ class RankTensors(ModuleTensors):
         self._plan = {name: _plan(one) for name, one in self._parameters.items()}
 
     def sharding(self, name: str) -> NamedSharding:
-        """How a parameter lies; whole on all ranks where it cannot be cut equally."""
+        """The sharding of a parameter; whole on all ranks where it cannot be cut equally."""
         one = self._parameters[name]
         cuts: list[tuple[str, ...]] = [()] * one.dim()
         for axis, placement in zip(self._mesh.axis_names, self._plan[name], strict=False):
@@ -79,7 +79,7 @@ class RankTensors(ModuleTensors):
         """Refuse parameters that are others, or lie otherwise, than when this learner joined.
 
         Raises:
-            ParametersError: they do.
+            ParametersError: the parameters differ.
         """
         now = dict(self._module.named_parameters())
         for name, one in self._parameters.items():

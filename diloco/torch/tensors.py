@@ -68,10 +68,10 @@ class ModuleTensors:
             self._set(name, given)
 
     def check(self) -> None:
-        """See that the parameters are those that joined, where ranks divide them."""
+        """Check, where ranks divide the parameters, that they are those that joined."""
 
     def _local(self, name: str) -> torch.Tensor:
-        """What this process has of a parameter."""
+        """This process's part of a parameter."""
         return self._parameters[name].detach()
 
     def _set(self, name: str, values: torch.Tensor) -> None:
@@ -141,7 +141,7 @@ def begun(optimizer: torch.optim.Optimizer) -> Iterator[tuple[State, Callable[[S
 
 
 def _own(value: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor that ranks divide."""
+    """This rank's part of a tensor that ranks divide."""
     return value.to_local() if isinstance(value, DTensor) else value
 
 

@@ -76,7 +76,7 @@ class TrainerLoop:
 
         Args:
             module: the one that is trained.
-            checkpoint: what `state` gave when the trainer's checkpoint was made, if it resumes.
+            checkpoint: the entry that `state` gave to the trainer's checkpoint, if it resumes.
             replicated: as of `diloco.torch.join`.
 
         Raises:
@@ -109,18 +109,18 @@ class TrainerLoop:
         self.life.callback(hook.remove)
 
     def state(self) -> dict[str, str]:
-        """What a trainer's checkpoint tells of this loop; its position is the run's to tell."""
+        """This loop's entry in a trainer's checkpoint; the position comes from the run."""
         return {"run": load_config(Path(self._file)).run.name, "learner": self.learner}
 
     def step(self, losses: list[Any], *, summed: bool) -> bool:
-        """The optimizer has taken a step; whether training is to end.
+        """Note a step of the optimizer; returns whether training is to end.
 
         Args:
             losses: of its batches.
             summed: the step's loss is their sum, and not their mean.
 
         Raises:
-            ConfigError: there are none.
+            ConfigError: `losses` is empty.
         """
         with self.failing():
             if not losses:
@@ -149,7 +149,7 @@ class TrainerLoop:
         """Refuse an evaluation that saw this learner's own parameters.
 
         Raises:
-            ConfigError: it did.
+            ConfigError: the evaluation saw them.
         """
         with self.failing():
             if self.trains and not self._shown:
@@ -177,7 +177,7 @@ class TrainerLoop:
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
-        """Within it an error ends the life: trainers tell their callbacks of none."""
+        """End the life on any error in the block: trainers tell their callbacks of none."""
         try:
             yield
         except BaseException as error:

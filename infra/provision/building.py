@@ -38,7 +38,7 @@ class ArrayBytes(NamedTuple):
     Attributes:
         device: parameters, optimizer, view and codes in flight; activations come on top.
         whole: as much of a learner of one device.
-        state: what a checkpoint holds.
+        state: the arrays of a checkpoint.
     """
 
     device: int
@@ -65,7 +65,7 @@ def _fault(where: str, error: Exception) -> FleetFinding:
 
 
 def check_run(fleet: FleetFile, config: Config, task: Task, known: Known) -> Iterator[FleetFinding]:
-    """The run's own numbers, and each learner's options, batch, memory and disk."""
+    """Check the run's own numbers, and each learner's options, batch, memory and disk."""
     settings = config.settings()
     yield from _parameters(fleet, task)
     yield from _quorum(fleet, config)

@@ -18,7 +18,7 @@ LEAST_DAYS = 30
 def check_certificates(
     folder: Path, addresses: Sequence[str], now: datetime
 ) -> Iterator[FleetFinding]:
-    """The authority and each server's certificate and key.
+    """Check the authority, and the certificate and key of each server.
 
     Args:
         folder: `tls` of the folder of `diloco auth`.

@@ -40,7 +40,7 @@ def say_findings(file: Path) -> "Checked":
     """Say everything that is wrong with a fleet's file.
 
     Raises:
-        ConfigError: it is not one.
+        ConfigError: the file is not a fleet's.
     """
     from diloco.infra.provision.costs import cost_sentences
     from diloco.infra.provision.plan import check

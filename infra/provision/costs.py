@@ -69,7 +69,7 @@ def _disks(fleet: FleetFile, prices: Prices) -> Iterator[ResourceCost]:
 
 
 def cost_sentences(costs: Sequence[ResourceCost]) -> Iterable[str]:
-    """A line for each, and their sum."""
+    """A line for each cost, and their sum."""
     for one in costs:
         dollars = "price not known" if one.dollars is None else f"${one.dollars:,.2f} a day"
         yield f"cost: {one.what}: {dollars}"

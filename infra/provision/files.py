@@ -33,7 +33,7 @@ def read_run(path: Path) -> Config:
     """The run's file with the sections that Terraform adds, checked as the daemons do.
 
     Raises:
-        ConfigError: it is not one, or has such a section itself.
+        ConfigError: the file is not a run's, or has such a section itself.
     """
     document = read_document(path)
     if ours := sorted(document.keys() & _OURS.keys()):
@@ -42,7 +42,7 @@ def read_run(path: Path) -> Config:
 
 
 def check_names(fleet: FleetFile, run: str) -> Iterator[FleetFinding]:
-    """Names that Google's are made of."""
+    """Check the names from which Google's resources get theirs."""
     bucket = f"{fleet.project}-{run}"
     for word in RESTRICTED:
         if word in fleet.project:
@@ -61,7 +61,7 @@ def check_names(fleet: FleetFile, run: str) -> Iterator[FleetFinding]:
 
 
 def check_releases(fleet: FleetFile, paths: dict[str, Path]) -> Iterator[FleetFinding]:
-    """The releases that machines run."""
+    """Check the releases that machines run."""
     if "tpu" not in paths and any(one.kind != "cpu" for one in fleet.learners.values()):
         yield FleetFinding(
             "a learner has TPUs, and releases has no tpu; make it with: make release KIND=tpu"
@@ -85,7 +85,7 @@ def check_releases(fleet: FleetFile, paths: dict[str, Path]) -> Iterator[FleetFi
 
 
 def check_auth(fleet: FleetFile, folder: Path, run: str) -> Iterator[FleetFinding]:
-    """The folder of `diloco auth`."""
+    """Check the folder of `diloco auth`."""
     try:
         known = {one.name: one.role for one in identities(folder)}
     except ConfigError as error:

@@ -253,7 +253,7 @@ def hosts_of(learner: FleetLearner) -> int:
 
 
 class Backstops(FileSection):
-    """Ages in days at which the bucket itself deletes."""
+    """Ages in days at which the bucket deletes objects by rules of its own."""
 
     updates: Annotated[int, Field(ge=7)] = 30
     checkpoints: Annotated[int, Field(ge=7)] = 90

@@ -44,9 +44,9 @@ class Series(BaseModel):
     """A series of machines, by class; without classes its sizes are not known.
 
     Attributes:
-        hyperdisk: it takes no pd-balanced disk.
+        hyperdisk: its machines take no pd-balanced disk.
         arm: its processors are not those that releases are for.
-        paid: what it has that nobody here would use.
+        paid: hardware in its price that diloco would not use.
     """
 
     standard: MachineClass | None = None

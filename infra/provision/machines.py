@@ -22,7 +22,7 @@ _UNFIT = {
 
 
 def check_machines(fleet: FleetFile, known: Known) -> Iterator[FleetFinding]:
-    """Machine types of those without accelerators, and images of all."""
+    """Check the machine types of those without accelerators, and the images of all."""
     named = [("nats.machine_type", fleet.nats.machine_type)]
     named += [(f"aggregators.{n}", one.machine_type or "") for n, one in fleet.aggregators.items()]
     named += [(f"learners.{n}", one.machine_type or "") for n, one in fleet.learners.items()]

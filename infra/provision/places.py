@@ -31,7 +31,7 @@ _SMALL = ("2x2x2", "2x2x4", "2x4x4")
 
 
 def check_places(fleet: FleetFile, known: Known) -> Iterator[FleetFinding]:
-    """Networks, names, zones and accelerators."""
+    """Check networks, names, zones and accelerators."""
     yield from _subnets(fleet)
     yield from _regions(fleet, known)
     yield from _names(fleet)

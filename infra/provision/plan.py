@@ -28,7 +28,7 @@ class Checked(NamedTuple):
     """A fleet, and what was found.
 
     Attributes:
-        variables: what Terraform is given; None where something is refused.
+        variables: the input of Terraform; None where something is refused.
         costs: of what it then makes.
     """
 
@@ -118,7 +118,7 @@ def machines(fleet: FleetFile, known: Known, needed_bytes: int) -> dict[str, str
 
 
 def check_memory(fleet: FleetFile, known: Known, needed_bytes: int) -> Iterator[FleetFinding]:
-    """Whether the model fits into each aggregator."""
+    """Check that the model fits into each aggregator."""
     needed = f"{needed_bytes / 1e9:.0f} GB for the run's model"
     fitting = known.machine_with(needed_bytes)
     hint = f"the smallest known here is {fitting}" if fitting else "none known here has as much"
@@ -139,7 +139,7 @@ def check_memory(fleet: FleetFile, known: Known, needed_bytes: int) -> Iterator[
 
 
 def check_meshes(fleet: FleetFile, config: Config) -> Iterator[FleetFinding]:
-    """Meshes that do not fit their slices, and islands of nobody."""
+    """Check that meshes fit their slices, and that each island is a learner's."""
     for name, learner in fleet.learners.items():
         chips = chips_of(learner)
         if learner.kind not in ONE_DEVICE or not chips:

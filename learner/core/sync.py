@@ -144,7 +144,7 @@ def step(rules: SyncRules, state: State, event: Event) -> Result:
 
 
 def clock(rules: SyncRules, state: State) -> int:
-    """The run's global step as far as this learner can tell: what schedules follow.
+    """The run's global step as far as this learner can tell, which schedules follow.
 
     Between records it goes on with the learner's own steps, for at most H of them: while the
     aggregator is away the run's clock stands.

@@ -48,7 +48,7 @@ LOOKAHEAD = 2
 
 
 class WorkerConnection(NamedTuple):
-    """One worker's."""
+    """The connection to one worker."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -73,7 +73,7 @@ class Listener:
         """Wait until all workers of a learner of so many hosts are connected; then let nobody in.
 
         Raises:
-            HostLostError: one did not come.
+            HostLostError: a worker did not come.
         """
         found: dict[int, WorkerConnection] = {}
         try:
@@ -198,13 +198,13 @@ class Coordinator(Alone):
         self._loop.call_soon_threadsafe(self.write, message)
 
     def tell(self, boundary: Boundary) -> None:
-        """Send them a boundary; after the last one, they may go."""
+        """Send the workers a boundary; after the last one, they may end."""
         if boundary.then == "end":
             self._loop.call_soon_threadsafe(self._let_go)
         self.say(Turn(boundary=boundary))
 
     def give_up(self, error: DilocoError) -> None:
-        """Tell them what ends this life; may be called from any thread."""
+        """Tell the workers what ends this life; may be called from any thread."""
         self._loop.call_soon_threadsafe(self._let_go)
         self.say(ending_of(error))
 

@@ -81,7 +81,7 @@ class Resume(HostMessage):
 
 
 class Turn(HostMessage):
-    """A boundary; of what is done at it, some is for host 0 alone."""
+    """A boundary; some of its effects are for host 0 alone."""
 
     boundary: Boundary
 
@@ -185,7 +185,7 @@ def unframe(data: bytes) -> HostMessage:
     """The message in a frame, behind its length.
 
     Raises:
-        WireError: it is none of this release's.
+        WireError: the bytes are not a message of this release.
     """
     try:
         fields: dict[str, Any] = msgpack.unpackb(data, use_list=False)
@@ -234,7 +234,7 @@ def wait_for_hosts(within_s: float = MEET_S) -> None:
     its peers within 30 s (gloo's limit, which nothing sets), whatever they still load or compile.
 
     Raises:
-        HostLostError: one of them is gone, or did not come in time.
+        HostLostError: a host is gone, or did not come in time.
     """
     import jax
     from jax._src import distributed  # JAX gives its barrier no public name.
@@ -249,7 +249,7 @@ def wait_for_hosts(within_s: float = MEET_S) -> None:
 
 
 def meeting_place() -> str | None:
-    """Where the hosts of this learner met, host 0's `host:port` as others see it, if JAX knows."""
+    """Address where this learner's hosts met: host 0's `host:port`, if JAX knows it."""
     from jax._src import distributed  # JAX gives it no public name either.
 
     return distributed.global_state.coordinator_address
@@ -262,7 +262,7 @@ def exchange_secret(address: str) -> tuple[str, str]:
         address: where host 0 listens; of the others' it does not matter.
 
     Raises:
-        HostLostError: one of them is gone.
+        HostLostError: a host is gone.
     """
     import jax
     from jax.experimental import multihost_utils
@@ -318,7 +318,7 @@ async def read_message(reader: asyncio.StreamReader) -> HostMessage:
     """The next message.
 
     Raises:
-        WireError: it is none of this release's.
+        WireError: the bytes are not a message of this release.
         EOFError, OSError: the connection has ended.
     """
     (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))

@@ -92,7 +92,7 @@ class HostLink:
         self._inbox.put(error)
 
     def check(self) -> None:
-        """Look whether this life is to end, and at nothing else.
+        """Raise what ends this life, if something does; take no message.
 
         Raises:
             BaseException: what ends it.

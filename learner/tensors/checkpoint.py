@@ -103,7 +103,7 @@ def local_shapes(like: Any, shardings: Any) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def of_local_part(like: Any, shardings: Any, part: Arrays) -> Any:
-    """The state, on the devices of all hosts, of which this host has this part."""
+    """The state on the devices of all hosts, built from this host's part."""
     leaves = []
     for (path, bits, sharding), leaf in zip(
         _lying(like, shardings), jax.tree.leaves(like), strict=True
@@ -134,7 +134,7 @@ def describe(like: Any, arrays: Arrays) -> tuple[LeafSpec, ...]:
     """The specification of each leaf of a state.
 
     Raises:
-        CheckpointError: one is not finite.
+        CheckpointError: a leaf is not finite.
     """
     leaves = []
     for (path, _), array in zip(_shapes(like), arrays.values(), strict=True):
@@ -196,7 +196,7 @@ def check_facts(facts: Facts, like: Any, *, run: str, layout: str, learner: str)
     """Refuse a checkpoint of another run, model, optimizer or learner before its arrays are read.
 
     Raises:
-        CheckpointError: what differs.
+        CheckpointError: names the difference.
     """
     for what, found, expected in (
         ("run", facts.run, run),
@@ -247,7 +247,7 @@ class Folder:
         """The small part of a checkpoint.
 
         Raises:
-            CheckpointError: it cannot be read.
+            CheckpointError: the checkpoint cannot be read.
         """
         with _refused():
             from orbax import checkpoint as ocp
@@ -259,7 +259,7 @@ class Folder:
         """The arrays of a checkpoint.
 
         Raises:
-            CheckpointError: they cannot be read.
+            CheckpointError: the arrays cannot be read.
         """
         return {
             _key(index): self._array(number, _key(index))
@@ -282,10 +282,10 @@ class Folder:
             return np.asarray(found["state"][key])
 
     def write(self, checkpoint: HostCheckpoint) -> int:
-        """Write the next checkpoint, whole or not at all; its number.
+        """Write the next checkpoint, whole or not at all; returns its number.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: the checkpoint could not be written.
         """
         with _refused():
             from orbax import checkpoint as ocp
@@ -412,7 +412,7 @@ def unpack(data: bytes) -> HostCheckpoint:
     """Unpack a checkpoint from an object, whose bytes may be anybody's; nothing is checked.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the checkpoint cannot be read.
     """
     with _refused():
         from safetensors import deserialize

@@ -85,7 +85,7 @@ class _Geometry(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """The places of a piece's blocks: [*G, n] of them, the first one's number in the fragment."""
+    """The places of a piece's blocks: [*G, n] of them, and the number of the first one."""
 
     first: int
     grid: tuple[int, ...]
@@ -120,7 +120,7 @@ class Kernels:
         return found
 
     def send(self, leaves: Leaves, view: Blocks) -> Codes:
-        """Codes of what the learner did since its view."""
+        """Codes of the learner's work since its view."""
         if sum(math.prod(part.grid) for part in self.geometry.parts) * self.block > MOST_AT_ONCE:
             return encode_blocks(self.codec, view, self._encodable(leaves))
         own, starts = self._tuple(leaves), self._starts()
@@ -157,7 +157,7 @@ class Kernels:
         return self._named(mixed)
 
     def ahead(self, leaves: Leaves, view: Blocks) -> Blocks:
-        """How far the leaves are from the view: theta - V, float32."""
+        """The distance of the leaves from the view: theta - V, float32."""
         found: Blocks = _ahead(self._tuple(leaves), self._starts(), view, self.geometry)
         return found
 
@@ -294,7 +294,7 @@ def _part(
 
 
 def _group_axes(piece: Piece) -> int:
-    """How many leading axes stack groups."""
+    """The number of leading axes that stack groups."""
     return next(
         axes
         for axes in range(len(piece.shape) + 1)
@@ -313,7 +313,7 @@ def _last_axis(piece: Piece, block: int) -> int | None:
 
 
 def _before(shape: tuple[int, ...], fitted: Cuts, axis: int, mesh: Mesh, *, padded: bool) -> Cuts:
-    """How the piece itself must be cut, so that dividing it into blocks moves nothing."""
+    """The cut of the piece by which dividing it into blocks moves nothing."""
     ahead = list(fitted[:axis])
     if axis == len(shape):
         return tuple(ahead)

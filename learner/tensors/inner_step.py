@@ -27,7 +27,7 @@ class StepOutcome(NamedTuple):
         loss: of its batch, before it.
         descent: minus the inner product of gradient and move, as far as the optimizer alone
             decides it: negative for one that goes uphill, 0 where nothing moved.
-        metrics: what else the loss says, by name.
+        metrics: further scalars of the loss, by name.
         still: of each trained leaf, whether its gradient is zero; bool [leaves].
     """
 

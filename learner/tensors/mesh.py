@@ -40,7 +40,7 @@ def make_mesh(section: MeshSection, devices: list[Any] | None = None) -> Mesh:
     """The mesh of a learner.
 
     Args:
-        section: sizes of the axes; one may be 0, which is what the others leave.
+        section: sizes of the axes; an axis of size 0 takes the devices that the others leave.
         devices: all of this learner's, of all its hosts, if None.
 
     Raises:
@@ -77,7 +77,7 @@ def constrain(values: jax.Array, *axes: Any) -> jax.Array:
 
 
 def by_kind_of_axis(kinds: Iterable[str]) -> PartitionSpec:
-    """How a decoder's tensor is cut whose axes are of these kinds."""
+    """The cut of a decoder's tensor whose axes are of these kinds."""
     return PartitionSpec(*(OF_DECODERS.get(kind) for kind in kinds))
 
 
@@ -91,7 +91,7 @@ def parts_along(axis: str) -> int:
 
 
 def param_shardings(task: Task, layout: Layout, params: Params, mesh: Mesh) -> Params:
-    """How each leaf lies on the mesh: a tree of shardings.
+    """The sharding of each leaf on the mesh, as a tree.
 
     Args:
         task: its `partition` is asked, if it has one.
@@ -223,7 +223,7 @@ def _asked(name: str, shape: tuple[int, ...], spec: Any) -> Cuts:
 
 
 def state_shardings(state: Any, trained: Params, shardings: Params, mesh: Mesh) -> Any:
-    """How the leaves of an optimizer's state lie: as the parameter that each belongs to.
+    """Shardings of an optimizer's state: each leaf lies as the parameter that it belongs to.
 
     A leaf belongs to the parameter whose path ends its own and whose shape it has, as moments
     do; all others (counts, keys) are whole on each device.
@@ -355,7 +355,7 @@ def open_groups(shardings: Iterable[Sharding | None], meet: Callable[[], None]) 
     machine compiles a program for longer than another does. Later ones wait for half an hour.
 
     Args:
-        shardings: how a learner's tensors lie.
+        shardings: those of a learner's tensors.
         meet: waits until all hosts have called it.
     """
     lying = [one.mesh for one in shardings if isinstance(one, NamedSharding)]

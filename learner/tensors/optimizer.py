@@ -125,7 +125,7 @@ Optimizer = Literal["adamw", "muon"]
 def direction_by(
     optimizer: Optimizer, *, weight_decay: float, clip: float, hint: Hint, matrices: MatrixHint
 ) -> optax.GradientTransformation:
-    """One of the two, as a task's options name it."""
+    """AdamW or Muon, as a task's options name it."""
     if optimizer == "adamw":
         return adamw(weight_decay=weight_decay, clip=clip, hint=hint)
     return muon(weight_decay=weight_decay, clip=clip, hint=hint, matrices=matrices)

@@ -80,7 +80,7 @@ def make_placement(layout: Layout, like: Params, asked: Shardings | None = None)
     Args:
         layout: the run's.
         like: the trained tree, of shapes.
-        asked: how the caller's leaves lie; all on one device, if None.
+        asked: shardings of the caller's leaves; all on one device, if None.
     """
     leaves = tree.by_name(like)
     if asked is None:
@@ -99,7 +99,7 @@ def make_placement(layout: Layout, like: Params, asked: Shardings | None = None)
 
 
 def shardings_of(params: Params) -> dict[str, Sharding | None]:
-    """How arrays lie, by name; shapes without a sharding: on one device."""
+    """The shardings of arrays, by name; shapes without a sharding: on one device."""
     alone = NamedSharding(single(), PartitionSpec())
 
     def of(leaf: Any) -> Sharding | None:
@@ -111,7 +111,7 @@ def shardings_of(params: Params) -> dict[str, Sharding | None]:
 
 
 def put_like(value: Any, like: Any) -> Any:
-    """A leaf where another one lies; an array of the host, if that one is."""
+    """A leaf put where another leaf lies: on its devices, or on the host."""
     if isinstance(like, jax.Array):
         return jax.device_put(value, like.sharding)
     sharding = getattr(like, "sharding", None)
@@ -123,7 +123,7 @@ def placed(
     like: Any,
     read: Callable[[tuple[slice, ...]], np.ndarray],
 ) -> Any:
-    """An array of which each host reads what its devices hold; of the host, without a sharding."""
+    """An array of which each host reads its devices' part; on the host, without a sharding."""
     if sharding is None:
         return np.array(read((slice(None),) * len(like.shape)))
 

@@ -66,7 +66,7 @@ def encode_blocks(
     Args:
         codec: one of `CODECS`.
         new: float32 [*G, block] each, G and even the block any of its own.
-        old: what is subtracted, of the same shapes, or the same numbers in others.
+        old: the arrays to subtract, of the same shapes, or the same numbers in others.
     """
     before = old or (None,) * len(new)
     if codec not in GREATEST_CODE:

@@ -45,7 +45,7 @@ class Replica:
         like: the task's trained tree, of arrays or shapes.
         views: newest view of every fragment, float32 [N]; each is let go before the next is asked
             for.
-        shardings: how each leaf lies for the training loop; all on one device, if None.
+        shardings: each leaf's for the training loop; all on one device, if None.
         anchor: "host" keeps views in the host's memory, from where the devices fetch them.
 
     Attributes:
@@ -132,9 +132,9 @@ class Replica:
         """Move view and parameters to a record's; drop the update in flight if it is resolved.
 
         Args:
-            fragment: which.
-            payload: what the record brings; None: its view is the one adopted.
-            resolved: it answers the update in flight.
+            fragment: its index.
+            payload: the record's delta or view; None: its view is the one adopted.
+            resolved: the record answers the update in flight.
             blended: with a version that has that update, so that only a share of what was trained
                 since stays.
         """
@@ -176,7 +176,7 @@ class Replica:
             yield self._placement.outward(kernels.overwrite(part, self._view(fragment)))
 
     def digest(self, fragment: int) -> Callable[[], str] | None:
-        """Gives the digest of a fragment's view as it is now, once called; that waits for devices.
+        """A function that gives the digest of a fragment's present view, and waits for devices.
 
         None on a learner of several hosts, none of which has the whole view.
         """

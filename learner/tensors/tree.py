@@ -110,12 +110,12 @@ def check_wide(layout: Layout) -> None:
 
 
 def marks(params: Params, names: Collection[str]) -> tuple[bool, ...]:
-    """Which leaves of a tree have one of these names, in their order."""
+    """Marks of the leaves of a tree that have one of these names, in their order."""
     return tuple(name in names for name, _ in named_leaves(params))
 
 
 def synced_marks(params: Params, layout: Layout) -> tuple[bool, ...]:
-    """Which leaves of a tree a layout synchronizes."""
+    """Marks of the leaves of a tree that a layout synchronizes."""
     return marks(params, {tensor.name for tensor in layout.tensors})
 
 
@@ -160,7 +160,7 @@ def loaded_frozen(task: Task) -> dict[str, Any]:
     array is, and becomes one by `numpy.asarray`.
 
     Raises:
-        TaskError: it is not shaped as `init` says.
+        TaskError: a leaf is not shaped as `init` says.
     """
     if task.load_frozen is None:
         return {}

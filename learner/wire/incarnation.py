@@ -30,7 +30,7 @@ class Joined(NamedTuple):
 
     Attributes:
         incarnation: sequence of its join in the stream.
-        ids: of the messages that it tried to publish its join as; its alone.
+        ids: the message ids under which it tried to publish its join; no other life has them.
     """
 
     incarnation: int
@@ -92,8 +92,8 @@ async def end_when_superseded(context: Context, life: Joined) -> None:
     """Wait until another process joins under this learner's name; never returns.
 
     Raises:
-        SupersededError: it has.
-        ExpiredError: an aggregator has, in its place.
+        SupersededError: another process has joined.
+        ExpiredError: an aggregator has ended this life.
     """
     subject = names.join(context.run, context.learner)
     async for message in context.bus.read(context.tape, [subject], life.incarnation + 1):

@@ -203,7 +203,7 @@ class Publisher:
         self._announcing: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def say(self, word: Outgoing | Republish | Done) -> None:
-        """Publish what the training loop has to say."""
+        """Publish a message of the training loop."""
         match word:
             case Outgoing():
                 await self.send(word)

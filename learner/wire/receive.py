@@ -58,7 +58,7 @@ class Room:
         self.taken_bytes = 0
 
     def fits(self, size_bytes: int) -> bool:
-        """Whether so many bytes may be decoded; one version may always be."""
+        """Whether so many bytes may be decoded now; a single version always may be."""
         loop = asyncio.get_running_loop()
         with self._lock:
             if not self.taken_bytes or self.taken_bytes + size_bytes <= self._limit_bytes:
@@ -67,12 +67,12 @@ class Room:
             return False
 
     def take(self, size_bytes: int) -> None:
-        """They are about to be."""
+        """Take room for so many bytes."""
         with self._lock:
             self.taken_bytes += size_bytes
 
     def give_back(self, size_bytes: int) -> None:
-        """They are adopted; from any thread. The event loop is woken only if somebody waits."""
+        """Give back the room of adopted bytes, from any thread; wakes whoever waits for room."""
         with self._lock:
             self.taken_bytes -= size_bytes
             wake, self._wake = self._wake, None
@@ -80,13 +80,13 @@ class Room:
             wake()
 
     async def freed(self) -> None:
-        """Wait until something is given back, after what did not fit."""
+        """Wait until room is given back, after a version that did not fit."""
         await self._freed.wait()
         self._freed.clear()
 
 
 async def load(context: Context, fragment: int) -> Loaded:
-    """The newest version of a fragment, verified: where a learner begins.
+    """The newest version of a fragment, verified, with which a learner begins.
 
     From a stale replica it may be an older one: what follows it is then read in order.
     """
@@ -411,7 +411,7 @@ class Receiver:
 
 
 async def follow_run(context: Context, post: Post) -> None:
-    """Hand these over as they come; never returns."""
+    """Hand over settings, stop, end and round announcements as they come; never returns."""
     run = context.run
     # One subject to a reader: so the server can fence what a learner reads. Their order among each
     # other does not matter here.

@@ -32,7 +32,7 @@ Read = Callable[[], tuple[Facts, Any]]
 
 
 class PatientFetch(Protocol):
-    """Calls a function that reads the store, until it does not meet a transient fault."""
+    """Calls a function that reads the store, again while it meets a transient fault."""
 
     def __call__(self, what: str, function: Callable[[], T]) -> T:
         """Call `function` and return its result; the log names `what`."""
@@ -114,7 +114,7 @@ class Saver:
         self._running = self._worker.submit(self._make, copies, progress, stall_s)
 
     def close(self) -> None:
-        """Wait for what is being made."""
+        """Wait for the checkpoint that is being made."""
         self._worker.shutdown()
 
     def _make(self, copies: Any, progress: TrainingProgress, stall_s: float) -> None:
@@ -209,7 +209,7 @@ def readable_parts(
         section: of the learner.
         folder: this host's.
         like: shapes of the whole state.
-        shardings: how it lies.
+        shardings: of the state's leaves.
         fetch: reads the store, and waits out transient faults.
         part: this host's, as in names of objects.
     """

@@ -15,7 +15,7 @@ FEW_ROUNDS = 200
 
 
 class Broken(NamedTuple):
-    """A rule that settings break: the sentence says what and what it costs.
+    """A rule that settings break; the sentence names the settings and the cost.
 
     Attributes:
         about: the settings that it looks at.
@@ -31,7 +31,7 @@ class Rule(NamedTuple):
 
     Attributes:
         about: the settings it looks at.
-        cost: what it has cost there.
+        cost: the cost that was seen there.
         evidence: where that was seen.
         broken: settings -> the part of the sentence that names theirs; None if they keep it.
     """

@@ -58,7 +58,7 @@ class ServiceManager(NamedTuple):
 
     Attributes:
         address: of the socket on which it wants to hear of the process; "" for none.
-        watchdog_s: it wants to hear from the main loop within so many seconds; 0 for never.
+        watchdog_s: longest silence of the main loop that systemd allows, in seconds; 0: any.
     """
 
     address: str = ""
@@ -128,7 +128,7 @@ def visible_devices(variable: str) -> tuple[str, ...] | None:
 
 
 def is_journal(descriptor: int) -> bool:
-    """Whether what is written to an open file goes to systemd's journal."""
+    """Whether systemd's journal receives the text that is written to an open file."""
     try:
         status = os.fstat(descriptor)
     except OSError:

@@ -112,7 +112,7 @@ def with_mesh(config: Config, learner: str, mesh: str) -> Config:
     """The configuration with another mesh for one learner: "fsdp=4,tensor=2".
 
     Raises:
-        ConfigError: it is no mesh.
+        ConfigError: the text is not a mesh.
     """
     document = config.model_dump()
     islands = document["learner"]["islands"]

@@ -192,7 +192,7 @@ class SyncSection(Section):
         return self
 
     def rhythm(self, fragment: int) -> Rhythm:
-        """How often a fragment is due."""
+        """The intervals at which a fragment is due."""
         return Rhythm(
             fragment,
             self.fragments,
@@ -408,7 +408,7 @@ def changes(before: RunSettings, after: RunSettings) -> list[str]:
 
 
 def check_changeable(ours: RunSettings, theirs: RunSettings) -> None:
-    """Refuse settings that a run cannot have come to from those it was created with.
+    """Refuse settings that differ from those at creation in a setting that is fixed.
 
     Raises:
         ConfigError: names each setting that differs and may not.
@@ -511,5 +511,5 @@ def averaged_settings(settings: RunSettings) -> RunSettings:
 
 
 def sync_of(sync: SyncSection, fragment: Fragment) -> SyncSection:
-    """How learners send and adopt a fragment: as the run says, or as averaged state."""
+    """The settings of sending and adopting a fragment: the run's, or those of averaged state."""
     return sync.model_copy(update=_AVERAGED_SYNC) if fragment.averaged else sync

@@ -157,7 +157,7 @@ class Input(NestedRecord):
 
     @property
     def less_for(self) -> tuple[str, ...]:
-        """In which ways it counts for far less than it claims; empty: in none."""
+        """The measures by which the update counts for far less than it claims; may be empty."""
         # What steps that are not believed take with them is no cap.
         left = max(1, self.tokens * self.steps_credited // self.steps)
         found = {

@@ -130,7 +130,7 @@ class Leave(Body):
 
 
 class Claim(Body):
-    """A learner's word on its shares of the data; of an earlier life than the newest it is void.
+    """A learner's claim to a share of the data; void from any life but the learner's newest.
 
     A share's number is epoch of the data × `shares` + its place in that epoch. A claim counts if
     the share is free where the message stands on the tape.

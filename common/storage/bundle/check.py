@@ -44,7 +44,7 @@ def as_message(path: Path, content: Any) -> Message:
     """The message in a frame.
 
     Raises:
-        IntegrityError: there is none.
+        IntegrityError: the frame holds no message.
     """
     kinds = (str, int, float, bytes, str)
     if not isinstance(content, list) or [type(part) for part in content] != list(kinds):
@@ -102,7 +102,7 @@ def check_name(path: Path, kind: str, name: str) -> None:
     """Refuse the name of an object or a file that could lead out of its folder.
 
     Raises:
-        IntegrityError: it is such a name.
+        IntegrityError: the name leads out of its folder.
     """
     if kind == "object":
         try:
@@ -127,10 +127,10 @@ def is_file_name(name: str) -> bool:
 
 
 def check_oldest(path: Path, oldest: Any) -> dict[int, int]:
-    """By fragment the oldest record that counts, as a bundle's last frame has it.
+    """The oldest record of each fragment that counts, from a bundle's last frame.
 
     Raises:
-        IntegrityError: it is none.
+        IntegrityError: the frame does not hold such records.
     """
     if not isinstance(oldest, dict) or not all(
         isinstance(key, str) and key.isdecimal() and len(key) < 5 and is_count(seq)
@@ -144,7 +144,7 @@ def check_nesting(path: Path, files: list[str]) -> None:
     """Refuse files of which one would be the folder of another.
 
     Raises:
-        IntegrityError: there are such.
+        IntegrityError: the bundle has such files.
     """
     known = {*files}
     for name in files:

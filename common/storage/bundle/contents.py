@@ -120,7 +120,7 @@ class BundleContents:
         return ((name, size) for name, size in self._names if name in self)
 
     def damaged(self) -> int:
-        """How many lack a piece, or are there more than once."""
+        """The number of entries that lack a piece or occur more than once."""
         return len(self) - int(self._sound().sum())
 
     def drop_damaged(self) -> None:

@@ -79,7 +79,7 @@ class Log:
         self.whose = array("i", (self.whose[index] for index in left))
 
     def last(self, wanted: Iterable[int]) -> int | None:
-        """Place in the file of the last message of these subjects."""
+        """Offset in the file of the last message of these subjects."""
         chosen = {*wanted}
         for index in range(len(self.seqs) - 1, -1, -1):
             if self.whose[index] in chosen:
@@ -87,7 +87,7 @@ class Log:
         return None
 
     def rows(self, wanted: set[int], start_seq: int) -> Iterator[int]:
-        """Places in the file of the messages of these subjects from a sequence on."""
+        """Offsets in the file of the messages of these subjects from a sequence on."""
         for index in range(bisect_left(self.seqs, start_seq), len(self.seqs)):
             if self.whose[index] in wanted:
                 yield self.ats[index]
@@ -97,10 +97,10 @@ class Bundle:
     """A bundle, opened; `close` it.
 
     Attributes:
-        header: what it says of itself.
+        header: the bundle's own description.
         tape, ops: its streams.
-        objects, files: what it holds beside them, by name.
-        lost: what is wrong with it, in a sentence, where it was opened all the same; or "".
+        objects, files: the contents beside the streams, by name.
+        lost: a sentence on the damage, where the file was opened all the same; or "".
     """
 
     def __init__(self, path: Path) -> None:
@@ -113,12 +113,12 @@ class Bundle:
 
     @property
     def run(self) -> str:
-        """The run that it is of."""
+        """The name of the bundle's run."""
         return str(self.header["run"])
 
     @property
     def has_objects(self) -> bool:
-        """Whether it was made with its objects."""
+        """Whether the bundle was made with the run's objects."""
         return bool(self.header["objects"])
 
     def close(self) -> None:
@@ -126,7 +126,7 @@ class Bundle:
         self._file.close()
 
     def content(self, at: int) -> Any:
-        """The content of the frame at a place; from any thread.
+        """The content of the frame at an offset in the file; from any thread.
 
         Raises:
             IntegrityError: the file has changed since.
@@ -135,7 +135,7 @@ class Bundle:
         return read_frame(self.path, os.pread(self._file.fileno(), frame_bytes(head), at))
 
     def message(self, at: int) -> Message:
-        """The message at a place."""
+        """The message in the frame at an offset in the file."""
         content = self.content(at)
         return as_message(self.path, content["ops"] if isinstance(content, dict) else content)
 

@@ -17,7 +17,7 @@ class BundleWriter:
 
     Args:
         path: the file to be.
-        header: what it says of itself: "run", "made_s" and "objects", whether it has any.
+        header: "run", "made_s" and "objects", whether the bundle has any.
 
     Raises:
         ConfigError: the file is there already, or cannot be written.

@@ -103,7 +103,7 @@ class Bus(Protocol):
         expected_last: int | None = None,
         ttl_s: float | None = None,
     ) -> int:
-        """Append a message to the stream that owns `subject`; its sequence.
+        """Append a message to the stream that owns `subject`; returns its sequence.
 
         Raises:
             SwapLostError: the subject's last message is not `expected_last`.
@@ -143,7 +143,7 @@ class Bus(Protocol):
         """
 
     async def filled(self, stream: str) -> Filled:
-        """How full a stream is.
+        """The fill of a stream and of its readers.
 
         Staleness: as of `last_sequence`; what was published meanwhile is missing.
 
@@ -169,7 +169,7 @@ class Bus(Protocol):
         limits: StreamLimits,
         messages: Iterable[Message],
     ) -> int:
-        """Create `stream` with the messages of one that was exported; how many it has now.
+        """Create `stream` with the messages of one that was exported; returns how many it has.
 
         Subjects, sequence numbers, times and message ids are the exported ones, and what was
         missing between them is missing here.

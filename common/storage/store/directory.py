@@ -169,7 +169,7 @@ class DirectoryStore(ObjectStore):
                 self._keep_copy(name, kept, limit_bytes)
 
     def copies(self, prefix: str) -> Iterator[str]:
-        """Names that only their kept copies answer for: somebody has removed their files.
+        """Names of objects of which only the kept copy is left: somebody has removed their files.
 
         Raises:
             StoreUnavailableError: the disk failed.

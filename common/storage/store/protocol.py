@@ -67,7 +67,7 @@ class ObjectStore(Protocol):
 
         Args:
             name: of the object.
-            limit_bytes: as many at most.
+            limit_bytes: the largest size to read.
             within_s: give up after so long; None for never, beyond what a backend waits for itself.
 
         Raises:
@@ -232,7 +232,7 @@ class Deadline:
         """Refuse to read on when it has passed.
 
         Raises:
-            StoreSlowError: it has.
+            StoreSlowError: the deadline has passed.
         """
         if self._until_s is not None and time.monotonic() >= self._until_s:
             raise StoreSlowError(
@@ -259,7 +259,7 @@ class Deadline:
 
 
 def get_object(store: ObjectStore, expected: wire.ObjectRef) -> bytes:
-    """The bytes of an object, compared with what the message says that names it.
+    """The bytes of an object, compared with size and checksum in the message that names it.
 
     Raises:
         IntegrityError: its size or checksum differs.

@@ -124,10 +124,10 @@ def names_no_bucket(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def our_errors(action: str, place: BucketLocation, name: str) -> Iterator[None]:
-    """Turn what the client raises into our errors.
+    """Turn the client's errors into our errors.
 
     Args:
-        action: what is tried: "store", "read", "list" or "delete".
+        action: the attempt: "store", "read", "list" or "delete".
         place: where.
         name: of the object, without the prefix.
     """
@@ -224,7 +224,7 @@ class BucketStore(ObjectStore):
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="bucket")
 
     def check_creates_only(self) -> None:
-        """Try that an object cannot be stored over another.
+        """Check, by trying, that the service never stores an object over another.
 
         Raises:
             StoreError: it can be, or the service cannot be used.

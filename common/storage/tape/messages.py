@@ -74,7 +74,7 @@ def decode_as(expected: type[T], subject: str, payload: bytes) -> T:
     """As `decode`, where the kind of message is known.
 
     Raises:
-        WireError: also when something else came.
+        WireError: as `decode`, or the message is of another kind.
     """
     body = decode(subject, payload)
     if not isinstance(body, expected):
@@ -89,7 +89,7 @@ def check_fits(subject: str, body: wire.Body) -> None:
     """Refuse a body that names another run, learner, fragment or life than its subject.
 
     Raises:
-        WireError: it does.
+        WireError: the body names another one.
     """
     parsed = names.parse_subject(subject)
     for field in ("run", "learner", "fragment", "life"):

@@ -39,7 +39,7 @@ def store_positions(
 
 
 def read_positions(store: ObjectStore, specification: wire.Specification) -> Mapping[str, int]:
-    """By learner, in batches.
+    """The data positions that an epoch begins with: by learner, in batches.
 
     Raises:
         IntegrityError, WireError: the object is not what the specification names.
@@ -61,7 +61,7 @@ def first_sequence(epoch: int) -> int:
 
 
 def place_on_tape(seq: int) -> int:
-    """Which message of its tape a sequence is; 1 is the first."""
+    """The number of a message on its tape, from its sequence; the first message is number 1."""
     return (seq - 1) % SPAN + 1
 
 

@@ -37,7 +37,7 @@ class Entry(NamedTuple):
         body: of the class that its subject carries; never a `RecordPointer`.
         size_bytes: of the message, without its subject.
         stored: the object that holds its body, if that is too large for the tape.
-        raw: what the body was decoded from.
+        raw: the bytes from which the body was decoded.
     """
 
     seq: int
@@ -78,7 +78,7 @@ Item = Entry | InvalidMessage | Unreadable
 
 @dataclass
 class Extent:
-    """How far a reader has come, and from where on it has missed nothing.
+    """The part of a tape that a reader has read, and the sequence from which on it missed nothing.
 
     Garbage collection trims the tape: what stands before `whole_from` are the last messages of
     their subjects, and the tails of the chains of records.
@@ -101,7 +101,7 @@ async def messages_of(
 ) -> AsyncIterator[Message]:
     """Every message that a stream holds now, from a sequence on, one after the other.
 
-    Its newest one must be there, and of one of `subjects`: so it is on a tape.
+    The stream's newest message must exist and be of one of `subjects`, as on any tape.
 
     Raises:
         StreamMissingError: there is no such stream.

@@ -62,7 +62,7 @@ class RunContext:
 async def publish_once(
     context: RunContext, what: str, publish: Callable[[str], Awaitable[int]]
 ) -> int:
-    """Publish a message that counts once, whatever is lost on the way; its sequence.
+    """Publish a message that counts once, whatever is lost on the way; returns its sequence.
 
     It is published under an id that nobody can predict, and under another one where somebody has
     taken that.
@@ -107,7 +107,7 @@ async def load_specification(bus: Bus, run: str) -> wire.Specification:
 
 
 async def await_specification(bus: Bus, run: str, within_s: float) -> wire.Specification:
-    """As `load_specification`, of a run that is created, wholly, within so many seconds."""
+    """As `load_specification`; waits up to `within_s` seconds until the run is created."""
     until_s = time.monotonic() + within_s
     while True:
         if time.monotonic() >= until_s or await _is_created(bus, run):
@@ -127,9 +127,9 @@ async def _is_created(bus: Bus, run: str) -> bool:
 
 
 async def first_message(context: RunContext, subject: str, start_seq: int = 1) -> Message:
-    """The first message of a subject from a sequence on, which has one.
+    """The first message of a subject from a sequence on; there must be one.
 
-    It is read in order: no replica takes it for missing.
+    It is read in order, so that a replica that is behind cannot call it missing.
     """
     messages = context.bus.read(context.tape, [subject], start_seq)
     async with contextlib.aclosing(messages):  # type: ignore[type-var]
@@ -141,7 +141,7 @@ async def messages_up_to(
 ) -> AsyncIterator[Message]:
     """Messages of some subjects, in order, up to a sequence at which one of them or later stands.
 
-    No replica that is behind leaves any out.
+    They are read in order, so that a replica that is behind leaves none out.
     """
     messages = context.bus.read(context.tape, [*subjects], start_seq)
     async with contextlib.aclosing(messages):  # type: ignore[type-var]
@@ -231,7 +231,7 @@ async def data_reached(
     last: Callable[[str], Awaitable[Message | None]] | None = None,
     earlier: Mapping[str, int] | None = None,
 ) -> dict[int | None, int]:
-    """How far a learner's updates of each fragment came, in batches; None: how far it said else.
+    """The batches that a learner's updates of each fragment reach; under None, its other messages.
 
     Args:
         context: of the run.
@@ -317,7 +317,7 @@ async def _position_on(
 
 
 def _is_of_this_tape(context: RunContext, said: wire.Manifest | wire.Leave, seq: int) -> bool:
-    """Whether what a message covers may be merged: nobody has the work of another tape."""
+    """Whether a message's work may be merged: it is of this tape and not of another."""
     if isinstance(said, wire.Manifest):
         return said.epoch == context.epoch
     return same_tape(said.incarnation, seq)

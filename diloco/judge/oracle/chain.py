@@ -70,19 +70,19 @@ class Chain:
         self._garbled: set[int] = set()
 
     def hear(self, entry: Entry) -> None:
-        """A message of the tape, in order."""
+        """Take the tape's next message."""
         self._stopped = self._stopped or isinstance(entry.body, wire.Stop)
         if concerns(entry, self.fragment):
             self._heard.append(entry)
 
     def pass_over(self, message: InvalidMessage) -> None:
-        """A message of the tape that is none of the protocol."""
+        """Pass over a message of the tape that is not of the protocol."""
         self._garbled.add(message.seq)
         if concerns(message, self.fragment):
             self._heard.append(message)
 
     def missing_before(self, seq: int) -> None:
-        """The tape lacks messages before a sequence; none of those that follow a record matters.
+        """Note that the tape lacks messages before a sequence, if no record has been judged yet.
 
         Garbage collection takes a fragment's messages only from before its oldest record.
         """
@@ -90,11 +90,11 @@ class Chain:
             self._whole_from = seq
 
     def lose(self, seq: int) -> None:
-        """A record cannot be read: what follows is judged from the next one on."""
+        """Note a record that cannot be read: judging begins again with the next one."""
         self.base, self._life, self._whole_from = None, None, seq + 1
 
     def judge(self, record: wire.Record, seq: int) -> list[Violation]:
-        """The fragment's next record."""
+        """Judge the fragment's next record."""
         breaches = list(self._judge(record, seq))
         about = f"fragment {self.fragment} version {record.version}"
         if breaches:

@@ -17,9 +17,9 @@ class CreditBasis:
     """The facts by which one update is judged.
 
     Attributes:
-        memory: what the owner remembers; `now_s` by its clock.
+        memory: the owner's; `now_s` is the time by its clock.
         stored_at_s: when the server stored the update.
-        averaged: it is of averaged state.
+        averaged: the update is of averaged state.
         others: learners may lie.
     """
 
@@ -93,7 +93,7 @@ class CreditBasis:
         return share * min(numbers.FINITE, median)
 
     def known_after(self, credit: OracleCredit) -> MemberRecord:
-        """The sender, once it has announced the update."""
+        """The sender's member record once it has announced the update."""
         sent, member, time_s, fastest = self.manifest, self._member, self._time_s(), self._fastest()
         told = 1 / sent.step_time_s if sent.step_time_s > 1 / numbers.FINITE else 0.0
         seen = credit.steps / time_s if time_s > credit.steps / numbers.FINITE else fastest
@@ -127,7 +127,7 @@ def _speed(member: MemberRecord) -> float:
 def shortened(
     bounds: BoundsSection, norms: dict[str, float], learner: str, credit: OracleCredit, norm: float
 ) -> float:
-    """By what an update is shortened, given each learner's newest norm by step; 1: by nothing."""
+    """The factor that shortens an update, given each learner's newest norm by step; 1: none."""
     median = numbers.upper_median([said for name, said in norms.items() if name != learner])
     if median is None or norm <= bounds.norm_clip * median * credit.steps:
         return 1.0

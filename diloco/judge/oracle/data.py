@@ -46,7 +46,7 @@ class _Life(NamedTuple):
 
 @dataclass
 class _Sent:
-    """How far a life has sent a fragment: its newest update, and which have no record yet.
+    """A life's newest update of a fragment, and its updates that have no record yet.
 
     `merged_version` is the one that has the newest, 0 while none has; `answered` the newest update
     that a record has; `covered` how far it has said to be done with the fragment.
@@ -113,7 +113,7 @@ class Data:
         self._whole_from = 1
 
     def missing_before(self, seq: int) -> None:
-        """The tape lacks messages before a sequence: what was sent by then is not known."""
+        """Note that messages before a sequence are missing, and announcements with them."""
         self._whole_from = seq
 
     def in_flight(self) -> Iterator[tuple[str, Unanswered]]:
@@ -218,7 +218,7 @@ class Data:
         return sent.position, sent.position
 
     def begin(self, record: wire.Record) -> None:
-        """A fragment's oldest record, or the first after one that cannot be read."""
+        """Begin with a fragment's oldest record, or the first after one that cannot be read."""
         answered = {(mark.learner, mark.incarnation): mark.seq for mark in record.policy.marks}
         due = []
         for life, sent in self._sent.items():

@@ -10,8 +10,8 @@ class Violation(NamedTuple):
         rule: a short word for it; `RULES` has the sentence.
         seq: stream sequence of the message that breaks it.
         about: fragment and version, or learner.
-        field: what of the message, as its class names it; may be empty.
-        expected: what follows from the tape; `found` is what the message says.
+        field: the field of the message, as its class names it; may be empty.
+        expected: the value that follows from the tape; `found` is the message's.
     """
 
     rule: str
@@ -23,7 +23,7 @@ class Violation(NamedTuple):
 
     @property
     def where(self) -> str:
-        """Which part of the run, and which message."""
+        """The part of the run, and the message."""
         return f"{self.about}, message {self.seq}"
 
     @property

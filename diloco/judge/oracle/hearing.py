@@ -27,7 +27,7 @@ def concerns(item: Entry | InvalidMessage, fragment: int) -> bool:
 
 
 def hear(life: OwnerLife, created: RunSettings, entry: Entry | InvalidMessage) -> None:
-    """The owner reads the next message of the tape that concerns it."""
+    """Have the owner read the next message of the tape that concerns it."""
     if isinstance(entry, InvalidMessage):
         life.read_seq = max(life.read_seq, entry.seq)
         _pays(life, names.subject_learner(entry.subject) or "", entry)

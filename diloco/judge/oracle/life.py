@@ -41,7 +41,7 @@ class MergedUpdate(NamedTuple):
 
     @property
     def weight(self) -> float:
-        """In the merge."""
+        """The update's weight in the merge."""
         return self.credit.weight
 
 
@@ -87,7 +87,7 @@ class OwnerLife:
         storing: a record under way, "" for none: no other begins before it stands.
         cut: reason and finality of a cut round; `cut_seq` once the leader has answered, who was
             asked when the tape had been read up to `asked_seq`.
-        due: what must be recorded now.
+        due: the record that must be made now.
     """
 
     layout: Layout
@@ -164,7 +164,7 @@ class OwnerLife:
         }
 
     def norms(self) -> dict[str, float]:
-        """The newest norm by credited step of everybody here, as merged; the round's with them."""
+        """The newest merged norm per credited step of each present learner, with the round's."""
         found = {name: member.norm for name, member in self.memory.waited_for().items()}
         return found | {n: norm for n, norm in self.round_norms().items() if n in found}
 
@@ -231,7 +231,7 @@ class OwnerLife:
         self.refused.append(DueRejection(manifest, stream_seq, reason))
 
     def charge(self, manifest: wire.Manifest, stream_seq: int) -> None:
-        """A rejection costs its sender's allowance; what an earlier life charged is paid."""
+        """Take a rejection's cost from its sender's allowance, unless an earlier life took it."""
         if stream_seq > self.known_seq:
             left, at_s = self.memory.allowances[manifest.learner]
             self.memory.allowances[manifest.learner] = (left - numbers.REJECTION + 1, at_s)

@@ -94,7 +94,7 @@ class PolicyMemory:
         )  # fmt: skip
 
     def copy(self) -> "PolicyMemory":
-        """One that may change while this one stays."""
+        """A copy that may change while this memory stays."""
         return replace(
             self,
             members=dict(self.members),
@@ -121,7 +121,7 @@ class PolicyMemory:
         }
 
     def took_part(self, norms: Mapping[str, float]) -> None:
-        """A round has ended in which these learners had work, of these norms by step."""
+        """Note the end of a round in which these learners had work, with their norms by step."""
         here = self.waited_for()
         for name, member in self.members.items():
             if name in norms:
@@ -162,7 +162,7 @@ class PolicyMemory:
         return member.incarnation if member else 0
 
     def resolve(self, update: UpdateId, stream_seq: int, reason: str | None) -> None:
-        """A record answers an update: merged (no reason), or rejected."""
+        """Note that a record answers an update: merged (no reason), or rejected."""
         self.marks[update[:2]] = (update.seq, stream_seq)
         # With it every earlier one of that life, even if the life is soon forgotten.
         for owed in [one for one in self.credits if one[:2] == update[:2]]:

@@ -88,7 +88,7 @@ def clock_after(settings: RunSettings, fragment: int, step: int) -> int:
 def pace_s(settings: RunSettings, step_times_s: Sequence[float], steps: int) -> float:
     """Pace x `steps` steps of the fastest live learner, in seconds; 0 in lockstep and at first.
 
-    Nobody says that a step takes less than half of what the median learner's does. Where learners
+    No step counts as shorter than half of the median learner's. Where learners
     may lie, of the median one.
     """
     told = [value for value in step_times_s if value > 0]

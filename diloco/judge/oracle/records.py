@@ -37,7 +37,7 @@ def resolved(record: wire.Record) -> Iterator[wire.Input | wire.Rejected]:
 
 
 def link(base: wire.Record, base_seq: int, record: wire.Record) -> Iterator[RuleBreach]:
-    """Versions follow each other, each record names the one before it, nothing follows the last."""
+    """Check that versions follow each other and that each record names the one before it."""
     moves = record.what in ("version", "restore")
     yield from _equal(
         "chain",
@@ -112,7 +112,7 @@ def answers(
 
 
 def names(record: wire.Record) -> Iterator[RuleBreach]:
-    """Stored objects are of the versions that the record says."""
+    """Check that stored objects are of the versions that the record states."""
     told = [
         ("view", record.snapshot_version, record.snapshot),
         ("outer", record.outer_version, record.outer),
@@ -127,7 +127,7 @@ def names(record: wire.Record) -> Iterator[RuleBreach]:
 
 
 def sums(base: wire.Record, record: wire.Record) -> Iterator[RuleBreach]:
-    """The totals, with what this record resolves."""
+    """Check the totals, which include what this record resolves."""
     before, now = base.totals, record.totals
     taken, not_taken = record.inputs, record.rejected
     expected = {
@@ -169,7 +169,7 @@ def decision(life: OwnerLife, close: Close, record: wire.Record) -> Iterator[Rul
 
 
 def remembered(life: OwnerLife, record: wire.Record) -> Iterator[RuleBreach]:
-    """The memory after the record; `life` has gone on from it."""
+    """Check the memory after the record; `life` has taken the record in already."""
     expected = life.memory.copy()
     expected.seen_seq = max(life.read_seq, life.known_seq)
     expected.credits = life.credits(without_sum=record.what == "verdict")
@@ -225,7 +225,7 @@ def _step_size(life: OwnerLife, record: wire.Record) -> Iterator[RuleBreach]:
 def objects(
     settings: RunSettings | None, base: wire.Record, base_seq: int, record: wire.Record
 ) -> Iterator[RuleBreach]:
-    """Which snapshot, deltas and outer state the record names: its own, or those before it.
+    """Check which snapshot, deltas and outer state the record names: its own, or earlier ones.
 
     `settings` None: the tape has them no more, and which of both the record itself says.
     """
@@ -268,7 +268,7 @@ def _whole(record: wire.Record) -> Iterator[RuleBreach]:
 def restore(
     base: wire.Record, versions: Mapping[int, Contents], record: wire.Record
 ) -> Iterator[RuleBreach]:
-    """A rollback: an earlier version's contents, and only the floor is remembered anew."""
+    """Check a rollback: it has an earlier version's contents, and changes the floor alone."""
     expected = PolicyMemory.of(base.policy)
     expected.floor = record.version
     for name, wanted, found in expected.differences(PolicyMemory.of(record.policy)):

@@ -53,7 +53,7 @@ NORM_ERROR = 1e-4
 
 
 class BlockGrid(NamedTuple):
-    """How a vector divides: blocks of each segment, and which are merged by RDA."""
+    """The division of a vector: the blocks of each segment, and the segments merged by RDA."""
 
     size: int
     block: int
@@ -62,7 +62,7 @@ class BlockGrid(NamedTuple):
     centered: bool = False
 
     def blocks(self, values_S: npt.NDArray[Any]) -> Vector:
-        """Each block's value of its segment."""
+        """The segments' values, one for each block."""
         return values_S.astype(np.float32)[self.segment_B]
 
 
@@ -233,7 +233,7 @@ class Remaker:
 
 
 def make_grid(settings: RunSettings, layout: Layout, fragment: int) -> BlockGrid:
-    """How a fragment's vector divides under a run's settings."""
+    """The division of a fragment's vector under a run's settings."""
     part, block = layout.fragments[fragment], layout.block
     radial = [settings.merge == "rda" and rule == "rda" for rule in part.segment_rules()]
     # State that is averaged is counted by tokens alone: no update of it is shortened.
@@ -278,7 +278,7 @@ def _norm(taken: wire.Input, norms_S: Doubles) -> Iterator[tuple[str, str, Any, 
 
 
 def _units(record: wire.Record) -> Iterator[tuple[str, str, Any, Any]]:
-    """Each input's unit follows from the weights up to it."""
+    """Check that each input's unit follows from the weights up to it."""
     found = [taken.weight_unit for taken in record.inputs]
     wanted: list[int] = []
     for taken in record.inputs:
@@ -345,7 +345,7 @@ def _factors(
 
 
 def _error(codec: Codec, values: Vector, block: int) -> Vector:
-    """How far a quantized value may be from its own, at most."""
+    """The largest error of a quantized value."""
     magnitudes = np.abs(values)
     if codec in GREATEST_CODE:
         greatest_B = magnitudes.reshape(-1, block).max(axis=1)

@@ -26,7 +26,7 @@ def time_up_s(life: OwnerLife) -> float | None:
 
 
 def opens_at_s(life: OwnerLife) -> float | None:
-    """At the first announcement, or the pace time if that is later; None before any."""
+    """The time when the round opens: at the first announcement, or at the pace time if later."""
     told = [one.announced_at_s for one in life.unread()]
     told += [one.announced_at_s for one in life.merged]
     if not told or not life.may_follow():
@@ -139,7 +139,7 @@ def _close(life: OwnerLife, reason: str, *, final: bool = False) -> None:
 
 
 def time_is_up(life: OwnerLife) -> None:
-    """A timer has come in time: what was waited for is given up, or the leader is asked."""
+    """Handle a timer: give up what the round waited for, or ask the stream's leader."""
     if life.cut is not None:
         for one in life.unread():
             one.passed = True

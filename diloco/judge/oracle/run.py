@@ -89,7 +89,7 @@ class Oracle:
         return found
 
     def close(self) -> None:
-        """The tape was read to its end: judge what a run that has ended leaves open."""
+        """Judge, once the tape was read to its end, the work that an ended run leaves open."""
         for chain in self.chains:
             if chain.base is None:
                 about = f"fragment {chain.fragment}"

@@ -28,7 +28,7 @@ class _ReadShare(NamedTuple):
 
 
 class BatchRange(NamedTuple):
-    """Batches [first, stop) of a share: of as many as a claim says, which may be any number."""
+    """Batches [first, stop) of a share, as a claim states them: they may be any numbers."""
 
     share: int
     first: int
@@ -56,7 +56,7 @@ class Shares:
         self._merged: dict[tuple[int, int], list[BatchRange]] = defaultdict(list)
 
     def take(self, body: wire.Body, seq: int) -> Iterator[Violation]:
-        """A claim or a manifest."""
+        """Take a claim or a manifest."""
         match body:
             case wire.Claim():
                 self._claim(body, seq)
@@ -120,7 +120,7 @@ class Shares:
             yield Violation("shares", seq, about, "steps", count, manifest.steps)
 
     def resolve(self, record: wire.Record, seq: int) -> Iterator[Violation]:
-        """A record merges updates, of batches that the fragment has not yet."""
+        """Check that a record merges only batches that the fragment does not have yet."""
         for one in record.inputs:
             update = (one.learner, one.incarnation, record.fragment, one.seq)
             for span in self._covers.pop(update, ()):
@@ -162,7 +162,7 @@ def wrong_claim(
 def _wrong_shards(
     settings: RunSettings, layout: Layout, epoch: int, manifest: wire.Manifest
 ) -> str | None:
-    """All blocks once, under the sender's prefix, each shard as large as its codec makes it."""
+    """Check that shards hold all blocks once, under the sender's prefix, in the codec's sizes."""
     sync, size = settings.sync, layout.fragments[manifest.fragment].size
     ranges = shard_ranges(size, sync.block, sync.shard_elements)
     longest = max(stop - start for start, stop in ranges) // sync.block

@@ -121,12 +121,12 @@ class ModelConfig:
 
     @property
     def head_width(self) -> int:
-        """K."""
+        """The width of a head, K."""
         return self.width // self.heads
 
     @property
     def mlp_width(self) -> int:
-        """F; the same count of parameters for both kinds, rounded up to a multiple of 64."""
+        """The width of the MLP, F: as many parameters for both kinds, a multiple of 64."""
         return 4 * self.width if self.mlp == "gelu" else math.ceil(self.width / 24) * 64
 
     def flops_per_token(self, length: int) -> float:
@@ -264,7 +264,7 @@ def task_loss(
     windows_BxL1: Batch,
     key: jax.Array,  # noqa: ARG001 - the Task's contract
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The loss as a task gives it: nothing is drawn, and nothing said beside it."""
+    """The loss in the form of `Task.loss`: without randomness, and without further scalars."""
     return next_token_loss(model, params, windows_BxL1), {}
 
 

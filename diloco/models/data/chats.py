@@ -68,7 +68,7 @@ class ChatTemplate:
 
     Raises:
         ConfigError: jinja2 is not installed.
-        DataError: it is no template.
+        DataError: the source is not a template.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ def read_template(given: Path | None, folder: Path) -> tuple[str, str]:
         folder: the tokenizer's.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no template.
     """
     for path in (given,) if given else (folder / FILE,):
         try:
@@ -245,7 +245,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _unmarked(text: str) -> tuple[tuple[tuple[int, int], ...], str]:
-    """Where the marked parts of a text stand once the marks are gone, and that text."""
+    """The places of a text's marked parts once the marks are gone, and that text."""
     parts = text.split(_MARK)
     ends = [0]
     for part in parts:

@@ -56,7 +56,7 @@ class Document(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """How files become documents.
+    """The rules by which files become documents.
 
     Attributes:
         field: of JSON lines, or column.
@@ -74,7 +74,7 @@ class Reading(NamedTuple):
 
 
 def read_documents(file: SourceFile, start: int, reading: Reading) -> Iterator[Document]:
-    """The documents of a file from a place on; `start` is 0, or `Document.after` of one.
+    """The documents of a file from a position on; `start` is 0, or `Document.after` of one.
 
     Raises:
         DataError: the file is damaged, or not what `reading` says.
@@ -124,7 +124,7 @@ def check_file(file: SourceFile, reading: Reading) -> list[Content]:
         the first document, of kinds whose first document is looked at.
 
     Raises:
-        DataError: so it is, or the file is damaged.
+        DataError: the file is not as `reading` says, or is damaged.
     """
     if file.kind in TABLES:
         _check_column(file, reading.field, chats=reading.template is not None)
@@ -248,10 +248,10 @@ def _content_of(file: SourceFile, at: int, line: bytes, reading: Reading) -> Con
 
 @contextmanager
 def _chat_placed(file: SourceFile, place: Callable[[], str]) -> Iterator[None]:
-    """Say where the chat stands that is refused.
+    """Say where a chat that is refused stands.
 
     Raises:
-        DataError: it is.
+        DataError: a chat is refused.
     """
     try:
         yield
@@ -344,7 +344,7 @@ def _too_long(file: SourceFile, what: str) -> DataError:
 
 
 def _line_number(file: SourceFile, at: int) -> int:
-    """Which line begins at a byte: counted only where something is wrong there."""
+    """The number of the line that begins at a byte: counted only where something is wrong there."""
     with _opened(file) as stream:
         return 1 + sum(block.count(b"\n") for block in _blocks(stream, at))
 

@@ -123,7 +123,7 @@ def _check_free(out: str, manifest: bytes) -> None:
     """Refuse a place that has something else.
 
     Raises:
-        ConfigError: it has.
+        ConfigError: the place has something else.
     """
     read = reader(out)
     begun = found_at(read, MANIFEST) or found_at(read, PLAN)

@@ -85,7 +85,7 @@ class FolderIdentity(_Section):
 
 
 class Counted(_Section):
-    """How much there is of something."""
+    """Counts of documents and tokens."""
 
     documents: Count = 0
     tokens: Count = 0
@@ -127,7 +127,7 @@ class TokenShard(_Section):
     Attributes:
         documents: that begin in it.
         tokens: of them.
-        unlearned: how many of the tokens are not trained on.
+        unlearned: the number of tokens that are not trained on.
         largest: the largest token.
     """
 
@@ -167,7 +167,7 @@ class TokenManifest(FolderIdentity):
 
     @property
     def size_bytes(self) -> int:
-        """Of all shards."""
+        """Bytes of all shards."""
         return sum(shard.size_bytes for shard in self.shards)
 
 
@@ -190,7 +190,7 @@ def parse_manifest(data: bytes, source: str) -> TokenManifest:
     """A manifest; `source` is named in errors.
 
     Raises:
-        DataError: it is none, or of a newer release.
+        DataError: the bytes are not a manifest, or one of a newer release.
     """
     try:
         return TokenManifest.model_validate_json(data)
@@ -204,7 +204,7 @@ def parse_manifest(data: bytes, source: str) -> TokenManifest:
 
 
 def rules_digest(document: Mapping[str, Any]) -> str:
-    """A digest of a tokenizer.json, of all that decides which tokens ordinary text becomes.
+    """A digest of the parts of a tokenizer.json that decide the tokens of ordinary text.
 
     Files of one tokenizer differ in the rest: padding, truncation, chat tokens, and how ids become
     text.

@@ -52,7 +52,7 @@ def manifest_at(place: str, read: Read) -> TokenManifest:
     """Read the manifest of a place.
 
     Raises:
-        DataError: it says nothing, or no manifest.
+        DataError: the file is empty, or not a manifest.
     """
     if (data := found_at(read, MANIFEST)) is None:
         raise DataError(
@@ -75,7 +75,7 @@ def first_of(place: str) -> str | None:
 
 @contextmanager
 def alone_in(place: str) -> Iterator[None]:
-    """Be the only one that writes to a folder; of buckets nobody can be.
+    """Keep other processes from writing to a folder within the block; a bucket has no such lock.
 
     Two that write the same into a bucket do no harm: objects are create-only.
 
@@ -101,7 +101,7 @@ def alone_in(place: str) -> Iterator[None]:
 
 
 def tidy(place: str, store: ObjectStore) -> None:
-    """Remove what only a restart needs; the plan last, which says that it is to be done."""
+    """Remove the files that only a restart needs; the plan, which asks for it, goes last."""
     for info in store.list(f"{UNFINISHED}/"):
         store.delete(info.name)
     if (folder := local_folder(place)) is not None:

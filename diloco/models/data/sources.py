@@ -34,7 +34,7 @@ class SourceFile(NamedTuple):
         path: as it is opened.
         size_bytes: on disk.
         modified_ns: when it was changed last.
-        kind: what is in it.
+        kind: the format of its content.
         compression: the suffix that says how it is compressed, "" for not.
     """
 

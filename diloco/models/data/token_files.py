@@ -43,7 +43,7 @@ class TokenDocument(NamedTuple):
 def stored_documents(
     path: str, start: int, *, vocabulary: int, end: int
 ) -> Iterator[TokenDocument]:
-    """The documents of a file of tokens, from a place on, without the tokens that end them.
+    """The documents of a file of tokens, from a position on, without the tokens at their ends.
 
     Args:
         path: the `.bin`.

@@ -39,7 +39,7 @@ class TextTokenizer:
 
     Raises:
         ConfigError: there is no such file, no such token, or no template.
-        DataError: it is no tokenizer.
+        DataError: the file is not a tokenizer.
     """
 
     template_sha256: str | None = None

@@ -31,7 +31,7 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def make_attention(config: DecoderConfig, segments_BxL: jax.Array, kind: str) -> Attend:
-    """Attention within documents, to what is not later, and in a layer that slides to what is near.
+    """Causal attention within documents; in a sliding layer, within its window.
 
     Args:
         config: the decoder.

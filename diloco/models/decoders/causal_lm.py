@@ -16,11 +16,11 @@ from diloco.models.decoders.files import HuggingFace
 
 @dataclass(frozen=True)
 class CausalLM:
-    """A decoder of a family that is read; a part has the name of the field of `Task` that takes it.
+    """A decoder as the functions that a `Task` takes, each named as the field of `Task`.
 
     Attributes:
         files: the parameters in Hugging Face's format.
-        compute: how `logits` are computed.
+        compute: the way in which `logits` are computed.
     """
 
     files: HuggingFace
@@ -35,7 +35,7 @@ class CausalLM:
         dtype: str = "float32",
         remat: bool = True,
     ) -> Self:
-        """The decoder of a Hugging Face folder, or of what a `config.json` would say.
+        """The decoder of a Hugging Face folder, or of the contents of a `config.json`.
 
         Args:
             source: a folder, whose tensors a run begins with; or a mapping: "model_type", ...
@@ -73,7 +73,7 @@ class CausalLM:
         return model.logits_of(self._config, params, tokens_BxL, segments_BxL, compute=self.compute)
 
     def partition(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
-        """How a tensor is cut over a learner's mesh."""
+        """The cut of a tensor over a learner's mesh."""
         return task.partition_of(self._config, None, name, shape)
 
     # How a tensor is merged, and what of it Muon orthogonalizes.

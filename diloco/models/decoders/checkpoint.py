@@ -51,7 +51,7 @@ FUSED = "mlp"
 
 
 class Place(NamedTuple):
-    """Where a tensor of a checkpoint is.
+    """The place of a tensor in a checkpoint.
 
     Attributes:
         path: the file.
@@ -71,7 +71,7 @@ class Rows:
     """One tensor of a decoder, of which rows of the first axis are read as they are asked for.
 
     Args:
-        entry: which.
+        entry: the tensor.
         places: of each tensor of the checkpoint, in the entry's order.
 
     Attributes:
@@ -150,7 +150,7 @@ def has_weights(folder: Path) -> bool:
 
 
 def _places(folder: Path) -> dict[str, Place]:
-    """Where each tensor is, by its name in the folder."""
+    """The place of each tensor, by its name in the folder."""
     index = folder / INDEX
     if not index.exists():
         if not (folder / SINGLE).is_file():
@@ -303,7 +303,7 @@ def write_checkpoint(
 
 
 class staged:  # noqa: N801 - a context manager, used as a function
-    """A folder beside the one that is wanted, which takes its place when all is written.
+    """A folder beside the target folder, which takes the target's place when all is written.
 
     Raises:
         ConfigError: the disk is full, or it cannot be written there; what was written is removed.
@@ -340,7 +340,7 @@ class staged:  # noqa: N801 - a context manager, used as a function
 
 
 def carry(source: Path | None, folder: Path) -> None:
-    """Copy what belongs to the tokenizer."""
+    """Copy the tokenizer's files."""
     for name in CARRIED:
         if source is not None and (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
@@ -349,7 +349,7 @@ def carry(source: Path | None, folder: Path) -> None:
 def checkpoint_tensors(
     config: DecoderConfig, arrays: Mapping[str, Any], dtype: np.dtype
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """All tensors as they are there, one after the other."""
+    """The tensors of a checkpoint as its files have them, one after the other."""
     for name, entry in table(config).items():
         layers = range(entry.shape[0]) if entry.stacked else (None,)
         tensors = iter(entry.checkpoint_names())

@@ -41,7 +41,7 @@ class Experts:
         chosen: of them for a token, C.
         width: of one, F.
         normed: whether the weights of those that are chosen are divided by their sum.
-        balance: what the loss of an unequal load is multiplied by; the sum is what is trained on.
+        balance: the factor of the loss of an unequal load, which is added to the training loss.
     """
 
     count: int
@@ -62,7 +62,7 @@ class DecoderConfig:
         heads: H of queries; kv_heads, G, of keys and values, divides it.
         head_width: K.
         activation: of the gate.
-        query_scale: what scores are multiplied by.
+        query_scale: the factor of scores.
         tied: whether the head is the embedding.
         sliding: of each layer, whether it sees the last `window` positions alone.
         rope: of layers that see everything; `local_rope` of the others.

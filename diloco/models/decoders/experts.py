@@ -27,7 +27,7 @@ Activation = Callable[[jax.Array], jax.Array]
 
 
 class Load(NamedTuple):
-    """How a layer's tokens are spread over its experts, float32 [E] each, or [N, E] of all layers.
+    """The spread of a layer's tokens over its experts, float32 [E] each, or [N, E] of all layers.
 
     Attributes:
         chosen: share of tokens for which an expert is chosen; the sum is C.
@@ -40,7 +40,7 @@ class Load(NamedTuple):
     def loss(self) -> jax.Array:
         """The loss of an unequal load (arXiv 2101.03961, section 2.2), over all layers together.
 
-        C if all experts are alike; more the more is asked of few.
+        C if all experts have equal loads; it grows as fewer experts take more of the tokens.
         """
         chosen_E, probability_E = jnp.mean(self.chosen, 0), jnp.mean(self.probability, 0)
         return chosen_E.shape[0] * jnp.sum(chosen_E * probability_E)
@@ -54,10 +54,10 @@ class Load(NamedTuple):
 def mixed(
     experts: Experts, activation: Activation, x_BxLxD: jax.Array, layer: Mapping[str, jax.Array]
 ) -> tuple[jax.Array, Load]:
-    """What experts make of tokens, [B, L, D], and their load.
+    """The output of experts for tokens, [B, L, D], and the experts' load.
 
     Args:
-        experts: how many, and how they are chosen.
+        experts: their number, and the rule by which they are chosen.
         activation: of the gate.
         x_BxLxD: tokens.
         layer: its tensors, "router" [D, E] and three of experts.
@@ -127,7 +127,7 @@ def by_groups(
     up_ExDxF: jax.Array,
     down_ExFxD: jax.Array,
 ) -> jax.Array:
-    """What each row's expert makes of it, [R, D]; rows lie in the order of experts."""
+    """The output of each row's expert, [R, D]; rows lie in the order of experts."""
     multiply = partial(jax.lax.ragged_dot, group_sizes=sizes_E)
     h_RxF = activation(multiply(rows_RxD, gate_ExDxF)) * multiply(rows_RxD, up_ExDxF)
     return multiply(h_RxF, down_ExFxD)

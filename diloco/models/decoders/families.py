@@ -110,13 +110,13 @@ def _all_but_some(value: Callable[[str], Any], layers: int) -> list[bool]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertFiles:
-    """How a family's files describe its experts.
+    """The keys and names by which a family's files describe experts.
 
     Attributes:
         count: the key of their number; width: of the width of one.
         normed: whether a token's weights add up to 1; None: as the key `norm_topk_prob` says.
         module: the module of a layer that has router and experts.
-        matrices: what its gate, up and down are called.
+        matrices: the names of its gate, up and down.
     """
 
     count: str
@@ -128,7 +128,7 @@ class ExpertFiles:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FamilyFiles:
-    """How a family's files are read, and what its layers do that others' do not.
+    """The rules by which a family's files are read, and how its layers differ from others'.
 
     Attributes:
         title: its name among people.
@@ -137,12 +137,12 @@ class FamilyFiles:
             what they are then.
         honoured: further keys that are read, if they are there.
         must_be: values with which a key changes nothing.
-        sliding: which layers slide, where `layer_types` does not say it.
+        sliding: the rule for layers that slide, where `layer_types` does not say it.
         biased: matrices that have a bias in every checkpoint, by their names here.
         offset_norms: norms multiply by 1 + w, and embeddings by the root of the width.
         head_norms: queries and keys are normed, head by head.
         post_norms: attention and MLP each end in a norm.
-        experts: how they are described; None: the MLP is one.
+        experts: the description of experts; None: each layer has a plain MLP.
     """
 
     title: str

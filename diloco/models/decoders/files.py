@@ -76,7 +76,7 @@ def require_weights(source: Path) -> Path:
     """The folder that a task names, which is to have tensors.
 
     Raises:
-        TaskError: it has none.
+        TaskError: the folder has no tensors.
     """
     if not checkpoint.has_weights(source):
         raise TaskError(
@@ -105,7 +105,7 @@ class Adapters:
 
     @property
     def first(self) -> Path | None:
-        """None: adapters begin as `init` says, and the base is not among what is read here."""
+        """Return None: adapters begin as `init` says, not from a folder."""
         return None
 
     def read(self, folder: Path) -> Mapping[str, Any]:
@@ -255,7 +255,7 @@ class Lying:
 
     @property
     def ndim(self) -> int:
-        """Axes."""
+        """The number of axes."""
         return len(self.shape)
 
     def __getitem__(self, index: Any) -> np.ndarray:

@@ -31,7 +31,7 @@ _BESIDE, _DRAWN = "adapters", "dropout_keys"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lora:
-    """Which matrices have adapters, and of what kind.
+    """The matrices that have adapters, and the adapters' kind.
 
     Attributes:
         rank: R.
@@ -176,13 +176,13 @@ def _dropped(share: float, x: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def half_partition(half: str, whole: PartitionSpec) -> PartitionSpec:
-    """How half an adapter is cut: as its matrix, along the axis that both have."""
+    """The cut of half an adapter: as its matrix, along the axis that both have."""
     _, inputs, outputs = whole
     return PartitionSpec(None, inputs) if half == DOWN else PartitionSpec(None, None, outputs)
 
 
 def adapter_count(config: DecoderConfig, lora: Lora) -> int:
-    """Numbers that are trained."""
+    """The number of parameters that are trained."""
     shapes = [table(config)[LAYERS + name].shape for name in lora.targets]
     return sum(layers * lora.rank * (inputs + outputs) for layers, inputs, outputs in shapes)
 

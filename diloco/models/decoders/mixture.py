@@ -14,9 +14,9 @@ import numpy as np
 
 
 class Mixture:
-    """Which source, and which of its rows, an index of the endless order of epochs stands for.
+    """The source and the row for each index of an endless order of epochs.
 
-    What grain calls a selection map: the order within an epoch is shuffled by who reads it.
+    grain calls this a selection map; the reader shuffles the order within an epoch.
 
     Args:
         lengths: rows of each source.

@@ -41,12 +41,12 @@ Product = Callable[[str, jax.Array, Mapping[str, jax.Array]], jax.Array]
 
 
 class Compute(NamedTuple):
-    """How the function is computed, which changes nothing but rounding and memory.
+    """The way in which the function is computed; it changes nothing but rounding and memory.
 
     Attributes:
         dtype: of activations and matrix products; norms, softmax, logits and loss are float32.
         remat: recompute each block in the backward pass.
-        attention: how (`attention.make_attention`).
+        attention: the kind of attention (`attention.make_attention`).
     """
 
     dtype: str = "float32"
@@ -58,7 +58,7 @@ DEFAULT = Compute()
 
 
 class Forward(NamedTuple):
-    """What the blocks give.
+    """The output of the blocks.
 
     Attributes:
         hidden: the normed output of the last one, [B, L, D].
@@ -159,7 +159,7 @@ def forward(
         params: as `init_params` gives them.
         tokens_BxL: int.
         segments_BxL: int; no token sees one of another segment. None: each row is one.
-        compute: how it is computed.
+        compute: the way of computing.
         product: of a matrix of a layer, which may have an adapter beside it.
         beside: the adapters' parameters.
 
@@ -311,7 +311,7 @@ def token_losses(
         head_VxD: whose products with the hidden states are logits.
         hidden_BxLxD: what the last block gives, normed.
         targets_BxL: int [B, L].
-        compute: how.
+        compute: the way of computing.
         most_rows: rows of the head that are looked at together, on each device.
     """
     vocab, width = head_VxD.shape

@@ -31,7 +31,7 @@ _OPTIONAL = {
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """How positions turn heads.
+    """The rotation of heads by positions.
 
     Attributes:
         theta: base of the frequencies.
@@ -39,7 +39,7 @@ class Rope:
             ones are not, with a ramp between (Llama 3.1); "yarn": so by another ramp, and what is
             turned grows by `amplitude` (arXiv 2309.00071); "dynamic": as "default" in rows of no
             more positions than the model was trained for.
-        scaling: what the kind asks for, by the names of config.json.
+        scaling: the parameters of the kind, by the names of config.json.
     """
 
     theta: float
@@ -90,7 +90,7 @@ class Rope:
 
     @property
     def amplitude(self) -> float:
-        """What heads grow by as they are turned."""
+        """The factor by which heads grow when they are rotated."""
         if self.kind != "yarn":
             return 1.0
         said = dict(self.scaling)
@@ -122,7 +122,7 @@ def _yarn(power_K2: np.ndarray, theta: float, scaling: Mapping[str, Any]) -> np.
     pairs = len(power_K2)
 
     def pair_of(turns: float) -> float:
-        """Which pair turned so often."""
+        """The pair that turns so often."""
         return pairs * math.log(scaling[_ORIGINAL] / (turns * 2 * math.pi)) / math.log(theta)
 
     first, last = pair_of(scaling.get("beta_fast", 32)), pair_of(scaling.get("beta_slow", 1))

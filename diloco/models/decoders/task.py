@@ -285,12 +285,12 @@ class LossSums(NamedTuple):
     load: Load | None
 
     def mean(self) -> jax.Array:
-        """Per token; 0 where there is none."""
+        """The mean loss of a token; 0 if there is no token."""
         return self.losses / jnp.maximum(1, self.learned)
 
 
 def learned_of(windows_BxL1: Any, end: int | None) -> jax.Array:
-    """Which of a window's L predictions are trained on, bool[B, L]."""
+    """Marks of a window's L predictions that are trained on, bool[B, L]."""
     # Nothing is predicted from a document's end: what follows is of the next.
     learned_BxL: jax.Array = windows_BxL1[:, 1:] >= 0
     if end is None:

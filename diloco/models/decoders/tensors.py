@@ -20,7 +20,7 @@ class TensorEntry:
             another for the expert's.
         shape: here.
         transposed: whether the last two axes are the other way round there.
-        axes: what the axes are, for partition specifications.
+        axes: the kinds of the axes, for partition specifications.
     """
 
     name: str
@@ -31,17 +31,17 @@ class TensorEntry:
 
     @property
     def stacked(self) -> int:
-        """How many of the first axes count tensors there: layers, and experts."""
+        """The number of leading axes that count tensors of the checkpoint: layers, and experts."""
         return self.checkpoint_name.count("{}")
 
     @property
     def checkpoint_shape(self) -> tuple[int, ...]:
-        """Of one tensor there."""
+        """The shape of one tensor of the checkpoint."""
         shape = self.shape[self.stacked :]
         return shape[::-1] if self.transposed else shape
 
     def checkpoint_names(self) -> tuple[str, ...]:
-        """Of all tensors there that are one here, in their order."""
+        """Names of the checkpoint's tensors that are one tensor here, in their order."""
         places = itertools.product(*map(range, self.shape[: self.stacked]))
         return tuple(self.checkpoint_name.format(*place) for place in places)
 

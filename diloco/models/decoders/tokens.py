@@ -98,7 +98,7 @@ class TokenFolders:
         return grain.MapDataset.select_from_datasets(shuffled, self._mixture(sources))
 
     def held_out(self, rows: int) -> list[np.ndarray]:
-        """Rows of what is held out, int32[1, L + 1] each, evenly spread: always the same ones."""
+        """Held-out rows, int32[1, L + 1] each, evenly spread: always the same ones."""
         found: list[np.ndarray] = []
         for number, weight in zip(self._numbers(), self._weights, strict=True):
             windows = self._windows(number, "held_out")

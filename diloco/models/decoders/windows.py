@@ -71,7 +71,7 @@ class TokenFile(NamedTuple):
     def read(self, first: int, count: int) -> np.ndarray:
         """Tokens of the file.
 
-        Not by a map, whose reader a file that was cut short meanwhile ends by a signal.
+        No memory map is used: a file that is truncated meanwhile would end its reader by a signal.
         """
         offset = self.offset + first * self.dtype.itemsize
         try:
@@ -87,7 +87,7 @@ def files_of(folder: Path, side: str) -> list[Path]:
     """The token files of one side, "train" or "held_out".
 
     Raises:
-        TaskError: there are none.
+        TaskError: the folder has no such files.
     """
     found = sorted(folder.glob(f"{side}*.npy"))
     if not found:

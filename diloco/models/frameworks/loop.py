@@ -52,13 +52,13 @@ class TensorLearner:
         return self._learner.position
 
     def restore(self, state: Any) -> Any:
-        """The state that `step` was given to `save` in an earlier life; as of `diloco.Learner`."""
+        """The state that an earlier life's `step` got from `save`; as of `diloco.Learner`."""
         return self._learner.restore(state)
 
     def step(
         self, *, loss: Any, metrics: Mapping[str, Any] | None = None, save: Save | None = None
     ) -> None:
-        """Take a step boundary: tensors take what has arrived, and what is due is read and sent.
+        """Take a step boundary: adopt versions that have arrived, send the fragments that are due.
 
         Args:
             loss: of the loop's step: a float, or what `float` makes one of, a step later.
@@ -84,12 +84,12 @@ class TensorLearner:
             self.take(own)
 
     def show(self) -> None:
-        """Have the tensors be the run's, as adopted last."""
+        """Set the tensors to the run's values, as adopted last."""
         for given in self._learner.viewed():
             self.take(given)
 
     def values(self) -> dict[str, np.ndarray]:
-        """Copies of the loop's tensors, by the run's names; of what this process has of them."""
+        """Copies of the loop's tensors, by the run's names; of each, the part of this process."""
         return {name: np.array(leaf) for name, leaf in self._leaves.items()}
 
     def take(self, values: Mapping[str, Any]) -> None:
@@ -142,9 +142,9 @@ def join_tensors(
         file: the run's TOML file.
         learner: name of this learner in the run.
         tensors: by the framework's names: NumPy arrays, or what speaks DLPack on the host.
-        table: which leaf of the run each one is, where the names or the order of axes differ.
+        table: the run's leaf for each tensor, where the names or the order of axes differ.
         tokens_per_step: as of `diloco.join`.
-        kind: what the loop uses.
+        kind: the class of the object that the loop uses.
 
     Yields:
         What the loop uses.
@@ -181,7 +181,7 @@ def load_tensors(
 
 
 def check_on_cpu() -> None:
-    """JAX computes beside another framework: the accelerators are that one's.
+    """Refuse a JAX that has accelerators: they belong to the other framework.
 
     Raises:
         ConfigError: JAX has one.

@@ -32,10 +32,10 @@ def leaf_of(tensor: str, table: Table) -> Leaf:
 
 
 def check_table(tensors: Iterable[str], table: Table) -> None:
-    """Refuse a table that cannot be.
+    """Refuse a table that does not fit the tensors.
 
     Raises:
-        ConfigError: it names tensors that are none, or two with one name.
+        ConfigError: it names a tensor that does not exist, or gives two tensors one name.
     """
     known = list(tensors)
     if unknown := sorted(set(table) - set(known)):
@@ -65,7 +65,7 @@ class HostTensors:
     """NumPy arrays, or what speaks DLPack and lies in the host's memory; changed in place.
 
     Raises:
-        ConfigError: one cannot be written to.
+        ConfigError: a tensor cannot be written to.
     """
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
@@ -135,7 +135,7 @@ class ShardedLeaf(LazyLeaf):
 
 
 def leaves_of(tensors: Tensors, table: Table) -> dict[str, LazyLeaf]:
-    """The leaves of the run that tensors are, by the run's names.
+    """The run's leaves for the loop's tensors, by the run's names.
 
     Raises:
         ConfigError: the table does not fit them.

@@ -100,7 +100,7 @@ def add(folder: Path, name: str, role: Role, processes: int = PROCESSES) -> Path
     As many `processes` can be connected with them at once.
 
     Raises:
-        ConfigError: there is one of that name, or `init` was not called.
+        ConfigError: an identity has that name already, or `init` was not called.
     """
     _check_name(name, role)
     if name in RESERVED:
@@ -121,7 +121,7 @@ def revoke(folder: Path, name: str) -> None:
     """End an identity: it is cut off once the servers have reloaded.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: no identity has that name.
     """
     state = _load(folder)
     left = tuple(one for one in state.identities if one.name != name)

@@ -51,11 +51,11 @@ class Rates:
         self._sent: dict[str, deque[tuple[float, int, int]]] = {}
 
     def anew(self) -> "Rates":
-        """The same limits, for what is counted apart."""
+        """Rates with the same limits and an empty count."""
         return Rates(self.most_per_s, self.most_bytes_per_s)
 
     def count(self, sender: str, at_s: float, size_bytes: int = 0, messages: int = 1) -> bool:
-        """Whether some messages are too many of their sender's."""
+        """Count messages of a sender; returns whether the sender now exceeds its limit."""
         sent = self._sent.setdefault(sender, deque())
         sent.append((at_s, messages, size_bytes))
         while sent[0][0] <= at_s - SPAN_S:
@@ -71,7 +71,7 @@ def reload_command(folder: Path, given: str | None) -> list[str]:
     """The command that makes the servers reload: one given, or a signal to the folder's server.
 
     Raises:
-        ConfigError: there is neither.
+        ConfigError: there is no command and no server to signal.
     """
     if given is not None:
         return shlex.split(given)
@@ -122,7 +122,7 @@ async def revoke(folder: Path, target: str, name: str, reload: list[str]) -> Non
     """Cut one identity off, of its run's servers too.
 
     Raises:
-        ConfigError: there is none of that name, RUN cannot be opened, or no server reloads.
+        ConfigError: no identity has that name, RUN cannot be opened, or no server reloads.
     """
     async with open_run(target, name="operator") as opened:
         failure = await cut_off(opened.context, folder, name, reload)
@@ -138,7 +138,7 @@ async def revoke(folder: Path, target: str, name: str, reload: list[str]) -> Non
 async def cut_off(context: RunContext, folder: Path, name: str, reload: list[str]) -> str | None:
     """Revoke an identity, have the servers reload, and remove its consumers.
 
-    What went wrong with the reload, or nothing; None if there is no such identity any more.
+    Returns the reload's error, "" for none; None if there is no such identity any more.
     """
     known = [one for one in auth.identities(folder) if one.name == name]
     if not known:
@@ -243,7 +243,7 @@ def accounts(url: str, run: str) -> dict[str, AccountTraffic]:
 
 
 def _run(command: list[str]) -> str:
-    """Run the command that has the servers reload; what went wrong, or nothing."""
+    """Run the command that has the servers reload; returns its error, "" for none."""
     try:
         done = subprocess.run(  # noqa: S603 - the operator's own command
             command, capture_output=True, text=True, timeout=COMMAND_S, check=False

@@ -34,7 +34,7 @@ class Identity(NamedTuple):
 
 
 class Grants(NamedTuple):
-    """Patterns: `requests` may be published, `hears` subscribed to besides one's inbox."""
+    """Patterns of subjects: `requests` to publish to, `hears` to subscribe to besides the inbox."""
 
     requests: tuple[str, ...]
     hears: tuple[str, ...] = ()
@@ -52,7 +52,7 @@ def grants(run: str, identity: Identity) -> Grants:
 
 
 def _learner(run: str, learner: str) -> Grants:
-    """Its own subjects to write; the run's words, its own and its rejections to read."""
+    """A learner's grants: it writes its own subjects; it reads the run's and its own."""
     tape, ops = names.tape_stream(run), names.ops_stream(run)
     own = (
         names.join(run, learner),
@@ -229,7 +229,7 @@ def _as_seen(subject: str) -> str:
 
 
 def run_account(run: str) -> str:
-    """The account of a run's streams; those of its parties begin with it, and a '_'."""
+    """The name of a run's account; the names of its parties' accounts begin with it and a '_'."""
     return f"diloco-{run}"
 
 

@@ -22,7 +22,7 @@ ABSENT: Final = {"tpu": (tpu_devices, "v6e:2x4"), "cuda": (gpu_devices, "h100:1"
 
 
 def run_dry(config: Config, options: LearnerOptions) -> None:
-    """Print the figures.
+    """Print the figures of a dry run.
 
     Raises:
         DilocoError: as the learner itself, but for those of the bus and the store.
@@ -70,7 +70,7 @@ def _configure(config: Config, hosts: int, devices: int | None) -> Config:
 
 
 def as_json(figures: DryRun, bandwidth: float) -> dict[str, Any]:
-    """All figures, with sums and times."""
+    """The figures of a dry run, with sums and times, as JSON has them."""
     document = asdict(figures)
     document["memory"] |= {"training": figures.memory.training, "start": figures.memory.start}
     for one, fragment in zip(document["fragments"], figures.fragments, strict=True):
@@ -82,7 +82,7 @@ def as_json(figures: DryRun, bandwidth: float) -> dict[str, Any]:
 
 
 def show(console: Console, figures: DryRun, bandwidth: float) -> None:
-    """Print tables."""
+    """Print the figures of a dry run as tables."""
     mesh = " x ".join(f"{axis} {size}" for axis, size in figures.mesh.items())
     active = figures.active_parameters
     console.print(

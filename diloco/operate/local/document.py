@@ -104,7 +104,7 @@ def note(folder: Path, options: LocalOptions) -> None:
 
 
 def write_config(folder: Path, document: Mapping[str, Any]) -> Path:
-    """Write the run's file; its path."""
+    """Write the run's file; returns its path."""
     path = folder / CONFIG
     path.write_text(tomli_w.dumps(document))
     return path

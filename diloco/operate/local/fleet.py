@@ -49,7 +49,7 @@ class Process:
 
     @property
     def status(self) -> int | None:
-        """Its exit status, once it has ended."""
+        """The process's exit status, once it has ended."""
         return self.running.poll() if self.running else None
 
 
@@ -92,7 +92,7 @@ class Daemon:
 
 
 class LocalDaemons:
-    """All daemons of a local run; none outlives it, however it ends."""
+    """The daemons of a local run; none outlives this object, however it ends."""
 
     def __init__(self, logs: Path) -> None:
         logs.mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ class LocalDaemons:
 
     @property
     def restarts(self) -> int:
-        """How often a daemon was started again."""
+        """The number of times that daemons were started again."""
         return sum(daemon.restarts for daemon in self.daemons.values())
 
     def adopt(self, server: NatsServer) -> None:
@@ -315,7 +315,7 @@ class LocalDaemons:
 
 
 def way_of(status: int | None, text: str) -> str:
-    """How a life ended, without its numbers; "" if a signal ended it, which says nothing of why."""
+    """The manner in which a life ended, without its numbers; "" after a signal."""
     if status is None or status < 0:
         return ""
     return f"{status}: {_NUMBER.sub('N', last_words(text))}"

@@ -64,14 +64,14 @@ class Share(NamedTuple):
         }
 
     def words(self) -> str:
-        """As people read it: "GPU 0, 1", "45 % of GPU 0"."""
+        """The share in words: "GPU 0, 1", "45 % of GPU 0"."""
         noun = "GPU" if self.kind == "cuda" else "TPU chip"
         part = "" if self.memory is None else f"{self.memory:.0%} of "
         return f"{part}{noun} {', '.join(self.names)}"
 
 
 class Hardware(NamedTuple):
-    """One learner's.
+    """The hardware of one learner.
 
     Attributes:
         devices: of all its processes together.
@@ -97,11 +97,11 @@ class Hardware(NamedTuple):
         return [share.environment() for share in self.shares]
 
     def accelerators(self) -> set[str]:
-        """Names of those it has."""
+        """Names of the learner's accelerators."""
         return {name for share in self.shares for name in share.names}
 
     def words(self) -> str:
-        """As people read it: "4 in 2 hosts", "GPU 0, 1"; "" for one device of the CPU."""
+        """The hardware in words: "4 in 2 hosts", "GPU 0, 1"; "" for one device of the CPU."""
         if self.shares:
             return " and ".join(share.words() for share in self.shares)
         if self.hosts > 1:
@@ -118,7 +118,7 @@ def divide(found: Accelerators, wanted: Mapping[str, Hardware]) -> dict[str, tup
     """The shares of each learner's processes.
 
     Raises:
-        ConfigError: there are too few.
+        ConfigError: there are too few accelerators.
     """
     shared = len(found.names) < len(wanted)
     if not shared:
@@ -215,7 +215,7 @@ _MESHES = "for example --mesh 4,2,1,1; with other axes --mesh data=2/fsdp=2,tens
 
 
 def count_learners(learners: int | None, mesh: str | None, hosts: str | None) -> int:
-    """How many learners there are: as said, else as many as the lists have items."""
+    """The number of learners: as given, else as many as the lists have items."""
     if learners is not None:
         return learners
     listed = mesh if mesh is not None else hosts

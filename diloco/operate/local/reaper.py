@@ -13,7 +13,7 @@ from typing import Self
 
 
 def main() -> None:
-    """Keep the list until the writer is gone."""
+    """Note the processes that the writer names; once it is gone, kill those that still run."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     alive: set[int] = set()
     for line in sys.stdin:

@@ -69,7 +69,7 @@ class _Kill:
 
 
 def run_local(options: LocalOptions) -> int:
-    """Run it, or resume it; the exit status: 0 once the run has ended, 130 after Ctrl-C.
+    """Run or resume a local run; exit status 0 once the run has ended, 130 after Ctrl-C.
 
     Raises:
         DilocoError: wrong options, or a daemon that cannot work; nothing to resume, or it runs.
@@ -223,7 +223,7 @@ class LocalRun:
     _began_s: float = field(default_factory=time.monotonic)
 
     async def go(self) -> int:
-        """Create the run, train it, sum it up; the exit status."""
+        """Create the run, train it, sum it up; returns the exit status."""
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):

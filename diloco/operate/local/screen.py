@@ -27,7 +27,7 @@ COURSE = 48
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """Everything one picture shows.
+    """The figures on the terminal at one moment of a local run.
 
     Attributes:
         losses: median over the learners, from the beginning to now.

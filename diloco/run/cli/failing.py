@@ -14,7 +14,7 @@ from diloco.common.protocol.errors import DilocoError
 
 
 def as_failure(error: OSError) -> DilocoError | None:
-    """The failure to report for a refusal of the machine's; None for what may be a bug."""
+    """The failure to report for a full disk or an unusable path; None for a possible bug."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" at {error.filename!r}" if error.filename else ""
         return DilocoError(

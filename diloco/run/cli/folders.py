@@ -9,7 +9,7 @@ def make_folder(path: Path) -> None:
     """Make a folder, and those above it; one that is there is no error.
 
     Raises:
-        ConfigError: it cannot be made there.
+        ConfigError: the folder cannot be made there.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)

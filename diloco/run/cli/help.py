@@ -56,7 +56,7 @@ class Parted(TyperGroup):
         """The command that arguments begin with.
 
         Raises:
-            ConfigError: it has another name now.
+            ConfigError: the command has another name now.
         """
         for old in (" ".join(args[:2]), args[0]):
             if old in FORMER:

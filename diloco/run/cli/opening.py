@@ -81,7 +81,7 @@ class _Given:
 
 
 def use_place(place: RunLocation) -> None:
-    """From now on runs that are given by name, and stores of bundles without objects, are there."""
+    """Set the location of runs given by name, and of stores of bundles without objects."""
     _Given.place = place
 
 
@@ -104,7 +104,7 @@ class OpenRun:
 
     @property
     def alone(self) -> bool:
-        """Whether a file has its objects too, to which nothing can be added."""
+        """Whether the run is read from a file with objects, to which nothing can be added."""
         return self.bundle is not None and self.bundle.has_objects
 
     @property

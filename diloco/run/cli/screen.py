@@ -88,7 +88,7 @@ def confirm(question: str) -> None:
     """Ask, and go on only after yes.
 
     Raises:
-        ConfigError: there is nobody to answer.
+        ConfigError: no terminal is there to answer on.
         typer.Abort: the answer is no.
     """
     try:

@@ -12,7 +12,7 @@ def assign(document: dict[str, Any], assignment: str) -> None:
     """Set one key: section.key=value, the value as TOML or else as plain text.
 
     Raises:
-        ConfigError: it is no assignment.
+        ConfigError: the text is not an assignment.
     """
     key, equals, text = assignment.partition("=")
     path = key.strip().split(".")
@@ -55,7 +55,7 @@ def parse_fragments(text: str) -> frozenset[int]:
     """Fragments from a list such as 0-11 or 0,3,5-7.
 
     Raises:
-        ConfigError: it is no such list.
+        ConfigError: the text is not such a list.
     """
     found: set[int] = set()
     for part in text.split(","):

@@ -50,7 +50,7 @@ def parse_time(text: str, now_s: float, option: str) -> float:
     """Seconds since the epoch of a time, or of so long ago.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: the text is neither of them.
     """
     if ago := AGO.fullmatch(text):
         return now_s - float(ago[1]) * UNITS_S[ago[2]]

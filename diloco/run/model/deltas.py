@@ -31,7 +31,7 @@ _FORM = {"delta_encoding": "xor", "compression_format": "zstd", "checksum_format
 
 
 class DeltaFolder(ServedFolder):
-    """Writes each version as its difference from the one before; every so many one is whole."""
+    """Writes each version as its difference from the one before, and some of them whole."""
 
     async def _write(self, change: ModelChange) -> Path:  # noqa: ARG002 - has numbers of its own
         home, compress = self._rules.folder, _compressor()
@@ -74,7 +74,7 @@ def served_folder(model: Following, rules: FolderRules) -> ServedFolder:
 def write_delta(
     older: Path, newer: Path, folder: Path, number: int, compress: Callable[[bytes], bytes]
 ) -> None:
-    """Write what leads from one folder of safetensors files to another of the same tensors."""
+    """Write the difference between two folders of safetensors files with the same tensors."""
     folder.mkdir()
     places: dict[str, str] = {}
     for path in sorted(newer.glob("*.safetensors")):
@@ -95,7 +95,7 @@ def write_delta(
 
 
 def _read(path: Path) -> tuple[dict[str, dict[str, list[int]]], np.ndarray]:
-    """Where a file's tensors are among its data; the data, uint8."""
+    """The places of a file's tensors among its data; the data, uint8."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))

@@ -80,7 +80,7 @@ async def write_model(
         context: of the run.
         views: of every fragment, float32 [N].
         records: that made them.
-        settings: what they were made under, if not the specification's.
+        settings: those in force when the views were made, if not the specification's.
         dtype: of `DTYPES`, that floats are written in; for the format `hf`.
         merge: adapters are added to their base, of the format `hf`.
 

@@ -50,7 +50,7 @@ class LeafCodes:
         codec, block: of the codes; docs/protocol.md has their form.
         scales: bfloat16, one for each block; none for the float codecs.
         codes: of whole blocks; each of `groups` begins a block, and is padded to whole ones.
-        groups: how many, of `group_size` elements.
+        groups: the number of groups, of `group_size` elements.
         shape: of the rows.
     """
 
@@ -105,7 +105,7 @@ class ModelChange:
         event: "version"; "rollback": the run went back to an earlier state; "epoch": it was
             resumed from its bucket, perhaps at an earlier state. Leaves are the newest values.
         version: of the one fragment; of the whole model that of its last fragment.
-        fragment: which one; None: this is one version of all that are followed.
+        fragment: its index; None: this is one version of all that are followed.
         fragments: those whose view has changed.
         global_step: the run's clock.
         closed_at_s: when the last of its rounds closed, seconds since the epoch.
@@ -124,7 +124,7 @@ class ModelChange:
 
     @property
     def digest(self) -> str:
-        """Of the one fragment, or of the first."""
+        """The view's digest of the one fragment, or of the first."""
         return self.fragments[0].digest
 
     @property
@@ -195,7 +195,7 @@ class Following:
         return change
 
     async def take_async(self, within_s: float | None = None) -> ModelChange | None:
-        """The next change; None once there will be none, or if none comes within so long.
+        """The next change; None if none comes within the time, or the run has ended.
 
         Raises:
             DilocoError: the bus refuses; the run's last version is damaged or gone.
@@ -264,7 +264,7 @@ class Following:
 
     @property
     def behind(self) -> Lag:
-        """How far what was handed out is behind what could be, in versions and seconds."""
+        """The lag behind the tape of the newest change handed out, in versions and seconds."""
         return Lag(0, 0.0) if self._follower is None else self._follower.lag()
 
     @property
@@ -440,7 +440,7 @@ def check_role(path: str | None) -> None:
     """Refuse the credentials of a daemon, which may write.
 
     Raises:
-        ConfigError: they are a learner's or an aggregator's.
+        ConfigError: the credentials are a learner's or an aggregator's.
     """
     found = None if path is None else load_credentials(Path(path))
     if found is not None and found.role in ("learner", "aggregator"):

@@ -53,14 +53,14 @@ _LOST = (ObjectMissingError, IntegrityError, WireError)
 
 
 class Lag(NamedTuple):
-    """How far a follower is behind what the tape has: 0 and 0 once it has handed that out."""
+    """The lag of a follower behind the tape: 0 and 0 once it has handed out all of it."""
 
     versions: int
     seconds: float
 
 
 class Advance(NamedTuple):
-    """A change since the one before: records of the fragments whose view is another.
+    """A change since the last one: the records of the fragments whose view has changed.
 
     Attributes:
         heard: their records.
@@ -83,8 +83,8 @@ class Follower:
 
     Args:
         context: the run's.
-        rules: what is handed out.
-        carried: what a follower of an earlier tape had.
+        rules: the fragments and versions to hand out.
+        carried: the fragments of a follower of an earlier tape.
 
     Attributes:
         ended: the run's end has been read.
@@ -136,7 +136,7 @@ class Follower:
         return self._of(fragment).view
 
     def standing(self) -> dict[int, Recorded]:
-        """Of every fragment the record that its view is of."""
+        """The record of each fragment's view."""
         found = {one.index: one.history[0] for one in self._fragments}
         return {
             index: Recorded(heard.record, heard.record_seq, heard.stored_at_s)
@@ -145,7 +145,7 @@ class Follower:
         }
 
     def lag(self) -> Lag:
-        """How far what was handed out is behind what could be."""
+        """The lag behind the tape of the newest change handed out."""
         found = self._target() or ()
         behind = [
             (heard.record.version - one.given.version, heard.stored_at_s)
@@ -187,7 +187,7 @@ class Follower:
                 await self._wait()
 
     async def rest(self, for_s: float) -> None:
-        """Wait so long, or until the run has ended or cannot be followed."""
+        """Wait some seconds, or until the run has ended or cannot be followed."""
         assert self._reading is not None
         if self._behind:
             await asyncio.sleep(for_s)
@@ -250,7 +250,7 @@ class Follower:
     # How it is had
 
     async def _to_whole(self, target: Sequence[HeardRecord]) -> Advance | None:
-        """All fragments at a whole version; None if a part of it cannot be had."""
+        """The fragments at a whole version; None if a part of it cannot be had."""
         for one, heard in zip(self._fragments, target, strict=True):
             while one.adopted.record_seq < heard.record_seq:
                 if await self._move(one, heard) is None:

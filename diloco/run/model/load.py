@@ -55,8 +55,8 @@ async def held_leaves(context: RunContext, specification: wire.Specification) ->
     """The leaves that a run holds, as it began with them; not those that learners load themselves.
 
     Raises:
-        IntegrityError: they are damaged.
-        ObjectMissingError: they are gone.
+        IntegrityError: a leaf is damaged.
+        ObjectMissingError: a leaf is gone.
     """
     if specification.constants is None:
         return {}

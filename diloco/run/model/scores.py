@@ -41,7 +41,7 @@ MOST_TEXT = 2000
 
 
 class Pace(NamedTuple):
-    """How often a run is scored while it moves.
+    """The pace at which a run is scored while it moves.
 
     Attributes:
         every_s: shortest time between the beginnings of two scores.
@@ -70,7 +70,7 @@ class Scorer:
 
     @classmethod
     async def of_run(cls, context: RunContext) -> "Scorer":
-        """With the run's task; errors as `model_of` and `GlobalModel.of_run`."""
+        """A scorer with the run's task; errors as `model_of` and `GlobalModel.of_run`."""
         # Who only reads kept scores needs no JAX.
         from diloco.learner.contract import model_of
         from diloco.run.model.view import GlobalModel
@@ -79,7 +79,7 @@ class Scorer:
         return cls(context, task, await GlobalModel.of_run(context, task))
 
     async def newest(self) -> wire.Score:
-        """Of the newest view.
+        """Score the newest view.
 
         Raises:
             DilocoError: as `diloco.common.storage.views.load_view`.
@@ -90,7 +90,7 @@ class Scorer:
         return await self._score(records, seqs, [item.view for item in loaded])
 
     async def of(self, records: Sequence[wire.Record], seqs: Sequence[int]) -> wire.Score:
-        """Of the view after these records, one of each fragment, which stand at `seqs`.
+        """Score the view after these records, one of each fragment, which stand at `seqs`.
 
         Raises:
             ObjectMissingError: garbage collection has taken what it is made of.
@@ -150,7 +150,7 @@ class Scorer:
 
         Args:
             tell: takes each score.
-            pace: how often.
+            pace: the pace of scoring.
 
         Raises:
             DilocoError: as `Follower.advance`, or what `tell` raises.
@@ -185,7 +185,7 @@ async def read_scores(
 
     Args:
         context: the run's.
-        known: those that were read before, by object; new ones are added.
+        known: scores that were read before, by object; new ones are added.
         thinned: to about `KEPT`, evenly over the run.
 
     Raises:
@@ -228,8 +228,8 @@ async def scores_of(context: RunContext, series: TimeSeries, points: int) -> lis
 
     Args:
         context: the run's.
-        series: what its tape says.
-        points: how many to have; none are made where one was kept nearby.
+        series: the run's tape as a time series.
+        points: the number to have; none are made where one was kept nearby.
 
     Raises:
         DilocoError: as `Scorer.of_run`; the store is away.
@@ -245,9 +245,9 @@ def unscored(
     """Versions spread over a run that have no score nearby: the sequences of their records.
 
     Args:
-        series: what its tape says.
+        series: the run's tape as a time series.
         scores: those that were kept.
-        points: how many scores to have.
+        points: the number of scores to have.
     """
     known = {score.record_seqs for score in scores}
     standing = (_standing(series, at_s) for at_s in _missing(series, scores, points))
@@ -263,7 +263,7 @@ async def score_at(
 
     Args:
         context: the run's.
-        versions: which.
+        versions: the versions to score.
         hear: hears how many of how many were looked at.
 
     Raises:

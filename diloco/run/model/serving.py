@@ -43,7 +43,7 @@ LOOK_S = 1.0
 
 
 class FolderRules(NamedTuple):
-    """How a folder is kept.
+    """The rules of a folder with a run's newest versions.
 
     Attributes:
         folder: is made.
@@ -77,7 +77,7 @@ class ServedFolder:
             shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
 
     async def take(self, change: ModelChange) -> Path:
-        """Write a version, let `latest` be it, and run the command; its folder.
+        """Write a version, let `latest` be it, and run the command; returns its folder.
 
         Raises:
             ConfigError: it cannot be written, or the task has no such format.
@@ -218,7 +218,7 @@ async def _look(model: Following, probes: Probes) -> None:
 
 
 def show_lag(model: Following, counted: Metrics) -> None:
-    """Set the metrics of how far a follower is behind."""
+    """Set the metrics of a follower's lag."""
     lag = model.behind
     counted.set(metrics.BEHIND, lag.seconds)
     counted.set(metrics.BEHIND_VERSIONS, lag.versions)
@@ -252,8 +252,8 @@ class EngineSink(Protocol):
 def feed(model: Following, engines: Sequence[EngineSink]) -> Iterator[ModelChange]:
     """Bring each version to all engines before any of them serves it; yields it then.
 
-    An engine that raises leaves all of them stopped: none has served the version. Who begins
-    again with another `diloco.follow` brings the newest version to all.
+    An engine that raises leaves all of them stopped: none has served the version. To begin again,
+    call it with another `diloco.follow`: all engines get the newest version then.
 
     Args:
         model: opened, of whole versions.

@@ -27,7 +27,7 @@ from diloco.run.model.whole import FollowRules
 
 
 class GlobalModel:
-    """Makes a task's parameters of views.
+    """Builds a task's parameters from the views of fragments.
 
     Args:
         layout: the run's.
@@ -48,11 +48,11 @@ class GlobalModel:
     async def of_run(
         cls, context: RunContext, task: Task, specification: wire.Specification | None = None
     ) -> Self:
-        """With the leaves that the run holds; without a specification, the bus is asked.
+        """A model with the leaves that the run holds; without a specification, the bus is asked.
 
         Raises:
-            IntegrityError: they are damaged.
-            ObjectMissingError, BusError: they, or the run, cannot be read.
+            IntegrityError: a leaf is damaged.
+            ObjectMissingError, BusError: a leaf, or the run, cannot be read.
         """
         specification = specification or await load_specification(context.bus, context.run)
         return cls(context.layout, task, await held_leaves(context, specification))
@@ -81,15 +81,15 @@ class ScoredTask:
         self._views: list[np.ndarray] = []
 
     def digest(self) -> str:
-        """Of its layout."""
+        """The digest of the task's layout."""
         return tree.task_layout(self._task, self._settings.sync).digest
 
     def hold(self, layout: Layout, held: Arrays) -> None:
-        """The arguments of `GlobalModel`, before the first view."""
+        """Take the arguments of `GlobalModel`, before the first view."""
         self._model = GlobalModel(layout, self._task, held)
 
     def see(self, view: np.ndarray) -> None:
-        """The view of the next fragment, float32 [N]."""
+        """Take the view of the next fragment, float32 [N]."""
         self._views.append(view)
 
     def losses(self) -> dict[str, float]:

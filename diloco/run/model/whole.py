@@ -59,7 +59,7 @@ class HeardRecord(NamedTuple):
     Attributes:
         record_seq: its stream sequence.
         stored_at_s: when the tape had it, seconds since the epoch.
-        record: what of it leads to a view.
+        record: the fields of it that lead to a view.
     """
 
     record_seq: int
@@ -97,14 +97,14 @@ class FollowedFragment:
             del self.history[1 : MOST_WAITING // 2]
 
     def adopt(self, newest: HeardRecord, record: wire.Record, view: np.ndarray) -> None:
-        """The view of a record that was heard is here."""
+        """Adopt the view of a record that was heard."""
         self.view = view
         self.adopted = Adopted(newest.record_seq, record.version, record.view_digest)
         self.history = [one for one in self.history if one.record_seq >= newest.record_seq]
 
 
 def slim(record: wire.Record) -> wire.Record:
-    """A record without its account of who sent what, which grows with the learners."""
+    """A record without its entries on learners, which grow with the fleet."""
     policy = record.policy.model_copy(
         update={"members": (), "marks": (), "quarantined": (), "allowances": (), "credits": ()}
     )

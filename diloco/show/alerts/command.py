@@ -14,7 +14,7 @@ app = group()
 
 @dataclass(frozen=True, kw_only=True)
 class WatchOptions:
-    """How a run is watched."""
+    """Options on watching a run."""
 
     severity: Annotated[
         Literal["warning", "error"],

@@ -28,7 +28,7 @@ class Alert:
 
     Attributes:
         severity: the worst of its findings.
-        sentences: what is amiss; `advice` what to do.
+        sentences: the findings' sentences; `advice`: what to do.
         since_s: when it was first seen, seconds since the epoch.
     """
 
@@ -118,7 +118,7 @@ class AlertLedger:
         Args:
             findings: of the look.
             now_s: its time, seconds since the epoch.
-            blind: it could not see everything: what is not among them may still be amiss.
+            blind: the look could not see everything: alerts without a finding may still hold.
         """
         found = alerts(findings, now_s)
         notices = []
@@ -158,7 +158,7 @@ class AlertLedger:
         return [seen.alert for seen in self._seen.values() if seen.told]
 
     def restore(self, told: Iterable[Mapping[str, Any]]) -> None:
-        """Go on from what another process had told: the fields of each alert.
+        """Restore the alerts that another process has reported, from the fields of each.
 
         Raises:
             KeyError, TypeError, ValueError: these are none.

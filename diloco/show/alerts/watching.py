@@ -49,11 +49,11 @@ ASKED_S = 3.0
 
 
 def try_webhook(target: str, url: str | None) -> int:
-    """Post an alert that says that it is a test, and its end; the exit status.
+    """Post an alert that says that it is a test, and its end; returns the exit status.
 
     Raises:
         ConfigError: there is no webhook.
-        WebhookError: it does not take them.
+        WebhookError: the receiver does not take them.
     """
     found, run, now_s = find_webhook(url), run_config(target).run.name, time.time()
     if found is None:
@@ -74,7 +74,7 @@ def find_webhook(url: str | None) -> Webhook | None:
     """The webhook that was given, or that the environment names.
 
     Raises:
-        ConfigError: it is no URL of HTTP.
+        ConfigError: the text is not a URL of HTTP.
     """
     from_environment, token = webhook_of_environment()
     chosen = url or from_environment
@@ -120,7 +120,7 @@ async def _watch(
 
 
 async def _until_asked(watcher: "Watcher") -> bool:
-    """Watch until the run ends, or a signal asks; whether it has ended."""
+    """Watch until the run ends, or a signal asks; returns whether it has ended."""
     loop, asked = asyncio.get_running_loop(), asyncio.Event()
     on_signals(lambda: loop.call_soon_threadsafe(asked.set))
     work, stop = asyncio.ensure_future(watcher.run()), asyncio.ensure_future(asked.wait())
@@ -152,7 +152,7 @@ class Watcher:
 
     Args:
         target: RUN.
-        options: how often, and where it is written what fires, for the next process.
+        options: the interval, and the file that tells the next process which alerts fire.
         tell: takes what there is to tell.
         runtime: for the time.
     """
@@ -174,7 +174,7 @@ class Watcher:
         self._opened = False
 
     async def run(self) -> None:
-        """Until the run's end.
+        """Look at the run until its end.
 
         Raises:
             DilocoError: there is no such run, and there was none when the watch began.

@@ -54,7 +54,7 @@ class Webhook:
         token: sent as a bearer's, if there is one.
 
     Raises:
-        ConfigError: it is no URL of HTTP.
+        ConfigError: `url` is not a URL of HTTP.
     """
 
     def __init__(self, url: str, token: str | None = None) -> None:
@@ -72,7 +72,7 @@ class Webhook:
         """Post one message.
 
         Raises:
-            WebhookError: it was not taken.
+            WebhookError: the receiver did not take it.
         """
         try:
             answer = requests.post(
@@ -143,7 +143,7 @@ class Outbox:
         self._undelivered += 1
 
     async def close(self, within_s: float) -> int:
-        """Give what waits so much time; how many notices were not delivered."""
+        """Wait so long for deliveries; returns the number of notices that were not delivered."""
         idle = asyncio.ensure_future(self._waiting.join())
         await asyncio.wait([idle, self._work], timeout=within_s, return_when="FIRST_COMPLETED")
         await cancel(idle, self._work)

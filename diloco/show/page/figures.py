@@ -297,7 +297,7 @@ def staleness(shown: Shown) -> list[Panel]:
 
 
 def _shares(values: Column, title: str, label: str) -> Panel:
-    """How often each whole number occurs, in percent."""
+    """The frequency of each whole number, in percent."""
     found, counts = np.unique(np.minimum(np.round(values), MOST), return_counts=True)
     percent = 100 * counts / max(values.size, 1)
     shares = bars((found - 0.4, found + 0.4), (0 * percent, percent), "sky")
@@ -306,7 +306,7 @@ def _shares(values: Column, title: str, label: str) -> Panel:
 
 
 def _weights(shown: Shown) -> Panel:
-    """How much of its round an update decides, by learner."""
+    """The part of its round that an update decides, by learner."""
     inputs, learners = shown.series.inputs, shown.series.learners
     share = inputs["weight"] * inputs["discount"]
     row = inputs["round"].astype(np.int64)

@@ -50,14 +50,14 @@ ANSWER_S = 4.0
 
 
 class ReadingProgress(NamedTuple):
-    """Messages of the tape that were read, of about so many."""
+    """The number of messages of the tape that were read, and about how many there are."""
 
     done: int
     total: int
 
 
 class LiveRun:
-    """Keeps what a page shows of a run, in memory that does not grow with what learners send.
+    """The figures that a run's page shows, in memory that does not grow with the updates.
 
     Args:
         context: the run's.
@@ -129,7 +129,7 @@ class LiveRun:
 
     @property
     def moved(self) -> tuple[int, int]:
-        """Differs when there is something new to be drawn."""
+        """A value that changes when there is something new to draw."""
         return self._taken, len(self._scores)
 
     async def catch_up(self) -> None:
@@ -168,10 +168,10 @@ class LiveRun:
 
 @asynccontextmanager
 async def served(run: LiveRun, *, port: int | None, again: str) -> AsyncIterator[str]:
-    """Serve a run's page while the block lasts; its address.
+    """Serve a run's page while the block lasts; returns its address.
 
     Args:
-        run: what it shows.
+        run: the run to show.
         port: as `serving`.
         again: the command that shows the page once more, for when this one has ended.
 
@@ -188,11 +188,11 @@ async def served(run: LiveRun, *, port: int | None, again: str) -> AsyncIterator
 
 
 class LivePage:
-    """Hangs up what a run's page shows, as long as somebody looks.
+    """Draws a run's page on a board for as long as a browser has it open.
 
     Args:
         board: where.
-        run: what it shows.
+        run: the run to show.
         again: as `served`.
     """
 

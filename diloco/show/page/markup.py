@@ -38,7 +38,7 @@ def section(
     body: Markup = NOTHING,
     nothing: str = "Nothing yet.",
 ) -> Markup:
-    """A part of the page: a figure of panels, a table, or what is made already.
+    """A part of the page: a figure of panels, a table, or finished markup.
 
     `nothing` is said in place of panels where there are none.
     """
@@ -181,7 +181,7 @@ def check_name(path: Path | None) -> None:
 
 
 def write(path: Path, html: str) -> Path:
-    """Write a page; where it is.
+    """Write a page; returns its path.
 
     Raises:
         ConfigError: it cannot be written, or its name says that it is no page.

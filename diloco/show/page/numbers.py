@@ -57,7 +57,7 @@ def grouped(keys: Column, values: Column, count: int) -> list[Column]:
 
 @dataclass
 class Shown:
-    """Everything that the figures show; `copied`: of a file, which its maker may have written."""
+    """The numbers that figures show; `copied`: from a file, which its maker may have written."""
 
     series: TimeSeries
     lanes: list[Lane]
@@ -72,7 +72,7 @@ class Shown:
 
     @cached_property
     def span_s(self) -> float:
-        """How long they are."""
+        """The length of time axes."""
         return max(self.series.ends_s - self.begin_s, 1e-3)
 
     @property
@@ -141,7 +141,7 @@ class TimeShares:
 
     @property
     def total(self) -> float:
-        """Since its first join, less the time it was away."""
+        """Seconds since the learner's first join, less the time it was away."""
         return self.merged + self.other + self.stalled + self.down
 
 

@@ -38,7 +38,7 @@ Stage = Callable[[str, int, int], None]
 
 
 def run_report(targets: Sequence[str], *, out: Path | None, evaluations: int) -> Path:
-    """Write the page of a run, or of several; the file.
+    """Write the page of a run, or of several; returns the file.
 
     Args:
         targets: RUN of each, as `diloco.run.cli.opening` has it.
@@ -97,7 +97,7 @@ def _footer() -> Markup:
 def gather(
     target: str, evaluations: int, stage: Stage, *, pairs: bool = True
 ) -> tuple[Shown, RunStatus]:
-    """Everything that the page shows; arguments and errors as `run_report`.
+    """The numbers that the page shows; arguments and errors as `run_report`.
 
     Without `pairs` no updates are compared.
     """
@@ -141,7 +141,7 @@ async def _read(target: str, stage: Stage, *, pairs: bool) -> tuple[Shown, RunSt
 
 
 async def sample_pairs(context: RunContext, series: TimeSeries, stage: Stage) -> Pairs:
-    """Cosines between learners' updates, of rounds spread over what the store still has."""
+    """Cosines between learners' updates, of rounds spread over those that the store has."""
     pairs = Pairs(series.learners)
     rounds = series.rounds
     seqs, of = rounds["seq"], rounds["fragment"]
@@ -167,7 +167,7 @@ async def sample_pairs(context: RunContext, series: TimeSeries, stage: Stage) ->
 
 
 def named(targets: Sequence[str], found: Sequence[Shown]) -> dict[str, Shown]:
-    """Runs by their names; by what they were given as, where names are alike."""
+    """Runs by their names; runs of equal names by the text that named them."""
     names = [shown.series.run for shown in found]
     if len(set(names)) < len(names):
         names = [*targets]

@@ -8,7 +8,7 @@ from markdown_it.token import Token
 
 
 def runbook_names() -> frozenset[str]:
-    """Files that there are."""
+    """Names of the runbooks' files."""
     folder = files("diloco.runbooks")
     return frozenset(entry.name for entry in folder.iterdir() if entry.name.endswith(".md"))
 

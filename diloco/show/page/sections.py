@@ -26,7 +26,7 @@ ALERTS, FRAGMENTS, LEARNERS = 20, 24, 40
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure of the page: what it shows, in words, and its panels, if there is anything."""
+    """A figure of the page: its title and caption, and its panels, if there are any."""
 
     key: str
     title: str
@@ -132,7 +132,7 @@ def skeleton(run: str) -> str:
 
 
 def now(status: RunStatus, series: TimeSeries, *, served: bool = True) -> Parts:
-    """How a run fares at this moment, or did when the bus last told of it.
+    """The sections on a run's state now, or when the bus last told of it.
 
     Only a served page has runbooks to which alerts can link.
     """
@@ -261,11 +261,11 @@ def _sample(score: wire.Score) -> Markup:
 
 
 class Learners:
-    """The learners' section of a served page: so many at once, found by their names.
+    """The learners' section of a served page: some learners to a page, found by their names.
 
     Args:
         shown: the figures.
-        status: how the run fares.
+        status: the state of the run.
     """
 
     def __init__(self, shown: Shown, status: RunStatus) -> None:

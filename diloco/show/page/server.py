@@ -87,17 +87,17 @@ class Board:
         return self._readers > 0
 
     def show(self, parts: Mapping[str, Markup]) -> None:
-        """Hang parts of the page up in place of those before; what is the same is not sent."""
+        """Put parts of the page in place of the old ones; equal parts are not sent."""
         for name, part in parts.items():
             self._hang(name, "part", json.dumps(part).encode())
 
     def show_learners(self, learners: Callable[[int, str], Markup]) -> None:
-        """Have pages of learners made so; open pages ask anew for theirs."""
+        """Set the maker of learners' pages; open pages ask for theirs again."""
         self.learners = learners
         self._hang("learners", "drawn", b"%d" % self._number)
 
     def say(self, said: Mapping[str, Any]) -> None:
-        """Hang up what the page says of itself."""
+        """Show the page's own status."""
         self._hang("", "state", json.dumps(said).encode())
 
     def _hang(self, name: str, event: str, data: bytes) -> None:
@@ -108,7 +108,7 @@ class Board:
                 self._changed.notify_all()
 
     def clear(self) -> None:
-        """Take all down: what hangs for long with nobody looking is not what is."""
+        """Remove all parts: while no page is open, they grow out of date."""
         with self._changed:
             self._frames.clear()
 
@@ -119,7 +119,7 @@ class Board:
             self._changed.notify_all()
 
     def enter(self, most: int) -> bool:
-        """Begin to read; False if that would be more than so many."""
+        """Begin to read; returns False if that would be one reader too many."""
         with self._changed:
             if self._readers >= most or self._closed:
                 return False
@@ -127,7 +127,7 @@ class Board:
             return True
 
     def leave(self) -> None:
-        """End to read."""
+        """End reading."""
         with self._changed:
             self._readers -= 1
 
@@ -146,10 +146,10 @@ class Board:
 
 @contextmanager
 def serving(board: Board, port: int | None) -> Iterator[str]:
-    """Serve the page while the block lasts; its address.
+    """Serve the page while the block lasts; returns its address.
 
     Args:
-        board: what it shows.
+        board: the contents of the page.
         port: of loopback; None for the usual one, or another if that is in use.
 
     Raises:

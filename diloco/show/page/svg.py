@@ -181,7 +181,7 @@ class Panel:
 
 
 class Drawn(NamedTuple):
-    """A panel: its picture, its numbers, and what they are at last, in words."""
+    """A panel: its picture, its numbers, and its newest values in words."""
 
     svg: Markup
     data: dict[str, Any]

@@ -119,7 +119,7 @@ def _delays(what: str, found: Delays | None) -> str:
 
 
 def _worth_a_look(learners: Sequence[LearnerStatus]) -> Sequence[LearnerStatus]:
-    """All learners, or of a large fleet those that something may be amiss with."""
+    """All learners, or of a large fleet those with something amiss."""
     if len(learners) <= MOST:
         return learners
 
@@ -285,7 +285,7 @@ def show_learners(target: str, *, json: bool) -> None:
 
 
 async def look_at_learners(target: str) -> Sequence[LearnerStatus]:
-    """Everybody who has joined a run, by name, from all of its tape and the newest shards."""
+    """The learners that joined a run, by name, from all of its tape and the newest shards."""
     async with open_run(target, name="status", reads=True) as opened:
         watch = Watch(opened.context)
         return (await watch.begin(1)).learners

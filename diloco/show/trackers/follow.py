@@ -104,7 +104,7 @@ SCORES_S = 30.0
 
 
 async def track(target: str, make: Callable[[RunContext], list[Sink]], *, once: bool) -> int:
-    """Hand on a run's figures until it ends, and how many points those were.
+    """Hand on a run's figures until it ends; returns the number of points.
 
     Args:
         target: the run.

@@ -87,7 +87,7 @@ class Connection:
         """Run one request on the link; its failure as one of our errors.
 
         Args:
-            subject: what the server names if it denies the request.
+            subject: the subject that the server names if it denies the request.
             make: the request.
 
         Raises:
@@ -194,7 +194,7 @@ async def stream_names(connection: Connection) -> list[str]:
 async def store(
     connection: Connection, subject: str, payload: bytes, headers: dict[str, str]
 ) -> api.PubAck:
-    """Append a message to the stream that takes it; what the server says."""
+    """Append a message to the stream that takes it; returns the server's answer."""
     return await connection.call(
         subject, lambda js: js.publish(subject, payload, headers=headers or None)
     )

@@ -212,7 +212,7 @@ class Cursors:
             await self._make_room(stream, names, given_up_s)
 
     async def remove(self, stream: str, prefix: str) -> int:
-        """Remove all consumers of a stream whose names begin so; how many there were.
+        """Remove all consumers of a stream whose names have a prefix; returns their number.
 
         Raises:
             BusUnavailableError: no answer.

@@ -19,7 +19,7 @@ _Entry = tuple[int, str, bytes, dict[str, str]]
 
 
 def says_time(headers: dict[str, str] | None) -> bool:
-    """Whether a message says when it was stored, as an imported one does, or a liar's."""
+    """Whether a message's header states when it was stored: it was imported, or forged."""
     return _STORED_AT in (headers or {})
 
 

@@ -59,7 +59,7 @@ class NoStreamError(RefusedError, StreamMissingError):
 
 @contextlib.contextmanager
 def vendor_errors(subject: str) -> Iterator[None]:
-    """Turn what nats-py raises about `subject` into our errors."""
+    """Turn nats-py's errors about `subject` into our errors."""
     try:
         yield
     except nats.errors.Error as error:
@@ -116,7 +116,7 @@ _PAUSE_MIN_S, _PAUSE_MAX_S = 0.1, 5.0
 
 
 class Address(NamedTuple):
-    """How to reach the servers and who we are."""
+    """The servers' URL and the client's credentials."""
 
     url: str
     name: str
@@ -173,7 +173,7 @@ def check_url(url: str) -> None:
     """Refuse what is no URL of NATS servers.
 
     Raises:
-        ConfigError: it is none, or has a port that there is not.
+        ConfigError: the text is not a URL of NATS servers, or its port is out of range.
     """
     if not all(_is_server(part) for part in url.split(",")):
         raise ConfigError(f"{shown(url)!r} is not a NATS URL", hint="write nats://host:4222")
@@ -188,7 +188,7 @@ def _is_server(part: str) -> bool:
 
 
 def check_address(address: Address) -> None:
-    """Refuse what cannot be reached by its form alone.
+    """Refuse an address whose form alone shows that it cannot be reached.
 
     Raises:
         ConfigError: no NATS URL, or certificates that cannot be used.

@@ -214,7 +214,7 @@ class NatsBus:
         )
 
     async def remove_readers(self, stream: str, prefix: str) -> int:
-        """Remove all readers of `stream` whose names begin so; how many there were.
+        """Remove all readers of `stream` whose names have a prefix; returns their number.
 
         Raises:
             BusUnavailableError: no answer.

@@ -69,7 +69,7 @@ class Downloads:
         """The bytes [start, stop) of an object.
 
         Raises:
-            ObjectRangeError: it ends before.
+            ObjectRangeError: the object ends before `stop`.
         """
         try:
             count = min(stop - start, PART_BYTES)
@@ -161,7 +161,7 @@ def _patience(name: str, size_bytes: int) -> Deadline:
 
 
 def _read_into(response: requests.Response, part: memoryview, deadline: Deadline) -> int:
-    """Read an answer's body into `part`; the bytes read, some at least, if it breaks off.
+    """Read an answer's body into `part`; returns the bytes read, some at least, if it breaks off.
 
     Raises:
         MalformedAnswerError: the body is empty, or longer than what was asked for.

@@ -49,7 +49,7 @@ def header(response: requests.Response, name: str, pattern: str) -> str:
 
 
 class TransientRetries(NamedTuple):
-    """Repeats what fails by a transient fault, as the client's own retries do, but for so long.
+    """Repeats a call that fails by a transient fault, as the client does, for a limited time.
 
     Attributes:
         lasting_s: after the first failure, not after the first try: a silent connection takes
@@ -93,14 +93,14 @@ def _pause_as_asked(error: Exception) -> None:
 
 @contextlib.contextmanager
 def our_errors(action: str, bucket: str, prefix: str, name: str, permission: str) -> Iterator[None]:
-    """Turn what the client raises into our errors.
+    """Turn the client's errors into our errors.
 
     Args:
-        action: what is tried: "store", "read", "look up", "list" or "delete".
+        action: the attempt: "store", "read", "look up", "list" or "delete".
         bucket: where.
         prefix: of the store's objects there.
         name: of the object, without the prefix.
-        permission: what the account needs for it.
+        permission: the right that the account needs for it.
     """
     where = f"gs://{bucket}/{prefix}{name}"
     try:
@@ -169,7 +169,7 @@ def _away(action: str, where: str, error: BaseException) -> StoreUnavailableErro
 
 
 def no_credentials(message: str) -> StoreError:
-    """The error of a daemon that nobody knows."""
+    """The error of a daemon that has no credentials."""
     return StoreError(
         message,
         hint="give this daemon a service account, or run 'gcloud auth application-default login'",

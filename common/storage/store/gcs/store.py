@@ -98,7 +98,7 @@ class GcsStore(ObjectStore):
         )
 
     def _try_put(self, name: str, parts: Buffers, checksum: str) -> bool:
-        """Upload once; whether the object is known to stand.
+        """Upload once; returns whether the object is known to stand.
 
         Raises:
             ObjectExistsError: other bytes stand under that name.
