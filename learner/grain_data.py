@@ -257,7 +257,7 @@ class _Batches:
         return jax.tree.map(lambda *leaves: np.stack(leaves), *examples)
 
     def places(self, index: int) -> list[int]:
-        """Where the rows of a batch stand in the order of all epochs, one after the other."""
+        """Places of a batch's rows in the order of all epochs, one after the other."""
         size = len(self.examples)
         epoch, number = divmod(self.first + index, size // self.shares // self.batch)
         first = number * self.batch

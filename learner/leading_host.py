@@ -179,7 +179,7 @@ def _leading_life(
     held: Params,
     peers: Alone,
 ) -> Life:
-    """Everything before the first step: versions, programs, the join, the place in the data."""
+    """A life up to its first step: versions, programs, the join, the place in the data."""
     background = host.background
     layout, constants_object = context.layout.digest, specification.constants
     peers.say(messages.Begin(epoch=context.epoch, layout=layout, constants=constants_object))

@@ -1,4 +1,4 @@
-"""Which updates are taken, from whom, and with which credit.
+"""The rules of admission: the updates that are taken, from whom, and with which credit.
 
 Steps that can be measured are not asked, and nobody judges himself. Steps take time, and the tape
 says how much of it a learner had. Tokens and weight nobody can measure: there others' claims say

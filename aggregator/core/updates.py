@@ -144,7 +144,7 @@ class Resolved(Sequence[T], Generic[T]):
         return found
 
     def __len__(self) -> int:
-        """How many."""
+        """The number of updates."""
         return len(self._updates)
 
     def __iter__(self) -> Iterator[T]:
@@ -244,11 +244,11 @@ class WaitingUpdates(Mapping[UpdateId, Pending]):
         return self._updates[update]
 
     def __contains__(self, update: object) -> bool:
-        """Whether it waits."""
+        """Whether an update waits."""
         return update in self._updates
 
     def __len__(self) -> int:
-        """How many."""
+        """The number of updates."""
         return len(self._updates)
 
     def __iter__(self) -> Iterator[UpdateId]:

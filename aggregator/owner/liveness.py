@@ -1,4 +1,4 @@
-"""Which learners are heard of: the machines are told, and lives that are silent for long are ended.
+"""Signs of life: the machines learn which learners are live; lives silent for long are ended.
 
 A learner that is silent and holds shares of the data has its life ended, so that others have them:
 1. A join under the learner's name, on top of its newest: of the silent life nothing is merged that

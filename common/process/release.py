@@ -1,4 +1,4 @@
-"""Which release of the program runs, and with which packages: what records say of their maker."""
+"""The release of the program that runs and its packages, as records name their maker."""
 
 import re
 from functools import cache

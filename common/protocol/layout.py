@@ -1,4 +1,4 @@
-"""Which tensor belongs to which fragment, and where in the fragment's vector it lies.
+"""The fragment that each tensor belongs to, and the tensor's place in the fragment's vector.
 
 A layout is a pure function of the tensors' names, shapes and dtypes, the number of fragments P,
 the block size and the task's hints; two programs that compute it agree bit for bit, and its

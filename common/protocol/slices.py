@@ -1,4 +1,4 @@
-"""Which blocks of a fragment's vector a shard holds: strided boxes of whole blocks.
+"""The blocks of a fragment's vector that a shard holds: strided boxes of whole blocks.
 
 Shapes: B blocks of a fragment, n blocks of a shard, W items of a block.
 

@@ -1,4 +1,4 @@
-"""Which H a fleet's links carry, and what each costs in loss: pure, by simulated rounds.
+"""The H that a fleet's links carry, and the loss that each costs: pure, by simulated rounds.
 
 The loss is a line fitted to this project's own sweep (docs/benchmarks.md, "One thing
 changed at a time": H of 6, 12, 24 and 48, two small tasks, AdamW inside, budgets of 360 steps):

@@ -1,4 +1,4 @@
-"""Where a learner's tensors lie: on which devices, and which blocks of a fragment a host has.
+"""The places of a learner's tensors: their devices, and the blocks of a fragment on a host.
 
 A loop of the user's own has its parameters where it wants them: on one device, cut over a mesh of
 its own, or as arrays of the host. Synchronization needs a `NamedSharding`, and keeps the rules of

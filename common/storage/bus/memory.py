@@ -131,7 +131,7 @@ class _Stream:
         return max(matching, default=0)
 
     def filled(self) -> Filled:
-        """How much it holds."""
+        """The fill of the stream."""
         return Filled(self._bytes, self.limits.max_bytes)
 
     def _oldest(self) -> Message:

@@ -1,4 +1,4 @@
-"""Which store a URL means; `KINDS` has a row for each kind."""
+"""The store that a URL means; `KINDS` has a row for each kind."""
 
 import urllib.parse
 from collections.abc import Callable

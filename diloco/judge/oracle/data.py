@@ -1,4 +1,4 @@
-"""Which data each update covers, and that every update is answered once.
+"""The data that each update covers; every update must be answered once.
 
 A learner takes one batch a step, in order: an update of so many steps that ends at a position
 begins so many before it. A new life goes on behind all that earlier lives have said. Of a tape that

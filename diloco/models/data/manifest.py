@@ -91,7 +91,7 @@ class Counted(_Section):
     tokens: Count = 0
 
     def __add__(self, other: "Counted") -> "Counted":
-        """Both together."""
+        """The sum of both."""
         return Counted(
             documents=self.documents + other.documents, tokens=self.tokens + other.tokens
         )
@@ -105,7 +105,7 @@ class Given(_Section):
     held_out: Counted = Counted()
 
     def __add__(self, other: "Given") -> "Given":
-        """Both together."""
+        """The sum of both."""
         return Given(
             empty=self.empty + other.empty,
             train=self.train + other.train,

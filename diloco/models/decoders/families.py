@@ -1,4 +1,4 @@
-"""How each family's `config.json` is read: what it may hold, may leave out, and makes of a layer.
+"""The rules for each family's `config.json`: allowed and optional keys, and the layers they give.
 
 A family is a row of `FAMILY_FILES`.
 """

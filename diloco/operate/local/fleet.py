@@ -267,7 +267,7 @@ class LocalDaemons:
         self.given_up.append(f"{said}; it is not started again ({_hint(failed.log_path)})")
 
     def _ran_long(self, daemon: Daemon) -> bool:
-        """Whether it ever got to work: one that never did is misconfigured, not unlucky."""
+        """Whether the daemon ever got to work: one that never did is misconfigured, not unlucky."""
         return all('"started"' in _read(process) for process in daemon.processes)
 
     def tail(self, daemon: Daemon) -> str:

@@ -1,4 +1,4 @@
-"""Which records make one version of the whole model. Pure.
+"""The records that make one version of the whole model. Pure.
 
 Fragments make their versions at different moments, and a rollback leaves them with different
 numbers. What they share is the run's clock. So a whole version is one of the last fragment, at a

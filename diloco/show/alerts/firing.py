@@ -1,4 +1,4 @@
-"""Which alerts fire: the findings of many looks become alerts that fire and resolve once. Pure.
+"""Alerts that fire: the findings of many looks become alerts that fire and resolve once. Pure.
 
 An alert is what is amiss with one thing and is told on one page: "learner a" and
 runbooks/lagging-learner.md. Its sentences may change from look to look, as the seconds in them do.

@@ -1,4 +1,4 @@
-"""Which errors of Google's client pass, and what the others are among ours."""
+"""Errors of Google's client: which of them are transient, and what the others are among ours."""
 
 import contextlib
 import functools
