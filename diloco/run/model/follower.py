@@ -187,7 +187,7 @@ class Follower:
                 await self._wait()
 
     async def rest(self, for_s: float) -> None:
-        """Wait some seconds, or until the run has ended or cannot be followed."""
+        """Wait some seconds; while records are heard, at most until they end or fail."""
         assert self._reading is not None
         if self._behind:
             await asyncio.sleep(for_s)
