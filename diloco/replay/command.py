@@ -53,7 +53,7 @@ def why(
     held-out loss, what to do, and its runbook. `diloco doctor` is this with what is well. The exit
     status is 1 if there is an error.
     """
-    from diloco.replay.why import run_why
+    from diloco.replay.why_screen import run_why
 
     return run_why(run, since=since, learner=learner, json=json)
 
@@ -73,7 +73,7 @@ def doctor(
 
     The exit status is 1 if there is an error.
     """
-    from diloco.replay.why import run_why
+    from diloco.replay.why_screen import run_why
 
     return run_why(run, everything=True, deep=deep, json=json)
 

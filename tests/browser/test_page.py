@@ -21,7 +21,7 @@ from test_dashboard import beat, score
 from bench.tapes import Forger
 from diloco.common.protocol.errors import BusUnavailableError
 from diloco.run.model.scores import keep
-from diloco.show.page.live import LiveRun, served
+from diloco.show.page.following import LiveRun, served
 
 HERE = Path(__file__).parent
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

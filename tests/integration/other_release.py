@@ -5,12 +5,12 @@ Run as: python -m other_release WRITES READS COMMAND ..., READS being a list suc
 
 import sys
 
-from diloco.common.protocol.wire import fields
+from diloco.common.protocol.wire import encoding
 from diloco.program import main
 
 if __name__ == "__main__":
     writes, reads = sys.argv[1:3]
-    fields.SCHEMA = int(writes)
-    fields.READABLE = frozenset(map(int, reads.split(",")))
+    encoding.SCHEMA = int(writes)
+    encoding.READABLE = frozenset(map(int, reads.split(",")))
     del sys.argv[1:3]
     main()

@@ -23,7 +23,7 @@ from diloco.judge.remake import copy_arrays
 from diloco.learner.task import Task, scores
 from diloco.replay import blame
 from diloco.replay.blame_learners import judge
-from diloco.replay.why import BLAMED_ROUNDS, accusations
+from diloco.replay.why_screen import BLAMED_ROUNDS, accusations
 from diloco.run.agreement import shard_figures
 from diloco.run.findings import judged
 from diloco.run.model.view import GlobalModel

@@ -25,7 +25,7 @@ from diloco.common.storage.bus import (
 )
 
 if TYPE_CHECKING:
-    from simactor import Actor
+    from simfaults import Actor
 
 # Messages that a reader may get again.
 REDELIVERED = 64

@@ -5,8 +5,8 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
-from simactor import Actor
 from simchain import Violation
+from simfaults import Actor
 
 from diloco.aggregator import checkpoint, rollback
 from diloco.aggregator import settings as run_settings

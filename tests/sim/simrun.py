@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 
-from simactor import CALM, Actor
 from simadmission import LIAR
 from simchain import Violation
 from simdisk import Disk
+from simfaults import CALM, Actor
 from simhostile import Liar
 from simlearner import SimLearner
 from simoperator import Command, Operator

@@ -13,7 +13,7 @@ from diloco.common.protocol.shards import Data
 from diloco.common.storage.store import MemoryStore, ObjectInfo
 
 if TYPE_CHECKING:
-    from simactor import Actor
+    from simfaults import Actor
 
 
 class SimStore(MemoryStore):

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from simactor import CALM, Actor, Faults
+from simfaults import CALM, Actor, Faults
 from simlearner import SimLearner
 from simtensors import Ledger, Light
 from simworld import World, ended

@@ -8,7 +8,7 @@ from runlab import RUN, Lab
 from diloco.common.protocol import names, wire
 from diloco.common.storage.tape import Entry, Recorded
 from diloco.replay.blame_learners import Effect, Effects, Sentence, judge
-from diloco.replay.why import accusations, leaks
+from diloco.replay.why_screen import accusations, leaks
 from diloco.run.agreement import ComparedRound
 from diloco.run.findings import judged, patience_s
 from diloco.run.observed import Observed

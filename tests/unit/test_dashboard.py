@@ -26,9 +26,9 @@ from diloco.run import findings
 from diloco.run.model.scores import keep
 from diloco.run.state import Finding, RunStatus
 from diloco.run.timeseries import TimeSeries, condense, read_time_series
-from diloco.show.page import live, sections, server
+from diloco.show.page import following, sections, server
+from diloco.show.page.following import LiveRun, served
 from diloco.show.page.lanes import make_lanes
-from diloco.show.page.live import LiveRun, served
 from diloco.show.page.numbers import Shown, goodput, spent
 from diloco.show.page.runbook import render, runbook_names
 from diloco.show.page.server import FILES, MOST_CONNECTIONS, MOST_PAGES, Board, serving
@@ -68,7 +68,7 @@ async def until(there: Callable[[], bool]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def following(lab: Lab) -> AsyncIterator[LiveRun]:
+async def followed_run(lab: Lab) -> AsyncIterator[LiveRun]:
     run = LiveRun(lab.context, 0.0)
     work = asyncio.ensure_future(run.follow())
     try:
@@ -85,7 +85,7 @@ def test_its_figures_are_those_of_the_report() -> None:
         await keep(lab.context, score())
         series = await read_time_series(lab.context, 0.0)
         of_report = Shown(series, make_lanes(series), [score()])
-        async with following(lab) as run:
+        async with followed_run(lab) as run:
             await until(lambda: bool(run.shown().scores))
             return run.shown(), of_report
 
@@ -119,7 +119,7 @@ def test_figures_move_with_the_run_and_nothing_is_read_twice(
         monkeypatch.setattr(
             LiveRun, "_take", lambda run, item: (taken.append(item.seq), take(run, item))
         )
-        async with following(lab) as run:
+        async with followed_run(lab) as run:
             status = await run.status()
             assert status is not None
             before, versions = sections.now(status, run.series), versions_of(status)
@@ -142,7 +142,7 @@ def test_a_bus_that_is_away_makes_the_page_old_and_not_empty(
 ) -> None:
     async def look() -> None:
         lab = await made(20)
-        async with following(lab) as run:
+        async with followed_run(lab) as run:
             assert (await run.status()).current  # type: ignore[union-attr]
 
             async def away(*_: object) -> None:
@@ -171,7 +171,7 @@ def test_a_run_that_is_removed_or_a_bug_is_told_and_the_page_goes_on(
         lab = await made(20)
         board = Board("")
         board.enter(1)
-        shown = live.LivePage(board, LiveRun(lab.context, 0.0), "diloco dashboard lab")
+        shown = following.LivePage(board, LiveRun(lab.context, 0.0), "diloco dashboard lab")
         keeping = asyncio.ensure_future(shown.keep())
 
         def told() -> str:
@@ -189,7 +189,7 @@ def test_a_run_that_is_removed_or_a_bug_is_told_and_the_page_goes_on(
         finally:
             await cancel(keeping)
 
-    monkeypatch.setattr(live, "EVERY_S", 0.01)
+    monkeypatch.setattr(following, "EVERY_S", 0.01)
     asyncio.run(look())
 
 
@@ -224,7 +224,7 @@ def test_long_series_are_condensed_and_their_sums_hold() -> None:
 def test_parts_do_not_grow_with_the_fleet() -> None:
     async def sizes(learners: int) -> tuple[int, ...]:
         lab = await made(4, learners=learners)
-        async with following(lab) as run:
+        async with followed_run(lab) as run:
             status, shown = await run.status(), run.shown()
             assert status is not None
             known = sections.Learners(shown, status)
@@ -294,7 +294,7 @@ def test_every_file_is_served_with_headers_that_let_nothing_else_in(url: str) ->
         ("/", {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}, 200),
         ("/", {"Host": "localhost:1"}, 200),
         ("/", {"Host": "[::1]:8780"}, 200),
-        ("/../live.py", {}, 404),
+        ("/../following.py", {}, 404),
         ("/page.py", {}, 404),
         ("/runbooks/../page.css", {}, 404),
         ("/runbooks/nothing.md", {}, 404),

@@ -24,8 +24,8 @@ from diloco.run.state import RunStatus
 from diloco.run.timeseries import read_time_series
 from diloco.run.watch import Watch
 from diloco.show.page import sections
+from diloco.show.page.following import LiveRun
 from diloco.show.page.lanes import make_lanes
-from diloco.show.page.live import LiveRun
 from diloco.show.page.numbers import Shown
 from diloco.show.page.summary import facts, metrics
 from diloco.show.status.screen import picture

@@ -11,7 +11,7 @@ from diloco.common.protocol import names, wire
 from diloco.common.storage.tape import Entry, Recorded
 from diloco.judge.doctor import Report
 from diloco.operate.local import screen
-from diloco.replay.why import AsItComes
+from diloco.replay.why_screen import AsItComes
 from diloco.run.observed import Observed
 from diloco.run.state import Finding
 from diloco.show.status.screen import learners_table

@@ -17,7 +17,7 @@ from token_lab import checked, command, make_texts, make_tokenizer, prepared
 from diloco.common.protocol.errors import DataError, TaskError
 from diloco.learner.contract import build_task, load_task
 from diloco.learner.grain_data import GrainData
-from diloco.models.decoders.mixture import Mixture
+from diloco.models.data.weighted_sources import WeightedSources
 from diloco.models.decoders.tokens import TokenFolders
 from diloco.models.decoders.windows import TokenWindows
 from tests.models.cases import LLAMA
@@ -46,7 +46,7 @@ def numbered(folder, first, rows, length=4):
 def test_an_epoch_of_a_mixture_has_each_row_once_at_most(parts, epoch):
     lengths, weights = zip(*parts, strict=True)
     try:
-        mixture = Mixture(lengths, weights)
+        mixture = WeightedSources(lengths, weights)
     except ValueError:
         return
     size = len(mixture)
@@ -62,7 +62,7 @@ def test_an_epoch_of_a_mixture_has_each_row_once_at_most(parts, epoch):
 
 
 def test_epochs_of_a_mixture_go_through_each_source_before_a_row_comes_again():
-    mixture = Mixture([100, 30], [0.5, 0.5])
+    mixture = WeightedSources([100, 30], [0.5, 0.5])
     assert mixture.parts == (30, 30)
     found = [mixture[index] for index in range(10 * len(mixture))]
     first = [number for source, number in found if source == 0]

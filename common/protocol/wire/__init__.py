@@ -7,6 +7,7 @@ Nothing here builds an object from a name in the data. What decoding takes of me
 proportion to the message's length, whatever lengths are claimed in it.
 """
 
+from diloco.common.protocol.wire.encoding import SCHEMA, T, decode, encode
 from diloco.common.protocol.wire.fields import (
     GREATEST,
     GREATEST_S,
@@ -20,7 +21,6 @@ from diloco.common.protocol.wire.fields import (
     MOST_HELD_OUT_SLICES,
     MOST_METRICS,
     RECORD_BYTES,
-    SCHEMA,
     SLICE_NAME,
     WHOLE,
     Body,
@@ -32,10 +32,7 @@ from diloco.common.protocol.wire.fields import (
     Positive,
     PowerOfTwo,
     Seconds,
-    T,
     Text,
-    decode,
-    encode,
     note,
 )
 from diloco.common.protocol.wire.records import (

@@ -5,6 +5,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from diloco.common.protocol.quantization import Codec
+from diloco.common.protocol.wire.encoding import parse, unpack
 from diloco.common.protocol.wire.fields import (
     MAX_AXES,
     MAX_SHARDS,
@@ -23,8 +24,6 @@ from diloco.common.protocol.wire.fields import (
     Seconds,
     Several,
     Text,
-    parse,
-    unpack,
 )
 
 

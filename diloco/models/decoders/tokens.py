@@ -22,7 +22,7 @@ from diloco.models.data.manifest import (
     parse_manifest,
     rules_digest,
 )
-from diloco.models.decoders.mixture import Mixture
+from diloco.models.data.weighted_sources import WeightedSources
 from diloco.models.decoders.windows import TokenWindows, files_of
 
 if TYPE_CHECKING:
@@ -132,9 +132,9 @@ class TokenFolders:
             )
         return windows
 
-    def _mixture(self, sources: "Sequence[grain.MapDataset[np.ndarray]]") -> Mixture:
+    def _mixture(self, sources: "Sequence[grain.MapDataset[np.ndarray]]") -> WeightedSources:
         try:
-            return Mixture([len(source) for source in sources], self._weights)
+            return WeightedSources([len(source) for source in sources], self._weights)
         except ValueError as error:
             folder = self._folders[error.args[0]]
             raise DataError(

@@ -50,7 +50,7 @@ from diloco.run.cli.folders import make_folder
 from diloco.run.cli.opening import OpenRun, open_run
 from diloco.run.cli.screen import say_json
 from diloco.run.watch import Watch
-from diloco.show.page.live import LiveRun, served
+from diloco.show.page.following import LiveRun, served
 
 REFRESH_S = 0.5
 LINE_S = 10.0

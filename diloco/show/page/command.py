@@ -75,6 +75,6 @@ def dashboard(
     Shows loss, each learner's activity, rounds, staleness, traffic, alerts with their runbooks
     and the newest text sample. Works on active and ended runs; changes nothing.
     """
-    from diloco.show.page.live import run_dashboard
+    from diloco.show.page.following import run_dashboard
 
     run_dashboard(run, port)

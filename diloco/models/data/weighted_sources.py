@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 
-class Mixture:
+class WeightedSources:
     """The source and the row for each index of an endless order of epochs.
 
     grain calls this a selection map; the reader shuffles the order within an epoch.
