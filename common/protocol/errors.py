@@ -1,9 +1,9 @@
-"""The errors of this project, and the exit statuses that they give.
+"""The errors of this project, and the exit statuses of the processes that they end.
 
-Each says whose fault it is, what was expected, what came, and what to do next; `retry` tells a
-caller whether the same call may succeed later, `patience_s` for how long it is worth trying (None:
-for ever), and `status` is that of a process which it ends. Exceptions of other libraries become one
-of these once, where they enter (`store*.py`, `bus*.py`, `config`, `wire`), and nowhere else.
+An error's text says whose fault the error is, what was expected, what came, and what to do next.
+`retry` tells a caller whether the same call may succeed later, `patience_s` for how many seconds
+to keep trying (None: for ever), and `status` is the exit status. Exceptions of other libraries are
+turned into these errors where they enter (`store*.py`, `bus*.py`, `config`, `wire`), nowhere else.
 """
 
 from enum import IntEnum
@@ -13,20 +13,19 @@ from diloco.common.protocol.reasons import Reason
 
 
 class Exit(IntEnum):
-    """One status.
+    """An exit status of a process.
 
     Attributes:
-        text: what it means.
-        restart: whether to start the daemon again is worth it: it may work then, by itself or once
-            somebody has repaired what is outside of it. Else nothing changes until an operator
-            changes this daemon.
+        text: the meaning of the status.
+        restart: True if starting the daemon again may help, at once or once a fault outside of it
+            is repaired; False if an operator must change the daemon itself.
     """
 
     text: str
     restart: bool
 
     def __new__(cls, status: int, text: str, restart: bool) -> Self:
-        """A member."""
+        """Makes a member of the enumeration."""
         made = int.__new__(cls, status)
         made._value_ = status
         made.text, made.restart = text, restart
@@ -49,17 +48,17 @@ class Exit(IntEnum):
 
 
 def find(status: int) -> Exit:
-    """The status of this number; FAILED for one of another release."""
+    """Returns the `Exit` of a status number; `FAILED` if this release does not know the number."""
     return next((one for one in Exit if one == status), Exit.FAILED)
 
 
 def final() -> tuple[Exit, ...]:
-    """The failures after which a daemon is not to be started again; ENDED is none."""
+    """Returns the failures after which a daemon must not be restarted (`ENDED` is no failure)."""
     return tuple(status for status in Exit if status and not status.restart)
 
 
 class DilocoError(Exception):
-    """Base of every error this project raises on purpose.
+    """Base of all errors that this project raises on purpose.
 
     Args:
         message: what was expected and what came.
@@ -92,11 +91,11 @@ class TaskError(DilocoError):
 
 
 class DataError(TaskError):
-    """Documents that are to become tokens, or a folder of tokens, are not as they must be."""
+    """The documents to be made into tokens, or a folder of tokens, are malformed."""
 
 
 class DivergedError(TaskError):
-    """Training gave a loss that is no number; the parameters are lost with it."""
+    """The training loss is infinite or NaN, and the parameters are lost with it."""
 
     status = Exit.PASSING
 
@@ -108,7 +107,7 @@ class RunMismatchError(DilocoError):
 
 
 class ParametersError(RunMismatchError, TypeError):
-    """A training loop gave back other parameters than it was given."""
+    """A training loop returned parameters of other names, shapes or dtypes than it was given."""
 
 
 class NewTapeError(RunMismatchError):
@@ -118,13 +117,13 @@ class NewTapeError(RunMismatchError):
 
 
 class RunMissingError(RunMismatchError):
-    """There is no run of that name on this bus."""
+    """The bus has no run of that name."""
 
     status = Exit.NO_RUN
 
 
 class RunIncompleteError(RunMismatchError):
-    """A fragment has no record: the run was not created wholly, or a replica is behind."""
+    """A fragment has no record: creating the run did not finish, or a bus replica lags behind."""
 
     status = Exit.NO_RUN
     retry = True
@@ -132,10 +131,10 @@ class RunIncompleteError(RunMismatchError):
 
 
 class WireError(DilocoError):
-    """Bytes from a peer are not what the protocol says: the sender's fault.
+    """Bytes from a peer break the protocol; the sender is at fault.
 
     Args:
-        reason: for counters and verdicts.
+        reason: the protocol's word for the fault, used in counters and verdicts.
     """
 
     status = Exit.MISMATCH
@@ -146,20 +145,20 @@ class WireError(DilocoError):
 
 
 class IntegrityError(DilocoError):
-    """Stored or recomputed bits differ from what was recorded: never retried, always reported."""
+    """Stored or recomputed bits differ from the recorded ones; never retried, always reported."""
 
     status = Exit.DAMAGED
 
 
 class ObjectLostError(IntegrityError):
-    """An object that a run cannot go on without is gone, unless the store is slow to show it."""
+    """An object without which the run cannot go on is missing; retried, as stores may lag."""
 
     retry = True
     patience_s = 30.0
 
 
 class CheckpointError(DilocoError):
-    """A learner's checkpoint cannot be used, or cannot be made; training goes on without it."""
+    """A learner's checkpoint cannot be used, or cannot be written; training goes on without it."""
 
     status = Exit.DAMAGED
 
@@ -171,19 +170,22 @@ class SupersededError(DilocoError):
 
 
 class ExpiredError(DilocoError):
-    """This learner was silent for too long, and an aggregator has ended its life."""
+    """This learner was silent for too long, so an aggregator has ended its incarnation."""
 
     status = Exit.PASSING
 
 
 class HostLostError(DilocoError):
-    """A host of this learner is gone; the others cannot train without it."""
+    """A host of this learner is gone; the learner's other hosts cannot train without it."""
 
     status = Exit.PASSING
 
 
 class HostFetchError(DilocoError):
-    """Another host of this learner cannot read what this one can, unless it is slow to see it."""
+    """Another host of this learner cannot read an object that this host can read.
+
+    The call is retried, as the store may show the object to the other host later.
+    """
 
     status = Exit.PASSING
     retry = True
@@ -204,39 +206,39 @@ class StoreUnavailableError(StoreError):
 
 
 class StoreSlowError(StoreUnavailableError):
-    """Reading an object took longer than its reader would wait."""
+    """Reading an object took longer than the time limit that the reader gave."""
 
 
 class StoreMissingError(StoreUnavailableError):
-    """The folder of the store is not there: not mounted, or no run was created in it."""
+    """The store's folder does not exist: it is not mounted, or no run was created in it."""
 
 
 class ObjectMissingError(StoreError):
-    """No object of that name."""
+    """The store has no object of that name."""
 
     status = Exit.DAMAGED
 
 
 class ObjectUnreadableError(StoreError):
-    """The object under a name is no plain one: it is encoded, or a link, a pipe, a device."""
+    """The name belongs to no plain object, but to an encoded one, a link, a pipe or a device."""
 
     status = Exit.DAMAGED
 
 
 class ObjectTooLargeError(StoreError):
-    """An object is larger than its reader was told to take; nothing of it was read."""
+    """An object is larger than the reader's limit; none of its bytes was read."""
 
     status = Exit.DAMAGED
 
 
 class ObjectRangeError(StoreError):
-    """A range of bytes is empty or not within its object; nothing of it was read."""
+    """A byte range is empty or lies outside of its object; none of its bytes was read."""
 
     status = Exit.DAMAGED
 
 
 class ObjectExistsError(StoreError):
-    """An object of that name exists with other bytes; names are create-only."""
+    """An object of that name exists with other bytes; objects are never overwritten."""
 
     status = Exit.DAMAGED
 
@@ -248,37 +250,37 @@ class BusError(DilocoError):
 
 
 class BusUnavailableError(BusError):
-    """The bus could not be reached, or did not answer in time; the message may have arrived."""
+    """The bus was unreachable or gave no answer in time; a message may have been stored."""
 
     status = Exit.PASSING
     retry = True
 
 
 class SubjectUntakenError(BusUnavailableError):
-    """No stream takes messages of this subject: there is none, or it has no leader now."""
+    """No stream accepts messages of this subject: there is none, or it has no leader now."""
 
 
 class AccessDeniedError(BusError):
-    """The server refuses these credentials, or they are not for this request."""
+    """The server refuses these credentials, or they do not permit this request."""
 
     status = Exit.SHUT_OUT
 
 
 class StaleReadError(BusError):
-    """A replica that is behind has answered; another, or the same one later, knows more."""
+    """The answer came from a replica that lags behind; retrying may reach a newer state."""
 
     status = Exit.PASSING
     retry = True
 
 
 class StreamMissingError(BusError):
-    """There is no stream of that name: the run was not created, or on another server."""
+    """The server has no stream of that name: the run does not exist, or is on another server."""
 
     status = Exit.NO_RUN
 
 
 class IdTakenError(BusError):
-    """Another's message stands under this one's id, so the server stored nothing.
+    """The server stored nothing, because another message has this message's id.
 
     Publishing again under a new id may succeed.
     """
@@ -288,11 +290,12 @@ class IdTakenError(BusError):
 
 
 class SwapLostError(BusError):
-    """The subject's last message is not the expected one: somebody else committed first.
+    """The compare-and-swap failed: somebody else published on the subject first.
 
     Args:
+        subject: the subject of the publication.
         expected: the stream sequence that the publisher believed to be the subject's last.
-        last: the one that is, as the stream's leader said; None if it did not say.
+        last: the real last sequence, as the stream's leader says; None if the leader gave none.
     """
 
     status = Exit.PASSING
@@ -307,5 +310,5 @@ class SwapLostError(BusError):
 
 
 def status_of(error: BaseException) -> int:
-    """The exit status of a process that an error ends."""
+    """Returns the exit status of a process that `error` ends."""
     return error.status if isinstance(error, DilocoError) else Exit.FAILED

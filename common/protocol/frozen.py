@@ -1,10 +1,10 @@
-"""Leaves that are not synchronized, as the run stores them: once, by digest, in tiles.
+"""Leaves that are not synchronized, as a run stores them: in tiles, each named by its digest.
 
-A run's frozen leaves, and the first values of state that learners keep, are cut into tiles by
-halving their longest axis: whoever needs a slice of a leaf reads the tiles that it meets. A tile is
-the C-ordered bytes of its part, in an object named by their digest, so that equal ones are stored
-once. The index of all leaves is an object too, and its name stands in the specification. Of a leaf
-that each learner loads by itself, only the digest of the whole is stored.
+A run's frozen leaves, and the initial values of leaves that are local to learners, are cut into
+tiles by halving their longest axis. The reader of a slice of a leaf fetches only the tiles that
+overlap the slice. A tile is a C-ordered part of a leaf, in an object named by the digest of its
+bytes, so that equal tiles are stored once. The index of all leaves is an object too; the run's
+specification names it. Of a leaf that each learner loads by itself, only a digest is stored.
 """
 
 import itertools
@@ -25,12 +25,13 @@ Index = tuple[slice, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FrozenLeaf:
-    """One leaf in the index.
+    """The entry of one leaf in the index.
 
     Attributes:
-        tile: shape of its tiles; those at an end may be smaller.
-        digests: of the tiles, in C order.
-        stored: whether the tiles are; otherwise there is one, the whole, which learners load.
+        tile: shape of the leaf's tiles; the last tile along an axis may be smaller.
+        digests: digests of the tiles, in C order.
+        stored: True if the run stores the tiles; False if learners load the leaf by themselves:
+            then `digests` has one entry, of the whole leaf.
     """
 
     name: str
@@ -42,12 +43,12 @@ class FrozenLeaf:
 
 
 class Frozen:
-    """The leaves that a run holds, which are read as they are asked for.
+    """Reads a run's frozen leaves from its store, each when it is asked for.
 
     Args:
-        run: its name.
-        get: gives the bytes of an object.
-        name: of the index.
+        run: the run's name.
+        get: returns the bytes of an object.
+        name: name of the object with the index.
 
     Raises:
         IntegrityError: the index is damaged.
@@ -59,15 +60,15 @@ class Frozen:
         self.leaves = _parse(data)
 
     def names(self) -> list[str]:
-        """The names of all leaves that the run stores."""
+        """Returns the names of the leaves that the run stores."""
         return [name for name, leaf in self.leaves.items() if leaf.stored]
 
     def read(self, name: str, index: Index | None = None) -> np.ndarray:
-        """A leaf, or a slice of it.
+        """Returns the leaf `name`, or its slice `index`.
 
         Raises:
             IntegrityError: a tile is damaged.
-            ObjectMissingError, StoreUnavailableError: one cannot be read.
+            ObjectMissingError, StoreUnavailableError: a tile cannot be read.
         """
         leaf = self.leaves[name]
         wanted = _bounds(index or (slice(None),) * len(leaf.shape), leaf.shape)
@@ -79,7 +80,7 @@ class Frozen:
         return found
 
     def check(self, name: str, array: Any) -> None:
-        """Compare a leaf that a learner has loaded with what the run began with.
+        """Compares a leaf that a learner has loaded by itself with the run's digest of that leaf.
 
         Raises:
             IntegrityError: the loaded leaf differs from the run's.
@@ -107,13 +108,13 @@ def store_frozen(
     arrays: Mapping[str, np.ndarray],
     loaded: Collection[str] = (),
 ) -> str | None:
-    """Store leaves; returns the name of their index, None where there are none.
+    """Stores the leaves `arrays`; returns the name of their index, None if there are no leaves.
 
     Args:
-        run: its name.
-        put: stores an object.
-        arrays: by name; those that are loaded may be leaves that have not been read.
-        loaded: names of those that each learner loads by itself.
+        run: the run's name.
+        put: stores an object under a name.
+        arrays: the leaves by name; of those in `loaded`, lazy arrays that are not read yet will do.
+        loaded: names of the leaves that each learner loads by itself.
     """
     if not arrays:
         return None
@@ -150,7 +151,7 @@ def _leaf(name: str, array: np.ndarray, **rest: Any) -> FrozenLeaf:
 
 
 def tile_of(shape: tuple[int, ...], item_bytes: int) -> tuple[int, ...]:
-    """The shape of a leaf's tiles: its longest axis is halved until a tile is small enough."""
+    """Returns the tile shape of a leaf: the longest axis is halved until a tile fits TILE_BYTES."""
     tile = list(shape)
     while item_bytes * int(np.prod(tile, dtype=np.int64)) > TILE_BYTES:
         longest = tile.index(max(tile))
@@ -159,7 +160,7 @@ def tile_of(shape: tuple[int, ...], item_bytes: int) -> tuple[int, ...]:
 
 
 def _tiles(shape: tuple[int, ...], tile: tuple[int, ...]) -> Iterator[list[tuple[int, int]]]:
-    """[start, stop) along each axis, of each tile in C order."""
+    """Yields the bounds [start, stop) along each axis of every tile, in C order."""
     spans = [
         [(start, min(start + step, size)) for start in range(0, size, step)]
         for size, step in zip(shape, tile, strict=True)
@@ -174,7 +175,7 @@ def _bounds(index: Index, shape: tuple[int, ...]) -> list[tuple[int, int]]:
 def _meeting(
     tile: list[tuple[int, int]], wanted: list[tuple[int, int]]
 ) -> tuple[Index, Index] | None:
-    """The overlap of a tile with the slices wanted: its place in those, and in the tile."""
+    """Returns a tile's overlap with the `wanted` slices: its place in the result and the tile."""
     there, here = [], []
     for (start, stop), (first, last) in zip(tile, wanted, strict=True):
         low, high = max(start, first), min(stop, last)

@@ -1,12 +1,12 @@
-"""The fragment that each tensor belongs to, and the tensor's place in the fragment's vector.
+"""Assigns each tensor to a fragment, and to a place in the fragment's vector.
 
 A layout is a pure function of the tensors' names, shapes and dtypes, the number of fragments P,
-the block size and the task's hints; two programs that compute it agree bit for bit, and its
-digest travels with every message, so that programs that do not agree notice.
+the block size and the task's hints. Two programs that compute it agree bit for bit. Every message
+carries the layout's digest, so that programs with different layouts notice.
 
-A fragment is one float32 vector. It is the concatenation of *segments*; a segment is the unit
-over which a norm is taken (a tensor, or one layer of a layer-stacked tensor), is padded with
-zeros to a whole number of quantization blocks, and so never shares a block with another.
+A fragment is one float32 vector: the concatenation of *segments*. A segment is the unit over
+which a norm is taken (a tensor, or one layer of a layer-stacked tensor); it is padded with zeros
+to a whole number of quantization blocks, so that no two segments share a block.
 
 Balanced tensor fragmentation: Decoupled DiLoCo (arXiv 2604.21428), App. C.
 """
@@ -27,32 +27,32 @@ from diloco.common.protocol.errors import ConfigError, IntegrityError
 # assignment is within 4/3 of the optimum for what remains (Graham's bound, P App. C).
 OVERSIZE = 1.25
 
-# Rows from which on a part of a split tensor begins at a multiple of a power of two, and of how
-# many such multiples it consists at least.
+# Parts of a split tensor with at least LONG_PART rows begin at multiples of a power of two, and
+# consist of at least PARTS_OF_A_PART such multiples.
 LONG_PART = 4096
 PARTS_OF_A_PART = 64
 
 FLOATING = ("float64", "float32", "float16", "bfloat16")
 
 Kind = Literal["trained", "frozen", "local", "averaged"]
-# Merge rule of a piece whose tensor is averaged state; such pieces have fragments of their own.
+# The merge rule of pieces of averaged state, which share no fragment with parameters.
 STATE = "state"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorHint:
-    """Facts on a tensor that a task knows and its shape does not tell.
+    """What a task knows about a tensor beyond its shape.
 
     Attributes:
         merge: "rda" (radial-directional averaging) or "average"; embeddings want "average"
             (paper, Table 8).
-        norm_axes: number of leading axes that stack independent matrices (layers, experts): one
-            norm, and one direction, for each index of them.
-        alone: the tensor shares its fragments with no other.
-        kind: "trained" and "averaged" tensors are synchronized; "frozen" ones stay as they began;
-            "local" ones each learner changes as it will. "averaged" is state that no optimizer
-            moves, such as batch statistics: learners adopt its mean over the fleet, by tokens. Only
-            floating tensors are trained or averaged.
+        norm_axes: number of leading axes that stack independent matrices (layers, experts); each
+            index of these axes has a norm and a direction of its own.
+        alone: True if the tensor shares its fragments with no other tensor.
+        kind: "trained" and "averaged" tensors are synchronized; "frozen" ones never change;
+            each learner changes its own copy of "local" ones. "averaged" is state that no optimizer
+            updates, such as batch statistics: learners adopt its token-weighted mean over the
+            fleet. Only floating tensors can be trained or averaged.
     """
 
     merge: Literal["rda", "average"] = "rda"
@@ -65,14 +65,14 @@ Hint = Callable[[str, tuple[int, ...]], TensorHint]
 
 
 def default_hint(name: str, shape: tuple[int, ...]) -> TensorHint:
-    """The hint of every tensor by default: RDA with one norm, not alone."""
+    """Returns the default hint: merge by "rda" with one norm, not alone, trained."""
     del name, shape
     return TensorHint()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tensor:
-    """Name, shape and dtype (NumPy's name) of one leaf of the parameters."""
+    """The name, shape and dtype (NumPy's name) of one leaf of the parameters."""
 
     name: str
     shape: tuple[int, ...]
@@ -86,9 +86,9 @@ class Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """Rows `start:stop` of a tensor's first axis, at `offset` of a fragment's vector.
+    """The rows `start:stop` of a tensor's first axis, at `offset` in a fragment's vector.
 
-    It is `groups` segments of `group_size` elements, each padded to `group_stride`. A scalar
+    A piece is `groups` segments of `group_size` elements, each padded to `group_stride`. A scalar
     tensor counts as one row.
     """
 
@@ -104,17 +104,17 @@ class Piece:
 
     @property
     def stride(self) -> int:
-        """Elements the piece takes in the vector, padding included."""
+        """The number of elements that the piece takes in the vector, padding included."""
         return self.groups * self.group_stride
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fragment:
-    """One fragment: its pieces in order, and the length of its vector in elements.
+    """A part of the model that is synchronized as one float32 vector: its pieces, in order.
 
     Attributes:
-        size: length of the vector, the sum of its pieces' strides; a multiple of a block.
-        elements: parameters it holds; `size` less the padding.
+        size: length of the vector in elements, padding included; a multiple of the block size.
+        elements: number of parameters; `size` less the padding.
     """
 
     index: int
@@ -124,11 +124,11 @@ class Fragment:
 
     @property
     def averaged(self) -> bool:
-        """Whether the fragment holds averaged state (`common/process/config/run.py`) alone."""
+        """True if the fragment holds averaged state (`TensorHint.kind`) and no parameters."""
         return any(piece.merge == STATE for piece in self.pieces)
 
     def segment_blocks(self, block: int) -> np.ndarray:
-        """First block of each segment, ascending; int64 [segments]."""
+        """Returns the index of each segment's first block, ascending; int64 [segments]."""
         starts = [
             (piece.offset + group * piece.group_stride) // block
             for piece in self.pieces
@@ -137,25 +137,25 @@ class Fragment:
         return np.asarray(starts, np.int64)
 
     def segment_of_block(self, block: int) -> np.ndarray:
-        """Segment of each block; the padding at the end belongs to the last. int64 [blocks]."""
+        """Returns the segment of each block, int64 [blocks]; padding counts as its segment's."""
         starts = self.segment_blocks(block)
         lengths = np.diff(np.append(starts, self.size // block))
         return np.repeat(np.arange(len(starts)), lengths)
 
     def segment_rules(self) -> tuple[str, ...]:
-        """Merge rule of each segment."""
+        """Returns the merge rule of each segment."""
         return tuple(piece.merge for piece in self.pieces for _ in range(piece.groups))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """The fragments of a model.
+    """The fragments of a model, and the tensors that they hold.
 
     Attributes:
-        tensors: those that are synchronized, in the task's order.
-        constants: all other leaves: every learner begins with the run's.
-        block: elements that share one quantization scale.
-        digest: xxh3-128 of all of the above and the fragments, as hex.
+        tensors: the synchronized tensors, in the task's order.
+        constants: all other leaves; every learner begins with the run's values of them.
+        block: number of elements that share one quantization scale.
+        digest: xxh3-128 of the other attributes, as hex.
     """
 
     tensors: tuple[Tensor, ...]
@@ -167,7 +167,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Rows of a tensor that must stay together, before they have a place."""
+    """Rows of a tensor that stay together, not yet placed in a fragment."""
 
     tensor: Tensor
     hint: TensorHint
@@ -186,16 +186,16 @@ class _Cut:
 def make_layout(
     tensors: Iterable[Tensor], *, fragments: int, block: int, hint: Hint = default_hint
 ) -> Layout:
-    """Divide `tensors` into `fragments` fragments of about equal size, or as many as they fill.
+    """Divides `tensors` into `fragments` fragments of about equal size, or as many as they fill.
 
     Args:
-        tensors: every leaf of the parameters, in any order that all parties share.
+        tensors: every leaf of the parameters, in an order that all parties share.
         fragments: P, at least 1; averaged state takes one of them.
-        block: elements that share one quantization scale.
-        hint: the task's predicate.
+        block: number of elements that share one quantization scale.
+        hint: returns the task's `TensorHint` for a tensor's name and shape.
 
     Raises:
-        ConfigError: no floating tensor, two of one name, an empty tensor, or state alone fits in P.
+        ConfigError: no tensor can be trained, two have one name, one is empty, or P is too small.
     """
     leaves = tuple(tensors)
     _check(leaves)
@@ -207,7 +207,7 @@ def make_layout(
             "the model has no floating-point parameter to train",
             hint="let the task's init, or what is given to `create`, have at least one float array",
         )
-    # One for all state: it is small, and its fragment has other rules than those of parameters.
+    # Averaged state takes one fragment: it is small, and is merged by other rules than parameters.
     bins = _assign_fitting(trained, fragments, hint, beside=1 if state else 0)
     if state:
         bins.append(
@@ -225,7 +225,7 @@ def make_layout(
 
 
 def kind_of(tensor: Tensor, hint: Hint) -> Kind:
-    """The kind of a leaf; one that is no float is frozen, unless the hint says "local"."""
+    """Returns the kind of a leaf: if it is not floating, "frozen", unless hinted "local"."""
     kind = hint(tensor.name, tensor.shape).kind
     if tensor.dtype in FLOATING:
         return kind
@@ -235,10 +235,10 @@ def kind_of(tensor: Tensor, hint: Hint) -> Kind:
 def _assign_fitting(
     tensors: tuple[Tensor, ...], fragments: int, hint: Hint, *, beside: int
 ) -> list[list[_Cut]]:
-    """The tensors in as many fragments as they fill, when `beside` of the fragments are for others.
+    """Assigns `tensors` to at most `fragments - beside` fragments: as many as the tensors can fill.
 
     Raises:
-        ConfigError: there is no fragment for the tensors.
+        ConfigError: `fragments - beside` is 0.
     """
     for_them = fragments - beside
     if not for_them:
@@ -254,7 +254,7 @@ def _assign_fitting(
 
 
 def layout_bytes(layout: Layout) -> bytes:
-    """The layout's canonical form, of which the digest is taken: msgpack, without the digest."""
+    """Returns the canonical form that the digest is computed from: msgpack without the digest."""
     fields = asdict(layout)
     del fields["digest"]
     packed: bytes = msgpack.packb(fields)
@@ -262,10 +262,10 @@ def layout_bytes(layout: Layout) -> bytes:
 
 
 def parse_layout(data: bytes, digest: str) -> Layout:
-    """The layout in `data`, as `layout_bytes` wrote it.
+    """Returns the layout that `layout_bytes` wrote as `data`.
 
     Raises:
-        IntegrityError: the bytes are not those of `digest`, or no layout.
+        IntegrityError: `data` has another digest than `digest`, or holds no layout.
     """
     found = xxhash.xxh3_128_hexdigest(data)
     if found != digest:
@@ -308,7 +308,7 @@ def _check(leaves: tuple[Tensor, ...]) -> None:
 
 
 def _cuts(tensors: tuple[Tensor, ...], fragments: int, hint: Hint) -> list[_Cut]:
-    """Whole tensors, and the parts of those much larger than the mean fragment."""
+    """Returns the tensors whole, except that those much larger than a mean fragment are split."""
     mean = sum(t.size for t in tensors) / fragments
     cuts = []
     for tensor in tensors:
@@ -325,10 +325,10 @@ def _cuts(tensors: tuple[Tensor, ...], fragments: int, hint: Hint) -> list[_Cut]
 
 
 def _edges(rows: int, parts: int) -> list[int]:
-    """The places where parts of about equal size begin and end.
+    """Returns the `parts + 1` row numbers at which parts of about equal size begin and end.
 
-    Long ones begin at multiples of a power of two, so that a mesh whose size is one divides each if
-    it divides the tensor; they differ by a PARTS_OF_A_PART-th at most.
+    Long parts begin at multiples of a power of two, so that a mesh axis of that size divides each
+    part if it divides the tensor; sizes of parts differ by at most 1/PARTS_OF_A_PART.
     """
     even = [rows * part // parts for part in range(parts + 1)]
     if rows < LONG_PART * parts:
@@ -338,20 +338,20 @@ def _edges(rows: int, parts: int) -> list[int]:
 
 
 def _fillable(cuts: list[_Cut], fragments: int) -> int:
-    """The number of fragments, `fragments` at most, that the tensors can fill."""
+    """Returns how many fragments, at most `fragments`, the tensors can fill."""
     own = _own_fragments(cuts, fragments)
     shared = len(cuts) if fragments == 1 else sum(not cut.hint.alone for cut in cuts)
     return own + min(shared, fragments - own)
 
 
 def _own_fragments(cuts: list[_Cut], fragments: int) -> int:
-    """Fragments for lone tensors: one for each part, as long as one is left for the others."""
+    """Returns the number of fragments for parts hinted `alone`; one is left for other parts."""
     lone = sum(cut.hint.alone for cut in cuts)
     return 0 if fragments == 1 else min(lone, fragments - (1 if lone < len(cuts) else 0))
 
 
 def _assign(cuts: list[_Cut], fragments: int) -> list[list[_Cut]]:
-    """Largest first, each into the smallest fragment; what is alone gets fragments of its own."""
+    """Assigns the largest part first, to the smallest fragment; `alone` parts share none."""
     own = _own_fragments(cuts, fragments)
     alone = [cut for cut in cuts if cut.hint.alone and own]
     shared = [cut for cut in cuts if not (cut.hint.alone and own)]
@@ -404,19 +404,20 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def offset_steps(fragment: int, fragments: int, interval_steps: int) -> int:
-    """Step at which a fragment is first due, in 1..H, spread evenly (paper §3: t_p).
+    """Returns the step, in 1..H, at which `fragment` is first due (paper §3: t_p).
 
-    With more fragments than steps each step has as many as any other, or one less.
+    The fragments are spread evenly over the interval of H = `interval_steps` steps; if there are
+    more fragments than steps, the numbers of fragments due at two steps differ by at most one.
     """
     place = (fragment + 1) * interval_steps
     return place // fragments if fragments <= interval_steps else -(-place // fragments)
 
 
 class Rhythm(NamedTuple):
-    """The intervals at which a fragment is due: every `interval_steps`, H.
+    """The intervals at which a fragment is due: every `interval_steps` (H) inner steps.
 
-    In a run's first `warmup_steps` it is due every `warmup_interval_steps`: early on parameters
-    move fast, and learners that go apart for long lose most.
+    In a run's first `warmup_steps` a fragment is due every `warmup_interval_steps`: parameters
+    change fast early on, so learners that diverge for a long time lose the most then.
     """
 
     fragment: int
@@ -427,10 +428,10 @@ class Rhythm(NamedTuple):
 
 
 def next_step(rhythm: Rhythm, step: int) -> int:
-    """The run's clock at the version after one at `step`, in inner steps; `step` 0 is version 0's.
+    """Returns the global step of the version that follows the one at `step`, in inner steps.
 
-    It is H x (version - 1) + offset while H does not change. After the warm-up the fragments,
-    which were close together, are spread over an interval.
+    Version 0 is at step 0; while H does not change, version v is at H x (v - 1) + offset. After the
+    warm-up, whose fragments are due close to one another, they are spread over a whole interval.
     """
     fragment, fragments, interval, warmup, short = rhythm
     if step < warmup:

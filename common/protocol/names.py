@@ -1,11 +1,11 @@
 """Names of streams, subjects and objects: all of a run's addresses, made and read in one place.
 
-Nobody else takes a subject apart: `parse_subject` says what one means.
+No other module takes subjects apart: `parse_subject` returns the parts of a subject.
 
 Tape subjects, one stream per run (`tape_stream`):
     diloco.{run}.spec                        the run's specification, first message
     diloco.{run}.join.{learner}              a learner's new incarnation
-    diloco.{run}.leave.{learner}             its clean end
+    diloco.{run}.leave.{learner}             the clean end of an incarnation
     diloco.{run}.claim.{learner}             a learner's shares of the data
     diloco.{run}.update.{learner}.{fragment} manifests
     diloco.{run}.record.{fragment}           versions and verdicts: compare-and-swap
@@ -17,8 +17,8 @@ Tape subjects, one stream per run (`tape_stream`):
 Bounded stream (`ops_stream`): diloco.{run}.heartbeat.{learner}, diloco.{run}.rejected.{learner}
 Leases, a bucket of keys and values (`leases_stream`): $KV.diloco-{run}_leases.fragment.{fragment},
     $KV.diloco-{run}_leases.aggregator.{life}
-Not kept: diloco.{run}.round.{fragment}      a round is open
-Objects: one prefix per learner, so that one access rule fences it.
+Broadcast, in no stream: diloco.{run}.round.{fragment}  a round is open
+Objects: each learner has a prefix of its own, so that one access rule restricts it to that prefix.
 """
 
 import re
@@ -30,7 +30,7 @@ _VERSION_OBJECT = re.compile(r"([0-9]{8,19})-(delta|view|outer|record)-[0-9a-f]{
 _INDEX = re.compile(r"[0-9]{1,19}")
 _RUN = rf"(?P<run>{NAME.pattern})"
 _LEARNER = rf"(?P<learner>{NAME.pattern})"
-# One number has one spelling, so that one thing has one subject.
+# Without leading zeros, so that a fragment has exactly one subject.
 _FRAGMENT = r"(?P<fragment>0|[1-9][0-9]{0,18})"
 _SUBJECTS = tuple(
     re.compile(form)
@@ -51,55 +51,55 @@ _SHARD = re.compile(
 
 
 def valid_name(name: str) -> bool:
-    """Whether `name` may name a run or a learner: it becomes a subject token and a path."""
+    """True if `name` may name a run or a learner, as a subject token and a path component."""
     return NAME.fullmatch(name) is not None
 
 
 def tape_stream(run: str) -> str:
-    """The run's event tape."""
+    """Returns the name of the stream with the run's events, its tape."""
     return f"diloco-{run}"
 
 
 def ops_stream(run: str) -> str:
-    """Heartbeats and rejections: bounded, not needed for recovery.
+    """Returns the name of the bounded stream of heartbeats and rejections.
 
-    No run's name holds a '_', so that this is no other run's tape.
+    A run's name cannot contain '_', so this is never the name of another run's tape.
     """
     return f"diloco-{run}_ops"
 
 
 def leases_bucket(run: str) -> str:
-    """The bucket of leases: keys and values, in NATS's words."""
+    """Returns the name of the leases' key-value bucket (NATS's term)."""
     return f"diloco-{run}_leases"
 
 
 def leases_stream(run: str) -> str:
-    """The stream behind the bucket."""
+    """Returns the name of the stream that stores the leases' bucket."""
     return f"KV_{leases_bucket(run)}"
 
 
 def leases_subjects(run: str) -> list[str]:
-    """Every subject of the leases."""
+    """Returns the subject pattern of all leases."""
     return [f"$KV.{leases_bucket(run)}.>"]
 
 
 def streams(run: str) -> tuple[str, ...]:
-    """Every stream of a run."""
+    """Returns the names of all streams of a run."""
     return tape_stream(run), ops_stream(run), leases_stream(run)
 
 
 def fragment_lease(run: str, fragment: int | str) -> str:
-    """Subject of the lease of a fragment."""
+    """Returns the subject of the lease of a fragment."""
     return f"$KV.{leases_bucket(run)}.fragment.{fragment}"
 
 
 def aggregator_lease(run: str, life: str) -> str:
-    """Subject by which an aggregator says that it is there."""
+    """Returns the subject on which an aggregator process shows that it is alive."""
     return f"$KV.{leases_bucket(run)}.aggregator.{life}"
 
 
 def tape_subjects(run: str) -> list[str]:
-    """Every subject of the tape."""
+    """Returns the subject patterns of all messages on the tape."""
     return [
         spec(run),
         join(run, "*"),
@@ -116,77 +116,77 @@ def tape_subjects(run: str) -> list[str]:
 
 
 def ops_subjects(run: str) -> list[str]:
-    """Every subject of the bounded stream."""
+    """Returns the subject patterns of the stream of heartbeats and rejections."""
     return [heartbeat(run, "*"), rejected(run, "*")]
 
 
 def spec(run: str) -> str:
-    """Subject of the specification."""
+    """Returns the subject of the run's specification."""
     return f"diloco.{run}.spec"
 
 
 def join(run: str, learner: str) -> str:
-    """Subject of a learner's joins."""
+    """Returns the subject of a learner's joins."""
     return f"diloco.{run}.join.{learner}"
 
 
 def leave(run: str, learner: str) -> str:
-    """Subject of a learner's leaves."""
+    """Returns the subject of a learner's leaves."""
     return f"diloco.{run}.leave.{learner}"
 
 
 def claim(run: str, learner: str) -> str:
-    """Subject of a learner's claims to shares of the data."""
+    """Returns the subject of a learner's claims to shares of the data."""
     return f"diloco.{run}.claim.{learner}"
 
 
 def update(run: str, learner: str, fragment: int | str) -> str:
-    """Subject of a learner's manifests for a fragment."""
+    """Returns the subject of a learner's manifests for a fragment."""
     return f"diloco.{run}.update.{learner}.{fragment}"
 
 
 def record(run: str, fragment: int | str) -> str:
-    """Subject of a fragment's records."""
+    """Returns the subject of a fragment's records."""
     return f"diloco.{run}.record.{fragment}"
 
 
 def settings(run: str) -> str:
-    """Subject of changed settings."""
+    """Returns the subject of messages that change settings."""
     return f"diloco.{run}.settings"
 
 
 def quarantine(run: str, learner: str) -> str:
-    """Subject of the word that a learner is shut out, or let in again."""
+    """Returns the subject of messages that quarantine or release a learner."""
     return f"diloco.{run}.quarantine.{learner}"
 
 
 def checkpoint(run: str) -> str:
-    """Subject of the run's checkpoints."""
+    """Returns the subject of the run's checkpoints."""
     return f"diloco.{run}.checkpoint"
 
 
 def stop(run: str) -> str:
-    """Subject of the stop message."""
+    """Returns the subject of the stop message."""
     return f"diloco.{run}.stop"
 
 
 def end(run: str) -> str:
-    """Subject of the end message."""
+    """Returns the subject of the end message."""
     return f"diloco.{run}.end"
 
 
 def heartbeat(run: str, learner: str) -> str:
-    """Subject of a learner's heartbeats."""
+    """Returns the subject of a learner's heartbeats."""
     return f"diloco.{run}.heartbeat.{learner}"
 
 
 def rejected(run: str, learner: str) -> str:
-    """Subject of the copies of a learner's rejected updates."""
+    """Returns the subject of the copies of a learner's rejected updates."""
     return f"diloco.{run}.rejected.{learner}"
 
 
 def round_open(run: str, fragment: int | str) -> str:
-    """Subject of the round-open announcement; not kept."""
+    """Returns the subject of the broadcast that a round is open."""
     return f"diloco.{run}.round.{fragment}"
 
 
@@ -197,7 +197,7 @@ Kind = Literal[
 
 
 class Subject(NamedTuple):
-    """The parts of a subject; None where its kind has no such part."""
+    """The parts of a subject; a part that subjects of this kind lack is None."""
 
     kind: Kind
     run: str
@@ -208,7 +208,7 @@ class Subject(NamedTuple):
 
 @lru_cache(maxsize=1 << 14)
 def parse_subject(subject: str) -> Subject | None:
-    """Parse a subject, without wildcards; None if it is none of ours."""
+    """Parses a subject without wildcards; returns None if this project has no such subject."""
     for form in _SUBJECTS:
         if found := form.fullmatch(subject):
             said = found.groupdict()
@@ -224,93 +224,90 @@ def parse_subject(subject: str) -> Subject | None:
 
 
 def subject_learner(subject: str) -> str | None:
-    """The learner that a subject is about; None if it is about none."""
+    """Returns the learner that a subject names; None if it names none."""
     parsed = parse_subject(subject)
     return parsed.learner if parsed else None
 
 
 def learners_prefix(run: str) -> str:
-    """Prefix of all learners' objects."""
+    """Returns the prefix of all learners' objects."""
     return f"{run}/learner/"
 
 
 def learner_prefix(run: str, learner: str) -> str:
-    """Prefix of all objects that a learner may create."""
+    """Returns the prefix of all objects that a learner may create."""
     return f"{learners_prefix(run)}{learner}/"
 
 
 def updates_prefix(run: str, learner: str, fragment: int) -> str:
-    """Prefix of the shards of a learner's updates of a fragment."""
+    """Returns the prefix of the shards of a learner's updates of a fragment."""
     return f"{learner_prefix(run, learner)}update/{fragment}/"
 
 
 def shard(
     run: str, learner: str, fragment: int, epoch: int, incarnation: int, seq: int, index: int
 ) -> str:
-    """Object of one shard of an update; incarnations count anew in each epoch."""
+    """Returns the object of shard `index` of an update; incarnations are unique within `epoch`."""
     return f"{shards_prefix(run, learner, fragment, epoch, incarnation, seq)}{index}"
 
 
 def shards_prefix(
     run: str, learner: str, fragment: int, epoch: int, incarnation: int, seq: int
 ) -> str:
-    """Prefix of an update's shards."""
+    """Returns the prefix of an update's shards."""
     return f"{updates_prefix(run, learner, fragment)}{epoch}-{incarnation}-{seq}."
 
 
 def is_index(text: str) -> bool:
-    """Whether `text` may stand behind `shards_prefix`: any number, other in each shard."""
+    """True if `text` may follow `shards_prefix` in a shard's name, as the shard's number."""
     return _INDEX.fullmatch(text) is not None
 
 
 def learner_checkpoints(run: str, learner: str) -> str:
-    """Prefix of a learner's uploaded checkpoints."""
+    """Returns the prefix of a learner's uploaded checkpoints."""
     return f"{learner_prefix(run, learner)}checkpoint/"
 
 
 def checkpoint_part(host: int, hosts: int) -> str:
-    """Folder of one host's parts of a learner's checkpoints; none of a learner of one host."""
+    """Returns the folder of one host's checkpoint parts; '' for a learner of a single host."""
     return f"host-{host}-of-{hosts}/" if hosts > 1 else ""
 
 
 def learner_checkpoint(run: str, learner: str, local_step: int, digest: str, part: str = "") -> str:
-    """Object of one checkpoint of a learner's, or of a host's `part` of it.
-
-    Its name holds the digest of its bytes.
-    """
+    """Returns the object of a learner's checkpoint, or of one host's `part`, named by digest."""
     return f"{learner_checkpoints(run, learner)}{part}{local_step:012d}-{digest}"
 
 
 def global_prefix(run: str) -> str:
-    """Prefix of all objects that aggregators may create."""
+    """Returns the prefix of all objects that aggregators may create."""
     return f"{run}/global/"
 
 
 def fragment_prefix(run: str, fragment: int) -> str:
-    """Prefix of what the aggregator stores of a fragment."""
+    """Returns the prefix of the objects that aggregators store for a fragment."""
     return f"{global_prefix(run)}{fragment}/"
 
 
 def version_object(run: str, fragment: int, version: int, what: str, digest: str) -> str:
-    """Object `what` (delta, view, outer, record) of a version; its name holds its content."""
+    """Returns the object `what` (delta, view, outer, record) of a version, named by its digest."""
     return f"{fragment_prefix(run, fragment)}{version:08d}-{what}-{digest}"
 
 
 class VersionObject(NamedTuple):
-    """The parts of the name of a version's object; the name has the form of `version_object`."""
+    """The version and kind that a name of the form of `version_object` states."""
 
     version: int
     what: str
 
 
 def parse_version_object(run: str, fragment: int, name: str) -> VersionObject | None:
-    """Parse a name below `fragment_prefix`; None if it is none of ours."""
+    """Parses a name below `fragment_prefix`; returns None if it is not a version's object."""
     found = _VERSION_OBJECT.fullmatch(name.removeprefix(fragment_prefix(run, fragment)))
     return VersionObject(int(found[1]), found[2]) if found else None
 
 
 class ShardName(NamedTuple):
-    """The update that a shard belongs to, as the shard's name states it."""
+    """The update that a shard's name says the shard belongs to."""
 
     learner: str
     fragment: int
@@ -320,61 +317,61 @@ class ShardName(NamedTuple):
 
 
 def parse_shard(run: str, name: str) -> ShardName | None:
-    """Parse a name below `learners_prefix`; None if it is no shard's."""
+    """Parses a name below `learners_prefix`; returns None if it is not a shard's."""
     found = _SHARD.fullmatch(name.removeprefix(learners_prefix(run)))
     return ShardName(found[1], *(int(found[part]) for part in range(2, 6))) if found else None
 
 
 def checkpoint_prefix(run: str) -> str:
-    """Prefix of the run's checkpoint files."""
+    """Returns the prefix of the run's checkpoint files."""
     return f"{run}/checkpoint/"
 
 
 def checkpoint_object(run: str, name: str) -> str:
-    """Object that holds all that a resumed run begins from."""
+    """Returns the object of the run's checkpoint `name`, from which the run can be resumed."""
     return f"{checkpoint_prefix(run)}{name}"
 
 
 def scores_prefix(run: str) -> str:
-    """Prefix of the scores of the run's views."""
+    """Returns the prefix of the scores of the run's views."""
     return f"{run}/score/"
 
 
 def score_object(run: str, epoch: int, global_step: int, digest: str) -> str:
-    """Object of one score, in order of epoch and step; its name holds the digest of its bytes."""
+    """Returns the object of a score; names sort by epoch and step, and end in a digest."""
     return f"{scores_prefix(run)}{epoch:04d}-{global_step:012d}-{digest}"
 
 
 def positions_object(run: str, epoch: int, digest: str) -> str:
-    """Object of the data positions that an epoch begins with; its name holds its content."""
+    """Returns the object with the data positions at an epoch's beginning, named by its digest."""
     return f"{run}/positions/{epoch:04d}-{digest}"
 
 
 def epoch_prefix(run: str) -> str:
-    """Prefix of the run's claimed epochs."""
+    """Returns the prefix of the objects that claim epochs."""
     return f"{run}/epoch/"
 
 
 def epoch_object(run: str, epoch: int) -> str:
-    """Object that claims an epoch for one tape, so that no two tapes share object names."""
+    """Returns the object that reserves an epoch for one tape: no two tapes share object names."""
     return f"{epoch_prefix(run)}{epoch:04d}"
 
 
 def proof(prefix: str) -> str:
-    """An object with which a daemon proves that it may write below its prefix."""
+    """Returns the object that a daemon writes to prove that it may write below `prefix`."""
     return f"{prefix}proof"
 
 
 def layout_object(run: str, digest: str) -> str:
-    """Object that holds the run's layout."""
+    """Returns the object that holds the run's layout."""
     return f"{global_prefix(run)}layout-{digest}"
 
 
 def constants_object(run: str, digest: str) -> str:
-    """Object with the index of the leaves that are not synchronized (`frozen.py`)."""
+    """Returns the object with the index of the leaves that are not synchronized (`frozen.py`)."""
     return f"{global_prefix(run)}constants-{digest}"
 
 
 def tile_object(run: str, digest: str) -> str:
-    """Object with one tile of a leaf that is not synchronized."""
+    """Returns the object of one tile of a leaf that is not synchronized (`frozen.py`)."""
     return f"{global_prefix(run)}tile-{digest}"

@@ -1,22 +1,22 @@
 """Quantized vectors: codecs, their codes and scales, sizes, checks, decoding with NumPy.
 
-Nothing here needs JAX; `quantize.py` encodes, and decodes on devices. `FORMS` has a row for each
-codec, which docs/protocol.md shows; its names are said once, in `Codec`.
+Nothing here needs JAX; `quantize.py` encodes vectors, and decodes them on devices. `FORMS` has a
+row for each codec, which docs/protocol.md shows; only `Codec` lists the codecs' names.
 
 Shapes: N elements of a vector, B = N / block blocks; G any leading axes of an array of blocks.
 
 A block of elements shares one bfloat16 scale within [2^-64, 2^40]; a value is code x scale. The
-product of a code (7 bits) and a scale (8 bits) is exact in float32, and stays exact when a
-bfloat16 coefficient multiplies it too, so fused and unfused arithmetic agree
-(docs/design/design.md, "Same bits everywhere"). What is smaller than half the least scale is sent
-as zero by every codec, so that adding a decoded vector to a normal one never gives a denormal
-number, which some machines flush and others keep.
+product of a code (7 bits) and a scale (8 bits) is exact in float32, and stays exact when it is
+multiplied by a bfloat16 coefficient, so fused and unfused arithmetic agree
+(docs/design/design.md, "Same bits everywhere"). Every codec sends values smaller than half the
+least scale as zero. So adding a decoded vector to a normal one never gives a denormal number,
+which some machines flush to zero and others keep.
 
-Byte j of a block's int4 codes holds its element j in the low and its element j + b / 2 in the high
-nibble. So a block stands by itself: codes of any blocks can be cut out, put in another order and
-put together by copying bytes; and what adds to a vector finds neighbours in neighbouring bytes.
+Byte j of a block's int4 codes holds element j of the block in its low nibble and element j + b / 2
+in its high nibble. A block's codes are whole bytes, so blocks can be cut out, reordered and joined
+by copying bytes; and code that adds a block to a vector reads neighbouring bytes for neighbours.
 
-Four bits are the least that train well: Decoupled DiLoCo (arXiv 2604.21428), Table 10.
+Four bits are the fewest that train well: Decoupled DiLoCo (arXiv 2604.21428), Table 10.
 """
 
 import math
@@ -33,11 +33,11 @@ Codec = Literal["float32", "bfloat16", "int8", "int4"]
 CODECS: Final[tuple[Codec, ...]] = get_args(Codec)
 LEAST_SCALE: Final = 2.0**-64
 GREATEST_SCALE: Final = 2.0**40
-# The float codecs send no value that the widest integer codec could not.
+# The float codecs send no value beyond the range of the widest integer codec.
 GREATEST_VALUE: Final = 128 * GREATEST_SCALE
-# As the bits of the least value less one: those of zero wrap to the greatest integer.
+# The bits of the least scale, less one: in this order zero, which wraps, is the greatest integer.
 _LEAST_BITS: Final = np.float32(LEAST_SCALE).view(np.uint32) - np.uint32(1)
-# Elements that the checks look at in turn, so that their temporaries stay in cache.
+# Elements that the checks read at a time, so that temporaries stay in cache.
 _CHUNK: Final = 1 << 18
 
 
@@ -45,11 +45,11 @@ class Form(NamedTuple):
     """The form of a codec's codes and scales in a shard.
 
     Attributes:
-        number: of the codec in a shard's header.
-        dtype: of the codes.
+        number: the codec's number in a shard's header.
+        dtype: the codes' dtype.
         codes: a description of a block's codes, which docs/protocol.md prints.
-        greatest: the code that the greatest value of a block gets; 0 for float codecs, whose
-            blocks have no scale.
+        greatest: the code of a block's greatest value; 0 for float codecs, whose blocks have no
+            scale.
         elements: the number of elements in one item of the codes' array.
     """
 
@@ -77,11 +77,12 @@ GREATEST_CODE: Final = {codec: form.greatest for codec, form in FORMS.items() if
 
 
 class Encoded(NamedTuple):
-    """A quantized vector or array of blocks, in JAX or NumPy arrays.
+    """A quantized vector or array of blocks, as JAX or NumPy arrays.
 
     Attributes:
-        scales: bfloat16 [B], [0] for the float codecs; of blocks [*G], and [*G, 0].
-        codes: items of `code_dtype`, [`code_count`]; of blocks [*G, items of a block].
+        scales: bfloat16 [B] for a vector, [*G] for an array of blocks; float codecs have none, so
+            the shape is [0] or [*G, 0].
+        codes: items of `code_dtype`; [`code_count`] for a vector, [*G, items per block] for blocks.
     """
 
     scales: Any
@@ -89,28 +90,28 @@ class Encoded(NamedTuple):
 
 
 def code_dtype(codec: Codec) -> np.dtype[Any]:
-    """NumPy's dtype of a codec's codes."""
+    """Returns the NumPy dtype of a codec's codes."""
     return FORMS[codec].dtype
 
 
 def code_count(codec: Codec, size: int) -> int:
-    """The number of items that the codes of `size` elements take."""
+    """Returns the number of array items that the codes of `size` elements take."""
     return size // FORMS[codec].elements
 
 
 def scale_count(codec: Codec, size: int, block: int) -> int:
-    """The number of scales of `size` elements."""
+    """Returns the number of scales of `size` elements."""
     return size // block if codec in GREATEST_CODE else 0
 
 
 def encoded_bytes(codec: Codec, size: int, block: int) -> int:
-    """Bytes of the scales and codes of `size` elements."""
+    """Returns the size in bytes of the scales and codes of `size` elements."""
     scales_bytes = 2 * scale_count(codec, size, block)
     return scales_bytes + code_count(codec, size) * code_dtype(codec).itemsize
 
 
 def decode_numpy(codec: Codec, encoded: Encoded, block: int) -> npt.NDArray[np.float32]:
-    """Same as `decode`, bit for bit, without JAX; float32 [N]."""
+    """Decodes to float32 [N] without JAX; the result equals that of `decode` bit for bit."""
     codes = np.asarray(encoded.codes)
     if codec not in GREATEST_CODE:
         return codes.astype(np.float32)
@@ -124,7 +125,7 @@ def decode_numpy(codec: Codec, encoded: Encoded, block: int) -> npt.NDArray[np.f
 
 
 def check_codes(codec: Codec, codes: npt.NDArray[Any]) -> None:
-    """Refuse codes that no encoder gives.
+    """Refuses codes that no encoder produces.
 
     Raises:
         WireError: "bad_code", or "non_finite": a value of a float codec is infinite or NaN.
@@ -142,7 +143,7 @@ def check_codes(codec: Codec, codes: npt.NDArray[Any]) -> None:
 
 
 def _check_values(values: npt.NDArray[np.float32]) -> bool:
-    """Whether a value is too large or too small but not zero.
+    """True if a value is too large, or is too small and not zero.
 
     Raises:
         WireError: a value is infinite or NaN.
@@ -151,25 +152,25 @@ def _check_values(values: npt.NDArray[np.float32]) -> bool:
     greatest = magnitudes.max()
     if not math.isfinite(greatest):
         raise WireError(Reason.NON_FINITE, "a value of the shard is infinite or not a number")
-    # Bits of zero less one wrap to the greatest integer.
+    # The bits of zero, less one, wrap to the greatest integer.
     least_bits = (magnitudes.view(np.uint32) - np.uint32(1)).min()
     return bool(greatest > GREATEST_VALUE or least_bits < _LEAST_BITS)
 
 
 def aligned_zeros(size: int) -> npt.NDArray[np.float32]:
-    """A vector at a 64-byte boundary, which JAX on CPU reads in place; NumPy's own are copied."""
+    """Returns a vector of zeros at a 64-byte boundary, which JAX on CPU reads without a copy."""
     raw = np.zeros(size + 16, np.float32)
     start = -raw.ctypes.data % 64 // 4
     return raw[start : start + size]
 
 
 def aligned_empty(size: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """As `aligned_zeros`, of any type and any content."""
+    """Returns an uninitialized array like that of `aligned_zeros`, of any dtype."""
     raw = np.empty(size * dtype.itemsize + 64, np.uint8)
     start = -raw.ctypes.data % 64
     return raw[start : start + size * dtype.itemsize].view(dtype)
 
 
 def canonical(values_N: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """A copy with denormal numbers set to zero, as views must be: machines differ on them."""
+    """Returns a copy with denormals, which machines treat differently, set to zero, as in views."""
     return np.where(np.abs(values_N) < np.finfo(np.float32).tiny, np.float32(0), values_N)

@@ -1,8 +1,8 @@
-"""Why a message or an update is refused: every reason there is, with what people need to know.
+"""The reasons for which a message or an update is refused, each with its meaning for people.
 
-A message that is "no update" is counted and dropped; an update is rejected by its "manifest" alone
-or by its "objects", and its record says why. Reasons are plain words on the wire: a record may
-have one that another release gave, so readers use `find`.
+A message that is not a valid update is counted and dropped. A valid update can be rejected because
+of its manifest or because of its objects; a record then states the reason. On the wire reasons are
+plain words. A record may hold a word that another release introduced, so readers use `find`.
 """
 
 from enum import StrEnum
@@ -19,13 +19,13 @@ _MISMATCH = "runbooks/run-mismatch.md"
 
 
 class Reason(StrEnum):
-    """One reason; its value is the word on the wire.
+    """A reason for a refusal; its value is the word on the wire.
 
     Attributes:
-        stages: the stages of an update in which it is given.
+        stages: the stages of an update's handling at which the reason is given.
         text: the meaning, for people.
-        offence: whether it counts towards `bounds.quarantine_offences`. It does not if the sender
-            neither caused it nor could know it, or if the sender is uncertain.
+        offence: True if it counts towards `bounds.quarantine_offences`; False if the sender neither
+            caused the fault nor could know of it, or if the sender is uncertain.
         runbook: the page that says what to do about it.
     """
 
@@ -42,7 +42,7 @@ class Reason(StrEnum):
         runbook: str = _REJECTED,
         offence: bool = True,
     ) -> Self:
-        """A member."""
+        """Makes a member of the enumeration."""
         made = str.__new__(cls, word)
         made._value_ = word
         made.stages = stages if isinstance(stages, tuple) else (stages,)
@@ -51,7 +51,7 @@ class Reason(StrEnum):
         return made
 
     def __repr__(self) -> str:
-        """As the plain word: texts of records are the same whoever gave the reason."""
+        """Returns the plain word, so that a record's text does not depend on the reason's type."""
         return repr(self.value)
 
     # fmt: off
@@ -135,11 +135,11 @@ _BY_WORD = {reason.value: reason for reason in Reason}
 
 
 def find(word: str) -> Reason | None:
-    """The reason that a record or a message gives; None for one of another release."""
+    """Returns the reason that a record or a message states; None for a word of another release."""
     return _BY_WORD.get(word)
 
 
 def is_offence(word: str) -> bool:
-    """Whether a rejection for a reason counts against its sender; of another release's: yes."""
+    """True if a rejection for `word` counts against its sender, as unknown words do."""
     reason = find(word)
     return reason is None or reason.offence

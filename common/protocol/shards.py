@@ -1,8 +1,8 @@
-"""The bytes of one object: part of a quantized vector, self-describing and checked when read.
+"""The bytes of a shard or a delta: part of a quantized vector, self-describing, checked when read.
 
-A shard holds whole blocks of a fragment's vector; which, its manifest says (`slices.py`). Blocks
-stand by themselves (`quantize.py`), so no reader needs another shard, and it is the same whether
-the vector is cut before it is encoded or its scales and codes after.
+A shard holds whole blocks of a fragment's vector; its manifest says which (`slices.py`). No block
+depends on another (`quantize.py`), so no reader needs another shard, and cutting a vector before
+encoding gives the same bytes as cutting its scales and codes after.
 
     offset  size  field (little endian)
     0       4     magic "DLS2"
@@ -13,14 +13,14 @@ the vector is cut before it is encoded or its scales and codes after.
     16            scales: bfloat16 [count / block]; none for the float codecs
                   codes: see `quantization.py`
 
-The delta of a version is one shard of the whole vector, with checksums at its end for readers of
-parts. Each chunk of 1024 blocks, the last may have fewer, has one:
+The delta of a version is one shard of the whole vector, followed by checksums for readers of parts
+of it. Each chunk of 1024 blocks (the last may have fewer) has one:
 
     codes end     crc32c of the scales' bytes, then the codes' bytes of chunk 0; of chunk 1; ...
     4 before end  crc32c of the header, then the checksums of all chunks
 
-In CPython the payload of a large `bytes` object begins 48 bytes after a page, so what follows the
-header is aligned to 64 and reaches JAX without a copy.
+In CPython the payload of a large `bytes` object begins 48 bytes after a page boundary, so the bytes
+after the header are aligned to 64 and reach JAX without a copy.
 """
 
 import struct
@@ -52,9 +52,9 @@ from diloco.common.protocol.reasons import Reason
 HEADER: Final = struct.Struct("<4sBBHQ")
 MAGIC: Final = b"DLS2"
 CHUNK_BLOCKS: Final = 1024
-# Between two chunks of a delta that are wanted: what is shorter is read rather than asked around.
+# A gap between two wanted chunks that is shorter than this is read too: one request, not two.
 GAP_BYTES: Final = 256 << 10
-# Of bytes that are stored or looked at in turn.
+# The size of the pieces in which `Buffers` are stored and hashed.
 PIECE_BYTES: Final = 1 << 20
 _CHECKSUM: Final = np.dtype("<u4")
 
@@ -63,39 +63,39 @@ Span = tuple[int, int]
 
 
 def shard_bytes(codec: Codec, count: int, block: int) -> int:
-    """Size of the object that holds `count` elements."""
+    """Returns the size in bytes of a shard of `count` elements."""
     return HEADER.size + encoded_bytes(codec, count, block)
 
 
 def shard_ranges(size: int, block: int, shard_elements: int) -> list[tuple[int, int]]:
-    """Cut a vector of `size` elements into [start, stop) ranges of at most `shard_elements`.
+    """Cuts a vector of `size` elements into [start, stop) ranges of at most `shard_elements`.
 
-    All but the last are equally long, so that one compiled kernel serves them; a range is at
-    least one block.
+    All ranges but the last are equally long, so that one compiled kernel serves them; a range has
+    at least one block.
     """
     length = max(shard_elements // block, 1) * block
     return [(start, min(start + length, size)) for start in range(0, size, length)]
 
 
 def delta_bytes(codec: Codec, count: int, block: int) -> int:
-    """Size of the object that holds the delta of a vector of `count` elements."""
+    """Returns the size in bytes of the delta of a vector of `count` elements."""
     return _DeltaForm(codec, count, block).size_bytes
 
 
 def range_bytes(codec: Codec, count: int, block: int, blocks: npt.NDArray[np.int64]) -> int:
-    """Bytes that `read_blocks` reads for some blocks of a vector of `count` elements."""
+    """Returns how many bytes `read_blocks` reads for `blocks` of a vector of `count` elements."""
     form = _DeltaForm(codec, count, block)
     chunks = np.unique(blocks // CHUNK_BLOCKS).tolist()
     return sum(stop - start for start, stop in form.ranges_of(chunks)) if chunks else 0
 
 
 def pack(codec: Codec, encoded: Encoded, block: int) -> bytes:
-    """Bytes of one shard, by one copy of its scales and codes."""
+    """Returns the bytes of a shard; scales and codes are copied once."""
     return b"".join(_pieces(codec, encoded, block))
 
 
 def pack_delta(codec: Codec, encoded: Encoded, block: int) -> bytes:
-    """Bytes of a version's delta, by one copy of its scales and codes."""
+    """Returns the bytes of a version's delta; scales and codes are copied once."""
     header, scales, codes = _pieces(codec, encoded, block)
     form = _DeltaForm(codec, HEADER.unpack(header)[-1], block)
     checksums = np.empty(form.chunks, _CHECKSUM)
@@ -111,18 +111,18 @@ def pack_delta(codec: Codec, encoded: Encoded, block: int) -> bytes:
 
 
 def unpack(data: bytes | memoryview, *, codec: Codec, count: int, block: int) -> Encoded:
-    """Views of a shard's scales and codes, checked; nothing is copied.
+    """Checks a shard and returns views of its scales and codes, without a copy.
 
     Args:
-        data: an object of a peer's.
-        codec: the codec in its manifest.
-        count: elements it covers.
-        block: the layout's.
+        data: the bytes of a peer's object.
+        codec: the codec that its manifest states.
+        count: number of elements in the shard.
+        block: the layout's block size.
 
     Raises:
         WireError: "truncated", "oversize", "bad_magic", "codec_mismatch" (codec, block or count),
             "bad_scale" (not finite or out of range), "non_finite" (a value of a float codec), or
-            "bad_code" (a code that no encoder gives).
+            "bad_code" (a code that no encoder produces).
     """
     _check_size(data, shard_bytes(codec, count, block))
     _check_header(data, codec, count, block)
@@ -137,9 +137,10 @@ def unpack(data: bytes | memoryview, *, codec: Codec, count: int, block: int) ->
 
 
 def unpack_delta(data: bytes | memoryview, *, codec: Codec, count: int, block: int) -> Encoded:
-    """Views of a delta's scales and codes, checked as by `unpack`; nothing is copied.
+    """Checks a delta as `unpack` does and returns views of its scales and codes, without a copy.
 
-    Its checksums are not looked at: that of the whole object, in its record, says as much.
+    The checksums at its end are not read: the caller has compared the checksum of the whole
+    object with the one in the version's record.
 
     Raises:
         WireError: as `unpack`.
@@ -152,16 +153,16 @@ def unpack_delta(data: bytes | memoryview, *, codec: Codec, count: int, block: i
 def read_blocks(
     read: Read, *, codec: Codec, count: int, block: int, blocks: npt.NDArray[np.int64]
 ) -> Encoded:
-    """Some blocks of a version's delta, checked, from a few ranges of its object.
+    """Reads some blocks of a version's delta, by a few ranges of its object, and checks them.
 
-    Reads the chunks that hold the blocks, and what lies between two of them if it is short; the
-    whole object if more than 3/4 of its chunks are needed. Holds what it read and the result.
+    Reads the chunks that hold the blocks, and short gaps between them; the whole object if more
+    than 3/4 of its chunks are needed. Memory holds all that was read, and the result.
 
     Args:
-        read: gives the bytes [start, stop) of the object, like `ObjectStore.get_range`.
-        codec: of deltas.
-        count: elements of the vector.
-        block: the layout's.
+        read: returns the bytes [start, stop) of the object, like `ObjectStore.get_range`.
+        codec: the codec of the run's deltas.
+        count: number of elements of the vector.
+        block: the layout's block size.
         blocks: int64 [n], ascending, within [0, count / block).
 
     Returns:
@@ -169,8 +170,8 @@ def read_blocks(
         n x block elements, flat.
 
     Raises:
-        IntegrityError: the object is too short, of another codec, block or count, or has bytes
-            that its checksums do not fit.
+        IntegrityError: the object is too short, has another codec, block or count, or its bytes do
+            not fit its checksums.
         WireError: "bad_scale", "non_finite" or "bad_code", as `unpack`.
         DilocoError: as `read`.
     """
@@ -191,13 +192,13 @@ def read_blocks(
 
 
 class _DeltaForm:
-    """The places of the parts of a delta's object, in bytes."""
+    """Byte offsets of the parts of a delta's object."""
 
     def __init__(self, codec: Codec, count: int, block: int) -> None:
         self.header = HEADER.pack(MAGIC, FORMS[codec].number, 0, block, count)
         self.blocks = count // block
         self.chunks = -(-self.blocks // CHUNK_BLOCKS)
-        self.scale_bytes = 2 * scale_count(codec, block, block)  # Of a block, as the next.
+        self.scale_bytes = 2 * scale_count(codec, block, block)  # Per block, like code_bytes.
         self.code_bytes = code_count(codec, block) * code_dtype(codec).itemsize
         self.scales_at = HEADER.size
         self.codes_at = self.scales_at + self.blocks * self.scale_bytes
@@ -205,7 +206,7 @@ class _DeltaForm:
         self.size_bytes = self.checksums_at + (self.chunks + 1) * _CHECKSUM.itemsize
 
     def spans_of(self, chunk: int) -> tuple[Span, Span]:
-        """The scales and the codes of a chunk."""
+        """Returns the byte spans of a chunk's scales and of its codes."""
         first = chunk * CHUNK_BLOCKS
         last = min(first + CHUNK_BLOCKS, self.blocks)
         return (
@@ -214,7 +215,7 @@ class _DeltaForm:
         )
 
     def ranges_of(self, chunks: list[int]) -> list[Span]:
-        """The byte ranges to read for some chunks and all checksums, in order."""
+        """Returns the byte ranges to read for `chunks` and all checksums, ascending."""
         if 4 * len(chunks) > 3 * self.chunks:
             return [(0, self.size_bytes)]
         scales, codes = zip(*map(self.spans_of, chunks), strict=True)
@@ -229,10 +230,10 @@ class _DeltaForm:
 
 
 class _Ranges:
-    """Bytes of an object that were read, in ranges.
+    """Byte ranges of an object, read when constructed.
 
     Raises:
-        IntegrityError: the object is shorter than that.
+        IntegrityError: the object is shorter than the ranges need.
     """
 
     def __init__(self, read: Read, spans: list[Span]) -> None:
@@ -240,7 +241,7 @@ class _Ranges:
         self._data = [self._read(read, *span) for span in spans]
 
     def bytes_of(self, span: Span) -> bytes:
-        """The bytes of a span within one of those that were read; a copy."""
+        """Returns a copy of the bytes of a span, which lies within one of the ranges."""
         index = bisect_right(self._starts, span[0]) - 1
         start = self._starts[index]
         return self._data[index][span[0] - start : span[1] - start]
@@ -257,7 +258,7 @@ class _Ranges:
 
 
 def _pieces(codec: Codec, encoded: Encoded, block: int) -> tuple[bytes, memoryview, memoryview]:
-    """Header, scales and codes of a shard."""
+    """Returns the header, scales and codes of a shard."""
     scales = np.ascontiguousarray(encoded.scales)
     codes = np.ascontiguousarray(encoded.codes)
     form = FORMS[codec]
@@ -272,7 +273,7 @@ def _chunk_checksum(scales: bytes, codes: bytes) -> int:
 def _read_chunks(
     read: Read, form: _DeltaForm, chunks: npt.NDArray[np.int64]
 ) -> Iterator[tuple[int, bytes, bytes]]:
-    """Numbers, scales and codes of some chunks, each compared with its checksum.
+    """Yields number, scales and codes of each chunk, after comparing them with its checksum.
 
     Raises:
         IntegrityError: as `read_blocks`.
@@ -327,16 +328,16 @@ def _check_scales(scales_B: npt.NDArray[Any]) -> None:
         raise WireError(Reason.BAD_SCALE, "a block's scale is not within 2^-64 and 2^40")
 
 
-# --- Bytes that stand in several places, so that an object can be stored without a copy of them
+# --- Bytes in several buffers, so that an object can be stored without joining them by a copy
 
 
 class Buffers:
-    """Some runs of bytes, one behind the other. They must stay as they are while this is used.
+    """A sequence of buffers that reads as one run of bytes; the buffers must not change meanwhile.
 
-    Iterating gives them in pieces of at most `PIECE_BYTES`; `bytes` gives a copy of all.
+    Iterating yields pieces of at most `PIECE_BYTES`; `bytes` returns a copy of all.
 
     Args:
-        runs: contiguous, of any format.
+        runs: the buffers, contiguous, of any format.
     """
 
     def __init__(self, *runs: bytes | memoryview) -> None:
@@ -354,7 +355,7 @@ class Buffers:
         return b"".join(self._runs)
 
     def __eq__(self, other: object) -> bool:
-        """Whether `bytes` or others hold the same bytes; compared piece by piece."""
+        """True if `other` holds the same bytes; they are compared piece by piece."""
         if not isinstance(other, bytes | memoryview | Buffers):
             return NotImplemented
         view, at = memoryview(bytes(other) if isinstance(other, Buffers) else other).cast("B"), 0
@@ -369,7 +370,7 @@ class Buffers:
     __hash__ = None  # type: ignore[assignment]
 
     def behind(self, start: int) -> "Buffers":
-        """The buffers from byte `start` on, without a copy."""
+        """Returns the buffers from byte `start` on, without a copy."""
         left = []
         for run in self._runs:
             left.append(run[start:])
@@ -381,7 +382,7 @@ Data: TypeAlias = bytes | memoryview | Buffers
 
 
 def parts_of(data: Data) -> Buffers:
-    """Bytes or buffers as `Buffers`, without a copy."""
+    """Returns `data` as `Buffers`, without a copy."""
     return data if isinstance(data, Buffers) else Buffers(data)
 
 
@@ -389,18 +390,18 @@ def parts_of(data: Data) -> Buffers:
 
 
 def crc32c(data: Data) -> int:
-    """Castagnoli checksum, as object stores compute it."""
+    """Returns the Castagnoli checksum of `data`, as object stores compute it."""
     if isinstance(data, bytes):
         return int(google_crc32c.value(data))
     value = 0
     for piece in parts_of(data):
-        value = google_crc32c.extend(value, bytes(piece))  # It takes nothing else.
+        value = google_crc32c.extend(value, bytes(piece))  # It takes only `bytes`.
     return value
 
 
 def digest(data: npt.NDArray[Any] | bytes | Buffers) -> str:
-    """xxh3-128 of the bytes, as 32 hex digits."""
-    # In one call it would hold the interpreter, and so every other thread, to its end.
+    """Returns xxh3-128 of the bytes, as 32 hex digits."""
+    # Piece by piece, as a single call would hold the interpreter's lock until all is hashed.
     hashed = xxhash.xxh3_128()
     if isinstance(data, bytes):
         hashed.update(data)

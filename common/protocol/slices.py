@@ -3,12 +3,13 @@
 Shapes: B blocks of a fragment, n blocks of a shard, W items of a block.
 
 A fragment's vector is a sequence of blocks. A tensor's slice on one device of a mesh is a box of
-the tensor's rows and columns, so its blocks are a box too: `Slice` names them by start, shape and
-strides. A shard holds the blocks of one or more slices, in ascending order. Whoever reads it needs
-to know nothing of meshes, and whoever is sharded otherwise sends other slices of the same blocks.
+the tensor's rows and columns, so its blocks are a box too: `Slice` describes the box by start,
+shape and strides. A shard holds the blocks of one or more slices, in ascending order. A reader of
+shards needs to know nothing of meshes; a learner with another sharding sends other slices of the
+same blocks.
 
-What comes from a peer is checked in Python's integers before any array is made: `check`,
-`partition`. Only what they have passed may reach `scatter`.
+`check` and `partition` check slices from a peer with Python's integers before any array is made.
+Only slices that have passed them may reach `scatter`.
 """
 
 import math
@@ -25,17 +26,17 @@ from diloco.common.protocol.wire import MAX_AXES, Slice
 
 Blocks = npt.NDArray[np.int64]
 
-# Of all shards of an update together; a shard alone has `wire.MAX_SLICES`.
+# The most slices of all shards of an update together; `wire.MAX_SLICES` is the most of one shard.
 MOST_SLICES: Final = 1 << 13
 
 
 def of_range(start: int, stop: int, block: int) -> tuple[Slice, ...]:
-    """The slices of a shard of the elements [start, stop), both multiples of `block`."""
+    """Returns the slices of a shard of elements [start, stop), both multiples of `block`."""
     return (Slice(start=start // block, shape=((stop - start) // block,), strides=(1,)),)
 
 
 def is_range(slices: Sequence[Slice], start: int, stop: int, block: int) -> bool:
-    """Whether these are what `of_range` gives."""
+    """True if `slices` are those that `of_range` returns."""
     if len(slices) != 1:
         return False
     found = (slices[0].start, slices[0].shape, slices[0].strides)
@@ -43,7 +44,10 @@ def is_range(slices: Sequence[Slice], start: int, stop: int, block: int) -> bool
 
 
 def describe(blocks_n: Blocks) -> tuple[Slice, ...]:
-    """A short list of slices whose blocks, one slice after the other, are `blocks_n`.
+    """Returns a short list of slices whose blocks, one slice after the other, are `blocks_n`.
+
+    Runs of consecutive blocks become slices; equal slices at equal distances are joined into one,
+    twice. The blocks of a tensor's slice with up to three sharded axes become one slice.
 
     Runs of consecutive blocks; equal runs at equal distances as one slice; and so once more. The
     blocks of a tensor's slice with up to three sharded axes make one slice.
@@ -61,7 +65,7 @@ def describe(blocks_n: Blocks) -> tuple[Slice, ...]:
 
 
 def _grouped(boxes: Sequence[Slice]) -> list[Slice]:
-    """Equal boxes at equal distances as one box of one axis more."""
+    """Joins equal boxes at equal distances into one box with one more axis."""
     steps = [
         after.start - before.start
         if (after.shape, after.strides) == (before.shape, before.strides)
@@ -83,7 +87,7 @@ def _grouped(boxes: Sequence[Slice]) -> list[Slice]:
 
 
 def expand(slices: Sequence[Slice], blocks: int) -> Blocks:
-    """The blocks of a shard's slices, ascending, int64 [n].
+    """Returns the blocks of a shard's slices, ascending, int64 [n].
 
     Raises:
         WireError: as `check`.
@@ -100,20 +104,20 @@ def _indices(box: Slice) -> Blocks:
 
 
 def cut(blocks_n: Blocks, most: int) -> list[Blocks]:
-    """Consecutive parts of at most `most` blocks, one for each shard."""
+    """Cuts `blocks_n` into consecutive parts of at most `most` blocks, one for each shard."""
     return [blocks_n[start : start + most] for start in range(0, blocks_n.size, most)]
 
 
 def check(slices: Sequence[Slice], blocks: int) -> int:
-    """The number of blocks in a shard's slices, found in a time that no claimed size adds to.
+    """Returns the number of blocks in a shard's slices; takes no longer for larger claimed sizes.
 
     Args:
-        slices: of a peer's shard.
-        blocks: of the fragment, B.
+        slices: the slices of a peer's shard.
+        blocks: number of blocks of the fragment, B.
 
     Raises:
-        WireError: "shards": shape and strides are none, the blocks do not ascend strictly, or
-            they are not all within the fragment.
+        WireError: "shards": a slice's shape and strides do not fit each other, the blocks do not
+            ascend strictly, or a block lies outside of the fragment.
     """
     after, count = 0, 0
     for box in slices:
@@ -142,18 +146,18 @@ def check(slices: Sequence[Slice], blocks: int) -> int:
 
 
 def partition(shards: Sequence[Sequence[Slice]], blocks: int, most: int) -> list[int]:
-    """The number of blocks in each shard of an update, whose shards hold each block once.
+    """Checks that the shards of an update hold each block once; returns the blocks in each shard.
 
-    Takes B bytes of memory, and none before the counts are right.
+    Allocates B bytes, and only once the counts are right.
 
     Args:
-        shards: the slices of each shard, of a peer's manifest.
-        blocks: of the fragment, B.
-        most: blocks of a shard.
+        shards: the slices of each shard, from a peer's manifest.
+        blocks: number of blocks of the fragment, B.
+        most: the largest number of blocks in a shard.
 
     Raises:
-        WireError: "shards": as `check`; a shard of no or of more than `most` blocks; more than
-            `MOST_SLICES` slices; a block in no shard, or in two.
+        WireError: "shards": as `check`; a shard is empty or has more than `most` blocks; there are
+            more than `MOST_SLICES` slices; a block is in no shard, or in two.
     """
     slices = sum(len(each) for each in shards)
     if slices > MOST_SLICES:
@@ -180,12 +184,12 @@ def partition(shards: Sequence[Sequence[Slice]], blocks: int, most: int) -> list
 def scatter(
     rows_BxW: npt.NDArray[Any], slices: Sequence[Slice], rows_nxW: npt.NDArray[Any]
 ) -> None:
-    """Put a shard's rows where they belong.
+    """Copies the rows of a shard to their places among the fragment's rows.
 
     Args:
-        rows_BxW: of the fragment; changed.
-        slices: of the shard, which `check` or `partition` has passed for B.
-        rows_nxW: of the shard.
+        rows_BxW: the fragment's rows; changed in place.
+        slices: the shard's slices, which `check` or `partition` has passed for B.
+        rows_nxW: the shard's rows.
     """
     rows_B, rows_n = _items(rows_BxW), _items(rows_nxW)
     done = 0
@@ -197,20 +201,20 @@ def scatter(
 
 
 def _items(rows_BxW: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Each row as one item of raw bytes, which NumPy copies two to four times as fast."""
+    """Returns each row as one item of raw bytes, which NumPy copies two to four times as fast."""
     row_bytes = rows_BxW.shape[1] * rows_BxW.itemsize
     kind = np.dtype(f"u{row_bytes}") if row_bytes in (1, 2, 4, 8) else np.dtype(f"V{row_bytes}")
     return rows_BxW.view(np.uint8).view(kind).reshape(-1)
 
 
 def _view(rows_B: npt.NDArray[Any], box: Slice) -> npt.NDArray[Any]:
-    """The rows of a checked slice, without a copy and without indices: [*shape]."""
+    """Returns a view [*shape] of the rows of a checked slice, without a copy or an index array."""
     strides = [stride * rows_B.itemsize for _, stride in _axes(box)]
     return np.lib.stride_tricks.as_strided(rows_B[box.start :], box.shape, strides)
 
 
 def _axes(box: Slice) -> list[tuple[int, int]]:
-    """Length and stride of each axis; a stride that is never taken may be any number, so 0."""
+    """Returns length and stride of each axis; an axis of length 1, which takes no step, gets 0."""
     return [
         (length, stride if length > 1 else 0)
         for length, stride in zip(box.shape, box.strides, strict=True)

@@ -1,10 +1,10 @@
-"""The messages of a run: typed, frozen, decoded once at the border and trusted inside.
+"""The messages of a run: typed, frozen, decoded once where they enter, and trusted inside.
 
 A message is one msgpack map with `schema`, `kind` and the fields of one of these classes;
 docs/protocol.md is generated from them. Decoding is strict: a missing, unknown or wrong-typed
 field, a non-finite float or anything beyond the limits raises `WireError` with a stable reason.
-Nothing here builds an object from a name in the data. What decoding takes of memory is in
-proportion to the message's length, whatever lengths are claimed in it.
+Decoding never creates an object whose class the data names. Its memory is proportional to the
+message's length, whatever lengths the message claims.
 """
 
 from diloco.common.protocol.wire.encoding import SCHEMA, T, decode, encode

@@ -1,4 +1,4 @@
-"""Messages to bytes, and bytes to messages."""
+"""Encodes messages to bytes, and decodes bytes to messages."""
 
 from typing import Any, TypeVar
 
@@ -14,30 +14,30 @@ SCHEMA = 1
 # read by one release and written by the next, so that two releases in a row read each other.
 READABLE = frozenset({SCHEMA})
 T = TypeVar("T", bound=Body)
-# Of any message, read or written: what readers refuse, no writer sends.
+# The limits of any message. Writers obey them too, so that no reader refuses what was written.
 LIMITS = {"max_array_len": MAX_ITEMS, "max_map_len": MAX_KEYS, "max_ext_len": 0}
-# An item takes a byte at least: what we have packed ourselves into so few is within all limits.
+# An item takes at least a byte, so a message that we packed into so few is within all limits.
 FEW_BYTES = min(MAX_ITEMS, MAX_KEYS)
 
 
 def encode(body: Body) -> bytes:
-    """The message's bytes.
+    """Returns the message's bytes.
 
     Raises:
-        WireError: readers would refuse it: it is too long, or has too many items.
+        WireError: the message is too long or has too many items; every reader would refuse it.
     """
     fields = body.model_dump()
     fields["schema"] = SCHEMA
     fields["kind"] = body.kind
     packed: bytes = msgpack.packb(fields, use_bin_type=True)
     if len(packed) > FEW_BYTES:
-        # Skipping counts no items: only who decodes it finds what a reader would.
+        # Only decoding counts items as a reader does; skipping over them does not.
         unpack(packed, body.limit_bytes)
     return packed
 
 
 def decode(expected: type[T], payload: bytes) -> T:
-    """The message in `payload`, which must be of the kind `expected`.
+    """Returns the message in `payload`, which must be of the kind `expected`.
 
     Raises:
         WireError: reason "oversize", "undecodable", "schema", "kind" or "malformed".
@@ -46,7 +46,7 @@ def decode(expected: type[T], payload: bytes) -> T:
 
 
 def parse(expected: type[T], fields: dict[str, Any]) -> T:
-    """A message from the fields that `unpack` gave; errors as of `decode`."""
+    """Returns the message of the `fields` that `unpack` returned; raises the errors of `decode`."""
     if fields.pop("kind", None) != expected.kind:
         raise WireError(Reason.KIND, f"expected a message of kind {expected.kind!r}")
     try:
@@ -60,7 +60,7 @@ def parse(expected: type[T], fields: dict[str, Any]) -> T:
 
 
 def _check_limits(payload: bytes, limit_bytes: int) -> None:
-    """An array takes its memory when its length is read: see first that its items are there."""
+    """Checks claimed lengths before decoding, which would allocate arrays as long as claimed."""
     if len(payload) > limit_bytes:
         raise WireError(Reason.OVERSIZE, f"message of {len(payload)} bytes, at most {limit_bytes}")
     look = msgpack.Unpacker(max_buffer_size=max(1, len(payload)), **LIMITS)
@@ -77,7 +77,7 @@ def _undecodable(error: Exception) -> WireError:
 
 
 def unpack(payload: bytes, limit_bytes: int) -> dict[str, Any]:
-    """The fields of a message of a schema that this program reads; errors as of `decode`."""
+    """Returns the fields of a message, if this program reads its schema; errors as of `decode`."""
     _check_limits(payload, limit_bytes)
     try:
         fields = msgpack.unpackb(payload, use_list=False, strict_map_key=True, **LIMITS)

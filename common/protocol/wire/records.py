@@ -1,4 +1,4 @@
-"""Learners' manifests, and the records that answer them, with the machine's memory after each."""
+"""Learners' manifests, and the records that answer them, with the aggregator's state after each."""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -30,9 +30,9 @@ from diloco.common.protocol.wire.fields import (
 class Slice(NestedRecord):
     """Blocks `start` + Σ i_k × `strides_k` of a fragment, for all 0 ≤ i_k < `shape_k`.
 
-    In row-major order: a box of a tensor's rows and columns, in blocks. A contiguous range is
+    The blocks are a box of a tensor's rows and columns, in row-major order. A contiguous range is
     `{start, [length], [1]}`. The blocks ascend strictly: the stride of an axis longer than 1 is
-    greater than the distance between the first and the last block of the axes behind it.
+    greater than the distance between the first and the last block of the axes after it.
     """
 
     start: Count = Field(description="first block")
@@ -47,8 +47,8 @@ class Slice(NestedRecord):
 class Shard(NestedRecord):
     """One object of an update: whole blocks of the fragment's vector.
 
-    Blocks of `sync.block` elements, one after the other as its slices name them. The slices of a
-    shard ascend and do not interleave: each begins behind the last block of the one before.
+    A block has `sync.block` elements; the slices list the blocks in the order of the object. The
+    slices of a shard ascend and do not interleave: each begins after the last block before it.
     """
 
     name: ObjectName = Field(description="name of the object")
@@ -62,9 +62,9 @@ class Shard(NestedRecord):
 class Manifest(Body):
     """Announces one update: one outer gradient of one fragment from one learner.
 
-    It is published after every shard is stored. A reader drops a message undecoded if it is longer
-    than the longest manifest of its fragment: one with a shard and a slice for each block, and each
-    field at its greatest length.
+    It is published after every shard is stored. Readers drop a message without decoding it if it is
+    longer than the fragment's longest possible manifest: one with a shard and a slice for each
+    block, and the greatest length in each field.
     """
 
     kind: ClassVar[str] = "update"
@@ -117,13 +117,13 @@ class ObjectRef(NestedRecord):
     crc32c: Annotated[int, Field(ge=0, lt=1 << 32)] = Field(description="of the object")
 
 
-# An update that counts for less, but not so many times less, may be honest: its machine was busy
-# before, or those of the others are now.
+# An update credited with less than it claims, but not by this factor, may be honest: its machine
+# was busy before, or the other learners' machines are busy now.
 FAR_LESS = 2.0
 
 
 class Input(NestedRecord):
-    """One merged update, with all that merging it again needs."""
+    """One merged update, with all that is needed to merge it again."""
 
     learner: Name = Field(description="whose")
     incarnation: Positive = Field(description="of which life")
@@ -156,8 +156,8 @@ class Input(NestedRecord):
 
     @property
     def less_for(self) -> tuple[str, ...]:
-        """The measures by which the update counts for far less than it claims; may be empty."""
-        # What steps that are not believed take with them is no cap.
+        """The measures in which the update is credited with far less than it claims."""
+        # The tokens of uncredited steps are no sign that the tokens themselves were capped.
         left = max(1, self.tokens * self.steps_credited // self.steps)
         found = {
             "steps": self.steps_credited * FAR_LESS < self.steps,
@@ -168,7 +168,7 @@ class Input(NestedRecord):
 
 
 class Rejected(NestedRecord):
-    """One well-formed update that was not merged, and why."""
+    """One well-formed update that was not merged, and the reason."""
 
     learner: Name = Field(description="whose")
     incarnation: Positive = Field(description="of which life")
@@ -181,7 +181,7 @@ class Rejected(NestedRecord):
 
 
 class Observation(NestedRecord):
-    """An input of the machine that is not on the tape, in the order it was taken."""
+    """An input of the fragment's state machine that is not on the tape, in order of arrival."""
 
     what: str = Field(
         description="of an update: `fetched`, `failed`, `broke` (adding it failed); of a learner:"
@@ -205,9 +205,9 @@ class Observation(NestedRecord):
 
 
 class Mark(NestedRecord):
-    """The highest resolved update of an incarnation.
+    """The newest answered update of an incarnation: each update up to `seq` is merged or rejected.
 
-    A learner finds in it what became of its update.
+    A learner reads here whether its update was answered.
     """
 
     learner: Name = Field(description="whose")
@@ -217,7 +217,7 @@ class Mark(NestedRecord):
 
 
 class MemberState(NestedRecord):
-    """The state of a learner in the machine of one fragment."""
+    """The state of one learner in the state machine of one fragment."""
 
     learner: Name = Field(description="who")
     incarnation: Positive = Field(description="its newest life")
@@ -254,10 +254,10 @@ class MemberState(NestedRecord):
 
 
 class Allowance(NestedRecord):
-    """The number of updates of the fragment that a learner may announce at once.
+    """The number of updates of the fragment that a learner may announce at once (a token bucket).
 
-    It grows by `bounds.max_updates_per_s` each second, up to ten seconds' growth. A message under
-    an update's subject takes one for each 4 KiB of its length, at least one, whatever it says; a
+    It grows by `bounds.max_updates_per_s` each second, up to ten seconds' growth. Each message on
+    an update's subject, valid or not, takes one for each 4 KiB of its length, at least one; a
     rejected update takes ten. It may fall below zero; below one, messages are not decoded.
     """
 
@@ -267,7 +267,7 @@ class Allowance(NestedRecord):
 
 
 class Credit(NestedRecord):
-    """The credit of an update that no record has resolved yet."""
+    """The steps, tokens and weight credited to an update that no record has answered yet."""
 
     learner: Name = Field(description="whose")
     incarnation: Positive = Field(description="of which life")
@@ -278,7 +278,7 @@ class Credit(NestedRecord):
 
 
 class PolicyState(NestedRecord):
-    """The machine's memory after a record."""
+    """The memory of the fragment's state machine after a record."""
 
     members: Several[MemberState] = Field(description="the learners")
     marks: Several[Mark] = Field(description="of the last four lives of each learner")
@@ -318,7 +318,7 @@ class Totals(NestedRecord):
 
 
 class Record(Body):
-    """Commits a version of a fragment, or verdicts alone. Its compare-and-swap is the commit."""
+    """Commits a version of a fragment, or verdicts alone, by a compare-and-swap on the tape."""
 
     kind: ClassVar[str] = "record"
     limit_bytes: ClassVar[int] = 64 << 20
@@ -419,7 +419,7 @@ class RecordPointer(Body):
 
 
 def decode_record(payload: bytes) -> Record | RecordPointer:
-    """A record, or the pointer that stands for one.
+    """Decodes a record, or the pointer that stands for a record.
 
     Raises:
         WireError: as `decode`.

@@ -1,4 +1,4 @@
-"""A run's beginning, its parties, its settings and its end."""
+"""The messages of a run's beginning, its learners and aggregators, its settings and its end."""
 
 from typing import Any, ClassVar, Literal
 
@@ -28,14 +28,14 @@ from diloco.common.protocol.wire.records import ObjectRef, Record
 
 
 class DataPosition(NestedRecord):
-    """The position at which a learner's data goes on."""
+    """The position at which a learner continues to read its data."""
 
     learner: Name = Field(description="the learner")
     position: Count = Field(description="in batches")
 
 
 class Positions(Body):
-    """The data positions of more learners than a specification holds.
+    """The learners' data positions, where a specification has no room for all of them.
 
     The body of the object `{run}/positions/{epoch}-{digest}`, on no stream. At most 64 MiB.
     """
@@ -49,7 +49,7 @@ class Positions(Body):
 class Specification(Body):
     """The specification of a run: the tape's first message.
 
-    Sequence numbers are of their epoch: of the tape that holds this message.
+    Sequence numbers in it are those of the tape that holds this message, that is, of its epoch.
     """
 
     kind: ClassVar[str] = "spec"
@@ -78,7 +78,7 @@ NOT_A_LEARNER = "not a learner"
 
 
 class Join(Body):
-    """A learner begins a life; the message's sequence in the stream is its incarnation."""
+    """A learner begins a life; the message's sequence on the tape is its incarnation number."""
 
     kind: ClassVar[str] = "join"
     limit_bytes: ClassVar[int] = WORD_BYTES
@@ -105,13 +105,12 @@ class Join(Body):
 
 
 class Leave(Body):
-    """A learner ends a life on purpose: nothing more comes from this incarnation.
+    """A learner ends a life on purpose: no message of this incarnation follows.
 
-    Of a life that a newer join has superseded it says that its process still ran then: two had one
-    name.
+    If a newer join has superseded the life, its process was still running then: two had one name.
 
-    With `fragments` the life goes on, but sends nothing more of these: it had nothing unsent of
-    them when the run stopped.
+    With `fragments` the life goes on, but sends no more updates of these fragments: it had none
+    unsent when the run stopped.
     """
 
     kind: ClassVar[str] = "leave"
@@ -130,10 +129,10 @@ class Leave(Body):
 
 
 class Claim(Body):
-    """A learner's claim to a share of the data; void from any life but the learner's newest.
+    """A learner claims a share of the data; only claims of the learner's newest life are valid.
 
     A share's number is epoch of the data × `shares` + its place in that epoch. A claim counts if
-    the share is free where the message stands on the tape.
+    the share is free at the message's place on the tape.
     """
 
     kind: ClassVar[str] = "claim"
@@ -161,9 +160,9 @@ class Claim(Body):
 
 
 class Settings(Body):
-    """Changed settings of the run.
+    """Changes settings of the run.
 
-    They hold from each fragment's next version on; a learner follows them at its next step
+    Aggregators apply them from each fragment's next version on, a learner at its next step
     boundary. Only changeable keys may differ from the specification's.
     """
 
@@ -177,8 +176,8 @@ class Settings(Body):
 class Quarantine(Body):
     """Quarantines a learner in all fragments, or releases it.
 
-    The machine of a fragment asks for it after `bounds.quarantine_offences`; an operator lifts it,
-    or imposes it.
+    A fragment's aggregator publishes it after `bounds.quarantine_offences`; an operator publishes
+    it to release a learner, or to quarantine one.
     """
 
     kind: ClassVar[str] = "quarantine"
@@ -192,8 +191,8 @@ class Quarantine(Body):
 class Checkpoint(Body):
     """A point from which the run can be resumed.
 
-    It is published before its objects are stored, and garbage collection keeps view and outer
-    state of its versions.
+    It is published before its objects are stored; from then on garbage collection keeps the view
+    and the outer state of its versions.
     """
 
     kind: ClassVar[str] = "checkpoint"
@@ -210,7 +209,7 @@ class Checkpoint(Body):
 
 
 class CheckpointFile(Body):
-    """The state from which a new epoch begins.
+    """The state from which a new epoch begins, that is, with which a run is resumed on a new tape.
 
     The body of the object `{run}/checkpoint/{name}`, on no stream. At most 64 MiB.
     """
@@ -233,7 +232,7 @@ class CheckpointFile(Body):
 
 
 class Stop(Body):
-    """The stop rule was met; learners send what is unsent and leave."""
+    """The stop rule was met; learners send their unsent updates and leave."""
 
     kind: ClassVar[str] = "stop"
     run: Name = Field(description="the run")
@@ -243,7 +242,7 @@ class Stop(Body):
 
 
 class End(Body):
-    """Every fragment's last record is committed; the versions are the run's result."""
+    """Every fragment's last record is committed; the versions listed are the run's result."""
 
     kind: ClassVar[str] = "end"
     run: Name = Field(description="the run")
@@ -254,7 +253,7 @@ class End(Body):
 
 
 class Lease(Body):
-    """The lease of a fragment's owner; or, under a key of its own, an aggregator's sign of life."""
+    """The lease of a fragment's owner; or, under another key, an aggregator's sign of life."""
 
     kind: ClassVar[str] = "lease"
     aggregator: Name = Field(description="for people")
@@ -278,7 +277,7 @@ class Lease(Body):
 class Score(Body):
     """The loss of a global view on held-out data.
 
-    The body of an object `{run}/score/...`, on no stream, kept by `diloco evaluate` and `diloco
+    The body of an object `{run}/score/...`, on no stream, stored by `diloco evaluate` and `diloco
     local` for `diloco report`. Nothing in the run depends on it.
     """
 
@@ -299,9 +298,9 @@ class Score(Body):
 
 
 class RoundOpen(Body):
-    """A round is open: send this fragment now, with at least `sync.min_steps` steps.
+    """Announces an open round: send this fragment now, after at least `sync.min_steps` steps.
 
-    It may be lost without harm.
+    The broadcast may be lost without harm.
     """
 
     kind: ClassVar[str] = "round"
@@ -313,9 +312,9 @@ LEARNER_STATES = ("starting", "training", "paused", "flushing", "leaving", "fail
 
 
 class Heartbeat(Body):
-    """A learner is alive, and how it fares.
+    """A learner reports that it is alive, with its progress and health.
 
-    It counts as live until it has been silent for `quorum.liveness_timeout_s`.
+    A learner counts as live until it has been silent for `quorum.liveness_timeout_s`.
     """
 
     kind: ClassVar[str] = "heartbeat"
@@ -371,7 +370,7 @@ class Heartbeat(Body):
 
 
 class Rejection(Body):
-    """Copy for people of a verdict, or a sample of what could not be decoded."""
+    """A copy, for people, of a verdict on an update, or of why a message could not be decoded."""
 
     kind: ClassVar[str] = "rejected"
     fragment: int = Field(description="the fragment")
