@@ -12,10 +12,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from diloco.aggregator.compare_and_swap import swap
 from diloco.aggregator.context import Context, identity
 from diloco.aggregator.core import memory
 from diloco.aggregator.core.decisions import Decided, decided_of
-from diloco.aggregator.owner.committer import commit_record, compose, contents_of, swap
+from diloco.aggregator.owner.committer import commit_record, compose, contents_of
 from diloco.aggregator.owner.quarantine import quarantined_learners
 from diloco.aggregator.owner.recovery import rebuild
 from diloco.aggregator.rollback import whole

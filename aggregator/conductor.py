@@ -6,8 +6,8 @@ subject, and whoever comes second is content.
 
 from dataclasses import dataclass, field
 
+from diloco.aggregator.compare_and_swap import swap
 from diloco.aggregator.context import Context, identity
-from diloco.aggregator.owner.committer import swap
 from diloco.common.process.config import RunSettings
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import ObjectMissingError, SwapLostError, WireError

@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable
 from typing import NamedTuple
 
 from diloco.aggregator.context import Context, identity
-from diloco.aggregator.core.ownership import AggregatorTerms, Pinned, divide
+from diloco.aggregator.core.fragment_division import AggregatorTerms, Pinned, divide
 from diloco.common.process.tasks import first_of
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import BusUnavailableError, DilocoError, SwapLostError, WireError

@@ -4,8 +4,8 @@ Every fragment takes them from its next version on, every learner at its next st
 comes later finds the last such message, or the one that a record names.
 """
 
+from diloco.aggregator.compare_and_swap import swap
 from diloco.aggregator.context import Context, identity
-from diloco.aggregator.owner.committer import swap
 from diloco.common.process.config import RunSettings, changes, check_changeable
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import ConfigError, RunMismatchError, SwapLostError

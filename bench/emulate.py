@@ -53,7 +53,7 @@ from diloco.learner.tensors.checkpoint import copied
 from diloco.learner.tensors.fragment_kernels import vector_of
 from diloco.learner.tensors.inner_step import InnerStep, make_inner_step
 from diloco.learner.tensors.replica import Replica
-from diloco.plan.virtual import Timeline, VirtualFragment
+from diloco.plan.virtual_time import Timeline, VirtualFragment
 
 
 class LifeSpan(NamedTuple):

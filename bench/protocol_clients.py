@@ -58,7 +58,7 @@ from diloco.learner.tensors.quantize import encode
 from diloco.operate.create import create_run
 from diloco.plan import traffic as plan_traffic
 from diloco.plan.forecast import DAY_S, Fleet, PlannedIsland, make_plan
-from diloco.plan.rounds import JITTER
+from diloco.plan.simulated_rounds import JITTER
 from tests.gcs_server import GcsServer
 
 RUN = "protocol"

@@ -39,9 +39,9 @@ from diloco.aggregator.core.updates import UpdateId
 from diloco.common.process.config import RunSettings, make_config, parse_settings
 from diloco.common.protocol import names, shards, slices, wire
 from diloco.common.protocol.layout import Tensor, make_layout
-from diloco.plan import rounds as plan_rounds
+from diloco.plan import simulated_rounds as plan_rounds
 from diloco.plan.outages import Trace, always
-from diloco.plan.rounds import PlannedAggregator, PlannedLearner, RoundTotals
+from diloco.plan.simulated_rounds import PlannedAggregator, PlannedLearner, RoundTotals
 from tests.records import make_input, make_record
 
 # --- Rounds

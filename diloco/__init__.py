@@ -19,8 +19,8 @@ if TYPE_CHECKING:
         TaskError,
     )
     from diloco.common.protocol.layout import TensorHint
+    from diloco.learner.batch_order import GrainData
     from diloco.learner.contract import check_task, load_task
-    from diloco.learner.grain_data import GrainData
     from diloco.learner.library import Learner, join
     from diloco.learner.task import Batch, Params, Task, Variables
     from diloco.learner.tensors.inner_step import by_clock
@@ -111,7 +111,7 @@ _NAMES = {
         "muon",
         "warmup_cosine",
     ),
-    "diloco.learner.grain_data": ("GrainData",),
+    "diloco.learner.batch_order": ("GrainData",),
     "diloco.learner.task": ("Batch", "Params", "Task", "Variables"),
     "diloco.run.model.follow": ("follow",),
     "diloco.run.model.load": ("load",),

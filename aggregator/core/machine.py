@@ -20,7 +20,7 @@ Rules of the core:
 - What the machine decides from is either on the tape or noted in `observations`, which go into
   the next record: a reader of the tape can decide the same again.
 - In `closing` the arrays take the outer step. Whoever drives the machine (the owner of a fragment
-  in `tenure.py`, `diloco/plan/virtual.py`, the what-if of a replay) tells it nothing before
+  in `tenure.py`, `diloco/plan/virtual_time.py`, the what-if of a replay) tells it nothing before
   `Made`, and then what came meanwhile, in order. While the record is stored and published the
   machine takes everything as at any other time.
 """

@@ -10,7 +10,8 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from diloco.aggregator.arrays.fragment import ClosedRound, FragmentArrays
-from diloco.aggregator.context import Context, identity, resumed_since, store_version_object
+from diloco.aggregator.compare_and_swap import swap
+from diloco.aggregator.context import Context, identity, store_version_object
 from diloco.aggregator.core import events, rounds
 from diloco.aggregator.core.decisions import Decided, decide
 from diloco.aggregator.core.events import Commit
@@ -22,13 +23,9 @@ from diloco.common.process.metrics import Metrics
 from diloco.common.process.tasks import Tasks
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import (
-    BusUnavailableError,
     DilocoError,
-    IdTakenError,
-    RunMissingError,
-    SwapLostError,
 )
-from diloco.common.storage.tape import load_specification, record_digest
+from diloco.common.storage.tape import record_digest
 
 
 class RecordContents(NamedTuple):
@@ -233,85 +230,6 @@ async def commit_record(context: Context, record: wire.Record, base_id: str = ""
         payload = wire.encode(pointer)
     subject = names.record(context.run, record.fragment)
     return await swap(context, subject, payload, record.attempt_id, record.base_seq, base_id)
-
-
-async def check_tape(context: Context) -> None:
-    """Refuse to publish the first message of a subject on a tape of another epoch.
-
-    Later messages of a subject are safe, since no two tapes share sequences.
-
-    Raises:
-        RunMismatchError: the run was resumed on a newer tape.
-    """
-    with contextlib.suppress(RunMissingError):
-        epoch = (await load_specification(context.bus, context.run)).epoch
-        if epoch != context.epoch:
-            raise resumed_since(context, epoch)
-
-
-async def swap(
-    context: Context,
-    subject: str,
-    payload: bytes,
-    attempt_id: str,
-    expected: int,
-    base_id: str = "",
-) -> int:
-    """Publish by compare-and-swap and know whether it is ours that stands; returns its sequence.
-
-    A lost answer leaves it open whether the message was stored, and a cluster may acknowledge a
-    stale swap as a duplicate: after any doubt the subject's last message is read and compared.
-
-    Args:
-        context: the aggregator's.
-        subject: of the message.
-        payload: of the message.
-        attempt_id: its message id.
-        expected: sequence of the subject's last message; 0 for none.
-        base_id: message id of that message, to be compared first: servers that lost what they had
-            acknowledged give its sequence to another.
-
-    Raises:
-        RunMismatchError: a newer tape has come in the place of this process's.
-        SwapLostError: another message stands where ours was to be, or has its id.
-    """
-    doubt = False
-
-    async def look() -> int | None:
-        """The sequence of ours if it stands; None if nothing new does."""
-        last = await context.bus.last(context.tape, subject)
-        if last is not None and last.msg_id == attempt_id:
-            return last.seq
-        if (last.seq if last else 0) != expected or (base_id and last and last.msg_id != base_id):
-            raise SwapLostError(subject, expected)
-        return None
-
-    async def attempt() -> int:
-        nonlocal doubt
-        if not expected and subject != names.spec(context.run):
-            await check_tape(context)
-        if (doubt or base_id) and (standing := await look()) is not None:
-            return standing
-        try:
-            seq = await context.bus.publish(
-                subject, payload, msg_id=attempt_id, expected_last=expected
-            )
-        except IdTakenError as error:
-            # The id stands in the record: only another attempt, from the start, has another.
-            raise SwapLostError(subject, expected) from error
-        except (SwapLostError, BusUnavailableError) as error:
-            doubt = True
-            if isinstance(error, SwapLostError) and (standing := await look()) is not None:
-                return standing
-            raise
-        if not doubt:
-            return seq
-        standing = await look()
-        if standing is None:
-            raise SwapLostError(subject, expected)
-        return standing
-
-    return await context.runtime.retry("publishing", attempt, logger=context.logger)
 
 
 # Seconds between two samples of messages that are no updates, for each reason.

@@ -15,17 +15,17 @@ import asyncio
 import contextlib
 from collections.abc import Collection
 
+from diloco.aggregator.compare_and_swap import swap
 from diloco.aggregator.context import Context, identity
 from diloco.aggregator.core import events
 from diloco.aggregator.core.members import Hearing
-from diloco.aggregator.owner.committer import swap
 from diloco.aggregator.owner.owner import FragmentOwner
 from diloco.aggregator.owner.tenure import Tenure
 from diloco.common.process import metrics, release
 from diloco.common.process.tasks import first_of
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import SwapLostError, WireError
-from diloco.common.storage.shares import EXPIRY, Holdings, declared_sizes, lost_batches
+from diloco.common.storage.share_claims import EXPIRY, Holdings, declared_sizes, lost_batches
 from diloco.common.storage.tape import (
     check_length,
     decode,

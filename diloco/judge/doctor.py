@@ -430,7 +430,7 @@ async def _look(
         objects = await context.runtime.call(partial(check_objects, history, before=before))
         if deep:
             # It merges with JAX, which takes its time to load, and its memory.
-            from diloco.judge.remake import remake
+            from diloco.judge.remake_and_compare import remake
 
             def hear(done: int, total: int, known: RunStatus = compared) -> None:
                 told(known.findings, f"making version {done:,} of {total:,} again")

@@ -1,8 +1,8 @@
 """The forecast of a fleet before it is paid for: the simulations and formulas put together.
 
 Pure, and the same for the same seed. `diloco/plan/outages.py` says when jobs train,
-`diloco/plan/rounds.py` what becomes of their updates, `diloco/plan/traffic.py` what it moves and
-needs; docs/plan.md says what all of it leaves out.
+`diloco/plan/simulated_rounds.py` what becomes of their updates, `diloco/plan/traffic.py` what is
+moved and needed; docs/plan.md says what all of it leaves out.
 """
 
 import math
@@ -14,10 +14,10 @@ import numpy as np
 from diloco.common.process.config import GcSection, RunSettings
 from diloco.common.protocol import wire
 from diloco.plan import outages as plan_outages
-from diloco.plan import rounds as plan_rounds
+from diloco.plan import simulated_rounds as plan_rounds
 from diloco.plan import traffic as plan_traffic
 from diloco.plan.outages import Outages, Trace
-from diloco.plan.rounds import PlannedAggregator, PlannedLearner, RoundTotals
+from diloco.plan.simulated_rounds import PlannedAggregator, PlannedLearner, RoundTotals
 from diloco.plan.traffic import RoundTraffic
 
 DAY_S = 86400.0

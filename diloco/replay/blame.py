@@ -25,7 +25,7 @@ from diloco.common.protocol.wire import WHOLE
 from diloco.common.storage.catchup import delta_of
 from diloco.common.storage.tape import RunContext
 from diloco.common.storage.views import take_step
-from diloco.judge.remake import (
+from diloco.judge.remake_and_compare import (
     FragmentRemaker,
     Progress,
     admitted_again,

@@ -14,7 +14,15 @@ from diloco.common.protocol import names
 from diloco.common.protocol.errors import ConfigError
 from diloco.common.storage.tape import RunContext, first_message
 from diloco.judge.objects import fragment_of, list_now, read_listing
-from diloco.replay import blame, blame_screen, decide_screen, score, verify, verify_screen, whatif
+from diloco.replay import (
+    blame,
+    blame_screen,
+    decide_screen,
+    score,
+    verify_run,
+    verify_screen,
+    whatif,
+)
 from diloco.replay.coverage import (
     STATUSES,
     Tape,
@@ -24,7 +32,7 @@ from diloco.replay.coverage import (
     verdict,
 )
 from diloco.replay.options import Options
-from diloco.replay.verify import Lost
+from diloco.replay.verify_run import Lost
 from diloco.run.cli.opening import open_run
 from diloco.run.cli.screen import progress
 from diloco.run.cli.settings import parse_fragments
@@ -79,7 +87,7 @@ async def _replay(target: str, options: Options, console: Console) -> int:
             listing = await read_listing(context)
             history = await read_history(context)
         check_readable(history)
-        chosen = verify.chains(history, _fragments(history, options), options.first, until)
+        chosen = verify_run.chains(history, _fragments(history, options), options.first, until)
         if options.decide:
             told = partial(decide_screen.tell, as_json=options.json)
             return await asyncio.to_thread(told, history, chosen, console)
@@ -113,11 +121,11 @@ async def _verify(
     options: Options,
     console: Console,
 ) -> int:
-    memory = verify.VerifyProgress(options.resume, history)
+    memory = verify_run.VerifyProgress(options.resume, history)
     keep = options.export is not None
     with progress("verifying") as hear:
         found = await asyncio.to_thread(
-            verify.verify, history, chosen, memory, hear, keep_views=keep
+            verify_run.verify, history, chosen, memory, hear, keep_views=keep
         )
     found.versions.trimmed += before_the_tape(history, chosen) if options.first is None else 0
     for lost in found.lost:

@@ -24,7 +24,7 @@ from diloco.common.protocol.errors import (
 )
 from diloco.common.storage.bundle import BundleBus
 from diloco.common.storage.tape import RunContext
-from diloco.judge.remake import is_stored
+from diloco.judge.remake_and_compare import is_stored
 from diloco.replay.columns import TupleColumns
 from diloco.replay.options import Options
 from diloco.run.cli.screen import Hear, plain_table, progress, say_json

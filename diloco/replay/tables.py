@@ -20,8 +20,8 @@ from diloco.common.protocol.errors import ConfigError
 from diloco.common.protocol.layout import Piece
 from diloco.common.storage.tape import RunContext
 from diloco.common.storage.views import load_version
-from diloco.judge.remake import FragmentRemaker, is_stored
-from diloco.replay import score, show, verify
+from diloco.judge.remake_and_compare import FragmentRemaker, is_stored
+from diloco.replay import score, show, verify_run
 from diloco.run.cli.opening import open_run
 from diloco.run.history import History, Sent, answered, identity, read_history, resolves
 from diloco.run.model.load import piece_values
@@ -154,7 +154,7 @@ class Past:
 
     async def _make_scores(self) -> dict[int, float]:
         context, history = self._context, self.history
-        chosen = verify.chains(history, range(len(history.layout.fragments)), None, {})
+        chosen = verify_run.chains(history, range(len(history.layout.fragments)), None, {})
         return await score.score_all(context, await Scorer.of_run(context), chosen)
 
     def step(self, version: str) -> VersionStep:
@@ -212,7 +212,8 @@ def _again(history: History, seq: int, record: wire.Record) -> np.ndarray:
         ConfigError: none is stored.
         IntegrityError: it does not come out as it was recorded.
     """
-    until = verify.chains(history, [record.fragment], record.version - 1, {record.fragment: seq})
+    last = {record.fragment: seq}
+    until = verify_run.chains(history, [record.fragment], record.version - 1, last)
     remaker = FragmentRemaker(history, record.fragment, compare=False)
     for at in until[record.fragment]:
         remaker.take(*at)

@@ -9,7 +9,7 @@ from rich.markup import escape
 from diloco.common.storage.tape import Unreadable
 from diloco.replay import coverage
 from diloco.replay.coverage import Tape
-from diloco.replay.verify import Difference, Verified
+from diloco.replay.verify_run import Difference, Verified
 from diloco.run.cli.screen import say_json
 
 # Differences that are shown in full up to so many.

@@ -30,7 +30,7 @@ from diloco.common.protocol import wire
 from diloco.common.protocol.errors import ConfigError
 from diloco.common.storage.tape import RunContext
 from diloco.judge.objects import list_now
-from diloco.judge.remake import (
+from diloco.judge.remake_and_compare import (
     FragmentRemaker,
     Progress,
     admitted_again,

@@ -20,7 +20,7 @@ from diloco.aggregator.arrays.codec_kernels import Vector
 from diloco.common.protocol.errors import DilocoError, Exit
 from diloco.common.storage.tape import RunContext
 from diloco.judge.doctor import Report, examine, picture
-from diloco.replay import blame, verify
+from diloco.replay import blame, verify_run
 from diloco.replay.blame_learners import AGAINST, Effects, Sentence, judge
 from diloco.replay.blame_screen import in_words, of_slice
 from diloco.run.cli.screen import say_json, say_plainly
@@ -185,7 +185,7 @@ def _blame(context: RunContext, history: History, task: Isolated) -> blame.Blame
 
     fragments = sorted(history.records)
     first = max(0, min(history.versions()) - max(OF_EACH, BLAMED_ROUNDS // len(fragments)))
-    chains = verify.chains(history, fragments, first, {})
+    chains = verify_run.chains(history, fragments, first, {})
 
     def enough(found: blame.Blame) -> bool:
         took_s = time.monotonic() - began_s

@@ -4,8 +4,8 @@ Rules:
 - Who reads the data asks for the holding at a position. The next share is claimed as soon as that
   one is begun, so that nobody waits for it unless the bus is away for longer than a share lasts;
   that counts as waiting for data.
-- A claim counts by where it stands on the tape (`common/storage/shares.py`), so it is known only
-  once it is read back in order.
+- A claim counts by where it stands on the tape (`common/storage/share_claims.py`), so it is known
+  only once it is read back in order.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from diloco.common.protocol.errors import (
     SubjectUntakenError,
     WireError,
 )
-from diloco.common.storage.shares import Holding, Holdings, Sizes, declared_sizes, end_of
+from diloco.common.storage.share_claims import Holding, Holdings, Sizes, declared_sizes, end_of
 from diloco.common.storage.tape import decode_as, publish_once
 from diloco.learner.background import Background, Context
 from diloco.learner.wire.incarnation import Joined, ResumePosition, last_at_leader

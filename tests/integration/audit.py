@@ -1,6 +1,6 @@
 """A run's tape as tests read it, with every invariant held against tape and objects.
 
-`Tape.check` is `diloco.judge.audit` and `diloco.judge.remake`, as the operator's command has them: it wants
+`Tape.check` is `diloco.judge.audit` and `diloco.judge.remake_and_compare`, as the operator's command has them: it wants
 nothing but read access.
 """
 
@@ -15,7 +15,7 @@ from diloco.common.storage.tape import Item
 from diloco.judge.audit import audit
 from diloco.judge.objects import check_objects
 from diloco.judge.oracle import Oracle
-from diloco.judge.remake import remake
+from diloco.judge.remake_and_compare import remake
 from diloco.run.cli.opening import open_run
 from diloco.run.history import History, read_history
 

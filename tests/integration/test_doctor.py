@@ -23,7 +23,7 @@ from diloco.common.storage.store import open_store
 from diloco.judge.audit import audit
 from diloco.judge.doctor import Report, examine
 from diloco.judge.objects import check_objects, list_now
-from diloco.judge.remake import remake
+from diloco.judge.remake_and_compare import remake
 from diloco.run.state import Finding
 
 STEPS = 64

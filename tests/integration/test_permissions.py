@@ -21,8 +21,8 @@ import structlog
 from harness import ENDLESS, PATIENCE_S, World, open_world
 
 import diloco
+from diloco.aggregator.compare_and_swap import swap
 from diloco.aggregator.context import Context
-from diloco.aggregator.owner.committer import swap
 from diloco.common.process.config import BusSection, RunSettings
 from diloco.common.process.credentials import SHARED_API, consumer_names, load_credentials
 from diloco.common.process.nats_server import NatsServer, free_port

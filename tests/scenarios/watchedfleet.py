@@ -19,7 +19,7 @@ from diloco.common.protocol import shards, wire
 from diloco.common.protocol.quantization import Encoded
 from diloco.common.storage.store.memory import MemoryStore
 from diloco.common.storage.tape import Recorded
-from diloco.judge.remake import copy_arrays
+from diloco.judge.remake_and_compare import copy_arrays
 from diloco.learner.task import Task, scores
 from diloco.replay import blame
 from diloco.replay.blame_learners import judge

@@ -15,7 +15,7 @@ from diloco.common.protocol.errors import ConfigError
 from diloco.common.protocol.wire import WHOLE
 from diloco.common.storage.store.protocol import KEPT
 from diloco.judge.doctor import examine, show
-from diloco.replay import blame, blame_screen, verify
+from diloco.replay import blame, blame_screen, verify_run
 from diloco.replay.diff import run_diff
 from diloco.replay.modes import run_replay
 from diloco.replay.options import Options
@@ -152,7 +152,7 @@ def test_when_the_time_is_over_blame_keeps_what_it_has_and_counts_the_rest(runs,
     async def blamed():
         async with open_run(str(run.tape), reads=True) as opened:
             history = await read_history(opened.context)
-            chains = verify.chains(history, sorted(history.records), 0, {})
+            chains = verify_run.chains(history, sorted(history.records), 0, {})
             return blame.blame(
                 opened.context,
                 history,

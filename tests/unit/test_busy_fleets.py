@@ -25,7 +25,7 @@ from diloco.common.protocol.layout import Tensor, make_layout
 from diloco.common.storage.tape import Entry, InvalidMessage, Recorded
 from diloco.learner.core import sync
 from diloco.learner.core.events import Event, Published, RoundOpened, Send, Stepped, sync_rules
-from diloco.plan.virtual import Timeline, VirtualFragment
+from diloco.plan.virtual_time import Timeline, VirtualFragment
 from diloco.run.findings import judged
 from diloco.run.observed import Observed
 from diloco.run.state import Finding

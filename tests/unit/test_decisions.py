@@ -12,10 +12,10 @@ from diloco.common.protocol import names, shards
 from diloco.common.protocol.errors import ConfigError
 from diloco.common.storage.tape import effective_settings
 from diloco.judge.audit import Objects
-from diloco.judge.remake import remake
+from diloco.judge.remake_and_compare import remake
 from diloco.replay import whatif
 from diloco.replay.decide import decide
-from diloco.replay.verify import VerifyProgress, chains, verify
+from diloco.replay.verify_run import VerifyProgress, chains, verify
 from diloco.run.history import History, read_history
 
 WHOLE = {"enabled": False}

@@ -1,4 +1,4 @@
-"""How aggregators divide fragments: `diloco.aggregator.core.ownership`, step by step until nothing moves."""
+"""How aggregators divide fragments: `diloco.aggregator.core.fragment_division`, step by step until nothing moves."""
 
 import asyncio
 from dataclasses import replace
@@ -10,7 +10,7 @@ from runlab import RUN, Lab
 from structlog.testing import capture_logs
 
 from diloco.aggregator import leases
-from diloco.aggregator.core.ownership import AggregatorTerms, divide
+from diloco.aggregator.core.fragment_division import AggregatorTerms, divide
 from diloco.common.process.tasks import cancel
 from diloco.common.protocol import names
 from diloco.common.protocol.errors import BusUnavailableError

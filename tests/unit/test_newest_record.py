@@ -9,7 +9,7 @@ from test_false_health import five_versions
 from diloco.common.protocol import wire
 from diloco.common.protocol.errors import IntegrityError
 from diloco.judge.audit import audit
-from diloco.judge.remake import FragmentRemaker
+from diloco.judge.remake_and_compare import FragmentRemaker
 from diloco.replay.decide import decide_newest
 
 Path = tuple[str | int, ...]

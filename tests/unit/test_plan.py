@@ -25,12 +25,12 @@ from diloco.plan import forecast as plan
 from diloco.plan import inputs as plan_inputs
 from diloco.plan import intervals as plan_intervals
 from diloco.plan import outages as plan_outages
-from diloco.plan import rounds as plan_rounds
+from diloco.plan import simulated_rounds as plan_rounds
 from diloco.plan import traffic as plan_traffic
 from diloco.plan.options import PlanOptions
 from diloco.plan.outages import Outages
-from diloco.plan.rounds import PlannedAggregator, PlannedLearner
 from diloco.plan.run import run_plan, write_interval
+from diloco.plan.simulated_rounds import PlannedAggregator, PlannedLearner
 from diloco.program import app
 
 YEAR_S = 365.25 * 86400

@@ -6,9 +6,9 @@ import pytest
 from runlab import RUN, Lab
 
 from diloco.aggregator import checkpoint
+from diloco.aggregator.compare_and_swap import swap
 from diloco.aggregator.context import Context
 from diloco.aggregator.core.garbage import Trim
-from diloco.aggregator.owner.committer import swap
 from diloco.aggregator.owner.garbage_collector import trim_tape
 from diloco.aggregator.owner.liveness import reached_before
 from diloco.common.process.config import BusSection

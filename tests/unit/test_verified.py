@@ -13,10 +13,10 @@ from runlab import RUN, Lab
 from structlog.testing import capture_logs
 
 from diloco.aggregator.arrays.fragment import FragmentArrays, make_grid
+from diloco.aggregator.compare_and_swap import swap
 from diloco.aggregator.core import memory
 from diloco.aggregator.daemon import aggregate
 from diloco.aggregator.leases import Leases
-from diloco.aggregator.owner.committer import swap
 from diloco.aggregator.owner.fetcher import read_input, read_payload
 from diloco.aggregator.owner.garbage_collector import Collector
 from diloco.aggregator.owner.recovery import MOST_AHEAD, _merge_again

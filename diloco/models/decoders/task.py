@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec
 from pydantic import Field
 
 from diloco.common.protocol.errors import TaskError
-from diloco.common.storage.shares import Sizes
-from diloco.learner.grain_data import GrainData, require_grain
+from diloco.common.storage.share_claims import Sizes
+from diloco.learner.batch_order import GrainData, require_grain
 from diloco.learner.task import (
     AtLeastOne,
     Batch,

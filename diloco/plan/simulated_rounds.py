@@ -31,7 +31,7 @@ from diloco.learner.core.events import (
     sync_rules,
 )
 from diloco.plan.outages import Trace
-from diloco.plan.virtual import NEVER_S, Timeline, VirtualFragment
+from diloco.plan.virtual_time import NEVER_S, Timeline, VirtualFragment
 
 # No two uploads take the same time: uniformly this much more or less.
 JITTER = 0.2

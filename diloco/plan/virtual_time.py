@@ -1,8 +1,8 @@
 """Virtual time for the two cores alone: a queue of calls, and fragments whose machines live by it.
 
-Who uses it says what an update and a version are, and what reading and making them takes:
-`diloco/plan/rounds.py` counts them, `bench/emulate.py` merges tensors. Pure. A timeline can be
-pickled with all that is to come, as long as calls are bound methods of what can be.
+The user of a timeline says what an update and a version are, and how long it takes to read and to
+make them: `diloco/plan/simulated_rounds.py` counts them, `bench/emulate.py` merges tensors. Pure.
+A timeline can be pickled with its calls to come, if these are bound methods of picklable objects.
 """
 
 import heapq

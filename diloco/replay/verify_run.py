@@ -17,7 +17,7 @@ from diloco.aggregator.arrays.codec_kernels import Vector
 from diloco.common.protocol import wire
 from diloco.common.protocol.errors import ConfigError, IntegrityError, ObjectMissingError
 from diloco.common.storage.store import ObjectStore, check_size
-from diloco.judge.remake import FragmentRemaker, Progress, is_stored
+from diloco.judge.remake_and_compare import FragmentRemaker, Progress, is_stored
 from diloco.replay.coverage import Versions
 from diloco.run.history import Chain, History, up_to
 
