@@ -1,1 +1,1 @@
-"""The storage of a run outside any process: tape, objects, and both in one file."""
+"""Storage of a run outside of any process: its tape, its objects, and bundles of both."""

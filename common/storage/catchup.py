@@ -1,11 +1,11 @@
-"""The choice of the next read of a fragment, among the records that wait. Pure.
+"""Chooses what a follower of a fragment fetches next, among the records that wait. Pure.
 
 Rules of this file:
-- Every record is read, also those whose delta is not: it may resolve an update in flight.
-- What waits is taken together. Where the newest stored view and the deltas behind it are fewer
-  bytes than all the deltas that wait, the reader jumps there; what it skips it never fetches.
-- A delta is added only to the very view that it was made from: codes carry what quantization lost,
-  so that any other base, or another order, gives other bits than the aggregator's.
+- Every record is read, even if its delta is not fetched: it may answer an update in flight.
+- Waiting records are handled together. If the newest stored view and the deltas since are fewer
+  bytes than all waiting deltas, the follower jumps to that view and skips the older deltas.
+- A delta is added only to the very view that it was made from. Its codes carry the quantization
+  error of earlier deltas, so another base or order would give other bits than the aggregator's.
 """
 
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ from diloco.common.protocol import wire
 
 
 class Change(NamedTuple):
-    """The step from the version adopted to a record's: a delta, or a stored view and deltas.
+    """The step from the adopted version to a record's: by a delta, or by a stored view and deltas.
 
     Attributes:
-        fragment, record_seq: of the record.
-        view_digest: of the view that it leads to.
-        snapshot: the stored view to begin with; None: with the view adopted.
-        deltas: to be added, in order; one, if there is no snapshot.
+        fragment, record_seq: the record's fragment and stream sequence.
+        view_digest: digest of the view that results.
+        snapshot: the stored view to begin with; None: begin with the adopted view.
+        deltas: the deltas to add, in order; exactly one if there is no snapshot.
     """
 
     fragment: int
@@ -32,19 +32,19 @@ class Change(NamedTuple):
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of all its objects."""
+        """The size in bytes of all objects to read."""
         first = 0 if self.snapshot is None else self.snapshot.size_bytes
         return first + sum(ref.size_bytes for ref in self.deltas)
 
     @property
     def held_bytes(self) -> int:
-        """Size in bytes of the first object: a delta's codes and scales, or a view in float32."""
+        """The size in bytes of the first object: a delta's codes and scales, or a float32 view."""
         (ref, *_) = self.deltas if self.snapshot is None else (self.snapshot,)
         return ref.size_bytes
 
 
 class Adopted(NamedTuple):
-    """The record up to which a fragment was handed to the training loop, and its view."""
+    """The record up to which a fragment was handed to the training loop, and its view's digest."""
 
     record_seq: int
     version: int
@@ -52,7 +52,7 @@ class Adopted(NamedTuple):
 
 
 class UnfetchedRecord(NamedTuple):
-    """A record that was read, None if its body is gone or damaged; and when it was made."""
+    """A record that was read (None if its body is gone or damaged), and when it was made."""
 
     record_seq: int
     record: wire.Record | None
@@ -60,14 +60,14 @@ class UnfetchedRecord(NamedTuple):
 
 
 class FetchMove(NamedTuple):
-    """The next change to fetch (None: nothing), and how many of the waiting records it covers."""
+    """The next change to fetch (None: nothing), and the number of waiting records it covers."""
 
     covers: int
     change: Change | None
 
 
 def next_move(adopted: Adopted, waiting: Sequence[UnfetchedRecord]) -> FetchMove | None:
-    """The next move towards the newest of the waiting records; None: none of them leads on."""
+    """Returns the next move towards the newest waiting record; None if no record leads there."""
     first, newest = waiting[0], waiting[-1]
     if first.record is not None and _stays(adopted, first.record):
         return FetchMove(1, None)
@@ -75,7 +75,7 @@ def next_move(adopted: Adopted, waiting: Sequence[UnfetchedRecord]) -> FetchMove
     if newest.record is None:
         return None
     if chain_bytes is None and _stays(adopted, newest.record):
-        # Only verdicts came, and one of them cannot be read: the newest has the same marks.
+        # All are verdicts, and one of them cannot be read: the newest answers the same updates.
         return FetchMove(len(waiting), None)
     jump = _jump(newest.record_seq, newest.record)
     if chain_bytes is None or chain_bytes > jump.read_bytes:
@@ -85,18 +85,18 @@ def next_move(adopted: Adopted, waiting: Sequence[UnfetchedRecord]) -> FetchMove
 
 
 def delta_of(record: wire.Record, record_seq: int) -> Change:
-    """The change by the delta of a record that has one, from the view before it."""
+    """Returns the change by the delta of a record that has one, from the view before it."""
     assert record.delta is not None
     return Change(record.fragment, record_seq, record.view_digest, None, (record.delta,))
 
 
 def _stays(adopted: Adopted, record: wire.Record) -> bool:
-    """Whether a record leaves the view as it is."""
+    """True if a record leaves the view unchanged."""
     return record.version == adopted.version and record.view_digest == adopted.view_digest
 
 
 def _chain_bytes(adopted: Adopted, waiting: Sequence[UnfetchedRecord]) -> int | None:
-    """Bytes of all deltas from the view adopted to the newest; None if the chain is broken."""
+    """Returns the bytes of all deltas from the adopted view to the newest; None if one is gone."""
     version, digest, found = adopted.version, adopted.view_digest, 0
     for one in waiting:
         record = one.record

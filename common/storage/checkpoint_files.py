@@ -1,4 +1,4 @@
-"""A run's checkpoints, as they lie in its store; `aggregator/checkpoint.py` makes them."""
+"""Reads a run's checkpoints from its store; `aggregator/checkpoint.py` makes them."""
 
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import ConfigError, ObjectMissingError
@@ -6,17 +6,17 @@ from diloco.common.storage.store import ObjectStore
 
 
 def checkpoints(store: ObjectStore, run: str) -> list[str]:
-    """Names of the run's whole checkpoints, oldest first."""
+    """Returns the names of the run's complete checkpoints, oldest first."""
     prefix = names.checkpoint_prefix(run)
     return [found.name.removeprefix(prefix) for found in store.list(prefix)]
 
 
 def load_file(store: ObjectStore, run: str, name: str | None) -> wire.CheckpointFile:
-    """A checkpoint's file; the newest one if no name is given.
+    """Returns the file of checkpoint `name`; of the newest checkpoint if `name` is None.
 
     Raises:
-        ConfigError: there is none, or none of that name.
-        WireError: it is damaged.
+        ConfigError: the run has no checkpoint, or none of that name.
+        WireError: the file is damaged.
     """
     known = checkpoints(store, run)
     if not known:

@@ -1,20 +1,21 @@
-"""Holdings: which learner reads which share of the data, from the claims on the tape. Pure.
+"""Computes from the claims on the tape which learner reads which share of the data. Pure.
 
 Rules:
 1. A pass over the data, an epoch, is `shares` fixed shares of `batches` batches each. A share's
    number is epoch x `shares` + its place in the epoch.
-2. A learner holds a share from its claim on, if the share is free where the claim stands on the
-   tape: of two claims the first counts, and nobody has to decide it.
-3. A learner's end says the position that it has reached. Of each share that it holds, the batches
-   before that are behind it; the others are free. It says so itself; once it is silent an
-   aggregator does, after ending its life on the tape.
-4. A life has what earlier ones of its name held. After its first word theirs are void, after its
-   end its own. A word of a life that could not have begun where it stands on the tape is none.
-5. Shares of one epoch are all given out before any of the next: only what is free of the earliest
-   epoch that has anything free can be claimed.
+2. A learner holds a share from its claim on, if the share is free at the claim's place on the
+   tape. Of two claims the first counts, so nobody has to decide between them.
+3. A learner's end states the position that it has reached. Of each share that it holds, the
+   batches before that position are done; the others are free. The learner publishes its end; once
+   it is silent, an aggregator does so after ending its life on the tape.
+4. A life inherits what earlier lives of its name held. Its first message voids later messages of
+   those lives, and its end voids later ones of its own. A message of a life that could not have
+   begun before the message's place on the tape is void.
+5. Shares of one epoch are all given out before any of the next: only free shares of the earliest
+   epoch that has any can be claimed.
 
-Nothing of a life is merged that is stored behind its end. So no batch is in two updates of a
-fragment, and every batch is reached as long as somebody lives.
+No update is merged that was stored after the end of its life. So no batch is in two updates of a
+fragment, and every batch is read as long as a learner lives.
 """
 
 import heapq
@@ -26,19 +27,19 @@ from typing import NamedTuple
 from diloco.common.process.config import RunSettings
 from diloco.common.protocol import wire
 
-# Of the ids of joins by which aggregators end lives that are silent.
+# The prefix of message ids of the joins by which aggregators end silent lives.
 EXPIRY = "expiry-"
 
 
 class Sizes(NamedTuple):
-    """The division of an epoch into shares; claims with another one than the run's are void."""
+    """The division of an epoch into shares; claims with other sizes than the run's are void."""
 
     shares: int
     batches: int
 
 
 class Holding(NamedTuple):
-    """Part of a learner's data: at its `position` it reads batch `first` of a share."""
+    """A part of a learner's data: at its `position` the learner reads batch `first` of a share."""
 
     share: int
     first: int
@@ -46,40 +47,41 @@ class Holding(NamedTuple):
 
 
 def end_of(sizes: Sizes, holding: Holding) -> int:
-    """The position behind a holding's last batch."""
+    """Returns the learner's position after the holding's last batch."""
     return holding.position + sizes.batches - holding.first
 
 
 def lost_batches(
     position: int, reached: Mapping[int | None, int], fragments: int
 ) -> tuple[int, ...]:
-    """For each fragment, the number of batches before a position that are in none of its updates.
+    """Returns, for each fragment, how many batches before `position` are in none of its updates.
 
     Args:
-        position: where a learner's data goes on.
-        reached: batches that updates of each fragment reach; under None, those of other messages.
-        fragments: of the run.
+        position: the position at which the learner's data continues.
+        reached: the position that updates of each fragment reach; under None, that of other
+            messages.
+        fragments: number of fragments of the run.
     """
     said = reached.get(None, 0)
     return tuple(position - max(said, reached.get(index, 0)) for index in range(fragments))
 
 
 def sizes_of(claim: wire.Claim) -> Sizes:
-    """The sizes by which a claim's sender divides an epoch."""
+    """Returns the sizes with which a claim's sender divides an epoch."""
     return Sizes(claim.shares, claim.batches)
 
 
 def declared_sizes(settings: RunSettings) -> Sizes | None:
-    """The division of an epoch that the run's operator declares; None if there is none."""
+    """Returns the sizes that the run's settings declare; None if they declare none."""
     run = settings.run
     return Sizes(run.data_shares, run.share_batches) if run.data_shares else None
 
 
 @dataclass
 class _LearnerHoldings:
-    """A learner's holdings; its next holding begins no earlier than at `least`.
+    """A learner's holdings; its next holding begins at position `least` or later.
 
-    `ended`: the newest life whose end was said.
+    `ended`: the newest life that has ended.
     """
 
     incarnation: int = 0
@@ -90,25 +92,25 @@ class _LearnerHoldings:
 
 @dataclass
 class Holdings:
-    """The shares of all learners, after the claims taken so far.
+    """The holdings of all learners, after the claims taken so far.
 
     Attributes:
-        sizes: as declared, or as the first message says; None before it.
+        sizes: as declared in the settings, or by the first claim; None before it.
         partial: first free batch of each share that was given up before its end.
-        unclaimed: every share from here on is free, but those in `ahead`.
+        unclaimed: every share from this number on is free, except those in `ahead`.
     """
 
     sizes: Sizes | None = None
     partial: dict[int, int] = field(default_factory=dict)
     unclaimed: int = 0
     ahead: set[int] = field(default_factory=set)
-    # Least first: those of `partial`, and some that were.
+    # A heap of shares that were given up; some may have been claimed again.
     _given_up: list[int] = field(default_factory=list)
     _learners: dict[str, _LearnerHoldings] = field(default_factory=dict)
 
     def take(self, claim: wire.Claim, seq: int) -> bool:
-        """Take the tape's next claim, in the tape's order; returns whether it counts."""
-        # A life is the sequence of a join. One that was not there yet nobody could ever end.
+        """Applies the next claim on the tape, at sequence `seq`; returns whether it counts."""
+        # A life is the sequence of its join, so it is before its claims; else nobody could end it.
         if claim.incarnation >= seq:
             return False
         known = self._learners.setdefault(claim.learner, _LearnerHoldings())
@@ -123,39 +125,39 @@ class Holdings:
         return True
 
     def of(self, learner: str) -> tuple[Holding, ...]:
-        """A learner's holdings, oldest first."""
+        """Returns a learner's holdings, oldest first."""
         return self._learners[learner].held if learner in self._learners else ()
 
     def is_over(self, learner: str, life: int) -> bool:
-        """Whether a life can claim nothing more: it has ended, or a newer life is known."""
+        """True if a life can claim nothing more: it has ended, or a newer life is known."""
         known = self._learners.get(learner, _LearnerHoldings())
         return life < known.incarnation or life <= known.ended
 
     def newest_life(self, learner: str) -> int:
-        """The newest life of a learner that has said anything; 0 for none."""
+        """Returns the newest life of a learner that has claimed or ended; 0 if there is none."""
         return self._learners[learner].incarnation if learner in self._learners else 0
 
     def holders(self) -> tuple[str, ...]:
-        """Names of the learners that hold something."""
+        """Returns the names of the learners that hold a share."""
         return tuple(name for name, one in self._learners.items() if one.held)
 
     def next_position(self, learner: str) -> int:
-        """The earliest position at which a learner's next holding begins."""
+        """Returns the earliest position at which a learner's next holding can begin."""
         known = self._learners.get(learner, _LearnerHoldings())
         if self.sizes is None or not known.held:
             return known.least
         return end_of(self.sizes, known.held[-1])
 
     def choose(self, learner: str, sizes: Sizes) -> tuple[int, int]:
-        """A free share and its first free batch, for a learner that asks.
+        """Returns a free share, and its first free batch, for a learner to claim.
 
-        Those who ask at the same time are mostly given different ones.
+        Learners that ask at the same time mostly get different shares.
         """
         free = list(self._free(sizes))
         return free[zlib.crc32(learner.encode()) % len(free)]
 
     def _free(self, sizes: Sizes) -> Iterator[tuple[int, int]]:
-        """Free shares, and their first free batches, of the earliest epoch that has any."""
+        """Yields free shares, with their first free batches, of the earliest epoch with any."""
         epoch = self._earliest() // sizes.shares
         for share in range(epoch * sizes.shares, (epoch + 1) * sizes.shares):
             if share in self.partial:
@@ -164,13 +166,13 @@ class Holdings:
                 yield share, 0
 
     def _earliest(self) -> int:
-        """The first share that may be free: none before it is."""
+        """Returns a share before which no share is free."""
         while self._given_up and self._given_up[0] not in self.partial:
             heapq.heappop(self._given_up)
         return min([self.unclaimed, *self._given_up[:1]])
 
     def _is_free(self, claim: wire.Claim) -> bool:
-        # Not looked for among all that is free: a claim may say how many shares there are.
+        # Does not search all free shares: a peer's claim states how many shares an epoch has.
         share = claim.share
         if share // claim.shares != self._earliest() // claim.shares:
             return False

@@ -1,4 +1,4 @@
-"""The newest view of a fragment, from what is stored of it: a snapshot and the deltas since."""
+"""Loads a view of a fragment from its stored snapshot and the deltas since."""
 
 import contextlib
 from collections.abc import Iterable
@@ -23,11 +23,11 @@ from diloco.common.storage.tape import (
 
 
 class Loaded(NamedTuple):
-    """A fragment's newest version.
+    """A version of a fragment, loaded.
 
     Attributes:
-        record: its record, and the record's sequence.
-        view: float32 [N], made of `snapshot` and `deltas`, `read_bytes` in all.
+        record: the version's record, and `record_seq` its sequence.
+        view: float32 [N], from `snapshot` and `deltas`, which have `read_bytes` bytes in all.
     """
 
     record: wire.Record
@@ -39,12 +39,12 @@ class Loaded(NamedTuple):
 
 
 async def load_view(context: RunContext, fragment: int) -> Loaded:
-    """The newest view of a fragment, from a snapshot and the deltas since, verified.
+    """Loads the newest view of a fragment, and verifies its digest.
 
-    A snapshot that is damaged or gone is passed over for the one before.
+    If the snapshot is damaged or gone, an older one is used.
 
     Raises:
-        IntegrityError: what is stored does not give the recorded digest, or is gone.
+        IntegrityError: the stored objects do not give the recorded digest, or are gone.
     """
     record, record_seq = await last_record(context, fragment)
     while True:
@@ -53,18 +53,18 @@ async def load_view(context: RunContext, fragment: int) -> Loaded:
         except (ObjectMissingError, IntegrityError) as error:
             newest, newest_seq = await last_record(context, fragment)
             if newest_seq == record_seq:
-                # No collection was faster.
+                # The record is still the newest, so garbage collection did not remove its objects.
                 return await _load_from_older(context, record, record_seq, error)
             record, record_seq = newest, newest_seq
 
 
 async def load_recorded(context: RunContext, record: wire.Record, record_seq: int) -> Loaded:
-    """The version of a record that stands on the tape, verified.
+    """Loads the version of a record on the tape, and verifies its digest.
 
-    A snapshot that is damaged or gone is passed over for the one before.
+    If the snapshot is damaged or gone, an older one is used.
 
     Raises:
-        IntegrityError: what is stored does not give the recorded digest, or is gone.
+        IntegrityError: the stored objects do not give the recorded digest, or are gone.
     """
     try:
         return await _load(context, record, record_seq, record.snapshot, record.deltas)
@@ -73,11 +73,11 @@ async def load_recorded(context: RunContext, record: wire.Record, record_seq: in
 
 
 async def load_version(context: RunContext, record: wire.Record) -> npt.NDArray[np.float32]:
-    """The view after any record, float32 [N], verified.
+    """Loads the view after any record, float32 [N], and verifies its digest.
 
     Raises:
-        IntegrityError: what is stored does not give the recorded digest.
-        ObjectMissingError: garbage collection has taken what it is made of.
+        IntegrityError: the stored objects do not give the recorded digest.
+        ObjectMissingError: garbage collection has removed an object.
     """
     return (await _load(context, record, 0, record.snapshot, record.deltas)).view
 
@@ -101,10 +101,10 @@ async def _load_from_older(
     record_seq: int,
     error: ObjectMissingError | IntegrityError,
 ) -> Loaded:
-    """The view of `record`, whose newest snapshot or a delta could not be read, from an older one.
+    """Loads `record`'s view from an older snapshot, as its own or a delta could not be read.
 
     Raises:
-        IntegrityError: there is none that helps.
+        IntegrityError: no older snapshot helps.
     """
     older = await older_snapshot(context, record, record_seq)
     if older is not None:
@@ -133,25 +133,25 @@ class Older(NamedTuple):
 
 
 async def older_snapshot(context: RunContext, record: wire.Record, record_seq: int) -> Older | None:
-    """The stored version before `record.snapshot_version`, from which `record` can be had too.
+    """Returns the stored version before `record.snapshot_version` that also leads to `record`.
 
-    All versions after it up to `record` were merged: deltas, or their inputs, lead from one to
-    the next. None where there is no such version, as right after a rollback or after a record that
-    cannot be read either.
+    Every version between it and `record` was made by a merge, so that deltas, or inputs, lead from
+    one to the next. None if there is no such version, as right after a rollback or after a record
+    that cannot be read either.
 
     Raises:
         NewTapeError: the run was resumed on a new tape.
     """
     found: list[Older] = []
     if not record.base_seq:
-        return None  # The first of its epoch, which may not stand on the tape yet.
+        return None  # The first record of an epoch, which may not be on the tape yet.
     async for item in records_of(context, record.fragment, unreadable=found.clear):
         if item.record_seq > record_seq:
             break
         if item.record.what == "verdict":
             continue
         if item.record.what != "version":
-            found.clear()  # What a rollback leads to does not follow from what was before.
+            found.clear()  # No chain of deltas leads across a rollback.
         for older in found:
             older.since.append(item)
         if item.record.snapshot_version == item.record.outer_version == item.record.version:
@@ -167,10 +167,10 @@ def assemble_view(
     snapshot: wire.ObjectRef,
     deltas: Iterable[wire.ObjectRef],
 ) -> tuple[npt.NDArray[np.float32], int]:
-    """A view from its objects, float32 [N], and the bytes that were read for it.
+    """Returns a view, float32 [N], made from its objects, and the number of bytes read.
 
     Raises:
-        ObjectMissingError: garbage collection has taken an object.
+        ObjectMissingError: garbage collection has removed an object.
         IntegrityError: the objects do not give the digest.
     """
     data = get_object(context.store, snapshot)
@@ -189,9 +189,9 @@ def assemble_view(
 
 
 class ViewStep(NamedTuple):
-    """The view, float32 [N], that a change leads to, and the number of bytes read for it.
+    """The view, float32 [N], after a change, and the number of bytes read for it.
 
-    `encoded`: scales and codes of the delta that leads there; None after a stored view.
+    `encoded`: scales and codes of the delta that was added; None after a stored view.
     """
 
     view: npt.NDArray[np.float32]
@@ -200,11 +200,11 @@ class ViewStep(NamedTuple):
 
 
 def take_step(context: RunContext, view: npt.NDArray[np.float32], change: Change) -> ViewStep:
-    """The view after a change, verified; the one before stays as it is.
+    """Returns the view after a change, verified; the view before stays unchanged.
 
     Raises:
-        ObjectMissingError: garbage collection has taken an object.
-        IntegrityError, WireError: an object is damaged, or they do not give the digest.
+        ObjectMissingError: garbage collection has removed an object.
+        IntegrityError, WireError: an object is damaged, or the result has another digest.
     """
     if change.snapshot is not None:
         objects = (change.snapshot, change.deltas)

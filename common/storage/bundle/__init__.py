@@ -1,10 +1,10 @@
-"""A run in a file: its tape, and unless it is made without, its objects, heartbeats and logs.
+"""Bundles: a run in one file, with its tape, and optionally its objects, heartbeats and logs.
 
-- `frames.py`: the bytes: frames with checksums; `check.py`: what they must be, whoever made them.
-- `reader.py`: where everything stands in the file, which is read once for that; `contents.py`: its
-  objects and files, by name.
-- `bus.py`, `store.py`: the file as bus and store that can be read, so that every command which
-  only reads takes it.
+- `frames.py`: reads and writes frames with checksums; `check.py` checks what frames contain, since
+  anybody may have made the file.
+- `reader.py`: indexes the file by reading it once; `contents.py`: its objects and files, by name.
+- `bus.py`, `store.py`: the file as a read-only bus and a read-only store, so that every command
+  that only reads accepts a bundle in place of a run.
 - `writer.py`: makes bundles. docs/protocol.md has the format.
 """
 

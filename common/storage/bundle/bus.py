@@ -1,4 +1,4 @@
-"""A bundle as a bus that can only be read."""
+"""A bundle as a read-only bus."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -9,15 +9,15 @@ from diloco.common.protocol.errors import BusError, StreamMissingError
 from diloco.common.storage.bundle.reader import Bundle, Log
 from diloco.common.storage.bus import Filled, Message, check_subject, subject_matches
 
-# Messages given between two turns of the event loop.
+# The number of messages that `read` yields before it lets other tasks run.
 TURN = 256
 
 
 class BundleBus:
-    """The streams of a bundle.
+    """Serves the streams of a bundle, read-only.
 
     Args:
-        bundle: the file; who opened it closes it.
+        bundle: the file; whoever opened it closes it.
     """
 
     def __init__(self, bundle: Bundle) -> None:
@@ -31,7 +31,7 @@ class BundleBus:
         return self._logs[stream]
 
     async def _refuse(self, *_args: Any, **_named: Any) -> Any:
-        """Refused.
+        """Refuses any operation that would change a stream.
 
         Raises:
             BusError: always.
@@ -44,30 +44,30 @@ class BundleBus:
     create_stream = remove_stream = publish = trim = restore = _refuse
 
     async def streams(self) -> list[str]:
-        """As `Bus.streams`."""
+        """Implements `Bus.streams`."""
         return sorted(self._logs)
 
     async def last(self, stream: str, subject: str) -> Message | None:
-        """As `Bus.last`."""
+        """Implements `Bus.last`."""
         check_subject(subject, wildcards=True)
         log = self._log(stream)
         at = log.last(_matching(log, [subject]))
         return None if at is None else self._bundle.message(at)
 
     async def last_sequence(self, stream: str) -> int:
-        """As `Bus.last_sequence`."""
+        """Implements `Bus.last_sequence`."""
         seqs = self._log(stream).seqs
         return seqs[-1] if seqs else 0
 
     async def filled(self, stream: str) -> Filled:
-        """As `Bus.filled`: a file is never full."""
+        """Implements `Bus.filled`; a file has no limit."""
         self._log(stream)
         return Filled(self._bundle.path.stat().st_size, 0)
 
     async def read(
         self, stream: str, subjects: list[str], start_seq: int
     ) -> AsyncIterator[Message]:
-        """As `Bus.read`; behind the last message it waits for ever."""
+        """Implements `Bus.read`; after the last message it waits for ever."""
         log = self._log(stream)
         for count, at in enumerate(log.rows(_matching(log, subjects), start_seq)):
             if count % TURN == 0:
@@ -76,15 +76,15 @@ class BundleBus:
         await asyncio.Event().wait()
 
     async def broadcast(self, subject: str, payload: bytes) -> None:
-        """Do nothing: a file has no listeners."""
+        """Does nothing: a file has no listeners."""
 
     async def listen(self, subject: str) -> AsyncIterator[tuple[str, bytes]]:
-        """Wait for ever: a file has no speakers."""
+        """Waits for ever: nobody broadcasts in a file."""
         await asyncio.Event().wait()
         yield subject, b""
 
     async def close(self) -> None:
-        """Do nothing: the opener of the file closes it."""
+        """Does nothing: whoever opened the file closes it."""
 
 
 def _matching(log: Log, patterns: list[str]) -> set[int]:

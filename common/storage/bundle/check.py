@@ -1,6 +1,6 @@
-"""Checks of a bundle's frames, which may have been made by anybody.
+"""Checks the format of a bundle's frames, since anybody may have made the file.
 
-Nothing here says that a file tells the truth of a run: that is for `diloco replay` to find out.
+These checks do not show that the file tells the truth about a run; `diloco replay` does.
 """
 
 from pathlib import Path
@@ -13,19 +13,19 @@ from diloco.common.storage.bundle.frames import damaged
 from diloco.common.storage.bus import Message, check_subject, subject_matches
 from diloco.common.storage.store import check_object_name
 
-# Of times in seconds since the epoch: later than any run.
+# The latest accepted time, in seconds since the epoch: later than any run.
 LATEST_S = 1e11
-# Of a file's name: what file systems take.
+# The longest part of a file's name, and the longest name, that file systems accept.
 TOKEN, LONGEST = 255, 1024
-# What Python would import of a folder that a bundle was unpacked into.
+# Files that Python would import from the folder that a bundle was unpacked into.
 IMPORTED = (".py", ".pyc", ".so")
 
 
 def check_header(path: Path, header: Any) -> None:
-    """Check a file's header against its format.
+    """Checks a file's header against its format.
 
     Raises:
-        IntegrityError: it has no run's name, no time, or no word on its objects.
+        IntegrityError: it lacks a valid run name, a time, or the flag `objects`.
     """
     if not isinstance(header, dict) or not isinstance(header.get("run"), str):
         raise damaged(path, "has no header")
@@ -41,7 +41,7 @@ def check_header(path: Path, header: Any) -> None:
 
 
 def as_message(path: Path, content: Any) -> Message:
-    """The message in a frame.
+    """Returns the message in a frame.
 
     Raises:
         IntegrityError: the frame holds no message.
@@ -54,17 +54,17 @@ def as_message(path: Path, content: Any) -> Message:
         raise damaged(path, f"has a message of sequence {message.seq}")
     if not 0 <= message.time_s <= LATEST_S:
         raise damaged(path, f"has a message, {message.seq}, of time {message.time_s}")
-    # Its id becomes a header where the tape is restored.
+    # Restoring the tape puts the id into a header.
     if not {"\r", "\n", "\0"}.isdisjoint(message.msg_id):
         raise damaged(path, f"has a message, {message.seq}, with an id that no server gave it")
     return message
 
 
 def check_of_run(path: Path, run: str, patterns: list[str], message: Message) -> None:
-    """Refuse a message that a stream of these subjects could not have taken.
+    """Refuses a message whose subject matches none of `patterns`.
 
     Raises:
-        IntegrityError: it is of another run or stream, or its subject is none.
+        IntegrityError: the message is of another run or stream, or its subject is malformed.
     """
     subject = message.subject
     try:
@@ -79,11 +79,11 @@ def check_of_run(path: Path, run: str, patterns: list[str], message: Message) ->
 
 
 def check_piece(path: Path, run: str, kind: str, content: dict[str, Any]) -> None:
-    """Hold a piece of an object or a file to its format.
+    """Checks the frame with a piece of an object or a file against its format.
 
     Raises:
-        IntegrityError: it has no name that can be used, is an object of another run, or lies
-            outside of what it is a piece of.
+        IntegrityError: the name is unusable, the object belongs to another run, or the piece lies
+            outside of its object or file.
     """
     name, size, at, data = (content.get(key) for key in (kind, "of", "at", "data"))
     if not isinstance(name, str) or not isinstance(data, bytes):
@@ -93,13 +93,13 @@ def check_piece(path: Path, run: str, kind: str, content: dict[str, Any]) -> Non
     if not data and size:
         raise damaged(path, f"has an empty piece of {kind} {name[:80]!r}")
     check_name(path, kind, name)
-    # Restored, it would lie among the objects of a run that the file is not of.
+    # Restoring it would put it among the objects of another run.
     if kind == "object" and not name.startswith(f"{run}/"):
         raise damaged(path, f"is of run {run!r} and has an object {name[:80]!r}")
 
 
 def check_name(path: Path, kind: str, name: str) -> None:
-    """Refuse the name of an object or a file that could lead out of its folder.
+    """Refuses a name of an object or a file that could lead out of its folder.
 
     Raises:
         IntegrityError: the name leads out of its folder.
@@ -115,7 +115,7 @@ def check_name(path: Path, kind: str, name: str) -> None:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a bundle may hold a file of this name, which is written where it is unpacked."""
+    """True if a bundle may hold a file of this name, which unpacking writes to disk."""
     tokens = name.split("/")
     return (
         len(name) <= LONGEST
@@ -127,10 +127,10 @@ def is_file_name(name: str) -> bool:
 
 
 def check_oldest(path: Path, oldest: Any) -> dict[int, int]:
-    """The oldest record of each fragment that counts, from a bundle's last frame.
+    """Returns each fragment's oldest record that counts, by sequence, from a bundle's last frame.
 
     Raises:
-        IntegrityError: the frame does not hold such records.
+        IntegrityError: the frame does not state them.
     """
     if not isinstance(oldest, dict) or not all(
         isinstance(key, str) and key.isdecimal() and len(key) < 5 and is_count(seq)
@@ -141,7 +141,7 @@ def check_oldest(path: Path, oldest: Any) -> dict[int, int]:
 
 
 def check_nesting(path: Path, files: list[str]) -> None:
-    """Refuse files of which one would be the folder of another.
+    """Refuses a bundle with a file whose name is the folder of another of its files.
 
     Raises:
         IntegrityError: the bundle has such files.
@@ -154,5 +154,5 @@ def check_nesting(path: Path, files: list[str]) -> None:
 
 
 def is_count(number: Any) -> TypeGuard[int]:
-    """Whether a number is whole and fits into 64 bits."""
+    """True if `number` is an integer from 0 to 2^63 - 1."""
     return type(number) is int and 0 <= number <= GREATEST

@@ -1,6 +1,6 @@
-"""An index of a bundle's contents by name: some 40 bytes for each, however many they are.
+"""An index of a bundle's contents by name, which takes some 40 bytes for each entry.
 
-Names are looked up by their hashes, and kept compressed for who lists them.
+Names are looked up by their hashes; for listing, the names are kept compressed.
 """
 
 import zlib
@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-# Names that are compressed together.
+# The number of names that are compressed together.
 BLOCK = 256
 
 
 class FilePiece(NamedTuple):
-    """A piece of an object or a file: where its frame stands, and its bytes within the whole."""
+    """A piece of an object or a file: the offset of its frame, and its byte range in the whole."""
 
     frame_at: int
     start: int
@@ -28,14 +28,14 @@ class FilePiece(NamedTuple):
 
 @dataclass(frozen=True)
 class Whole:
-    """An object or a file, in pieces."""
+    """An object or a file, as a list of pieces."""
 
     size_bytes: int
     pieces: tuple[FilePiece, ...]
 
     @property
     def complete(self) -> bool:
-        """Whether all its pieces are there, each where the one before ends."""
+        """True if no piece is missing and each begins where the one before ends."""
         ends = 0
         for piece in self.pieces:
             if piece.start != ends:
@@ -46,7 +46,7 @@ class Whole:
 
 @dataclass
 class _Names:
-    """Names in the order in which they came, with sizes."""
+    """Names in the order in which they were added, with sizes in bytes."""
 
     sizes: "array[int]" = field(default_factory=lambda: array("q"))
     _blocks: list[bytes] = field(default_factory=list)
@@ -69,17 +69,17 @@ class _Names:
 
 
 class BundleContents:
-    """Objects or files, by name; filled first, and then read."""
+    """The index of a bundle's objects, or of its files; first filled, then read."""
 
     def __init__(self) -> None:
         self._names = _Names()
-        # (hash, size, place of its frame, or -1 if it has several), as added, and then sorted.
+        # Rows (hash, size, offset of its frame, or -1 if it has several): as added, and sorted.
         self._added = array("q")
         self._rows = np.empty((0, 3), np.int64)
         self._pieces: dict[int, list[FilePiece]] = {}
 
     def add(self, name: str, size_bytes: int, piece: FilePiece) -> None:
-        """Add a piece of a file or object of `size_bytes`, whose first piece comes first."""
+        """Adds a piece of an object or file of `size_bytes`; its first piece is added first."""
         key, single = _hash(name), piece.stop - piece.start == size_bytes
         if not single:
             self._pieces.setdefault(key, []).append(piece)
@@ -88,7 +88,7 @@ class BundleContents:
             self._added.extend((key, size_bytes, piece.frame_at if single else -1))
 
     def _table(self) -> npt.NDArray[np.int64]:
-        """Rows in order of hashes."""
+        """Returns the rows (hash, size, offset of the frame), sorted by hash."""
         if self._added:
             new = np.frombuffer(self._added, np.int64).reshape(-1, 3)
             rows = np.concatenate([self._rows, new])
@@ -96,7 +96,7 @@ class BundleContents:
         return self._rows
 
     def get(self, name: str) -> Whole | None:
-        """The object or file under a name."""
+        """Returns the object or file under a name; None if there is none."""
         rows, key = self._table(), _hash(name)
         index = int(np.searchsorted(rows[:, 0], key))
         if index == len(rows) or rows[index, 0] != key:
@@ -116,15 +116,15 @@ class BundleContents:
         return (name for name, _ in self.sizes())
 
     def sizes(self) -> Iterator[tuple[str, int]]:
-        """(name, size) of each, in the order in which they came."""
+        """Yields name and size in bytes of each entry, in the order in which they were added."""
         return ((name, size) for name, size in self._names if name in self)
 
     def damaged(self) -> int:
-        """The number of entries that lack a piece or occur more than once."""
+        """Returns the number of entries that lack a piece or repeat a name."""
         return len(self) - int(self._sound().sum())
 
     def drop_damaged(self) -> None:
-        """Forget entries that lack a piece; of entries that are there more than once one stays."""
+        """Removes entries that lack a piece, and all but one of the entries with the same name."""
         sound = self._sound()
         self._rows = self._rows[sound]
 

@@ -1,4 +1,4 @@
-"""Frames of a file: msgpack behind its length and checksum, so that damage is known where it is."""
+"""Frames: msgpack after its length and checksum, so that damage can be found and located."""
 
 import contextlib
 import mmap
@@ -13,22 +13,22 @@ from diloco.common.protocol.errors import ConfigError, IntegrityError
 from diloco.common.protocol.shards import crc32c
 
 MAGIC = b"DLBUND1\n"
-# Of the tapes that were exported before bundles could be without objects.
+# The first bytes of exported tapes, an earlier format that bundles have replaced.
 EXPORTED = b"DLTAPE1\n"
-# A message, its subject and its id, or a piece of an object, with room to spare.
+# Enough for a message with its subject and id, or for a piece of an object.
 FRAME_BYTES = 2 << 20
 HEAD = struct.Struct("<II")
 
 
 class Frame(NamedTuple):
-    """A frame's content, and its place in the file."""
+    """The content of a frame, and its byte offset `at` in the file."""
 
     at: int
     content: Any
 
 
 def is_bundle(path: Path) -> bool:
-    """Whether a file is a bundle, or an exported tape of an earlier diloco, which none can read."""
+    """True for a bundle, and for a tape exported by an earlier release, which nothing reads now."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -36,14 +36,14 @@ def is_bundle(path: Path) -> bool:
 
 
 def write_frame(file: BinaryIO, content: Any) -> None:
-    """Append a frame."""
+    """Appends a frame to the file."""
     data: bytes = msgpack.packb(content)
     file.write(HEAD.pack(len(data), crc32c(data)))
     file.write(data)
 
 
 def damaged(path: Path, what: str) -> IntegrityError:
-    """The error of a file that is not as it was written."""
+    """Returns the error for a file that differs from what was written to it."""
     return IntegrityError(
         f"the bundle {str(path)!r} {what}",
         hint="make it again, or make a whole one of what is left: "
@@ -52,11 +52,11 @@ def damaged(path: Path, what: str) -> IntegrityError:
 
 
 def read_frames(path: Path, file: BinaryIO) -> Iterator[Frame]:
-    """Every frame, in order.
+    """Yields every frame, in order.
 
     Raises:
-        IntegrityError: the file begins otherwise, is damaged, or was cut short.
-        ConfigError: it is what an earlier diloco wrote of a tape.
+        IntegrityError: the file does not begin as a bundle, is damaged, or was cut short.
+        ConfigError: the file is a tape that an earlier release exported.
     """
     begin = file.read(len(MAGIC))
     if begin == EXPORTED:
@@ -79,10 +79,10 @@ def read_frames(path: Path, file: BinaryIO) -> Iterator[Frame]:
 
 
 def read_frame(path: Path, data: bytes) -> Any:
-    """Read the content of a frame from its bytes.
+    """Returns the content of the frame whose bytes are `data`.
 
     Raises:
-        IntegrityError: it is damaged.
+        IntegrityError: the frame is damaged.
     """
     size, checksum = HEAD.unpack_from(data)
     body = data[HEAD.size : HEAD.size + size]
@@ -92,12 +92,12 @@ def read_frame(path: Path, data: bytes) -> Any:
 
 
 def frame_bytes(head: bytes) -> int:
-    """Length of a whole frame, by its first bytes."""
+    """Returns the length in bytes of a frame, from its first `HEAD.size` bytes."""
     return HEAD.size + int(HEAD.unpack(head)[0])
 
 
 def whole_frames(path: Path) -> Iterator[Frame]:
-    """The frames of a damaged file that are whole; what stands between them is passed over."""
+    """Yields the undamaged frames of a damaged file, and skips the bytes between them."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         at = len(MAGIC)
         while at + HEAD.size < len(data):
@@ -106,7 +106,7 @@ def whole_frames(path: Path) -> Iterator[Frame]:
             if 0 < size <= FRAME_BYTES and end <= len(data):
                 body = data[at + HEAD.size : end]
                 if crc32c(body) == checksum:
-                    # What is whole and no msgpack was never written by this project.
+                    # A valid checksum over bytes that are no msgpack: not a frame, so skip it.
                     with contextlib.suppress(IntegrityError):
                         yield Frame(at, _unpacked(path, body))
                     at = end

@@ -1,6 +1,6 @@
-"""Reads a bundle through an index of its frames; the file itself stays on disk.
+"""Reads bundles through an index of their frames; the content stays on disk.
 
-A message takes some 20 bytes here, whatever its length.
+A message takes some 20 bytes of the index, whatever its length.
 """
 
 import os
@@ -34,10 +34,10 @@ from diloco.common.storage.bus import Message
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """Read the header of a bundle: at least `run`, `made_s` and `objects`.
+    """Returns the header of a bundle, which has at least `run`, `made_s` and `objects`.
 
     Raises:
-        IntegrityError: it is damaged.
+        IntegrityError: the header is damaged.
     """
     with path.open("rb") as file:
         frame = next(read_frames(path, file), None)
@@ -47,7 +47,7 @@ def read_header(path: Path) -> dict[str, Any]:
 
 
 class Log:
-    """The messages of a stream: sequence, place in the file, subject."""
+    """The index of a stream's messages: sequence, offset in the file, subject."""
 
     def __init__(self) -> None:
         self.seqs = array("q")
@@ -57,11 +57,11 @@ class Log:
         self._ids: dict[str, int] = {}
 
     def ids(self, subject: str) -> list[int]:
-        """The subject's index, if it has a message."""
+        """Returns the index number of a subject as a list; empty if no message has the subject."""
         return [self._ids[subject]] if subject in self._ids else []
 
     def add(self, at: int, message: Message) -> None:
-        """The next message."""
+        """Adds the next message, whose frame is at offset `at` of the file."""
         if message.subject not in self._ids:
             self._ids[message.subject] = len(self.subjects)
             self.subjects.append(message.subject)
@@ -70,7 +70,7 @@ class Log:
         self.whose.append(self._ids[message.subject])
 
     def drop(self, below: dict[str, int]) -> None:
-        """Forget messages of these subjects below sequences."""
+        """Removes messages of each subject in `below` with sequences smaller than its value."""
         limits = {self._ids[subject]: seq for subject, seq in below.items() if subject in self._ids}
         rows = zip(self.seqs, self.whose, strict=True)
         left = array("q", (i for i, (seq, of) in enumerate(rows) if seq >= limits.get(of, 0)))
@@ -79,7 +79,7 @@ class Log:
         self.whose = array("i", (self.whose[index] for index in left))
 
     def last(self, wanted: Iterable[int]) -> int | None:
-        """Offset in the file of the last message of these subjects."""
+        """Returns the file offset of the last message of the subjects with these index numbers."""
         chosen = {*wanted}
         for index in range(len(self.seqs) - 1, -1, -1):
             if self.whose[index] in chosen:
@@ -87,20 +87,20 @@ class Log:
         return None
 
     def rows(self, wanted: set[int], start_seq: int) -> Iterator[int]:
-        """Offsets in the file of the messages of these subjects from a sequence on."""
+        """Yields the file offsets of messages of these subjects, from sequence `start_seq` on."""
         for index in range(bisect_left(self.seqs, start_seq), len(self.seqs)):
             if self.whose[index] in wanted:
                 yield self.ats[index]
 
 
 class Bundle:
-    """A bundle, opened; `close` it.
+    """An open bundle; call `close` after use.
 
     Attributes:
         header: the bundle's own description.
-        tape, ops: its streams.
-        objects, files: the contents beside the streams, by name.
-        lost: a sentence on the damage, where the file was opened all the same; or "".
+        tape, ops: the indexes of its streams.
+        objects, files: the indexes of its other contents, by name.
+        lost: a sentence that describes the damage, if a damaged file was salvaged; else "".
     """
 
     def __init__(self, path: Path) -> None:
@@ -118,40 +118,40 @@ class Bundle:
 
     @property
     def has_objects(self) -> bool:
-        """Whether the bundle was made with the run's objects."""
+        """True if the bundle was made with the run's objects."""
         return bool(self.header["objects"])
 
     def close(self) -> None:
-        """Close the file."""
+        """Closes the file."""
         self._file.close()
 
     def content(self, at: int) -> Any:
-        """The content of the frame at an offset in the file; from any thread.
+        """Returns the content of the frame at an offset in the file; callable from any thread.
 
         Raises:
-            IntegrityError: the file has changed since.
+            IntegrityError: the file has changed since it was opened.
         """
         head = os.pread(self._file.fileno(), HEAD.size, at)
         return read_frame(self.path, os.pread(self._file.fileno(), frame_bytes(head), at))
 
     def message(self, at: int) -> Message:
-        """The message in the frame at an offset in the file."""
+        """Returns the message in the frame at an offset in the file."""
         content = self.content(at)
         return as_message(self.path, content["ops"] if isinstance(content, dict) else content)
 
     def file(self, name: str) -> bytes:
-        """A file that it holds.
+        """Returns the bytes of the file `name` in the bundle.
 
         Raises:
-            KeyError: it holds none of that name.
+            KeyError: the bundle has no file of that name.
         """
         return b"".join(self.parts(name))
 
     def parts(self, name: str) -> Iterator[bytes]:
-        """A file that it holds, piece by piece.
+        """Yields the bytes of the file `name` in the bundle, piece by piece.
 
         Raises:
-            KeyError: it holds none of that name.
+            KeyError: the bundle has no file of that name.
         """
         whole = self.files.get(name)
         if whole is None:
@@ -160,7 +160,7 @@ class Bundle:
             yield self.content(piece.frame_at)["data"]
 
     def read(self, whole: Whole, start: int, stop: int) -> bytes:
-        """Bytes of an object or a file."""
+        """Returns the bytes [start, stop) of an object or a file."""
         found = []
         for piece in whole.pieces:
             if piece.start < stop and piece.stop > start:
@@ -170,14 +170,14 @@ class Bundle:
 
 
 def open_bundle(path: Path, *, salvage: bool = False) -> Bundle:
-    """Open a bundle.
+    """Opens a bundle.
 
     Args:
         path: the file.
-        salvage: take what is whole of a damaged one; `Bundle.lost` says that it is.
+        salvage: index the undamaged frames of a damaged file; `Bundle.lost` describes the damage.
 
     Raises:
-        IntegrityError: it is damaged.
+        IntegrityError: the file is damaged.
     """
     bundle = Bundle(path)
     try:
@@ -208,7 +208,7 @@ def _fill(bundle: Bundle, *, salvage: bool) -> None:
 
 
 def _take_all(bundle: Bundle, frames: Iterator[Frame], *, strict: bool = True) -> bool:
-    """Note where everything stands; whether the file's end is there."""
+    """Adds every frame to the indexes; True if the file's end frame was found."""
     for at, content in frames:
         if not bundle.header:
             check_header(bundle.path, content)
@@ -266,7 +266,7 @@ def _check_end(bundle: Bundle, content: dict[str, Any], *, strict: bool) -> None
         )
     if strict:
         check_nesting(bundle.path, [*bundle.files])
-    # What was collected from the tape while the objects were copied is not of this copy.
+    # Records that were garbage-collected while the objects were copied have no objects here.
     oldest = check_oldest(bundle.path, content.get("oldest", {}))
     below = {names.record(bundle.run, fragment): seq for fragment, seq in oldest.items()}
     if below:

@@ -1,4 +1,4 @@
-"""The objects of a bundle as a store that can be read."""
+"""A bundle's objects as a read-only store."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,17 +17,17 @@ from diloco.common.storage.store import (
 
 
 class BundleStore(ObjectStore):
-    """Objects in a file; from any thread.
+    """Serves the objects of a bundle, read-only; callable from any thread.
 
     Args:
-        bundle: the file; who opened it closes it.
+        bundle: the file; whoever opened it closes it.
     """
 
     def __init__(self, bundle: Bundle) -> None:
         self._bundle = bundle
 
     def _refuse(self, *_args: Any, **_named: Any) -> Any:
-        """Refused.
+        """Refuses any operation that would change the store.
 
         Raises:
             StoreError: always.
@@ -39,21 +39,21 @@ class BundleStore(ObjectStore):
     def get(
         self, name: str, limit_bytes: int | None = None, within_s: float | None = None
     ) -> bytes:
-        """As `ObjectStore.get`, of a file here: `within_s` is not looked at."""
+        """Implements `ObjectStore.get`; ignores `within_s`, as the file is local."""
         del within_s
         whole = self._whole(name)
         check_size(name, whole.size_bytes, limit_bytes)
         return self._bundle.read(whole, 0, whole.size_bytes)
 
     def get_range(self, name: str, start: int, stop: int) -> bytes:
-        """As `ObjectStore.get_range`."""
+        """Implements `ObjectStore.get_range`."""
         check_range(name, start, stop)
         whole = self._whole(name)
         check_range(name, start, stop, whole.size_bytes)
         return self._bundle.read(whole, start, stop)
 
     def walk(self, prefix: str) -> Iterator[ObjectInfo]:
-        """As `list`, one after the other, in any order."""
+        """Implements `ObjectStore.walk`."""
         for name, size_bytes in self._bundle.objects.sizes():
             if name.startswith(prefix):
                 yield ObjectInfo(name, size_bytes)

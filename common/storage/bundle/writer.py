@@ -1,4 +1,4 @@
-"""Writes a bundle, which stands under its name once it is whole."""
+"""Writes bundles; a bundle gets its name only once it is complete."""
 
 from pathlib import Path
 from types import TracebackType
@@ -8,19 +8,19 @@ from diloco.common.protocol.errors import ConfigError
 from diloco.common.storage.bundle.frames import MAGIC, write_frame
 from diloco.common.storage.bus import Message
 
-# Of an object or a file, in one frame.
+# The most bytes of an object or a file in one frame.
 PIECE_BYTES = 1 << 20
 
 
 class BundleWriter:
-    """A bundle under way; a block that ends with an error leaves nothing.
+    """Writes a bundle; if its `with` block ends by an error, no file is left.
 
     Args:
-        path: the file to be.
-        header: "run", "made_s" and "objects", whether the bundle has any.
+        path: the file to write.
+        header: "run", "made_s", and "objects": whether the bundle has any objects.
 
     Raises:
-        ConfigError: the file is there already, or cannot be written.
+        ConfigError: the file exists already, or cannot be written.
     """
 
     def __init__(self, path: Path, header: dict[str, Any]) -> None:
@@ -63,25 +63,25 @@ class BundleWriter:
         return {"messages": self.messages, "objects": self.objects, "oldest": self._oldest}
 
     def message(self, message: Message) -> None:
-        """The tape's next message."""
+        """Writes the next message of the tape."""
         write_frame(self._file, list(message))
         self.messages += 1
 
     def ops(self, message: Message) -> None:
-        """The next message of heartbeats and rejections."""
+        """Writes the next message of the stream of heartbeats and rejections."""
         write_frame(self._file, {"ops": list(message)})
 
     def object(self, name: str, data: bytes) -> None:
-        """An object."""
+        """Writes an object."""
         self._pieces("object", name, data)
         self.objects += 1
 
     def file(self, name: str, data: bytes) -> None:
-        """A file beside them, such as a log."""
+        """Writes a file, such as a log."""
         self._pieces("file", name, data)
 
     def oldest(self, fragment: int, seq: int) -> None:
-        """A fragment's oldest record by now: those before it were collected meanwhile."""
+        """Notes a fragment's oldest record now; older ones were collected meanwhile."""
         self._oldest[str(fragment)] = seq
 
     def _pieces(self, kind: str, name: str, data: bytes) -> None:

@@ -1,7 +1,7 @@
-"""The message bus: streams with compare-and-swap, and messages that are not kept.
+"""The message bus: streams with compare-and-swap, and broadcasts that are not stored.
 
-`protocol.py` has the rules of every backend; `memory.py` and `jetstream/` are backends. NATS's is
-imported by its own name, so that nats-py is loaded only where there is a server.
+`protocol.py` has the rules of every backend; `memory.py` and `jetstream/` are backends. The NATS
+backend is imported by its own name, so that nats-py is loaded only when there is a server.
 """
 
 from diloco.common.storage.bus.memory import MemoryBroker, MemoryBus

@@ -1,4 +1,4 @@
-"""A bus in this process's memory; for tests, the simulator and single-process runs."""
+"""A bus in this process's memory, for tests, the simulator and single-process runs."""
 
 import asyncio
 import time
@@ -27,7 +27,7 @@ from diloco.common.storage.bus.protocol import (
 
 
 class _Stream:
-    """One stream of a MemoryBroker: the log and its indexes."""
+    """One stream of a `MemoryBroker`: its messages and indexes."""
 
     def __init__(
         self, name: str, subjects: list[str], limits: StreamLimits, first_seq: int
@@ -51,19 +51,19 @@ class _Stream:
         ttl_s: float | None,
         now_s: float,
     ) -> int:
-        """Store a message, or find that it is there already; its sequence. As `Bus.publish`."""
+        """Stores a message as `Bus.publish` does, and returns the sequence."""
         self.expire(now_s)
         check_ttl(ttl_s, allowed=self.limits.last_only)
         most = self.limits.max_message_bytes
         if most and len(payload) > most:
             raise BusError(f"message of {len(payload)} bytes: stream {self.name!r} takes {most}")
-        # As nats-server with one replica does it: a stale expectation is refused even when the
-        # msg_id is known, so whoever retries a swap must read the subject's last message.
+        # Like nats-server with one replica: a stale expectation is refused even if the msg_id is
+        # known, so whoever retries a compare-and-swap must read the subject's last message.
         last = self.last_of.get(subject, 0)
         if expected is not None and last != expected:
             raise SwapLostError(subject, expected, last)
         if (known := self._ids.get(msg_id)) is not None:
-            # What is gone cannot be read back, and is not believed either.
+            # A message that is gone cannot be compared, so it does not count as the same.
             same = (known.subject, known.payload) == (subject, payload)
             if known.seq not in self.log or not same:
                 raise id_taken(subject, known.seq)
@@ -86,14 +86,14 @@ class _Stream:
         return message.seq
 
     def put(self, message: Message) -> None:
-        """Take an exported message as it is."""
+        """Adds an exported message with its own sequence and time."""
         self.last_seq = message.seq
         self.log[message.seq] = message
         self.last_of[message.subject] = message.seq
         self._bytes += _size(message)
 
     def expire(self, now_s: float) -> None:
-        """Forget what is older than the stream's limits allow."""
+        """Removes messages and message ids that are older than the stream's limits allow."""
         for seq in [seq for seq, end_s in self._ends_at_s.items() if end_s <= now_s]:
             self._drop(seq)
         if age := self.limits.max_age_s:
@@ -106,7 +106,7 @@ class _Stream:
             del self._ids[msg_id]
 
     def after(self, position: int, subjects: list[str]) -> tuple[Message | None, int]:
-        """The first match from `position` on, or None, and the position to go on from."""
+        """Returns the first match from `position` on, or None, and where to continue."""
         oldest = self._oldest().seq if self.log else self.last_seq + 1
         position = max(position, oldest)
         while position <= self.last_seq:
@@ -117,21 +117,21 @@ class _Stream:
         return None, position
 
     def trim(self, subject: str, below_seq: int) -> None:
-        """Forget messages of a subject below a sequence, but not its last one."""
+        """Removes messages of a subject below a sequence, but never its last message."""
         end = min(below_seq, self.last_of.get(subject, 0))
         for message in [m for m in self.log.values() if m.subject == subject and m.seq < end]:
             del self.log[message.seq]
             self._bytes -= _size(message)
 
     def last(self, pattern: str) -> int:
-        """Sequence of the last message that matches; 0 if none does."""
+        """Returns the sequence of the last message that matches; 0 if none does."""
         if pattern in self.last_of:
             return self.last_of[pattern]
         matching = (seq for known, seq in self.last_of.items() if subject_matches(pattern, known))
         return max(matching, default=0)
 
     def filled(self) -> Filled:
-        """The fill of the stream."""
+        """Returns the size and the size limit of the stream in bytes."""
         return Filled(self._bytes, self.limits.max_bytes)
 
     def _oldest(self) -> Message:
@@ -155,11 +155,11 @@ class _Stream:
 class MemoryBroker:
     """The streams that the `MemoryBus` clients of one process share.
 
-    Deterministic: no threads, no clock but the one given, everything in order of registration.
+    Deterministic: no threads, no clock but the one given, readers served in order of registration.
     Not safe to use from several threads or event loops at once.
 
     Args:
-        clock: seconds since the epoch, for message times, `max_age_s` and the duplicate window.
+        clock: returns seconds since the epoch; used for message times and the streams' limits.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
@@ -171,7 +171,7 @@ class MemoryBroker:
     def create_stream(
         self, stream: str, subjects: list[str], limits: StreamLimits, first_seq: int = 1
     ) -> None:
-        """As `Bus.create_stream`."""
+        """Implements `Bus.create_stream`."""
         check_patterns(subjects)
         check_limits(limits)
         old = self._streams.get(stream)
@@ -185,7 +185,7 @@ class MemoryBroker:
         self._streams[stream] = _Stream(stream, list(subjects), limits, first_seq)
 
     def remove_stream(self, stream: str) -> None:
-        """As `Bus.remove_stream`."""
+        """Implements `Bus.remove_stream`."""
         self._streams.pop(stream, None)
 
     def publish(
@@ -196,7 +196,7 @@ class MemoryBroker:
         expected_last: int | None,
         ttl_s: float | None = None,
     ) -> int:
-        """As `Bus.publish`."""
+        """Implements `Bus.publish`."""
         check_subject(subject)
         for stream in self._streams.values():
             if any(subject_matches(s, subject) for s in stream.subjects):
@@ -210,7 +210,7 @@ class MemoryBroker:
         return seq
 
     def names(self) -> list[str]:
-        """The names of all streams, sorted."""
+        """Returns the names of all streams, sorted."""
         return sorted(self._streams)
 
     def restore(
@@ -220,7 +220,7 @@ class MemoryBroker:
         limits: StreamLimits,
         messages: Iterable[Message],
     ) -> int:
-        """As `Bus.restore`."""
+        """Implements `Bus.restore`."""
         if stream in self._streams:
             raise stream_exists(stream)
         self.create_stream(stream, subjects, limits)
@@ -232,7 +232,11 @@ class MemoryBroker:
         return len(self._streams[stream].log)
 
     def stream(self, name: str) -> _Stream:
-        """The stream of that name, rid of what has expired; StreamMissingError if there is none."""
+        """Returns the stream `name` without expired messages.
+
+        Raises:
+            StreamMissingError: there is no such stream.
+        """
         found = self._streams.get(name)
         if found is None:
             raise StreamMissingError(f"no stream {name!r}", hint="create the run first")
@@ -240,7 +244,7 @@ class MemoryBroker:
         return found
 
     def broadcast(self, subject: str, payload: bytes) -> None:
-        """Hand a message to everyone who listens now."""
+        """Hands a message to all present listeners."""
         check_subject(subject)
         for listener in self._listeners:
             if subject_matches(listener.pattern, subject):
@@ -248,24 +252,24 @@ class MemoryBroker:
                 listener.ready.set()
 
     def add_reader(self, ready: asyncio.Event) -> None:
-        """Set `ready` at every publish from now on."""
+        """Sets `ready` at every publish from now on."""
         self._readers[ready] = None
 
     def drop_reader(self, ready: asyncio.Event) -> None:
-        """Undo `add_reader`."""
+        """Undoes `add_reader`."""
         del self._readers[ready]
 
     def add_listener(self, listener: "_Listener") -> None:
-        """Give broadcasts that match it to `listener` from now on."""
+        """Hands matching broadcasts to `listener` from now on."""
         self._listeners[listener] = None
 
     def drop_listener(self, listener: "_Listener") -> None:
-        """Undo `add_listener`."""
+        """Undoes `add_listener`."""
         del self._listeners[listener]
 
 
 class _Listener:
-    """The messages that one `listen` call has not taken yet."""
+    """The messages of one `listen` call that its caller has not taken yet."""
 
     def __init__(self, pattern: str, ready: asyncio.Event) -> None:
         self.pattern = pattern
@@ -274,7 +278,7 @@ class _Listener:
 
 
 class MemoryBus:
-    """One client of a `MemoryBroker`; a broker of its own if none is given."""
+    """One client of a `MemoryBroker`; makes a broker of its own if none is given."""
 
     def __init__(self, broker: MemoryBroker | None = None) -> None:
         self.broker = broker or MemoryBroker()
@@ -284,15 +288,15 @@ class MemoryBus:
     async def create_stream(
         self, stream: str, subjects: list[str], limits: StreamLimits, *, first_seq: int = 1
     ) -> None:
-        """As `Bus.create_stream`."""
+        """Implements `Bus.create_stream`."""
         self._open_broker().create_stream(stream, subjects, limits, first_seq)
 
     async def streams(self) -> list[str]:
-        """As `Bus.streams`."""
+        """Implements `Bus.streams`."""
         return self._open_broker().names()
 
     async def remove_stream(self, stream: str) -> None:
-        """As `Bus.remove_stream`."""
+        """Implements `Bus.remove_stream`."""
         self._open_broker().remove_stream(stream)
 
     async def publish(
@@ -304,25 +308,25 @@ class MemoryBus:
         expected_last: int | None = None,
         ttl_s: float | None = None,
     ) -> int:
-        """As `Bus.publish`."""
+        """Implements `Bus.publish`."""
         return self._open_broker().publish(subject, payload, msg_id, expected_last, ttl_s)
 
     async def last(self, stream: str, subject: str) -> Message | None:
-        """As `Bus.last`."""
+        """Implements `Bus.last`."""
         check_subject(subject, wildcards=True)
         found = self._open_broker().stream(stream)
         return found.log.get(found.last(subject))
 
     async def last_sequence(self, stream: str) -> int:
-        """As `Bus.last_sequence`."""
+        """Implements `Bus.last_sequence`."""
         return self._open_broker().stream(stream).last_seq
 
     async def filled(self, stream: str) -> Filled:
-        """As `Bus.filled`."""
+        """Implements `Bus.filled`."""
         return self._open_broker().stream(stream).filled()
 
     async def trim(self, stream: str, subject: str, below_seq: int) -> None:
-        """As `Bus.trim`."""
+        """Implements `Bus.trim`."""
         check_subject(subject)
         self._open_broker().stream(stream).trim(subject, below_seq)
 
@@ -333,13 +337,13 @@ class MemoryBus:
         limits: StreamLimits,
         messages: Iterable[Message],
     ) -> int:
-        """As `Bus.restore`."""
+        """Implements `Bus.restore`."""
         return self._open_broker().restore(stream, subjects, limits, messages)
 
     async def read(
         self, stream: str, subjects: list[str], start_seq: int
     ) -> AsyncIterator[Message]:
-        """As `Bus.read`; ends when the bus closes."""
+        """Implements `Bus.read`; ends when the bus closes."""
         check_patterns(subjects)
         last = self._open_broker().stream(stream).last_seq
         if start_seq > last + 1:
@@ -361,15 +365,15 @@ class MemoryBus:
             del self._waiting[ready]
 
     async def broadcast(self, subject: str, payload: bytes) -> None:
-        """As `Bus.broadcast`; nothing happens when the bus is closed."""
+        """Implements `Bus.broadcast`; nothing happens when the bus is closed."""
         if not self._closed:
             self.broker.broadcast(subject, payload)
 
     async def listen(self, subject: str) -> AsyncIterator[tuple[str, bytes]]:
-        """As `Bus.listen`; ends when the bus closes.
+        """Implements `Bus.listen`; ends when the bus closes.
 
-        It hears what is sent after the first `anext`; beyond `LISTEN_BACKLOG` unread messages
-        the oldest are dropped.
+        Yields broadcasts sent after the first `anext`; beyond `LISTEN_BACKLOG` unread messages the
+        oldest are dropped.
         """
         check_subject(subject, wildcards=True)
         ready = asyncio.Event()
@@ -388,7 +392,7 @@ class MemoryBus:
             del self._waiting[ready]
 
     async def close(self) -> None:
-        """Leave the broker; reads and listeners of this client end."""
+        """Leaves the broker; reads and listeners of this client end."""
         self._closed = True
         for ready in self._waiting:
             ready.set()

@@ -1,22 +1,22 @@
-"""The message bus: streams with compare-and-swap, and messages that are not kept.
+"""The message bus: streams with compare-and-swap, and broadcasts that are not stored.
 
 Rules of every backend:
 - A stream is an ordered log; sequence numbers start at 1 and never repeat.
-- `publish` returns once the message is durable. With the same `msg_id` again (within the
-  stream's duplicate window) it stores nothing and returns the first one's sequence; but if that
-  is another message, of whomever, or gone by now, it says so. A server compares ids alone, so its
-  answer is no proof: what stands is read back.
+- `publish` returns once the message is durable. Repeated with the same `msg_id` within the
+  stream's duplicate window, it stores nothing and returns the first sequence, but only if the
+  stored message is the same; else it raises `IdTakenError`. A server compares ids alone, so
+  `publish` reads the stored message back.
 - `expected_last` is the sequence of the subject's last message, 0 for none: compare-and-swap.
-- With `ttl_s` a message vanishes so long after it was stored, in a stream of `last_only`.
+- With `ttl_s`, in a stream of `last_only`, a message vanishes that long after it was stored.
 - `read` yields every matching message from a sequence on, in order, exactly once per call, and
   then waits for new ones; it survives lost connections by itself.
-- `trim` removes what is old of a subject; sequence numbers and compare-and-swap stay as they are.
-- An answer may be stale; each read says how. Only `read` can prove that it is not: what comes
-  before a message of one's own was there before it. Whatever must happen exactly once hangs on
-  `read` until that message is seen, or on `expected_last`, which is judged where the stream grows.
-- `broadcast` reaches whoever listens now, at most once, and is kept nowhere.
+- `trim` removes old messages of a subject; sequence numbers and compare-and-swap are unaffected.
+- An answer may be stale; each method says how. Only `read` can prove that it is not: messages
+  before a message of one's own were stored before it. An action that must happen exactly once
+  relies on `read` up to that message, or on `expected_last`, which the stream's leader compares.
+- `broadcast` reaches present listeners at most once, and is stored nowhere.
 Subjects use NATS's grammar: tokens joined by '.', '*' matches one token, a last '>' the rest.
-What every backend refuses, and in which words, stands here too.
+The checks and the error messages that all backends share are here too.
 """
 
 from collections.abc import AsyncIterator, Iterable
@@ -25,7 +25,7 @@ from typing import NamedTuple, Protocol
 
 from diloco.common.protocol.errors import BusError, BusUnavailableError, IdTakenError
 
-# Broadcasts that one listener may leave unread; then the oldest are dropped.
+# The most unread broadcasts of one listener; beyond that some are dropped.
 LISTEN_BACKLOG = 1024
 
 
@@ -40,11 +40,11 @@ class Message(NamedTuple):
 
 
 class StreamLimits(NamedTuple):
-    """The limits of a stream; 0 means no limit. Of the tape nothing goes but by garbage collection.
+    """The limits of a stream; 0 means no limit. Only garbage collection shortens a run's tape.
 
-    `keep_old`: a stream at `max_bytes` takes no new message, instead of dropping its oldest.
-    `last_only`: of each subject its last message alone, which may have a time to live: a bucket
-    of keys and values, as NATS calls it.
+    `keep_old`: a stream at `max_bytes` refuses new messages instead of dropping its oldest.
+    `last_only`: each subject has its last message only, which may have a time to live, as in
+    NATS's key-value buckets.
     """
 
     max_age_s: float = 0.0
@@ -57,7 +57,7 @@ class StreamLimits(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """The fill of a stream and its readers, and the most there may be (0: none is known)."""
+    """A stream's size in bytes and its number of readers, each with its limit (0: none known)."""
 
     size_bytes: int
     max_bytes: int
@@ -66,28 +66,28 @@ class Filled(NamedTuple):
 
 
 class Bus(Protocol):
-    """The bus that daemons use; see the module's rules."""
+    """The interface of the bus that daemons use; the module's docstring has the rules."""
 
     async def create_stream(
         self, stream: str, subjects: list[str], limits: StreamLimits, *, first_seq: int = 1
     ) -> None:
-        """Create `stream`, whose first message gets `first_seq`; one that is there stays as it is.
+        """Creates `stream`, whose first message gets `first_seq`; leaves an existing one as it is.
 
         Raises:
             BusError: it exists with other settings (each difference is named), its subjects overlap
-                with another stream's, or the settings make no sense to the server.
+                with another stream's, or the server refuses the settings.
             BusUnavailableError: no answer.
         """
 
     async def streams(self) -> list[str]:
-        """The names of all streams, sorted.
+        """Returns the names of all streams, sorted.
 
-        Staleness: as the servers' leader has them; one made or removed this moment may be missing
-        or there.
+        Staleness: as the servers' leader knows them; a stream that is created or removed at this
+        moment may be missing or present.
         """
 
     async def remove_stream(self, stream: str) -> None:
-        """Remove `stream` with all its messages; one that is not there is no error.
+        """Removes `stream` with all its messages; does nothing if there is no such stream.
 
         Raises:
             BusError: not permitted.
@@ -103,11 +103,11 @@ class Bus(Protocol):
         expected_last: int | None = None,
         ttl_s: float | None = None,
     ) -> int:
-        """Append a message to the stream that owns `subject`; returns its sequence.
+        """Appends a message to the stream that owns `subject`; returns its sequence.
 
         Raises:
             SwapLostError: the subject's last message is not `expected_last`.
-            IdTakenError: a message was stored under `msg_id` that is another, or gone by now.
+            IdTakenError: another message was stored under `msg_id`, or the message is gone by now.
             BusUnavailableError: no answer, and the message may or may not have been stored; or the
                 stream is full (`keep_old`).
             BusError: refused for good (no such stream, too large, not permitted; `ttl_s` below a
@@ -115,13 +115,13 @@ class Bus(Protocol):
         """
 
     async def last(self, stream: str, subject: str) -> Message | None:
-        """The last message of `subject`, or of all that match it as a pattern; None if none does.
+        """Returns the last message of `subject`, which may be a pattern; None if there is none.
 
-        Staleness: without bound. With the credentials of a learner any replica may answer, also one
-        that is behind what was acknowledged, even to this client, and the next answer may be
-        older than this one. With others the stream's leader answers, which is behind only while it
-        does not know yet that it was replaced (seconds). It is a place to begin to `read` from,
-        and what `expected_last` then proves or refutes.
+        Staleness: without bound. With a learner's credentials any replica may answer, even one that
+        lacks messages acknowledged to this client, and the next answer may be older than this one.
+        With others the stream's leader answers, which is stale only while it does not know yet that
+        it was replaced (seconds). Use it as a place to begin to `read` from, or as an
+        `expected_last`, which the server then compares.
 
         Raises:
             StreamMissingError: there is no such stream.
@@ -130,11 +130,11 @@ class Bus(Protocol):
         """
 
     async def last_sequence(self, stream: str) -> int:
-        """Sequence of the stream's last message; 0 if it is empty.
+        """Returns the sequence of the stream's last message; 0 if the stream is empty.
 
-        Staleness: asked of the stream's leader. All that was acknowledged before the call is
-        counted, but for a leader that does not know yet that it was replaced (seconds); so it is
-        a lower bound, and may be lower than an earlier answer.
+        Staleness: the stream's leader answers. It counts all messages acknowledged before the call,
+        unless it does not know yet that it was replaced (seconds); so the answer is a lower bound,
+        and may be lower than an earlier answer.
 
         Raises:
             StreamMissingError: there is no such stream.
@@ -143,9 +143,9 @@ class Bus(Protocol):
         """
 
     async def filled(self, stream: str) -> Filled:
-        """The fill of a stream and of its readers.
+        """Returns how full a stream is, and how many readers it has.
 
-        Staleness: as of `last_sequence`; what was published meanwhile is missing.
+        Staleness: as of `last_sequence`; messages published meanwhile are not counted.
 
         Raises:
             StreamMissingError: there is no such stream.
@@ -154,11 +154,11 @@ class Bus(Protocol):
         """
 
     async def trim(self, stream: str, subject: str, below_seq: int) -> None:
-        """Remove messages of `subject` (no wildcards) below `below_seq`, but never its last one.
+        """Removes messages of `subject` (no wildcards) below `below_seq`, but never its last one.
 
         Raises:
             StreamMissingError: there is no such stream.
-            BusUnavailableError: no answer; nothing, some or all was removed: call again.
+            BusUnavailableError: no answer; none, some or all messages were removed: call again.
             BusError: not permitted, or the bus is closed.
         """
 
@@ -169,22 +169,22 @@ class Bus(Protocol):
         limits: StreamLimits,
         messages: Iterable[Message],
     ) -> int:
-        """Create `stream` with the messages of one that was exported; returns how many it has.
+        """Creates `stream` with the messages of an exported stream; returns their number.
 
-        Subjects, sequence numbers, times and message ids are the exported ones, and what was
-        missing between them is missing here.
+        Subjects, sequence numbers, times and message ids stay as exported, gaps between sequence
+        numbers included.
 
         Raises:
-            BusError: there is such a stream already, or it does not take a message.
-            BusUnavailableError: no answer; the stream may be there in part.
+            BusError: the stream exists already, or the server refuses a message.
+            BusUnavailableError: no answer; the stream may have been created in part.
         """
 
     def read(self, stream: str, subjects: list[str], start_seq: int) -> AsyncIterator[Message]:
-        """Messages of `subjects` from `start_seq` (1: all of them) on, then new ones, for ever.
+        """Yields messages of `subjects` from `start_seq` (1: all) on, then new ones, for ever.
 
-        Staleness: it may lag behind the stream's end without bound, and nothing tells that it
-        does; but it gives the stream's order, without gaps, and never goes back. Who has read a
-        message knows everything of these subjects that was stored before it.
+        Staleness: it may lag behind the stream's end without bound and without notice; but it keeps
+        the stream's order, without gaps, and never goes back. A reader that has received a message
+        has received all messages of these subjects that were stored before it.
 
         Raises:
             BusError: no such stream, bad or overlapping subjects, not permitted, or the position is
@@ -192,27 +192,27 @@ class Bus(Protocol):
         """
 
     async def broadcast(self, subject: str, payload: bytes) -> None:
-        """Tell whoever listens; never raises for want of a connection or a listener.
+        """Sends a message to present listeners; does not raise if there is no connection.
 
         Raises:
-            BusError: `subject` is none.
+            BusError: `subject` is malformed.
         """
 
     def listen(self, subject: str) -> AsyncIterator[tuple[str, bytes]]:
-        """(subject, payload) of every broadcast that matches `subject` from now on.
+        """Yields (subject, payload) of every broadcast that matches `subject` from now on.
 
-        Staleness: it comes within moments or never; silence says nothing.
+        Staleness: a broadcast arrives within moments or never, so silence proves nothing.
 
         Raises:
-            BusError: `subject` is no pattern, or not permitted.
+            BusError: `subject` is not a valid pattern, or is not permitted.
         """
 
     async def close(self) -> None:
-        """Release the connection."""
+        """Releases the connection."""
 
 
 def stream_exists(stream: str) -> BusError:
-    """The error of restoring a stream where there is one."""
+    """Returns the error for restoring a stream that exists already."""
     return BusError(
         f"stream {stream!r} exists already",
         hint="a tape is imported into a server that does not have it",
@@ -220,7 +220,7 @@ def stream_exists(stream: str) -> BusError:
 
 
 def stream_went_back(stream: str, start_seq: int, last: int) -> BusError:
-    """The error of a reader whose position lies beyond the end of the stream."""
+    """Returns the error for a reader whose position lies beyond the end of the stream."""
     return BusError(
         f"stream {stream!r} ends at {last}, but sequence {start_seq - 1} was seen earlier",
         hint="the server lost acknowledged messages (a power cut without sync_interval: always?) "
@@ -229,7 +229,7 @@ def stream_went_back(stream: str, start_seq: int, last: int) -> BusError:
 
 
 def id_taken(subject: str, seq: int) -> IdTakenError:
-    """The error of a message that a stream holds for a copy of another one."""
+    """Returns the error for a message whose id another message of the stream has."""
     return IdTakenError(
         f"a message for {subject!r} was not stored: sequence {seq} has its id, and is another",
         hint="look who sent that sequence: a learner that publishes under others' ids is hostile",
@@ -237,7 +237,7 @@ def id_taken(subject: str, seq: int) -> IdTakenError:
 
 
 def stream_is_full(subject: str) -> BusUnavailableError:
-    """The error of a message that a stream with `keep_old` has no room for."""
+    """Returns the error for a message that does not fit into a stream with `keep_old`."""
     return BusUnavailableError(
         f"the stream of {subject!r} is full",
         hint="nothing is lost, writers wait until there is room: runbooks/tape-full.md",
@@ -245,10 +245,11 @@ def stream_is_full(subject: str) -> BusUnavailableError:
 
 
 def check_limits(limits: StreamLimits) -> None:
-    """Refuse limits that no server takes.
+    """Refuses limits that no server accepts.
 
     Raises:
-        BusError: negative ones, no replica, or a duplicate window of none or beyond the age.
+        BusError: a limit is negative, there is no replica, or the duplicate window is 0 or longer
+            than the greatest age.
     """
     if min(limits) < 0 or limits.replicas < 1:
         raise BusError(f"stream limits must not be negative: {limits}")
@@ -260,10 +261,10 @@ def check_limits(limits: StreamLimits) -> None:
 
 
 def check_ttl(ttl_s: float | None, *, allowed: bool) -> None:
-    """Refuse a time to live that no server takes.
+    """Refuses a time to live that no server accepts.
 
     Raises:
-        BusError: less than a second, or in a stream that is not `last_only`.
+        BusError: `ttl_s` is below a second, or the stream is not `last_only`.
     """
     if ttl_s is not None and (ttl_s < 1 or not allowed):
         raise BusError(
@@ -273,12 +274,12 @@ def check_ttl(ttl_s: float | None, *, allowed: bool) -> None:
 
 
 def stream_settings(subjects: list[str], limits: StreamLimits) -> dict[str, object]:
-    """The settings, by name, in which two creations of one stream must be equal."""
+    """Returns the settings, by name, that must be equal if a stream is created twice."""
     return {"subjects": sorted(subjects), **limits._asdict()}
 
 
 def check_settings(stream: str, there: dict[str, object], asked: dict[str, object]) -> None:
-    """Compare an existing stream's settings with those asked for.
+    """Compares an existing stream's settings with those asked for.
 
     Raises:
         BusError: they differ; every difference is named.
@@ -293,7 +294,7 @@ def check_settings(stream: str, there: dict[str, object], asked: dict[str, objec
 
 @lru_cache(maxsize=1 << 14)
 def subject_matches(pattern: str, subject: str) -> bool:
-    """Whether `subject` (without wildcards) is one that `pattern` stands for."""
+    """True if `subject` (without wildcards) matches `pattern`."""
     patterns, tokens = pattern.split("."), subject.split(".")
     if patterns[-1] == ">":
         patterns.pop()
@@ -306,7 +307,7 @@ def subject_matches(pattern: str, subject: str) -> bool:
 
 
 def subjects_overlap(first: str, second: str) -> bool:
-    """Whether some subject matches both patterns."""
+    """True if some subject matches both patterns."""
     a, b = first.split("."), second.split(".")
     for left, right in zip(a, b, strict=False):
         if ">" in {left, right}:
@@ -317,9 +318,9 @@ def subjects_overlap(first: str, second: str) -> bool:
 
 
 def check_subject(subject: str, *, wildcards: bool = False) -> None:
-    """Refuse what is not a subject, or (unless allowed) one with wildcards.
+    """Refuses a malformed subject, and unless `wildcards`, one with wildcards.
 
-    A server would store a message under the literal subject 'a.*', hence a check of our own.
+    The check is needed because a server would store a message under the literal subject 'a.*'.
 
     Raises:
         BusError: `subject` breaks the grammar.
@@ -332,10 +333,10 @@ def check_subject(subject: str, *, wildcards: bool = False) -> None:
 
 
 def check_patterns(subjects: list[str]) -> None:
-    """Refuse an empty list of subjects, one with bad grammar, or two that overlap.
+    """Refuses an empty list of subjects, a malformed subject, or two subjects that overlap.
 
     Raises:
-        BusError: a server would refuse them too.
+        BusError: the list breaks one of these rules, as it would at a server.
     """
     if not subjects:
         raise BusError("no subjects given")

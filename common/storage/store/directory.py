@@ -1,4 +1,4 @@
-"""An object store in a folder, which the processes of one machine or file system may share."""
+"""An object store in a folder, which processes of one machine or one file system may share."""
 
 import contextlib
 import errno
@@ -35,7 +35,7 @@ from diloco.common.storage.store.protocol import (
 )
 
 _PASSING = {
-    # Whatever asks for an object looks before; else it is the folder itself that is missing.
+    # Missing objects are handled where they are opened; here the folder itself is missing.
     errno.ENOENT: "the store's folder is gone; mount it again, or put it back",
     errno.ENOSPC: "the disk is full; free space, and the call may be repeated",
     errno.EDQUOT: "the disk quota is used up; free space, and the call may be repeated",
@@ -47,26 +47,26 @@ _PASSING = {
 }
 
 
-# A reader looks at the time after so many bytes: a network file system may be slow.
+# Reading checks its deadline after this many bytes: a network file system may be slow.
 _PIECE_BYTES = 8 << 20
-# What opening a link answers (it is not followed), and a pipe or a device that nobody serves.
+# Errors of opening a link, which is not followed, and a pipe or device without a peer.
 _NO_FILE = {errno.ELOOP, errno.ENXIO}
 
 
 class DirectoryStore(ObjectStore):
     """Objects as read-only files below a folder, which several processes may share.
 
-    An object is written to `.tmp`, synced, and given its name by a hard link, which fails when
-    the name is taken: that makes it create-only and never half visible. What a crash leaves in
-    `.tmp` is never listed and may be removed while nothing runs. What was kept (`keep`) has its
-    name below `.kept` too, and that is what the name stands for, whatever its writer does. A name
-    cannot be both an object and a folder of others. What root writes belongs to whom the folder
-    belongs: a command that an operator runs as root leaves nothing behind that the daemons cannot
-    write to.
+    An object is written to `.tmp`, synced, and given its name by a hard link, which fails if the
+    name exists: so objects are never overwritten, and visible only when complete. Files that a
+    crash leaves in `.tmp` are never listed, and may be removed while nothing runs. `keep` links an
+    object below `.kept` too, and reads prefer that file, whatever the object's writer does with its
+    own. A name cannot be both an object and a folder of objects. Files that root writes get the
+    folder's owner, so that commands that an operator runs as root leave no files that daemons
+    cannot write.
 
     Args:
         root: the folder.
-        create: make it if it is not there, or empty.
+        create: make the folder if it does not exist, and accept an empty one.
 
     Raises:
         StoreMissingError: there is no such folder, or it is empty: it may not be mounted.
@@ -87,7 +87,7 @@ class DirectoryStore(ObjectStore):
             self._keep_owner(root / TEMP)
 
     def put(self, name: str, data: Data) -> None:
-        """As `ObjectStore.put`; on disk, its name included, when this returns."""
+        """Implements `ObjectStore.put`; object and name are on disk when this returns."""
         check_object_name(name)
         path = self.root / name
         parts = parts_of(data)
@@ -103,7 +103,7 @@ class DirectoryStore(ObjectStore):
                     if not same:
                         raise object_exists(name)
                     break
-                # The link of an equal object may be another writer's, and not synced yet.
+                # Another writer may have made the link of an equal object, and not synced it yet.
                 _sync_folder(path.parent)
             finally:
                 temp.unlink(missing_ok=True)
@@ -111,19 +111,19 @@ class DirectoryStore(ObjectStore):
     def get(
         self, name: str, limit_bytes: int | None = None, within_s: float | None = None
     ) -> bytes:
-        """As `ObjectStore.get`; unreadable is a link, a pipe, a device."""
+        """Implements `ObjectStore.get`; links, pipes and devices are unreadable."""
         deadline = Deadline(name, within_s)
         return self._read(
             name, lambda file, size: _read_all(name, file, size, limit_bytes, deadline)
         )
 
     def get_range(self, name: str, start: int, stop: int) -> bytes:
-        """As `ObjectStore.get_range`."""
+        """Implements `ObjectStore.get_range`."""
         check_range(name, start, stop)
         return self._read(name, lambda file, size: _read_range(name, file, size, start, stop))
 
     def walk(self, prefix: str) -> Iterator[ObjectInfo]:
-        """As `ObjectStore.walk`, folder by folder."""
+        """Implements `ObjectStore.walk`, folder by folder."""
         folder = prefix.rpartition("/")[0]
         if folder:
             check_object_name(folder)
@@ -133,12 +133,12 @@ class DirectoryStore(ObjectStore):
                 if info.name.startswith(prefix):
                     yield info
             for info in self._walk(self.root / KEPT, folder):
-                # Of what stands under both names once.
+                # An object below both folders is listed once.
                 if info.name.startswith(prefix) and not os.path.lexists(self.root / info.name):
                     yield info
 
     def delete(self, name: str) -> None:
-        """As `ObjectStore.delete`, kept or not."""
+        """Implements `ObjectStore.delete`; removes a kept copy too."""
         check_object_name(name)
         with _os_errors("delete", name):
             self._check_there()
@@ -147,10 +147,10 @@ class DirectoryStore(ObjectStore):
                     path.unlink(missing_ok=True)
 
     def keep(self, name: str, limit_bytes: int) -> None:
-        """Keep the present bytes of `name` until it is deleted here.
+        """Protects the present bytes of `name` until `delete` removes them.
 
-        Whoever wrote it may remove its file, or put another in its place. What cannot be read as an
-        object of so many bytes is not kept.
+        The object's writer may then remove or replace its own file without effect. A file that
+        cannot be read as an object of at most `limit_bytes` is not kept.
 
         Raises:
             StoreUnavailableError: the disk is full or failed.
@@ -165,11 +165,11 @@ class DirectoryStore(ObjectStore):
             except FileNotFoundError:
                 return
             except PermissionError:
-                # Linux gives nobody a second name of another's file: it is copied.
+                # Linux forbids hard links to another user's file, so it is copied.
                 self._keep_copy(name, kept, limit_bytes)
 
     def copies(self, prefix: str) -> Iterator[str]:
-        """Names of objects of which only the kept copy is left: somebody has removed their files.
+        """Yields names of objects of which only the kept copy is left, not the writer's file.
 
         Raises:
             StoreUnavailableError: the disk failed.
@@ -190,7 +190,7 @@ class DirectoryStore(ObjectStore):
                 temp.unlink(missing_ok=True)
 
     def _check_there(self) -> None:
-        """Refuse a folder that was unmounted or renamed: its objects are not missing.
+        """Raises if the folder was unmounted or renamed, as its objects are not missing then.
 
         Raises:
             FileNotFoundError: the folder is not there, or is not the one that was opened.
@@ -199,7 +199,7 @@ class DirectoryStore(ObjectStore):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.root))
 
     def _read(self, name: str, read: Callable[[BinaryIO, int], bytes]) -> bytes:
-        """Call `read` with an object's open file and its size, and return the result."""
+        """Calls `read` with an object's open file and its size, and returns the result."""
         check_object_name(name)
         with _os_errors("read", name):
             with contextlib.suppress(ObjectMissingError):
@@ -207,7 +207,7 @@ class DirectoryStore(ObjectStore):
             try:
                 return self._read_file(self.root, name, read)
             except ObjectMissingError:
-                # The folder may have been away just then, and be back by now.
+                # The folder may have been unmounted for a moment, so look again.
                 self._check_there()
                 return self._read_file(self.root, name, read)
 
@@ -244,7 +244,7 @@ class DirectoryStore(ObjectStore):
         return temp
 
     def _make_folder(self, folder: Path) -> None:
-        """Make `folder` below the root, durable with every folder above it."""
+        """Makes `folder` below the root; it and the folders above are on disk when this returns."""
         if folder == self.root or folder.is_dir():
             return
         self._make_folder(folder.parent)
@@ -253,15 +253,15 @@ class DirectoryStore(ObjectStore):
         _sync_folder(folder.parent)
 
     def _keep_owner(self, file: Path | int) -> None:
-        """Give what root has made to whom the store's folder belongs."""
+        """Gives a file or folder that root has made to the owner of the store's folder."""
         if os.geteuid() == 0:
             owner = self.root.stat()
-            # A network file system may make somebody else of root, who may not give anything away.
+            # A network file system may map root to a user without the right to change owners.
             with contextlib.suppress(PermissionError):
                 os.chown(file, owner.st_uid, owner.st_gid)
 
     def _walk(self, root: Path, folder: str) -> Iterator[ObjectInfo]:
-        """Every object below `folder` ('' for all); what is deleted meanwhile may be missing."""
+        """Yields every object below `folder` ('' for all); may miss those deleted meanwhile."""
         try:
             entries = _entries(root / folder)
         except (FileNotFoundError, NotADirectoryError):
@@ -274,7 +274,7 @@ class DirectoryStore(ObjectStore):
                 yield from self._walk(root, name)
                 continue
             with contextlib.suppress(FileNotFoundError):
-                # Not of what a link names: one that goes round in a circle would end the listing.
+                # Links are not followed, as a circular one would break the listing.
                 yield ObjectInfo(name, entry.stat(follow_symlinks=False).st_size)
 
 
@@ -287,7 +287,7 @@ def _read_all(
     name: str, file: BinaryIO, size_bytes: int, limit_bytes: int | None, deadline: Deadline
 ) -> bytes:
     check_size(name, size_bytes, limit_bytes)
-    # A BytesIO that is filled through its buffer gives out `bytes` without another copy.
+    # A BytesIO that is filled through its buffer returns `bytes` without another copy.
     buffer, filled = io.BytesIO(bytes(size_bytes)), 0
     with buffer.getbuffer() as window:
         while filled < size_bytes:
@@ -306,16 +306,16 @@ def _read_range(name: str, file: BinaryIO, size_bytes: int, start: int, stop: in
 
 
 def _open_file(path: str, flags: int) -> int:
-    """Open what a name stands for itself, and never wait for it.
+    """Opens a file without following a link and without waiting.
 
-    A learner that may write in the folder could else have its reader follow a link to a file
-    without end, or wait at a pipe.
+    A learner that may write to the folder could else make a reader follow a link to an endless
+    file, or wait at a pipe.
     """
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def _link(source: Path, target: Path) -> bool:
-    """Give `source`, a link or not, the name `target` too; False if that name is taken."""
+    """Gives `source`, even if it is a link, the second name `target`; False if `target` exists."""
     try:
         os.link(source, target, follow_symlinks=False)
     except FileExistsError:
@@ -333,7 +333,7 @@ def _sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _os_errors(action: str, name: str) -> Iterator[None]:
-    """Turn what the operating system raises into our errors."""
+    """Turns operating system errors into this project's errors."""
     try:
         yield
     except OSError as error:

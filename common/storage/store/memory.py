@@ -1,4 +1,4 @@
-"""An object store in this process's memory; for tests, the simulator and single-process runs."""
+"""An object store in this process's memory, for tests, the simulator and single-process runs."""
 
 import threading
 from collections.abc import Iterator
@@ -17,14 +17,14 @@ from diloco.common.storage.store.protocol import (
 
 
 class MemoryStore(ObjectStore):
-    """Objects in this process's memory; for tests, the simulator and single-process runs."""
+    """Objects in this process's memory, for tests, the simulator and single-process runs."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._objects: dict[str, bytes] = {}
 
     def put(self, name: str, data: Data) -> None:
-        """As `ObjectStore.put`."""
+        """Implements `ObjectStore.put`."""
         check_object_name(name)
         copy = bytes(data)
         with self._lock:
@@ -34,7 +34,7 @@ class MemoryStore(ObjectStore):
     def get(
         self, name: str, limit_bytes: int | None = None, within_s: float | None = None
     ) -> bytes:
-        """As `ObjectStore.get`."""
+        """Implements `ObjectStore.get`."""
         check_object_name(name)
         with self._lock:
             data = self._objects.get(name)
@@ -45,20 +45,20 @@ class MemoryStore(ObjectStore):
         return data
 
     def get_range(self, name: str, start: int, stop: int) -> bytes:
-        """As `ObjectStore.get_range`."""
+        """Implements `ObjectStore.get_range`."""
         check_range(name, start, stop)
         data = self.get(name)
         check_range(name, start, stop, len(data))
         return data[start:stop]
 
     def walk(self, prefix: str) -> Iterator[ObjectInfo]:
-        """As `ObjectStore.walk`."""
+        """Implements `ObjectStore.walk`."""
         with self._lock:
             sizes = {name: len(data) for name, data in self._objects.items()}
         return (ObjectInfo(*found) for found in sizes.items() if found[0].startswith(prefix))
 
     def delete(self, name: str) -> None:
-        """As `ObjectStore.delete`."""
+        """Implements `ObjectStore.delete`."""
         check_object_name(name)
         with self._lock:
             self._objects.pop(name, None)

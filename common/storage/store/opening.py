@@ -1,4 +1,4 @@
-"""The store that a URL means; `KINDS` has a row for each kind."""
+"""Opens the store that a URL names; `KINDS` has a row for each kind of store."""
 
 import urllib.parse
 from collections.abc import Callable
@@ -12,18 +12,18 @@ from diloco.common.storage.store.protocol import ObjectStore
 
 
 def open_store(url: str, *, emulator: bool = False, create: bool = False) -> ObjectStore:
-    """The store at `url`, which is of one of `KINDS`, or the path of a folder.
+    """Opens the store at `url`, which has a scheme of `KINDS`, or is the path of a folder.
 
     Args:
         url: where the objects are.
-        create: make a folder that is not there, as who creates a run does. For all others it is not
-            mounted: an empty one in its place would hide that. Of a bucket of another service than
-            Google's, try that it never overwrites.
-        emulator: a gs:// URL means the server at STORAGE_EMULATOR_HOST.
+        create: make a missing folder; only the creator of a run does so. For all others a missing
+            folder is not mounted, which a new empty one would hide. For a bucket of a service other
+            than Google's, check by trying that it never overwrites.
+        emulator: use the server at STORAGE_EMULATOR_HOST for a gs:// URL.
 
     Raises:
-        ConfigError: the URL is of a kind that this version does not know, or `emulator` and the
-            environment disagree.
+        ConfigError: this release does not know the URL's scheme, or `emulator` contradicts the
+            environment.
         StoreMissingError: there is no such folder.
         StoreError: the folder cannot be used, or there are no credentials.
     """
@@ -48,7 +48,7 @@ def _open_folder(url: str, _: bool, create: bool) -> ObjectStore:
 
 
 def _open_gcs(url: str, emulator: bool, _: bool) -> ObjectStore:
-    # Only here, because to load the client of Google takes a second that most never need.
+    # Imported here, because loading Google's client takes a second that most never need.
     from diloco.common.storage.store.gcs import open_gcs
 
     return open_gcs(url, storage_emulator(asked_for=emulator))
@@ -67,7 +67,7 @@ def _open_bucket(url: str, _: bool, create: bool) -> ObjectStore:
     return open_bucket(url, check=create)
 
 
-# By the scheme of URLs: what opens a store, from the URL, `emulator` and `create` of `open_store`.
+# For each URL scheme, the function that opens a store, given `open_store`'s arguments.
 KINDS: Final[dict[str, Callable[[str, bool, bool], ObjectStore]]] = {
     "gs": _open_gcs,
     "s3": _open_bucket,

@@ -29,12 +29,12 @@ from diloco.common.protocol.errors import (
 )
 from diloco.common.protocol.shards import Data
 
-# First tokens of names that a backend keeps for itself.
+# First tokens of names that backends reserve for themselves.
 TEMP, KEPT = ".tmp", ".kept"
 RESERVED = frozenset({TEMP, KEPT})
 _NAME = re.compile(r"[A-Za-z0-9._=-]+(/[A-Za-z0-9._=-]+)*")
 _MAX_NAME = 512
-_MAX_TOKEN = 255  # what common file systems allow
+_MAX_TOKEN = 255  # the limit of common file systems
 
 
 class ObjectInfo(NamedTuple):
@@ -45,17 +45,17 @@ class ObjectInfo(NamedTuple):
 
 
 class ObjectStore(Protocol):
-    """The store that daemons use; see the module's rules."""
+    """The interface of the store that daemons use; the module's docstring has the rules."""
 
     def put(self, name: str, data: Data) -> None:
-        """Store `data` under `name`.
+        """Stores `data` under `name`.
 
         Args:
-            name: of the object.
+            name: the object's name.
             data: its bytes; they must not change before this returns.
 
         Raises:
-            ObjectExistsError: other bytes stand under that name.
+            ObjectExistsError: other bytes are stored under that name.
             StoreUnavailableError: a transient fault; nothing or everything was stored.
             StoreError: not permitted, no such bucket, or `name` is not an object name.
         """
@@ -63,46 +63,46 @@ class ObjectStore(Protocol):
     def get(
         self, name: str, limit_bytes: int | None = None, within_s: float | None = None
     ) -> bytes:
-        """The bytes of `name`.
+        """Returns the bytes of `name`.
 
         Args:
-            name: of the object.
+            name: the object's name.
             limit_bytes: the largest size to read.
-            within_s: give up after so long; None for never, beyond what a backend waits for itself.
+            within_s: time limit in seconds; None for none beyond the backend's own.
 
         Raises:
             ObjectMissingError: no such object.
-            ObjectTooLargeError: it has more than `limit_bytes`; it was not read.
-            ObjectUnreadableError: no plain object has the name, but a folder, say.
-            StoreSlowError: it took longer than `within_s`.
+            ObjectTooLargeError: the object has more than `limit_bytes`; it was not read.
+            ObjectUnreadableError: the name belongs to something else than a plain object.
+            StoreSlowError: reading took longer than `within_s`.
             StoreUnavailableError: a transient fault, or the bytes come damaged again and again.
             StoreError: as of `put`.
         """
 
     def get_range(self, name: str, start: int, stop: int) -> bytes:
-        """The bytes [start, stop) of `name`, 0 <= start < stop.
+        """Returns the bytes [start, stop) of `name`, 0 <= start < stop.
 
-        No store can check parts against the checksum of the whole, so the caller must.
+        The caller must check them, as no store can compare a part with the checksum of the whole.
 
         Raises:
             ObjectRangeError: the range is empty, or ends beyond the object.
-            StoreError: as of `get`, but for size and time.
+            StoreError: as of `get`, except for size and time.
         """
 
     def list(self, prefix: str) -> list[ObjectInfo]:
-        """All objects whose names begin with `prefix`, in order of name.
+        """Returns all objects whose names begin with `prefix`, sorted by name.
 
         Raises:
             StoreUnavailableError: a transient fault.
-            StoreError: not permitted, no such bucket, or the prefix is none of a name.
+            StoreError: not permitted, no such bucket, or no name can begin with `prefix`.
         """
         return sorted(self.walk(prefix))
 
     def walk(self, prefix: str) -> Iterator[ObjectInfo]:
-        """As `list`, one after the other, in any order: for callers that meet very many objects."""
+        """Yields the objects of `list` one by one, in any order, for callers that meet many."""
 
     def delete(self, name: str) -> None:
-        """Remove `name`; one that is not there is no error.
+        """Removes `name`; does nothing if there is no such object.
 
         Raises:
             StoreUnavailableError: a transient fault.
@@ -112,20 +112,20 @@ class ObjectStore(Protocol):
 
 @runtime_checkable
 class Keeps(Protocol):
-    """A store whose objects their writers may remove, unless they are kept.
+    """A store whose objects their writers can remove, unless `keep` protects them.
 
-    Others need no such thing: a bucket's rules give no learner the right to delete.
+    Buckets need no such method: their access rules give learners no right to delete.
     """
 
     def keep(self, name: str, limit_bytes: int) -> None:
-        """Keep the present bytes of `name`, whatever its writer does."""
+        """Protects the present bytes of `name` from its writer."""
 
 
 def check_range(name: str, start: int, stop: int, size_bytes: int | None = None) -> None:
-    """Refuse a range of bytes that is empty, or not within an object of `size_bytes`.
+    """Refuses a byte range that is empty, or not within an object of `size_bytes`.
 
     Args:
-        name: the object.
+        name: the object's name.
         start: first byte.
         stop: the byte after the last.
         size_bytes: the object's size; None while it is not known.
@@ -142,10 +142,10 @@ def check_range(name: str, start: int, stop: int, size_bytes: int | None = None)
 
 
 def check_size(name: str, size_bytes: int, limit_bytes: int | None) -> None:
-    """Refuse an object that is larger than its reader wants.
+    """Refuses an object that is larger than its reader allows.
 
     Raises:
-        ObjectTooLargeError: it has more than `limit_bytes`.
+        ObjectTooLargeError: the object has more than `limit_bytes`.
     """
     if limit_bytes is not None and size_bytes > limit_bytes:
         raise ObjectTooLargeError(
@@ -154,7 +154,7 @@ def check_size(name: str, size_bytes: int, limit_bytes: int | None) -> None:
 
 
 def check_object_name(name: str) -> None:
-    """Refuse a name that some backend could not hold.
+    """Refuses a name that some backend could not store.
 
     Names are relative: tokens of `[A-Za-z0-9._=-]`, at most 255 long, joined by single '/', no
     token '.' or '..', 512 characters in all; first tokens '.tmp' and '.kept' are a backend's own.
@@ -176,10 +176,10 @@ def check_object_name(name: str) -> None:
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """Bucket, and prefix without a last '/', of a URL like "gs://bucket/prefix".
+    """Returns bucket and prefix, without a last '/', of a URL like "gs://bucket/prefix".
 
     Raises:
-        ConfigError: it names no bucket, or a prefix that cannot be one.
+        ConfigError: the URL names no bucket, or has a prefix that cannot be used.
     """
     scheme, _, rest = url.partition("://")
     bucket, _, prefix = rest.partition("/")
@@ -195,7 +195,7 @@ def split_url(url: str) -> tuple[str, str]:
 
 
 def object_exists(name: str) -> ObjectExistsError:
-    """The error that `put` raises when other bytes stand under `name`."""
+    """Returns the error that `put` raises if other bytes are stored under `name`."""
     return ObjectExistsError(
         f"an object {name!r} with other bytes exists",
         hint="names are create-only; two writers used one name for different contents",
@@ -203,7 +203,7 @@ def object_exists(name: str) -> ObjectExistsError:
 
 
 def object_unreadable(name: str, why: str) -> ObjectUnreadableError:
-    """The error that reading raises when no plain object stands under `name`."""
+    """Returns the error of reading a name that belongs to no plain object."""
     return ObjectUnreadableError(
         f"object {name!r} cannot be read: {why}",
         hint="nothing of this project stores such an object; see who may write there",
@@ -211,16 +211,16 @@ def object_unreadable(name: str, why: str) -> ObjectUnreadableError:
 
 
 def object_missing(name: str) -> ObjectMissingError:
-    """The error that `get` raises when there is no `name`."""
+    """Returns the error that `get` raises if there is no object `name`."""
     return ObjectMissingError(f"no object {name!r}")
 
 
 class Deadline:
-    """A time by which reading an object must be done.
+    """A time limit for reading an object.
 
     Args:
-        name: the object.
-        within_s: from now on; None for however long.
+        name: the object's name.
+        within_s: seconds from now; None for no limit.
     """
 
     def __init__(self, name: str, within_s: float | None) -> None:
@@ -229,7 +229,7 @@ class Deadline:
         self._until_s = None if within_s is None else time.monotonic() + within_s
 
     def check(self) -> None:
-        """Refuse to read on when it has passed.
+        """Raises if the deadline has passed.
 
         Raises:
             StoreSlowError: the deadline has passed.
@@ -242,9 +242,9 @@ class Deadline:
 
     @contextlib.contextmanager
     def interrupting(self, interrupt: Callable[[], object]) -> Iterator[None]:
-        """Call `interrupt` from another thread if it passes while the block runs.
+        """Calls `interrupt` from another thread if the deadline passes while the block runs.
 
-        Who waits for bytes that come one by one never gets to `check`.
+        A reader that receives single bytes at long intervals never gets to call `check`.
         """
         if self._until_s is None:
             yield
@@ -259,10 +259,10 @@ class Deadline:
 
 
 def get_object(store: ObjectStore, expected: wire.ObjectRef) -> bytes:
-    """The bytes of an object, compared with size and checksum in the message that names it.
+    """Returns the bytes of an object, after comparing them with the message's size and checksum.
 
     Raises:
-        IntegrityError: its size or checksum differs.
+        IntegrityError: size or checksum differs.
         ObjectMissingError, StoreUnavailableError: as `ObjectStore.get`.
     """
     data = store.get(expected.name)
@@ -276,5 +276,5 @@ def get_object(store: ObjectStore, expected: wire.ObjectRef) -> bytes:
 
 
 def lost_for_good(what: str, error: ObjectMissingError) -> ObjectLostError:
-    """The error of an object that the newest record needs: no collection took it."""
+    """Returns the error for a missing object that garbage collection cannot have removed."""
     return ObjectLostError(f"{what}: {error.message}", hint="runbooks/missing-object.md")

@@ -1,8 +1,8 @@
-"""Buckets of S3 and Azure, and of servers that speak as they do (R2, MinIO), by `obstore`.
+"""Buckets of S3 and Azure, and of compatible servers (R2, MinIO), through `obstore`.
 
-Where they are and who asks is read from the environment, as their own tools do: `AWS_...` and
-`AZURE_...`. Google's buckets have a client of their own (`diloco.common.storage.store.gcs`). Most
-of the client's errors are of one class: what they are stands in their text.
+Address and credentials come from the environment variables `AWS_...` and `AZURE_...`, as with the
+vendors' own tools. Google's buckets have another client (`diloco.common.storage.store.gcs`). Most
+errors of obstore have one class, so that only their text tells them apart.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from obstore import GetResult
 
 
-# To connect; between two bytes; and of a request, which may send some gigabytes.
+# For connecting; between two bytes; and for a request, which may send some gigabytes.
 _TIMEOUTS = {"connect_timeout": "10s", "read_timeout": "30s", "timeout": "1h"}
 _RETRY: Any = {
     "max_retries": 8,
@@ -54,7 +54,7 @@ _RETRY: Any = {
         "base": 2,
     },
 }
-# What the environment must say of who asks.
+# The credentials that the environment must provide.
 CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give this machine a role",
     "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or give this machine an"
@@ -71,22 +71,22 @@ class BucketLocation(NamedTuple):
     prefix: str
 
     def url(self, name: str) -> str:
-        """The URL of an object, for messages."""
+        """Returns the URL of an object, for messages."""
         return f"{self.scheme}://{self.bucket}/{self.prefix}{name}"
 
 
 def parse(url: str) -> BucketLocation:
-    """Parse a URL like "s3://bucket/prefix".
+    """Parses a URL like "s3://bucket/prefix".
 
     Raises:
-        ConfigError: it names no bucket, or a prefix that cannot be one.
+        ConfigError: the URL names no bucket, or has a prefix that cannot be used.
     """
     bucket, prefix = split_url(url)
     return BucketLocation(url.partition("://")[0], bucket, f"{prefix}/" if prefix else "")
 
 
 def connect(place: BucketLocation) -> S3Store | AzureStore:
-    """A client for a bucket; nothing is asked of the service yet.
+    """Returns a client for a bucket; sends no request yet.
 
     Raises:
         ConfigError: the environment's variables do not describe a usable client.
@@ -110,26 +110,26 @@ def connect(place: BucketLocation) -> S3Store | AzureStore:
 _STATUS = re.compile(r"status code: (\d{3})")
 _PASSING = {408, 409, 425, 429, 500, 502, 503, 504}
 _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound")
-# Whom clients ask for a machine's own credentials where the environment has none.
+# The metadata server, which clients ask if the environment has no credentials.
 _METADATA = re.compile(r"169\.254\.\d+\.\d+")
-# Nothing was sent: the environment's variables are not usable.
+# Errors before any request: the environment's variables are not usable.
 _UNSENT = re.compile(r"must be specified|Missing[A-Z]\w+|builder error|invalid peer certificate")
 _PLAIN = "builder error"
 
 
 def names_no_bucket(error: BaseException) -> bool:
-    """Whether an object is missing because its bucket is."""
+    """True if an object is missing because its bucket is."""
     return bool(_NO_BUCKET.search(str(error)))
 
 
 @contextlib.contextmanager
 def our_errors(action: str, place: BucketLocation, name: str) -> Iterator[None]:
-    """Turn the client's errors into our errors.
+    """Turns the client's errors into this project's errors.
 
     Args:
         action: the attempt: "store", "read", "list" or "delete".
-        place: where.
-        name: of the object, without the prefix.
+        place: the store's location.
+        name: the object's name without the prefix.
     """
     where = place.url(name)
     try:
@@ -148,13 +148,13 @@ def our_errors(action: str, place: BucketLocation, name: str) -> Iterator[None]:
 
 
 def _fault(action: str, where: str, place: BucketLocation, error: BaseException) -> StoreError:
-    """The error of ours for an error that has no class of its own."""
+    """Returns this project's error for a client's error that has no class of its own."""
     text, status = str(error), _status_of(error)
     told = f"cannot {action} {where!r}: {_brief(error)}"
     if names_no_bucket(error):
         return _no_bucket(action, where, place)
     if _METADATA.search(text):
-        # It may be away for a moment where a machine has one.
+        # On a machine that has a metadata server, the server may be away for a moment.
         fault = StoreUnavailableError if status is None or status in _PASSING else StoreError
         return fault(
             f"the environment names nobody, and {told}", hint=f"set {CREDENTIALS[place.scheme]}"
@@ -177,32 +177,32 @@ def _no_bucket(action: str, where: str, place: BucketLocation) -> StoreError:
 
 
 def _brief(error: BaseException) -> str:
-    """An error in one line that a log can hold, without the client's own structures."""
+    """Returns an error as one line for a log, without the client's internal structures."""
     told = str(error).partition("Debug source")[0]
     return " ".join(f"{type(error).__name__}: {told}".split())[:300]
 
 
 def _status_of(error: BaseException) -> int | None:
-    """The status of the answer over HTTP, if there was one."""
+    """Returns the HTTP status of the answer; None if there was no answer."""
     found = _STATUS.search(str(error))
     return int(found[1]) if found else None
 
 
-PART_BYTES = 8 << 20  # of a download; larger objects come in several at once
+PART_BYTES = 8 << 20  # the part size of downloads; parts of a large object are read in parallel
 _THREADS = 8
 
 
 def open_bucket(url: str, *, check: bool = False) -> "BucketStore":
-    """The store at `url`, "s3://bucket/prefix" or "az://container/prefix".
+    """Opens the store at `url`, "s3://bucket/prefix" or "az://container/prefix".
 
     Args:
-        url: names the bucket; objects are below the prefix.
-        check: try first that the service keeps what stands under a name, as not all that speak S3
-            do. It stores an object and deletes it.
+        url: names the bucket, and the prefix of the objects.
+        check: first store and delete an object to see that the service never overwrites, as some
+            that speak S3 do.
 
     Raises:
-        ConfigError: the URL names no bucket, or a prefix that cannot be one; what the environment
-            says does not do.
+        ConfigError: the URL names no bucket, has a prefix that cannot be used, or the environment's
+            variables are not usable.
         StoreError: the service overwrites, or cannot be used.
     """
     store = BucketStore(parse(url))
@@ -215,7 +215,7 @@ class BucketStore(ObjectStore):
     """Objects in a bucket, below a prefix.
 
     Args:
-        place: where.
+        place: the store's location.
     """
 
     def __init__(self, place: BucketLocation) -> None:
@@ -224,10 +224,10 @@ class BucketStore(ObjectStore):
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="bucket")
 
     def check_creates_only(self) -> None:
-        """Check, by trying, that the service never stores an object over another.
+        """Checks, by trying, that the service never overwrites an object.
 
         Raises:
-            StoreError: it can be, or the service cannot be used.
+            StoreError: the service overwrites, or cannot be used.
         """
         name = f"check/{secrets.token_hex(8)}"
         self.put(name, b"first")
@@ -243,9 +243,9 @@ class BucketStore(ObjectStore):
         )
 
     def put(self, name: str, data: Data) -> None:
-        """As `ObjectStore.put`; durable when this returns."""
+        """Implements `ObjectStore.put`; the object is durable when this returns."""
         check_object_name(name)
-        # Its client takes them in one place, or makes a copy itself.
+        # The client needs contiguous bytes, or makes a copy itself.
         view = memoryview(bytes(data) if isinstance(data, Buffers) else data).cast("B")
         with our_errors("store", self._place, name):
             while True:
@@ -255,7 +255,7 @@ class BucketStore(ObjectStore):
                     same = self._has(name, view)
                 else:
                     return
-                # None: deleted since.
+                # None: the object was deleted since, so try again.
                 if same:
                     return
                 if same is not None:
@@ -264,7 +264,7 @@ class BucketStore(ObjectStore):
     def get(
         self, name: str, limit_bytes: int | None = None, within_s: float | None = None
     ) -> bytes:
-        """As `ObjectStore.get`; unreadable is what is encoded."""
+        """Implements `ObjectStore.get`; encoded objects are unreadable."""
         check_object_name(name)
         deadline = Deadline(name, within_s)
         with our_errors("read", self._place, name):
@@ -273,22 +273,22 @@ class BucketStore(ObjectStore):
             return self._span(name, first, (0, first.meta["size"]), deadline)
 
     def get_range(self, name: str, start: int, stop: int) -> bytes:
-        """As `ObjectStore.get_range`, all of one object."""
+        """Implements `ObjectStore.get_range`; all bytes are of the same object."""
         check_object_name(name)
         check_range(name, start, stop)
         with our_errors("read", self._place, name):
             try:
                 first = self._open(name, range=(start, min(stop, start + PART_BYTES)))
             except theirs.BaseError:
-                # Services have several words for a range that begins behind the end.
+                # Services answer with different errors to a range that begins after the end.
                 check_range(name, start, stop, obstore.head(self._client, name)["size"])
                 raise
             check_range(name, start, stop, first.meta["size"])
             return self._span(name, first, (start, stop), Deadline(name, None))
 
     def walk(self, prefix: str) -> Iterator[ObjectInfo]:
-        """As `ObjectStore.walk`, page by page."""
-        # What the client calls a prefix is made of whole tokens.
+        """Implements `ObjectStore.walk`, page by page."""
+        # The client's prefixes consist of whole tokens.
         folder = prefix.rpartition("/")[0]
         with our_errors("list", self._place, prefix):
             for page in obstore.list(self._client, prefix=folder or None):
@@ -297,7 +297,7 @@ class BucketStore(ObjectStore):
                         yield ObjectInfo(found["path"], found["size"])
 
     def delete(self, name: str) -> None:
-        """As `ObjectStore.delete`."""
+        """Implements `ObjectStore.delete`."""
         check_object_name(name)
         with our_errors("delete", self._place, name):
             try:
@@ -307,7 +307,7 @@ class BucketStore(ObjectStore):
                     raise
 
     def _has(self, name: str, view: memoryview) -> bool | None:
-        """Whether an object has these bytes; None if it is not there."""
+        """True if an object has these bytes; None if it does not exist."""
         try:
             found = self._open(name)
         except FileNotFoundError:
@@ -318,7 +318,7 @@ class BucketStore(ObjectStore):
         return self._span(name, found, (0, size), Deadline(name, None)) == view
 
     def _open(self, name: str, **options: object) -> "GetResult":
-        """The answer for an object, of which only the head has been read.
+        """Requests an object; returns the answer, of which only the head was read.
 
         Raises:
             ObjectUnreadableError: the object is encoded.
@@ -332,7 +332,7 @@ class BucketStore(ObjectStore):
     def _span(
         self, name: str, first: "GetResult", span: tuple[int, int], deadline: Deadline
     ) -> bytes:
-        """Bytes [start, stop) of an object; `first` is the answer for what begins there."""
+        """Returns the bytes of `span`, [start, stop); `first` is the answer for the first part."""
         start, stop = span
         etag = first.meta["e_tag"]
 
@@ -342,7 +342,7 @@ class BucketStore(ObjectStore):
             answer = self._open(name, range=bounds, if_match=etag) if begin else first
             _fill(name, answer, part, deadline)
 
-        # A BytesIO of zeros, filled through its buffer, gives out `bytes` without another copy.
+        # A BytesIO of zeros, filled through its buffer, returns `bytes` without another copy.
         buffer = io.BytesIO(bytes(stop - start))
         with buffer.getbuffer() as window:
             begins = range(PART_BYTES, stop - start, PART_BYTES)
@@ -354,23 +354,23 @@ class BucketStore(ObjectStore):
                     other.cancel()
                 raise
             finally:
-                wait(others)  # until nobody writes into the buffer any more
+                wait(others)  # until no thread writes into the buffer any more
             for other in others:
                 other.result()
         return buffer.getvalue()
 
 
 def _fill(name: str, answer: "GetResult", part: memoryview, deadline: Deadline) -> None:
-    """Read an answer's body into `part`."""
+    """Reads an answer's body into `part`."""
     count = 0
     deadline.check()
-    # As they come: who waits for large pieces of what comes byte by byte never looks at the time.
+    # Small pieces as they come, so that the deadline is checked even if bytes trickle in.
     for piece in answer.stream(min_chunk_size=1):
         data = memoryview(piece)[: len(part) - count]
         part[count : count + len(data)] = data
         count += len(data)
         if count == len(part):
-            return  # Others read the rest.
+            return  # Other threads read the rest.
         deadline.check()
     if count < len(part):
         raise StoreUnavailableError(

@@ -1,11 +1,11 @@
-"""The run's tape: its messages decoded, its reader, and look-ups of a run's parts.
+"""The run's tape: its decoder, its reader, and look-ups of parts of a run.
 
-- `messages.py`: the decoder, typed, each body checked against its subject, and how long a message
-  of an update may be.
-- `reader.py`: a whole tape, message by message.
-- `run.py`: the run's context, specification and settings, and the records of its fragments.
-- `positions.py`: where the data of earlier epochs' learners goes on, and which sequence
-  numbers an epoch's tape has.
+- `messages.py`: decodes messages to typed bodies, checks each body against its subject, and limits
+  the length of messages about updates.
+- `reader.py`: reads a whole tape, message by message.
+- `run.py`: a run's context, specification and settings, and the records of its fragments.
+- `positions.py`: where learners of earlier epochs continue their data, and the sequence numbers of
+  each epoch's tape.
 """
 
 from diloco.common.storage.store.protocol import get_object, lost_for_good

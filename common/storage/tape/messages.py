@@ -1,12 +1,12 @@
-"""The decoder of every message of a run: typed, and checked against the subject it came under.
+"""Decodes the messages of a run, and checks each against the subject under which it came.
 
-Subjects are what the servers fence, so a subject says for sure who speaks; a body that says
-something else is refused here, once for all readers. Pure.
+Servers restrict who may publish on a subject, so the subject proves who sent the message. A body
+that names somebody else is refused here, once for all readers. Pure.
 
-What is too long is dropped undecoded. A manifest holds each block of its fragment once. So it has
-at most as many shards and slices as the fragment has blocks, and a message that is longer than such
-a manifest with the longest names and numbers is none: everybody who reads the tape knows that from
-its length alone.
+Messages that are too long are dropped undecoded. A manifest holds each block of its fragment once,
+so it has at most as many shards and slices as the fragment has blocks. A message longer than such a
+manifest with the longest names and numbers cannot be valid; every reader of the tape knows that
+from its length alone.
 """
 
 from collections.abc import Mapping
@@ -21,8 +21,8 @@ from diloco.common.protocol.slices import MOST_SLICES
 
 T = TypeVar("T", bound=wire.Body)
 
-# The owners of several fragments read the same joins, leaves and settings, one after another: what
-# is short is decoded once for all of them. What is long is read by one.
+# The owners of several fragments read the same joins, leaves and settings, one after another, so
+# short messages are decoded once for all of them. Long messages have one reader.
 SHORT_BYTES: Final = 8 << 10
 REMEMBERED: Final = 512
 
@@ -45,12 +45,12 @@ _BODIES: Mapping[names.Kind, type[wire.Body]] = {
 
 
 def decode(subject: str, payload: bytes) -> wire.Body:
-    """The message that came under a subject: of the class that the subject carries.
+    """Decodes the message that came under `subject`, to the class that belongs to the subject.
 
     Under a record's subject that is a `Record`, or the `RecordPointer` that stands for one.
 
     Raises:
-        WireError: it cannot be decoded, or names somebody or something else than its subject.
+        WireError: it cannot be decoded, or names another sender or object than its subject.
     """
     return (_decode_once if len(payload) <= SHORT_BYTES else _decode)(subject, payload)
 
@@ -71,7 +71,7 @@ _decode_once = lru_cache(REMEMBERED)(_decode)
 
 
 def decode_as(expected: type[T], subject: str, payload: bytes) -> T:
-    """As `decode`, where the kind of message is known.
+    """Decodes a message whose class the caller knows, like `decode`.
 
     Raises:
         WireError: as `decode`, or the message is of another kind.
@@ -86,7 +86,7 @@ def decode_as(expected: type[T], subject: str, payload: bytes) -> T:
 
 
 def check_fits(subject: str, body: wire.Body) -> None:
-    """Refuse a body that names another run, learner, fragment or life than its subject.
+    """Refuses a body that names another run, learner, fragment or life than its subject.
 
     Raises:
         WireError: the body names another one.
@@ -104,13 +104,13 @@ def check_fits(subject: str, body: wire.Body) -> None:
             )
 
 
-# What msgpack takes to say how long a list is, at most.
+# The most bytes that msgpack takes for a list's length.
 _LIST_BYTES = 5
 _NAME = "x" * 40
 
 
 def check_length(layout: Layout, subject: str, size_bytes: int) -> None:
-    """Refuse a message that is longer than what its subject can carry in a run of this layout.
+    """Refuses a message that is longer than any valid one of its subject, given the run's layout.
 
     Raises:
         WireError: "oversize".
@@ -119,7 +119,7 @@ def check_length(layout: Layout, subject: str, size_bytes: int) -> None:
     if parsed is None or parsed.kind != "update":
         return
     fragment = int(parsed.fragment or 0)
-    # Of a fragment that the run does not have, nobody reads it.
+    # Nobody reads updates of a fragment that the run does not have.
     if fragment >= len(layout.fragments):
         return
     most = manifest_bytes(layout.fragments[fragment].size // layout.block)
@@ -132,7 +132,7 @@ def check_length(layout: Layout, subject: str, size_bytes: int) -> None:
 
 @lru_cache
 def manifest_bytes(blocks: int) -> int:
-    """Bytes of the longest message that can announce an update of a fragment of `blocks` blocks."""
+    """Returns the size in bytes of the longest manifest of a fragment of `blocks` blocks."""
     shards, slices = min(wire.MAX_SHARDS, blocks), min(MOST_SLICES, blocks)
     bare, shard, further_slice = _longest()
     needed = bare + shards * shard + (slices - shards) * further_slice
@@ -141,7 +141,7 @@ def manifest_bytes(blocks: int) -> int:
 
 @cache
 def _longest() -> tuple[int, int, int]:
-    """Bytes of a manifest without shards, of a shard with one slice, and of each slice more."""
+    """Returns the bytes of a manifest without shards, a shard with one slice, one more slice."""
     great, axes = wire.GREATEST, (wire.GREATEST,) * wire.MAX_AXES
     box = wire.Slice(start=great, shape=axes, strides=axes)
     name = names.shard(_NAME, _NAME, great, great, great, great, great)

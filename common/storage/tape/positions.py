@@ -1,7 +1,7 @@
-"""The data positions of earlier epochs' learners, however many there are.
+"""The data positions of learners of earlier epochs, however many there are.
 
-A specification holds the positions itself, or names an object with them: a map of a message holds
-no more than `wire.MAX_KEYS`.
+A specification holds the positions itself, or names an object with them if there are more than
+`wire.MAX_KEYS`, the most that a message's map holds.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from diloco.common.storage.store.protocol import get_object
 
 
 def entries(positions: Mapping[str, int]) -> tuple[wire.DataPosition, ...]:
-    """Positions as a list, which has room for more than a map."""
+    """Returns positions as a list, which can be longer than a message's map."""
     return tuple(
         wire.DataPosition(learner=learner, position=position)
         for learner, position in sorted(positions.items())
@@ -20,14 +20,14 @@ def entries(positions: Mapping[str, int]) -> tuple[wire.DataPosition, ...]:
 
 
 def by_learner(listed: tuple[wire.DataPosition, ...]) -> dict[str, int]:
-    """Data positions by learner, from the list that `entries` makes."""
+    """Returns data positions by learner, from the list that `entries` makes."""
     return {one.learner: one.position for one in listed}
 
 
 def store_positions(
     store: ObjectStore, run: str, epoch: int, listed: tuple[wire.DataPosition, ...]
 ) -> wire.ObjectRef:
-    """Store the object that an epoch's specification names."""
+    """Stores the positions object of an epoch; returns the reference for its specification."""
     data = wire.encode(wire.Positions(run=run, data_positions=listed))
     ref = wire.ObjectRef(
         name=names.positions_object(run, epoch, shards.digest(data)),
@@ -39,7 +39,7 @@ def store_positions(
 
 
 def read_positions(store: ObjectStore, specification: wire.Specification) -> Mapping[str, int]:
-    """The data positions that an epoch begins with: by learner, in batches.
+    """Returns the data positions at the beginning of an epoch: by learner, in batches.
 
     Raises:
         IntegrityError, WireError: the object is not what the specification names.
@@ -51,25 +51,25 @@ def read_positions(store: ObjectStore, specification: wire.Specification) -> Map
     return by_learner(wire.decode(wire.Positions, data).data_positions)
 
 
-# More than a tape ever holds: thirty thousand years of a message a second.
+# The sequence numbers of one epoch: thirty thousand years at a message a second.
 SPAN = 10**12
 
 
 def first_sequence(epoch: int) -> int:
-    """Sequence of the first message of an epoch's tape."""
+    """Returns the sequence of the first message of an epoch's tape."""
     return epoch * SPAN + 1
 
 
 def place_on_tape(seq: int) -> int:
-    """The number of a message on its tape, from its sequence; the first message is number 1."""
+    """Returns the number of a message on its tape, from its sequence; the first is number 1."""
     return (seq - 1) % SPAN + 1
 
 
 def begins_tape(seq: int) -> bool:
-    """Whether a sequence is that of a tape's first message."""
+    """True if `seq` is the sequence of a tape's first message."""
     return place_on_tape(seq) == 1
 
 
 def same_tape(one_seq: int, other_seq: int) -> bool:
-    """Whether two messages of a run may stand on one tape."""
+    """True if two sequences belong to the same tape."""
     return (one_seq - 1) // SPAN == (other_seq - 1) // SPAN

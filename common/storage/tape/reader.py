@@ -1,7 +1,7 @@
-"""Reads a run's tape from one end to the other, message by message; holds one of them at a time.
+"""Reads a run's tape from beginning to end, one message in memory at a time.
 
-What cannot be decoded does not end the reading: it is an item of its own, and whoever folds over
-the tape says what that means. `read_message` is for messages that somebody has already.
+A message that cannot be decoded does not end the reading: it becomes an item, and the caller
+decides what it means. `read_message` is for messages that the caller has already.
 """
 
 import asyncio
@@ -26,17 +26,17 @@ from diloco.common.storage.tape.messages import check_length, decode
 from diloco.common.storage.tape.positions import begins_tape
 from diloco.common.storage.tape.run import RunContext, record_of
 
-# A server that says that there are messages gives the next one within so long.
+# The longest wait for a message that the server says it has.
 SILENCE_S = 30.0
 
 
 class Entry(NamedTuple):
-    """A message of the tape, decoded.
+    """A decoded message of the tape.
 
     Attributes:
-        body: of the class that its subject carries; never a `RecordPointer`.
-        size_bytes: of the message, without its subject.
-        stored: the object that holds its body, if that is too large for the tape.
+        body: of the class that belongs to its subject; never a `RecordPointer`.
+        size_bytes: size of the message without its subject.
+        stored: the object that holds its body, if the body is too large for the tape.
         raw: the bytes from which the body was decoded.
     """
 
@@ -50,9 +50,9 @@ class Entry(NamedTuple):
 
 
 class InvalidMessage(NamedTuple):
-    """A message that is none of the protocol, or speaks for somebody else than its subject.
+    """A message that breaks the protocol, or names another sender than its subject.
 
-    Under an update's subject it takes from its sender's allowance what its bytes cost.
+    Under an update's subject its bytes count against the sender's allowance.
     """
 
     seq: int
@@ -78,19 +78,19 @@ Item = Entry | InvalidMessage | Unreadable
 
 @dataclass
 class Extent:
-    """The part of a tape that a reader has read, and the sequence from which on it missed nothing.
+    """The part of a tape that was read, and the sequence from which on no message was missing.
 
-    Garbage collection trims the tape: what stands before `whole_from` are the last messages of
-    their subjects, and the tails of the chains of records.
+    Garbage collection trims the tape: before `whole_from` only the last messages of subjects and
+    the last records of fragments are left.
     """
 
-    whole_from: int = 1  # 1: all of the tape is there, whatever its first sequence
+    whole_from: int = 1  # 1: no message of the tape is missing, whatever its first sequence
     whole_s: float = 0.0
     last_seq: int = 0
     last_s: float = 0.0
 
     def take(self, item: Item) -> None:
-        """The next item of the tape."""
+        """Extends the extent by the next item of the tape."""
         if item.seq != self.last_seq + 1 and (self.last_seq or not begins_tape(item.seq)):
             self.whole_from, self.whole_s = item.seq, item.time_s
         self.last_seq, self.last_s = item.seq, item.time_s
@@ -99,13 +99,13 @@ class Extent:
 async def messages_of(
     bus: Bus, stream: str, subjects: list[str], start_seq: int = 1
 ) -> AsyncIterator[Message]:
-    """Every message that a stream holds now, from a sequence on, one after the other.
+    """Yields every message that a stream holds now, from `start_seq` on.
 
-    The stream's newest message must exist and be of one of `subjects`, as on any tape.
+    The stream's newest message must exist and match one of `subjects`, as on any tape.
 
     Raises:
         StreamMissingError: there is no such stream.
-        BusUnavailableError: the bus does not give what it has in time.
+        BusUnavailableError: the next message did not come within `SILENCE_S`.
     """
     last, count, at = await bus.last_sequence(stream), 0, 0
     if last < start_seq:
@@ -124,11 +124,11 @@ async def messages_of(
 
 
 async def read_tape(context: RunContext, start_seq: int = 1) -> AsyncIterator[Item]:
-    """Every message that a run's tape holds now, from a sequence on.
+    """Yields every message that a run's tape holds now, from `start_seq` on, decoded.
 
     Raises:
         StreamMissingError, BusUnavailableError: as `messages_of`.
-        StoreUnavailableError: a record's body cannot be had now.
+        StoreUnavailableError: a record's body cannot be read now.
     """
     subjects = names.tape_subjects(context.run)
     async for message in messages_of(context.bus, context.tape, subjects, start_seq):
@@ -136,10 +136,10 @@ async def read_tape(context: RunContext, start_seq: int = 1) -> AsyncIterator[It
 
 
 async def read_item(context: RunContext, message: Message) -> Item:
-    """A message of the tape; a record's body is fetched, where it is an object.
+    """Decodes a message of the tape; reads a record's body from its object if it is stored there.
 
     Raises:
-        StoreUnavailableError: it cannot be had now.
+        StoreUnavailableError: the body cannot be read now.
     """
     item = _decoded(message, context.layout)
     if isinstance(item, Entry) and isinstance(item.body, wire.RecordPointer):
@@ -148,10 +148,10 @@ async def read_item(context: RunContext, message: Message) -> Item:
 
 
 def read_message(message: Message, store: ObjectStore, layout: Layout) -> Item:
-    """As `read_item`; blocks while a record's body is fetched.
+    """Does the same as `read_item`; blocks while a record's body is read.
 
     Raises:
-        StoreUnavailableError: it cannot be had now.
+        StoreUnavailableError: the body cannot be read now.
     """
     item = _decoded(message, layout)
     if isinstance(item, Entry) and isinstance(item.body, wire.RecordPointer):
@@ -160,13 +160,13 @@ def read_message(message: Message, store: ObjectStore, layout: Layout) -> Item:
 
 
 def _decoded(message: Message, layout: Layout) -> Item:
-    """A message as it stands on the tape: of a large record a pointer."""
+    """Decodes a message as it is on the tape; a large record as its pointer."""
     subject, seq, time_s, payload, msg_id = message
     try:
         check_length(layout, subject, len(payload))
         body = decode(subject, payload)
         if isinstance(body, wire.Record | wire.RecordPointer):
-            # Its attempt's id is the message's: by that its author knew that it was committed.
+            # A record's attempt id equals its message id, by which its author recognized it.
             _check_attempt(body, msg_id)
     except WireError as error:
         parsed = names.parse_subject(subject)
@@ -177,7 +177,7 @@ def _decoded(message: Message, layout: Layout) -> Item:
 
 
 def _with_body(entry: Entry, pointer: wire.RecordPointer, store: ObjectStore) -> Item:
-    """A record in place of the message that points to it."""
+    """Replaces a pointer's entry by the entry of the record that it points to."""
     try:
         raw = get_object(store, pointer.body)
         record = record_of(entry.subject, raw)

@@ -1,4 +1,4 @@
-"""A run as one daemon or command has it: its context, specification, settings and records."""
+"""A run as one daemon or command uses it: its context, specification, settings and records."""
 
 import asyncio
 import contextlib
@@ -38,7 +38,7 @@ CREATED_LOOK_S = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
-    """The objects that all parts of one daemon share of its run."""
+    """The objects of a run that all parts of one daemon share."""
 
     settings: RunSettings
     layout: Layout
@@ -55,25 +55,24 @@ class RunContext:
 
     @property
     def tape(self) -> str:
-        """The run's stream."""
+        """The name of the run's stream of events."""
         return names.tape_stream(self.run)
 
 
 async def publish_once(
     context: RunContext, what: str, publish: Callable[[str], Awaitable[int]]
 ) -> int:
-    """Publish a message that counts once, whatever is lost on the way; returns its sequence.
+    """Publishes a message exactly once, whatever is lost on the way; returns its sequence.
 
-    It is published under an id that nobody can predict, and under another one where somebody has
-    taken that.
+    The message id is random; if somebody else has used it, another id is tried.
 
     Args:
-        context: the run's.
-        what: is attempted, for the log.
-        publish: makes one attempt, under the id that it is given.
+        context: the run's context.
+        what: describes the attempt, for the log.
+        publish: makes one attempt, under the message id that it gets.
 
     Raises:
-        DilocoError: a fault that does not pass.
+        DilocoError: a fault that retrying does not cure.
     """
     msg_id = context.runtime.new_id()
 
@@ -89,7 +88,7 @@ async def publish_once(
 
 
 async def load_specification(bus: Bus, run: str) -> wire.Specification:
-    """The run's specification, the tape's first message.
+    """Returns the run's specification, the tape's first message.
 
     Raises:
         RunMissingError: there is no such run.
@@ -107,7 +106,7 @@ async def load_specification(bus: Bus, run: str) -> wire.Specification:
 
 
 async def await_specification(bus: Bus, run: str, within_s: float) -> wire.Specification:
-    """As `load_specification`; waits up to `within_s` seconds until the run is created."""
+    """Waits up to `within_s` seconds for the run to be created; returns its specification."""
     until_s = time.monotonic() + within_s
     while True:
         if time.monotonic() >= until_s or await _is_created(bus, run):
@@ -116,7 +115,7 @@ async def await_specification(bus: Bus, run: str, within_s: float) -> wire.Speci
 
 
 async def _is_created(bus: Bus, run: str) -> bool:
-    """Whether there is a run, and version 0 of all that it has."""
+    """True if the run exists with version 0 of all its fragments."""
     try:
         settings = parse_settings((await load_specification(bus, run)).settings)
     except RunMissingError:
@@ -127,9 +126,9 @@ async def _is_created(bus: Bus, run: str) -> bool:
 
 
 async def first_message(context: RunContext, subject: str, start_seq: int = 1) -> Message:
-    """The first message of a subject from a sequence on; there must be one.
+    """Returns the first message of `subject` from `start_seq` on; there must be one.
 
-    It is read in order, so that a replica that is behind cannot call it missing.
+    It is found by `read`, as a `last` from a replica that lags behind could miss it.
     """
     messages = context.bus.read(context.tape, [subject], start_seq)
     async with contextlib.aclosing(messages):  # type: ignore[type-var]
@@ -139,9 +138,9 @@ async def first_message(context: RunContext, subject: str, start_seq: int = 1) -
 async def messages_up_to(
     context: RunContext, subjects: Sequence[str], last_seq: int, start_seq: int = 1
 ) -> AsyncIterator[Message]:
-    """Messages of some subjects, in order, up to a sequence at which one of them or later stands.
+    """Yields messages of `subjects` in order, until one has sequence `last_seq` or higher.
 
-    They are read in order, so that a replica that is behind leaves none out.
+    They come from `read`, so a replica that lags behind leaves none out.
     """
     messages = context.bus.read(context.tape, [*subjects], start_seq)
     async with contextlib.aclosing(messages):  # type: ignore[type-var]
@@ -152,19 +151,19 @@ async def messages_up_to(
 
 
 async def has_ended(bus: Bus, run: str) -> bool:
-    """Whether the run's end is on the tape: then nothing is merged any more."""
+    """True if the run's end is on the tape: then no update is merged any more."""
     return await bus.last(names.tape_stream(run), names.end(run)) is not None
 
 
 def changed_settings(created: RunSettings, message: wire.Settings) -> RunSettings:
-    """The run's settings after a message that changes them.
+    """Returns the run's settings after a message that changes them.
 
     Args:
-        created: those of the specification.
+        created: the settings of the specification.
         message: the change.
 
     Raises:
-        WireError: it changes what no run can change.
+        WireError: it changes a setting that no run can change.
     """
     try:
         changed = parse_settings(message.settings)
@@ -175,19 +174,19 @@ def changed_settings(created: RunSettings, message: wire.Settings) -> RunSetting
 
 
 def parse_changed(created: RunSettings, message: Message) -> RunSettings:
-    """The run's settings after a message of the tape, as `changed_settings`.
+    """Decodes a message that changes settings, and returns the result of `changed_settings`.
 
     Raises:
-        WireError: also when it cannot be decoded.
+        WireError: as `changed_settings`, or the message cannot be decoded.
     """
     said = decode_as(wire.Settings, message.subject, message.payload)
     return changed_settings(created, said)
 
 
 async def effective_settings(context: RunContext) -> tuple[RunSettings, int]:
-    """The settings that the run follows, or will from each fragment's next version on.
+    """Returns the settings that the run follows from each fragment's next version on.
 
-    With the stream sequence of the message that said so, 0 for the specification's.
+    The second value is the stream sequence of the message that set them; 0: the specification.
     """
     last = await context.bus.last(context.tape, names.settings(context.run))
     if last is None:
@@ -196,7 +195,7 @@ async def effective_settings(context: RunContext) -> tuple[RunSettings, int]:
 
 
 async def settings_at(context: RunContext, settings_seq: int) -> RunSettings:
-    """The run's settings that a message of the tape put in force; 0: the specification's.
+    """Returns the settings that the message at `settings_seq` put in force; 0: the specification's.
 
     Raises:
         IntegrityError: there is no such message.
@@ -218,9 +217,9 @@ async def data_position(
     last: Callable[[str], Awaitable[Message | None]] | None = None,
     earlier: Mapping[str, int] | None = None,
 ) -> int:
-    """The data position of a learner, in batches: behind all that its messages cover.
+    """Returns the data position of a learner, in batches: after all that its messages cover.
 
-    Arguments as of `data_reached`.
+    Takes the arguments of `data_reached`.
     """
     return max((await data_reached(context, learner, last, earlier)).values())
 
@@ -231,13 +230,15 @@ async def data_reached(
     last: Callable[[str], Awaitable[Message | None]] | None = None,
     earlier: Mapping[str, int] | None = None,
 ) -> dict[int | None, int]:
-    """The batches that a learner's updates of each fragment reach; under None, its other messages.
+    """Returns the data position that a learner's updates of each fragment reach, in batches.
+
+    Under None it returns the position of its other messages, and of earlier epochs.
 
     Args:
-        context: of the run.
-        learner: its name.
-        last: gives a subject's last message; `Bus.last`, which may be stale, if None.
-        earlier: positions of earlier epochs, by learner; those of the specification if None.
+        context: the run's context.
+        learner: the learner's name.
+        last: returns a subject's last message; if None, `Bus.last`, which may be stale.
+        earlier: positions of earlier epochs, by learner; if None, those of the specification.
     """
     run = context.run
     last = last or partial(_last, context)
@@ -263,7 +264,7 @@ async def data_reached(
 
 
 async def _earlier(context: RunContext, specification: wire.Specification) -> Mapping[str, int]:
-    """Positions of earlier epochs; the store may be away, or not show the object yet."""
+    """Reads the positions of earlier epochs; retries while the store is away or lags."""
 
     async def attempt() -> Mapping[str, int]:
         try:
@@ -281,7 +282,7 @@ async def _last(context: RunContext, subject: str) -> Message | None:
 
 
 async def _sequences(context: RunContext, newest: Message | None) -> list[int]:
-    """Sequences of all messages of a subject up to this one."""
+    """Returns the sequences of all messages of the subject of `newest`, up to `newest`."""
     if newest is None:
         return []
     return [one.seq async for one in messages_up_to(context, [newest.subject], newest.seq)]
@@ -293,10 +294,10 @@ async def _position_on(
     newest: Message,
     joins: Sequence[int],
 ) -> int:
-    """Position in the last message of a subject; in all of them, if that one does not count.
+    """Returns the position in a subject's last message, or the highest of all that count.
 
-    It is not readable, of a life that a newer one had superseded before, or of a process that
-    outlived its tape: others may have got further.
+    The last message does not count if it is unreadable, if a newer life had superseded its sender,
+    or if its sender had outlived its tape; other messages may then have a higher position.
     """
     subject = newest.subject
     try:
@@ -317,17 +318,17 @@ async def _position_on(
 
 
 def _is_of_this_tape(context: RunContext, said: wire.Manifest | wire.Leave, seq: int) -> bool:
-    """Whether a message's work may be merged: it is of this tape and not of another."""
+    """True if a message's incarnation began on this tape, so that its work may be merged."""
     if isinstance(said, wire.Manifest):
         return said.epoch == context.epoch
     return same_tape(said.incarnation, seq)
 
 
 async def last_record(context: RunContext, fragment: int) -> tuple[wire.Record, int]:
-    """The newest record of a fragment, and its stream sequence.
+    """Returns the newest record of a fragment, and its stream sequence.
 
     Raises:
-        RunIncompleteError: the run has no such fragment: it was not created, or not wholly.
+        RunIncompleteError: the fragment has no record: creating the run has not finished.
         IntegrityError: the record was made for another layout, or its body is gone.
     """
     missed = 0
@@ -350,13 +351,13 @@ async def last_record(context: RunContext, fragment: int) -> tuple[wire.Record, 
 
 
 async def read_record(context: RunContext, message: Message) -> wire.Record:
-    """The record in a message of the tape, or in the object that the message names.
+    """Returns the record in a message of the tape, or in the object that the message names.
 
     Raises:
-        WireError: it is no record, or not of its subject.
-        IntegrityError: it is of another layout, or its object is not what the message says.
-        RunMismatchError: it is of another epoch.
-        ObjectMissingError: its object is gone; it is not needed any more if newer ones follow.
+        WireError: the message is no record, or not of its subject.
+        IntegrityError: another layout, or the object is not what the message names.
+        RunMismatchError: another epoch.
+        ObjectMissingError: the object is gone, which is harmless if newer records follow.
     """
     found = decode(message.subject, message.payload)
     if isinstance(found, wire.RecordPointer):
@@ -368,17 +369,17 @@ async def read_record(context: RunContext, message: Message) -> wire.Record:
 
 
 def record_in(store: ObjectStore, subject: str, pointer: wire.RecordPointer) -> wire.Record:
-    """The record that a message of a subject points to.
+    """Reads the record that a message points to from its object.
 
     Raises:
         WireError: it is no record, or not of its subject.
-        IntegrityError, ObjectMissingError: its object is damaged or gone.
+        IntegrityError, ObjectMissingError: the object is damaged or gone.
     """
     return record_of(subject, get_object(store, pointer.body))
 
 
 def record_of(subject: str, body: bytes) -> wire.Record:
-    """The record in an object to which a message of a subject points.
+    """Decodes the body of an object to which a message of `subject` points.
 
     Raises:
         WireError: it is no record, or not of its subject.
@@ -389,11 +390,11 @@ def record_of(subject: str, body: bytes) -> wire.Record:
 
 
 def check_record(context: RunContext, found: wire.Record) -> None:
-    """Refuse a record of another epoch or layout than this process began with.
+    """Refuses a record of another epoch or layout than this process began with.
 
     Raises:
-        IntegrityError: it is of another layout.
-        NewTapeError: it is of another epoch.
+        IntegrityError: another layout.
+        NewTapeError: another epoch.
     """
     if found.epoch != context.epoch:
         raise NewTapeError(
@@ -409,9 +410,9 @@ def check_record(context: RunContext, found: wire.Record) -> None:
 
 
 class Recorded(NamedTuple):
-    """A record, and where and when the tape has it (seconds since the epoch).
+    """A record with its stream sequence and the time when it was stored (seconds since the epoch).
 
-    `body`: the object that holds it, if it is too large for the tape.
+    `body`: the object that holds the record, if it is too large for the tape.
     """
 
     record: wire.Record
@@ -426,10 +427,10 @@ async def records_of(
     start_seq: int = 1,
     unreadable: Callable[[], None] | None = None,
 ) -> AsyncIterator[Recorded]:
-    """A fragment's records, from the oldest that the tape still has to the newest of now.
+    """Yields a fragment's records, from the oldest that the tape still has to the newest now.
 
-    Those before `start_seq` are passed over, and those that are collected meanwhile. `unreadable`
-    is called, if it is given, in place of one that stays and cannot be read.
+    Skips records before `start_seq`, and those collected meanwhile. For a record that is not
+    collected and cannot be read, it calls `unreadable` if given, and raises otherwise.
 
     Raises:
         NewTapeError, IntegrityError: as `last_record`.
@@ -455,15 +456,15 @@ async def records_of(
 
 
 async def _stands(context: RunContext, subject: str, seq: int) -> bool:
-    """Whether the tape still has a message of a subject, which had later ones."""
+    """True if the tape still has the message at `seq` of a subject that has later messages."""
     return (await first_message(context, subject, seq)).seq == seq
 
 
 def record_digest(record: wire.Record) -> str:
-    """A record's digest, by which the next one of its fragment names it.
+    """Returns a record's digest, by which the next record of its fragment names it.
 
-    Of what its maker wrote: a field that an earlier release did not have is not in it. Nor is
-    `outer_seq`, which says "this one" until the record has a sequence.
+    It covers the fields that the record's maker wrote, so not those that later releases added, nor
+    `outer_seq`, which is unknown until the record has a sequence.
     """
     fields = record.model_dump(exclude_unset=True, exclude={"outer_seq"})
     packed: bytes = msgpack.packb(fields)

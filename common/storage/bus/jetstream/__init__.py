@@ -2,17 +2,17 @@
 
 Rules:
 - nats-py's own reconnecting is off. A `Link` is one connection, used until it is lost; then a
-  task makes a new one, for ever, with backoff and jitter. So nothing waits in a client's buffer
-  to be sent long after its caller gave up, and a connection that the server closed for good
-  (nats-py would stay closed) comes back as well, with credentials read anew.
+  task makes new ones, for ever, with backoff and jitter, and reads the credentials anew. So no
+  message waits in a client's buffer to be sent long after its caller gave up, and a connection
+  that the server closed for good (where nats-py would stay closed) is replaced as well.
 - A call that gets no answer in `CALL_TIMEOUT_S`, or whose link is lost, raises
   `BusUnavailableError`; nothing here repeats a publish.
-- A reader keeps its position itself. Whatever happens to its consumer, it makes a new one at the
-  last delivered sequence + 1; the consumer's own numbering shows a gap within one.
-- The server reports a missing permission beside the call, which then times out: `Link` remembers
-  what was denied, and the time-out becomes a `BusError` with the subject.
-- A reader of one subject names it in the subject of its request for a consumer, and so does `last`
-  with `direct_reads`: there the server can see what is asked for, and refuse it.
+- A reader keeps its position itself. Whatever happens to its consumer, it makes a new consumer at
+  the last delivered sequence + 1; a consumer's own numbering shows gaps in what it delivers.
+- The server reports a missing permission separately from the call, which then times out: `Link`
+  remembers what was denied, and the time-out becomes a `BusError` with the subject.
+- A reader of a single subject puts it into the subject of its request for a consumer, and so does
+  `last` with `direct_reads`: so the server can permit or refuse requests by subject.
 
 Permissions a client needs: publish on its own subjects; `<api>.STREAM.INFO.<stream>` and
 `<api>.STREAM.MSG.GET.<stream>` (or `<api>.DIRECT.GET.<stream>.<subject>` with `direct_reads`);

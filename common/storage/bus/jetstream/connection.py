@@ -1,6 +1,6 @@
-"""The connection that a bus keeps: a link at a time, replaced whenever it is lost.
+"""The connection that a bus keeps up: one link at a time, replaced when it is lost.
 
-Below it what is asked over it of a stream: its settings and its state.
+Also the requests about a stream's settings and state.
 """
 
 import asyncio
@@ -27,15 +27,15 @@ T = TypeVar("T")
 
 
 class Connection:
-    """Keeps a link to the servers up until it is closed.
+    """Keeps a link to the servers up until `close`.
 
     Args:
-        address: where they are.
-        link: the first one, open.
+        address: the servers' address and the client's credentials.
+        link: the first link, already open.
 
     Attributes:
-        link: the present one; None while it is lost.
-        closed: whether `close` was called.
+        link: the present link; None while there is none.
+        closed: True once `close` was called.
     """
 
     def __init__(self, address: Address, link: Link) -> None:
@@ -48,7 +48,7 @@ class Connection:
         self._keeper = asyncio.create_task(self._keep_linked(link))
 
     async def close(self) -> None:
-        """Release the link, and make no other."""
+        """Releases the link, and makes no new one."""
         self.closed = True
         self._linked.set()
         await cancel(self._keeper)
@@ -57,23 +57,23 @@ class Connection:
             self.link = None
 
     def current(self) -> Link:
-        """The link.
+        """Returns the present link.
 
         Raises:
-            BusError: why there is none.
+            BusError: there is none; the error states why.
         """
         if self.closed:
             raise BusError("this bus is closed")
         if self.link is None:
-            # A new one each time: a raised error collects its traceback.
+            # A new error each time, as a raised error collects tracebacks.
             raise type(self._outage)(self._outage.message, hint=self._outage.hint)
         return self.link
 
     async def wait_linked(self, pause: Pause) -> None:
-        """Wait before another attempt, until there is a link.
+        """Waits for `pause`, and then until there is a link.
 
         Raises:
-            BusError: the server does not want us any more.
+            BusError: the server refuses this client.
         """
         await pause.wait()
         while not self._linked.is_set():
@@ -84,15 +84,15 @@ class Connection:
                     await self._linked.wait()
 
     async def call(self, subject: str, make: Callable[[JetStreamContext], Awaitable[T]]) -> T:
-        """Run one request on the link; its failure as one of our errors.
+        """Runs one request over the link, and raises its failure as one of this project's errors.
 
         Args:
             subject: the subject that the server names if it denies the request.
-            make: the request.
+            make: makes the request.
 
         Raises:
             BusUnavailableError: there is no link, or no answer within `CALL_TIMEOUT_S`.
-            BusError: refused, or this bus is closed.
+            BusError: the request was refused, or this bus is closed.
         """
         link, loop = self.current(), asyncio.get_running_loop()
         since, ended = loop.time(), loop.create_future()
@@ -103,10 +103,10 @@ class Connection:
 
         # A task of its own, because nats-py swallows a cancellation while it waits to flush.
         call = asyncio.ensure_future(make(link.js))
-        # Looked at also if we are cancelled just as it fails, or asyncio complains in the log.
+        # Reads the task's error even if we are cancelled meanwhile; else asyncio logs it.
         call.add_done_callback(lambda done: done.cancelled() or done.exception())
         call.add_done_callback(end)
-        # No task for each of what else may end it: every update waits for a call.
+        # Callbacks instead of tasks for the loss of the link and the time-out: updates wait here.
         link.waiting.add(end)
         timer = loop.call_later(CALL_TIMEOUT_S, end)
         try:
@@ -125,7 +125,7 @@ class Connection:
             call.cancel()
 
     async def _keep_linked(self, link: Link) -> None:
-        """Replace the link whenever it is lost."""
+        """Replaces the link whenever it is lost."""
         while True:
             await link.wait_lost()
             self.link = None
@@ -144,11 +144,11 @@ class Connection:
                 await link.open(_DIAL_TIMEOUT_S)
             except (BusError, ConfigError) as error:
                 refusals = 0 if error.retry else refusals + 1
-                if refusals != 1:  # While it reloads, a server refuses whom it knows.
+                if refusals != 1:  # While a server reloads, it refuses clients that it knows.
                     self._outage = (
                         error
                         if isinstance(error, BusError)
-                        # Its credentials are gone, or of another kind than before.
+                        # The credentials are gone, or of another kind than before.
                         else AccessDeniedError(error.message, hint=error.hint)
                     )
                 continue
@@ -165,21 +165,21 @@ class Connection:
         )
 
 
-# After so long without a pull the server drops a consumer.
+# The server removes a consumer that was not pulled from for this long.
 CONSUMER_IDLE_S = 30.0
-# Readers that a stream takes: as many as a record can name learners. A server that is asked for no
-# number takes 1,000.
+# The most readers of a stream: as many as a record can name learners. Without this setting a
+# server allows 1,000.
 MOST_READERS = 65_536
 
 
 async def stream_info(connection: Connection, stream: str) -> api.StreamInfo:
-    """Settings and state of a stream, from its leader."""
+    """Asks a stream's leader for the stream's settings and state."""
     asked = f"{connection.address.api}.STREAM.INFO.{stream}"
     return await connection.call(asked, lambda js: js.stream_info(stream))
 
 
 async def stream_names(connection: Connection) -> list[str]:
-    """The names of all streams; the server gives a number of them at a time."""
+    """Returns the names of all streams, which the server sends in pages."""
     asked, found = f"{connection.address.api}.STREAM.LIST", list[str]()
 
     def next_page(js: JetStreamContext) -> Awaitable[list[api.StreamInfo]]:
@@ -194,14 +194,14 @@ async def stream_names(connection: Connection) -> list[str]:
 async def store(
     connection: Connection, subject: str, payload: bytes, headers: dict[str, str]
 ) -> api.PubAck:
-    """Append a message to the stream that takes it; returns the server's answer."""
+    """Appends a message to the stream that stores `subject`; returns the server's answer."""
     return await connection.call(
         subject, lambda js: js.publish(subject, payload, headers=headers or None)
     )
 
 
 def asked_by(msg_id: str | None, expected_last: int | None, ttl_s: float | None) -> dict[str, str]:
-    """The headers by which a publication asks the server for its checks."""
+    """Returns the headers that ask the server to check id and last sequence, and set the TTL."""
     headers: dict[str, str] = {}
     if msg_id is not None:
         headers[api.Header.MSG_ID.value] = msg_id
@@ -215,7 +215,7 @@ def asked_by(msg_id: str | None, expected_last: int | None, ttl_s: float | None)
 def stream_config(
     stream: str, subjects: list[str], limits: StreamLimits, first_seq: int, most_readers: int
 ) -> api.StreamConfig:
-    """The configuration to ask a server for; `most_readers` of -1 leaves them to the server."""
+    """Returns a stream's configuration; with `most_readers` -1 the server chooses that limit."""
     bounded = (limits.max_age_s > 0 or limits.max_bytes > 0) and not limits.keep_old
     return api.StreamConfig(
         name=stream,
@@ -226,13 +226,13 @@ def stream_config(
         max_bytes=limits.max_bytes or -1,
         max_msg_size=limits.max_message_bytes or -1,
         max_consumers=most_readers,
-        # Also of durable ones: whoever may read could have them outlive its credentials.
+        # For durable consumers too, which could else outlive their reader's credentials.
         consumer_limits=api.StreamConsumerLimits(inactive_threshold=CONSUMER_IDLE_S),
         duplicate_window=limits.duplicate_window_s,
         num_replicas=limits.replicas,
         first_seq=first_seq,
         allow_direct=True,
-        # With these NATS's own tools take it for a bucket of keys and values.
+        # These settings make NATS's own tools show the stream as a key-value bucket.
         max_msgs_per_subject=1 if limits.last_only else -1,
         allow_msg_ttl=limits.last_only,
         allow_rollup_hdrs=limits.last_only,
@@ -241,7 +241,7 @@ def stream_config(
 
 
 def settings_of(config: api.StreamConfig) -> dict[str, object]:
-    """An existing stream's settings in the words of `stream_settings`."""
+    """Returns an existing stream's settings under the names that `stream_settings` uses."""
     return stream_settings(
         config.subjects or [],
         StreamLimits(

@@ -1,4 +1,4 @@
-"""Reading a stream: a consumer of the server's for as long as nothing is wrong with it."""
+"""Reads a stream through a pull consumer on the server, and ends at the first irregularity."""
 
 import asyncio
 import contextlib
@@ -33,21 +33,21 @@ from diloco.common.storage.bus.jetstream.link import (
 )
 from diloco.common.storage.bus.protocol import Message, stream_went_back
 
-# Messages of a pull: few at first, since many who read want one message; then ever more.
+# Messages per pull: few at first, as many readers need one message; then more each time.
 _FIRST_BATCH, _PULL_BATCH = 8, 256
 _GROWTH = 4
-_PULL_BYTES = 8 << 20  # what a reader holds at most; a pull ends early rather than exceed it
+_PULL_BYTES = 8 << 20  # the most bytes of a pull, which ends early if they are reached
 _PULL_EXPIRES_S = 5.0
 _HEARTBEAT_S = 1.5
-_SILENCE_S = 4.0  # without a heartbeat for so long, the consumer or the server is gone
+_SILENCE_S = 4.0  # after this long without a heartbeat the consumer or the server is gone
 _CONSUMER_EXISTS = 10148
-# What another process has left behind is gone by then.
+# After this long the server has removed consumers that ended processes left behind.
 _OTHERS_S = CONSUMER_IDLE_S + CALL_TIMEOUT_S
 _PULL_ENDED = {"Batch Completed", "Message Size Exceeds MaxBytes"}
 
 
 class Cursor:
-    """One pull consumer; every irregularity is a `BusUnavailableError`."""
+    """Reads from one pull consumer; raises `BusUnavailableError` on every irregularity."""
 
     def __init__(
         self,
@@ -74,31 +74,31 @@ class Cursor:
         link.queues.add(self._queue)
 
     def age_s(self) -> float:
-        """Seconds since it was made."""
+        """Returns the seconds since the cursor was made."""
         return asyncio.get_running_loop().time() - self._made_at
 
     async def next(self) -> Message:
-        """The next message, however long it takes."""
+        """Waits for the next message, however long it takes, and returns it."""
         while True:
             if self._granted == 0:
                 await self._pull()
             raw = await self._take()
-            # What is delivered is to be acknowledged somewhere, what the server says itself is not:
-            # by headers alone a message could pass for the latter, and stop all who read it.
+            # Only deliveries have a reply subject, for their acknowledgement; status messages have
+            # none. By headers alone a sender's message could pass for one and stop its readers.
             if raw.reply:
                 return await self._accept(raw)
             headers = raw.headers or {}
             self._note(headers.get(api.Header.STATUS.value, ""), headers)
 
     async def close(self) -> None:
-        """Remove the consumer, if there is still a connection to say so."""
+        """Removes the consumer, if the connection is still there."""
         self._link.queues.discard(self._queue)
         if not self._link.lost.is_set():
             with contextlib.suppress(nats.errors.Error, OSError, TimeoutError):
                 async with asyncio.timeout(CALL_TIMEOUT_S):
                     if self._inbox is not None:
                         await self._inbox.unsubscribe()
-                    # Without asking for an answer: the server drops it when idle in any case.
+                    # Not waiting for an answer, as the server removes idle consumers in any case.
                     await self._link.client.publish(
                         f"{self._link.api}.CONSUMER.DELETE.{self._path}"
                     )
@@ -115,8 +115,8 @@ class Cursor:
         client, answered = self._link.client, self._inbox
         self._pulled_at = asyncio.get_running_loop().time()
         with vendor_errors(subject):
-            # An inbox for each pull: across accounts the server keeps a way back to it for as long
-            # as somebody listens there.
+            # A new inbox for each pull: across accounts the server keeps a reply route for as
+            # long as somebody subscribes to the inbox.
             inbox = client.new_inbox()
             self._inbox = await client.subscribe(inbox, cb=self._queue.put)
             await client.publish(subject, json.dumps(request).encode(), inbox)
@@ -126,12 +126,12 @@ class Cursor:
         self._batch = min(_GROWTH * self._batch, _PULL_BATCH)
 
     def _note(self, status: str, headers: dict[str, str]) -> None:
-        """Take notice of what the server says about a pull."""
+        """Handles a status message of the server about a pull."""
         description = headers.get(api.Header.DESCRIPTION.value, "")
         ended = status in {"404", "408"} or description in _PULL_ENDED
         if ended and headers.get("Nats-Pending-Messages") != "0":
             self._granted = 0
-        # None pending: it is about the pull before, whose last message has been counted.
+        # If none is pending, the status is about the pull before, which is complete already.
         elif not ended and status != "100":
             raise BusUnavailableError(f"consumer {self._path}: {status} {description}")
 
@@ -150,7 +150,7 @@ class Cursor:
         return raw
 
     async def _accept(self, raw: Msg) -> Message:
-        """Check that nothing is missing before `raw`, and take it."""
+        """Checks that no message is missing before `raw`, and returns it decoded."""
         if self._imported_to is None and says_time(raw.headers):
             self._imported_to = await imported_to(self._connection, self._stream)
         seq, consumer_seq, time_ns = _place(raw.reply)
@@ -160,7 +160,7 @@ class Cursor:
             )
         self._granted -= 1
         self._delivered, self._position = consumer_seq, seq + 1
-        # Whole microseconds, as `last` has them, so that both give one message the same time.
+        # Whole microseconds, as in `last`, so that both report the same time of a message.
         time_s = time_ns // 1000 / 1e6
         return message_of(raw.subject, seq, time_s, raw.data, raw.headers, self._imported_to or 0)
 
@@ -169,8 +169,8 @@ class Cursors:
     """Makes the cursors of one bus.
 
     Args:
-        connection: to the servers.
-        own: whose names the consumers have; None: any names.
+        connection: the connection to the servers.
+        own: the credentials that prescribe the consumers' names; None: any names.
     """
 
     def __init__(self, connection: Connection, own: Credentials | None) -> None:
@@ -181,11 +181,11 @@ class Cursors:
         self._freed = asyncio.Event()
 
     async def open(self, stream: str, subjects: list[str], position: int) -> Cursor:
-        """A cursor whose first message is the first of `subjects` from `position` on.
+        """Opens a cursor at the first message of `subjects` from sequence `position` on.
 
         Raises:
-            BusError: no such stream, not permitted, or `position` is more than one beyond the end;
-                or other processes have all the consumers that a reader may have.
+            BusError: there is no such stream, reading is not permitted, `position` is more than one
+                beyond the end, or other processes use all consumers that the credentials allow.
             BusUnavailableError: no answer.
         """
         await self._check_end(stream, position)
@@ -195,7 +195,7 @@ class Cursors:
             consumer = f"{_token(self._connection.address.name)}-{secrets.token_hex(8)}"
             names = (consumer,)
         elif self._own is not None and self._own.role == "reader":
-            # Of a hundred processes that share the names each asks for few that others have.
+            # In random order, so that processes that share the names seldom ask for taken ones.
             names = tuple(secrets.SystemRandom().sample(names, len(names)))
         given_up_s = asyncio.get_running_loop().time() + _OTHERS_S
         while True:
@@ -212,7 +212,7 @@ class Cursors:
             await self._make_room(stream, names, given_up_s)
 
     async def remove(self, stream: str, prefix: str) -> int:
-        """Remove all consumers of a stream whose names have a prefix; returns their number.
+        """Removes all consumers of a stream whose names begin with `prefix`; returns their number.
 
         Raises:
             BusUnavailableError: no answer.
@@ -236,14 +236,14 @@ class Cursors:
         await self._connection.call(asked, lambda js: js.delete_consumer(stream, name))
 
     async def _create(self, stream: str, name: str, subjects: list[str], position: int) -> bool:
-        """Make a consumer; False if there is one of that name."""
+        """Makes a consumer; returns False if there is one of that name already."""
         api_prefix, path = self._connection.address.api, f"{stream}.{name}"
         asked = f"{api_prefix}.CONSUMER.CREATE.{path}"
-        # Who may read all has permissions that name consumers without subjects.
+        # Permissions to read all subjects name consumers without subjects.
         if len(subjects) == 1 and (self._own is None or self._own.direct_reads):
             asked = f"{asked}.{subjects[0]}"
         config = _consumer_config(name, subjects, position).as_dict()
-        # nats-py does not ask for a new one: then the server changes the one that is there.
+        # "create" is missing in nats-py's request, so the server would change an existing consumer.
         body = json.dumps({"stream_name": stream, "config": config, "action": "create"}).encode()
         self._held.add(path)
         try:
@@ -267,10 +267,10 @@ class Cursors:
         self._freed = asyncio.Event()
 
     async def _make_room(self, stream: str, names: tuple[str, ...], given_up_s: float) -> None:
-        """Wait for a name, or free one that an earlier life or a lost connection left behind.
+        """Waits for a free consumer name, or deletes a consumer that an earlier life left behind.
 
         Raises:
-            BusError: it is a reader's, and none became free until the loop's time `given_up_s`.
+            BusError: a reader found no free name until the event loop's time `given_up_s`.
         """
         assert self._own is not None
         others = [name for name in names if f"{stream}.{name}" not in self._held]
@@ -289,7 +289,7 @@ class Cursors:
             )
 
     async def _check_end(self, stream: str, position: int) -> None:
-        """Refuse to wait beyond the end: a server would skip all messages up to the position."""
+        """Refuses a position beyond the end: a server would skip all messages up to it."""
         if position == 1 or not self._can_see_end:
             return
         try:
@@ -297,7 +297,7 @@ class Cursors:
         except (BusUnavailableError, RefusedError):
             raise
         except BusError:
-            self._can_see_end = False  # not permitted: then the check is not to be had
+            self._can_see_end = False  # not permitted to these credentials: read without the check
             return
         if position > last + 1:
             raise stream_went_back(stream, position, last)
@@ -306,7 +306,7 @@ class Cursors:
 def _consumer_config(consumer: str, subjects: list[str], position: int) -> api.ConsumerConfig:
     return api.ConsumerConfig(
         name=consumer,
-        # Else the server takes a second process that asks for the same for the first.
+        # Makes each request differ; else the server gives two processes the same consumer.
         description=secrets.token_hex(8),
         deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
         opt_start_seq=position,
@@ -320,12 +320,12 @@ def _consumer_config(consumer: str, subjects: list[str], position: int) -> api.C
 
 
 def _place(reply: str) -> tuple[int, int, int]:
-    """(stream sequence, consumer sequence, time in ns) from a delivery's acknowledge subject."""
+    """Parses a delivery's reply subject: stream sequence, consumer sequence, time in ns."""
     tokens = reply.split(".")
     first = 5 if len(tokens) == 9 else 7  # newer servers put domain and account before
     return int(tokens[first]), int(tokens[first + 1]), int(tokens[first + 2])
 
 
 def _token(name: str) -> str:
-    """`name` as part of a consumer's name."""
+    """Returns `name` as a part of a consumer's name, unsuitable characters replaced by '-'."""
     return re.sub(r"[^A-Za-z0-9_-]", "-", name)[:64]

@@ -1,4 +1,4 @@
-"""Streams filled from an export: each message has its old sequence, time and message id."""
+"""Fills streams from an export: each message keeps its sequence, time and message id."""
 
 import asyncio
 from collections.abc import Iterable
@@ -9,9 +9,9 @@ from diloco.common.protocol.errors import BusError, BusUnavailableError
 from diloco.common.storage.bus.jetstream.connection import Connection, store, stream_info
 from diloco.common.storage.bus.protocol import Message
 
-# Headers of a message that was imported: when it was stored at first, and its message id.
+# Headers of an imported message: when it was first stored, and its message id.
 _STORED_AT, _EXPORTED_ID = "Diloco-Stored-At", "Diloco-Msg-Id"
-# Of an imported stream, in its configuration, which no learner can write: its last such message.
+# In a stream's configuration, which no learner can write: its last imported sequence.
 _IMPORTED_TO = "diloco-imported-to"
 _RESTORED_AT_ONCE = 256
 
@@ -19,12 +19,12 @@ _Entry = tuple[int, str, bytes, dict[str, str]]
 
 
 def says_time(headers: dict[str, str] | None) -> bool:
-    """Whether a message's header states when it was stored: it was imported, or forged."""
+    """True if a header states the time of storing: the message was imported, or is forged."""
     return _STORED_AT in (headers or {})
 
 
 async def imported_to(connection: Connection, stream: str) -> int:
-    """Sequence up to which a stream was imported; 0 if it was not, or nobody may know.
+    """Returns the sequence up to which a stream was imported; 0 if not, or if that may not be read.
 
     Raises:
         BusUnavailableError: no answer.
@@ -39,10 +39,10 @@ async def imported_to(connection: Connection, stream: str) -> int:
 
 
 async def mark_imported(connection: Connection, config: api.StreamConfig, last_seq: int) -> None:
-    """Note that times in headers count in a stream up to a sequence.
+    """Marks messages up to `last_seq` as imported: readers then trust the times in their headers.
 
     Raises:
-        BusError, BusUnavailableError: the server does not take it.
+        BusError, BusUnavailableError: the server refuses, or does not answer.
     """
     marked = config.evolve(metadata={_IMPORTED_TO: str(last_seq)})
     await connection.call(
@@ -59,10 +59,10 @@ def message_of(
     headers: dict[str, str] | None,
     imported_to: int = 0,
 ) -> Message:
-    """A message as it was published, here or where the stream was exported.
+    """Returns a message as it was first published, here or in the stream that was exported.
 
-    `imported_to`: up to this sequence the header with the time is the importer's; in others it is
-    whatever their sender put there, and is not looked at. The rest is as the server gives it.
+    Up to sequence `imported_to` the importer wrote the header with the time. In later messages a
+    sender may have written it, so it is ignored; the other arguments are as the server gave them.
     """
     known = headers or {}
     imported = seq <= imported_to and _STORED_AT in known
@@ -72,7 +72,7 @@ def message_of(
         seq,
         float(known[_STORED_AT]) if imported else time_s,
         data or b"",
-        # A folded header is no id, and no file could hold it.
+        # A folded header is not an id, and no bundle could hold it.
         msg_id if msg_id.isprintable() else "",
     )
 
@@ -84,12 +84,12 @@ async def fill(
     messages: Iterable[Message],
     first_seq: int,
 ) -> int:
-    """Give an empty stream, which begins at `first_seq`, these messages under their own numbers.
+    """Publishes `messages` to an empty stream from `first_seq` on, under their own sequences.
 
-    How many there are.
+    Returns the number of messages.
 
     Raises:
-        BusError: it does not take a message, or something else was stored between.
+        BusError: the server refuses a message, or somebody else published meanwhile.
         BusUnavailableError: no answer.
     """
     filler = _filler(subjects)
@@ -114,7 +114,7 @@ async def fill(
 
 
 async def _append(connection: Connection, batch: list[_Entry]) -> None:
-    """Publish a batch in its order, and empty it."""
+    """Publishes a batch in order, and empties it."""
     sent = [store(connection, subject, payload, headers) for _, subject, payload, headers in batch]
     for (seq, subject, *_), stored in zip(batch, await asyncio.gather(*sent), strict=True):
         if stored.seq != seq:
@@ -123,7 +123,7 @@ async def _append(connection: Connection, batch: list[_Entry]) -> None:
 
 
 def _filler(subjects: list[str]) -> str:
-    """A subject of the stream that no message has: no name has capitals."""
+    """Returns a subject of the stream that no message has, as names have no capital letters."""
     for pattern in subjects:
         if {"*", ">"} & {*pattern.split(".")}:
             return pattern.replace("*", "GAP").replace(">", "GAP")

@@ -1,6 +1,6 @@
 """One connection to a server, from its making to its loss.
 
-The errors of nats-py and of the server become ours here: whose fault, and whether to retry.
+Turns the errors of nats-py and of the server into this project's errors.
 """
 
 import asyncio
@@ -40,14 +40,14 @@ WRONG_LAST_SEQUENCE = (10071, 10164)
 STREAM_EXISTS = 10058
 TOO_MANY_READERS = 10026
 _STREAM_NOT_FOUND = 10059
-# Without a majority a cluster holds an earlier attempt of a message, neither stored nor lost.
+# A cluster without a majority has not decided yet on an earlier attempt to store the message.
 _STILL_IN_PROCESS = 10158
 _NO_ROOM = (10023, 10028, 10047)  # of the server, of the account, of its disk
 _STREAM_FULL = (10077, "maximum bytes exceeded")
 
 
 class RefusedError(BusError):
-    """The server answered with an error; its number tells which."""
+    """The server answered with an error, whose number is `err_code`."""
 
     err_code = 0
     no_message = False
@@ -59,7 +59,7 @@ class NoStreamError(RefusedError, StreamMissingError):
 
 @contextlib.contextmanager
 def vendor_errors(subject: str) -> Iterator[None]:
-    """Turn nats-py's errors about `subject` into our errors."""
+    """Turns nats-py's errors about `subject` into this project's errors."""
     try:
         yield
     except nats.errors.Error as error:
@@ -67,7 +67,7 @@ def vendor_errors(subject: str) -> Iterator[None]:
 
 
 def ours(error: nats.errors.Error, subject: str) -> BusError:
-    """Our error for one of nats-py's, by whose fault it is and whether to retry."""
+    """Returns this project's error for one of nats-py's, which says whether to retry."""
     text = f"{subject!r}: {error}"
     if isinstance(error, NoStreamResponseError | nats.errors.NoRespondersError):
         return SubjectUntakenError(
@@ -77,7 +77,7 @@ def ours(error: nats.errors.Error, subject: str) -> BusError:
     if isinstance(error, APIError) and (error.err_code, error.description) == _STREAM_FULL:
         return stream_is_full(subject)
     if isinstance(error, ServiceUnavailableError) and error.code is None:
-        # Nobody heard the request: nats-py makes this of "no responders", without a number.
+        # nats-py's error for "no responders", without a number: nobody received the request.
         return BusUnavailableError(
             f"{subject!r}: no responders",
             hint="the server has no JetStream (nats-server -js), or is reading its configuration",
@@ -90,7 +90,7 @@ def ours(error: nats.errors.Error, subject: str) -> BusError:
             return NoStreamError(text, hint="create the run first, or use the server it is on")
         refused = RefusedError(text, hint=_hint(error.err_code))
         refused.err_code = error.err_code or 0
-        # A direct get says only 404; from the leader it is 10037, where 10059 is 'no stream'.
+        # A direct get answers only 404; the leader answers 10037, or 10059 for "no stream".
         refused.no_message = isinstance(error, NotFoundError) and error.err_code in {None, 10037}
         return refused
     if isinstance(error, nats.errors.MaxPayloadError):
@@ -101,7 +101,7 @@ def ours(error: nats.errors.Error, subject: str) -> BusError:
 
 
 def _hint(err_code: int | None) -> str | None:
-    """The advice for an error code of the server's, where there is one."""
+    """Returns the advice for an error code of the server; None if there is none."""
     if err_code in _NO_ROOM:
         return "the server's disk, or its limit for streams, is full: runbooks/disk-full.md"
     if err_code == TOO_MANY_READERS:
@@ -126,13 +126,13 @@ class Address(NamedTuple):
     tls_ca: Path | None
 
     def tls(self) -> ssl.SSLContext | None:
-        """The TLS context to check the server with; None if URL and file ask for none."""
+        """Returns the TLS context to check the server with; None if TLS is not asked for."""
         if self.tls_ca is None and not self.url.startswith("tls://"):
             return None
         return ssl.create_default_context(cafile=self.tls_ca)
 
     def identity(self) -> dict[str, Any]:
-        """Arguments of nats-py's `connect` that prove who we are, read anew."""
+        """Reads the credentials and returns them as arguments of nats-py's `connect`."""
         if self.credentials is None:
             return {}
         own = load_credentials(self.credentials)
@@ -141,36 +141,36 @@ class Address(NamedTuple):
         return {"nkeys_seed_str": own.seed}
 
     def shown(self) -> str:
-        """The URL without user names and passwords."""
+        """Returns the URL without user names and passwords."""
         return shown(self.url)
 
 
 class Pause:
-    """Growing pauses between attempts, with jitter so that a fleet does not come back at once."""
+    """Growing pauses between attempts, with jitter so that not all clients reconnect at once."""
 
     def __init__(self) -> None:
         self._next_s = _PAUSE_MIN_S
         self._rng = random.Random()  # noqa: S311 - jitter, no secret
 
     async def wait(self, at_most_s: float = math.inf) -> None:
-        """Sleep for the next pause."""
+        """Sleeps for the next pause."""
         pause_s = self._next_s * self._rng.uniform(0.5, 1.5)
         self._next_s = min(self._next_s * 2, _PAUSE_MAX_S)
         await asyncio.sleep(min(pause_s, at_most_s))
 
     def reset_after(self, good_s: float) -> None:
-        """Begin with short pauses again if all was well for longer than the longest pause."""
+        """Returns to short pauses if all was well for longer than the longest pause."""
         if good_s > _PAUSE_MAX_S:
             self._next_s = _PAUSE_MIN_S
 
 
 def shown(url: str) -> str:
-    """A URL without user names and passwords."""
+    """Returns a URL without user names and passwords."""
     return ",".join(part.rpartition("@")[2].rpartition("/")[2] for part in url.split(","))
 
 
 def check_url(url: str) -> None:
-    """Refuse what is no URL of NATS servers.
+    """Refuses text that is not a URL of NATS servers.
 
     Raises:
         ConfigError: the text is not a URL of NATS servers, or its port is out of range.
@@ -188,10 +188,10 @@ def _is_server(part: str) -> bool:
 
 
 def check_address(address: Address) -> None:
-    """Refuse an address whose form alone shows that it cannot be reached.
+    """Refuses an address that cannot work, as far as its text and files show.
 
     Raises:
-        ConfigError: no NATS URL, or certificates that cannot be used.
+        ConfigError: the URL is not one of NATS servers, or the certificates cannot be used.
     """
     check_url(address.url)
     try:
@@ -208,15 +208,15 @@ _CLOSE_S = 2.0
 
 
 class _Client(Client):
-    """nats-py's client, which hears a refusal: over TLS it would write on into a broken pipe.
+    """nats-py's client, which reads a server's refusal before it writes on into a broken TLS pipe.
 
-    And it outlives what a sender may write for headers and subjects: of headers that it cannot
-    read it has none, and of a subject's bytes that are no text it has the mark for those. nats-py
-    loses the connection, so that one stored message would end every connection on which it is read.
+    It also survives headers and subjects that a sender has malformed: unreadable headers become
+    None, and bytes of a subject that are no text become replacement characters. nats-py would drop
+    the connection, so that one stored message would end every connection that reads it.
     """
 
     async def _process_headers(self, headers: Any) -> dict[str, str] | None:
-        """The headers of a message; None of what are none."""
+        """Returns the headers of a message; None if they cannot be parsed."""
         try:
             found: dict[str, str] | None = await super()._process_headers(headers)
         except Exception:  # noqa: BLE001 - whatever a sender's bytes may raise
@@ -226,13 +226,13 @@ class _Client(Client):
     def _build_message(
         self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: dict[str, str] | None
     ) -> Msg:
-        """A message as the application has it."""
+        """Builds a message for the application; replaces a subject's bytes that are no text."""
         text = subject.decode(errors="replace").encode()
         message: Msg = super()._build_message(sid, text, reply, data, headers)
         return message
 
     def _connect_command(self) -> bytes:
-        """CONNECT with the PING that nats-py sends after it, so that it reads before it writes."""
+        """Returns CONNECT with the PING that nats-py sends after it, so that it reads first."""
         transport: Any = self._transport
 
         def connect_and_ping(data: bytes) -> None:
@@ -257,18 +257,18 @@ class Link:
             prefix=address.api, timeout=CALL_TIMEOUT_S
         )
         self.api = address.api
-        self.queues: set[asyncio.Queue[Msg | None]] = set()  # None tells that the link is lost
-        self.waiting: set[Callable[[], None]] = set()  # called when it is
+        self.queues: set[asyncio.Queue[Msg | None]] = set()  # None is put when the link is lost
+        self.waiting: set[Callable[[], None]] = set()  # called when the link is lost
         self._address = address
         self._problem: Exception | None = None
         self._denied: deque[tuple[float, str]] = deque(maxlen=64)
 
     async def open(self, timeout_s: float) -> None:
-        """Connect, or fail within `timeout_s` seconds.
+        """Connects, or fails within `timeout_s` seconds.
 
         Raises:
-            BusUnavailableError: nobody answers there.
-            BusError: the server refuses us.
+            BusUnavailableError: no server answers there.
+            BusError: the server refuses this client.
         """
         address = self._address
         try:
@@ -303,17 +303,17 @@ class Link:
                 task.add_done_callback(_look_at)
 
     async def close(self) -> None:
-        """Send what is queued and close; never takes long, never raises."""
+        """Sends queued data and closes; takes at most a few seconds, and never raises."""
         self._mark_lost()
-        # AssertionError: nats-py has one when the client got nowhere near a connection.
-        # A task of its own: it may forget a cancellation, and then wait on for a peer that is gone.
+        # nats-py raises AssertionError if the client never reached a connection. A separate task,
+        # as nats-py may swallow a cancellation, and then wait on for a peer that is gone.
         closing = asyncio.ensure_future(self._close_client())
         closing.add_done_callback(_look_at)
         try:
             await asyncio.wait({closing}, timeout=_CLOSE_S)
         finally:
             closing.cancel()
-        # nats-py fails to close a connection that broke with data unsent; these would wait on.
+        # nats-py leaves these tasks waiting if the connection broke with data unsent.
         for subscription in self.client._subs.values():  # noqa: SLF001
             if subscription._wait_for_msgs_task is not None:  # noqa: SLF001
                 subscription._wait_for_msgs_task.cancel()  # noqa: SLF001
@@ -323,8 +323,8 @@ class Link:
             await self.client.close()
 
     async def wait_lost(self) -> None:
-        """Return once the connection is gone."""
-        # Closing a half-open connection can hang in nats-py before it tells, hence the polling.
+        """Returns once the connection is lost."""
+        # nats-py can hang while it closes a half-open connection, before it reports; hence polling.
         while not self.lost.is_set() and not self.client.is_closed:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
@@ -332,7 +332,7 @@ class Link:
         self._mark_lost()
 
     def denial(self, subject: str, since: float) -> BusError | None:
-        """The server's word that `subject` (or our inbox) is not permitted, if it gave it."""
+        """Returns an error if the server has denied `subject` or this client's inbox; else None."""
         inbox = f'subscription to "{self._address.inbox_prefix.lower()}.'
         for time, text in self._denied:
             if (time >= since and f'"{subject.lower()}"' in text) or inbox in text:
@@ -387,16 +387,16 @@ class Link:
 
 
 def _look_at(task: "asyncio.Task[None]") -> None:
-    """Take note of how one of nats-py's tasks ended, or asyncio would write a trace of it.
+    """Reads the result of one of nats-py's tasks, as asyncio would log an error that nobody read.
 
-    The loss of its link is noticed elsewhere.
+    The loss of the link is noticed elsewhere.
     """
     if not task.cancelled():
         task.exception()
 
 
 def _mark_tls(client: Client) -> None:
-    """Tell asyncio that the stream has become TLS: nats-py does not, and asyncio would warn."""
+    """Tells asyncio that the stream uses TLS, as nats-py does not; asyncio would warn otherwise."""
     transport: Any = client._transport  # noqa: SLF001
     writer = transport._io_writer  # noqa: SLF001
     if writer.get_extra_info("sslcontext") is not None:
@@ -404,7 +404,7 @@ def _mark_tls(client: Client) -> None:
 
 
 async def listen_on(link: Link, subject: str) -> AsyncGenerator[tuple[str, bytes], None]:
-    """Broadcasts heard on `link`; BusUnavailableError once it is lost."""
+    """Yields broadcasts received on `link`; raises BusUnavailableError once the link is lost."""
     queue: asyncio.Queue[Msg | None] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     since = loop.time()

@@ -1,4 +1,4 @@
-"""The bus: what the protocol asks for, over one connection."""
+"""The NATS backend of the bus, over one connection."""
 
 import asyncio
 import contextlib
@@ -70,7 +70,7 @@ _LAST_SEQUENCE = re.compile(r"wrong last sequence: (\d+)")
 
 
 class NatsBus:
-    """A `Bus` over one NATS connection at a time; made by `connect`."""
+    """A `Bus` over one NATS connection at a time; `connect` makes it."""
 
     def __init__(
         self, address: Address, link: Link, own: Credentials | None, *, direct_reads: bool
@@ -84,10 +84,10 @@ class NatsBus:
     async def create_stream(
         self, stream: str, subjects: list[str], limits: StreamLimits, *, first_seq: int = 1
     ) -> None:
-        """As `Bus.create_stream`.
+        """Implements `Bus.create_stream`.
 
-        A stream that keeps what is old, or has no limit on age or size, refuses new messages when
-        its limit is reached or the disk is full; others drop their oldest.
+        A stream with `keep_old`, or without a limit on age or size, refuses new messages when its
+        limit is reached or the disk is full; other streams drop their oldest messages.
         """
         check_patterns(subjects)
         check_limits(limits)
@@ -99,7 +99,7 @@ class NatsBus:
             except RefusedError as error:
                 if error.err_code != TOO_MANY_READERS:
                     raise
-                # The account allows fewer: it decides.
+                # The account allows fewer readers: leave the number to the server.
                 await self._add_stream(stream_config(stream, subjects, limits, first_seq, -1))
         except RefusedError as error:
             if error.err_code != STREAM_EXISTS:
@@ -113,11 +113,11 @@ class NatsBus:
         )
 
     async def streams(self) -> list[str]:
-        """As `Bus.streams`."""
+        """Implements `Bus.streams`."""
         return sorted(await stream_names(self._connection))
 
     async def remove_stream(self, stream: str) -> None:
-        """As `Bus.remove_stream`."""
+        """Implements `Bus.remove_stream`."""
         subject = f"{self._api}.STREAM.DELETE.{stream}"
         with contextlib.suppress(StreamMissingError):
             await self._connection.call(subject, lambda js: js.delete_stream(stream))
@@ -131,10 +131,10 @@ class NatsBus:
         expected_last: int | None = None,
         ttl_s: float | None = None,
     ) -> int:
-        """As `Bus.publish`; no answer is one that takes longer than `CALL_TIMEOUT_S`.
+        """Implements `Bus.publish`; gives up on an answer after `CALL_TIMEOUT_S`.
 
         Never repeats by itself: after `BusUnavailableError` call again with the same `msg_id`.
-        After a repeat, `SwapLostError` may mean that the first attempt won: read `last`.
+        After such a repeat, `SwapLostError` may mean that the first attempt won: check with `last`.
         """
         check_subject(subject)
         check_ttl(ttl_s, allowed=True)
@@ -154,7 +154,7 @@ class NatsBus:
         return ack.seq
 
     async def _stands(self, stream: str, subject: str, seq: int, payload: bytes) -> bool:
-        """Whether the message of a sequence is of this subject, and says this.
+        """True if the message at `seq` has this subject and this payload.
 
         Raises:
             BusUnavailableError: no answer.
@@ -162,7 +162,7 @@ class NatsBus:
         try:
             await self.publish(subject, b"", expected_last=GREATEST)
         except SwapLostError as refused:
-            # The leader has said which message is the subject's last: reading comes to an end.
+            # The leader's refusal states the subject's last sequence, so the read below ends.
             if refused.last is not None and refused.last < seq:
                 return False
         try:
@@ -176,10 +176,10 @@ class NatsBus:
         return first.seq == seq and first.payload == payload
 
     async def last(self, stream: str, subject: str) -> Message | None:
-        """As `Bus.last`, of the stream's leader.
+        """Implements `Bus.last`; the stream's leader answers.
 
-        With `direct_reads` any replica answers: no patterns then, and no answer tells of a
-        stream that is missing.
+        With `direct_reads` any replica answers; then `subject` must not be a pattern, and a missing
+        stream is not distinguished from a missing message.
         """
         direct = self._direct_reads
         check_subject(subject, wildcards=not direct)
@@ -200,11 +200,11 @@ class NatsBus:
         return message_of(subject, raw.seq or 0, time_s, raw.data, raw.headers, known)
 
     async def last_sequence(self, stream: str) -> int:
-        """As `Bus.last_sequence`."""
+        """Implements `Bus.last_sequence`."""
         return (await stream_info(self._connection, stream)).state.last_seq
 
     async def filled(self, stream: str) -> Filled:
-        """As `Bus.filled`."""
+        """Implements `Bus.filled`."""
         info = await stream_info(self._connection, stream)
         return Filled(
             info.state.bytes,
@@ -214,7 +214,7 @@ class NatsBus:
         )
 
     async def remove_readers(self, stream: str, prefix: str) -> int:
-        """Remove all readers of `stream` whose names have a prefix; returns their number.
+        """Removes all readers of `stream` whose names begin with `prefix`; returns their number.
 
         Raises:
             BusUnavailableError: no answer.
@@ -222,10 +222,10 @@ class NatsBus:
         return await self._cursors.remove(stream, prefix)
 
     async def trim(self, stream: str, subject: str, below_seq: int) -> None:
-        """As `Bus.trim`."""
+        """Implements `Bus.trim`."""
         check_subject(subject)
         last = await self.last(stream, subject)
-        # Newer messages may come meanwhile, older ones cannot: the last one is safe.
+        # Only newer messages can come meanwhile, so the subject's last message stays.
         end = min(below_seq, last.seq) if last is not None else 0
         if end > 1:
             await self._connection.call(
@@ -240,11 +240,12 @@ class NatsBus:
         limits: StreamLimits,
         messages: Iterable[Message],
     ) -> int:
-        """As `Bus.restore`.
+        """Implements `Bus.restore`.
 
-        A server gives a message the time of its arrival and the next number: the time it had
-        goes into a header, which reading prefers, and gaps are filled and emptied again. Message
-        ids too go into a header of our own, since the server would drop those it meets twice.
+        A server gives each message its own time and the next sequence. So the old time goes into a
+        header, which readers prefer, and gaps are filled with messages that are then removed.
+        Message ids go into a header of our own too, since a server would drop messages with
+        repeated ids.
         """
         with contextlib.suppress(StreamMissingError):
             await stream_info(self._connection, stream)
@@ -268,7 +269,7 @@ class NatsBus:
     async def read(
         self, stream: str, subjects: list[str], start_seq: int
     ) -> AsyncIterator[Message]:
-        """As `Bus.read`, over lost connections, servers and consumers; ends when the bus closes."""
+        """Implements `Bus.read`; reconnects and makes new consumers; ends when the bus closes."""
         check_patterns(subjects)
         position, pause = max(start_seq, 1), Pause()
         cursor: Cursor | None = None
@@ -295,7 +296,7 @@ class NatsBus:
                 await cursor.close()
 
     async def broadcast(self, subject: str, payload: bytes) -> None:
-        """As `Bus.broadcast`; dropped when there is no connection or it is congested."""
+        """Implements `Bus.broadcast`; drops the message if unconnected or congested."""
         check_subject(subject)
         link = self._connection.link
         if link is None or link.client.pending_data_size > _BROADCAST_BACKLOG_BYTES:
@@ -306,10 +307,11 @@ class NatsBus:
             )
 
     async def listen(self, subject: str) -> AsyncIterator[tuple[str, bytes]]:
-        """As `Bus.listen`; ends when the bus closes.
+        """Implements `Bus.listen`; ends when the bus closes.
 
-        It hears what reaches the server after the first `anext`, and misses what is sent while
-        the connection is down; beyond `LISTEN_BACKLOG` unread messages new ones are dropped.
+        Yields broadcasts that reach the server after the first `anext`; those sent while the
+        connection is down are missed, and beyond `LISTEN_BACKLOG` unread messages new ones are
+        dropped.
         """
         check_subject(subject, wildcards=True)
         pause, loop = Pause(), asyncio.get_running_loop()
@@ -326,7 +328,7 @@ class NatsBus:
                 await self._connection.wait_linked(pause)
 
     async def close(self) -> None:
-        """Release the connection; reads and listeners end."""
+        """Releases the connection; reads and listeners end."""
         await self._connection.close()
 
 
@@ -340,18 +342,18 @@ async def connect(
     inbox_prefix: str | None = None,
     direct_reads: bool = False,
 ) -> NatsBus:
-    """Connect to NATS; afterwards the connection is kept up for ever.
+    """Connects to NATS; afterwards the connection is kept up for ever.
 
     Args:
-        url: one server or several, joined by ','; user and password may stand in it.
-        name: who this is, in the server's monitoring and in consumers' names.
+        url: one server or several, joined by ','; it may contain user and password.
+        name: the client's name in the server's monitoring and in consumers' names.
         credentials: path of a file of `diloco auth`, or of a `.creds` file of NATS's own tools;
             read at every connection.
-        tls_ca: path of the certificates that the server's must be signed by; the system's if None.
+        tls_ca: path of the authority's certificates that sign the server's; the system's if None.
             Without it, `tls://` asks for TLS, and `nats://` leaves that to the server.
-        connect_timeout_s: seconds until the first connection must stand.
-        inbox_prefix: first tokens of the subjects that answers come to; if None, as the credentials
-            say, or `_INBOX`.
+        connect_timeout_s: time limit for the first connection, in seconds.
+        inbox_prefix: first tokens of the subjects of answers; if None, those that the
+            credentials name, or `_INBOX`.
         direct_reads: let any replica answer `last`, for credentials without the right to
             `$JS.API.STREAM.MSG.GET`; those of a learner imply it.
 
@@ -391,7 +393,7 @@ ATTEMPT_S = 5.0
 async def connect_or_wait(
     section: BusSection, role: Role, name: str, runtime: Runtime, logger: log.Logger
 ) -> NatsBus:
-    """Connect to NATS as a learner or an aggregator, whenever a server answers.
+    """Connects to NATS as a learner or an aggregator; waits for as long as no server answers.
 
     Raises:
         BusError: the server refused the credentials.
@@ -412,20 +414,20 @@ async def connect_or_wait(
 
 
 def _check_owner(section: BusSection, role: Role, name: str, logger: log.Logger) -> None:
-    """Refuse another's credentials before anything is done with them.
+    """Refuses credentials that are not this daemon's own, before they are used.
 
-    An aggregator's would let a learner join, which supersedes the life that holds the name, and
-    then none of its updates. The operator's may do everything: they are warned of.
+    With an aggregator's credentials a learner could join, which supersedes the life that has the
+    name, but could not send updates. An operator's permit everything; the daemon logs a warning.
 
     Raises:
-        ConfigError: they are another's.
+        ConfigError: the credentials are another's.
     """
     own = None if section.credentials is None else load_credentials(Path(section.credentials))
     if own is None:
         return
     if own.role == "operator":
         logger.warning("operators_credentials", path=section.credentials, instead_of=role)
-    # An aggregator's name stands in no subject, so that its file may have another.
+    # No subject contains an aggregator's name, so its credentials may be for another name.
     elif own.role != role or (role == "learner" and own.identity != name):
         raise ConfigError(
             f"{section.credentials!r} has the credentials of {own.role} {own.identity!r}, not "

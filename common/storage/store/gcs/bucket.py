@@ -1,4 +1,4 @@
-"""The requests that a store makes of its bucket, with retries of what passes."""
+"""The requests of a store to its bucket; transient faults are retried."""
 
 import base64
 import contextlib
@@ -21,24 +21,24 @@ ENDPOINT = "https://storage.googleapis.com"
 _UNIVERSE = "googleapis.com"
 RETRY_S = 10.0
 TIMEOUT_S = (10.0, 30.0)  # to connect, or to send a piece; between two bytes of an answer
-PART_BYTES = 8 << 20  # of a download; what is larger goes up in a session
-# Callers run on many threads of their own; each needs a connection beside those of the ranges.
+PART_BYTES = 8 << 20  # the part size of downloads; larger objects are uploaded in a session
+# Callers' threads need a connection each, in addition to those of the range threads.
 _CONNECTIONS = 64
 
 
-# Of an answer as it is sent, and of the object where the service decodes it.
+# The encoding of an answer, and that of a stored object which the service decodes.
 _ENCODINGS = ("Content-Encoding", "x-goog-stored-content-encoding")
 
 
 class Bucket(NamedTuple):
-    """A bucket as one store sees it.
+    """A bucket with a prefix, as one store uses it.
 
     Attributes:
-        prefix: before every object's name; '' or ending in '/'.
-        client: Google's, for requests about objects as a whole.
-        session: for requests with an object's bytes.
-        retry: repeats what fails by a transient fault.
-        timeout_s: longest waits to connect, and between two bytes.
+        prefix: precedes every object's name; '' or ending in '/'.
+        client: Google's client, for requests about objects as a whole.
+        session: sends the requests that carry an object's bytes.
+        retry: repeats a call that fails by a transient fault.
+        timeout_s: the longest waits to connect, and between two bytes.
     """
 
     prefix: str
@@ -51,13 +51,13 @@ class Bucket(NamedTuple):
     def errors(
         self, action: str, name: str, permission: str
     ) -> contextlib.AbstractContextManager[None]:
-        """As `our_errors`, about the object `name` of the store."""
+        """Applies `our_errors` to a block of requests about the object `name`."""
         return our_errors(action, self.client.name, self.prefix, name, permission)
 
     def read(
         self, name: str, start: int, count: int | None, generation: str | None = None
     ) -> requests.Response:
-        """The answer for `count` bytes from `start`, of which only the head has been read.
+        """Requests `count` bytes from `start`; returns the answer, of which only the head was read.
 
         Raises:
             ObjectUnreadableError: the object is encoded.
@@ -76,8 +76,8 @@ class Bucket(NamedTuple):
         )
         encoding = next(filter(_is_coding, map(response.headers.get, _ENCODINGS)), None)
         if encoding is not None:
-            # Decoded, here or by the service, it gives other bytes than its checksum is of, and as
-            # many as whoever stored it likes.
+            # Decoding gives other bytes than the checksum covers, and as many as the sender of
+            # the object likes.
             response.close()
             raise object_unreadable(name, f"it is stored with the encoding {encoding!r}")
         if response.status_code != (200 if count is None else 206):
@@ -97,9 +97,9 @@ def open_bucket(
     retry_s: float,
     timeout_s: tuple[float, float],
 ) -> Bucket:
-    """A bucket; nothing is asked of the service yet."""
+    """Returns a bucket; sends no request yet."""
     if isinstance(credentials, compute_engine.Credentials):
-        # Unless it is told whose cloud this is, the client asks the metadata server here.
+        # Without a universe domain the client would ask the metadata server here.
         credentials = credentials.with_universe_domain(_UNIVERSE)
     session = AuthorizedSession(credentials)
     for scheme in ("http://", "https://"):
@@ -119,16 +119,16 @@ def open_bucket(
 
 
 def _read_refusal(response: requests.Response, **_: object) -> None:
-    """Read an error's body at once, which frees its connection even where nobody else looks."""
+    """Reads an error's body at once, which frees the connection even if nobody else reads it."""
     if not response.ok:
         response.content  # noqa: B018 - reading the attribute reads the body
 
 
 def checksum_of(data: Data) -> str:
-    """The crc32c of `data`: base64 of four bytes, the greatest first."""
+    """Returns the crc32c of `data` as base64 of four bytes, big endian."""
     return base64.b64encode(crc32c(data).to_bytes(4, "big")).decode()
 
 
 def stored_checksum(response: requests.Response) -> str:
-    """The crc32c in a header like "crc32c=AAAAAA==,md5=..."."""
+    """Returns the crc32c in a header like "crc32c=AAAAAA==,md5=..."."""
     return header(response, "x-goog-hash", r"crc32c=([A-Za-z0-9+/]{6}==)")

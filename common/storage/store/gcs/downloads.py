@@ -1,4 +1,4 @@
-"""Fetching an object as ranges on several threads, into one buffer."""
+"""Downloads objects as ranges on several threads, into one buffer."""
 
 import contextlib
 import io
@@ -16,13 +16,13 @@ from diloco.common.storage.store.protocol import Deadline, check_range, check_si
 
 _RANGE_THREADS = 8
 _LEAST_S, _SLOWEST_BYTES_PER_S = 60.0, 125_000
-# Of "bytes 0-9/1000", the size of the object that the range was read of.
+# The group is the object's size, 1000 in "bytes 0-9/1000".
 _RANGE = r"^bytes \d+-\d+/(\d+)$"
 _GENERATION = r"^(\d+)$"
 
 
 class Downloads:
-    """Fetches of one bucket's objects, which share their threads."""
+    """Downloads objects of one bucket; all downloads share the threads."""
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
@@ -31,10 +31,10 @@ class Downloads:
     def whole(
         self, name: str, limit_bytes: int | None, deadline: Deadline | None
     ) -> tuple[bytes, str]:
-        """An object's bytes, not yet checked, and the crc32c that the service has of them.
+        """Returns an object's bytes, not yet checked, and the crc32c that the service states.
 
         Raises:
-            ObjectTooLargeError: it has more than `limit_bytes`.
+            ObjectTooLargeError: the object has more than `limit_bytes`.
             StoreSlowError: the deadline has passed.
         """
         try:
@@ -51,7 +51,7 @@ class Downloads:
         )
 
     def _begin(self, name: str, start: int, count: int) -> tuple[requests.Response, int]:
-        """The answer for `count` bytes from `start`, and the whole object's size."""
+        """Requests `count` bytes from `start`; returns the answer and the whole object's size."""
         response = self._bucket.read(name, start, count)
         try:
             stored_checksum(response)
@@ -66,7 +66,7 @@ class Downloads:
             return response.content, stored_checksum(response)
 
     def range(self, name: str, start: int, stop: int) -> bytes:
-        """The bytes [start, stop) of an object.
+        """Returns the bytes [start, stop) of an object.
 
         Raises:
             ObjectRangeError: the object ends before `stop`.
@@ -88,8 +88,8 @@ class Downloads:
     def _span(
         self, name: str, first: requests.Response, start: int, stop: int, deadline: Deadline
     ) -> bytes:
-        """The bytes [start, stop) of an object; `first` is the answer for their first part."""
-        # A BytesIO of zeros, filled through its buffer, gives out `bytes` without another copy.
+        """Returns the bytes [start, stop) of an object; `first` is the answer for the beginning."""
+        # A BytesIO of zeros, filled through its buffer, returns `bytes` without another copy.
         buffer = io.BytesIO(bytes(stop - start))
         with buffer.getbuffer() as window:
             self._fill(name, first, start, window, deadline)
@@ -103,7 +103,7 @@ class Downloads:
         window: memoryview,
         deadline: Deadline,
     ) -> None:
-        """Read what begins at byte `begin`; `first` is the answer for its first part."""
+        """Fills `window` with bytes from `begin` on; `first` is the answer for the beginning."""
         generation = first.headers["x-goog-generation"]
         broken = threading.Event()
 
@@ -136,7 +136,7 @@ class Downloads:
         broken: threading.Event,
         deadline: Deadline,
     ) -> None:
-        """Fill `part` with the bytes from `start`; a broken answer is continued where it ended.
+        """Fills `part` with the bytes from `start` on; resumes a broken answer where it ended.
 
         Returns early once `broken` is set: another part has failed.
         """
@@ -156,12 +156,12 @@ class Downloads:
 
 
 def _patience(name: str, size_bytes: int) -> Deadline:
-    """The time for an object whose reader names none."""
+    """Returns the deadline for an object whose reader gave none."""
     return Deadline(name, _LEAST_S + size_bytes / _SLOWEST_BYTES_PER_S)
 
 
 def _read_into(response: requests.Response, part: memoryview, deadline: Deadline) -> int:
-    """Read an answer's body into `part`; returns the bytes read, some at least, if it breaks off.
+    """Reads an answer's body into `part`; returns how many bytes came before it broke off or ended.
 
     Raises:
         MalformedAnswerError: the body is empty, or longer than what was asked for.
@@ -184,6 +184,6 @@ def _read_into(response: requests.Response, part: memoryview, deadline: Deadline
 
 
 def _interrupt(response: requests.Response) -> None:
-    """End an answer for the thread that reads it."""
-    with contextlib.suppress(ValueError, RuntimeError, OSError):  # it has been read meanwhile
+    """Makes another thread's read of an answer fail."""
+    with contextlib.suppress(ValueError, RuntimeError, OSError):  # read to its end
         response.raw.shutdown()

@@ -1,4 +1,4 @@
-"""Errors of Google's client: which of them are transient, and what the others are among ours."""
+"""Errors of Google's client: which are transient, and which errors of this project they become."""
 
 import contextlib
 import functools
@@ -26,18 +26,18 @@ BROKEN = (
     ConnectionError,
 )
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
-_LONGEST_ASKED_PAUSE_S = 60.0  # what a service may ask for
+_LONGEST_ASKED_PAUSE_S = 60.0  # the longest pause that a service may ask for
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class MalformedAnswerError(Exception):
-    """An answer is not one of the service's: something between here and there cut or changed it."""
+    """An answer is not the service's: something between it and this process cut or changed it."""
 
 
 def header(response: requests.Response, name: str, pattern: str) -> str:
-    """The group of `pattern` in a header, which the service always sends.
+    """Returns the group of `pattern` in a header that the service always sends.
 
     Raises:
         MalformedAnswerError: the header is missing, or does not match.
@@ -49,17 +49,17 @@ def header(response: requests.Response, name: str, pattern: str) -> str:
 
 
 class TransientRetries(NamedTuple):
-    """Repeats a call that fails by a transient fault, as the client does, for a limited time.
+    """Repeats a call that fails by a transient fault, as Google's client does, for a limited time.
 
     Attributes:
-        lasting_s: after the first failure, not after the first try: a silent connection takes
-            longer to be given up than this, and would never be tried again.
+        lasting_s: seconds since the first failure. Not since the first try, as a silent connection
+            takes longer than this to fail, and would never be tried again.
     """
 
     lasting_s: float
 
     def __call__(self, call: Callable[P, R]) -> Callable[P, R]:
-        """`call`, repeated; raises RetryError in the end."""
+        """Returns a function that repeats `call`, and raises RetryError in the end."""
 
         @functools.wraps(call)
         def tried(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -84,7 +84,7 @@ class TransientRetries(NamedTuple):
 
 
 def _pause_as_asked(error: Exception) -> None:
-    """Wait for as long as an answer's Retry-After says, beside the pause that doubles."""
+    """Waits as long as an answer's Retry-After says, in addition to the pause that doubles."""
     response = getattr(error, "response", None)
     asked = "" if response is None else response.headers.get("Retry-After", "")
     if asked.isascii() and asked.isdigit():
@@ -93,14 +93,14 @@ def _pause_as_asked(error: Exception) -> None:
 
 @contextlib.contextmanager
 def our_errors(action: str, bucket: str, prefix: str, name: str, permission: str) -> Iterator[None]:
-    """Turn the client's errors into our errors.
+    """Turns the client's errors into this project's errors.
 
     Args:
         action: the attempt: "store", "read", "look up", "list" or "delete".
-        bucket: where.
-        prefix: of the store's objects there.
-        name: of the object, without the prefix.
-        permission: the right that the account needs for it.
+        bucket: name of the bucket.
+        prefix: the prefix of the store's objects there.
+        name: the object's name without the prefix.
+        permission: the right that the account needs for the action.
     """
     where = f"gs://{bucket}/{prefix}{name}"
     try:
@@ -115,7 +115,7 @@ def our_errors(action: str, bucket: str, prefix: str, name: str, permission: str
             ) from error
         raise object_missing(name) from error
     except api.Forbidden as error:
-        # Who may read, and not list, is not told that an object is missing: it is told this.
+        # An account that may read but not list gets this answer for a missing object.
         if action in {"read", "look up"} and "storage.objects.list" in str(error):
             raise object_missing(name) from error
         raise StoreError(
@@ -138,7 +138,7 @@ def our_errors(action: str, bucket: str, prefix: str, name: str, permission: str
 
 
 def is_passing(error: BaseException) -> bool:
-    """Whether the same request may succeed soon."""
+    """True if the same request may succeed soon."""
     if isinstance(error, api.GoogleAPICallError):
         return error.code in _PASSING_CODES or is_damage(error)
     if isinstance(error, auth.GoogleAuthError):
@@ -147,9 +147,9 @@ def is_passing(error: BaseException) -> bool:
 
 
 def _is_unreachable(error: BaseException | None) -> bool:
-    """Whether the metadata server, or who else gives tokens, did not answer.
+    """True if the metadata server, or another source of tokens, did not answer.
 
-    A metadata server that answers 404 knows of no service account, and will not.
+    A metadata server that answers 404 knows of no service account, so retrying is useless.
     """
     if not isinstance(error, auth.TransportError):
         return False
@@ -157,7 +157,7 @@ def _is_unreachable(error: BaseException | None) -> bool:
 
 
 def is_damage(error: api.GoogleAPICallError) -> bool:
-    """Whether an upload was refused because its bytes are not those that were sent."""
+    """True if an upload was refused because its bytes were changed on the way."""
     return error.code == HTTPStatus.BAD_REQUEST and "CRC32C" in str(error)
 
 
@@ -169,7 +169,7 @@ def _away(action: str, where: str, error: BaseException) -> StoreUnavailableErro
 
 
 def no_credentials(message: str) -> StoreError:
-    """The error of a daemon that has no credentials."""
+    """Returns the error for a daemon that has no credentials."""
     return StoreError(
         message,
         hint="give this daemon a service account, or run 'gcloud auth application-default login'",
@@ -177,5 +177,5 @@ def no_credentials(message: str) -> StoreError:
 
 
 def brief(error: BaseException) -> str:
-    """An error in one line that a log can hold."""
+    """Returns an error as one line for a log."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]

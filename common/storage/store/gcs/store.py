@@ -1,4 +1,4 @@
-"""The store: what the protocol asks for, of one bucket."""
+"""The Google Cloud Storage backend of the object store."""
 
 import contextlib
 import time
@@ -36,21 +36,21 @@ from diloco.common.storage.store.protocol import (
     split_url,
 )
 
-_DOWNLOADS = 3  # of an object whose bytes come damaged
-_UPLOADS, _PAUSE_S = 3, 1.0  # of an object that is not there after its upload
+_DOWNLOADS = 3  # attempts for an object whose bytes come damaged
+_UPLOADS, _PAUSE_S = 3, 1.0  # attempts for an object that is not there after its upload
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 
 
 def open_gcs(url: str, emulator: str | None = None) -> "GcsStore":
-    """The store at `url`, "gs://bucket" or "gs://bucket/prefix".
+    """Opens the store at `url`, "gs://bucket" or "gs://bucket/prefix".
 
     Args:
-        url: names the bucket; objects are below the prefix.
+        url: names the bucket, and the prefix of the objects.
         emulator: address of a server for tests, used without credentials; None for Google's, with
             application-default credentials.
 
     Raises:
-        ConfigError: the URL names no bucket, or a prefix that cannot be one.
+        ConfigError: the URL names no bucket, or has a prefix that cannot be used.
         StoreError: there are no credentials.
     """
     bucket, prefix = split_url(url)
@@ -62,12 +62,12 @@ class GcsStore(ObjectStore):
     """Objects in a bucket, below a prefix.
 
     Args:
-        bucket: its name.
-        prefix: before every object's name, joined with '/'; '' for none.
-        credentials: who asks.
+        bucket: name of the bucket.
+        prefix: precedes every object's name, joined with '/'; '' for none.
+        credentials: the account's credentials.
         endpoint: address of the service.
-        retry_s: transient faults are retried for so long after the first, without progress.
-        timeout_s: longest waits to connect, and between two bytes.
+        retry_s: how long transient faults are retried after the first, without progress.
+        timeout_s: the longest waits to connect, and between two bytes.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class GcsStore(ObjectStore):
         self._downloads = Downloads(self._bucket)
 
     def put(self, name: str, data: Data) -> None:
-        """As `ObjectStore.put`; durable when this returns."""
+        """Implements `ObjectStore.put`; the object is durable when this returns."""
         check_object_name(name)
         parts = parts_of(data)
         checksum = checksum_of(parts)
@@ -98,10 +98,10 @@ class GcsStore(ObjectStore):
         )
 
     def _try_put(self, name: str, parts: Buffers, checksum: str) -> bool:
-        """Upload once; returns whether the object is known to stand.
+        """Uploads once; returns True if the object is known to be stored.
 
         Raises:
-            ObjectExistsError: other bytes stand under that name.
+            ObjectExistsError: other bytes are stored under that name.
         """
         with contextlib.suppress(api.PreconditionFailed):
             if upload(self._bucket, name, parts, checksum):
@@ -109,16 +109,16 @@ class GcsStore(ObjectStore):
         found = self._look_up(name)
         if found is not None and found != (len(parts), checksum):
             raise object_exists(name)
-        if found is None:  # deleted since, or refused by something else than an object
+        if found is None:  # deleted since, or refused for another reason than an existing object
             time.sleep(_PAUSE_S)
         return found is not None
 
     def get(
         self, name: str, limit_bytes: int | None = None, within_s: float | None = None
     ) -> bytes:
-        """As `ObjectStore.get`; of an object that is too large no more than its head is read.
+        """Implements `ObjectStore.get`; reads only the head of an object that is too large.
 
-        Without `within_s` it is given the time that a line of 1 Mbit/s would take.
+        Without `within_s` it allows the time that a line of 1 Mbit/s would take.
         """
         check_object_name(name)
         with self._bucket.errors("read", name, "storage.objects.get"):
@@ -134,14 +134,14 @@ class GcsStore(ObjectStore):
         )
 
     def get_range(self, name: str, start: int, stop: int) -> bytes:
-        """As `ObjectStore.get_range`, all of one object."""
+        """Implements `ObjectStore.get_range`; all bytes are of the same object."""
         check_object_name(name)
         check_range(name, start, stop)
         with self._bucket.errors("read", name, "storage.objects.get"):
             return self._downloads.range(name, start, stop)
 
     def walk(self, prefix: str) -> Iterator[ObjectInfo]:
-        """As `ObjectStore.walk`, page by page."""
+        """Implements `ObjectStore.walk`, page by page."""
         bucket = self._bucket
         with bucket.errors("list", prefix, "storage.objects.list"):
             blobs = bucket.client.list_blobs(
@@ -155,7 +155,7 @@ class GcsStore(ObjectStore):
                 yield ObjectInfo(blob.name[cut:], _size_of(blob))
 
     def delete(self, name: str) -> None:
-        """As `ObjectStore.delete`."""
+        """Implements `ObjectStore.delete`."""
         check_object_name(name)
         bucket = self._bucket
         with (
@@ -166,7 +166,7 @@ class GcsStore(ObjectStore):
             blob.delete(retry=bucket.retry, timeout=bucket.timeout_s)
 
     def _look_up(self, name: str) -> tuple[int, str] | None:
-        """Size and crc32c of an object; None if it is not there."""
+        """Returns size and crc32c of an object; None if it does not exist."""
         bucket = self._bucket
         with bucket.errors("look up", name, "storage.objects.get"):
             blob = bucket.client.get_blob(
@@ -176,7 +176,7 @@ class GcsStore(ObjectStore):
 
 
 def _size_of(blob: Blob) -> int:
-    """An object's size; a server that writes its answers from protobuf leaves out one of 0."""
+    """Returns an object's size; an answer without a size means 0 (protobuf omits zeros)."""
     return int(blob.size or 0)
 
 

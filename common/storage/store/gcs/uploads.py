@@ -1,4 +1,4 @@
-"""Sending an object: small ones at once, large ones in a session that outlives a connection."""
+"""Uploads objects: small ones in one request, large ones in a session that survives connections."""
 
 import itertools
 import json
@@ -19,14 +19,14 @@ _TYPE = "application/octet-stream"
 
 
 def upload(bucket: Bucket, name: str, data: Buffers, checksum: str) -> bool:
-    """Send an object where there is none; whether an answer proves that it is the one stored.
+    """Uploads an object unless the name exists; True if the answer proves that it is stored.
 
-    One request is proved by its answer, which states name, size and crc32c of what it made. A
-    session never is: it may answer for bytes that it has received, while another object stands
-    under the name.
+    The answer to a single request is proof, as it states name, size and crc32c of the new object.
+    The answer to a session is not: it may confirm the received bytes although another object has
+    the name.
 
     Raises:
-        PreconditionFailed: there is one.
+        PreconditionFailed: an object of that name exists.
     """
     metadata = json.dumps({"name": bucket.prefix + name, "crc32c": checksum})
     if len(data) > PART_BYTES:
@@ -58,7 +58,7 @@ def _upload_in_session(bucket: Bucket, metadata: str, data: Buffers) -> None:
 
 
 def _begin_session(bucket: Bucket, metadata: str) -> str:
-    """The address of a new session."""
+    """Begins an upload session and returns its URL."""
     begun = _begin(bucket, "resumable", metadata.encode(), "application/json")
     return header(begun, "Location", r"^(https?://.+)$")
 
@@ -81,7 +81,7 @@ def _begin(
 class _Body:
     """A request's body, sent without a copy.
 
-    It goes piece by piece, because a time-out counts for each piece and not for the whole.
+    It is sent piece by piece, because a time-out applies to each piece and not to the whole.
     """
 
     def __init__(self, *parts: Buffers) -> None:
@@ -90,7 +90,7 @@ class _Body:
     def __len__(self) -> int:
         return sum(map(len, self._parts))
 
-    def __iter__(self) -> Iterator[Any]:  # memoryviews, of which the types of requests know nothing
+    def __iter__(self) -> Iterator[Any]:  # memoryviews, which the type stubs of requests lack
         return itertools.chain.from_iterable(self._parts)
 
 
@@ -98,13 +98,13 @@ class _Session:
     """One resumable upload.
 
     Args:
-        bucket: where to.
-        url: of the upload session.
-        data: all bytes.
+        bucket: the bucket to upload to.
+        url: the session's URL.
+        data: all bytes of the object.
 
     Attributes:
-        finished: the service has answered that the upload is complete. That it has every byte is
-            not enough: it may still have to make the object.
+        finished: True once the service has answered that the upload is complete; receiving every
+            byte is not enough, as the service may still have to make the object.
     """
 
     def __init__(self, bucket: Bucket, url: str, data: Buffers) -> None:
@@ -116,7 +116,7 @@ class _Session:
         self._unsure = False
 
     def step(self) -> None:
-        """Send what is left; after a failure, only ask how much has arrived."""
+        """Sends the bytes that are left; after a failure first asks how many have arrived."""
         size, before = len(self._data), self._sent
         ask = self._unsure or before == size
         self._unsure = True
@@ -130,7 +130,7 @@ class _Session:
         self._unsure = False
 
     def _request(self, span: str, data: "_Body | bytes") -> None:
-        """Note how far the service has got after this request."""
+        """Sends a request, and updates how many bytes the service has."""
         response = self._bucket.session.put(
             self._url,
             data=data,
@@ -149,7 +149,7 @@ class _Session:
             raise error
 
     def _received(self, response: requests.Response) -> int:
-        """The bytes that an unfinished session has, by its Range, which is missing for none."""
+        """Returns how many bytes an unfinished session has, by its Range header (missing: none)."""
         if "Range" not in response.headers:
             return 0
         received = int(header(response, "Range", r"^bytes=0-(\d+)$")) + 1
