@@ -1,7 +1,7 @@
-"""The background of one learner: its event loop, what its parts share, and the other hosts.
+"""The background of one learner: its event loop, the state that its parts share, the other hosts.
 
-The training loop puts work in and takes events out; neither ever waits for the network. What goes
-wrong for good here is raised in the training loop, at its next look.
+The training loop hands work over and takes events; it never waits for the network. An error that
+ends the life is raised in the training loop, at its next check.
 """
 
 import asyncio
@@ -47,14 +47,14 @@ class Background:
         return asyncio.run_coroutine_threadsafe(limited, self.loop).result()
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine beside training, to its end or that of this life."""
+        """Run a coroutine beside training, until it ends or this life does."""
         self.loop.call_soon_threadsafe(self._begin, coroutine)
 
     def events(self, wait_s: float = 0.0) -> list[Arrived]:
-        """The events that have arrived; with `wait_s`, wait so long for a first one.
+        """Returns the events that have arrived; with none, waits up to `wait_s` for the first.
 
         Raises:
-            BaseException: what ended a part of the background for good.
+            BaseException: the error that ended a part of the background.
         """
         arrived = []
         try:
@@ -68,25 +68,25 @@ class Background:
             return arrived
 
     def post(self, event: Event, payload: Decoded = NOTHING) -> None:
-        """Hand an event to the training loop; from any thread."""
+        """Hand an event to the training loop; may be called from any thread."""
         self._arrived.put(Arrived(event, payload))
 
     def fail(self, error: BaseException) -> None:
-        """End this life, at the training loop's next look; from any thread."""
+        """End this life with `error`, at the training loop's next check; from any thread."""
         self._failed = error
         self._arrived.put(error)
 
     def check(self) -> None:
-        """Raise what ends this life, if something does; take no event.
+        """Raise the error that ends this life, if there is one; takes no event.
 
         Raises:
-            BaseException: what ended a part of the background for good.
+            BaseException: the error that ended a part of the background.
         """
         if self._failed is not None:
             raise self._failed
 
     def close(self) -> None:
-        """End everything that still runs here."""
+        """Cancel all tasks that still run."""
         self.call(cancel(*self._tasks))
 
     def _begin(self, coroutine: Coroutine[Any, Any, None]) -> None:
@@ -107,7 +107,7 @@ ADVICE = (
     "see whether an aggregator of this run is alive, or start one: diloco aggregator --config FILE;"
     " what was sent waits on the tape"
 )
-# Updates of this many times H steps, so many in a row of one fragment, are no outage's.
+# Updates of LONG times H steps, LONG_IN_A_ROW times of one fragment, are not due to an outage.
 LONG = 10
 LONG_IN_A_ROW = 3
 OUTRUN = (
@@ -118,7 +118,7 @@ OUTRUN = (
 
 @dataclass
 class Answers:
-    """The run's records since this learner's updates were announced; on the event loop.
+    """Whether records answer this learner's updates; used on the event loop.
 
     Attributes:
         since_s: when the first update was announced that no record has followed.
@@ -137,7 +137,7 @@ class Answers:
             self.since_s = now_s
 
     def heard(self, health: Health, logger: log.Logger) -> None:
-        """Note that a record came: an aggregator makes versions, or gives verdicts."""
+        """Note that a record came: an aggregator is at work."""
         self.since_s = None
         if self.told:
             self.told = False
@@ -145,7 +145,7 @@ class Answers:
             logger.info("answered")
 
     def look(self, now_s: float, longest_s: float, health: Health, logger: log.Logger) -> None:
-        """Say once that nothing has come for longer than a round takes."""
+        """Report once that no record has come for longer than a round takes."""
         if self.told or self.since_s is None or now_s - self.since_s < longest_s:
             return
         self.told = True
@@ -156,7 +156,7 @@ class Answers:
         logger.warning("unanswered", waited_s=waited_s, advice=ADVICE)
 
     def covered(self, fragment: int, steps: int, settings: RunSettings, logger: log.Logger) -> None:
-        """Note an update of so many steps; say once that the loop outruns the rounds."""
+        """Note an update of `steps` steps; warn once if the loop is much faster than the rounds."""
         interval_steps = self.interval_steps or settings.sync.interval_steps
         long = steps >= LONG * interval_steps
         self._long[fragment] = self._long.get(fragment, 0) + 1 if long else 0
@@ -166,7 +166,7 @@ class Answers:
 
 
 def longest_round_s(settings: RunSettings, step_time_s: float) -> float:
-    """An upper bound on the seconds of a round: its pace, twice over, and its deadline."""
+    """Returns an upper bound on the seconds of a round: twice its pace, plus its deadline."""
     sync = settings.sync
     return settings.quorum.deadline_s + 2 * sync.interval_steps * step_time_s
 
@@ -191,36 +191,36 @@ class Context(RunContext):
     health: Health = dataclasses.field(default_factory=Health)
 
 
-# --- The learner's other hosts, as the parts of host 0 see them
+# --- The learner's other hosts, as the modules of host 0 see them
 
 
 class Preparation:
-    """One attempt to bring a change onto the devices of all other hosts: of none, done at once."""
+    """An attempt to bring a change onto the other hosts' devices; done at once without any."""
 
     async def ready(self) -> None:
-        """Wait until they all have it.
+        """Wait until all other hosts have the change.
 
         Raises:
-            ObjectMissingError, IntegrityError: as one of them says.
+            ObjectMissingError, IntegrityError: as a host reports.
         """
 
     def drop(self) -> None:
-        """Tell the workers that the change is not adopted: they free its tensors."""
+        """Tell the workers that the change is not adopted, so that they free its tensors."""
 
 
 class Alone:
-    """A learner of one host; `hosts.coordinator.Coordinator` is that of several.
+    """The other hosts of a learner of one host: none. `hosts.coordinator.Coordinator` has several.
 
     Attributes:
         hosts: the number of the learner's hosts, this one included.
-        lookahead: boundaries that plans are ahead, so that nobody waits for word of them.
+        lookahead: the number of boundaries planned ahead, so that no host waits for its plan.
     """
 
     hosts = 1
     lookahead = 0
 
     def asked_to_leave(self) -> bool:
-        """Whether another host was asked to end."""
+        """True if another host was asked to end."""
         return False
 
     def say(self, message: Any) -> None:
@@ -230,15 +230,15 @@ class Alone:
         """Send a message to all other hosts; on the event loop."""
 
     def tell(self, boundary: Boundary) -> None:
-        """Send them a boundary; may be called from any thread."""
+        """Send a boundary to the other hosts; may be called from any thread."""
 
     def give_up(self, _error: DilocoError) -> None:
-        """Tell them what ends this life; may be called from any thread."""
+        """Tell the other hosts the error that ends this life; may be called from any thread."""
 
     def prepare(self, _change: Change) -> Preparation:
-        """Ask them to bring a change onto their devices; on the event loop."""
+        """Ask the other hosts to bring a change onto their devices; on the event loop."""
         return Preparation()
 
     async def stored(self, _fragment: int, _seq: int) -> tuple[wire.Shard, ...]:
-        """Wait until they have stored their shards of an update; returns the shards."""
+        """Wait until the other hosts have stored their shards of an update; returns the shards."""
         return ()

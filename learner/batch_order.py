@@ -1,18 +1,18 @@
 """A grain dataset as a task's data: batch number n of a learner, in order, read ahead.
 
 Any `grain.MapDataset` of examples (pytrees of NumPy arrays of one shape) becomes the batches of a
-`Task`, with what the contract asks for: batch n is the same whenever it is asked for, a learner
-resumes by position alone, each host reads only its rows.
+`Task`, as the contract requires: batch n is always the same, a learner resumes by position alone,
+each host reads only its rows.
 
 Rules:
   1. An epoch is one permutation of the dataset, the same for all learners of a run, divided into
      `shares` parts by the remainder of the index in it: parts do not overlap, whatever learners
-     join, leave or fall behind. A share belongs to a learner by name, or to whoever claims it on
+     join, leave or lag. A share belongs to a learner by name, or to the learner that claims it on
      the run's tape (`common/storage/share_claims.py`).
-  2. A batch lies in one epoch. What is left of a share behind its last whole batch is left out of
-     that epoch; it is other examples in each.
+  2. A batch lies in one epoch. The examples of a share after its last whole batch are left out of
+     that epoch; they are different ones in each epoch.
   3. A learner resumes behind all that it has sent. So of one epoch, each example of its share is in
-     at most one merged update of a fragment; what a crash loses is not read again.
+     at most one merged update of a fragment; batches lost in a crash are not read again.
 """
 
 import sys
@@ -32,7 +32,7 @@ from diloco.learner.task import PROBE, Batch, Holder
 if TYPE_CHECKING:
     import grain
 
-# Whoever checks a task or compiles draws no more: for those no workers are started.
+# Checking a task or compiling draws no more batches: then no workers are started.
 DRAWN_HERE = 2
 ENDLESS = 1 << 62
 
@@ -44,10 +44,10 @@ class GrainData:
         dataset: examples: pytrees of arrays or numbers, all of one shape. Each index must have an
             example, so filter the source before.
         batch: examples in a batch.
-        seed: the run's; the order of examples follows from it.
-        shares: in how many shares an epoch is divided, which learners claim as they come and go; or
-            the names of the learners that divide each epoch, a share each for good. Empty: every
-            learner reads all of the dataset, in an order of its own.
+        seed: the run's seed; the order of examples follows from it.
+        shares: the number of shares of an epoch, which learners claim as they come and go; or the
+            names of the learners that divide each epoch, one fixed share each. Empty: every learner
+            reads all of the dataset, in an order of its own.
         workers: processes that read; 0: threads of the learner do.
         ahead: batches that each reading process keeps ready.
 
@@ -92,7 +92,7 @@ class GrainData:
 
     @property
     def batches_per_epoch(self) -> int:
-        """Whole batches in one share of an epoch; in the epoch where it is not divided."""
+        """Whole batches in one share of an epoch; in the whole epoch if it is not divided."""
         return len(self._dataset) // self.shares // self._batch
 
     @property
@@ -102,7 +102,7 @@ class GrainData:
 
     @property
     def shared(self) -> Self | None:
-        """For `Task.shared`: itself, where shares are claimed."""
+        """This object, if learners claim shares; else None. For `Task.shared`."""
         return self if self._claimed else None
 
     def claimed(
@@ -130,7 +130,7 @@ class GrainData:
         return self._read(self._source(learner, position, range(start, stop)))
 
     def indices(self, learner: str, position: int) -> list[int]:
-        """The indices, in the endless order of epochs, of batch number `position`."""
+        """Returns the indices, in the endless order of epochs, of batch number `position`."""
         return self._source(learner, position, range(self._batch)).places(0)
 
     def _source(self, learner: str, position: int, rows: range) -> "_Batches":
@@ -138,7 +138,7 @@ class GrainData:
         return self._batches(order, self._share(learner), position, ENDLESS, rows)
 
     def _part(self, tape_epoch: int, share: int, number: int, rows: range) -> "_Batches":
-        """The batches of a share from number `number` on; each tape orders an epoch differently."""
+        """Returns a share's batches from `number` on; each tape orders an epoch differently."""
         epoch, place = divmod(share, self.shares)
         end = (epoch + 1) * self.batches_per_epoch
         first = epoch * self.batches_per_epoch + number
@@ -187,7 +187,7 @@ class GrainData:
 
 
 def require_grain() -> None:
-    """Say what to install, if grain is not.
+    """Raise an error that says what to install, if grain is not installed.
 
     Raises:
         TaskError: grain is not installed.
@@ -206,7 +206,7 @@ def require_grain() -> None:
 
 
 def _begin_worker(_index: int, _count: int) -> None:
-    """A worker is no learner: it leaves accelerators alone."""
+    """Keep a reading process off the accelerators."""
     keep_off_accelerators()
     if "jax" in sys.modules:
         jax.config.update("jax_platforms", "cpu")
@@ -214,7 +214,7 @@ def _begin_worker(_index: int, _count: int) -> None:
 
 @dataclass(frozen=True)
 class _Alone:
-    """One learner that holds all shares, one after the other."""
+    """Holds all shares, one after the other, as a single learner would."""
 
     batches: int
     epoch: int = 0
@@ -227,13 +227,13 @@ class _Alone:
 
 @dataclass(frozen=True, kw_only=True)
 class _Batches:
-    """A source of grain: item i is batch number `first` + i of one share, up to `end`.
+    """A source for grain: item i is batch number `first` + i of one share, up to `end`.
 
     Attributes:
-        examples: shuffled, epoch after epoch.
-        rows: of a batch, that are read.
-        batch: all rows of one.
-        share: which of `shares`.
+        examples: the shuffled examples, epoch after epoch.
+        rows: the rows of a batch that are read.
+        batch: the number of rows of a whole batch.
+        share: the index of the share, among `shares`.
     """
 
     examples: "grain.MapDataset[Any]"
@@ -257,7 +257,7 @@ class _Batches:
         return jax.tree.map(lambda *leaves: np.stack(leaves), *examples)
 
     def places(self, index: int) -> list[int]:
-        """Places of a batch's rows in the order of all epochs, one after the other."""
+        """Returns the indices of a batch's rows in the order of all epochs, one after the other."""
         size = len(self.examples)
         epoch, number = divmod(self.first + index, size // self.shares // self.batch)
         first = number * self.batch

@@ -1,8 +1,8 @@
-"""JAX's persistent cache of compiled programs: the user's, for every run and process.
+"""JAX's persistent cache of compiled programs: the user's, for all runs and processes.
 
-Equal learners have equal programs: one compiles them, the others wait for it and load them. Their
-keys are the programs and what XLA was told; where they lie is not among it, or each folder would
-have its own (`jax_persistent_cache_enable_xla_caches`).
+Equal learners have equal programs: one compiles them, the others wait for it and load them. Keys
+are made of the programs and XLA's options, without the folder's path; otherwise each folder would
+need its own programs (`jax_persistent_cache_enable_xla_caches`).
 """
 
 import contextlib
@@ -20,9 +20,9 @@ from diloco.common.process import cores, log
 from diloco.common.process.config import cache_home
 from diloco.common.process.file_lock import file_lock
 
-# Of all programs together; those that were used least recently go.
+# Limit of all programs together; the least recently used are deleted.
 MOST_BYTES: Final = 1 << 30
-# For another process that compiles the same: one that is stopped has its turn for ever.
+# Seconds to wait for another process that compiles the same: it may be suspended.
 PATIENCE_S: Final = 120.0
 _READING: Final = "Error reading persistent compilation cache entry"
 _WRITING: Final = "Error writing persistent compilation cache entry"
@@ -33,11 +33,11 @@ ADVICE: Final = (
 
 @dataclass(frozen=True)
 class CompiledPrograms:
-    """The folder of kept programs.
+    """The folder of cached programs.
 
     Attributes:
-        folder: None where nothing is kept.
-        logger: told once of what cannot be kept or read.
+        folder: None if no programs are cached.
+        logger: reports once that a program cannot be cached or read.
     """
 
     folder: Path | None
@@ -45,12 +45,12 @@ class CompiledPrograms:
 
     @contextlib.contextmanager
     def compiling(self, what: str | None) -> Iterator[None]:
-        """Compile within the block, one process at a time of those with equal programs.
+        """Compile within the block, one process at a time among those with equal programs.
 
-        A program that cannot be read from the folder is compiled and kept again.
+        A program that cannot be read from the folder is compiled and cached again.
 
         Args:
-            what: equal for processes that have equal programs; None: nobody waits.
+            what: equal for processes that have equal programs; None: do not wait for others.
         """
         with contextlib.ExitStack() as stack, warnings.catch_warnings(record=True) as caught:
             warnings.filterwarnings("always", f"{_READING}|{_WRITING}")
@@ -70,7 +70,7 @@ class CompiledPrograms:
             self.logger.warning("cache_unusable", error=troubles[0], advice=ADVICE)
 
     def _drop(self, damaged: Iterable[str]) -> None:
-        """Delete what cannot be read: JAX replaces no file that is there."""
+        """Delete programs that cannot be read, since JAX does not replace an existing file."""
         if self.folder is None:
             return
         for name in damaged:
@@ -82,8 +82,8 @@ def keep_programs(given: str | None, logger: log.Logger) -> CompiledPrograms:
     """Have JAX keep compiled programs on disk; call it before anything is compiled.
 
     Args:
-        given: a folder; None: where JAX's own settings say, or the user's cache.
-        logger: told of a folder that cannot be used.
+        given: a folder; None: the folder of JAX's own settings, or the user's cache.
+        logger: reports a folder that cannot be used.
     """
     if given is None and getattr(jax.config, "jax_compilation_cache_dir", None):
         return CompiledPrograms(None, logger)
@@ -103,7 +103,7 @@ def keep_programs(given: str | None, logger: log.Logger) -> CompiledPrograms:
 
 
 def _machine() -> str:
-    """The CPU's instructions and cores, on which programs depend and which JAX's keys leave out."""
+    """Returns a digest of the CPU's instruction sets, which JAX's keys omit, and its cores."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -115,10 +115,10 @@ def _machine() -> str:
 
 
 def _bound(root: Path) -> None:
-    """Delete programs beyond `MOST_BYTES`, those first that were used least recently."""
+    """Delete programs beyond `MOST_BYTES`, the least recently used first."""
     found = []
     for path in root.glob("*/*-cache"):
-        with contextlib.suppress(FileNotFoundError):  # another process may do the same
+        with contextlib.suppress(FileNotFoundError):  # another process may delete it too
             state = path.stat()
             found.append((max(state.st_atime, state.st_mtime), state.st_size, path))
     total = sum(size for _, size, _ in found)

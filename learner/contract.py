@@ -1,4 +1,4 @@
-"""Loading a task and holding it to its contract (`task.py`), before anything is allocated."""
+"""Loads a task and checks it against its contract (`task.py`), before anything is allocated."""
 
 import importlib
 import inspect
@@ -34,7 +34,7 @@ from diloco.learner.task import (
 )
 from diloco.learner.tensors.tree import named_leaves
 
-# Of metrics: how many there may be, and what they may be called.
+# The largest number of metrics, and the pattern of their names.
 MOST_METRICS = 32
 _METRIC = re.compile("[a-zA-Z][a-zA-Z0-9_]{0,39}")
 
@@ -49,8 +49,8 @@ def load_task(build: str, *, steps: int, seed: int, options: dict[str, Any]) -> 
         options: further keyword arguments of the function.
 
     Raises:
-        TaskError: the function cannot be found or called so, or its task breaks a rule. What the
-            user's module or function itself raises passes through unchanged.
+        TaskError: the function cannot be found or called with these arguments, or its task breaks
+            a rule. Exceptions of the user's module or function pass through unchanged.
     """
     task = build_task(build, steps=steps, seed=seed, options=options)
     check_task(task, steps=steps)
@@ -58,7 +58,7 @@ def load_task(build: str, *, steps: int, seed: int, options: dict[str, Any]) -> 
 
 
 def build_task(build: str, *, steps: int, seed: int, options: dict[str, Any]) -> Task:
-    """Import a task and build it, but draw no batch; arguments and errors as of `load_task`."""
+    """Import and build a task, without drawing a batch; arguments and errors as of `load_task`."""
     function = function_of(build)
     arguments = _bind(build, function, {"steps": steps, "seed": seed}, options)
     task = function(**arguments)
@@ -71,15 +71,15 @@ def build_task(build: str, *, steps: int, seed: int, options: dict[str, Any]) ->
 
 
 def run_task(settings: RunSettings, options: Mapping[str, Any] | None = None) -> Task:
-    """The task of a run, with other `options` for one learner; errors as `load_task`."""
+    """Returns the task of a run, with other `options` for one learner; errors as `load_task`."""
     return load_task(**_named(settings, options))
 
 
 def model_of(settings: RunSettings) -> Task:
-    """The task of a run for callers that use its model without training: no batch is drawn.
+    """Returns the task of a run for callers that do not train: no batch is drawn.
 
     Raises:
-        TaskError: as `load_task`, but for what only training needs.
+        TaskError: as `load_task`, except for rules that only training needs.
     """
     task = build_task(**_named(settings, None))
     _check_hints(task, _check_init(task))
@@ -96,17 +96,17 @@ def _named(settings: RunSettings, options: Mapping[str, Any] | None) -> dict[str
 
 
 def check_task(task: Task, *, steps: int) -> None:
-    """Check what can be checked without allocating parameters; two batches are drawn.
+    """Check a task without allocating parameters; draws two batches.
 
     Raises:
-        TaskError: a rule of the contract is broken.
+        TaskError: the task breaks a rule of the contract.
     """
     for refusal in refusals(task, steps=steps):
         raise refusal
 
 
 def refusals(task: Task, *, steps: int) -> Iterator[TaskError]:
-    """The rules of the contract that a task breaks, as far as earlier breaks let them be seen."""
+    """Yields an error for each rule that a task breaks and earlier breaks leave checkable."""
     found: dict[str, Any] = {}
 
     def tried(name: str, check: Callable[[], Any]) -> Iterator[TaskError]:
@@ -127,7 +127,7 @@ def refusals(task: Task, *, steps: int) -> Iterator[TaskError]:
 
 
 def function_of(build: str) -> Callable[..., Any]:
-    """The function that a task is named by.
+    """Returns the function that `build` names.
 
     Raises:
         TaskError: it cannot be found.
@@ -153,7 +153,7 @@ def function_of(build: str) -> Callable[..., Any]:
 
 
 def _look_here() -> str:
-    """Put the current folder on the import path; give the folder."""
+    """Put the current folder on the import path; returns the folder."""
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
@@ -185,8 +185,8 @@ def _bind(
             hint="set the run's own steps and seed instead",
         )
     signature = inspect.signature(function)
-    # Who names a task may be a stranger, whose run is in a bundle: what takes any keyword, as many
-    # a function of Python's own does, is no task.
+    # A bundle of a stranger's run may name any function: one that takes any keyword, as many of
+    # Python's own do, is not a task.
     any_keyword = given.keys() - signature.parameters.keys()
     if any_keyword and any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values()):
         raise TaskError(
@@ -278,7 +278,7 @@ def _draw(batches: Any) -> Batch:
 
 
 def batches_ended(before: str) -> TaskError:
-    """The error of a task whose batches end `before` the run does."""
+    """Returns the error for a task whose batches end before the run does; `before` says when."""
     return TaskError(
         f"Task.batches(name, position) ended before {before}; it must last as long as the run",
         hint="begin the data's next epoch where one ends: number n stands in epoch "
@@ -295,7 +295,7 @@ def _equal(one: Batch, other: Batch) -> bool:
 
 
 def _check_parts(task: Task, batch: Batch) -> None:
-    """The rows of a batch can be divided for gradient accumulation."""
+    """Check that a batch's rows can be divided for gradient accumulation."""
     for leaf in jax.tree.leaves(batch):
         if np.ndim(leaf) and np.shape(leaf)[0] % task.accumulate:
             raise TaskError(

@@ -29,7 +29,7 @@ def serve(config: Config, learner: str) -> None:
     """Run a learner until the run ends or a signal asks it to leave.
 
     Raises:
-        DilocoError: what stops it for good, with what to do.
+        DilocoError: an error that no retry can mend, with advice.
     """
     check_name(learner)
     asked = threading.Event()
@@ -66,7 +66,7 @@ def serve(config: Config, learner: str) -> None:
 
 
 def _end_before_it_began(config: Config, learner: str, probes: Probes, why: str) -> None:
-    """No life; systemd takes it for a start all the same, and for a clean end."""
+    """Report to systemd a start and a clean end, although no life began."""
     logger = log.get(run=config.run.name, learner=learner)
     logger.info("left", why=why)
     probes.start.over()
@@ -74,9 +74,9 @@ def _end_before_it_began(config: Config, learner: str, probes: Probes, why: str)
 
 
 def _equal(config: Config, learner: str) -> str | None:
-    """Equal for learners that have the same programs.
+    """Returns a string that is equal for learners with the same programs.
 
-    None of several hosts: they meet in collectives, in which one would wait for its own turn.
+    None for a learner of several hosts, which would wait for each other's turn inside collectives.
     """
     if jax.process_count() > 1:
         return None
@@ -84,11 +84,13 @@ def _equal(config: Config, learner: str) -> str | None:
 
 
 def _configure(config: Config, learner: str) -> CompiledPrograms:
-    """Settings of JAX, before it looks for devices; the learner's hosts meet here.
+    """Configure JAX before it searches for devices; returns the cache of compiled programs.
+
+    The hosts of a learner of several hosts meet here.
 
     Raises:
-        ConfigError: nobody says where.
-        HostLostError: they did not.
+        ConfigError: no setting says where the hosts meet.
+        HostLostError: the hosts did not meet.
     """
     section = config.learner
     logger = log.get(run=config.run.name, learner=learner)
@@ -105,7 +107,7 @@ def _configure(config: Config, learner: str) -> CompiledPrograms:
         )
     if section.coordinator is None:
         return programs
-    # It would take SIGTERM for itself, by which a learner is asked to leave.
+    # JAX's service would catch SIGTERM, by which a learner is asked to leave.
     jax.config.update("jax_enable_preemption_service", False)
     # Else JAX takes one device for each task of a Slurm node, though the task is alone there.
     where: dict[str, Any] = {"local_device_ids": []} if one_a_node else {}
@@ -135,7 +137,7 @@ def _configure(config: Config, learner: str) -> CompiledPrograms:
 
 @contextlib.contextmanager
 def _together() -> Iterator[None]:
-    """The hosts of a learner end together, whatever the reason."""
+    """Make all hosts of a learner end together, whatever the reason."""
     try:
         yield
     except BaseException as error:

@@ -1,12 +1,12 @@
-"""A forecast of a learner's needs, before there is a slice: `diloco learner --dry-run`.
+"""A forecast of a learner's needs, without its hardware: `diloco learner --dry-run`.
 
-The learner's own programs are lowered and compiled from shapes alone, for its mesh: the inner
-step, and what sending and adopting a fragment start. No parameter is allocated, so that a model
-which fills a slice is looked at on a laptop, whose CPU is taken for the slice's devices.
+The learner's own programs are lowered and compiled from shapes alone, for its mesh: the inner step,
+and the programs that send and adopt a fragment. No parameter is allocated, so that a model which
+fills a slice can be examined on a laptop, whose CPU stands in for the slice's devices.
 
-Bytes of arrays are exact for any hardware: the sharding decides them, but for a TPU's tiles, which
-are counted with the batch. What programs need besides (activations, temporaries, what devices
-exchange) is what the compiler at hand says; another platform's fuses otherwise.
+Bytes of arrays are exact for any hardware, since sharding decides them; only a TPU's tiles are not
+counted. The programs' other needs (activations, temporaries, exchanges between devices) are those
+of the compiler at hand; another platform's compiler fuses otherwise.
 """
 
 import math
@@ -31,7 +31,7 @@ from diloco.learner.tensors.mesh import single
 from diloco.learner.tensors.placement import make_ownership
 from diloco.learner.tensors.replica import anchor_memory
 
-# What the compiler puts between devices, with the shapes of its results before it.
+# A collective operation in a program's text, with the shapes of its results before it.
 _COLLECTIVE = re.compile(
     r"= (\S.*?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
 )
@@ -40,19 +40,19 @@ _ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)[a-z0-9]*)\[([\d,]*)\]")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryNeed:
-    """Bytes of one device, and of one host.
+    """The memory that one device, and one host, needs, in bytes.
 
     Attributes:
-        parameters: trained ones.
+        parameters: trained parameters.
         optimizer: the inner optimizer's state.
         anchor: views of all fragments, and with `adopt = "blend"` as much again for updates in
             flight; 0 if they are kept in the host's memory.
-        host_anchor: bytes of a host for them, then.
-        in_flight: codes of an update of every fragment, the most that is ever unanswered.
+        host_anchor: bytes of a host for the anchor, if it is kept there.
+        in_flight: codes of an update of every fragment, the most that is ever in flight.
         batch: a batch, and the step's number.
-        activations: all that the inner step needs besides; the compiler's.
-        synchronization: results and temporaries of a send or an adoption of the fragment that
-            needs most, at most; the compiler's.
+        activations: all other memory of the inner step, as the compiler counts it.
+        synchronization: an upper bound on results and temporaries of a send or an adoption, for the
+            fragment that needs most, as the compiler counts them.
     """
 
     parameters: int
@@ -66,7 +66,7 @@ class MemoryNeed:
 
     @property
     def training(self) -> int:
-        """Bytes of a device, while it trains."""
+        """Bytes of a device during training."""
         kept = self.parameters + self.optimizer + self.anchor + self.in_flight + self.batch
         return kept + self.activations + self.synchronization
 
@@ -81,10 +81,10 @@ class ProgramCost(NamedTuple):
     """The memory traffic and memory of some programs, on one device.
 
     Attributes:
-        moved_bytes: read and written, at least.
-        extra_bytes: of results that take no argument's place, and of temporaries.
-        exchanged_bytes: received from other devices, `largest_bytes` at once.
-        accessed_bytes: what the compiler counts its operations to read and write, each by itself.
+        moved_bytes: lower bound on the bytes that are read and written.
+        extra_bytes: bytes of temporaries, and of results that reuse no argument's memory.
+        exchanged_bytes: bytes received from other devices; `largest_bytes` is the most at once.
+        accessed_bytes: the compiler's sum over operations of the bytes that each reads and writes.
     """
 
     moved_bytes: int
@@ -96,7 +96,7 @@ class ProgramCost(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FragmentFigures:
-    """One fragment: parameters, and what each device does to send and to adopt it."""
+    """The parameters of one fragment, and each device's cost of a send and an adoption."""
 
     index: int
     elements: int
@@ -106,7 +106,7 @@ class FragmentFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostTraffic:
-    """Bytes of one host in a round of every fragment; `objects_up` are the shards it stores."""
+    """Bytes of one host in a round of every fragment; `objects_up` counts the shards it stores."""
 
     host: int
     bytes_up: int
@@ -119,10 +119,10 @@ class DryRun:
     """The figures of a dry run.
 
     Attributes:
-        platform: whose compiler was asked; `devices` are of all `hosts`.
-        parameters: number of trained ones.
-        active_parameters: of all, those that a token passes; None: each.
-        interval_steps: H; `overlap_steps` tau.
+        platform: the platform of the compiler; `devices` counts those of all `hosts`.
+        parameters: number of trained parameters.
+        active_parameters: the parameters that a token passes; None: all.
+        interval_steps: H; `overlap_steps` is tau.
     """
 
     learner: str
@@ -141,7 +141,7 @@ class DryRun:
 
 
 def stand_in(section: LearnerSection) -> LearnerSection:
-    """The section without compiler options, which are for the hardware that is not here."""
+    """Returns the section without compiler options, since those are for the real hardware."""
     islands = {
         name: island.model_copy(update={"compiler_options": {}})
         for name, island in section.islands.items()
@@ -152,13 +152,13 @@ def stand_in(section: LearnerSection) -> LearnerSection:
 def dry_run(
     config: Config, learner: str, *, hosts: int = 1, devices: list[Any] | None = None
 ) -> DryRun:
-    """Compile a learner's programs, and say what they need.
+    """Compile a learner's programs; returns what they need.
 
     Args:
-        config: the learner's.
+        config: the learner's configuration.
         learner: its name.
-        hosts: that it will consist of, each with an equal part of the devices, in their order.
-        devices: of all its hosts; all that JAX has, if None.
+        hosts: the number of its hosts, each with an equal part of the devices, in their order.
+        devices: devices of all its hosts; all that JAX has, if None.
 
     Raises:
         ConfigError: the devices cannot be divided among hosts.
@@ -192,7 +192,7 @@ def dry_run(
 
 
 def compile_step(island: Island) -> jax.stages.Compiled:
-    """The learner's inner step, from shapes."""
+    """Returns the learner's inner step, compiled from shapes."""
     # The key, and the one that shapes follow from, are computed here; the island may be elsewhere.
     with jax.set_mesh(single()):
         step: Any = island.inner_step()
@@ -214,7 +214,7 @@ def _memory(
     optimizer = device_bytes(island.state_lying())
     views = sum((2 if each.blends else 1) * device_bytes(each.view) for each in fragments)
     on_device = anchor_memory(island.anchor) is None
-    # A view that is kept elsewhere is fetched for as long as the operation lasts.
+    # A view that is kept on the host is fetched for the duration of the operation.
     fetched = 0 if on_device else max(device_bytes(each.view) for each in fragments)
     return MemoryNeed(
         parameters=parameters,
@@ -233,10 +233,10 @@ def _memory(
 
 
 class FragmentShapes:
-    """A fragment of shapes: its operations, and what they work on.
+    """A fragment without values: its operations, and the shapes of their arguments.
 
     Attributes:
-        leaves: tensors that it has parts of; `view`, `update` and `delta` are its own.
+        leaves: tensors that the fragment has parts of; `view`, `update` and `delta` are its own.
     """
 
     def __init__(self, island: Island, fragment: Fragment, leaves: Leaves) -> None:
@@ -272,7 +272,7 @@ class FragmentShapes:
         return tuple(map(Encoded, scales, codes))
 
     def measure(self) -> tuple[ProgramCost, ProgramCost]:
-        """Measure a send, and an adoption that also settles an update."""
+        """Returns the cost of a send, and of an adoption that also settles an update."""
         send, adopt = _sending(self.kernels, self.blends), _adoption(self.kernels, self.sync)
         brought = (self.view, self.delta, self.update) + ((self.view,) if self.blends else ())
         rows = self.rows_bytes()
@@ -283,11 +283,11 @@ class FragmentShapes:
 
     @property
     def blends(self) -> bool:
-        """Whether the learner keeps, at each send, how far it was ahead of its view."""
+        """Whether a send also computes how far the fragment is ahead of its view."""
         return self.sync.adopt == "blend"
 
     def rows_bytes(self) -> dict[str, int]:
-        """Bytes of a device in the fragment's rows of each tensor."""
+        """Returns, by tensor, the bytes on one device of the rows that the fragment has."""
         found = dict.fromkeys(self.kernels.names, 0)
         for piece in self.fragment.pieces:
             leaf = self.leaves[piece.tensor]
@@ -297,13 +297,13 @@ class FragmentShapes:
 
 
 def fragment_shapes(island: Island) -> list[FragmentShapes]:
-    """The shapes of all fragments; call it within the island's context."""
+    """Returns the shapes of all fragments; call it within the island's context."""
     leaves = tree.by_name(island.params_lying())
     return [FragmentShapes(island, each, leaves) for each in island.layout.fragments]
 
 
 def measured(fragments: Sequence[FragmentShapes]) -> tuple[FragmentFigures, ...]:
-    """Figures of fragments; those of equal shapes share their programs, so they cost the same."""
+    """Returns the fragments' figures; fragments of equal shapes are measured once."""
     found: dict[Any, tuple[ProgramCost, ProgramCost]] = {}
     for each in fragments:
         if each.kernels.geometry not in found:
@@ -320,14 +320,14 @@ def measured(fragments: Sequence[FragmentShapes]) -> tuple[FragmentFigures, ...]
 
 
 def _sending(kernels: Kernels, blends: bool) -> Callable[[Leaves, Blocks], Any]:
-    """The function that `Replica.send` runs."""
+    """Returns the function that `Replica.send` runs."""
     if not blends:
         return kernels.send
     return lambda leaves, view: (kernels.send(leaves, view), kernels.ahead(leaves, view))
 
 
 def _adoption(kernels: Kernels, sync: SyncSection) -> Callable[..., tuple[Leaves, Blocks]]:
-    """The function that `Replica.adopt` runs for a delta that resolves an update."""
+    """Returns the function that `Replica.adopt` runs for a delta that resolves an update."""
 
     def rebase(leaves: Leaves, view: Blocks, delta: Codes, update: Codes) -> tuple[Leaves, Blocks]:
         leaves, view = kernels.apply(leaves, view, delta)
@@ -385,7 +385,7 @@ def _host_traffic(
 def _fragment_traffic(
     each: FragmentShapes, host: int, process_of: Callable[[Any], int]
 ) -> tuple[int, int, int]:
-    """Bytes up and down, and objects up, of one host in a round of one fragment."""
+    """Returns bytes up, bytes down and objects up of one host in a round of one fragment."""
     sync, block, size = each.sync, each.kernels.block, each.fragment.size
     ownership = make_ownership(each.kernels, host, process_of)
     parts = slices.cut(ownership.owned, max(1, sync.shard_elements // block))
@@ -399,7 +399,7 @@ def _fragment_traffic(
 
 
 class CompiledProgram(NamedTuple):
-    """A compiled program, and the bytes of a device that it reads and writes at least."""
+    """A compiled program, and a lower bound on the bytes that it reads and writes on a device."""
 
     compiled: jax.stages.Compiled
     moved_bytes: int
@@ -408,20 +408,20 @@ class CompiledProgram(NamedTuple):
 def programs(
     function: Callable[..., Any], *given: Any, touched: Mapping[str, int]
 ) -> list[CompiledProgram]:
-    """The programs that a call starts one after another, compiled for shapes and where they lie.
+    """Compile, for shapes with shardings, the programs that a call of `function` starts in order.
 
-    Each is compiled by itself, as JAX does when the function is called with arrays, and takes
-    what the ones before it gave as they left it.
+    Each is compiled by itself, as JAX does when the function is called with arrays, and takes the
+    results of the earlier ones with their shardings.
 
     Args:
-        function: of trees of arrays; whatever it computes is computed by jitted functions.
-        given: shapes with shardings, the first of them by name.
-        touched: bytes of a device that matter of each of the first.
+        function: a function of trees of arrays that computes only in jitted functions.
+        given: shapes with shardings; the first tree is by name.
+        touched: of each leaf of the first tree, the bytes on a device that are read or written.
     """
     traced = jax.make_jaxpr(function)(*given)
     values: dict[Any, Any] = dict(zip(traced.jaxpr.constvars, traced.consts, strict=True))
     values |= dict(zip(traced.jaxpr.invars, jax.tree.leaves(given), strict=True))
-    # Of a tensor of which the fragment has some rows, the others are left alone.
+    # If the fragment has some rows of a tensor, the other rows are not touched.
     bytes_of = dict(zip(traced.jaxpr.invars, jax.tree.leaves(touched), strict=False))
     bytes_of |= dict.fromkeys(traced.jaxpr.constvars, 0)
     found = []
@@ -448,7 +448,7 @@ def programs(
 
 
 def cost(started: Iterable[CompiledProgram]) -> ProgramCost:
-    """The cost on one device of programs that follow each other; all their results are kept."""
+    """Returns the cost on one device of programs that run in order and keep all results."""
     moved = results = temporary = accessed = 0
     exchanged = [0]
     for program in started:
@@ -456,7 +456,7 @@ def cost(started: Iterable[CompiledProgram]) -> ProgramCost:
         results += analysis.output_size_in_bytes - analysis.alias_size_in_bytes
         temporary = max(temporary, analysis.temp_size_in_bytes)
         between = exchanges(program.compiled.as_text() or "")
-        # What goes to other devices is read here, what comes is written.
+        # Bytes sent to other devices are read here; those received are written.
         moved += program.moved_bytes + 2 * sum(between)
         accessed += round((program.compiled.cost_analysis() or {}).get("bytes accessed", 0))
         exchanged += between
@@ -464,7 +464,7 @@ def cost(started: Iterable[CompiledProgram]) -> ProgramCost:
 
 
 def exchanges(text: str) -> list[int]:
-    """Bytes that each collective operation of a compiled program gives a device."""
+    """Returns the bytes that each collective operation of a compiled program gives a device."""
     return [
         sum(
             math.prod(int(size) for size in sizes.split(",") if size) * int(bits or 8) // 8
@@ -475,7 +475,7 @@ def exchanges(text: str) -> list[int]:
 
 
 def device_bytes(shapes: Any) -> int:
-    """Bytes that a tree of shapes, with shardings, takes on one device."""
+    """Returns the bytes that a tree of shapes, with shardings, takes on one device."""
     return sum(
         math.prod(leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape))
         * leaf.dtype.itemsize

@@ -1,4 +1,4 @@
-"""A life as a host that does what host 0 says."""
+"""The life of a learner on a host that follows host 0."""
 
 import contextlib
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ def follow(host: Host) -> Iterator[Life]:
         store = host.open_store()
         layout = host.layout(store, begin.layout)
         check_same("layout of the parameters", layout.digest, begin.layout)
-        # Nobody here speaks to the run.
+        # This host has no connection to the bus.
         context = host.context(MemoryBus(), store, layout, begin.epoch)
         stack.callback(background.close)
         with host.naming_lost():
@@ -103,7 +103,7 @@ def _following_life(
 
 
 def _told_views(context: Context, link: HostLink) -> Iterator[np.ndarray]:
-    """Every fragment's view, as host 0 has it."""
+    """Yields every fragment's view, as host 0 names it."""
     for _ in context.layout.fragments:
         change = link.receive(messages.Load).change
         assert change.snapshot is not None

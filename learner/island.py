@@ -30,17 +30,17 @@ class Island:
     """A learner's task, devices, mesh and compiled parts.
 
     Args:
-        config: the learner's.
+        config: the learner's configuration.
         learner: its name.
-        devices: of all its hosts; all that JAX has, if None.
+        devices: devices of all its hosts; all that JAX has, if None.
 
     Attributes:
-        task: with this learner's options.
-        layout: the run's.
-        mesh: its devices.
-        shapes: of the parameters, `hint` and `division` what becomes of each leaf.
-        shardings: the parameters' on the mesh.
-        state: shapes of the inner optimizer's state; `state_shardings` how it lies.
+        task: the run's task with this learner's options.
+        layout: the run's layout.
+        mesh: the mesh of the devices.
+        shapes: shapes of the parameters; `hint` and `division` tell each leaf's kind.
+        shardings: shardings of the parameters on the mesh.
+        state: shapes of the inner optimizer's state; `state_shardings` are its shardings.
 
     Raises:
         DilocoError: the task breaks a rule, or does not fit the mesh.
@@ -78,7 +78,7 @@ class Island:
             yield
 
     def replica(self, views: Iterable[np.ndarray]) -> Replica:
-        """The learner's tensors, from the newest views of all fragments, float32 [N]."""
+        """Returns the learner's tensors, from the newest views of all fragments, float32 [N]."""
         synced, _ = tree.split(self.shapes, self.division.synced)
         shardings, _ = tree.split(self.shardings, self.division.synced)
         return Replica(
@@ -91,7 +91,7 @@ class Island:
         )
 
     def inner_step(self) -> InnerStep:
-        """The inner step."""
+        """Returns the jitted inner step."""
         return make_inner_step(
             self.task,
             shardings=(self.shardings, self.state_shardings),
@@ -99,32 +99,32 @@ class Island:
         )
 
     def key(self) -> np.ndarray:
-        """The random key of the inner step."""
+        """Returns the PRNG key data of the inner step."""
         return key_of(self.settings.run.seed, self.learner)
 
     def init_state(self, params: Params) -> Any:
-        """A fresh state of the inner optimizer."""
+        """Returns a fresh state of the inner optimizer."""
         init = jax.jit(self.task.optimizer.init, out_shardings=self.state_shardings)
         return init(self.division.trained_of(params))
 
     def state_lying(self) -> Any:
-        """The shapes of the inner optimizer's state, with how each leaf lies."""
+        """Returns the shapes of the inner optimizer's state, with their shardings."""
         return jax.tree.map(_lying, self.state, self.state_shardings)
 
     def params_lying(self) -> Params:
-        """The shapes of the parameters, with how each leaf lies."""
+        """Returns the shapes of the parameters, with their shardings."""
         return jax.tree.map(_lying, self.shapes, self.shardings)
 
     def batch_lying(self) -> Any:
-        """The shapes of a batch, with how each leaf lies."""
+        """Returns the shapes of a batch, with their shardings."""
         return self._batch_lying
 
     def feed(self, position: int, holder: Holder | None = None) -> Iterator[Batch]:
-        """Batches on the mesh, from a position on; this host reads only its rows.
+        """Yields batches on the mesh from `position` on; this host reads only its rows.
 
         Args:
-            position: the first one's.
-            holder: of shares of the task's data, where they are claimed.
+            position: number of the first batch.
+            holder: holds shares of the task's data, if learners claim them.
         """
         start, stop = self._placer.rows
         if self.task.shared is not None and holder is not None:

@@ -1,4 +1,4 @@
-"""A life as host 0: the only host of a learner, or the one that speaks to the run."""
+"""The life of a learner on host 0: its only host, or the one that speaks to the run."""
 
 import contextlib
 import platform
@@ -66,7 +66,7 @@ from diloco.learner.wire.recovery import (
     restore,
 )
 
-# So long an error that ends a life waits for the run to hear of it.
+# Seconds that the error which ends a life waits for the last heartbeat to be sent.
 LAST_WORD_S = 3.0
 
 
@@ -80,7 +80,8 @@ def lead(host: Host) -> Iterator[Life]:
         stack.callback(lambda: background.call(bus.close()))
         host.probes.health.begin_phase("reading the run")
         specification = host.starting(_specification(host, bus))
-        # Of several hosts the others must hear of it, and do so as of every end.
+        # With several hosts the workers must learn of the end too, which they do later, as of any
+        # end.
         alone = jax.process_count() == 1
         if alone and host.starting(_has_ended(host, bus)):
             raise RunEndedError(host.config.run.name)
@@ -104,11 +105,11 @@ def lead(host: Host) -> Iterator[Life]:
 
 @contextlib.contextmanager
 def _telling_why(life: Life) -> Iterator[None]:
-    """Tell the run which error ends a life: else it would only fall silent."""
+    """Send the run the error that ends a life; otherwise the learner would just fall silent."""
     try:
         yield
     except SupersededError:
-        raise  # The newer process speaks for this learner.
+        raise  # The newer process sends this learner's heartbeats.
     except Exception as error:
         why = error.message if isinstance(error, DilocoError) else repr(error)
         life.context.health.troubles["end"] = why
@@ -141,7 +142,7 @@ async def _has_ended(host: Host, bus: Bus) -> bool:
 
 
 def _meet(host: Host, stack: ExitStack) -> Coordinator:
-    """The workers of this learner, connected."""
+    """Wait for this learner's workers; returns the coordinator connected to them."""
     background = host.background
     address = host.config.learner.coordinator or meeting_place() or "127.0.0.1"
     interface = socket.gethostname() if address == "auto" else address.split(":")[0]
@@ -163,10 +164,10 @@ async def _coordinator(listener: Listener, secret: str, host: Host) -> Coordinat
 
 
 def _check_run(context: Context, specification: wire.Specification) -> None:
-    """Refuse a run that is not this configuration's.
+    """Refuse a run other than this configuration's.
 
     Raises:
-        RunMismatchError: settings or layout that disagree.
+        RunMismatchError: settings or layout differ.
     """
     theirs = parse_settings(specification.settings)
     check_same_run(context.settings, theirs, context.layout.digest, specification.layout)
@@ -179,7 +180,7 @@ def _leading_life(
     held: Params,
     peers: Alone,
 ) -> Life:
-    """A life up to its first step: versions, programs, the join, the place in the data."""
+    """Prepare a life up to its first step: versions, programs, the join, the data position."""
     background = host.background
     layout, constants_object = context.layout.digest, specification.constants
     peers.say(messages.Begin(epoch=context.epoch, layout=layout, constants=constants_object))
@@ -192,8 +193,8 @@ def _leading_life(
     meter.full_tokens_per_s = host.member.full_tokens_per_s()
     life = host.starting(join(context, socket.gethostname(), platform_of()))
     publisher = _publish_and_adopt(host, context, replica, meter, starts, peers, life)
-    # Not before the join: an update of an earlier life that is still on its way is merged if it is
-    # stored before it, and rejected behind it.
+    # Not before the join: an update of an earlier life that is still in flight is merged if it is
+    # stored before the join, and rejected if after.
     place = host.starting(place_after_join(context))
     position = place.position
     if place.lost:
@@ -231,7 +232,7 @@ def _leading_life(
 
 
 def platform_of() -> str:
-    """The devices that this learner trains on, the machine and the Python, for people."""
+    """Returns the learner's devices, machine and Python version, as text for people."""
     devices = jax.devices()
     kind = f"{len(devices)} x {devices[0].device_kind}"
     return f"{kind}, {platform.machine()} {platform.system()}, Python {platform.python_version()}"
@@ -240,7 +241,7 @@ def platform_of() -> str:
 def _shares(
     host: Host, context: Context, peers: Alone, life: Joined, place: ResumePosition
 ) -> Claims:
-    """The learner's shares of the data, which host 0 tells all its hosts."""
+    """Returns the learner's claims of the data, which host 0 forwards to all its hosts."""
 
     def told(holding: Holding, end: int) -> None:
         peers.write(messages.Granted(holding=holding, end=end))
@@ -258,7 +259,7 @@ def _find(
     like: Any,
     shardings: Any,
 ) -> Restored | None:
-    """The checkpoint to go on from; of several hosts, one of which each has its part."""
+    """Returns the checkpoint to resume from; with several hosts, one of which each has its part."""
     section, fetch = host.config.learner, patient_fetch(host, context)
     if not isinstance(peers, Coordinator):
         return restore(context, section, folder, like, fetch)
@@ -281,7 +282,7 @@ def _publish_and_adopt(
     peers: Alone,
     life: Joined,
 ) -> Publisher:
-    """Begin to follow the records and to send heartbeats; what sends updates."""
+    """Begin to follow the records and to send heartbeats; returns the publisher of updates."""
     background = host.background
     uploader = Uploader(context, tensors, hosts=peers.hosts)
     publisher = Publisher(context, background.post, uploader, peers, life)
@@ -298,7 +299,7 @@ def _publish_and_adopt(
 
 
 def _load_views(host: Host, context: Context, peers: Alone) -> tuple[Replica, tuple[Start, ...]]:
-    """The learner's tensors with the newest view of every fragment, and which those are."""
+    """Load the newest view of every fragment; returns the replica, and the versions as starts."""
     starts: list[Start] = []
 
     def views() -> Iterator[np.ndarray]:
@@ -316,7 +317,7 @@ def _load_views(host: Host, context: Context, peers: Alone) -> tuple[Replica, tu
 def _common_checkpoint(
     parts: Iterable[CheckpointId], others: list[set[CheckpointId]]
 ) -> CheckpointId | None:
-    """The checkpoint of most steps of which every host has its part."""
+    """Returns the checkpoint with the most steps of which every host has its part."""
     return max(set(parts).intersection(*others), key=lambda found: found[::-1], default=None)
 
 
@@ -351,7 +352,7 @@ def _leave(
     synchronizer: Synchronizer,
     shares: Claims,
 ) -> str:
-    """Announce the end of this life, within the drain timeout; why it ends."""
+    """Announce the end of this life, within the drain timeout; returns the reason for the end."""
     lost = sync.unsent(planner.state)
     if lost and not planner.state.ended:
         context.logger.warning("left_unsent", fragments=len(lost), steps=sum(lost.values()))
@@ -365,7 +366,7 @@ def _leave(
 
 
 async def say_end(publisher: Publisher, shares: Claims, position: int) -> None:
-    """Say on the tape that this life ends, and the position of its data."""
-    # In this order: what comes behind the leave is of nobody's shares any more.
+    """Publish that this life ends, and the position of its data."""
+    # In this order: the leave comes before the end of the claims.
     await publisher.leave(position)
     await shares.end(position)

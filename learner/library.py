@@ -1,4 +1,4 @@
-"""The learner as a library: a training loop of one's own takes part in a run.
+"""The learner as a library: takes part in a run with a custom training loop.
 
     with diloco.join("run.toml", learner="a", like=params) as island:
         params = island.params
@@ -9,8 +9,8 @@
             if island.done:
                 break
 
-`diloco learner` is such a loop too (`train.py`), around a task. What happens at `step` is planned
-by the core and carried out by `synchronizer.py`; here is what a loop sees of it.
+`diloco learner` is such a loop too (`train.py`), around a task. The core plans each `step`,
+`synchronizer.py` carries it out; this module is the loop's interface to both.
 """
 
 import contextlib
@@ -50,20 +50,20 @@ from diloco.learner.task import Batch, Holder, Params, Shared
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.placement import put_like
 
-# How figures of held-out data are named among a learner's metrics.
+# Prefix of figures of held-out data among a learner's metrics.
 HELD_OUT = "held_out_"
-# Within so long after a collective broke it is said that a host is gone.
+# Seconds after a broken collective within which the loss of a host is reported.
 SAID_S = 5.0
-# States of a boundary after which steps follow, sooner or later.
+# States of a boundary after which further steps follow.
 GOING_ON = ("training", "paused")
 
 
 class Learner:
-    """A training loop's place in a run; `join` makes it. One thread uses it.
+    """A training loop's membership in a run, made by `join`; to be used by one thread.
 
     Attributes:
-        done: the loop is to end: the run has stopped, or somebody asked this learner to leave; or
-            the block is over. On several hosts it becomes true at the same step.
+        done: the loop is to end: the run has stopped, this learner was asked to leave, or the
+            block is over. On several hosts it becomes true at the same step.
         global_step: the run's clock for the next step, which learning rates follow.
     """
 
@@ -91,24 +91,24 @@ class Learner:
 
     @property
     def position(self) -> int:
-        """Batches of this learner's data that are behind it; the loop's data goes on there."""
+        """The number of this learner's batches that are done; the loop's data resumes there."""
         return self._synchronizer.position
 
     def viewed(self) -> Iterator[dict[str, Any]]:
-        """The run's parameters as adopted last, by name, a fragment at a time; on all hosts."""
+        """Yields the adopted global parameters, by name, a fragment at a time; on all hosts."""
         return self._synchronizer.replica.viewed()
 
     def settle(self, params: Params) -> None:
-        """Go on from these parameters, whose values the loop has too; `params` is freed."""
+        """Continue with `params`, the loop's equal values; the arrays held before are freed."""
         self._params = params
         self._synchronizer.replica.trained = self._trained()
 
     def restore(self, state: Any) -> Any:
-        """The state that `step` was given to `save` in an earlier life, if a checkpoint has it.
+        """Returns the state that an earlier life passed as `save`, if a checkpoint has it.
 
         Args:
-            state: the same tree, of arrays or shapes as they begin; it is given back where there
-                is no checkpoint.
+            state: a tree of the same structure, of arrays or shapes; returned if there is no
+                checkpoint.
 
         Raises:
             DilocoError: training has begun already.
@@ -131,7 +131,7 @@ class Learner:
         return jax.tree.map(put_like, found.state, leaves)
 
     def reading(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Pass batches on; time that the loop waits for them counts as waiting for data."""
+        """Yields `batches`; time that the loop waits for them counts as waiting for data."""
         asked_s = time.perf_counter()
         for batch in batches:
             self._synchronizer.meter.data_s += time.perf_counter() - asked_s
@@ -139,7 +139,7 @@ class Learner:
             asked_s = time.perf_counter()
 
     def divide(self, data: Shared) -> Holder:
-        """Begin to hold shares of the data's epochs; for `data.claimed`.
+        """Begin to claim shares of the data's epochs; returns the holder to pass to `data.claimed`.
 
         Raises:
             DilocoError: shares are held already.
@@ -148,9 +148,9 @@ class Learner:
         return self._life.shares
 
     def claimed(self, data: Shared) -> Iterator[Batch]:
-        """Batches of the shares that this learner holds, from `position` on; as `reading`.
+        """Yields batches of the shares that this learner holds, from `position` on; as `reading`.
 
-        It ends when the loop is to end while it waits for a share.
+        Ends if the loop is to end while it waits for a share.
         """
         return self.reading(data.claimed(self.divide(data), self.position))
 
@@ -162,26 +162,26 @@ class Learner:
         metrics: Mapping[str, Any] | None = None,
         save: Any = None,
     ) -> Params:
-        """Take a step boundary: adopt what has arrived, send what is due. Waits for nothing.
+        """Take a step boundary: adopt versions that have arrived, send updates that are due.
 
-        Only in lockstep mode it waits, for the versions of what was sent; and while an operator
-        has paused the run.
+        Does not wait, except for versions in lockstep mode, and while an operator has paused the
+        run.
 
         Args:
-            params: the parameters after the loop's step; the caller gives them away.
-            loss: of that step, a scalar that may still be computing: it is read a step later.
-            metrics: further scalars of that step by name, read as the loss is: heartbeats have
+            params: the parameters after the loop's step; the caller must not use them again.
+            loss: loss of that step, a scalar that may still be computing: it is read a step later.
+            metrics: further scalars of that step by name, read as the loss is; heartbeats carry
                 their moving averages.
-            save: what a checkpoint holds, such as the optimizer's state: a tree of arrays, copied
-                where a checkpoint is due; or a function that gives it then.
+            save: contents of a checkpoint, such as the optimizer's state: a tree of arrays, copied
+                when a checkpoint is due; or a function that returns the tree then.
 
         Returns:
-            The parameters to go on with.
+            The parameters to continue with.
 
         Raises:
             DivergedError: the loss is infinite or not a number.
             ParametersError: the parameters are other tensors than `params`.
-            DilocoError: what ends this learner for good; the loop has gone on after `done`.
+            DilocoError: an error that ends this learner; or the loop continued after `done`.
         """
         if self.done:
             raise DilocoError(
@@ -212,10 +212,10 @@ class Learner:
         return self._params
 
     def evaluated(self, figures: Mapping[str, float]) -> None:
-        """Hand over what the loop has measured on held-out data, by name, for all who look.
+        """Report the loop's measurements on held-out data, by name, in this learner's heartbeats.
 
         Raises:
-            DilocoError: a name or a figure is none, or there are too many.
+            DilocoError: a name or a figure is invalid, or there are too many.
         """
         named = {HELD_OUT + name: value for name, value in figures_of(figures).items()}
         self._synchronizer.meter.show(named)
@@ -225,7 +225,7 @@ class Learner:
         self._asked.set()
 
     def finish(self) -> None:
-        """End in order: send what is unsent, within the drain timeout, and leave the run."""
+        """Send unsent work, within the drain timeout, and leave the run."""
         synchronizer = self._synchronizer
         self._read_loss()
         if not self.done:
@@ -233,14 +233,14 @@ class Learner:
             self._asked.set()
             if self._save is not None and not _is_gone(self._save):
                 self._checkpoint()
-        # What the loop has given away to a step that never came back cannot be sent.
+        # Parameters that were donated to a step which never returned cannot be sent.
         while self._then != "end" and not _is_gone(self._params):
             boundary = self._turn()
             synchronizer.meter.state, self._then = boundary.state, boundary.then
         self._life.leave()
 
     def _checkpoint(self) -> None:
-        """Save what the loop gave last, if this learner keeps checkpoints."""
+        """Make a checkpoint of the loop's last `save`, if this learner keeps checkpoints."""
         saver = self._synchronizer.saver
         if saver is not None:
             state = self._save() if callable(self._save) else self._save
@@ -258,13 +258,13 @@ class Learner:
         return boundary
 
     def _trained(self) -> Params:
-        """The synchronized tensors of the loop; names and shapes are compared if they changed."""
+        """Returns the loop's synchronized tensors; compares names and shapes if they changed."""
         if self._known is None or _kinds(self._params) != self._known:
             self._compare()
         return tree.split(self._params, self._synced)[0] if self._held else self._params
 
     def _compare(self) -> None:
-        """See by names and shapes what differs: a tree of another kind may have the same leaves.
+        """Compare the parameters with `like` by names and shapes; trees may differ in kind alone.
 
         Raises:
             ParametersError: the parameters differ.
@@ -285,14 +285,14 @@ class Learner:
             )
 
     def _read_loss(self) -> float | None:
-        """The loss of the step before, which must be one."""
+        """Returns the loss of the step before; None before the first step."""
         if self._loss is None:
             return None
         return loss_of(self._loss)
 
 
 def _shapes(params: Params) -> dict[str, str]:
-    """Dtype and shape of each leaf, in words."""
+    """Returns the dtype and shape of each leaf, as text."""
     leaves = (
         (name, getattr(leaf, "dtype", None), leaf) for name, leaf in tree.named_leaves(params)
     )
@@ -300,7 +300,7 @@ def _shapes(params: Params) -> dict[str, str]:
 
 
 def _kinds(params: Params) -> Any:
-    """Structure, dtypes and shapes of a tree, to be compared; None of what is no tree of arrays."""
+    """Returns structure, dtypes and shapes of a tree of arrays; None for anything else."""
     try:
         leaves, structure = jax.tree.flatten(params)
         return structure, [(leaf.dtype, leaf.shape) for leaf in leaves]
@@ -309,7 +309,7 @@ def _kinds(params: Params) -> Any:
 
 
 def _is_gone(values: Any) -> bool:
-    """Whether arrays were donated to a program, which has not given others for them."""
+    """True if an array was donated to a program and not replaced by its result."""
     return any(
         isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(values)
     )
@@ -327,29 +327,29 @@ def join(
 ) -> Iterator[Learner]:
     """Join a run, for as long as the block lasts.
 
-    Leaving the block sends what is unsent, within `learner.drain_timeout_s`. So does
-    KeyboardInterrupt, before it is raised again. After any other exception nothing is sent: what
-    the loop did since its last update is lost, as after a crash.
+    Leaving the block sends unsent work, within `learner.drain_timeout_s`. So does
+    KeyboardInterrupt, before it is raised again. After any other exception nothing is sent: the
+    loop's work since its last update is lost, as after a crash.
 
-    The first SIGINT or SIGTERM sets `done`; a second one does what it did before the block. (On the
-    main thread: signals are not looked at from others.)
+    The first SIGINT or SIGTERM sets `done`; a second one is handled as before the block. (Signals
+    are handled on the main thread only.)
 
     Args:
         file: the run's TOML file.
         learner: name of this learner in the run.
         like: the loop's parameters, of which names, shapes, dtypes and shardings matter, not the
-            values: any pytree of JAX arrays, NumPy arrays or shapes. Leaves that are no floats are
+            values: any pytree of JAX arrays, NumPy arrays or shapes. Leaves that are not floats are
             the run's constants.
-        hint: as the run was created with; None: as its layout says.
+        hint: the hint with which the run was created; None: as the run's layout says.
         tokens_per_step: of all hosts together; None: `run.tokens_per_step` of the run's file.
-        warm_up: is given copies of the parameters before the run hears of this learner: compile
-            the training step here, on arrays that it may donate.
+        warm_up: is called with copies of the parameters before this learner joins the run: compile
+            the training step there, on arrays that it may donate.
 
     Yields:
-        What the loop uses.
+        The loop's `Learner`.
 
     Raises:
-        DilocoError: what is wrong, with what to do.
+        DilocoError: an error with advice.
     """
     config = load_config(Path(file))
     member = member_of(config, learner, like, hint, tokens_per_step, warm_up)
@@ -372,7 +372,7 @@ def join(
 def joined(
     config: Config, member: Member, asked: threading.Event, runtime: Runtime, probes: Probes
 ) -> Iterator[Learner]:
-    """As `join`, for a process that has its own signals and probes."""
+    """Join a run as `join` does, for a process that has its own signals and probes."""
     warn_of_unused_accelerators(config.run.name, member)
     with alive(config, member, asked, runtime, probes) as life:
         life.begin()
@@ -391,7 +391,7 @@ def joined(
 def alive(
     config: Config, member: Member, asked: threading.Event, runtime: Runtime, probes: Probes
 ) -> Iterator[Life]:
-    """A life, and the tasks that run beside it."""
+    """Begin a life and the tasks that run beside it; the block's end ends them."""
     hanging = _Hanging(config.learner.drain_timeout_s)
     with contextlib.closing(hanging), running_loop() as loop:
         host = Host(
@@ -431,7 +431,7 @@ def member_of(
 
 
 class _Hanging:
-    """Ends a process that a lost host keeps in a collective; not one whose loop has ended."""
+    """Ends a process that hangs in a collective with a lost host, unless its loop has ended."""
 
     def __init__(self, within_s: float) -> None:
         self._within_s = min(within_s, HANGING_S)
@@ -441,11 +441,11 @@ class _Hanging:
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
-        """Name a broken collective's cause: a lost host, if it is told of within seconds."""
+        """Raise the cause of a broken collective, if a host's loss is reported within seconds."""
         try:
             yield
         except jax.errors.JaxRuntimeError as error:
-            # It breaks before anybody says so.
+            # The collective breaks before the loss is reported.
             if jax.process_count() > 1:
                 self._told.wait(min(self._within_s, SAID_S))
             if self._gone is None:
@@ -453,7 +453,7 @@ class _Hanging:
             raise self._gone from error
 
     def begin(self, error: BaseException) -> None:
-        """A host is gone, and why."""
+        """Start the timer that ends this process, since `error` says that a host is gone."""
         self._gone = self._gone or error
         self._told.set()
         # JAX aborts a process whose host 0 is gone, within a second, with its traces.
@@ -462,7 +462,7 @@ class _Hanging:
         self._timers.append(end_if_hanging(status_of(error), within_s=within_s, why=error))
 
     def close(self) -> None:
-        """The loop has ended."""
+        """Stop the timers, since the loop has ended."""
         for timer in self._timers:
             timer.cancel()
 
@@ -481,10 +481,10 @@ def check_name(learner: str) -> None:
 
 
 def _tokens_per_step(config: Config, learner: str, given: int | None) -> int:
-    """Tokens a step of this learner: from the run's specification, or from its loop.
+    """Returns this learner's tokens a step: from the run's specification, or from its loop.
 
     Raises:
-        ConfigError: nobody says it, or the two disagree.
+        ConfigError: neither gives it, or the two disagree.
     """
     said = config.run.tokens_of(learner)
     if said and given not in (None, said):
@@ -501,7 +501,7 @@ def _tokens_per_step(config: Config, learner: str, given: int | None) -> int:
     return tokens
 
 
-# --- A learner on the CPU of a machine that has something better
+# --- A learner on the CPU of a machine that has accelerators
 
 
 def warn_of_unused_accelerators(run: str, member: Member) -> None:
@@ -518,5 +518,5 @@ def warn_of_unused_accelerators(run: str, member: Member) -> None:
 
 
 def wants_cpu() -> bool:
-    """Whether the user keeps JAX on the CPU, by the environment or in the program."""
+    """True if the user keeps JAX on the CPU, by the environment or in the program."""
     return getattr(jax.config, "jax_platforms", None) == "cpu" or not allows_accelerators()

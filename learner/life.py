@@ -1,8 +1,8 @@
-"""One life of a learner, as host 0 and as a worker lead it: everything between start and end.
+"""One life of a learner, on host 0 and on a worker: everything between start and end.
 
-A life is made once, from what was loaded: views first (others' parameters are overwritten by
-them), then programs, the join, the place in the data. `leading_host.py` does that as host 0,
-`following_host.py` as a worker; here is what both need.
+A life is made once, from loaded objects: views first (other parameters are overwritten by them),
+then programs, the join, the data position. `leading_host.py` makes it on host 0,
+`following_host.py` on a worker; this module has what both need.
 """
 
 import asyncio
@@ -54,12 +54,12 @@ from diloco.learner.wire.recovery import (
 )
 
 T = TypeVar("T")
-# Between two lines on a terminal.
+# Seconds between two lines on a terminal.
 PROGRESS_S = 5.0
 
 
 class RunEndedError(DilocoError):
-    """There is nothing to train any more: no life begins."""
+    """The run has ended: no life begins."""
 
     status = Exit.MISMATCH
 
@@ -74,11 +74,12 @@ class Host:
     """The objects that a host has before its life begins.
 
     Attributes:
-        asked_to_leave: whether somebody wants this learner to end.
-        gives_up: whether the start is to end for that; hosts that have met end together, later.
-        lost_host: called, on the event loop, when another host is gone, which may hold this process
-            in a collective.
-        naming_lost: within it a collective that breaks is named: another host is gone.
+        asked_to_leave: returns whether this learner was asked to end.
+        gives_up: returns whether the start is to end for that; hosts that have met end together,
+            later.
+        lost_host: is called, on the event loop, when another host is gone; this process may hang
+            in a collective then.
+        naming_lost: a context in which the error of a broken collective becomes `HostLostError`.
     """
 
     config: Config
@@ -93,7 +94,7 @@ class Host:
     naming_lost: Callable[[], AbstractContextManager[None]]
 
     def starting(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The result of a part of the start.
+        """Run a coroutine of the start; returns its result.
 
         Raises:
             AskedToStopError: the start is given up.
@@ -101,7 +102,7 @@ class Host:
         return self.background.call(unless_asked(coroutine, self.gives_up))
 
     def wait_for(self, what: str, function: Callable[..., T], *args: object) -> T:
-        """The result of a blocking call of the start, tried until no transient fault meets it.
+        """Call a blocking function of the start, retrying transient faults; returns its result.
 
         Raises:
             AskedToStopError: the start is given up.
@@ -116,14 +117,14 @@ class Host:
         )
 
     def open_store(self) -> ObjectStore:
-        """The run's store; its folder may not be mounted yet."""
+        """Open the run's store; retries, since its folder may not be mounted yet."""
         section = self.config.store
         return self.wait_for(
             "opening the store", lambda: open_store(section.url, emulator=section.emulator)
         )
 
     def layout(self, store: ObjectStore, digest: str) -> Layout:
-        """The layout of the parameters: by the member's hints, or as the run stores it.
+        """Returns the layout of the parameters: by the member's hints, or as the run stores it.
 
         Raises:
             RunMismatchError: the run has other parameters.
@@ -160,12 +161,12 @@ class Life:
     """One life on one host.
 
     Attributes:
-        params: as the life begins.
-        leave_run: says to the run that this life ends; why it does, for the log.
-        give_up: the loop has ended before the step that was planned.
-        find: a checkpoint of a state like this, that lies like this.
-        shares: of the data, where its epochs are divided.
-        last_word: a heartbeat at once, behind which none comes.
+        params: the parameters with which the life begins.
+        leave_run: tells the run that this life ends; returns why, for the log.
+        give_up: is called if the loop ended before the planned step.
+        find: returns a checkpoint of a state with these shapes and shardings, or None.
+        shares: the learner's shares of the data, if its epochs are divided.
+        last_word: sends the life's last heartbeat at once.
     """
 
     host: Host
@@ -193,7 +194,7 @@ class Life:
         tell(manager, READY="1")
 
     async def _progress(self, meter: Meter) -> None:
-        """Tell a terminal how training goes, for as long as there is something new; never ends."""
+        """Report training to a terminal, whenever there is something new; never returns."""
         known = -1
         while True:
             await asyncio.sleep(PROGRESS_S)
@@ -211,7 +212,7 @@ class Life:
             )
 
     def leave(self) -> None:
-        """End the life in order."""
+        """End the life in order: leave the run, finish the checkpoint, log why."""
         tell_stopping(self.host.probes.manager)
         why = self.leave_run()
         if self.synchronizer.saver is not None:
@@ -221,7 +222,7 @@ class Life:
 
 
 def ended_early() -> None:
-    """Raise the error of a host that ended before the others, which now can take no step.
+    """Raise the error of a host whose loop ended early: the other hosts cannot take a step.
 
     Raises:
         HostLostError: always.
@@ -234,10 +235,10 @@ def ended_early() -> None:
 
 
 def prove_store(host: Host, context: Context) -> None:
-    """Store an object before anything is promised: a learner that cannot send would train in vain.
+    """Store an object before joining, since a learner that cannot send would train in vain.
 
     Raises:
-        StoreError: it is not permitted.
+        StoreError: the store does not permit it.
     """
     host.probes.health.begin_phase("proving that the store takes objects")
     name = names.proof(names.learner_prefix(context.run, context.learner))
@@ -245,15 +246,15 @@ def prove_store(host: Host, context: Context) -> None:
 
 
 def read_frozen(host: Host, context: Context, name: str | None) -> Params:
-    """The leaves that are not synchronized, each as the loop has it; a host reads its slices.
+    """Returns the leaves that are not synchronized, sharded as the loop's; a host reads its part.
 
     Args:
-        host: this one.
-        context: of its life.
-        name: of the run's index of them.
+        host: this host.
+        context: the life's context.
+        name: name of the run's index of these leaves.
 
     Raises:
-        IntegrityError: it is damaged, or what was loaded here is not the run's.
+        IntegrityError: a leaf is damaged, or a leaf loaded by this learner differs from the run's.
     """
     like = host.member.frozen_shapes(context.layout)
     if name is None:
@@ -276,13 +277,13 @@ def read_frozen(host: Host, context: Context, name: str | None) -> Params:
 
 def _slice(held: Frozen, loaded: Mapping[str, Any], name: str, index: Index) -> np.ndarray:
     if name in loaded:
-        # Of a leaf that has not been read, only this part is.
+        # Of a leaf that is loaded lazily, only this part is read.
         return np.asarray(loaded[name][index])
     return held.read(name, index)
 
 
 def compile_programs(host: Host, replica: Replica, held: Params) -> None:
-    """Compile step and synchronization on copies, before anybody waits for this learner."""
+    """Compile step and synchronization on copies, before this learner joins the run."""
     if jax.process_count() > 1:
         host.probes.health.begin_phase("waiting for the learner's other hosts")
         open_groups(host.member.shardings.values(), partial(wait_for_hosts, PHASE_S))
@@ -294,10 +295,10 @@ def compile_programs(host: Host, replica: Replica, held: Params) -> None:
 
 
 def own_folder(host: Host, context: Context) -> CheckpointFolder | None:
-    """This host's folder of checkpoints.
+    """Returns this host's folder of checkpoints.
 
     Raises:
-        ConfigError: what a learner of several hosts cannot do is asked for.
+        ConfigError: a learner of several hosts has `warm_start`.
     """
     section, hosts = host.config.learner, jax.process_count()
     if hosts > 1 and section.warm_start:
@@ -309,12 +310,12 @@ def own_folder(host: Host, context: Context) -> CheckpointFolder | None:
 
 
 def own_part() -> str:
-    """This host's part of a checkpoint, as in names of objects; "" of a learner of one host."""
+    """Returns this host's part of a checkpoint, as in names of objects; "" for a single host."""
     return names.checkpoint_part(jax.process_index(), jax.process_count())
 
 
 def patient_fetch(host: Host, context: Context) -> PatientFetch:
-    """A function that reads the store from a thread of its caller and retries transient faults."""
+    """Returns a blocking function that reads the store and retries transient faults."""
 
     def fetch(what: str, function: Callable[[], Any]) -> Any:
         runtime = context.runtime
@@ -326,7 +327,7 @@ def patient_fetch(host: Host, context: Context) -> PatientFetch:
 
 
 def log_restored(context: Context, found: Restored, where: str) -> None:
-    """Tell of the part of a checkpoint that a host of several goes on from."""
+    """Log the part of a checkpoint from which a host of several resumes."""
     context.logger.info(
         "checkpoint_restored",
         where=where,
@@ -339,14 +340,14 @@ def log_restored(context: Context, found: Restored, where: str) -> None:
 def make_saver(
     host: Host, context: Context, folder: CheckpointFolder | None, incarnation: int
 ) -> Saver | None:
-    """Make the writer of this life's checkpoints, if it keeps any."""
+    """Make the writer of this life's checkpoints, if the learner keeps any."""
     if folder is None:
         return None
     return Saver(context, host.config.learner, folder, incarnation, own_part())
 
 
 def make_replica(host: Host, context: Context, views: Any) -> Replica:
-    """The learner's tensors, from the newest views of all fragments, float32 [N]."""
+    """Returns the learner's tensors, made from the newest views of all fragments, float32 [N]."""
     member = host.member
     return Replica(
         context.settings.sync,
@@ -358,11 +359,11 @@ def make_replica(host: Host, context: Context, views: Any) -> Replica:
     )
 
 
-# --- What a learner counts, as `common/process/metrics.py` defines it
+# --- A learner's metrics, as `common/process/metrics.py` defines them
 
 
 def show_series(counted: Metrics, learner: Synchronizer, state: sync.State) -> None:
-    """Set a learner's series; `state` is its core's."""
+    """Set a learner's metrics; `state` is its core's state."""
     meter, traffic = learner.meter, learner.meter.traffic
     each = learner.tokens_per_step
     delay, adoption = mean_and_worst(meter.delays), mean_and_worst(meter.adoptions)

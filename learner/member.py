@@ -1,4 +1,4 @@
-"""A training loop's parameters and facts, which it brings when it joins a run."""
+"""The parameters and facts that a training loop brings when it joins a run."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -15,25 +15,25 @@ from diloco.learner.tensors import tree
 from diloco.learner.tensors.placement import Shardings, shardings_of
 from diloco.learner.tensors.utilization import full_tokens_per_s
 
-# Of so many tensors an error speaks.
+# The number of tensors that an error names.
 NAMED = 6
 
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """A loop's parameters, and its part in the run.
+    """A training loop's parameters, and its facts for the run.
 
     Attributes:
         learner: its name.
-        like: shapes of its leaves, and `shardings` how they lie for the loop, by name.
+        like: shapes of its leaves; `shardings` are the loop's shardings of them, by name.
         anchor: where views are kept.
-        tokens_per_step: of all hosts together.
-        hint: of the tensors; None: the run's layout says what it would.
-        warm_up: compiles the loop's programs; is given what makes copies of the parameters that it
+        tokens_per_step: tokens of all hosts together.
+        hint: the hint of the tensors; None: the run's layout decides instead.
+        warm_up: compiles the loop's programs; its argument makes copies of the parameters that it
             may donate.
         flops_per_token: as of a task.
-        compiling: within it programs are compiled.
-        load_frozen: gives leaves that the run does not store, by name.
+        compiling: a context in which programs are compiled.
+        load_frozen: returns leaves that the run does not store, by name.
     """
 
     learner: str
@@ -49,30 +49,30 @@ class Member:
 
     @classmethod
     def of(cls, like: Params, **rest: Any) -> Self:
-        """A member with parameters like these, of arrays or shapes."""
-        tree.tensors_of(like)  # refuses what is no array
+        """Returns a member with parameters like these, of arrays or shapes."""
+        tree.tensors_of(like)  # raises for a leaf that is no array
         return cls(like=jax.tree.map(_shape, like), shardings=shardings_of(like), **rest)
 
     def full_tokens_per_s(self) -> float:
-        """Tokens a second at its devices' peak; 0 where it is not known."""
+        """Returns the tokens a second at its devices' peak; 0 if unknown."""
         lying = [one for one in self.shardings.values() if one is not None]
         devices = {device for one in lying for device in one.device_set}
         return full_tokens_per_s(devices, self.flops_per_token)
 
     def synced(self, layout: Layout) -> Params:
-        """Shapes of the leaves that are synchronized."""
+        """Returns the shapes of the leaves that are synchronized."""
         return tree.split(self.like, tree.synced_marks(self.like, layout))[0]
 
     def shardings_of(self, layout: Layout) -> Shardings:
-        """Shardings of the leaves that are synchronized."""
+        """Returns the shardings of the leaves that are synchronized."""
         return {tensor.name: self.shardings[tensor.name] for tensor in layout.tensors}
 
     def frozen_shapes(self, layout: Layout) -> Params:
-        """Shapes of the leaves that are not synchronized."""
+        """Returns the shapes of the leaves that are not synchronized."""
         return tree.split(self.like, tree.synced_marks(self.like, layout))[1]
 
     def layout(self, fragments: int, block: int) -> Layout | None:
-        """The layout of its tensors by its own hints; None without hints."""
+        """Returns the layout of its tensors by its own hint; None without a hint."""
         if self.hint is None:
             return None
         tensors = self._tensors()

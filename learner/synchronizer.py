@@ -3,10 +3,10 @@
 Nothing here waits for the network: `Background` has a thread for it. (A learner in lockstep does
 wait for versions; that mode is for tests and baselines.)
 
-A learner of one host makes each plan at its boundary. Of several hosts, host 0 makes it some
-boundaries ahead (`lookahead`) and tells the others: all do the same at the same boundary, and none
-waits for word. Since a plan says that steps follow, the core (`sync.py`) can run ahead: what it
-counts as trained at a boundary is trained when the boundary comes.
+A learner of one host plans each boundary when it comes. With several hosts, host 0 plans some
+boundaries ahead (`lookahead`) and sends the plans to the others: all do the same at the same
+boundary, and none waits for its plan. Since a plan says that steps follow, the core (`sync.py`) can
+run ahead: the steps that it counts at a boundary are done when that boundary comes.
 """
 
 import math
@@ -44,7 +44,7 @@ from diloco.learner.wire.recovery import Saver, TrainingProgress
 
 # Weight of the newest step in the averages of loss, metrics and step time.
 EMA = 0.1
-# Updates that the delay which heartbeats tell is of.
+# The number of last updates over which heartbeats report the delay.
 DELAYS = 16
 _METRIC = re.compile(METRIC_NAME)
 # Steps whose losses are remembered; an update of more has the mean of these.
@@ -52,10 +52,10 @@ REMEMBERED = 1 << 16
 
 
 def scalar_of(value: Any, what: str) -> float:
-    """A figure that a loop hands over, as a number.
+    """Convert a scalar from the loop to a float; `what` names it in errors.
 
     Raises:
-        DilocoError: the figure is not a number.
+        DilocoError: the value is not a number.
     """
     try:
         return float(value)
@@ -68,11 +68,11 @@ def scalar_of(value: Any, what: str) -> float:
 
 
 def loss_of(value: Any) -> float:
-    """The training loss of a step; waits for it, if it is still computing.
+    """Returns the training loss of a step; waits for it, if it is still computing.
 
     Raises:
         DilocoError: the loss is not a scalar.
-        DivergedError: it is infinite or not a number.
+        DivergedError: the loss is infinite or not a number.
     """
     loss = scalar_of(value, "the loss of a step")
     if not math.isfinite(loss):
@@ -85,7 +85,7 @@ def loss_of(value: Any) -> float:
 
 
 def figures_of(figures: Mapping[str, Any], when: str = "") -> dict[str, float]:
-    """A loop's figures as numbers, by name; errors begin with `when`.
+    """Convert a loop's figures to floats, by name; errors begin with `when`.
 
     Raises:
         DilocoError: the figures have no names, or one is not a number.
@@ -98,7 +98,7 @@ def figures_of(figures: Mapping[str, Any], when: str = "") -> dict[str, float]:
     return {name: scalar_of(value, f"{when}the figure {name!r}") for name, value in figures.items()}
 
 
-# States that are no training, as whoever asks for health reads them.
+# States other than training, as health checks show them.
 WHY_NOT = {
     "starting": "it loads versions and compiles",
     "paused": "the run is paused",
@@ -111,28 +111,29 @@ WHY_NOT = {
 def mean_and_worst(
     times: Sequence[tuple[float, float]],
 ) -> tuple[float, float, float, float]:
-    """Mean and worst seconds, then mean and worst steps, of (steps, seconds); 0 of none."""
+    """Returns mean and worst seconds, mean and worst steps, of (steps, seconds) pairs."""
     steps, times_s = zip(*(times or ((0.0, 0.0),)), strict=True)
     return fmean(times_s), max(times_s), fmean(steps), max(steps)
 
 
 class Losses:
-    """Training losses of this life's steps; the newest may still be computing."""
+    """The training losses of this life's steps; the newest may still be computing."""
 
     def __init__(self) -> None:
         self._known: deque[float] = deque(maxlen=REMEMBERED)
         self._newest: Any = None
 
     def stepped(self, before: float | None, newest: Any) -> None:
-        """Note a step; the loss of the step before it, if there was one, is known by now."""
+        """Note a step with loss `newest`; `before` is the loss of the step before, known by now."""
         if before is not None:
             self._known.append(before)
         self._newest = newest
 
     def mean(self, steps: int) -> Callable[[], float]:
-        """A function that gives the mean of the last steps' losses; it may wait for the newest.
+        """Returns a function that computes the mean loss of the last `steps`; it may wait.
 
-        An update that covers a step of no finite loss is so never announced.
+        It raises an error if a loss is not finite, so an update over such a step is never
+        announced.
         """
         known = list(self._known)[max(0, len(self._known) + 1 - steps) :]
         newest = self._newest
@@ -143,12 +144,12 @@ class Losses:
 class Meter:
     """A learner's counters of its own work; the heartbeat reads them from another thread.
 
-    `local_step` goes on from a checkpoint, and so does the sum of `earlier_tokens` and `tokens`.
+    `local_step` resumes from a checkpoint, and so does the sum of `earlier_tokens` and `tokens`.
     `version` is the newest that was adopted. `stall_s` is the training thread's time in
-    synchronization, `data_s` that in waiting for batches; `run_s` all its time since the
-    first step. `full_tokens_per_s` is what the devices could do at their peak; 0 if nobody knows.
-    `delays` are the inner steps and seconds from the last updates' boundaries to their answers',
-    `adoptions` those from the making of the last versions to the boundaries that adopted them.
+    synchronization, `data_s` its time waiting for batches; `run_s` all its time since the first
+    step. `full_tokens_per_s` is that of the devices at their peak; 0 if unknown.
+    `delays` are the inner steps and seconds from the boundary that sent an update to the boundary
+    that adopted its answer; `adoptions` those from a version's making to its adoption.
     """
 
     learner: str
@@ -192,7 +193,7 @@ class Meter:
         self.show(averages)
 
     def show(self, figures: Mapping[str, float]) -> None:
-        """Put these numbers into heartbeats; other values are left out.
+        """Put these numbers into heartbeats, without those that are not finite.
 
         Raises:
             DilocoError: a heartbeat cannot hold them.
@@ -222,26 +223,26 @@ class Meter:
         self.adoptions = (*self.adoptions[1 - DELAYS :], (max(0.0, steps), max(0.0, took_s)))
 
     def stalled(self, took_s: float) -> None:
-        """Add seconds that synchronization kept training waiting, also after the last step."""
+        """Add seconds that training waited for synchronization; called also after the last step."""
         self.stall_s += took_s
         self.run_s = time.perf_counter() - self._began_s
 
     def paused(self, took_s: float) -> None:
-        """Leave seconds in which the run was paused out of the measured time."""
+        """Exclude seconds in which the run was paused from the measured time."""
         self._began_s += took_s
 
     def view(self) -> HealthView:
-        """The learner's state, and the reason why it does not train."""
+        """Returns the learner's state for health checks, and the reason if it does not train."""
         why = (WHY_NOT[self.state],) if self.state in WHY_NOT else ()
         loss = "" if self.loss is None else f", loss {self.loss:.4f}"
         return HealthView(f"{self.state}: step {self.local_step:,}{loss}", why)
 
     def turn_limit_s(self, watchdog_timeout_s: float) -> float:
-        """Seconds that the training loop may take for a turn."""
+        """Returns the seconds after which a turn of the training loop counts as hanging."""
         return step_limit_s(watchdog_timeout_s, self.step_time_s)
 
     def heartbeat(self, incarnation: int, trouble: str = "") -> wire.Heartbeat:
-        """The newest figures as a message."""
+        """Returns a heartbeat with the newest figures."""
         delay, adoption = mean_and_worst(self.delays), mean_and_worst(self.adoptions)
         return wire.Heartbeat(
             learner=self.learner,
@@ -274,7 +275,7 @@ class Meter:
 
 # --- The plan of each boundary
 
-# How long a boundary without a step before it waits for something to arrive.
+# Seconds that a boundary without a step waits for events.
 HOLD_S = 0.05
 
 
@@ -286,7 +287,7 @@ class Inbox(Protocol):
 
 
 def never() -> bool:
-    """Return False: nobody asks, and nothing is due."""
+    """Return False, as a predicate for `asked_to_leave` or `checkpoint_due`."""
     return False
 
 
@@ -295,14 +296,14 @@ class Planner:
     """Makes the boundaries of one life of a learner; only the training loop's thread calls this.
 
     Attributes:
-        rules: of the core, and its `state`, `lookahead` boundaries ahead of the training.
-        tokens_per_step: of all hosts together.
+        rules: the core's rules; `state` is its state, `lookahead` boundaries ahead of training.
+        tokens_per_step: tokens of all hosts together.
         lookahead: 0 for a learner of one host.
-        drain_timeout_s: how long one that was asked to leave goes on sending what is unsent. A
-            run's end is waited for, since others wait for this learner's word.
-        checkpoint_due: whether one should be made.
-        tell: given each boundary as it is planned.
-        turned: told of each look at a boundary, also of those without a step.
+        drain_timeout_s: for how long a learner that was asked to leave continues to send. At the
+            run's end there is no limit, since the aggregator waits for this learner.
+        checkpoint_due: returns whether a checkpoint is due.
+        tell: is called with each boundary as it is planned.
+        turned: is called at each boundary, also at those without a step.
     """
 
     rules: SyncRules
@@ -322,11 +323,11 @@ class Planner:
     _payloads: dict[tuple[int, int], Decoded] = field(default_factory=dict)
 
     def first_step(self) -> int:
-        """The run's clock for the step before the first boundary."""
+        """Returns the run's clock for the step before the first boundary."""
         return sync.clock(self.rules, self.state)
 
     def payload(self, fragment: int, record_seq: int) -> Any:
-        """Take the tensors that a record brought, once: this makes room for others."""
+        """Take a record's tensors, once, which makes room for others."""
         payload = self._payloads.pop((fragment, record_seq))
         payload.release()
         return payload.tensors
@@ -338,7 +339,7 @@ class Planner:
             self._then = "hold"
 
     def next(self) -> Boundary:
-        """The next boundary."""
+        """Returns the next boundary."""
         self.turned()
         while len(self._planned) <= self.lookahead and self._then != "end":
             boundary = self._plan()
@@ -364,7 +365,7 @@ class Planner:
         )
 
     def _checkpoint_due(self) -> bool:
-        """Whether one is due that is not planned yet: it stays due until its boundary comes."""
+        """True if a checkpoint is due and not planned; it stays due until its boundary."""
         planned = any(boundary.checkpoint for boundary in self._planned)
         return not planned and self.checkpoint_due()
 
@@ -400,16 +401,16 @@ class Planner:
 
 
 class Boundaries(Protocol):
-    """The source of boundaries: this host's `Planner`, or that of host 0."""
+    """The source of boundaries: this host's `Planner`, or host 0's through `Worker`."""
 
     def first_step(self) -> int:
-        """The run's clock for the step before the first boundary."""
+        """Returns the run's clock for the step before the first boundary."""
 
     def next(self) -> Boundary:
-        """The next boundary."""
+        """Returns the next boundary."""
 
     def payload(self, fragment: int, record_seq: int) -> Delta | PendingView | None:
-        """Take the tensors that a record brought, on the devices; once."""
+        """Take a record's tensors on the devices, once."""
 
 
 @dataclass
@@ -417,14 +418,14 @@ class Synchronizer:
     """Carries out the boundaries of one life of a learner, on one host.
 
     Attributes:
-        replica: its tensors.
-        position: in its data, in batches.
-        tokens_per_step: of all hosts together.
+        replica: the learner's tensors.
+        position: the learner's position in its data, in batches.
+        tokens_per_step: tokens of all hosts together.
         boundaries: the source of boundaries.
-        outbox: takes updates, and what else the learner has to say.
-        saver: of its checkpoints, if it keeps any.
-        losses: of its steps.
-        check_interval_versions: of a fragment, after which its view is digested again; 0: never.
+        outbox: takes the learner's outgoing messages.
+        saver: makes its checkpoints, if it keeps any.
+        losses: losses of its steps.
+        check_interval_versions: versions of a fragment between two digests of its view; 0: none.
     """
 
     replica: Replica
@@ -441,7 +442,7 @@ class Synchronizer:
     _sent: dict[int, tuple[int, float]] = field(default_factory=dict)
 
     def progress(self) -> TrainingProgress:
-        """This learner's progress."""
+        """Returns this learner's progress."""
         meter = self.meter
         tokens = meter.earlier_tokens + meter.tokens
         return TrainingProgress(meter.local_step, tokens, self.position, meter.global_step)
@@ -450,7 +451,7 @@ class Synchronizer:
         """Take a step boundary: get the plan, and carry it out.
 
         Args:
-            trained: gives the parameters after the step, which the loop has in its hands.
+            trained: returns the loop's parameters after the step.
         """
         began_s = time.perf_counter()
         boundary = self.boundaries.next()
@@ -500,9 +501,9 @@ class Synchronizer:
                 self.outbox(Done(self.position, fragments))
 
     def _digest(self, send: Send) -> Callable[[], str] | None:
-        """Gives the digest of the view that is held, when it is time to say it.
+        """Returns a function that computes the view's digest, if this update is to report it.
 
-        For the first time once a version was adopted: until then nothing was decoded.
+        The first digest is due after a version was adopted: before that nothing was decoded.
         """
         every = self.check_interval_versions
         if not every or send.base_version < self._check_at.get(send.fragment, 1):

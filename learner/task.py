@@ -1,22 +1,22 @@
-"""The contract between this system and what a user trains.
+"""The contract between this system and a user's training task.
 
-A task is a record of plain functions: how parameters begin, what the loss of a batch is, where
-batches come from, how well parameters do. Everything else (learners, fragments, merging) is the
-system's. A user's module has a function `build(*, steps, seed, **options) -> Task`.
+A task is a record of plain functions: how parameters are initialized, the loss of a batch, the
+batches, and the evaluation of parameters. The system does the rest (learners, fragments, merging).
+A user's module has a function `build(*, steps, seed, **options) -> Task`.
 
 Rules, checked by `contract.load_task` before anything is allocated:
   1. `init` gives the same structure, shapes and dtypes for every key, and every leaf has a name of
      its own. Leaves are floating, integer or bool. It gives parameters, of which the floating ones
      are trained; or `Variables`, which hold frozen leaves and state apart.
-  2. `loss` of (parameters, batch, PRNG key) is (one floating scalar, named scalars), and the new
-     state behind them where there is state. It can be jitted.
-  3. `batches(learner, n)` is endless, its first item is batch number n, and asking twice gives the
-     same batch: a learner that restarts resumes by position alone.
+  2. `loss` of (parameters, batch, PRNG key) is (one floating scalar, named scalars), then the new
+     state if there is state. It can be jitted.
+  3. `batches(learner, n)` is endless, its first item is batch number n, and a second call gives the
+     same batches: a learner that restarts resumes by position alone.
   4. `optimizer` is an ordinary one of optax; or, where `schedule` gives the learning rate, it gives
      a direction without one.
   5. `rows`, `partition`, `sample` and `load_frozen` may be left out. With `rows`, each host of a
      learner reads only its part of a batch; with `partition`, the task says how tensors are cut
-     over devices; with `sample`, `diloco sample` prints what the model writes; with `load_frozen`,
+     over devices; with `sample`, `diloco sample` prints text of the model; with `load_frozen`,
      each learner reads frozen leaves itself.
 """
 
@@ -64,18 +64,18 @@ COMPUTE_DTYPES = (None, "bfloat16")
 
 
 class Holder(Protocol):
-    """A learner as reader of shares of the data: `Learner.divide` gives it."""
+    """A learner as reader of shares of the data; `Learner.divide` returns it."""
 
     @property
     def epoch(self) -> int:
-        """The epoch of the run's tape: each begins with epochs of the data of its own."""
+        """The epoch of the run's tape; the data's epochs start over with each tape."""
 
     def at(self, position: int) -> Holding | None:
-        """The holding at a data position; waits for it. None: no batch is wanted any more."""
+        """Wait for the holding with the batch at `position`; None if no batch is wanted now."""
 
 
 class Shared(Protocol):
-    """Data whose epochs are divided into shares that learners claim, as of `GrainData`."""
+    """Data whose epochs are divided into shares that learners claim, such as `GrainData`."""
 
     @property
     def sizes(self) -> Sizes:
@@ -84,42 +84,42 @@ class Shared(Protocol):
     def claimed(
         self, holder: Holder, position: int, start: int = 0, stop: int | None = None
     ) -> Iterator[Batch]:
-        """Rows start:stop of the batches that `holder` holds, from a position on."""
+        """Yields rows start:stop of the batches that `holder` holds, from `position` on."""
 
 
 class Files(Protocol):
-    """A model in the format that others have it in: folders that are read and written."""
+    """Reads and writes a model's folders in a format that other programs use."""
 
     @property
     def first(self) -> Path | None:
-        """The folder that the run begins with, if the task names one."""
+        """The folder with the run's first parameters, if the task names one."""
 
     def read(self, folder: Path) -> Mapping[str, Any]:
         """Read a folder's leaves, by the parameters' names.
 
-        Leaves have a shape, and are asked for rows of their first axis.
+        Leaves have a shape, and are sliced by rows of their first axis.
         """
 
     def write(self, folder: Path, leaves: Mapping[str, Any], dtype: str) -> None:
-        """Write a new folder of parameters by name, with floats of a dtype."""
+        """Write a new folder with parameters by name, with floats as `dtype`."""
 
 
 @runtime_checkable
 class MergedFiles(Files, Protocol):
-    """Files of a task with adapters, which can also be written into what they adapt."""
+    """Files of a task with adapters, which can also be merged into the base model."""
 
     def write_merged(self, folder: Path, leaves: Mapping[str, Any], dtype: str) -> None:
         """As `write`, of trained and frozen leaves: a model that needs no other."""
 
 
 class Variables(NamedTuple):
-    """Parameters that are not all trained: what `Task.init` gives, and `Task.loss` is given.
+    """Parameters that are not all trained: the result of `Task.init`, and argument of `Task.loss`.
 
     Attributes:
-        trained: floating leaves are trained and synchronized.
-        frozen: leaves that stay as they began; no optimizer, no update and no version has them.
-        state: what the loss gives back changed, such as batch statistics. Each learner keeps its
-            own; or it is averaged over the fleet, by leaf, where `hint` says `kind="averaged"`.
+        trained: leaves that are trained and synchronized; all floating.
+        frozen: leaves that never change; no optimizer, update or version has them.
+        state: leaves that the loss returns changed, such as batch statistics. Each learner keeps
+            its own; or it is averaged over the fleet, by leaf, where `hint` says `kind="averaged"`.
     """
 
     trained: Params
@@ -128,7 +128,7 @@ class Variables(NamedTuple):
 
 
 class Evaluated(NamedTuple):
-    """The result of a loss on a batch."""
+    """The loss of a batch, further scalars by name, and the new state."""
 
     loss: jax.Array
     metrics: Metrics
@@ -142,7 +142,7 @@ class Task:
     Attributes:
         init: a typed PRNG key -> parameters, any pytree of arrays, of which floating leaves are
             trained and synchronized; or `Variables`.
-        loss: (what `init` gives, batch, PRNG key) -> (the batch's mean loss, a floating scalar;
+        loss: (the result of `init`, batch, PRNG key) -> (the batch's mean loss, a floating scalar;
             further scalars by name). With state, (loss, scalars, new state). The learner jits and
             differentiates it. The key follows from seed, learner and position.
         batches: (learner's name, position) -> endless batches, number `position` first. The same
@@ -167,22 +167,22 @@ class Task:
         sample: (parameters, prompt, PRNG key, temperature) -> endless pieces of text, one for each
             token that follows the prompt; temperature 0: greedy. None for a model that
             writes no text.
-        load_frozen: () -> the frozen leaves, as `init` shapes them: each learner has them from a
-            place of its own. The run stores only their digests, by which they are checked.
+        load_frozen: () -> the frozen leaves, in the shapes of `init`: each learner loads them from
+            a place of its own. The run stores only their digests, by which they are checked.
         accumulate: parts into which a batch's rows are divided; the mean of their gradients is one
             step's, in the memory of one part.
-        weigh: a part -> its weight in that mean, a scalar, such as how many tokens its loss is the
-            mean of. None: all are alike.
-        compute_dtype: "bfloat16": the loss is given trained leaves rounded to it; what is trained
-            and synchronized stays as `init` gives it. None: as they are.
+        weigh: a part -> its weight in that mean, a scalar, such as its number of tokens.
+            None: equal weights.
+        compute_dtype: "bfloat16": the loss gets the trained leaves rounded to it; the leaves
+            themselves keep the dtypes of `init`. None: no rounding.
         shared: data whose epochs learners divide by claims (`GrainData.shared`): learners then read
-            that, and `batches` is for those who look at the task.
+            it, and `batches` is for checks of the task only.
         flops_per_token: floating-point operations of a token's step, forward and backward, each
             counted once: the learner then reports `mfu`, where the peak of its devices is known.
             None: it does not.
         active_parameters: parameters that a token passes, of a mixture of experts; None: all.
-        files: how parameters are read from folders (`run create --from`) and written to them
-            (`diloco export --format hf`) in a format that others have.
+        files: reads parameters from folders (`run create --from`) and writes them
+            (`diloco export --format hf`) in a format that other programs use.
 
     Raises:
         TaskError: a field is not of its kind.
@@ -247,10 +247,10 @@ class Task:
         return params_shapes(self)
 
     def evaluated(self, params: Params, batch: Batch, key: jax.Array) -> Evaluated:
-        """Call the loss on a batch, and bring its result into one form.
+        """Call the loss on a batch; returns its result in one form.
 
         Raises:
-            TaskError: the result has another form.
+            TaskError: the result has an invalid form.
         """
         said = self.loss(params, batch, key)
         parts = said if isinstance(said, tuple) else (said,)
@@ -275,15 +275,15 @@ class TaskScores(NamedTuple):
     """The figures that `Task.evaluate` measures.
 
     Attributes:
-        figures: of all held-out data, by name; `loss` is among them.
-        slices: the same of parts of that data, by their names.
+        figures: figures of all held-out data, by name; `loss` is among them.
+        slices: figures of named parts of that data, by the part's name.
     """
 
     figures: dict[str, float]
     slices: dict[str, dict[str, float]]
 
     def losses(self) -> dict[str, float]:
-        """The loss of each slice by its name, and first under `WHOLE` that of all the data."""
+        """Returns the loss of each slice by name; first, under `WHOLE`, that of all the data."""
         of_slices = {name: figures["loss"] for name, figures in self.slices.items()}
         return {WHOLE: self.figures["loss"], **of_slices}
 
@@ -292,12 +292,12 @@ _METRIC, _SLICE = re.compile(METRIC_NAME), re.compile(SLICE_NAME)
 
 
 def held_out_loss(task: Task, params: Params) -> float:
-    """The loss among the scores that `evaluate` returns."""
+    """Evaluate a task's `params`; returns the loss on held-out data."""
     return scores(task.evaluate(params)).figures["loss"]
 
 
 def scores(said: float | Metrics) -> TaskScores:
-    """The scores that `evaluate` returned.
+    """Parse the value that `evaluate` returned.
 
     Raises:
         TaskError: the loss is missing, a score is not a number, or a slice has no data.
@@ -333,7 +333,7 @@ def _slice(name: Any, said: Any, loss: float) -> dict[str, float]:
 
 
 def _figures(said: Metrics, of: str) -> dict[str, float]:
-    """Scalars by name, of a slice or all data, as an error calls it."""
+    """Convert scalars to floats by name; `of` names their data in errors."""
     if "loss" not in said:
         raise TaskError(
             f"Task.evaluate returned no loss{of}, but {', '.join(map(str, said)) or 'nothing'}",
@@ -362,7 +362,7 @@ def _figure(what: str, value: Any) -> float:
 
 
 def params_shapes(task: Task) -> Params:
-    """The pytree of `jax.ShapeDtypeStruct` that `init` would give; allocates nothing.
+    """Returns the pytree of `jax.ShapeDtypeStruct` of `init`'s result; allocates nothing.
 
     Raises:
         TaskError: `init` cannot be traced.
@@ -381,12 +381,12 @@ def params_shapes(task: Task) -> Params:
 
 
 def is_floating(leaf: Any) -> bool:
-    """Whether a leaf is of a dtype that can be trained."""
+    """True if a leaf is of a dtype that can be trained."""
     return jnp.result_type(leaf).name in FLOATING
 
 
 def check_dtype(name: str, dtype: Any) -> None:
-    """Refuse a leaf of which a run can hold no values.
+    """Refuse a leaf whose dtype a run cannot store.
 
     Raises:
         TaskError: the leaf has such a dtype.
@@ -408,7 +408,7 @@ def check_dtype(name: str, dtype: Any) -> None:
 
 
 def hint_of(task: Task, shapes: Params) -> Hint:
-    """The task's hint, with what becomes of a leaf by its place in `Variables`."""
+    """Returns the task's hint, with each leaf's kind by its place in `Variables`."""
     if not isinstance(shapes, Variables):
         return task.hint
 
@@ -425,14 +425,14 @@ def hint_of(task: Task, shapes: Params) -> Hint:
 
 
 def hint_of_decoder(name: str, shape: tuple[int, ...]) -> TensorHint:  # noqa: ARG001 - a `Hint`
-    """The embedding is averaged and a fragment of its own; layers are normed one by one."""
+    """Returns a decoder's hint: average the embedding, alone in a fragment; norm layers singly."""
     if name == "embed":
         return TensorHint(merge="average", alone=True)
     return TensorHint(norm_axes=1 if name.startswith("layers/") else 0)
 
 
 def own_name(name: str) -> str:
-    """The name by which a task is asked of a leaf: trained ones are named as by the optimizer."""
+    """Returns the name of a leaf for a task's functions: without the prefix of trained leaves."""
     return name.removeprefix(TRAINED)
 
 
@@ -446,7 +446,7 @@ def _kind_of_place(place: str, said: Kind) -> Kind:
 
 
 P = ParamSpec("P")
-# What options of a task's `build` are annotated with, for `checked_options`.
+# Types with which options of a task's `build` are annotated, for `checked_options`.
 AtLeastOne = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 NotNegative = Annotated[float, Field(ge=0)]
@@ -477,29 +477,29 @@ def checked_options(task: str, hint: str) -> Callable[[Callable[P, "Task"]], Cal
 
 
 def kind(value: Any) -> str:
-    """A value's type and text, for an error message."""
+    """Returns a value's type and text, for an error message."""
     text = repr(value)
     return f"a {type(value).__name__} ({text if len(text) <= 60 else text[:57] + '...'})"
 
 
 def short(error: Exception) -> str:
-    """An error's kind and first line."""
+    """Returns an exception's type and first line."""
     first = (str(error).splitlines() or [""])[0]
     return f"{type(error).__name__}: {first}"
 
 
 def signature(shapes: Any) -> list[str]:
-    """Leaves with their paths, dtypes and shapes."""
+    """Returns the path, dtype and shape of each leaf, as text."""
     return [f"{path}: {leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves_of(shapes)]
 
 
 def tree_words(shapes: Any) -> str:
-    """A tree, for an error."""
+    """Returns a tree's leaves as a text of at most 400 characters, for an error."""
     text = ", ".join(signature(shapes)) or "no leaves"
     return text if len(text) <= 400 else text[:397] + "..."
 
 
 def leaves_of(shapes: Any) -> list[tuple[str, Any]]:
-    """Leaves with their paths."""
+    """Returns the leaves, each with its path."""
     leaves = jax.tree_util.tree_flatten_with_path(shapes)[0]
     return [(jax.tree_util.keystr(path) or "(one leaf)", leaf) for path, leaf in leaves]

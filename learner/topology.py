@@ -1,8 +1,8 @@
-"""Devices that are not here, which their compiler knows all the same: `--platform tpu` or `cuda`.
+"""Devices that are not present, for which their compiler still works: `--platform tpu` or `cuda`.
 
-libtpu compiles for any slice without a chip of it, and XLA for a GPU that it is told the properties
-of. Nothing can be put on these devices, and no program be run: shapes are lowered and compiled for
-them, and the compiler says what it made. Of GPUs it counts memory, and no bytes accessed.
+libtpu compiles for any slice without a chip of it, and XLA for a GPU whose properties it is given.
+No array can be put on these devices, and no program run: shapes are lowered and compiled for them,
+and the compiler reports figures. For GPUs it counts memory, but no bytes accessed.
 """
 
 import re
@@ -15,18 +15,18 @@ from diloco.common.protocol.errors import ConfigError
 
 
 class Gpu(NamedTuple):
-    """The properties of a GPU that XLA must be told; by NVIDIA's data sheets and tuning guides.
+    """The properties of a GPU that XLA needs; by NVIDIA's data sheets and tuning guides.
 
     Attributes:
-        name: as the driver gives it.
-        capability: its compute capability, the major number; the minor one is 0.
-        cores: streaming multiprocessors, of `lanes` float32 units each.
-        shared_bytes: shared memory of each.
-        block_bytes: the most that one block may take of it.
-        cache_bytes: the second level's.
-        memory_bytes: of the device.
-        bandwidth: of that, bytes a second.
-        ghz: the clock, at most.
+        name: the name that the driver reports.
+        capability: the major number of its compute capability; the minor number is 0.
+        cores: streaming multiprocessors, each with `lanes` float32 units.
+        shared_bytes: shared memory of each multiprocessor.
+        block_bytes: the most shared memory that one block may take.
+        cache_bytes: size of the second-level cache.
+        memory_bytes: memory of the device.
+        bandwidth: bytes a second of that memory.
+        ghz: highest clock rate.
     """
 
     name: str
@@ -58,18 +58,18 @@ GPUS: Final = {
 }  # fmt: skip
 _GPUS: Final = re.compile(r"([a-z]\d+)(?::[1-9]\d{0,3})?")
 
-# A name of libtpu's: the chip, and how many of them there are along each axis of the slice.
+# libtpu's name of a slice: the chip, and the number of chips along each axis.
 _NAME = re.compile(r"v\d+[a-z]*:\d+(x\d+)*")
 
 
 def tpu_devices(topology: str) -> list[Any]:
-    """The devices of a slice.
+    """Returns the devices of a TPU slice.
 
     Args:
-        topology: its chip and shape in libtpu's words: `v5e:2x4`, `v5p:4x4x4`, `v6e:8x8`.
+        topology: its chip and shape as libtpu names them: `v5e:2x4`, `v5p:4x4x4`, `v6e:8x8`.
 
     Raises:
-        ConfigError: libtpu is not installed, or knows no such slice.
+        ConfigError: libtpu is not installed, or has no such slice.
     """
     if not _NAME.fullmatch(topology):
         raise ConfigError(
@@ -88,13 +88,13 @@ def tpu_devices(topology: str) -> list[Any]:
 
 
 def gpu_devices(topology: str) -> list[Any]:
-    """Devices of one machine with GPUs.
+    """Returns the devices of one machine with GPUs.
 
     Args:
-        topology: one of `GPUS`, and how many: `h100:8`; alone, one.
+        topology: one of `GPUS`, and how many: `h100:8`; without a number, one.
 
     Raises:
-        ConfigError: JAX's CUDA plugin is not installed, or there is no such GPU here.
+        ConfigError: JAX's CUDA plugin is not installed, or `GPUS` has no such GPU.
     """
     gpu, count = gpu_named(topology), topology.partition(":")[2] or 1
     try:
@@ -113,10 +113,10 @@ def gpu_devices(topology: str) -> list[Any]:
 
 
 def gpu_named(topology: str) -> Gpu:
-    """The GPU of a name like `h100:8`.
+    """Returns the GPU that a name like `h100:8` names.
 
     Raises:
-        ConfigError: there is no such GPU here.
+        ConfigError: `GPUS` has no such GPU.
     """
     match = _GPUS.fullmatch(topology)
     if match is None or match[1] not in GPUS:
@@ -128,7 +128,7 @@ def gpu_named(topology: str) -> Gpu:
 
 
 def _described(gpu: Gpu) -> str:
-    """A GPU as XLA's `GpuTargetConfigProto`, in the text format of Protocol Buffers."""
+    """Returns a GPU as XLA's `GpuTargetConfigProto`, in the text format of Protocol Buffers."""
     return f"""
         gpu_device_info {{
           threads_per_block_limit: 1024

@@ -17,14 +17,14 @@ from diloco.learner.library import Learner
 from diloco.learner.task import Params
 from diloco.learner.tensors import tree
 
-# After so many steps without a gradient a leaf is warned of.
+# Steps without a gradient after which a leaf is warned of.
 STILL_STEPS = 50
-# So many steps that move something are judged.
+# The number of steps that move something and are judged.
 JUDGED_STEPS = 3
 
 
 class TaskProgram:
-    """A task's program on one host.
+    """A task's training program on one host.
 
     Args:
         island: the learner's task, mesh and compiled parts.
@@ -36,7 +36,7 @@ class TaskProgram:
         self._key = island.key()
 
     def compile(self) -> None:
-        """Compile the inner step, before there are parameters; once."""
+        """Compile the inner step, before there are parameters; further calls do nothing."""
         if self._step is not None:
             return
         island, numbers = self._island, (np.int32(0), np.uint32(0), self._key)
@@ -46,10 +46,10 @@ class TaskProgram:
             self._step = step.lower(*lying, *numbers).compile()
 
     def train(self, learner: Learner, speed: float = 1.0) -> None:
-        """Train until the run stops or somebody asks this learner to leave.
+        """Train until the run stops or this learner is asked to leave.
 
         Args:
-            learner: its place in the run.
+            learner: its membership in the run.
             speed: share of full speed.
         """
         island = self._island
@@ -90,12 +90,12 @@ class TaskProgram:
 class SignCheck:
     """Finds an optimizer whose updates have the wrong sign, over the first steps that move.
 
-    A fresh optimizer's first move is made from one gradient alone, so it goes down: that one
-    decides, before anything is sent. Momentum and a batch's noise may take a later one up for once,
-    so those count in sum.
+    A fresh optimizer's first step follows from one gradient alone, so it must go downhill: it is
+    checked by itself, before anything is sent. Momentum and a batch's noise may turn a single later
+    step uphill, so the sum of their descents is checked.
 
     Args:
-        done: there is nothing to judge: the optimizer goes on from a checkpoint.
+        done: nothing is to be checked, since the optimizer resumes from a checkpoint.
     """
 
     def __init__(self, *, done: bool = False) -> None:
@@ -123,10 +123,10 @@ class SignCheck:
 
 
 class GradientWatch:
-    """Warns of trained leaves whose gradient is zero for long: the loss does not use them.
+    """Warns of trained leaves whose gradient stays zero: the loss does not use them.
 
     Args:
-        island: whose parameters they are.
+        island: the learner's island.
     """
 
     def __init__(self, island: Island) -> None:
@@ -137,7 +137,7 @@ class GradientWatch:
         self._warned: set[str] = set()
 
     def look(self, still: jax.Array) -> None:
-        """Take a step's marks of zero gradients; `STILL_STEPS` of them are read at once."""
+        """Take a step's marks of zero gradients; reads those of `STILL_STEPS` steps at once."""
         self._seen.append(still)
         if len(self._seen) < STILL_STEPS:
             return
@@ -150,14 +150,14 @@ class GradientWatch:
 
 
 def _restored(island: Island, learner: Learner) -> tuple[Params, Any, bool]:
-    """Parameters, the optimizer's state, and whether both go on from a checkpoint."""
+    """Returns parameters and optimizer's state, and whether both resume from a checkpoint."""
     like = island.state_lying()
     keeps = any(island.division.local)
     if not keeps:
         state = learner.restore(like)
         fresh = state is like
         return learner.params, island.init_state(learner.params) if fresh else state, not fresh
-    # State that this learner keeps is nowhere but in its checkpoints.
+    # Local state is nowhere but in this learner's checkpoints.
     local, others = tree.split(learner.params, island.division.local)
     saved = learner.restore((like, local))
     if saved[0] is like:
@@ -166,7 +166,7 @@ def _restored(island: Island, learner: Learner) -> tuple[Params, Any, bool]:
 
 
 def _saved(island: Island, params: Params, state: Any) -> Any:
-    """The state that a checkpoint saves: the optimizer's, and local leaves where there are any."""
+    """Returns the state for a checkpoint: the optimizer's, and local leaves if there are any."""
     if not any(island.division.local):
         return state
     return state, tree.split(params, island.division.local)[0]

@@ -1,4 +1,4 @@
-"""Try a task on the CPU: what would be refused, and what is worth a second look, all at once."""
+"""Tries a task on the CPU and reports all errors and doubtful points at once."""
 
 import itertools
 import math
@@ -19,7 +19,7 @@ from diloco.learner.tensors import tree
 from diloco.learner.tensors.inner_step import StepOutcome, make_inner_step
 from diloco.learner.train import SignCheck
 
-# A step that waits longer for its batch than this share of its time is slow by its data.
+# A step that spends more than this share of its time waiting for its batch is slow by its data.
 SLOW_DATA = 0.1
 
 
@@ -29,7 +29,7 @@ class Trial:
 
     Attributes:
         refused: errors for which a learner would end.
-        warned: sentences.
+        warned: warnings, as sentences.
         facts: name and value, in order.
     """
 
@@ -38,7 +38,7 @@ class Trial:
     facts: list[tuple[str, str]] = field(default_factory=list)
 
     def refuse(self, error: Exception | SystemExit) -> None:
-        """Note what would end a learner; an error of the task's own counts as one."""
+        """Note an error that would end a learner; the task's own exceptions become `TaskError`."""
         if isinstance(error, SystemExit):
             error = TaskError(f"the task ends its process: SystemExit({error.code!r})")
         elif not isinstance(error, DilocoError):
@@ -86,13 +86,13 @@ def _describe(trial: Trial, task: Task, layout: Layout) -> None:
 
 
 def _train(trial: Trial, task: Task, learner: str, seed: int, steps: int) -> None:
-    """A few steps, and a look at held-out data."""
+    """Take a few steps, and evaluate on held-out data."""
     try:
         params = jax.jit(task.init)(jax.random.key(seed))
         outcomes = list(_steps(trial, task, params, learner, steps))
         _judge(trial, task, outcomes)
         _compare_learners(trial, task, learner)
-        # The steps gave the first parameters away.
+        # The steps donated the first parameters.
         said = scores(task.evaluate(jax.jit(task.init)(jax.random.key(seed))))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - as above
         trial.refuse(error)
@@ -125,9 +125,9 @@ def _steps(
         yield jax.device_get(outcome)
         waited_s.append(drawn_s - began_s)
         took_s.append(time.perf_counter() - began_s)
-    # The first one compiles.
+    # The first step compiles.
     step_s = float(np.median(took_s[1:]))
-    # Medians, since to begin to read ahead takes its time once.
+    # Medians, since reading ahead is slow once, at its beginning.
     share = float(np.median(waited_s[1:])) / max(step_s, 1e-9)
     words = f"{1000 * step_s:.1f} ms, {share:.0%} of it for its batch"
     trial.facts.append(("a step on this CPU", words))
@@ -165,7 +165,7 @@ def _judge(trial: Trial, task: Task, outcomes: list[StepOutcome]) -> None:
 
 
 def _compare_learners(trial: Trial, task: Task, learner: str) -> None:
-    """Learners of different names must not do the same work; who claims shares does not."""
+    """Warn if learners of different names draw the same batch, unless they claim shares."""
     if task.shared is not None:
         return
     one, other = (next(task.batches(name, 0)) for name in (learner, f"{learner}-2"))

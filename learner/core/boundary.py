@@ -1,7 +1,7 @@
 """The data that training loop and background pass to each other at each step boundary.
 
-In come a `Boundary` (what to do now) and the payloads of versions; out go what the learner has to
-say. Plain data: whoever makes it and whoever carries it out need not know each other.
+The loop is given a `Boundary` (what to do now) and the payloads of versions; it hands over the
+learner's outgoing messages. All are plain data: producer and consumer need not know each other.
 """
 
 from collections.abc import Callable
@@ -21,12 +21,12 @@ class Boundary(NamedTuple):
     """The plan for one step boundary.
 
     Attributes:
-        effects: in order.
+        effects: the effects to carry out, in order.
         then: what comes before the next boundary: a "step", nothing ("hold"), or no boundary
             follows ("end").
         global_step: the run's clock for that step.
-        state: as the heartbeat says it.
-        checkpoint: make one here.
+        state: the learner's state, as its heartbeat reports it.
+        checkpoint: whether to make a checkpoint at this boundary.
     """
 
     effects: tuple[Effect, ...]
@@ -60,7 +60,7 @@ class Post(Protocol):
     """Hands an event and its arrays to the training loop."""
 
     def __call__(self, event: Event, payload: Decoded = NOTHING) -> None:
-        """May be called from the background thread."""
+        """Hand over `event` with `payload`; may be called from the background thread."""
 
 
 # --- Out
@@ -70,9 +70,9 @@ class Outgoing(NamedTuple):
     """One update, as the training loop hands it over; `codes` may still be computing.
 
     Attributes:
-        loss: gives the mean training loss over the steps that it covers; it waits for the last.
-        digest: gives that of the view that the codes are taken against, as it is held; None: it is
-            not asked for this time.
+        loss: returns the mean training loss over the update's steps; waits for the last of them.
+        digest: returns the digest of the view that the codes are taken against, as the learner
+            holds it; None if this update is to carry no digest.
     """
 
     send: Send
@@ -86,11 +86,11 @@ class Outgoing(NamedTuple):
 
 
 class Done(NamedTuple):
-    """The last word on these fragments: nothing more comes of them; with the data position."""
+    """The learner sends no more updates of `fragments`; its data position is `position`."""
 
     position: int
     fragments: tuple[int, ...]
 
 
-# Takes what a learner has to say; nothing in it waits.
+# Takes a learner's outgoing message; never blocks.
 Outbox = Callable[[Outgoing | Republish | Done], None]

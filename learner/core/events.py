@@ -1,4 +1,4 @@
-"""The rules of the learner's core, the events that it is told, and the effects that it asks for."""
+"""The rules of the learner's core, the events that it takes, and the effects that it returns."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -29,7 +29,7 @@ class SyncRules:
 def sync_rules(
     sync: SyncSection, layout: Layout | None = None, *, paused: bool = False
 ) -> SyncRules:
-    """The rules of a run's learners; without a layout, of one that holds no averaged state."""
+    """Returns the rules of a run's learners; without `layout` no fragment is averaged state."""
     fragments = layout.fragments if layout is not None else ()
     return SyncRules(
         interval_steps=sync.interval_steps,
@@ -49,14 +49,15 @@ def sync_rules(
 # Events
 
 
-# A record enters the core only once what it brings lies on the devices: so `Adopt` is a small step
+# A record enters the core only once its tensors are on the devices: so `Adopt` is a small step
 # at the boundary that has it, whatever the network does (never waits).
 class Ready(NamedTuple):
     """A record that has arrived and whose delta, if it has one, is decoded.
 
-    `resolved_seq`: this incarnation's mark in the record; `rolled_back`: a rollback lies between
-    the version adopted before and this one; `merged_seq`: of this incarnation's newest update that
-    is known to be in this version, 0 for none; `made_at_s`: when the record was made, 0 if unknown.
+    `resolved_seq`: the highest update of this incarnation that the record resolves; `rolled_back`:
+    a rollback lies between the version adopted before and this one; `merged_seq`: this
+    incarnation's newest update known to be in this version, 0 for none; `made_at_s`: when the
+    record was made, 0 if unknown.
     """
 
     fragment: int
@@ -73,7 +74,7 @@ class Ready(NamedTuple):
 # The one event that is a boundary. It is given after the step whose work it counts, so that an
 # update which is sent at it covers that step.
 class Stepped(NamedTuple):
-    """An inner step was taken over `tokens` tokens; 0 steps at the flush after the end."""
+    """An inner step was taken over `tokens` tokens; `steps` is 0 for the flush after the end."""
 
     now_s: float
     tokens: int
@@ -96,7 +97,7 @@ class Published(NamedTuple):
 
 
 class Changed(NamedTuple):
-    """The run's settings have changed; the rules that follow from them are given from now on."""
+    """The run's settings have changed; the core is called with `rules` from now on."""
 
     rules: SyncRules
 
@@ -120,10 +121,10 @@ Event = Stepped | Ready | RoundOpened | Published | Changed | Stop | End | Leave
 
 
 class Adopt(NamedTuple):
-    """Apply a record's delta to view and parameters; drop what was in flight if `resolved`.
+    """Apply a record's delta to view and parameters; drop the update in flight if `resolved`.
 
     After a rollback (`ready.rolled_back`) the parameters become the view, and codes in flight are
-    forgotten. `blended`: of what was trained since the update that is resolved, only a share stays.
+    forgotten. With `blended`, only a share of the training since the resolved update stays.
     """
 
     ready: Ready
@@ -144,16 +145,16 @@ class Send(NamedTuple):
 
 
 class Republish(NamedTuple):
-    """Announce again: no record has resolved the update for long."""
+    """Announce an update again, which no record has resolved for long."""
 
     fragment: int
     seq: int
     attempt: int
 
 
-# Without it, a round that is the last would wait its whole deadline for a learner that has nothing.
+# Without it, the last round would wait its whole deadline for a learner with nothing to send.
 class Finished(NamedTuple):
-    """Tell the aggregator that nothing more of these fragments comes."""
+    """Tell the aggregator that no more updates of these fragments follow."""
 
     fragments: tuple[int, ...]
 

@@ -48,10 +48,10 @@ from diloco.learner.core.events import (
 # codes are q in V - q - theta from then on, and the next update must not cover them again (sent
 # once). Whether it is announced only decides whether it can be announced again.
 class InFlight(NamedTuple):
-    """An update of `steps` on its way; `announced_at_s` is 0 until its manifest is on the tape.
+    """An update of `steps` in flight; `announced_at_s` is 0 until its manifest is on the tape.
 
-    `waits_from`: steps done by this life at its announcement, or at the last round that opened
-    since. `void`: a rollback came meanwhile; it will be rejected, and its codes are forgotten.
+    `waits_from`: steps of this life done at the announcement, or when the last round since then
+    opened. `void`: a rollback came meanwhile; it will be rejected, and its codes are forgotten.
     """
 
     seq: int
@@ -63,7 +63,7 @@ class InFlight(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Inner steps, and the tokens they were taken over."""
+    """A number of inner steps, and the tokens that they were taken over."""
 
     steps: int = 0
     tokens: int = 0
@@ -76,11 +76,11 @@ NO_WORK = Work()
 # work that is done while an update is being encoded, or while settings change, cannot fall between
 # two counters (sent once).
 class FragmentState(NamedTuple):
-    """One fragment: what is adopted, what is sent, what is in flight.
+    """The core's state of one fragment: the version adopted, the work sent, the update in flight.
 
-    `sent` counts the work of this life that is sent, or let go by an overwrite, a blend or a
-    rollback. `due_steps`: unsent steps at which it is due; `open_version`: of the round last
-    announced.
+    `sent` counts the work of this life that is sent, or dropped by an overwrite, a blend or a
+    rollback. `due_steps`: the number of unsent steps at which the next update is due;
+    `open_version`: the version of the round that was last announced.
     """
 
     version: int
@@ -101,7 +101,7 @@ class State:
 
     `done` is the work of this life; `clock_step` is the newest global step heard of, `since_clock`
     the own steps since then. `stopping`: the run is at its end; `ended`: it is over, no record
-    follows; `leaving`: this learner was asked to.
+    follows; `leaving`: this learner was asked to leave.
     """
 
     fragments: tuple[FragmentState, ...]
@@ -117,10 +117,9 @@ Result = tuple[State, tuple[Effect, ...]]
 
 
 def begin(rules: SyncRules, starts: tuple[Start, ...]) -> State:
-    """The state of a learner that has just loaded these versions."""
+    """Returns the state of a learner that has just loaded these versions."""
     count = len(starts)
-    # Fragments stand at different steps of the run. The newest is where the others are too: only
-    # their records are older.
+    # Fragments' newest records are of different steps of the run; the run itself is at the newest.
     clock_step = max(start.global_step for start in starts)
     warm = clock_step < rules.warmup_steps
     interval_steps = rules.warmup_interval_steps if warm else rules.interval_steps
@@ -139,21 +138,21 @@ def begin(rules: SyncRules, starts: tuple[Start, ...]) -> State:
 
 
 def step(rules: SyncRules, state: State, event: Event) -> Result:
-    """The state after `event`, and what the training loop must do, in order."""
+    """Returns the state after `event`, and the effects for the training loop, in order."""
     return _HANDLERS[type(event)](rules, state, event)
 
 
 def clock(rules: SyncRules, state: State) -> int:
-    """The run's global step as far as this learner can tell, which schedules follow.
+    """Returns the run's global step, as far as this learner knows it; schedules follow this clock.
 
-    Between records it goes on with the learner's own steps, for at most H of them: while the
+    Between records it advances with the learner's own steps, for at most H of them: while the
     aggregator is away the run's clock stands.
     """
     return state.clock_step + min(state.since_clock, rules.interval_steps)
 
 
 def must_wait(rules: SyncRules, state: State) -> bool:
-    """Whether a learner in lockstep waits for a version before its next step."""
+    """True if a learner in lockstep waits for a version before its next step."""
     # After the end no record comes that could resolve anything: waiting would never end.
     if not rules.lockstep or state.ended:
         return False
@@ -163,11 +162,11 @@ def must_wait(rules: SyncRules, state: State) -> bool:
 
 
 def flushed(state: State) -> bool:
-    """Whether all that was trained is on the tape, after `Stop` or `Leave`; after `End` it is over.
+    """True if all work is announced after `Stop` or `Leave`, or if the run has ended.
 
-    What is unsent of a fragment whose update is in flight is sent once a record resolves that one.
+    Unsent work of a fragment with an update in flight is sent once a record resolves that update.
     """
-    # On the tape is enough: the aggregator's last rounds resolve it, whoever is there to see. But
+    # An announcement is enough: the aggregator's last rounds resolve it without the learner. But
     # a final update that is not announced would be lost work (sent once).
     return state.ended or all(
         fragment.final and (fragment.in_flight is None or fragment.in_flight.announced_at_s > 0)
@@ -176,13 +175,13 @@ def flushed(state: State) -> bool:
 
 
 def unsent_of(state: State, fragment: FragmentState) -> Work:
-    """The work that no update of a fragment covers yet."""
+    """Returns the work that no update of a fragment covers yet."""
     done, sent = state.done, fragment.sent
     return Work(done.steps - sent.steps, done.tokens - sent.tokens)
 
 
 def unsent(state: State) -> dict[int, int]:
-    """Steps that no manifest on the tape covers, by fragment that has any."""
+    """Returns the steps that no manifest on the tape covers, by fragment; omits zeros."""
     found = {}
     for index, fragment in enumerate(state.fragments):
         flying = fragment.in_flight
@@ -206,8 +205,8 @@ def _on_stepped(rules: SyncRules, state: State, event: Stepped) -> Result:
         # update that a record has just resolved makes room for the next at this same boundary.
         adopted = _adopt(rules, state, index, fragment, effects)
         fragments.append(_send(rules, state, index, adopted, event.now_s, effects))
-    # Became final without an update: there was nothing unsent. One that did send says it by its
-    # `final`, and a second word could overtake it on the tape.
+    # Final without an update: there was nothing unsent. Otherwise the last manifest says `final`,
+    # which a `Finished` could overtake on the tape.
     finished = tuple(
         index
         for index, (before, after) in enumerate(zip(state.fragments, fragments, strict=True))
@@ -221,7 +220,7 @@ def _on_stepped(rules: SyncRules, state: State, event: Stepped) -> Result:
 def _adopt(
     rules: SyncRules, state: State, index: int, fragment: FragmentState, effects: list[Effect]
 ) -> FragmentState:
-    """Take every record that is ready, in order.
+    """Adopt all records that are ready, in order.
 
     Where views overwrite parameters, the steps not sent by then are lost and no longer counted
     (paper §3: counters of p reset).
@@ -250,8 +249,8 @@ def _adopt(
         # no tensor any more.
         if ready.rolled_back or (_overwrites(rules, index) and ready.version > fragment.version):
             fragment = fragment._replace(sent=state.done)
-        # In flight all the same, though void: the aggregator will answer it, and until then its
-        # seq must not be followed by another (answered).
+        # A void update stays in flight: the aggregator will answer it, and until then no update
+        # with a later seq may follow (answered).
         if flying is not None:
             flying = None if resolved else flying._replace(void=void)
         fragment = fragment._replace(
@@ -264,10 +263,10 @@ def _adopt(
 
 
 def _with_share(rules: SyncRules, state: State, fragment: FragmentState) -> FragmentState:
-    """A share of the unsent work is let go: no manifest claims it, and nothing waits for it.
+    """Drop a share of the unsent work: no manifest claims it, and no update waits for it.
 
-    In whole steps, rounded up, so that a manifest claims no more than its tensors hold; but one
-    step stays, or there would be nothing to send when it is due.
+    The steps are whole, rounded up, so that a manifest claims no more than its tensors hold; but
+    one step stays, or there would be nothing to send when it is due.
     """
     work = unsent_of(state, fragment)
     if not work.steps:
@@ -288,7 +287,7 @@ def _send(
     now_s: float,
     effects: list[Effect],
 ) -> FragmentState:
-    """Start an update if the fragment is due; announce one again that nobody resolves."""
+    """Start an update if the fragment is due; announce an update again that no record resolves."""
     flying = fragment.in_flight
     if flying is not None:
         # From the last announcement, not from the boundary: an upload that takes minutes is not
@@ -343,7 +342,7 @@ def _send(
 
 
 def _next_due(rules: SyncRules, state: State, index: int) -> int:
-    """Steps from a fragment's update to its next."""
+    """Returns the number of steps from a fragment's update to its next."""
     # By the run's clock and not the learner's own steps: all learners leave the warm-up together,
     # also one that joined late.
     step = clock(rules, state)
@@ -387,10 +386,10 @@ def _on_round_opened(rules: SyncRules, state: State, event: RoundOpened) -> Resu
 
 
 def _in_phase(rules: SyncRules, state: State, index: int, fragment: FragmentState) -> FragmentState:
-    """The fragment, its next update due later by what the one in flight has waited for the round.
+    """Delay the fragment's next update by the steps that the one in flight waited for its round.
 
-    Pace counts from the round and `due_steps` from the update: after an outage each update would
-    come as long before its round as the last one did.
+    Rounds are paced from round to round, but `due_steps` counts from the update: without this,
+    after an outage, every update would come too early for its round by the same number of steps.
     """
     flying, done = fragment.in_flight, state.done.steps
     # Where versions overwrite, what is due counts from the version already. And whoever is slow
@@ -399,7 +398,7 @@ def _in_phase(rules: SyncRules, state: State, index: int, fragment: FragmentStat
         return fragment
     if fragment.due_steps < 2 * rules.min_steps:
         return fragment
-    # What the overlap is there to hide is no wait.
+    # The overlap's own steps do not count as waiting.
     waited = max(0, done - flying.waits_from - rules.overlap_steps)
     return fragment._replace(
         due_steps=fragment.due_steps + waited, in_flight=flying._replace(waits_from=done)
@@ -418,8 +417,8 @@ def _on_published(_rules: SyncRules, state: State, event: Published) -> Result:
 
 
 def _on_changed(_rules: SyncRules, state: State, _event: Changed) -> Result:
-    # Whoever calls `step` gives the new rules from the next event on. `due_steps` stays: it was
-    # agreed with when the last update was sent, and the next one is due by the new H.
+    # The caller of `step` passes the new rules from the next event on. `due_steps` stays: it was
+    # set when the last update was sent; only updates after the next are due by the new H.
     return state, ()
 
 
@@ -428,7 +427,7 @@ def _on_stop(_rules: SyncRules, state: State, _event: Stop) -> Result:
 
 
 def _on_end(_rules: SyncRules, state: State, _event: End) -> Result:
-    # It may come without a stop: a learner that was away reads only the last of such messages.
+    # An end may come without a stop: a learner that was away reads only the last such message.
     return replace(state, stopping=True, ended=True), ()
 
 
@@ -454,10 +453,10 @@ def _with_fragment(state: State, index: int, fragment: FragmentState) -> State:
 
 
 def _overwrites(rules: SyncRules, fragment: int) -> bool:
-    """Whether a version of the fragment takes the place of what the learner has."""
+    """True if a version of the fragment overwrites the learner's parameters."""
     return rules.overwrite or fragment in rules.averaged
 
 
 def _blends(rules: SyncRules, fragment: int) -> bool:
-    """Whether a version with the learner's update keeps only a share of the steps since."""
+    """True if adopting a version with the learner's update keeps a share of the steps since."""
     return rules.blend < 1 and fragment not in rules.averaged

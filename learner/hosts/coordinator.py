@@ -1,8 +1,8 @@
-"""Host 0's side: the workers as the parts of host 0 see them (`peers.Alone`).
+"""Host 0's side: the workers, as the modules of host 0 see them (`peers.Alone`).
 
-Coroutines run on the event loop of the background. Each `prepare` is an attempt with a number of
-its own: an answer belongs to its attempt alone, so that what failed once says nothing of the next
-try, and an attempt that came to nothing is dropped on every host.
+Coroutines run on the background's event loop. Each `prepare` is an attempt with a number of its
+own: an answer belongs to its attempt alone, so that a failure says nothing of the next attempt,
+and an attempt that failed is dropped on every host.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ from diloco.learner.hosts.messages import (
 )
 from diloco.learner.wire.recovery import CheckpointId
 
-# Boundaries that plans are ahead, so that a worker has each before its time comes.
+# Boundaries that are planned ahead, so that a worker has each before its step ends.
 LOOKAHEAD = 2
 
 
@@ -55,7 +55,7 @@ class WorkerConnection(NamedTuple):
 
 
 class Listener:
-    """The socket to which workers connect, before it is known who they are."""
+    """The socket on which workers connect and identify themselves."""
 
     def __init__(
         self, server: asyncio.Server, came: "asyncio.Queue[tuple[Hello, WorkerConnection]]"
@@ -65,15 +65,15 @@ class Listener:
 
     @property
     def address(self) -> str:
-        """The address at which it listens."""
+        """The address on which it listens, `host:port`."""
         host, port = self._server.sockets[0].getsockname()[:2]
         return f"{host}:{port}"
 
     async def meet(self, hosts: int, secret: str) -> dict[int, WorkerConnection]:
-        """Wait until all workers of a learner of so many hosts are connected; then let nobody in.
+        """Wait until all workers of `hosts` hosts are connected; then accept no more.
 
         Raises:
-            HostLostError: a worker did not come.
+            HostLostError: a worker did not connect.
         """
         found: dict[int, WorkerConnection] = {}
         try:
@@ -131,7 +131,7 @@ class _Answers:
 
 
 class _Attempt(Preparation):
-    """The workers'."""
+    """An attempt of the workers to bring a change onto their devices."""
 
     def __init__(self, coordinator: "Coordinator", number: int, answers: _Answers) -> None:
         self._coordinator = coordinator
@@ -139,10 +139,10 @@ class _Attempt(Preparation):
         self._answers = answers
 
     async def ready(self) -> None:
-        """Wait until all workers have it.
+        """Wait until all workers have the change on their devices.
 
         Raises:
-            ObjectMissingError, IntegrityError: as one of them says.
+            ObjectMissingError, IntegrityError: as a worker reports.
         """
         failures: list[Failure | None] = await self._answers.all
         for failure in failures:
@@ -152,7 +152,7 @@ class _Attempt(Preparation):
         self._coordinator.forget(self._number)
 
     def drop(self) -> None:
-        """The workers free what they have of it."""
+        """Have the workers free the attempt's tensors."""
         self._coordinator.forget(self._number)
         self._coordinator.write(Drop(attempt=self._number))
 
@@ -163,7 +163,7 @@ class Coordinator(Alone):
     Args:
         loop: the event loop.
         connections: of all workers, by number.
-        lost: told, on the loop, what ends this life.
+        lost: is called, on the loop, with the error that ends this life.
     """
 
     lookahead = LOOKAHEAD
@@ -190,7 +190,7 @@ class Coordinator(Alone):
         ]
 
     def asked_to_leave(self) -> bool:
-        """Whether a worker was asked to end."""
+        """True if a worker was asked to end."""
         return self._leave_asked
 
     def say(self, message: HostMessage) -> None:
@@ -232,7 +232,7 @@ class Coordinator(Alone):
         return tuple(shard for part in found for shard in part)
 
     async def checkpoints(self) -> list[set[CheckpointId]]:
-        """Wait until all workers have said of which checkpoints they have their parts."""
+        """Wait for all workers' lists of the checkpoints of which they have their parts."""
         return [set(found) for found in await self._have.all]
 
     async def close(self) -> None:
@@ -261,7 +261,7 @@ class Coordinator(Alone):
     def _take(self, message: HostMessage) -> None:
         match message:
             case Prepared(attempt=attempt, failure=failure):
-                if attempt in self._attempts:  # or it was dropped meanwhile
+                if attempt in self._attempts:  # else it was dropped meanwhile
                     self._attempts[attempt].add(failure)
             case Uploaded(fragment=fragment, seq=seq, shards=shards):
                 self._stored[fragment, seq].add(shards)

@@ -1,23 +1,23 @@
 """Messages between the hosts of one learner: typed, with named fields, of one version.
 
-    host 0 -> workers  Begin     what the run is
-                       Load      where a fragment's first view is
-                       Go        the life that begins, and where its data goes on
-                       Resume    the checkpoint to go on from
-                       Turn      what to do at the next boundary
+    host 0 -> workers  Begin     the run's epoch and layout
+                       Load      the objects of a fragment's first view
+                       Go        the life that begins, and where its data resumes
+                       Resume    the checkpoint to resume from
+                       Turn      the plan of the next boundary
                        Prepare   bring a version onto the devices: an attempt, with a number
                        Granted   a share of the data, and where it ends
-                       Drop      the attempt came to nothing: free what there is of it
-                       Ending    host 0 ends here, and why: so do the others
-    workers -> host 0  Hello     who I am
+                       Drop      the attempt failed: free its tensors
+                       Ending    host 0 ends with this error: so do the others
+    workers -> host 0  Hello     the worker's number, and the secret
                        Have      checkpoints of which this host has its part
                        Prepared  the attempt has succeeded here, or why it has not
                        Uploaded  this host's shards of an update are in the store
-                       LeaveAsked  somebody asked this host to end
+                       LeaveAsked  this host was asked to end
 
     frame: length (4 bytes, big endian), msgpack map with `version`, `kind` and the fields by name
 
-All hosts of a learner run one release; `version` is there to say so to whoever upgraded only some.
+All hosts of a learner run one release; `version` detects that only some were upgraded.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ class HostMessage(NestedRecord):
 
 
 class Begin(HostMessage):
-    """The run; `constants` names the object with the leaves nobody trains."""
+    """Names the run's epoch and layout; `constants` names the object of untrained leaves."""
 
     epoch: int
     layout: str
@@ -61,13 +61,13 @@ class Begin(HostMessage):
 
 
 class Load(HostMessage):
-    """Names the change that leads to a fragment's first view."""
+    """Names the objects from which a worker loads a fragment's first view."""
 
     change: Change
 
 
 class Go(HostMessage):
-    """Host 0 says that all hosts are ready to train from this point."""
+    """Tells the workers that all hosts are ready to train from this point."""
 
     incarnation: int
     position: int
@@ -75,39 +75,39 @@ class Go(HostMessage):
 
 
 class Resume(HostMessage):
-    """`checkpoint` is the one to go on from, None to begin anew."""
+    """Names the checkpoint to resume from; None: begin with a fresh inner optimizer."""
 
     checkpoint: CheckpointId | None
 
 
 class Turn(HostMessage):
-    """A boundary; some of its effects are for host 0 alone."""
+    """The plan of a boundary; some of its effects are for host 0 alone."""
 
     boundary: Boundary
 
 
 class Prepare(HostMessage):
-    """Bring a version onto the devices."""
+    """Tells the workers to bring a version onto their devices."""
 
     attempt: int
     change: Change
 
 
 class Granted(HostMessage):
-    """Part of the learner's data, which ends before position `end`."""
+    """Grants part of the learner's data, which ends before position `end`."""
 
     holding: Holding
     end: int
 
 
 class Drop(HostMessage):
-    """The tensors of an attempt will not be adopted: free them."""
+    """Tells the workers to free the tensors of an attempt, which will not be adopted."""
 
     attempt: int
 
 
 class Ending(HostMessage):
-    """The error that ends this learner's life, on all hosts alike; `status` as of `Exit`."""
+    """Ends the learner's life on all hosts with this error; `status` is a code of `Exit`."""
 
     status: int
     message: str
@@ -115,34 +115,34 @@ class Ending(HostMessage):
 
 
 class Hello(HostMessage):
-    """A worker, and the secret that it has from the collective."""
+    """Identifies a worker, with the secret that the collective gave it."""
 
     secret: str
     host: int
 
 
 class Have(HostMessage):
-    """Checkpoints of which this host has its part, readable."""
+    """Lists checkpoints of which this host has its part, readable."""
 
     checkpoints: tuple[CheckpointId, ...]
 
 
 class Failure(NestedRecord):
-    """Why a host cannot read a version: an object is `missing`, or else damaged."""
+    """Why a host cannot read a version: an object is missing if `missing`, else damaged."""
 
     missing: bool
     text: str
 
 
 class Prepared(HostMessage):
-    """The result of an attempt."""
+    """Reports the result of an attempt; `failure` is None if it succeeded."""
 
     attempt: int
     failure: Failure | None
 
 
 class Uploaded(HostMessage):
-    """Shards of an update that are in the store."""
+    """Reports the shards of an update that this host has stored."""
 
     fragment: int
     seq: int
@@ -150,7 +150,7 @@ class Uploaded(HostMessage):
 
 
 class LeaveAsked(HostMessage):
-    """Somebody asked this host to end."""
+    """Reports that this host was asked to end."""
 
 
 _KINDS: Final[dict[str, type[HostMessage]]] = {
@@ -163,26 +163,26 @@ _KINDS: Final[dict[str, type[HostMessage]]] = {
 
 
 def ending_of(error: DilocoError) -> Ending:
-    """An error that ends host 0 as a message."""
+    """Returns the message for an error that ends host 0."""
     return Ending(status=error.status, message=error.message, hint=error.hint)
 
 
 def error_of(ending: Ending) -> DilocoError:
-    """The error of a message."""
+    """Returns the error that a message carries."""
     error = DilocoError(ending.message, hint=ending.hint)
     error.status = find(ending.status)
     return error
 
 
 def frame(message: HostMessage) -> bytes:
-    """A message as it goes over the connection."""
+    """Returns a message's frame: its length, then its msgpack map."""
     kind = type(message).__name__
     data: bytes = msgpack.packb({"version": VERSION, "kind": kind, **_named(message)})
     return LENGTH.pack(len(data)) + data
 
 
 def unframe(data: bytes) -> HostMessage:
-    """The message in a frame, behind its length.
+    """Returns the message in a frame, given without its length.
 
     Raises:
         WireError: the bytes are not a message of this release.
@@ -208,7 +208,7 @@ def unframe(data: bytes) -> HostMessage:
 
 
 def _named(value: Any) -> Any:
-    """Messages, parts and named tuples as maps of their fields, so that order means nothing."""
+    """Turn messages, nested records and named tuples into maps of their fields."""
     if isinstance(value, BaseModel):
         return {name: _named(getattr(value, name)) for name in type(value).model_fields}
     if hasattr(value, "_asdict"):
@@ -220,21 +220,21 @@ def _named(value: Any) -> Any:
 
 _ADDRESS_BYTES: Final = 256
 _SECRET_BYTES: Final = 32
-# A process that a lost host keeps in a collective is ended after so long.
+# Seconds until a process that hangs in a collective with a lost host is ended.
 HANGING_S: Final = 10.0
-# How long the hosts of a learner may take to find each other.
+# Seconds that the hosts of a learner may take to find each other.
 MEET_S: Final = 300.0
 _MEETINGS: Final = itertools.count(1)
 
 
 def wait_for_hosts(within_s: float = MEET_S) -> None:
-    """Wait until all hosts of this learner have called this equally often.
+    """Wait until all hosts of this learner have called this function equally often.
 
-    A collective does not replace it: between CPUs the first one of a group of devices must find
-    its peers within 30 s (gloo's limit, which nothing sets), whatever they still load or compile.
+    A collective cannot replace it: between CPUs the first collective of a group of devices must
+    find its peers within 30 s (gloo's fixed limit), whatever the hosts still load or compile.
 
     Raises:
-        HostLostError: a host is gone, or did not come in time.
+        HostLostError: a host is gone, or did not call within `within_s`.
     """
     import jax
     from jax._src import distributed  # JAX gives its barrier no public name.
@@ -249,17 +249,17 @@ def wait_for_hosts(within_s: float = MEET_S) -> None:
 
 
 def meeting_place() -> str | None:
-    """Address where this learner's hosts met: host 0's `host:port`, if JAX knows it."""
+    """Returns the address where this learner's hosts met: host 0's `host:port`, if JAX knows it."""
     from jax._src import distributed  # JAX gives it no public name either.
 
     return distributed.global_state.coordinator_address
 
 
 def exchange_secret(address: str) -> tuple[str, str]:
-    """Send host 0's address and a secret to every host. A collective of JAX.
+    """Send host 0's address and a secret to every host, by a collective of JAX.
 
     Args:
-        address: where host 0 listens; of the others' it does not matter.
+        address: where host 0 listens; the other hosts' value is ignored.
 
     Raises:
         HostLostError: a host is gone.
@@ -283,13 +283,13 @@ def end_if_hanging(
     within_s: float = HANGING_S,
     why: BaseException | None = None,
 ) -> threading.Timer:
-    """End this process soon, even if it hangs in a collective of JAX or in its shutdown.
+    """End this process after `within_s`, even if it hangs in JAX's collective or shutdown.
 
-    Only what runs the training loop calls it; what holds a connection raises `HostLostError`.
+    Only callers of the training loop use it; owners of a connection raise `HostLostError`.
 
     Args:
         status: the exit status of the process.
-        within_s: the time that it has to end by itself.
+        within_s: the time that the process has to end by itself.
         why: the error that is printed when it has not.
     """
 
@@ -307,7 +307,7 @@ def end_if_hanging(
 
 
 def host_gone(who: str) -> HostLostError:
-    """The error of a connection that ended."""
+    """Returns the error for a connection that ended; `who` names the host."""
     return HostLostError(
         f"{who} of this learner is gone",
         hint="all hosts of the learner exit now; start them again together: runbooks/lost-host.md",
@@ -315,7 +315,7 @@ def host_gone(who: str) -> HostLostError:
 
 
 async def read_message(reader: asyncio.StreamReader) -> HostMessage:
-    """The next message.
+    """Read the next message.
 
     Raises:
         WireError: the bytes are not a message of this release.

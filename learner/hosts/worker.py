@@ -1,4 +1,4 @@
-"""A host beside host 0: it does what host 0 says, and speaks to nobody of the run."""
+"""A host other than host 0: it follows host 0, and has no connection to the run's bus."""
 
 import asyncio
 import queue
@@ -45,8 +45,9 @@ class HostLink:
 
     Args:
         loop: the event loop.
-        reader, writer: the connection.
-        lost: told, on the loop, why host 0 is gone, which may hold this process in a collective.
+        reader, writer: the streams of the connection.
+        lost: is called, on the loop, with the reason why host 0 is gone; this process may hang in
+            a collective then.
 
     Attributes:
         requests: `Prepare`, `Granted` and `Drop`, in order, for the event loop.
@@ -73,7 +74,7 @@ class HostLink:
         self._loop.call_soon_threadsafe(self._writer.write, frame(message))
 
     def receive(self, kind: type[M]) -> M:
-        """The next message of host 0 that is no request; waits for it.
+        """Wait for host 0's next message that is not in `requests`; it must be of `kind`.
 
         Raises:
             HostLostError: host 0 is gone.
@@ -87,15 +88,15 @@ class HostLink:
         return message
 
     def fail(self, error: BaseException) -> None:
-        """End this life, at the training loop's next look."""
+        """End this life with `error`, at the training loop's next check."""
         self._failed = error
         self._inbox.put(error)
 
     def check(self) -> None:
-        """Raise what ends this life, if something does; take no message.
+        """Raise the error that ends this life, if there is one; takes no message.
 
         Raises:
-            BaseException: what ends it.
+            BaseException: the error that ends it.
         """
         if self._failed is not None:
             raise self._failed
@@ -116,7 +117,7 @@ class HostLink:
                 if isinstance(message, Prepare | Granted | Drop):
                     self.requests.put_nowait(message)
                 else:
-                    # Behind it host 0 may be gone before this host's loop is there.
+                    # Host 0 may now close the connection before this host's loop ends.
                     ends = isinstance(message, Turn) and message.boundary.then == "end"
                     self._ended = self._ended or ends
                     self._inbox.put(message)
@@ -134,7 +135,7 @@ class HostLink:
 async def connect(
     host: int, address: str, secret: str, lost: Callable[[BaseException], None]
 ) -> HostLink:
-    """Connect to host 0, as host number `host`; `lost` as of `HostLink`."""
+    """Connect to host 0 as host number `host`; `lost` as in `HostLink`."""
     name, _, port = address.rpartition(":")
     async with asyncio.timeout(MEET_S):
         reader, writer = await asyncio.open_connection(name, int(port))
@@ -151,16 +152,16 @@ class _LoadedAttempt(NamedTuple):
 
 
 class Worker:
-    """Boundaries and outbox of a training loop that host 0 directs.
+    """The boundaries and outbox of a training loop that host 0 directs.
 
     Args:
-        context: the learner's; its bus is used by nobody here.
-        link: to host 0.
-        fetcher, uploader: of this host.
+        context: the learner's context; its bus is not used here.
+        link: the connection to host 0.
+        fetcher, uploader: those of this host.
         spawn: runs a coroutine on the event loop, beside training.
-        asked_to_leave: whether somebody wants this host to end.
+        asked_to_leave: returns whether this host was asked to end.
         go: the life that begins.
-        shares: take what host 0 is granted.
+        shares: takes the holdings that host 0 is granted.
     """
 
     def __init__(
@@ -189,11 +190,11 @@ class Worker:
     # For the training loop
 
     def first_step(self) -> int:
-        """The run's clock for the step before the first boundary."""
+        """Returns the run's clock for the step before the first boundary."""
         return self._go.global_step
 
     def next(self) -> Boundary:
-        """The next boundary, which host 0 planned some boundaries ago.
+        """Returns the next boundary, which host 0 planned some boundaries ago.
 
         Raises:
             HostLostError: host 0 is gone.
@@ -205,19 +206,19 @@ class Worker:
         return self._link.receive(Turn).boundary
 
     def payload(self, fragment: int, record_seq: int) -> Any:
-        """Take the tensors of a record, once; host 0 plans their adoption when they are here."""
+        """Take the tensors of a record, once; host 0 plans it when all have them."""
         held = self._held.pop((fragment, record_seq), None)
         return None if held is None else held.tensors
 
     def say(self, word: Outgoing | Republish | Done) -> None:
-        """Store this host's shards of an update; all else is host 0's to say."""
+        """Store this host's shards of an update; host 0 sends all messages."""
         if isinstance(word, Outgoing):
             self._spawn(self._store(word))
 
     # On the event loop
 
     async def serve(self) -> None:
-        """Do what host 0 asks for beside training; never returns."""
+        """Carry out host 0's requests beside training; never returns."""
         try:
             while True:
                 self._take(await self._link.requests.get())
@@ -265,7 +266,7 @@ class Worker:
 
 
 def check_same(what: str, here: str, there: str) -> None:
-    """Refuse to train with host 0 on something else.
+    """Refuse to train if `what` differs between this host (`here`) and host 0 (`there`).
 
     Raises:
         ConfigError: the two differ.

@@ -27,7 +27,7 @@ from diloco.common.protocol.errors import CheckpointError
 from diloco.common.protocol.wire import Count, Digest, Name, NestedRecord
 from diloco.common.storage.store import DirectoryStore, ObjectStore
 
-# What the object may be larger than its arrays: the header, by leaf and in all.
+# How much larger than its arrays the object may be: the header, per leaf and in all.
 _LEAF_BYTES = 4096
 _FACTS_BYTES = 1 << 16
 
@@ -35,7 +35,7 @@ Arrays = dict[str, np.ndarray]
 
 
 class LeafSpec(NestedRecord):
-    """Path, shape and dtype that one leaf of the state must have; `digest` is of its bytes."""
+    """Path, shape and dtype that one leaf of the state must have; `digest` is that of its bytes."""
 
     path: str
     shape: tuple[Count, ...]
@@ -44,10 +44,11 @@ class LeafSpec(NestedRecord):
 
 
 class Facts(NestedRecord):
-    """The small part of a checkpoint.
+    """A checkpoint's metadata: everything but the arrays.
 
-    `incarnation` and `epoch` say which life made it; `local_step` and `tokens` go on from it,
-    `position` and `global_step` are for people: tape and records say where data and clock go on.
+    `incarnation` and `epoch` name the life that made it; a new life continues `local_step` and
+    `tokens`. `position` and `global_step` are for people: the tape and its records determine where
+    data and clock resume.
     """
 
     run: Name
@@ -63,7 +64,7 @@ class Facts(NestedRecord):
 
 
 class HostCheckpoint(NamedTuple):
-    """One checkpoint on the host."""
+    """One checkpoint in the host's memory."""
 
     facts: Facts
     arrays: Arrays
@@ -75,7 +76,7 @@ copied = jax.jit(lambda state: jax.tree.map(jnp.copy, state))
 
 
 def on_host(state: Any) -> Arrays:
-    """Leaves of a state by number; waits for the device. On CPU they are views of its memory."""
+    """Returns a state's leaves by number; waits for the device. On CPU they share its memory."""
     arrays = {}
     for index, leaf in enumerate(jax.tree.leaves(state)):
         arrays[_key(index)] = np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
@@ -83,7 +84,7 @@ def on_host(state: Any) -> Arrays:
 
 
 def local_part(state: Any) -> dict[str, jax.Array]:
-    """The pieces of a state on this host's devices, each once, by its leaf and place."""
+    """Returns the pieces of a state on this host's devices, each once, by leaf and position."""
     part: dict[str, jax.Array] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         bits = jax.random.key_data(leaf) if _is_key(leaf) else leaf
@@ -93,7 +94,7 @@ def local_part(state: Any) -> dict[str, jax.Array]:
 
 
 def local_shapes(like: Any, shardings: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of the pieces that `local_part` gives of a state with these shapes and shardings."""
+    """Returns the shapes of the pieces that `local_part` returns for such shapes and shardings."""
     part: dict[str, jax.ShapeDtypeStruct] = {}
     for path, bits, sharding in _lying(like, shardings):
         local = sharding.shard_shape(bits.shape)
@@ -103,7 +104,7 @@ def local_shapes(like: Any, shardings: Any) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def of_local_part(like: Any, shardings: Any, part: Arrays) -> Any:
-    """The state on the devices of all hosts, built from this host's part."""
+    """Returns the state on the devices of all hosts, built from this host's `part`."""
     leaves = []
     for (path, bits, sharding), leaf in zip(
         _lying(like, shardings), jax.tree.leaves(like), strict=True
@@ -118,7 +119,7 @@ def of_local_part(like: Any, shardings: Any, part: Arrays) -> Any:
 
 
 def _lying(like: Any, shardings: Any) -> list[tuple[Any, jax.ShapeDtypeStruct, Any]]:
-    """Path, shape and sharding of each leaf as it is stored."""
+    """Returns path, shape and sharding of each leaf as it is stored."""
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(like)[0]]
     bits = [shape for _, shape in _shapes(like)]
     return list(zip(paths, bits, jax.tree.leaves(shardings), strict=True))
@@ -131,7 +132,7 @@ def _piece(path: Any, index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
 
 
 def describe(like: Any, arrays: Arrays) -> tuple[LeafSpec, ...]:
-    """The specification of each leaf of a state.
+    """Returns the specification of each leaf of a state.
 
     Raises:
         CheckpointError: a leaf is not finite.
@@ -148,14 +149,14 @@ def describe(like: Any, arrays: Arrays) -> tuple[LeafSpec, ...]:
 
 
 def rebuild(like: Any, checkpoint: HostCheckpoint) -> Any:
-    """The optimizer's state again, on the device.
+    """Returns the optimizer's state from a checkpoint, on the device.
 
     Args:
         like: shapes of the state, as `jax.eval_shape` of the optimizer's `init` gives them.
         checkpoint: one whose facts suit `like` (`check_facts`).
 
     Raises:
-        CheckpointError: an array is not what the facts say.
+        CheckpointError: an array does not match its facts.
     """
     leaves = [
         _on_device(path, array, wanted)
@@ -167,7 +168,7 @@ def rebuild(like: Any, checkpoint: HostCheckpoint) -> Any:
 
 
 def part_of(like: dict[str, jax.ShapeDtypeStruct], checkpoint: HostCheckpoint) -> Arrays:
-    """One host's part of a state again, on the host; `like` as of `local_shapes`.
+    """Returns one host's part of a state from a checkpoint; `like` as `local_shapes` returns it.
 
     Raises:
         CheckpointError: as `rebuild`.
@@ -177,7 +178,7 @@ def part_of(like: dict[str, jax.ShapeDtypeStruct], checkpoint: HostCheckpoint) -
 
 
 def _checked(like: Any, checkpoint: HostCheckpoint) -> list[np.ndarray]:
-    """The arrays, which are what their facts say and suit `like`."""
+    """Returns the checkpoint's arrays, after comparing them with its facts and with `like`."""
     arrays = []
     shapes = zip(_shapes(like), checkpoint.facts.leaves, strict=True)
     for index, ((path, shape), said) in enumerate(shapes):
@@ -228,7 +229,7 @@ class Folder:
 
     Args:
         path: the folder; made with the first checkpoint.
-        keep: newest ones that are kept.
+        keep: how many of the newest checkpoints are kept.
     """
 
     def __init__(self, path: Path, keep: int) -> None:
@@ -237,14 +238,14 @@ class Folder:
         self._manager: Any = None
 
     def numbers(self) -> list[int]:
-        """Numbers of the checkpoints in the folder, newest first; one may be unfinished."""
+        """Returns the checkpoints' numbers in the folder, newest first; one may be unfinished."""
         if not self._path.is_dir():
             return []
         names_there = [path.name for path in self._path.iterdir()]
         return sorted((int(name) for name in names_there if name.isdecimal()), reverse=True)
 
     def facts(self, number: int) -> Facts:
-        """The small part of a checkpoint.
+        """Returns the metadata of checkpoint `number`.
 
         Raises:
             CheckpointError: the checkpoint cannot be read.
@@ -256,7 +257,7 @@ class Folder:
             return _parse(json.dumps(self._opened().restore(number, args=args)["facts"]))
 
     def arrays(self, number: int, facts: Facts) -> Arrays:
-        """The arrays of a checkpoint.
+        """Returns the arrays of checkpoint `number`.
 
         Raises:
             CheckpointError: the arrays cannot be read.
@@ -269,7 +270,7 @@ class Folder:
         }
 
     def _array(self, number: int, key: str) -> np.ndarray:
-        """One array, alone: when one of several cannot be read, orbax is loud about the others."""
+        """Read one array by itself: orbax logs an error for each of several, if one is damaged."""
         with _refused():
             from orbax import checkpoint as ocp
 
@@ -303,7 +304,7 @@ class Folder:
         if self._manager is None:
             from orbax import checkpoint as ocp
 
-            # What goes wrong is raised and logged by us; sweeping up a killed save is no news.
+            # We raise and log failures; orbax's cleaning up after a killed save need not be logged.
             logging.getLogger("absl").setLevel(logging.CRITICAL)
             options = ocp.CheckpointManagerOptions(
                 max_to_keep=self._keep, create=True, enable_async_checkpointing=False
@@ -313,7 +314,7 @@ class Folder:
 
 
 class PartFolder:
-    """One host's parts of the checkpoints of a learner of several hosts, as `Folder`.
+    """One host's parts of the checkpoints of a learner of several hosts, with `Folder`'s methods.
 
     orbax would synchronize the hosts by collectives amid those of training, and would write the
     part of process 0 alone.
@@ -366,7 +367,7 @@ CheckpointFolder = Folder | PartFolder
 
 
 class CheckpointObject(NamedTuple):
-    """A checkpoint in the object store, by its name; `size_bytes` as listed."""
+    """A checkpoint in the object store: the parts of its name, and `size_bytes` as listed."""
 
     name: str
     learner: str
@@ -378,7 +379,9 @@ class CheckpointObject(NamedTuple):
 def stored(
     store: ObjectStore, run: str, learner: str | None = None, part: str = ""
 ) -> list[CheckpointObject]:
-    """Checkpoints of a learner, or of all of them, most steps first; of a host's `part` its own.
+    """Returns the checkpoints of `learner`, or of all learners, most steps first.
+
+    With `part`, only the parts of that host.
 
     Raises:
         StoreError: as `ObjectStore.list`.
@@ -399,7 +402,7 @@ def stored(
 
 
 def pack(checkpoint: HostCheckpoint) -> bytes:
-    """The bytes of a checkpoint's object."""
+    """Returns the bytes of a checkpoint's object."""
     from safetensors.numpy import save
 
     contiguous = {
@@ -409,7 +412,7 @@ def pack(checkpoint: HostCheckpoint) -> bytes:
 
 
 def unpack(data: bytes) -> HostCheckpoint:
-    """Unpack a checkpoint from an object, whose bytes may be anybody's; nothing is checked.
+    """Unpack a checkpoint from an object's bytes, which are untrusted; checks nothing.
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
@@ -429,7 +432,7 @@ def unpack(data: bytes) -> HostCheckpoint:
 
 
 def largest_object(like: Any) -> int:
-    """Bytes that no honest checkpoint of such a state exceeds."""
+    """Returns an upper bound on the bytes of a checkpoint of such a state."""
     shapes = _shapes(like)
     size_bytes: int = sum(
         math.prod(shape.shape) * np.dtype(shape.dtype).itemsize for _, shape in shapes
@@ -449,7 +452,7 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _shapes(like: Any) -> list[tuple[str, jax.ShapeDtypeStruct]]:
-    """Path, shape and dtype of each leaf as it is stored: of a random key, its bits."""
+    """Returns path, shape and dtype of each leaf as it is stored; a random key as its bits."""
     return [
         (
             jax.tree_util.keystr(path),
@@ -487,7 +490,7 @@ def _parse(text: str) -> Facts:
 
 @contextlib.contextmanager
 def _refused() -> Iterator[None]:
-    """Turn whatever a library raises over a damaged checkpoint or a full disk into our error."""
+    """Turn any exception over a damaged checkpoint or a full disk into a `CheckpointError`."""
     try:
         yield
     except CheckpointError:

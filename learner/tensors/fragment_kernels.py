@@ -54,12 +54,12 @@ class _KernelPiece(NamedTuple):
     """A piece of a fragment as a kernel sees it: shapes and places, no names.
 
     Attributes:
-        leaf: index among the fragment's leaves; `lies` is how that leaf is cut.
+        leaf: index among the fragment's leaves; `lies` is the sharding of that leaf.
         whole: the piece is its whole leaf; otherwise rows from a start that the call gives.
-        shape: of the piece; `rows` how it is cut before it is divided into blocks.
-        kept: [*G, group_size] of it, when a group is no whole number of blocks; otherwise None.
-        grid: [*G, n].
-        blocks: how [*G, n, b] is cut.
+        shape: the piece's shape; `rows` is its sharding before it is divided into blocks.
+        kept: its shape as [*G, group_size], when a group is no whole number of blocks; else None.
+        grid: [*G, n], the number of blocks along each axis.
+        blocks: the sharding of its blocks, [*G, n, b].
     """
 
     leaf: int
@@ -73,7 +73,7 @@ class _KernelPiece(NamedTuple):
 
     @property
     def same(self) -> bool:
-        """Whether the leaf, on one device, has the blocks' numbers in their order."""
+        """True if the leaf, on one device, has the blocks' elements in their order."""
         return self.whole and self.kept is None and len(self.blocks.device_set) == 1
 
 
@@ -85,7 +85,7 @@ class _Geometry(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """The places of a piece's blocks: [*G, n] of them, and the number of the first one."""
+    """The positions of a piece's blocks: their grid [*G, n], and the number of the first block."""
 
     first: int
     grid: tuple[int, ...]
@@ -94,16 +94,16 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernels:
-    """The operations of one fragment.
+    """The operations on one fragment's parameters.
 
-    `leaves` are the tensors that the fragment holds parts of, by name, whole; any floating dtype.
-    What comes back has the same names, shapes, dtypes and shardings.
+    `leaves` are the whole tensors that the fragment holds parts of, by name, of any floating dtype.
+    Leaves that are returned have the same names, shapes, dtypes and shardings.
 
     Attributes:
-        names: leaves the fragment holds parts of; others may not be passed.
-        codec: of updates; `delta_codec` of version deltas.
+        names: the leaves that the fragment holds parts of; others may not be passed.
+        codec: the codec of updates; `delta_codec` is that of version deltas.
         block: elements that share a scale.
-        placed: where the blocks of each piece are.
+        placed: the positions of each piece's blocks.
     """
 
     names: tuple[str, ...]
@@ -115,12 +115,12 @@ class Kernels:
     starts: tuple[int, ...]
 
     def blocks(self, leaves: Leaves) -> Blocks:
-        """The fragment's pieces as blocks, with zeros for padding."""
+        """Returns the fragment's pieces as blocks, with zeros for padding."""
         found: Blocks = _blocks(self._tuple(leaves), self._starts(), self.geometry)
         return found
 
     def send(self, leaves: Leaves, view: Blocks) -> Codes:
-        """Codes of the learner's work since its view."""
+        """Returns the codes of the learner's work since its view: Q(V - theta)."""
         if sum(math.prod(part.grid) for part in self.geometry.parts) * self.block > MOST_AT_ONCE:
             return encode_blocks(self.codec, view, self._encodable(leaves))
         own, starts = self._tuple(leaves), self._starts()
@@ -128,60 +128,60 @@ class Kernels:
         return codes
 
     def settle(self, leaves: Leaves, update: Codes) -> Leaves:
-        """Leaves plus an update of theirs that a record has resolved; leaves are donated."""
+        """Returns the leaves plus `update`, which a record has resolved; donates the leaves."""
         own, starts = self._tuple(leaves), self._starts()
         return self._named(_settle(own, starts, update, self.geometry, self.codec))
 
     def apply(self, leaves: Leaves, view: Blocks, delta: Codes) -> tuple[Leaves, Blocks]:
-        """Leaves and view moved by a version delta; both are donated."""
+        """Returns leaves and view, both moved by a version delta; both arguments are donated."""
         own, starts = self._tuple(leaves), self._starts()
         changed, moved = _apply(own, starts, view, delta, self.geometry, self.delta_codec)
         return self._named(changed), moved
 
     def advance(self, view: Blocks, delta: Codes) -> Blocks:
-        """The view moved by a version delta, leaves left alone; the view is donated."""
+        """Returns the view moved by a version delta, without any leaves; donates the view."""
         moved: Blocks = _advance(view, delta, self.delta_codec, self.block)[0]
         return moved
 
     def jump(self, leaves: Leaves, view: Blocks, new_view: Blocks) -> tuple[Leaves, Blocks]:
-        """Leaves moved as far as a newer view is from the old one; leaves and view are donated."""
+        """Returns the leaves moved by `new_view` - `view`, and `new_view`; donates both others."""
         return self.add(leaves, _difference(new_view, view)), new_view
 
     def overwrite(self, leaves: Leaves, view: Blocks) -> Leaves:
-        """The view's values in the leaves' dtypes; leaves are donated."""
+        """Returns the view's values in the leaves' dtypes; leaves are donated."""
         return self._named(_replace(self._tuple(leaves), self._starts(), view, self.geometry))
 
     def mix(self, leaves: Leaves, view: Blocks, alpha: float) -> Leaves:
-        """Leaves and view in the shares alpha and 1 - alpha; leaves are donated (the paper, §1)."""
+        """Returns alpha * leaves + (1 - alpha) * view (the paper, §1); leaves are donated."""
         mixed = _mix(self._tuple(leaves), self._starts(), view, np.float32(alpha), self.geometry)
         return self._named(mixed)
 
     def ahead(self, leaves: Leaves, view: Blocks) -> Blocks:
-        """The distance of the leaves from the view: theta - V, float32."""
+        """Returns the difference of the leaves and the view, theta - V, float32."""
         found: Blocks = _ahead(self._tuple(leaves), self._starts(), view, self.geometry)
         return found
 
     def blend(self, leaves: Leaves, view: Blocks, sent: Blocks, share: float) -> Leaves:
-        """Leaves with a share of what was trained since an update; leaves and `sent` are donated.
+        """Returns the leaves with a share of the training since an update; donates them and `sent`.
 
         Args:
             leaves: moved to the view, and not yet settled.
-            view: the newest.
-            sent: `ahead` when the update was sent.
+            view: the newest view.
+            sent: the result of `ahead` when the update was sent.
             share: a; float32 arithmetic, rounded to each leaf's dtype.
         """
         own, starts = self._tuple(leaves), self._starts()
         return self.add(leaves, _fading(own, starts, view, sent, np.float32(share), self.geometry))
 
     def add(self, leaves: Leaves, values: Blocks) -> Leaves:
-        """Leaves plus values, in float32, rounded to each leaf's dtype; leaves are donated."""
+        """Returns leaves plus `values`, added in float32; donates the leaves."""
         return self._named(_add(self._tuple(leaves), self._starts(), values, self.geometry))
 
     def _encodable(self, leaves: Leaves) -> tuple[jax.Array, ...]:
-        """The pieces as blocks, or where those are the same numbers in the same order, as leaves.
+        """Returns the pieces as blocks, or the leaves themselves where they are the same array.
 
-        Of these no copy is made, which would be as much memory, and for a large fragment half of
-        the time that it takes to send.
+        This avoids a copy, which would take as much memory, and for a large fragment half of the
+        time of a send.
         """
         own, parts = self._tuple(leaves), self.geometry.parts
         same = [part.same and own[part.leaf].dtype == jnp.float32 for part in parts]
@@ -211,14 +211,14 @@ def make_kernels(
     delta_codec: Codec,
     shardings: Mapping[str, NamedSharding] | None = None,
 ) -> Kernels:
-    """The operations of a fragment. Cheap: a kernel is compiled at its first call.
+    """Returns the operations on a fragment; cheap, since a kernel is compiled at its first call.
 
     Args:
-        layout: the run's.
+        layout: the run's layout.
         fragment: index of the fragment.
-        codec: of updates.
-        delta_codec: of version deltas.
-        shardings: how each leaf lies on the learner's mesh (`mesh.param_shardings`), by name;
+        codec: the codec of updates.
+        delta_codec: the codec of version deltas.
+        shardings: each leaf's sharding on the learner's mesh (`mesh.param_shardings`), by name;
             all on one device, if None.
     """
     pieces = layout.fragments[fragment].pieces
@@ -252,7 +252,7 @@ def make_kernels(
 
 
 def vector_of(layout: Layout, fragment: int, leaves: Leaves) -> np.ndarray:
-    """The fragment's vector on the host, with zeros for padding: float32 [N]."""
+    """Returns the fragment's vector on the host, with zeros for padding: float32 [N]."""
     kernels = make_kernels(layout, fragment, codec="float32", delta_codec="float32")
     blocks = kernels.blocks({name: leaves[name] for name in kernels.names})
     return np.concatenate([np.asarray(piece).reshape(-1) for piece in blocks])
@@ -276,7 +276,7 @@ def _part(
     lead = piece.shape[:axis]
     grid = (*lead, piece.stride // math.prod(lead) // block)
     cuts = cuts_of(lies, len(piece.shape))
-    # What is cut behind the last axis that blocks leave apart has to find another one.
+    # A cut behind the last axis that blocks keep separate has to move to another axis.
     behind = tuple(name for names in cuts[axis:] for name in names)
     fitted = fit(grid, (*cuts[:axis], behind), mesh)
     before = _before(piece.shape, fitted, axis, mesh, padded=padded)
@@ -294,7 +294,7 @@ def _part(
 
 
 def _group_axes(piece: Piece) -> int:
-    """The number of leading axes that stack groups."""
+    """Returns the number of leading axes that stack groups."""
     return next(
         axes
         for axes in range(len(piece.shape) + 1)
@@ -303,7 +303,7 @@ def _group_axes(piece: Piece) -> int:
 
 
 def _last_axis(piece: Piece, block: int) -> int | None:
-    """The last axis from which on a row is whole blocks; None if not even a whole group is."""
+    """Returns the last axis from which on a row is whole blocks; None if not even a group is."""
     if piece.group_stride != piece.group_size:
         return None
     for axis in reversed(range(_group_axes(piece), len(piece.shape))):
@@ -313,7 +313,7 @@ def _last_axis(piece: Piece, block: int) -> int | None:
 
 
 def _before(shape: tuple[int, ...], fitted: Cuts, axis: int, mesh: Mesh, *, padded: bool) -> Cuts:
-    """The cut of the piece by which dividing it into blocks moves nothing."""
+    """Returns the sharding of the piece with which dividing it into blocks moves no data."""
     ahead = list(fitted[:axis])
     if axis == len(shape):
         return tuple(ahead)
@@ -327,18 +327,18 @@ def _before(shape: tuple[int, ...], fitted: Cuts, axis: int, mesh: Mesh, *, padd
 
 
 def _rows(leaf: jax.Array, start: jax.Array, part: _KernelPiece) -> jax.Array:
-    """A piece's values, in the leaf's dtype."""
+    """Returns a piece's values, in the leaf's dtype."""
     if part.whole:
         return leaf
     rows = jax.lax.dynamic_slice_in_dim(leaf, start, part.shape[0])
-    # As the leaf lies, or the compiler moves the whole leaf to where the blocks are to be.
+    # Sharded as the leaf, or the compiler moves the whole leaf to the blocks' sharding.
     return _lying(rows, part.lies)
 
 
 def _with_rows(
     leaf: jax.Array, start: jax.Array, part: _KernelPiece, values: jax.Array
 ) -> jax.Array:
-    """The leaf with a piece replaced; `values` are rounded to its dtype."""
+    """Returns the leaf with a piece's rows replaced by `values`, rounded to the leaf's dtype."""
     values = _lying(values.astype(leaf.dtype), part.lies)
     if part.whole:
         return values
@@ -346,7 +346,7 @@ def _with_rows(
 
 
 def _in_blocks(values: jax.Array, part: _KernelPiece, block: int) -> jax.Array:
-    """A piece's values as blocks; float32 [*G, n, b]."""
+    """Returns a piece's values as blocks; float32 [*G, n, b]."""
     values = _lying(values.astype(jnp.float32), part.rows)
     if part.kept is not None:
         missing = part.grid[-1] * block - part.kept[-1]
@@ -357,7 +357,7 @@ def _in_blocks(values: jax.Array, part: _KernelPiece, block: int) -> jax.Array:
 
 
 def _of_blocks(blocks: jax.Array, part: _KernelPiece) -> jax.Array:
-    """The values of a piece's blocks, without the padding; float32, the piece's shape."""
+    """Returns a piece's values from its blocks, without the padding; float32, the piece's shape."""
     if part.kept is not None:
         rows = blocks.reshape(*part.grid[:-1], -1)
         blocks = rows[..., : part.kept[-1]]
@@ -422,7 +422,7 @@ def _mix(
 
 @partial(jax.jit, static_argnames=("codec", "block"), donate_argnames="view")
 def _advance(view: Blocks, delta: Codes, codec: Codec, block: int) -> tuple[Blocks, Blocks]:
-    """The view plus a version delta, and how far it moved in float32."""
+    """Returns the view plus a version delta, and how far it moved in float32."""
     moved = tuple(
         values + decode_blocks(codec, encoded, block)
         for values, encoded in zip(view, delta, strict=True)
@@ -452,12 +452,12 @@ def _fading(
     share: jax.Array,
     geometry: _Geometry,
 ) -> Blocks:
-    """The term that a blend adds: it removes all but a share of the training since the update."""
+    """Returns the term that a blend adds: (share - 1) times the training since the send."""
     ahead = _ahead(leaves, starts, view, geometry)
     return tuple((share - 1) * (now - before) for now, before in zip(ahead, sent, strict=True))
 
 
-# --- What every round does, each a whole program
+# --- The operations of every round, each one compiled program
 
 
 @partial(jax.jit, static_argnames=("geometry", "codec"))

@@ -24,9 +24,9 @@ class StepOutcome(NamedTuple):
     """The results of one inner step.
 
     Attributes:
-        loss: of its batch, before it.
-        descent: minus the inner product of gradient and move, as far as the optimizer alone
-            decides it: negative for one that goes uphill, 0 where nothing moved.
+        loss: the loss of the step's batch before the step.
+        descent: minus the inner product of gradient and the optimizer's move, leaving out the
+            learning rate: negative if the optimizer goes uphill, 0 where nothing moved.
         metrics: further scalars of the loss, by name.
         still: of each trained leaf, whether its gradient is zero; bool [leaves].
     """
@@ -57,16 +57,17 @@ def make_inner_step(
     shardings: tuple[Params, Any] | None = None,
     compiler_options: dict[str, Any] | None = None,
 ) -> InnerStep:
-    """The jitted inner step, an `InnerStep`; parameters and optimizer state are donated.
+    """Returns the jitted inner step, an `InnerStep`; parameters and optimizer state are donated.
 
-    The learning rate follows the run's global step: a learner that is slow or joined late is where
-    the run is. The loss's PRNG key follows the position, so that a restart draws the same again.
-    What differs from learner to learner is given to the step: equal learners have the same program.
+    The learning rate follows the run's global step, also for a learner that is slow or joined late.
+    The loss's PRNG key follows the data position, so that a restart draws the same numbers. All
+    that differs between learners is an argument of the step: equal learners compile the same
+    program.
 
     Args:
-        task: the run's.
-        shardings: of the parameters and of the optimizer's state, which stay as they are.
-        compiler_options: of XLA.
+        task: the run's task.
+        shardings: those of the parameters and of the optimizer's state, which the step preserves.
+        compiler_options: options of XLA.
     """
     division = division_of(task, task.shapes)
 
@@ -108,7 +109,7 @@ def make_inner_step(
 
 
 def key_of(seed: int, learner: str) -> np.ndarray:
-    """Data of the PRNG key from which those of a learner's steps follow; uint32."""
+    """Returns the PRNG key data from which a learner's steps derive their keys; uint32."""
     key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(learner.encode()))
     return np.asarray(jax.random.key_data(key))
 
@@ -153,7 +154,7 @@ def _gradient(
 
 
 def _in_parts(leaf: Any, parts: int) -> jax.Array:
-    """Rows [B, ...] as [B / parts, parts, ...]: each part has rows of every device."""
+    """Reshape rows [B, ...] to [B / parts, parts, ...]: each part has rows of every device."""
     rows = jnp.asarray(leaf)
     return jnp.reshape(rows, (-1, parts, *rows.shape[1:])) if rows.ndim else rows
 
@@ -171,7 +172,7 @@ def _gradient_of_part(
 
 
 def _rounded(trained: Params, dtype: str | None) -> Params:
-    """A copy of the trained leaves in the dtype of the loss; the leaves themselves stay."""
+    """Returns a copy of the trained leaves in the dtype of the loss; the leaves themselves stay."""
     if dtype is None:
         return trained
     return jax.tree.map(lambda leaf: leaf.astype(dtype) if is_floating(leaf) else leaf, trained)
@@ -189,10 +190,10 @@ def _still(gradient: Params) -> jax.Array:
 
 
 def by_clock(state: Any, global_step: Any) -> Any:
-    """An optimizer's state whose schedules stand at the run's step, whatever it has counted.
+    """Returns an optimizer's state with the counts of its schedules set to the run's global step.
 
-    For `optimizer.update`, in a program or not; a state that goes on from a checkpoint, too.
-    The count of Adam's bias correction and its like are the optimizer's own, and stay.
+    Apply it before `optimizer.update`, inside or outside of a program, and to restored states too.
+    Other counts, such as that of Adam's bias correction, stay.
     """
 
     def counting(node: Any) -> bool:
@@ -212,7 +213,7 @@ def by_clock(state: Any, global_step: Any) -> Any:
 
 
 def _product(one: Params, other: Params) -> jax.Array:
-    """The inner product of two trees, float32."""
+    """Returns the inner product of two trees, float32."""
     # Not `vdot`: it flattens what it is given, and a tensor that lies on a mesh is gathered for it.
     products = jax.tree.map(
         lambda a, b: jnp.sum(a.astype(jnp.float32) * b.astype(jnp.float32)), one, other

@@ -1,13 +1,13 @@
-"""A learner's devices as a mesh, and how tensors lie on it.
+"""A learner's devices as a mesh, and the sharding of tensors on it.
 
 The mesh has three axes: `data` (copies of the model), `fsdp` (each tensor cut, gathered where it
-is used) and `tensor` (matrix products cut). A batch is cut along `data` and `fsdp` together. What
-a learner's mesh is concerns nobody else: only shapes of tensors are common to a run.
+is used) and `tensor` (matrix products cut). A batch is cut along `data` and `fsdp` together.
+Learners of one run may have different meshes: only the shapes of tensors are common to a run.
 
 A `Task.partition` says how a tensor is cut; without one, the largest axis that divides goes along
 `fsdp`. Three rules hold for either: an axis that its part of the mesh does not divide stays
 whole; so does the first axis of a tensor whose rows lie in several fragments, because a fragment
-would gather it; what was to be cut there is cut along another axis where one divides.
+would gather it; a cut that is refused there moves to another axis if that axis divides.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from diloco.learner.task import Params, Task, is_floating, own_name
 from diloco.learner.tensors import tree
 
 AXES = ("data", "fsdp", "tensor")
-# Along which of them an axis of a decoder's tensor is cut, by what it is.
+# The mesh axis along which an axis of a decoder's tensor is cut, by the axis's kind.
 OF_DECODERS = {"width": "fsdp", "heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
 # Mesh axes of one axis of a tensor, for each of its axes.
 Cuts = tuple[tuple[str, ...], ...]
@@ -37,11 +37,11 @@ LEAST_ELEMENTS = 1 << 12
 
 
 def make_mesh(section: MeshSection, devices: list[Any] | None = None) -> Mesh:
-    """The mesh of a learner.
+    """Returns the mesh of a learner.
 
     Args:
         section: sizes of the axes; an axis of size 0 takes the devices that the others leave.
-        devices: all of this learner's, of all its hosts, if None.
+        devices: the learner's devices; if None, all devices of all its hosts.
 
     Raises:
         ConfigError: the sizes do not multiply to the number of devices.
@@ -60,14 +60,14 @@ def make_mesh(section: MeshSection, devices: list[Any] | None = None) -> Mesh:
 
 
 def single(device: Any = None) -> Mesh:
-    """The mesh of one device: the process's first, if None."""
+    """Returns a mesh of one device; if None, the process's first."""
     return make_mesh(MeshSection(), [device or jax.local_devices()[0]])
 
 
 def constrain(values: jax.Array, *axes: Any) -> jax.Array:
-    """Say how an activation is cut, one item of a `PartitionSpec` for each leading axis.
+    """Constrain an activation's sharding: one item of a `PartitionSpec` for each leading axis.
 
-    Says nothing outside of a mesh, and within `shard_map`, whose body has its own part already.
+    Returns `values` unchanged outside of a mesh, and within `shard_map`, whose body is per device.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.manual_axes:
@@ -77,12 +77,12 @@ def constrain(values: jax.Array, *axes: Any) -> jax.Array:
 
 
 def by_kind_of_axis(kinds: Iterable[str]) -> PartitionSpec:
-    """The cut of a decoder's tensor whose axes are of these kinds."""
+    """Returns the `PartitionSpec` of a decoder's tensor whose axes are of these kinds."""
     return PartitionSpec(*(OF_DECODERS.get(kind) for kind in kinds))
 
 
 def parts_along(axis: str) -> int:
-    """Parts into which an axis of the mesh cuts; 1 where `constrain` says nothing."""
+    """Returns the size of a mesh axis; 1 where `constrain` has no effect."""
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty or mesh.manual_axes else mesh.shape.get(axis, 1)
 
@@ -91,17 +91,17 @@ def parts_along(axis: str) -> int:
 
 
 def param_shardings(task: Task, layout: Layout, params: Params, mesh: Mesh) -> Params:
-    """The sharding of each leaf on the mesh, as a tree.
+    """Returns the sharding of each leaf on the mesh, as a tree like `params`.
 
     Args:
-        task: its `partition` is asked, if it has one.
-        layout: the run's.
+        task: its `partition` is called, if it has one.
+        layout: the run's layout.
         params: the task's parameters, of arrays or shapes.
-        mesh: the learner's.
+        mesh: the learner's mesh.
 
     Raises:
-        TaskError: `partition` answers with what is no PartitionSpec of this tensor.
-        ConfigError: the mesh has a `tensor` axis, but the task does not say what to do with it.
+        TaskError: `partition` returns something other than a PartitionSpec of this tensor.
+        ConfigError: the mesh has a `tensor` axis, but the task has no `partition` for it.
     """
     if task.partition is None and mesh.shape["tensor"] > 1:
         raise ConfigError(
@@ -127,7 +127,7 @@ def param_shardings(task: Task, layout: Layout, params: Params, mesh: Mesh) -> P
 
 
 def split_tensors(layout: Layout) -> set[str]:
-    """Names of the tensors whose rows lie in several fragments."""
+    """Returns the names of the tensors whose rows lie in several fragments."""
     sizes = {tensor.name: tensor.size for tensor in layout.tensors}
     return {
         piece.tensor
@@ -138,12 +138,12 @@ def split_tensors(layout: Layout) -> set[str]:
 
 
 def fit(shape: tuple[int, ...], wanted: Cuts, mesh: Mesh, whole: set[int] = frozenset()) -> Cuts:  # type: ignore[assignment]
-    """The cuts of `wanted` that divide the shape; the others move to another axis, or are dropped.
+    """Returns the cuts of `wanted` that divide `shape`; others move to another axis or are dropped.
 
     Args:
-        shape: of the tensor.
-        wanted: mesh axes of each of its axes.
-        mesh: the learner's.
+        shape: the tensor's shape.
+        wanted: for each of its axes, the mesh axes to cut it along.
+        mesh: the learner's mesh.
         whole: axes that must not be cut.
     """
     cuts: list[list[str]] = [[] for _ in shape]
@@ -169,7 +169,7 @@ def fit(shape: tuple[int, ...], wanted: Cuts, mesh: Mesh, whole: set[int] = froz
 
 
 def sharding_of(mesh: Mesh, cuts: Cuts) -> NamedSharding:
-    """The sharding with these cuts, in its shortest form."""
+    """Returns the sharding with these cuts, in its shortest form."""
     names = [axes if len(axes) > 1 else (axes or (None,))[0] for axes in cuts]
     while names and names[-1] is None:
         names.pop()
@@ -177,7 +177,7 @@ def sharding_of(mesh: Mesh, cuts: Cuts) -> NamedSharding:
 
 
 def cuts_of(sharding: NamedSharding, axes: int) -> Cuts:
-    """Mesh axes of each of a tensor's `axes` axes."""
+    """Returns, for each of a tensor's `axes` axes, the mesh axes that cut it."""
     spec = (*sharding.spec, *(None,) * (axes - len(sharding.spec)))
     return tuple(
         () if names is None else (names,) if isinstance(names, str) else tuple(names)
@@ -186,7 +186,7 @@ def cuts_of(sharding: NamedSharding, axes: int) -> Cuts:
 
 
 def _fsdp(shape: tuple[int, ...], whole: set[int], mesh: Mesh) -> Cuts:
-    """The largest axis that divides along `fsdp`."""
+    """Returns the cuts with the largest axis that divides along `fsdp`."""
     cuts: list[tuple[str, ...]] = [() for _ in shape]
     room = [
         axis
@@ -223,16 +223,16 @@ def _asked(name: str, shape: tuple[int, ...], spec: Any) -> Cuts:
 
 
 def state_shardings(state: Any, trained: Params, shardings: Params, mesh: Mesh) -> Any:
-    """Shardings of an optimizer's state: each leaf lies as the parameter that it belongs to.
+    """Returns the shardings of an optimizer's state: each leaf has its parameter's.
 
-    A leaf belongs to the parameter whose path ends its own and whose shape it has, as moments
-    do; all others (counts, keys) are whole on each device.
+    A leaf belongs to the parameter whose path ends the leaf's path and whose shape it has, as
+    moments do; all others (counts, keys) are whole on each device.
 
     Args:
         state: shapes of the state.
         trained: shapes of the parameters.
-        shardings: of the parameters.
-        mesh: the learner's.
+        shardings: shardings of the parameters.
+        mesh: the learner's mesh.
     """
     leaves = jax.tree_util.tree_flatten_with_path(trained)[0]
     of_path = {
@@ -256,15 +256,15 @@ def state_shardings(state: Any, trained: Params, shardings: Params, mesh: Mesh) 
 
 
 class BatchPlacer:
-    """Puts a host's rows of a batch where the mesh wants them.
+    """Places a host's rows of a batch on the devices, as the mesh requires.
 
     Args:
-        mesh: the learner's.
+        mesh: the learner's mesh.
         batch: shapes of one whole batch of the learner.
 
     Attributes:
         rows: [start, stop) of the batch's rows that this host's devices need.
-        whole: whether they are all.
+        whole: whether `rows` is the whole batch.
 
     Raises:
         ConfigError: the mesh does not divide the batch.
@@ -299,7 +299,7 @@ class BatchPlacer:
         return min(span[0] for span in spans), max(span[1] for span in spans)
 
     def lying(self, batch: Any) -> Any:
-        """Shapes of a whole batch, with the shardings that `place` gives it."""
+        """Returns the shapes of a whole batch, with the shardings that `place` gives it."""
         if self._mesh.size > 1 and self._cuts == 1:
             return jax.tree.map(
                 lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype), batch
@@ -314,9 +314,9 @@ class BatchPlacer:
         return jax.tree.map(placed, batch)
 
     def place(self, rows: Any) -> Any:
-        """The global batch, of which this host gives its `rows`."""
+        """Returns the global batch on the devices; this host contributes its `rows`."""
         if self._mesh.size == 1:
-            # Ahead of the step: what a program is given on the host it would wait for.
+            # Before the step: a program would wait for arguments that are still on the host.
             return jax.device_put(rows, self._everywhere)
         if self._cuts == 1:
             return rows
@@ -340,7 +340,7 @@ class BatchPlacer:
 
 @contextlib.contextmanager
 def within(mesh: Mesh, precision: str | None = None) -> Iterator[None]:
-    """Trace under the mesh, with this precision of matrix products, while a block lasts."""
+    """Trace programs under the mesh and this precision of matrix products within the block."""
     with jax.set_mesh(mesh), jax.default_matmul_precision(precision or "default"):
         yield
 
@@ -349,10 +349,10 @@ def within(mesh: Mesh, precision: str | None = None) -> Iterator[None]:
 
 
 def open_groups(shardings: Iterable[Sharding | None], meet: Callable[[], None]) -> None:
-    """Let the devices of several hosts find each other, in every group over which a mesh may sum.
+    """Have all hosts open their collectives' connections, in every group over which a mesh may sum.
 
-    Between CPUs the first collective of a group finds its peers within 30 s or fails, and a busy
-    machine compiles a program for longer than another does. Later ones wait for half an hour.
+    Between CPUs the first collective of a group must find its peers within 30 s, and hosts may take
+    longer than that to compile the same program. Later collectives wait for half an hour.
 
     Args:
         shardings: those of a learner's tensors.
@@ -372,7 +372,7 @@ def open_groups(shardings: Iterable[Sharding | None], meet: Callable[[], None]) 
 
 
 def _sums(mesh: Mesh) -> Callable[[], Any]:
-    """A compiled program that sums one number of each device over every group of axes."""
+    """Returns a compiled program that sums one number of each device over every group of axes."""
     axes = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
     groups = [group for count in range(len(axes)) for group in combinations(axes, count + 1)]
     cut = PartitionSpec(tuple(axes))

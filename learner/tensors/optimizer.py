@@ -1,7 +1,7 @@
 """The inner optimizer: AdamW or Muon as a direction, and the learning rate by the run's step.
 
-They are apart because the run's clock, not a learner's own step count, sets the learning rate: a
-learner that is slow or joined late is where the run is.
+Direction and learning rate are separate because the run's clock, not a learner's own step count,
+sets the learning rate, also for a learner that is slow or joined late.
 
 Shapes: G matrices of a tensor, I inputs, O outputs of one.
 """
@@ -31,9 +31,9 @@ class Matrices(NamedTuple):
     """The division of a tensor into the matrices that Muon orthogonalizes, each by itself.
 
     Attributes:
-        shape: the tensor's elements, in their order, by these axes.
-        inputs: axes that a matrix product sums over; `outputs`: those it leaves. All other axes
-            count matrices: layers, experts, or q, k and v.
+        shape: a shape to which the tensor's elements are reshaped.
+        inputs: axes of `shape` that a matrix product sums over; `outputs`: axes that it leaves.
+            All other axes count matrices: layers, experts, or q, k and v.
     """
 
     shape: tuple[int, ...]
@@ -125,7 +125,7 @@ Optimizer = Literal["adamw", "muon"]
 def direction_by(
     optimizer: Optimizer, *, weight_decay: float, clip: float, hint: Hint, matrices: MatrixHint
 ) -> optax.GradientTransformation:
-    """AdamW or Muon, as a task's options name it."""
+    """Returns AdamW or Muon, as a task's option `optimizer` names it."""
     if optimizer == "adamw":
         return adamw(weight_decay=weight_decay, clip=clip, hint=hint)
     return muon(weight_decay=weight_decay, clip=clip, hint=hint, matrices=matrices)
@@ -134,7 +134,7 @@ def direction_by(
 def matrices_by_hint(hint: Hint) -> MatrixHint:
     """Derive a `MatrixHint` from a `TensorHint`: two axes beside the stacked ones are a matrix.
 
-    A tensor that is averaged is none: embeddings are, and each of their rows learns for itself.
+    Averaged tensors have no matrices: embeddings are averaged, and their rows learn independently.
     """
 
     def matrices(name: str, shape: tuple[int, ...]) -> Matrices | None:
@@ -147,7 +147,7 @@ def matrices_by_hint(hint: Hint) -> MatrixHint:
 
 
 def _by_name(params: Params, of: Callable[[str, Any], Any]) -> Params:
-    """`of` (name, leaf), as a tree like `params`."""
+    """Returns `of` (name, leaf) for each leaf, as a tree like `params`."""
     found = [of(name, leaf) for name, leaf in named_leaves(params)]
     return jax.tree.unflatten(jax.tree.structure(params), found)
 
@@ -162,10 +162,10 @@ def _decay_of_matrices(weight_decay: float, hint: Hint) -> optax.GradientTransfo
 
 
 def _orthogonal(apart: MatrixHint, beta: float) -> optax.GradientTransformation:
-    """Optax's Muon over each matrix of each tensor, whose state it keeps.
+    """Returns optax's Muon, applied to each matrix of each tensor.
 
-    Its momentum is kept in the tensors' own shapes, so that it lies on a mesh as they do and a
-    checkpoint tells whose it is.
+    The momentum has the tensors' own shapes, so that it has their shardings, and a checkpoint shows
+    which tensor it belongs to.
     """
     core = optax.contrib.scale_by_muon(beta=beta)
 
@@ -201,14 +201,14 @@ def _asked(apart: MatrixHint, name: str, leaf: jax.Array) -> Matrices:
 
 
 def _order(matrices: Matrices) -> tuple[int, ...]:
-    """Axes of `matrices.shape`: those that count matrices, then inputs, then outputs."""
+    """Returns the axes of `matrices.shape` in order: those that count matrices, inputs, outputs."""
     own = {*matrices.inputs, *matrices.outputs}
     count = tuple(axis for axis in range(len(matrices.shape)) if axis not in own)
     return count + matrices.inputs + matrices.outputs
 
 
 def _taken_apart(leaf: jax.Array, matrices: Matrices) -> jax.Array:
-    """A tensor's matrices, [G, I, O]."""
+    """Returns the matrices of the tensor `leaf`, [G, I, O]."""
     shape = matrices.shape
     inputs = math.prod(shape[axis] for axis in matrices.inputs)
     outputs = math.prod(shape[axis] for axis in matrices.outputs)
@@ -216,7 +216,7 @@ def _taken_apart(leaf: jax.Array, matrices: Matrices) -> jax.Array:
 
 
 def _put_together(pieces_GxIxO: jax.Array, leaf: jax.Array, matrices: Matrices) -> jax.Array:
-    """A tensor of its matrices, with the shape and dtype of `leaf`."""
+    """Returns the tensor made of these matrices, with the shape and dtype of `leaf`."""
     order = _order(matrices)
     back = tuple(order.index(axis) for axis in range(len(order)))
     shape = tuple(matrices.shape[axis] for axis in order)
@@ -227,7 +227,9 @@ def _put_together(pieces_GxIxO: jax.Array, leaf: jax.Array, matrices: Matrices) 
 def warmup_cosine(
     *, steps: int, peak: float, warmup_steps: int | None = None, final_fraction: float = 0.1
 ) -> Callable[[jax.Array | int], jax.Array]:
-    """Linear warm-up, then half a cosine down to `final_fraction` * `peak`; constant after `steps`.
+    """Returns a schedule: linear warm-up, then half a cosine down to `final_fraction` * `peak`.
+
+    The rate is constant after `steps`.
 
     Args:
         steps: length of the run in global steps.
@@ -275,12 +277,12 @@ EPS = 1e-8
 def orthogonalized(
     matrices_GxIxO: jax.Array, coefficients: jax.Array, *, at_once_bytes: int = AT_ONCE_BYTES
 ) -> jax.Array:
-    """The nearest orthogonal matrix to each, about: [G, I, O].
+    """Returns approximately the nearest orthogonal matrix to each matrix: [G, I, O].
 
     Args:
-        matrices_GxIxO: floating.
-        coefficients: of the iteration, [3].
-        at_once_bytes: of matrices that a device works on at a time, at least one.
+        matrices_GxIxO: the matrices, of a floating dtype.
+        coefficients: those of the Newton-Schulz iteration, [3].
+        at_once_bytes: bytes of matrices that a device works on at a time, at least one matrix.
     """
     count, inputs, outputs = matrices_GxIxO.shape
     matrix_bytes = inputs * outputs * matrices_GxIxO.dtype.itemsize
@@ -304,10 +306,10 @@ def orthogonalized(
 def _each_on_a_device(
     function: Callable[[jax.Array], jax.Array], matrices_NxIxO: jax.Array
 ) -> jax.Array:
-    """Of matrices that are whole where they are looked at, and cut again as who reads them wants.
+    """Apply `function` to whole matrices dealt out over devices; restore the sharding afterwards.
 
-    One axis of the mesh moves at a time, which the compiler knows how to do: several at once it
-    would gather.
+    One axis of the mesh moves at a time, which the compiler does in place: for several at once it
+    would gather the matrices.
     """
     free = PartitionSpec.UNCONSTRAINED
     steps = [SPREAD[:count] for count in range(1, len(SPREAD))]
@@ -320,7 +322,7 @@ def _each_on_a_device(
 
 
 def _newton_schulz(matrix_IxO: jax.Array, coefficients: jax.Array) -> jax.Array:
-    """Five steps of x -> a x + b (x x') x + c (x x')² x, which draw singular values to about 1."""
+    """Take five steps of x -> a x + b (x x') x + c (x x')² x: singular values come close to 1."""
     a, b, c = coefficients.astype(matrix_IxO.dtype)
     wide = matrix_IxO.shape[0] <= matrix_IxO.shape[1]
     x: jax.Array = matrix_IxO if wide else matrix_IxO.T

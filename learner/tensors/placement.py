@@ -1,14 +1,14 @@
 """The places of a learner's tensors: their devices, and the blocks of a fragment on a host.
 
-A loop of the user's own has its parameters where it wants them: on one device, cut over a mesh of
-its own, or as arrays of the host. Synchronization needs a `NamedSharding`, and keeps the rules of
-`mesh.py`. Most often the two are one; where they are not, leaves are moved when a fragment is sent
-or adopted, and at no other step. On the same devices in the same pieces that moves no bytes.
+A custom training loop has its parameters on one device, sharded over a mesh of its own, or as
+arrays of the host. Synchronization needs a `NamedSharding`, and keeps the rules of `mesh.py`. Most
+often the two agree; where they do not, leaves are moved when a fragment is sent or adopted, and
+at no other step. On the same devices in the same pieces that moves no bytes.
 
 A host *holds* the blocks that its devices hold; it fetches no others of a version. It *owns* some
 of those: where several hosts hold copies of the same part of a piece, one of them uploads it, and
-pieces take turns, so that each block of an update is uploaded once and no host uploads all. What
-the hosts own is a partition of the fragment's blocks (tests/unit/test_ownership.py).
+pieces take turns, so that each block of an update is uploaded once and no host uploads all. The
+blocks that the hosts own partition the fragment (tests/unit/test_ownership.py).
 
 Rows on the host lie in the order of the fragment's vector: scales [n], codes [n, items], where n
 is the number of blocks held or owned.
@@ -40,25 +40,25 @@ class Placement(NamedTuple):
     """The sharding of each leaf, by name.
 
     Attributes:
-        inner: for synchronization.
-        outer: for the caller, where that is another way.
+        inner: the sharding for synchronization.
+        outer: the caller's sharding, where it differs.
     """
 
     inner: Mapping[str, NamedSharding]
     outer: Shardings
 
     def inward(self, leaves: Mapping[str, Any]) -> Leaves:
-        """The caller's leaves as synchronization needs them."""
+        """Returns the caller's leaves with the shardings that synchronization needs."""
         return {name: self._in(name, leaf) for name, leaf in leaves.items()}
 
     def outward(self, leaves: Leaves) -> dict[str, Any]:
-        """The leaves as the caller has them."""
+        """Returns the leaves with the caller's shardings."""
         return {name: self._out(name, leaf) for name, leaf in leaves.items()}
 
     def _in(self, name: str, leaf: Any) -> jax.Array:
         if hasattr(leaf, "__jax_array__") and not isinstance(leaf, jax.Array):
             leaf = leaf.__jax_array__()  # another framework's, of which each host has a part
-        # A loop's program may give its own outputs another sharding than it was given.
+        # A loop's program may return arrays with another sharding than its arguments had.
         if isinstance(leaf, jax.Array) and leaf.sharding == self.inner[name]:
             return leaf
         if not isinstance(leaf, jax.Array):
@@ -75,10 +75,10 @@ class Placement(NamedTuple):
 
 
 def make_placement(layout: Layout, like: Params, asked: Shardings | None = None) -> Placement:
-    """The placement of a tree's leaves.
+    """Returns the placement of a tree's leaves.
 
     Args:
-        layout: the run's.
+        layout: the run's layout.
         like: the trained tree, of shapes.
         asked: shardings of the caller's leaves; all on one device, if None.
     """
@@ -99,7 +99,7 @@ def make_placement(layout: Layout, like: Params, asked: Shardings | None = None)
 
 
 def shardings_of(params: Params) -> dict[str, Sharding | None]:
-    """The shardings of arrays, by name; shapes without a sharding: on one device."""
+    """Returns each leaf's sharding by name; a shape without a sharding counts as on one device."""
     alone = NamedSharding(single(), PartitionSpec())
 
     def of(leaf: Any) -> Sharding | None:
@@ -111,7 +111,7 @@ def shardings_of(params: Params) -> dict[str, Sharding | None]:
 
 
 def put_like(value: Any, like: Any) -> Any:
-    """A leaf put where another leaf lies: on its devices, or on the host."""
+    """Returns `value` on the devices of `like`, or on the host if `like` is there."""
     if isinstance(like, jax.Array):
         return jax.device_put(value, like.sharding)
     sharding = getattr(like, "sharding", None)
@@ -123,7 +123,7 @@ def placed(
     like: Any,
     read: Callable[[tuple[slice, ...]], np.ndarray],
 ) -> Any:
-    """An array of which each host reads its devices' part; on the host, without a sharding."""
+    """Returns an array with this sharding, or on the host if None; a host reads only its part."""
     if sharding is None:
         return np.array(read((slice(None),) * len(like.shape)))
 
@@ -135,7 +135,7 @@ def placed(
 
 
 def _automatic(mesh: Any) -> Mesh:
-    """The mesh, with axes whose shardings the compiler propagates, as the kernels need it."""
+    """Returns the mesh with automatic axes, as the kernels need it: the compiler shards them."""
     assert isinstance(mesh, Mesh)
     if all(kind == AxisType.Auto for kind in mesh.axis_types):
         return mesh
@@ -167,10 +167,11 @@ class _OwnedPiece(NamedTuple):
     """The blocks of one piece that a host holds, and those that it uploads.
 
     Attributes:
-        placed: the piece.
-        box: smallest box around what the host's devices hold; `held` the first of its rows.
-        owned: boxes that it uploads, each on a device of this host; `rows` the places of their
-            blocks among the rows owned.
+        placed: the positions of the piece's blocks.
+        box: smallest box around the blocks that the host's devices hold; `held` is the first of
+            its rows.
+        owned: boxes that the host uploads, each on one of its devices; `rows` are the places of
+            their blocks among the owned rows.
     """
 
     placed: Placed
@@ -185,8 +186,8 @@ class Ownership:
     """The blocks of one fragment that one host holds, and those that it uploads.
 
     Attributes:
-        held: numbers of the blocks in the fragment, ascending, int64 [n].
-        owned: of those that it uploads, ascending.
+        held: numbers in the fragment of the blocks that the host holds, ascending, int64 [n].
+        owned: numbers of the blocks that it uploads, ascending.
     """
 
     codec: Codec
@@ -197,7 +198,7 @@ class Ownership:
     parts: tuple[_OwnedPiece, ...]
 
     def collect(self, codes: Codes) -> Encoded:
-        """The rows owned of an update, on this host: scales [n], codes [n, items].
+        """Copy this host's owned rows of an update from the devices: scales [n], codes [n, items].
 
         Waits for the devices.
         """
@@ -209,7 +210,7 @@ class Ownership:
         )
 
     def gather(self, arrays: Sequence[jax.Array]) -> np.ndarray:
-        """The rows owned of arrays by blocks, one for each piece of the fragment, on this host."""
+        """Copy the owned rows from `arrays` of blocks, one for each piece of the fragment."""
         items = arrays[0].shape[len(self.parts[0].placed.grid) :]
         rows = np.empty((len(self.owned), *items), arrays[0].dtype)
         for part, array in zip(self.parts, arrays, strict=True):
@@ -243,7 +244,7 @@ class Ownership:
         return tuple(self._place(part, rows, copy=True) for part in self.parts)
 
     def _place(self, part: _OwnedPiece, rows: np.ndarray, *, copy: bool = False) -> jax.Array:
-        """Rows of a piece on the devices; on CPU they may be the same memory, but for a copy."""
+        """Put a piece's rows on the devices; on CPU they may share memory, unless `copy`."""
         sides = tuple(stop - start for start, stop in part.box)
         items = rows.shape[1:]
         mine = rows[part.held : part.held + math.prod(sides)].reshape(*sides, *items)
@@ -266,13 +267,13 @@ _NO_SCALES = np.zeros(0, code_dtype("bfloat16"))
 
 @functools.lru_cache(maxsize=1024)
 def _of_axes(sharding: jax.sharding.NamedSharding, axes: int) -> jax.sharding.NamedSharding:
-    """The sharding of blocks for arrays that have other axes behind the grid's, or fewer."""
+    """Returns the sharding of blocks for arrays with more axes behind the grid's, or with fewer."""
     spec = jax.sharding.PartitionSpec(*(*sharding.spec, *(None,) * axes)[:axes])
     return jax.sharding.NamedSharding(sharding.mesh, spec)
 
 
 def process_of(device: Any) -> int:
-    """Index of the process that a device belongs to."""
+    """Returns the index of the process that a device belongs to."""
     index: int = device.process_index
     return index
 
@@ -280,12 +281,12 @@ def process_of(device: Any) -> int:
 def make_ownership(
     kernels: Kernels, process: int | None = None, process_of: ProcessOf = process_of
 ) -> Ownership:
-    """The blocks that one host holds and uploads of the fragment that `kernels` works on.
+    """Returns the blocks that one host holds and uploads of the fragment that `kernels` works on.
 
     Args:
-        kernels: the fragment's.
+        kernels: the fragment's kernels.
         process: index of the host's process; this one, if None.
-        process_of: index of the process that a device belongs to.
+        process_of: returns the index of the process that a device belongs to.
     """
     process = jax.process_index() if process is None else process
     held_of, owned_of, drafts = [], [], []
@@ -320,7 +321,7 @@ def make_ownership(
 
 
 def holders_of(placed: Placed, process_of: ProcessOf = process_of) -> dict[Box, list[int]]:
-    """The processes that hold each part of a piece, ascending; the parts tile the piece."""
+    """Returns the processes that hold each part of a piece, ascending; the parts tile the piece."""
     holders: dict[Box, set[int]] = {}
     shape = placed.grid
     sharding = jax.sharding.NamedSharding(
@@ -332,7 +333,7 @@ def holders_of(placed: Placed, process_of: ProcessOf = process_of) -> dict[Box, 
 
 
 def _numbers(placed: Placed, boxes: Iterable[Box]) -> np.ndarray:
-    """Numbers of the blocks in these parts of a piece, ascending within each; int64."""
+    """Returns the numbers of the blocks in these parts of a piece, ascending within each; int64."""
     strides = np.cumprod([1, *placed.grid[:0:-1]])[::-1] if placed.grid else np.ones(0, np.int64)
     found = []
     for box in boxes:

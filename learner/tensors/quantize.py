@@ -4,9 +4,9 @@ Shapes: N elements of a vector, B = N / block blocks; G any leading axes of an a
 
 `quantization.py` says what codes and scales are.
 
-There are two forms of everything. Vectors are [N], their codes flat: what objects hold. Arrays of
-blocks are [*G, block] with scales [*G] and codes [*G, items], for arrays that are sharded over
-devices: no axis of G is ever merged or split, so each device encodes its own blocks in place.
+Values have two forms. Vectors are [N] with flat codes, as objects hold them. Arrays of blocks are
+[*G, block] with scales [*G] and codes [*G, items], for arrays that are sharded over devices: no
+axis of G is ever merged or split, so each device encodes its own blocks in place.
 
 Scales are rounded to nearest. absmax / scale is then within 1 +- 2^-8 of 7 or 127, which rounds
 to 7 or 127: no code leaves its range, the error of a value is at most half a scale, and encoding
@@ -61,12 +61,12 @@ def encode_blocks(
 ) -> tuple[Encoded, ...]:
     """Quantize arrays of blocks, or their differences, all in the same three kernels.
 
-    Bit for bit as vectors are; nothing is stored but what is returned.
+    The result equals that of vectors bit for bit; no intermediate array is stored.
 
     Args:
         codec: one of `CODECS`.
-        new: float32 [*G, block] each, G and even the block any of its own.
-        old: the arrays to subtract, of the same shapes, or the same numbers in others.
+        new: float32 [*G, block] each; G and block may differ from array to array.
+        old: the arrays to subtract, with as many elements each; None: nothing is subtracted.
     """
     before = old or (None,) * len(new)
     if codec not in GREATEST_CODE:
@@ -80,7 +80,7 @@ def encode_blocks(
 
 @partial(jax.jit, static_argnames=("codec", "block"))
 def decode_blocks(codec: Codec, encoded: Encoded, block: int) -> jax.Array:
-    """Same as `decode`, of an array of blocks; float32 [*G, block]."""
+    """Dequantize an array of blocks, as `decode` does a vector; float32 [*G, block]."""
     codes = jnp.asarray(encoded.codes)
     if codec not in GREATEST_CODE:
         return codes.astype(jnp.float32)
@@ -92,7 +92,7 @@ def decode_blocks(codec: Codec, encoded: Encoded, block: int) -> jax.Array:
 
 
 def _lanes_of(block: int) -> int:
-    """Elements that the kernels first reduce a block to; the best measured."""
+    """Returns the elements that the kernels first reduce a block to; the fastest measured."""
     return min(max(block // 8, 4), 16)
 
 
@@ -119,12 +119,12 @@ def _reduce_to_lanes(values: jax.Array, combine: Combine, lanes: int) -> jax.Arr
     return reduced
 
 
-# What the kernels below take and give is one item for each array, so that a tuple of arrays costs
+# The kernels below take and return one item for each array, so that a tuple of arrays costs
 # as many dispatches as one. Arrays are [*G, block].
 
 
 def _pad(values: jax.Array, before: int, after: int) -> jax.Array:
-    """Zeros before and after the last axis."""
+    """Add zeros before and after the last axis."""
     widths = [(0, 0, 0)] * (values.ndim - 1) + [(before, after, 0)]
     return jax.lax.pad(values, np.zeros((), values.dtype), widths)
 
@@ -134,12 +134,12 @@ def _bits_of(values: jax.Array) -> jax.Array:
 
 
 def _float_of(bits: jax.Array) -> jax.Array:
-    """The float32 values that have these bits."""
+    """Returns the float32 values that have these bits."""
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _differences(new: tuple[jax.Array, ...], old: tuple[jax.Array | None, ...]) -> list[jax.Array]:
-    """New less old, [*G, block]."""
+    """Returns each array of `new` less its counterpart in `old`, [*G, block]."""
     return [a if b is None else a - b.reshape(a.shape) for a, b in zip(new, old, strict=True)]
 
 
@@ -147,7 +147,7 @@ def _differences(new: tuple[jax.Array, ...], old: tuple[jax.Array | None, ...]) 
 def _float_codes(
     new: tuple[jax.Array, ...], old: tuple[jax.Array | None, ...], *, codec: Codec
 ) -> tuple[Encoded, ...]:
-    """Zero for what is too small, the greatest value for what is too large; NaN and inf stay."""
+    """Convert to the codec's dtype: too small becomes 0, too large the greatest; NaN, inf stay."""
     limit = np.float32(GREATEST_VALUE)
     encoded = []
     for values in _differences(new, old):
@@ -162,7 +162,7 @@ def _float_codes(
 def _magnitudes(
     new: tuple[jax.Array, ...], old: tuple[jax.Array | None, ...]
 ) -> tuple[jax.Array, ...]:
-    """Bits of the greatest absolute values in each block, int32 [*G, lanes].
+    """Returns the bits of the greatest absolute values in each block, int32 [*G, lanes].
 
     Bits of non-negative floats order as integers do, with infinity and NaN on top, so nothing
     depends on how a machine compares NaN or denormals.
@@ -177,7 +177,7 @@ def _magnitudes(
 def _scales(
     rows: tuple[jax.Array, ...], *, greatest: int
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """Scales of the blocks, bfloat16 [*G], and their reciprocals, float32 [*G]."""
+    """Returns the scales of the blocks, bfloat16 [*G], and their reciprocals, float32 [*G]."""
     pairs = [_scale(_fold(each, jax.lax.max), greatest) for each in rows]
     return tuple(scales for scales, _ in pairs), tuple(inverse for _, inverse in pairs)
 
@@ -188,12 +188,12 @@ def _scale(absmax: jax.Array, greatest: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _absolute_bits(values: jax.Array) -> jax.Array:
-    """Bits of absolute values, int32: ordered as those are, with infinity and NaN on top."""
+    """Returns the bits of absolute values, int32, which order as those; infinity, NaN on top."""
     return _bits_of(values) & _ABS
 
 
 def _scale_bits(absmax: jax.Array, greatest: int) -> jax.Array:
-    """Bits of the scales of blocks, int32, from the bits of their greatest absolute values.
+    """Returns the bits of blocks' scales, int32, from the bits of their greatest absolute values.
 
     Rounded in integers: XLA may drop a conversion to bfloat16 and back.
     """
@@ -204,7 +204,7 @@ def _scale_bits(absmax: jax.Array, greatest: int) -> jax.Array:
 
 
 def _scales_of_bits(bits: jax.Array) -> jax.Array:
-    """Scales, bfloat16."""
+    """Returns the scales that have these bits, bfloat16."""
     return jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
 
 
@@ -216,7 +216,7 @@ def _codes(
     *,
     codec: Codec,
 ) -> tuple[jax.Array, ...]:
-    """Codes of the integer codecs, [*G, items]."""
+    """Returns the codes of the integer codecs, [*G, items]."""
     codes_of = _codes_int4 if codec == "int4" else partial(_rounded, codec=codec)
     return tuple(
         codes_of(values * each[..., None])
@@ -225,20 +225,20 @@ def _codes(
 
 
 def _codes_int4(quotients: jax.Array) -> jax.Array:
-    """Both halves of each block, in low nibbles and high; uint8 [*G, block / 2]."""
+    """Pack the halves of each block into low and high nibbles; uint8 [*G, block / 2]."""
     codes = _round_int4(quotients)
     half = quotients.shape[-1] // 2
     return (codes[..., :half] | (codes[..., half:] << 4)).astype(jnp.uint8)
 
 
 def _round_int4(quotients: jax.Array) -> jax.Array:
-    """Codes of int4 with their bias of 8, int32."""
+    """Returns the codes of int4 with their bias of 8, int32."""
     # The clip also stands between product and sum, so that no machine fuses them.
     return _bits_of(jnp.clip(quotients, -7, 7) + _ROUND_INT4) & 15
 
 
 def _rounded(quotients: jax.Array, *, codec: Codec) -> jax.Array:
-    """One code for each element, [*G, block]; 0 for NaN, whose block has no valid scale anyway."""
+    """Returns a code for each element, [*G, block]; 0 for NaN, whose block's scale is invalid."""
     most = GREATEST_CODE[codec]
     finite = jnp.where(jnp.isnan(quotients), np.float32(0), jnp.clip(quotients, -most, most))
     return jnp.rint(finite).astype(code_dtype(codec))

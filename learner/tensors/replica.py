@@ -31,7 +31,7 @@ class Delta(NamedTuple):
 
 
 class PendingView(NamedTuple):
-    """The whole view of a version that does not follow the one adopted, on the devices."""
+    """The whole view of a version that does not follow the adopted one, on the devices."""
 
     values: Blocks
 
@@ -41,15 +41,15 @@ class Replica:
 
     Args:
         settings: the run's sync section.
-        layout: the run's.
+        layout: the run's layout.
         like: the task's trained tree, of arrays or shapes.
-        views: newest view of every fragment, float32 [N]; each is let go before the next is asked
-            for.
+        views: newest view of every fragment, float32 [N]; each is released before the next is
+            taken.
         shardings: each leaf's for the training loop; all on one device, if None.
         anchor: "host" keeps views in the host's memory, from where the devices fetch them.
 
     Attributes:
-        trained: the parameters, as `like`, where the training loop has them.
+        trained: the parameters, a tree like `like`, with the training loop's shardings.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Replica:
         self.trained = self._tree(self._placement.outward(leaves))
 
     def send(self, fragment: int) -> Codes:
-        """Encode what is unsent of a fragment and keep the codes as in flight."""
+        """Encode a fragment's unsent work, and keep the codes as the update in flight."""
         kernels = self._kernels[fragment]
         leaves = self._placement.inward(_part(self._leaves(), kernels))
         codes = kernels.send(leaves, self._view(fragment))
@@ -102,23 +102,23 @@ class Replica:
         return codes
 
     def owned(self, fragment: int) -> np.ndarray:
-        """Numbers of the blocks that this host uploads, ascending, int64 [n]."""
+        """Returns the numbers of the blocks that this host uploads, ascending, int64 [n]."""
         return self._ownership[fragment].owned
 
     def local_blocks(self, fragment: int) -> np.ndarray:
-        """Numbers of the blocks that this host's devices hold, ascending, int64 [n]."""
+        """Returns the numbers of the blocks that this host's devices hold, ascending, int64 [n]."""
         return self._ownership[fragment].held
 
     def collect(self, fragment: int, codes: Codes) -> Encoded:
-        """The rows of an update that this host uploads; waits for the devices."""
+        """Copy the part of an update that this host uploads to the host; waits for the devices."""
         return self._ownership[fragment].collect(codes)
 
     def place(self, fragment: int, rows: Encoded) -> Delta:
-        """A version delta, of the blocks that this host holds, on its devices."""
+        """Put a version delta on this host's devices; `rows` has its held blocks."""
         return Delta(self._ownership[fragment].place(rows))
 
     def place_view(self, fragment: int, view: np.ndarray) -> PendingView:
-        """A whole view, float32 [N], on the devices."""
+        """Put a whole view, float32 [N], on the devices."""
         return PendingView(self._ownership[fragment].place_view(view))
 
     def adopt(
@@ -129,14 +129,13 @@ class Replica:
         resolved: bool,
         blended: bool = False,
     ) -> None:
-        """Move view and parameters to a record's; drop the update in flight if it is resolved.
+        """Move view and parameters to a record's version; drop the update in flight if resolved.
 
         Args:
             fragment: its index.
-            payload: the record's delta or view; None: its view is the one adopted.
-            resolved: the record answers the update in flight.
-            blended: with a version that has that update, so that only a share of what was trained
-                since stays.
+            payload: the record's delta or view; None: the record's view is the adopted one.
+            resolved: the record resolves the update in flight.
+            blended: the version has that update, and only a share of the training since stays.
         """
         kernels, settings = self._kernels[fragment], self._settings[fragment]
         leaves = self._leaves()
@@ -147,7 +146,7 @@ class Replica:
             move = self._overwrite if settings.adopt == "overwrite" else self._rebase
             part = move(fragment, part, payload)
         if payload is not None and settings.adopt == "overwrite":
-            # It takes the place of all that was trained, of what is in flight too.
+            # The view replaces all work since, the update in flight included.
             self._in_flight.pop(fragment, None)
         elif resolved:
             if blended:
@@ -156,7 +155,7 @@ class Replica:
         self._take(leaves, part)
 
     def roll_back(self, fragment: int, view: PendingView) -> None:
-        """Set view and parameters to those of a rollback; forget what is in flight."""
+        """Set view and parameters to those of a rollback; forget the update in flight."""
         kernels = self._kernels[fragment]
         leaves = self._leaves()
         self._in_flight.pop(fragment, None)
@@ -167,16 +166,16 @@ class Replica:
         self._take(leaves, part)
 
     def viewed(self) -> Iterator[dict[str, Any]]:
-        """The parameters as the adopted views have them, by name, a fragment at a time.
+        """Yields the parameters with the adopted views' values, by name, a fragment at a time.
 
-        Each part is taken before the next is asked for: fragments may share a tensor.
+        Use each part before taking the next: fragments may share a tensor.
         """
         for fragment, kernels in enumerate(self._kernels):
             part = copied(self._placement.inward(_part(self._leaves(), kernels)))
             yield self._placement.outward(kernels.overwrite(part, self._view(fragment)))
 
     def digest(self, fragment: int) -> Callable[[], str] | None:
-        """A function that gives the digest of a fragment's present view, and waits for devices.
+        """Returns a function that computes the digest of a fragment's view; it waits for devices.
 
         None on a learner of several hosts, none of which has the whole view.
         """
@@ -202,20 +201,20 @@ class Replica:
             jax.block_until_ready(kernels.settle(copies, codes))
 
     def _take(self, leaves: dict[str, Any], part: Leaves) -> None:
-        """The parameters, with a fragment's replaced."""
+        """Replace a fragment's part of the parameters."""
         self.trained = self._tree(leaves | self._placement.outward(part))
 
     def _leaves(self) -> dict[str, Any]:
-        """The parameters by name."""
+        """Returns the parameters by name."""
         return dict(zip(self._names, jax.tree.leaves(self.trained), strict=True))
 
     def _tree(self, leaves: dict[str, Any]) -> Params:
         return jax.tree.unflatten(self._structure, [leaves[name] for name in self._names])
 
     def _settled(self, fragment: int, part: Leaves) -> Leaves:
-        """The leaves once the update in flight is resolved: its work is not sent again.
+        """Returns the leaves after the update in flight is resolved: its work is not sent again.
 
-        Averaged state is sent whole each time, so nothing is taken off.
+        Averaged state is sent whole each time, so nothing is subtracted.
         """
         codes = self._in_flight.pop(fragment, None)
         self._ahead.pop(fragment, None)
@@ -224,21 +223,21 @@ class Replica:
         return self._kernels[fragment].settle(part, codes)
 
     def _blended(self, fragment: int, part: Leaves) -> Leaves:
-        """The leaves with a share of what was trained since the update that a version has.
+        """Returns the leaves with a share of the training since the update that a version merged.
 
-        Taken from theta - V, which adopting does not change: so what quantization left unsent is
-        not among it, and goes out with the next update.
+        The share is of theta - V, which adopting does not change: quantization's error feedback is
+        not part of it, and goes out with the next update.
         """
         sent = self._fetched(fragment, self._ahead.pop(fragment))
         share = self._settings[fragment].blend
         return self._kernels[fragment].blend(part, self._view(fragment), sent, share)
 
     def _view(self, fragment: int) -> Blocks:
-        """A view on the devices."""
+        """Returns a fragment's view on the devices."""
         return self._fetched(fragment, self._views[fragment])
 
     def _fetched(self, fragment: int, kept: Blocks) -> Blocks:
-        """Blocks of a view, moved from where views are kept onto the devices."""
+        """Returns blocks of a view, moved from where views are kept onto the devices."""
         if self._anchor is None:
             return kept
         placed = self._kernels[fragment].placed
@@ -247,7 +246,7 @@ class Replica:
         )
 
     def _at_anchor(self, blocks: Blocks) -> Blocks:
-        """Blocks where views are kept."""
+        """Returns blocks in the memory where views are kept."""
         if self._anchor is None:
             return blocks
         return tuple(
@@ -276,7 +275,7 @@ class Replica:
 
 
 def _zero_rows(kernels: Kernels, blocks: int) -> Encoded:
-    """Codes of so many blocks of a version delta, whatever they decode to."""
+    """Returns arbitrary codes of so many blocks of a version delta."""
     codec, block = kernels.delta_codec, kernels.block
     scales = np.zeros(scale_count(codec, blocks * block, block), code_dtype("bfloat16"))
     return Encoded(scales, np.zeros((blocks, code_count(codec, block)), code_dtype(codec)))
@@ -297,6 +296,6 @@ def _zeros(like: Params, shardings: Mapping[str, NamedSharding]) -> Leaves:
 
 
 def anchor_memory(anchor: str) -> str | None:
-    """The kind of memory that views are kept in; None: the devices' own."""
+    """Returns the kind of memory that views are kept in; None for the devices' own."""
     kinds = {memory.kind for memory in jax.local_devices()[0].addressable_memories()}
     return "pinned_host" if anchor == "host" and "pinned_host" in kinds else None

@@ -1,4 +1,4 @@
-"""A model's leaves as the system sees them: what is synchronized, and what is held beside it.
+"""A model's leaves as the system sees them: synchronized, or held beside what is synchronized.
 
 Leaves are synchronized (trained, or state that is averaged), or *held*: frozen, or state that each
 learner keeps. Where a tree is divided, each part has None in place of the other's leaves; JAX takes
@@ -31,7 +31,7 @@ class Division(NamedTuple):
     """The division of a task's leaves by kind, in their order.
 
     Attributes:
-        trained: whether a leaf is moved by the inner optimizer.
+        trained: for each leaf, whether the inner optimizer moves it.
         synced: whether it is synchronized.
         local: whether it is state that this learner keeps.
     """
@@ -41,19 +41,19 @@ class Division(NamedTuple):
     local: tuple[bool, ...]
 
     def trained_of(self, params: Params) -> Params:
-        """The leaves that the inner optimizer moves."""
+        """Returns the leaves that the inner optimizer moves."""
         masked, _ = split(params, self.trained)
         return masked.trained if isinstance(params, Variables) else masked
 
     def with_trained(self, params: Params, trained: Params) -> Params:
-        """The parameters, with the leaves in `trained` in place of their own."""
+        """Returns `params` with its trained leaves replaced by those of `trained`."""
         if isinstance(params, Variables):
             return params._replace(trained=join(trained, params.trained))
         return join(trained, params)
 
 
 def division_of(task: Task, shapes: Params) -> Division:
-    """The division of a task's parameters."""
+    """Returns the division of a task's parameters."""
     hint = hint_of(task, shapes)
     kinds = [kind_of(tensor, hint) for tensor in tensors_of(shapes)]
     return Division(
@@ -64,7 +64,7 @@ def division_of(task: Task, shapes: Params) -> Division:
 
 
 def task_layout(task: Task, sync: SyncSection) -> Layout:
-    """The layout of a task's parameters under a run's settings; allocates nothing."""
+    """Returns the layout of a task's parameters under a run's settings; allocates nothing."""
     shapes = task.shapes
     return make_layout(
         tensors_of(shapes),
@@ -75,7 +75,7 @@ def task_layout(task: Task, sync: SyncSection) -> Layout:
 
 
 def tensors_of(params: Params) -> list[Tensor]:
-    """The leaves of a tree, as a layout knows them.
+    """Returns the leaves of a tree as a layout's tensors: name, shape and dtype.
 
     Raises:
         TaskError: a leaf is no array, or none of numbers.
@@ -95,7 +95,7 @@ def tensors_of(params: Params) -> list[Tensor]:
 
 
 def check_wide(layout: Layout) -> None:
-    """Refuse float64 where JAX has none: it would make float32 of it, without a word of ours.
+    """Refuse float64 where JAX has none enabled: JAX would silently make float32 of it.
 
     Raises:
         TaskError: a synchronized leaf is float64.
@@ -110,17 +110,17 @@ def check_wide(layout: Layout) -> None:
 
 
 def marks(params: Params, names: Collection[str]) -> tuple[bool, ...]:
-    """Marks of the leaves of a tree that have one of these names, in their order."""
+    """Returns for each leaf of a tree, in order, whether its name is in `names`."""
     return tuple(name in names for name, _ in named_leaves(params))
 
 
 def synced_marks(params: Params, layout: Layout) -> tuple[bool, ...]:
-    """Marks of the leaves of a tree that a layout synchronizes."""
+    """Returns for each leaf of a tree, in order, whether the layout synchronizes it."""
     return marks(params, {tensor.name for tensor in layout.tensors})
 
 
 def split(params: Params, chosen: Sequence[bool]) -> tuple[Params, Params]:
-    """(The leaves that are chosen, the others)."""
+    """Returns the tree with only the leaves that are chosen, and the tree with only the others."""
     leaves, structure = jax.tree.flatten(params)
     pairs = list(zip(leaves, chosen, strict=True))
     return (
@@ -130,7 +130,7 @@ def split(params: Params, chosen: Sequence[bool]) -> tuple[Params, Params]:
 
 
 def join(one: Params, other: Params) -> Params:
-    """A tree's leaves, from one where it has them, else from the other."""
+    """Returns a tree with the leaves of `one`, and those of `other` where `one` has None."""
     return jax.tree.map(
         lambda leaf, instead: instead if leaf is None else leaf,
         one,
@@ -140,12 +140,12 @@ def join(one: Params, other: Params) -> Params:
 
 
 def by_name(params: Params) -> dict[str, Any]:
-    """Leaves of a tree by name."""
+    """Returns a tree's leaves by name."""
     return dict(named_leaves(params))
 
 
 def from_names(like: Params, leaves: dict[str, Any]) -> Params:
-    """The tree `like` with the leaves of these names."""
+    """Returns the tree `like` with the leaves of these names."""
     ordered = [leaves[name] for name, _ in named_leaves(like)]
     return jax.tree.unflatten(jax.tree.structure(like), ordered)
 
@@ -154,13 +154,13 @@ def from_names(like: Params, leaves: dict[str, Any]) -> Params:
 
 
 def loaded_frozen(task: Task) -> dict[str, Any]:
-    """The leaves that `Task.load_frozen` gives, by name; empty without one.
+    """Returns the leaves that `Task.load_frozen` returns, by name; empty without that function.
 
-    A leaf may be one that is read as it is asked for: it has a shape and a dtype, is sliced as an
-    array is, and becomes one by `numpy.asarray`.
+    A leaf may be loaded lazily: then it has a shape and a dtype, is sliced as an array is, and
+    `numpy.asarray` makes an array of it.
 
     Raises:
-        TaskError: a leaf is not shaped as `init` says.
+        TaskError: a leaf does not have the shape that `init` gives it.
     """
     if task.load_frozen is None:
         return {}
@@ -177,7 +177,7 @@ def loaded_frozen(task: Task) -> dict[str, Any]:
 
 
 def named_leaves(params: Params) -> list[tuple[str, Any]]:
-    """Leaves of `params` with readable names such as "layers/attn/qkv", in JAX's order.
+    """Returns the leaves of `params` with readable names such as "layers/attn/qkv", in JAX's order.
 
     Names depend on the tree's structure alone. They hold letters, digits and `._/-`; any other
     character becomes `_`. A tree that is one leaf is named "params".
@@ -189,7 +189,7 @@ def named_leaves(params: Params) -> list[tuple[str, Any]]:
         leaves, structure = jax.tree.flatten(params)
         known = _NAMES.get(structure)
         found = [] if known is not None else jax.tree_util.tree_flatten_with_path(params)[0]
-    # What compares keys, or goes down the tree, is C++ and raises what it likes.
+    # Keys are compared in JAX's C++, which may raise any exception.
     except (ValueError, TypeError, SystemError, RecursionError) as error:
         raise TaskError(
             f"JAX cannot take the tree of parameters apart: {short(error)}",
@@ -204,14 +204,14 @@ def named_leaves(params: Params) -> list[tuple[str, Any]]:
     return list(zip(known, leaves, strict=True))
 
 
-# Spelling names out takes longer than all else that a boundary does with a tree; a loop has the
-# same few trees at each of them.
+# Spelling names out takes longer than all else that a boundary does with a tree; the names are
+# cached, since a loop has the same few trees at each boundary.
 _NAMES: dict[Any, tuple[str, ...]] = {}
 _MOST_STRUCTURES = 64
 
 
 def _names_of(found: list[Any]) -> tuple[str, ...]:
-    """Readable names of leaves by their paths.
+    """Returns readable names of leaves from their paths.
 
     Raises:
         TaskError: two leaves have the same name.

@@ -1,7 +1,7 @@
-"""Model FLOPs utilization: how much of its devices' peak the model's own arithmetic takes.
+"""Model FLOPs utilization: the share of the devices' peak that the model's own arithmetic takes.
 
-As PaLM counts it (arXiv 2204.02311, appendix B): what the mathematics of a step needs, forward and
-backward, whatever is computed twice to save memory; over what the devices could do in bfloat16.
+As in PaLM (arXiv 2204.02311, appendix B): the FLOPs that the mathematics of a step needs, forward
+and backward, not counting recomputation to save memory, over the devices' bfloat16 peak.
 """
 
 from collections.abc import Iterable
@@ -26,26 +26,26 @@ PEAK_FLOPS: Final = {
 
 
 def flops_per_token(multiplied: int, attended: int) -> float:
-    """Floating-point operations of a token's step.
+    """Returns the floating-point operations of a training step per token.
 
     Args:
         multiplied: parameters that a token is multiplied with: all matrices, the head too, but not
             the embedding, of which it takes a row.
-        attended: sum over layers of heads, times width of a head, times positions that a token may
-            look at; a causal mask is not taken off.
+        attended: sum over layers of heads * head width * positions that a token may attend to; a
+            causal mask is not subtracted.
     """
     # A product and a sum each, once forward and twice backward; scores and their use in attention.
     return 6.0 * multiplied + 12.0 * attended
 
 
 def peak_flops(kind: str) -> float | None:
-    """FLOP/s of a device of that kind at its peak, as JAX names it; None if it is not known."""
+    """Returns the peak FLOP/s of a device whose kind JAX names `kind`; None if unknown."""
     fitting = [beginning for beginning in PEAK_FLOPS if kind.startswith(beginning)]
     return PEAK_FLOPS[max(fitting, key=len)] if fitting else None
 
 
 def full_tokens_per_s(devices: Iterable[Any], per_token: float | None) -> float:
-    """Tokens a second at the peak of all `devices`; 0 where it is not known."""
+    """Returns the tokens a second at the peak of all `devices`; 0 if unknown."""
     peaks = [peak_flops(device.device_kind) for device in devices]
     if per_token is None or not peaks or None in peaks:
         return 0.0

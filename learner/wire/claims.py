@@ -1,11 +1,11 @@
-"""This learner's shares of the data: claimed on the tape, one ahead of the one that is read.
+"""A learner's shares of the data: claimed on the tape, one ahead of the share that is read.
 
 Rules:
-- Who reads the data asks for the holding at a position. The next share is claimed as soon as that
-  one is begun, so that nobody waits for it unless the bus is away for longer than a share lasts;
-  that counts as waiting for data.
-- A claim counts by where it stands on the tape (`common/storage/share_claims.py`), so it is known
-  only once it is read back in order.
+- The data's reader asks for the holding at a position. The next share is claimed as soon as that
+  holding is begun, so that the reader waits for it only if the bus is unreachable for longer than
+  a share lasts; such waiting counts as waiting for data.
+- A claim counts by its position on the tape (`common/storage/share_claims.py`), so its effect is
+  known only once the claim is read back in order.
 """
 
 import asyncio
@@ -27,18 +27,18 @@ from diloco.common.storage.tape import decode_as, publish_once
 from diloco.learner.background import Background, Context
 from diloco.learner.wire.incarnation import Joined, ResumePosition, last_at_leader
 
-# A reader that waits looks so often whether somebody wants it to end.
+# Seconds after which a waiting reader checks again whether the loop is to end.
 LOOK_S = 0.1
 What = Literal["begin", "claim", "end"]
 
 
 class GrantedShares:
-    """Holdings as they are granted, for the thread that reads data.
+    """The holdings that were granted so far, for the thread that reads data.
 
     Args:
-        context: the learner's.
+        context: the learner's context.
         check: raises what ends this life.
-        ends: whether somebody wants the loop to end.
+        ends: returns whether the loop is to end.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class GrantedShares:
         self._changed = threading.Condition()
 
     def divide(self, sizes: Sizes) -> None:
-        """Begin to hold shares of epochs that are divided like this."""
+        """Begin to hold shares of epochs of these sizes."""
 
     def at(self, position: int) -> Holding | None:
-        """The holding that has the batch at a position; waits for it. None: the loop is to end.
+        """Wait for the holding that has the batch at `position`; None if the loop is to end.
 
         Raises:
             DilocoError: what ends this life meanwhile.
@@ -66,12 +66,12 @@ class GrantedShares:
                 if self._ends():
                     return None
                 self._changed.wait(LOOK_S)
-                # It waits, but it does not hang.
+                # A loop that waits for data is not hanging.
                 self._context.health.turned()
             return found
 
     def grant(self, holding: Holding, end: int) -> None:
-        """Have a holding, which ends before position `end`; from any thread."""
+        """Add a granted holding, which ends before position `end`; callable from any thread."""
         with self._changed:
             self._granted.append((holding, end))
             self._changed.notify_all()
@@ -82,15 +82,15 @@ class GrantedShares:
 
 
 class Claims(GrantedShares):
-    """The shares of host 0, which claims them.
+    """The shares of a learner, which host 0 claims on the tape.
 
     Args:
-        context: the learner's.
-        ends: whether somebody wants the loop to end.
-        life: that the claims are of.
-        place: where its data goes on.
+        context: the learner's context.
+        ends: returns whether the loop is to end.
+        life: the life that claims.
+        place: the position where the learner's data resumes.
         background: has the event loop.
-        told: is given each holding, and the position behind it.
+        told: is called with each holding, and the position behind it.
     """
 
     def __init__(
@@ -111,15 +111,15 @@ class Claims(GrantedShares):
         self._told = told
         self._holdings = Holdings(declared_sizes(context.settings))
         self._sizes: Sizes | None = None
-        # The newest claim that was read.
+        # The sequence of the newest claim that was read.
         self._seq = 0
         self._moved = asyncio.Event()
 
     def divide(self, sizes: Sizes) -> None:
-        """Begin to claim shares of epochs that are divided like this.
+        """Begin to claim shares of epochs of these sizes.
 
         Raises:
-            DilocoError: they are divided already.
+            DilocoError: the data is divided already.
         """
         if self._sizes is not None:
             raise DilocoError(
@@ -130,7 +130,7 @@ class Claims(GrantedShares):
         self._background.spawn(first_of(self._follow(), self._hold(sizes)))
 
     def at(self, position: int) -> Holding | None:
-        """As `GrantedShares.at`; the share behind the one that is found is claimed from now on."""
+        """As `GrantedShares.at`; from then on, the share after the one returned is claimed."""
         found = super().at(position)
         if found is not None and self._sizes is not None:
             self._position = end_of(self._sizes, found)
@@ -138,12 +138,12 @@ class Claims(GrantedShares):
         return found
 
     async def end(self, position: int) -> None:
-        """End this learner's claims at a position, if it ever claimed a share."""
+        """End this learner's claims at `position`, if it ever claimed a share."""
         if self._sizes is not None:
             await self._say(self._sizes, "end", position)
 
     async def _follow(self) -> None:
-        """Read everybody's claims, for ever."""
+        """Read the claims of all learners; never returns."""
         context = self._context
         subjects = [names.claim(context.run, "*")]
         async for message in context.bus.read(context.tape, subjects, 1):
@@ -151,13 +151,13 @@ class Claims(GrantedShares):
                 claim = decode_as(wire.Claim, message.subject, message.payload)
                 self._holdings.take(claim, message.seq)
             except WireError as error:
-                # To nobody it is a claim.
+                # Every reader ignores it.
                 context.logger.warning("unreadable", subject=message.subject, reason=error.reason)
             self._seq = message.seq
             self._moved.set()
 
     async def _hold(self, sizes: Sizes) -> None:
-        """Claim a share at the position that is read, and the next one; for ever."""
+        """Claim the share at the position that is read, and the next one; never returns."""
         learner, granted = self._context.learner, 0
         await self._say(sizes, "begin", self._position)
         self._check(sizes)
@@ -169,7 +169,7 @@ class Claims(GrantedShares):
             granted = len(held)
             behind = self._holdings.next_position(learner)
             if self._holdings.is_over(learner, self._life.incarnation):
-                # What it claims now is void; what ends it says why.
+                # Further claims are void; `end_when_superseded` ends this life and says why.
                 await asyncio.Event().wait()
             if behind <= self._position or not held:
                 share, first = self._holdings.choose(learner, sizes)
@@ -179,10 +179,10 @@ class Claims(GrantedShares):
                 await self._moved.wait()
 
     def _check(self, sizes: Sizes) -> None:
-        """Refuse to divide an epoch otherwise than the run does.
+        """Refuse sizes other than the run's.
 
         Raises:
-            RunMismatchError: its operator, or the tape's first claim, says otherwise.
+            RunMismatchError: the operator, or the tape's first claim, divides an epoch otherwise.
         """
         theirs = self._holdings.sizes
         if theirs is not None and theirs != sizes:
@@ -193,11 +193,11 @@ class Claims(GrantedShares):
             )
 
     async def _publish(self, subject: str, payload: bytes, msg_id: str) -> int:
-        """An attempt at publishing a claim.
+        """Publish a claim, once; returns its sequence.
 
         Raises:
-            AccessDeniedError: these credentials were made before claims were.
-            RunMismatchError: the run was.
+            AccessDeniedError: the learner's credentials are of a release without claims.
+            RunMismatchError: a release without claims created the run.
         """
         bus, context = self._context.bus, self._context
         try:
@@ -211,7 +211,8 @@ class Claims(GrantedShares):
                 " `shares`",
             ) from error
         except SubjectUntakenError:
-            # There may be no leader now. Where there is one, it takes what the run has a place for.
+            # The stream may have no leader now. With one, it takes the subject if the run has
+            # claims.
             await last_at_leader(bus, names.join(context.run, context.learner))
         try:
             return await bus.publish(subject, payload, msg_id=msg_id)
@@ -226,7 +227,7 @@ class Claims(GrantedShares):
     async def _say(
         self, sizes: Sizes, what: What, position: int, share: int = 0, first: int = 0
     ) -> None:
-        """Publish a claim, and wait until it is read."""
+        """Publish a claim, and wait until it is read back."""
         context, life = self._context, self._life
         word = wire.Claim(
             run=context.run,

@@ -1,8 +1,8 @@
-"""A life of a learner on the tape: how it begins, and how it is known that another took its place.
+"""One life of a learner on the tape: how it begins, and how it notices that another replaced it.
 
-Who joined last under a name is the learner; whatever an earlier life still announces is rejected.
-So a join stands on the tape once, however often it was tried: tried again behind a lost answer it
-would supersede the very life that it began.
+The process that joined last under a name is the learner; updates of earlier lives are rejected. So
+a join must be stored once, however often it is retried: a second copy, published after a lost
+acknowledgement, would supersede the life that it began.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ class Joined(NamedTuple):
 
 
 async def join(context: Context, host: str, platform: str = "") -> Joined:
-    """Begin a life; `host` and `platform` say, for people, on what."""
+    """Begin a life; `host` and `platform` tell people on what machine it runs."""
     message = wire.Join(
         run=context.run,
         learner=context.learner,
@@ -61,9 +61,9 @@ async def join(context: Context, host: str, platform: str = "") -> Joined:
 
 
 async def _last_error(context: Context) -> str:
-    """The error that the last heartbeat under this name ends with; "" where none is known."""
+    """Returns the error with which the last life under this name ended; "" if unknown."""
     subject = names.heartbeat(context.run, context.learner)
-    # It is for people: where it cannot be read, the life begins all the same.
+    # The error is only for people: if it cannot be read, the life begins without it.
     with contextlib.suppress(BusError, WireError):
         message = await context.bus.last(names.ops_stream(context.run), subject)
         if message is not None:
@@ -73,9 +73,9 @@ async def _last_error(context: Context) -> str:
 
 
 async def _say_two(context: Context, life: Joined) -> None:
-    """Leave a life that is superseded: so the tape says that two processes had one name.
+    """Publish a leave for a life that is superseded: the tape then shows two processes of one name.
 
-    It has no position: what the newer life trains is for itself to say.
+    The leave has no data position, since only the newer life's position counts.
     """
     message = wire.Leave(
         run=context.run,
@@ -100,7 +100,7 @@ async def end_when_superseded(context: Context, life: Joined) -> None:
         try:
             newer = decode_as(wire.Join, message.subject, message.payload)
         except WireError as error:
-            # To the aggregator it is no join either.
+            # The aggregator ignores it too.
             context.logger.warning("unreadable", subject=subject, reason=error.reason)
             continue
         if message.msg_id.startswith(EXPIRY):
@@ -120,15 +120,15 @@ async def end_when_superseded(context: Context, life: Joined) -> None:
 
 
 class _Joining:
-    """The publishing of a join on top of the one before it, so that it stands only once.
+    """Publishes a join by compare-and-swap on the join before it, so that it is stored only once.
 
     Args:
-        context: the learner's.
-        payload: of the join.
-        before_seq: of the last join of this name; 0 if there is none.
+        context: the learner's context.
+        payload: the bytes of the join.
+        before_seq: sequence of the last join of this name; 0 if there is none.
 
     Attributes:
-        ids: of the attempts so far.
+        ids: message ids of the attempts so far.
     """
 
     def __init__(self, context: Context, payload: bytes, before_seq: int) -> None:
@@ -140,7 +140,7 @@ class _Joining:
         self._doubt = False
 
     async def attempt(self) -> int:
-        """Publish it, unless an earlier attempt has; returns its sequence."""
+        """Publish the join, unless an earlier attempt is stored; returns its sequence."""
         if self._doubt and (standing := await self._look()):
             return standing
         self.ids.append(self._context.runtime.new_id())
@@ -148,7 +148,7 @@ class _Joining:
             seq = await self._context.bus.publish(
                 self._subject,
                 self._payload,
-                # Of this attempt alone: a cluster may acknowledge a stale swap by its id.
+                # Each attempt has its own id: a cluster may acknowledge a stale swap by its id.
                 msg_id=self.ids[-1],
                 expected_last=self._before_seq,
             )
@@ -160,7 +160,7 @@ class _Joining:
         return seq
 
     async def _look(self) -> int:
-        """The sequence of ours if it stands; 0 if not, and the next is on top of what does."""
+        """Returns the sequence of our join if it is stored, else 0; updates the expected last."""
         newest_seq = await last_at_leader(self._context.bus, self._subject)
         if newest_seq > self._before_seq:
             messages = self._context.bus.read(
@@ -176,14 +176,14 @@ class _Joining:
         return 0
 
 
-# --- Where a learner's data goes on
+# --- Where a learner's data resumes
 
 
 class ResumePosition(NamedTuple):
     """A learner's data position, and by fragment the batches before it that a crash has lost.
 
     Lost batches are in no update of their fragment; they are not trained again, since they may be
-        in updates of other fragments.
+    in updates of other fragments.
     """
 
     position: int
@@ -191,10 +191,10 @@ class ResumePosition(NamedTuple):
 
 
 async def place_after_join(context: Context) -> ResumePosition:
-    """The data position of a learner whose join is on the tape.
+    """Returns the data position of a learner whose join is on the tape.
 
-    Before the join an update of an earlier life could still come, and be merged; what is stored
-    behind the join is rejected as superseded.
+    Before the join, an update of an earlier life could still be stored and merged; updates stored
+    after the join are rejected as superseded.
     """
     reached = await data_reached(context, context.learner, lambda subject: _last(context, subject))
     position = max(reached.values())
@@ -203,7 +203,7 @@ async def place_after_join(context: Context) -> ResumePosition:
 
 
 async def _last(context: Context, subject: str) -> Message | None:
-    """The last message of a subject of this learner's own, however far behind a replica is."""
+    """Returns the last message of one of this learner's subjects, even from a replica that lags."""
 
     async def attempt() -> Message | None:
         newest_seq = await last_at_leader(context.bus, subject)
@@ -221,14 +221,14 @@ async def _last(context: Context, subject: str) -> Message | None:
 
 
 async def last_at_leader(bus: Bus, subject: str) -> int:
-    """Sequence of the last message of a subject that one may publish to; 0 if it has none.
+    """Returns the last sequence of a subject that one may publish to; 0 if it has no message.
 
-    The stream's leader alone checks a swap, so its refusal of one that cannot succeed says what
-    the last message is. A learner may read its subjects one by one only, from any replica: there
-    is no single order in which it could read up to its join.
+    Only the stream's leader checks a compare-and-swap, so its refusal of a swap that cannot succeed
+    names the last message. Reading could not tell: a learner may read its subjects only one by one,
+    from any replica.
 
     Raises:
-        StaleReadError: the leader did not say; ask again.
+        StaleReadError: the leader did not name it; try again.
     """
     try:
         await bus.publish(subject, b"", expected_last=wire.GREATEST)

@@ -1,7 +1,7 @@
 """The learner's outbound side: shards to the store, then the manifest to the tape; heartbeats.
 
-Everything here runs beside training and retries transient faults for ever: while NATS or the store
-is away, updates wait here and training goes on.
+All of it runs beside training and retries transient faults for ever: while NATS or the store is
+unreachable, updates wait here and training continues.
 """
 
 import asyncio
@@ -31,21 +31,21 @@ from diloco.learner.wire.incarnation import Joined
 
 T = TypeVar("T")
 
-# A learner whose heartbeats are not stored for so long warns: longer than a leader's election.
+# Seconds without a stored heartbeat until the learner warns: longer than a leader's election.
 SILENT_S = 8.0
-# So many of a fragment's tensors an error names.
+# The number of a fragment's tensors that an error names.
 NAMED = 8
 
 
 class UploadResult(NamedTuple):
-    """The shards of an update that a host has stored, and the time when its codes were there."""
+    """The shards of an update that a host has stored, and the time when its codes were encoded."""
 
     shards: tuple[wire.Shard, ...]
     encoded_at_s: float
 
 
 class _Packed(NamedTuple):
-    """Shards with their bytes, and when the codes were there."""
+    """Shards with their bytes, and the time when their codes were encoded."""
 
     shards: tuple[tuple[wire.Shard, bytes], ...]
     encoded_at_s: float
@@ -55,9 +55,9 @@ class Uploader:
     """Stores the blocks of updates that one host owns.
 
     Args:
-        context: the learner's.
-        tensors: the host's.
-        host: its number; `hosts` how many there are.
+        context: the learner's context.
+        tensors: the host's replica.
+        host: the host's number; `hosts` is the number of the learner's hosts.
     """
 
     def __init__(self, context: Context, tensors: Replica, host: int = 0, hosts: int = 1) -> None:
@@ -65,7 +65,7 @@ class Uploader:
         self._tensors = tensors
         self._host = host
         self._hosts = hosts
-        # Of each shard, by fragment and index: what a host owns it owns for all its life.
+        # By fragment and index of a shard; a host owns the same blocks all its life.
         self._slices: dict[tuple[int, int], tuple[wire.Slice, ...]] = {}
 
     async def store(self, incarnation: int, send: Send, codes: Any) -> UploadResult:
@@ -74,7 +74,7 @@ class Uploader:
         packed: _Packed | None = None
 
         def begin() -> _Packed:
-            """Pack the shards; store a single one here, since a change of threads costs as much."""
+            """Pack the shards; store a single one here, since changing threads costs as much."""
             nonlocal packed
             if packed is None:
                 packed = _Packed(self._pack(incarnation, send, codes), context.runtime.clock())
@@ -101,7 +101,7 @@ class Uploader:
     def _pack(
         self, incarnation: int, send: Send, codes: Any
     ) -> tuple[tuple[wire.Shard, bytes], ...]:
-        """The shards, and their bytes."""
+        """Returns the shards of an update, each with its bytes."""
         context, fragment = self._context, send.fragment
         sync_section = sync_of(context.settings.sync, context.layout.fragments[fragment])
         codec, block = sync_section.codec, sync_section.block
@@ -152,14 +152,14 @@ class Uploader:
 
 
 def _check_finite(rows: Encoded, fragment: Fragment) -> None:
-    """Refuse to send what is no number: a block that has any has no scale, or codes that say so.
+    """Refuse to send values that are infinite or NaN: their blocks' scales, or codes, show it.
 
-    Here and not at the step, which would have to wait for the devices.
+    This is not checked at the step, which would have to wait for the devices.
 
     Raises:
-        DivergedError: of this fragment's parameters some are infinite or not a number.
+        DivergedError: some of this fragment's parameters are infinite or not a number.
     """
-    # NumPy knows `isfinite` of bfloat16 by its values alone.
+    # NumPy has no `isfinite` of bfloat16.
     told = rows.scales if np.size(rows.scales) else rows.codes
     if not np.isfinite(np.asarray(told).astype(np.float32, copy=False)).all():
         tensors = ", ".join(dict.fromkeys(piece.tensor for piece in fragment.pieces[:NAMED]))
@@ -184,11 +184,11 @@ class Publisher:
     """Sends one learner's messages, under one incarnation.
 
     Args:
-        context: the learner's.
-        post: tells the training loop what is on the tape.
-        uploader: of this host's shards.
-        peers: the other hosts, who store theirs.
-        life: that the messages are of.
+        context: the learner's context.
+        post: tells the training loop which updates are on the tape.
+        uploader: stores this host's shards.
+        peers: the other hosts, which store their shards.
+        life: the life that sends.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class Publisher:
         await _publish(context, names.leave(context.run, context.learner), message)
 
     async def send(self, outgoing: Outgoing) -> None:
-        """Store an update's shards, publish its manifest, tell the training loop."""
+        """Store an update's shards, publish its manifest, and tell the training loop."""
         context, send, life = self._context, outgoing.send, self._life
         began_s = context.runtime.clock()
         storing = self._uploader.store(life.incarnation, send, outgoing.codes)
@@ -283,10 +283,11 @@ class Publisher:
             context.metrics.observe(metrics.SENDING, took_s, part)
 
     async def republish(self, again: Republish) -> None:
-        """Announce an update again that no record has resolved for long.
+        """Announce again an update that no record has resolved for long.
 
-        Not while it is still being announced, or a newer one is: the next life's data goes on
-        behind the last manifest of each subject, so that no older one may come behind it.
+        Does nothing while the update, or a newer one, is still being announced: a restarted
+        learner's data resumes behind the last manifest of each subject, so no older manifest may
+        follow.
         """
         manifest = self._manifests.get(again.fragment)
         announcing = self._announcing[again.fragment].locked()
@@ -298,7 +299,7 @@ class Publisher:
             context.answers.look(now_s, longest_s, context.health, context.logger)
 
     async def beat(self, state: Callable[[], wire.Heartbeat], every_s: float) -> None:
-        """Say every so often that this learner is alive; a lost heartbeat is not repeated."""
+        """Send a heartbeat every `every_s` seconds, for ever; a lost one is not repeated."""
         context = self._context
         subject = names.heartbeat(context.run, context.learner)
         stored_at_s, warned = context.runtime.clock(), False
@@ -307,7 +308,7 @@ class Publisher:
                 await context.bus.publish(subject, wire.encode(self._stamped(state())))
             except DilocoError as error:
                 silent_s = context.runtime.clock() - stored_at_s
-                # Others take this learner for dead, though its updates may still be stored.
+                # Without heartbeats this learner counts as dead, even while its updates are stored.
                 if silent_s > SILENT_S and not warned:
                     context.logger.warning("heartbeats_lost", error=error.message)
                     warned = True
@@ -319,16 +320,16 @@ class Publisher:
             await asyncio.sleep(every_s)
 
     async def last_word(self, beat: wire.Heartbeat) -> None:
-        """Say how this learner ends.
+        """Send a last heartbeat, which says how this learner ended.
 
         Raises:
-            BusError: nobody takes it.
+            BusError: the bus does not take it.
         """
         subject = names.heartbeat(self._context.run, self._context.learner)
         await self._context.bus.publish(subject, wire.encode(self._stamped(beat)))
 
     def _stamped(self, beat: wire.Heartbeat) -> wire.Heartbeat:
-        """With this machine's time, which the server's time of it is held against."""
+        """Returns the heartbeat with this machine's time, to be compared with the server's."""
         return beat.model_copy(update={"now_s": max(0.0, self._context.runtime.clock())})
 
     async def _announce(self, manifest: wire.Manifest) -> None:

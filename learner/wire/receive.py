@@ -1,10 +1,10 @@
 """The learner's inbound side: reads records, fetches and decodes versions, in order per fragment.
 
-A record is handed to the training loop only when what it brings is here and verified, on the
-devices of all hosts, so that adopting it is one small step there. What waits is taken together
-(`catchup.py`), and no more is decoded than the devices have room for (`Room`). A learner that has
-fallen so far behind that an object is gone, or whose view is not the one that a record builds on,
-loads the newest view.
+A record is handed to the training loop only when its tensors are verified and on the devices of all
+hosts, so that adopting it is one small step there. Records that wait are fetched together
+(`catchup.py`), and no more is decoded than the devices have room for (`Room`). If an object was
+collected meanwhile, or the learner's view is not the one that a record builds on, the learner loads
+the newest view.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ _FLOAT32_BYTES = 4
 
 
 class Room:
-    """Bytes of decoded versions on the devices that wait for a step boundary."""
+    """A limit on the bytes of decoded versions on the devices that wait for a step boundary."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
@@ -58,7 +58,7 @@ class Room:
         self.taken_bytes = 0
 
     def fits(self, size_bytes: int) -> bool:
-        """Whether so many bytes may be decoded now; a single version always may be."""
+        """True if `size_bytes` may be decoded now; a single version always may be."""
         loop = asyncio.get_running_loop()
         with self._lock:
             if not self.taken_bytes or self.taken_bytes + size_bytes <= self._limit_bytes:
@@ -67,12 +67,12 @@ class Room:
             return False
 
     def take(self, size_bytes: int) -> None:
-        """Take room for so many bytes."""
+        """Count `size_bytes` as taken."""
         with self._lock:
             self.taken_bytes += size_bytes
 
     def give_back(self, size_bytes: int) -> None:
-        """Give back the room of adopted bytes, from any thread; wakes whoever waits for room."""
+        """Give back the bytes of an adopted version, from any thread; wakes `freed`."""
         with self._lock:
             self.taken_bytes -= size_bytes
             wake, self._wake = self._wake, None
@@ -80,15 +80,15 @@ class Room:
             wake()
 
     async def freed(self) -> None:
-        """Wait until room is given back, after a version that did not fit."""
+        """Wait until room is given back, after a version did not fit."""
         await self._freed.wait()
         self._freed.clear()
 
 
 async def load(context: Context, fragment: int) -> Loaded:
-    """The newest version of a fragment, verified, with which a learner begins.
+    """Load and verify the newest version of a fragment, with which a learner begins.
 
-    From a stale replica it may be an older one: what follows it is then read in order.
+    A stale replica may give an older version; the records after it are then read in order.
     """
     loaded = await context.runtime.retry(
         "loading a version", lambda: load_view(context, fragment), logger=context.logger
@@ -98,13 +98,13 @@ async def load(context: Context, fragment: int) -> Loaded:
 
 
 def start_at(loaded: Loaded) -> Start:
-    """The core's start with a fragment of which a learner has loaded this version."""
+    """Returns the core's start for a fragment of which the learner has loaded this version."""
     record = loaded.record
     return Start(record.version, record.view_digest, loaded.record_seq, record.global_step)
 
 
 def whole(loaded: Loaded) -> Change:
-    """The change that leads to a view from nothing."""
+    """Returns the change that makes a loaded view from its snapshot and deltas."""
     record = loaded.record
     return Change(
         record.fragment, loaded.record_seq, record.view_digest, loaded.snapshot, loaded.deltas
@@ -119,7 +119,7 @@ class VersionFetcher:
         self._tensors = tensors
 
     async def fetch(self, change: Change) -> Any:
-        """The payload of a change.
+        """Fetch the tensors of a change onto this host's devices.
 
         Raises:
             ObjectMissingError: garbage collection has taken an object.
@@ -130,7 +130,7 @@ class VersionFetcher:
         return await self._context.runtime.call(self._view, change, change.snapshot)
 
     async def place(self, loaded: Loaded) -> Any:
-        """The payload of a view that is here already."""
+        """Put a view that is loaded already on this host's devices."""
         place = self._tensors.place_view
         return await self._context.runtime.call(place, loaded.record.fragment, loaded.view)
 
@@ -170,12 +170,12 @@ class Receiver:
     """Follows the run's records for one life of a learner.
 
     Args:
-        context: the learner's.
-        post: takes what is ready for the training loop.
-        fetcher: of this host.
-        peers: the other hosts, who fetch what they hold of each version.
+        context: the learner's context.
+        post: hands events to the training loop.
+        fetcher: fetches versions for this host.
+        peers: the other hosts, which fetch the blocks that they hold.
         starts: the versions that this life begins with, by fragment.
-        incarnation: whose marks resolve updates.
+        incarnation: the life whose updates the records resolve.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class Receiver:
             move = next_move(self._adopted[fragment], waiting)
             needs = move.change.held_bytes if move is not None and move.change is not None else 0
             if not self._room.fits(needs):
-                # What comes meanwhile may make a jump of it.
+                # Records that come meanwhile may allow a jump.
                 await self._room.freed()
                 continue
             covered = waiting[: len(waiting) if move is None else move.covers]
@@ -239,7 +239,7 @@ class Receiver:
     async def _arrived(
         self, fragment: int, waiting: Sequence[UnfetchedRecord]
     ) -> list[UnfetchedRecord]:
-        """Records that have come since; if none waits yet, wait for the first."""
+        """Returns the records that have come since; with none waiting, waits for the first."""
         queue = self._queues[fragment]
         messages = [] if waiting else [await queue.get()]
         while not queue.empty():
@@ -250,7 +250,7 @@ class Receiver:
     async def _read(self, message: Message) -> UnfetchedRecord:
         context = self._context
         context.answers.heard(context.health, context.logger)
-        # The server's clock may be hours away: the message that took least time tells how far.
+        # The server's clock may differ by hours: the fastest message shows by how much.
         self._ahead_s = min(self._ahead_s, context.runtime.clock() - message.time_s)
         made_at_s = message.time_s + self._ahead_s
         try:
@@ -267,7 +267,7 @@ class Receiver:
     async def _take(
         self, fragment: int, move: FetchMove | None, covered: Sequence[UnfetchedRecord]
     ) -> int:
-        """Fetch what a move needs and hand it over; returns the newest sequence covered."""
+        """Fetch the tensors of a move and hand them over; returns the newest sequence covered."""
         newest = covered[-1]
         if move is not None:
             assert newest.record is not None
@@ -286,11 +286,11 @@ class Receiver:
         return loaded.record_seq
 
     async def _moved(self, move: FetchMove) -> Decoded:
-        """Fetch the tensors of a move.
+        """Fetch the tensors of a move, after taking room for them.
 
         Raises:
             ObjectMissingError: an object was collected.
-            IntegrityError: one is damaged.
+            IntegrityError: an object is damaged.
         """
         change, context = move.change, self._context
         if change is None:
@@ -309,7 +309,7 @@ class Receiver:
         return Decoded(tensors, partial(self._room.give_back, size_bytes))
 
     async def _prepare(self, change: Change) -> Any:
-        """Fetch a change onto the devices of all hosts; this host's tensors are returned."""
+        """Fetch a change onto the devices of all hosts; returns this host's tensors."""
         preparation = self._peers.prepare(change)
         try:
             tensors = await self._fetcher.fetch(change)
@@ -320,13 +320,14 @@ class Receiver:
         return tensors
 
     async def _reload(self, fragment: int, record_seq: int) -> tuple[Loaded, Decoded]:
-        """The newest view, of the record `record_seq` or a later one, on the devices of all hosts.
+        """Load the newest view, of record `record_seq` or later, onto the devices of all hosts.
 
-        Nothing, if it is the view that is adopted: what a view overwrites was trained since.
-        Loaded again, with growing pauses, while a stale replica answers or a host cannot read it.
+        Returns no tensors if the view is already adopted, since a view would overwrite the training
+        since. Retries with growing pauses while a stale replica answers or a host cannot read the
+        view.
 
         Raises:
-            HostFetchError: a host could not for long.
+            HostFetchError: a host could not read the view for long.
         """
         context = self._context
 
@@ -351,10 +352,10 @@ class Receiver:
         return loaded, self._decoded(tensors, size_bytes)
 
     async def _spread(self, loaded: Loaded) -> Any:
-        """A view that is here, on the devices of all hosts; this host's is returned.
+        """Put a loaded view on the devices of all hosts; returns this host's tensors.
 
         Raises:
-            HostFetchError: another host cannot read it, or not any more.
+            HostFetchError: another host cannot read the view, or an object is gone meanwhile.
         """
         preparation = self._peers.prepare(whole(loaded))
         try:
@@ -399,7 +400,7 @@ class Receiver:
             view_digest=record.view_digest,
             global_step=record.global_step,
             resolved_seq=max(resolved, default=0),
-            # Also when the rollback itself was jumped over.
+            # Also when a jump skipped the record of the rollback itself.
             rolled_back=record.policy.floor > before,
             merged_seq=max(merged, default=0),
             made_at_s=covered[-1].made_at_s,
@@ -407,24 +408,24 @@ class Receiver:
         self._post(ready, payload)
 
 
-# --- What a learner hears of the whole run: changed settings, its stop and end, and open rounds
+# --- Messages to the whole run: changed settings, its stop and end, and open rounds
 
 
 async def follow_run(context: Context, post: Post) -> None:
     """Hand over settings, stop, end and round announcements as they come; never returns."""
     run = context.run
-    # One subject to a reader: so the server can fence what a learner reads. Their order among each
-    # other does not matter here.
+    # One reader for each subject, so that the server can restrict what a learner reads. The order
+    # between subjects does not matter here.
     subjects = (names.settings(run), names.stop(run), names.end(run))
     following = (_follow_subject(context, post, subject) for subject in subjects)
     await all_of(*following, _listen(context, post))
 
 
 async def _follow_subject(context: Context, post: Post, subject: str) -> None:
-    """Hand over the messages of one subject.
+    """Hand over the last message of one subject, and all that follow.
 
-    Only the last one matters of those that are there. It may be one of a replica that is behind: so
-    what follows it is read in order, from it on and not from the newest records.
+    The last message may come from a replica that lags, so reading continues in order from it, and
+    not from the newest message.
     """
     last = await context.runtime.retry(
         "reading the tape",
@@ -435,14 +436,14 @@ async def _follow_subject(context: Context, post: Post, subject: str) -> None:
         _pass_on(context, post, last)
     start = 1 if last is None else last.seq + 1
     async for message in context.bus.read(context.tape, [subject], start):
-        # What a bus delivers again may be of the past: settings that hold no more.
+        # A bus may deliver old messages again: settings that no longer hold.
         if message.seq >= start:
             start = message.seq + 1
             _pass_on(context, post, message)
 
 
 def _pass_on(context: Context, post: Post, message: Message) -> None:
-    # Stop and end by their subject alone: a run that nobody could stop is worse.
+    # Stop and end count by their subject, whatever the body: a run must be stoppable.
     match names.parse_subject(message.subject):
         case names.Subject(kind="stop"):
             post(Stop())

@@ -1,8 +1,8 @@
 """Checkpoints of a learner's inner optimizer: how they are saved and found.
 
-Saving costs the training thread a copy on the device. A worker thread does the rest, and while it
-is at it no other checkpoint is begun. Looking goes from near to far: this machine's disk, what
-this learner uploaded, and, for a warm start, what others uploaded.
+Saving costs the training thread a copy on the device. A worker thread does the rest, and meanwhile
+no other checkpoint is begun. A checkpoint is searched from near to far: on this machine's disk,
+among this learner's uploads, and, for a warm start, among other learners' uploads.
 """
 
 import time
@@ -32,7 +32,7 @@ Read = Callable[[], tuple[Facts, Any]]
 
 
 class PatientFetch(Protocol):
-    """Calls a function that reads the store, again while it meets a transient fault."""
+    """Calls a function that reads the store, and repeats the call on a transient fault."""
 
     def __call__(self, what: str, function: Callable[[], T]) -> T:
         """Call `function` and return its result; the log names `what`."""
@@ -48,7 +48,7 @@ class TrainingProgress(NamedTuple):
 
 
 class Restored(NamedTuple):
-    """The inner optimizer's state, and where this learner's own counters go on."""
+    """The inner optimizer's state, and the values at which this learner's counters resume."""
 
     state: Any
     local_step: int
@@ -58,7 +58,7 @@ class Restored(NamedTuple):
 def open_folder(
     context: Context, section: LearnerSection, host: int = 0, hosts: int = 1
 ) -> CheckpointFolder | None:
-    """This learner's folder of checkpoints, if it keeps any; of several hosts each has its own."""
+    """Returns this learner's folder of checkpoints, or None if it keeps none; one for each host."""
     if section.checkpoint_dir is None:
         return None
     path = Path(section.checkpoint_dir) / context.run / context.learner
@@ -74,11 +74,11 @@ class Saver:
     """Makes the checkpoints of one life of a learner.
 
     Args:
-        context: the learner's.
-        section: when to make one, and whether to upload it.
-        folder: where they are kept.
+        context: the learner's context.
+        section: how often to make a checkpoint, and whether to upload it.
+        folder: where the checkpoints are kept.
         incarnation: the life.
-        part: of this host, where a learner has several: each saves what its devices hold.
+        part: this host's part, if the learner has several hosts: each saves its devices' arrays.
     """
 
     def __init__(
@@ -99,13 +99,13 @@ class Saver:
         self._made_s = time.monotonic()
 
     def due(self) -> bool:
-        """Whether it is time for a checkpoint, and none is being made."""
+        """True if it is time for a checkpoint, and none is being made."""
         waited_s = time.monotonic() - self._made_s
         idle = self._running is None or self._running.done()
         return waited_s >= self._section.checkpoint_interval_s and idle
 
     def save(self, state: Any, progress: TrainingProgress) -> None:
-        """Make a checkpoint, after the one that is being made."""
+        """Begin to make a checkpoint, after the one that is being made."""
         self._made_s = time.monotonic()
         copies = checkpoints.copied(state)
         if self._part:
@@ -151,9 +151,9 @@ class Saver:
             context.health.troubles["checkpoint"] = f"checkpoints fail: {error}"
 
     def _upload(self, checkpoint: HostCheckpoint) -> None:
-        """Put it into the store, and delete this learner's others there but the newest.
+        """Put a checkpoint into the store, and delete this learner's older ones beyond the newest.
 
-        What has more steps is of a line of checkpoints that this life has not gone on from.
+        Checkpoints with more steps are deleted too: this life did not resume from them.
         """
         context, local_step = self._context, checkpoint.facts.local_step
         data = checkpoints.pack(checkpoint)
@@ -182,7 +182,7 @@ CheckpointId = tuple[int, int]
 
 
 class ReadablePart(NamedTuple):
-    """A host's part of a checkpoint, read and checked: `restore` brings it to the devices."""
+    """A host's part of a checkpoint, read and checked; `restore` brings it to the devices."""
 
     where: str
     restore: Callable[[], Restored]
@@ -197,21 +197,21 @@ def readable_parts(
     fetch: PatientFetch,
     part: str,
 ) -> dict[CheckpointId, ReadablePart]:
-    """This host's parts of the checkpoints of a learner of several hosts, read and checked.
+    """Returns this host's parts of a learner's checkpoints, read and checked.
 
-    Each host has its part on its own disk, and in the store where checkpoints are uploaded, for a
-    machine that comes back with an empty disk; a learner goes on from a moment of which all hosts
-    have theirs. Of a moment that the disk has, the store is not read. One that comes back on a
-    slice of another shape has none, and begins with a fresh inner optimizer.
+    Each host of the learner has its part on its own disk, and in the store if checkpoints are
+    uploaded, for a machine that returns with an empty disk; a learner resumes from a checkpoint of
+    which all hosts have their parts. The store is not read for checkpoints that the disk has. A
+    learner that returns on a slice of another shape has none: its inner optimizer begins fresh.
 
     Args:
-        context: the learner's.
-        section: of the learner.
-        folder: this host's.
+        context: the learner's context.
+        section: the learner's section of the configuration.
+        folder: this host's folder.
         like: shapes of the whole state.
-        shardings: of the state's leaves.
-        fetch: reads the store, and waits out transient faults.
-        part: this host's, as in names of objects.
+        shardings: shardings of the state's leaves.
+        fetch: reads the store, and retries transient faults.
+        part: this host's part, as in names of objects.
     """
     if folder is None:
         return {}
@@ -247,14 +247,14 @@ def restore(
     like: Any,
     fetch: PatientFetch,
 ) -> Restored | None:
-    """The newest healthy checkpoint, from the nearest place that has one; None: begin anew.
+    """Returns the newest healthy checkpoint, from the nearest place that has one; None if none has.
 
     Args:
-        context: the learner's.
-        section: where to look.
-        folder: its own checkpoints on disk, if it keeps any.
+        context: the learner's context.
+        section: the learner's section: where to search.
+        folder: the learner's checkpoints on disk, if it keeps any.
         like: shapes of the optimizer's state.
-        fetch: reads the store, and waits out transient faults.
+        fetch: reads the store, and retries transient faults.
     """
     search = _Search(context, section, folder, like, fetch, checkpoints.rebuild)
     for candidate, facts, state in _healthy(context, search.candidates()):
@@ -274,7 +274,7 @@ def restore(
 def _healthy(
     context: Context, candidates: Iterator[_Candidate]
 ) -> Iterator[tuple[_Candidate, Facts, Any]]:
-    """The candidates that can be read, each read when it is asked for."""
+    """Yields the candidates that can be read, each read when it is requested."""
     for candidate in candidates:
         try:
             facts, state = candidate.read()
@@ -285,7 +285,7 @@ def _healthy(
 
 
 class _Search(NamedTuple):
-    """The order in which to look for a checkpoint; `build` makes a state of the bytes read."""
+    """A search for a checkpoint, from near to far; `build` makes a state from a checkpoint."""
 
     context: Context
     section: LearnerSection
@@ -309,7 +309,7 @@ class _Search(NamedTuple):
             yield _Candidate("folder", str(number), partial(self._read_folder, number))
 
     def uploaded(self, besides: Callable[[], Container[int]]) -> Iterator[_Candidate]:
-        """This host's parts in the store, but those of steps that are known already."""
+        """Yields this host's parts in the store, except those with local steps in `besides()`."""
         if self.section.checkpoint_upload:
             yield from self._in_store("store", self.context.learner, besides)
 
