@@ -1,1 +1,1 @@
-"""The parts that every process of a run has: configuration, log, metrics, health, credentials."""
+"""The parts that every process of a run uses: configuration, log, metrics, health, credentials."""

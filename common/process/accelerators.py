@@ -1,6 +1,6 @@
-"""The accelerators of this machine, found without touching them.
+"""Finds the accelerators of this machine without taking them.
 
-Who asks JAX takes them. So the driver's own tool, and the files of the kernel, are asked instead.
+Asking JAX would take them, so this module asks the driver's own tool and reads the kernel's files.
 """
 
 import contextlib
@@ -16,10 +16,10 @@ from diloco.common.process.config import visible_devices
 
 ASK_S = 20.0
 GOOGLE = "0x1ae0"
-# The PCI devices of that vendor that are TPU chips: v3, v4, v5p, v5e, v6e, 7x.
+# Google's PCI devices that are TPU chips: v3, v4, v5p, v5e, v6e, 7x.
 TPU_CHIPS = {"0x0027", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"}
 Kind = Literal["cuda", "tpu"]
-# What JAX needs for each, of which one will do.
+# The packages of which JAX needs one for each kind.
 PLUGINS: dict[Kind, tuple[str, ...]] = {
     "cuda": ("jax_cuda13_plugin", "jax_cuda12_plugin"),
     "tpu": ("libtpu",),
@@ -31,9 +31,9 @@ class Accelerators:
     """The machine's accelerators of one kind.
 
     Attributes:
-        names: as the variable that makes them visible to a process takes them.
-        memory_bytes: of each; 0 if it is not known.
-        usable: whether JAX, as it is installed here, could use them.
+        names: in the form of the variable that makes them visible to a process.
+        memory_bytes: memory of each; 0 if unknown.
+        usable: True if JAX, as it is installed here, can use them.
     """
 
     kind: Kind
@@ -43,26 +43,26 @@ class Accelerators:
 
     @property
     def noun(self) -> str:
-        """The noun for one of them."""
+        """The word for one accelerator of this kind."""
         return "GPU" if self.kind == "cuda" else "TPU chip"
 
     def count(self, number: int) -> str:
-        """A number of these accelerators, in words."""
+        """Returns a number of these accelerators in words, such as "2 GPUs"."""
         return f"{number} {self.noun}{'' if number == 1 else 's'}"
 
 
 def find_accelerators(root: Path = Path("/")) -> Accelerators | None:
-    """The accelerators that processes of this machine may use; None without any.
+    """Returns the accelerators that processes of this machine may use; None if there are none.
 
     Args:
-        root: of the file system.
+        root: root of the file system.
     """
     chips = _allowed(_tpu_chips(root), "TPU_VISIBLE_CHIPS")
     if chips:
         return Accelerators(kind="tpu", names=chips, usable=_usable("tpu"))
     gpus = _gpus(root)
     if gpus:
-        # Shares are equal, so the smallest counts.
+        # Work is shared equally, so the smallest memory counts.
         least = min(gpus.values())
         return Accelerators(
             kind="cuda", names=tuple(gpus), memory_bytes=least, usable=_usable("cuda")
@@ -71,7 +71,7 @@ def find_accelerators(root: Path = Path("/")) -> Accelerators | None:
 
 
 def unused(found: Accelerators) -> str:
-    """The sentence to print where JAX sees none of the machine's accelerators."""
+    """Returns the sentence to print if JAX sees none of the machine's accelerators."""
     has = f"this machine has {found.count(len(found.names))}"
     if not found.usable:
         return (
@@ -99,7 +99,7 @@ def _allowed(names: tuple[str, ...], variable: str) -> tuple[str, ...]:
 
 
 def _gpus(root: Path) -> dict[str, int]:
-    """NVIDIA GPUs that may be used, by name, with their memory in bytes."""
+    """Returns the NVIDIA GPUs that may be used, by index, with their memory in bytes."""
     asked = _ask_driver()
     if not asked:
         indices = (path.name.removeprefix("nvidia") for path in (root / "dev").glob("nvidia[0-9]*"))
@@ -113,7 +113,7 @@ def _gpus(root: Path) -> dict[str, int]:
 
 
 def _ask_driver() -> list[tuple[str, str, int]]:
-    """Index, UUID and bytes of memory of each GPU that the driver shows."""
+    """Returns index, UUID and bytes of memory of each GPU that the driver reports."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
@@ -125,7 +125,7 @@ def _ask_driver() -> list[tuple[str, str, int]]:
         rows = csv.reader(said.stdout.splitlines(), skipinitialspace=True)
         return [(index, uuid, int(mebibytes) << 20) for index, uuid, mebibytes in rows]
     except (OSError, ValueError, subprocess.SubprocessError):
-        return []  # A tool without a driver: the devices' files are as good an answer.
+        return []  # The tool fails without a driver; the caller then looks at the device files.
 
 
 def _usable(kind: Kind) -> bool:

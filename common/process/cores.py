@@ -1,4 +1,4 @@
-"""The number of cores that this process may use."""
+"""The number of CPU cores that this process may use."""
 
 import os
 from functools import cache
@@ -9,7 +9,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 @cache
 def available() -> int:
-    """Number of cores for the process: those it is bound to, or its control group's share."""
+    """Returns the number of cores that this process is bound to, or its control group's share."""
     return max(1, min(_bound(), _granted(CGROUP)))
 
 
@@ -20,9 +20,9 @@ def _bound() -> int:
 
 
 def _granted(cgroup: Path) -> int:
-    """The quota of a control group as whole cores; no limit where it cannot be read.
+    """Returns a control group's quota in cores, rounded up; a very large number if it has none.
 
-    As a container sees it, at the root of what is mounted; a quota of more than n - 1 cores is n.
+    The file is where a container sees it: at the root of the mounted hierarchy.
     """
     unlimited = 1 << 16
     try:

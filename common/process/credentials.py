@@ -1,15 +1,15 @@
-"""Credentials of a client of NATS: a file with the seed of its key, written by `diloco auth`.
+"""Credentials of a NATS client: a file with the seed of its key, written by `diloco auth`.
 
     run = "demo"
     identity = "berlin"
     role = "learner"
     seed = "SU..."
 
-What else a client must do follows from the role. Everybody but the operator lives in an
-account of its own, where the JetStream API has another prefix; and each identity has its own
-inbox, so that nobody can listen to another's answers. The consumers of a learner or a reader have
-names that its permissions list one by one: there are never more of them, and whoever revokes it
-knows which to remove (docs/adr/0087-consumers-by-name.md).
+The client's other settings follow from the role. Each identity except the operator has a NATS
+account of its own, in which the JetStream API has another prefix; and each has its own inbox, so
+that nobody can listen to another's answers. The consumers of a learner or a reader have names that
+its permissions list one by one, so their number is limited, and revoking the identity removes them
+(docs/adr/0087-consumers-by-name.md).
 """
 
 import os
@@ -28,20 +28,20 @@ from diloco.common.protocol.names import NAME
 Role = Literal["learner", "aggregator", "reader", "operator"]
 Name = Annotated[str, Field(pattern=rf"^{NAME.pattern}$")]
 OWN_API = "$JS.API"
-# What the units hand over in place of a file that is not there; then its path.
+# What a systemd unit passes in place of a missing file; the file's path follows.
 NO_FILE = "# no file: "
-# The server takes `$JS.API` in every account for that account's own streams.
+# Other roles need this prefix, as `$JS.API` means the streams of the client's own account.
 SHARED_API = "JS.diloco"
 _OF_LANE = 2
-# Of a reader's consumers, those for what its processes look up beside the one that each follows by.
+# A reader's consumers for look-ups, in addition to one for each process that follows the run.
 _LOOKING = 12
-# Of one file, where `diloco auth add-reader --processes` does not say more.
+# The processes of one file, unless `diloco auth add-reader --processes` sets another number.
 PROCESSES = 4
 _NO_TOKEN = re.compile("[^a-z]")
 
 
 class Credentials(BaseModel):
-    """One identity in one run; `seed` is secret. As many `processes` may be connected at once."""
+    """One identity in one run; `seed` is secret. At most `processes` may be connected at once."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -53,7 +53,7 @@ class Credentials(BaseModel):
 
     @property
     def inbox_prefix(self) -> str:
-        """First token of the subjects that answers come to."""
+        """The first token of the subjects of answers to this identity."""
         return inbox_prefix(self.role, self.identity)
 
     @property
@@ -62,35 +62,35 @@ class Credentials(BaseModel):
         return OWN_API if self.role == "operator" else SHARED_API
 
     def consumer_names(self, subjects: Sequence[str]) -> tuple[str, ...]:
-        """Names that a consumer of these subjects may have; none where any will do."""
+        """Returns the names that a consumer of these subjects may have; () if any is allowed."""
         return consumer_names(self.role, self.identity, subjects, self.processes)
 
     @property
     def direct_reads(self) -> bool:
-        """Whether the last message of a subject is asked for with the subject in the request.
+        """True if requests for a subject's last message name the subject in their own subject.
 
-        Only so can the server fence what a learner reads.
+        Only then can the server restrict what a learner reads.
         """
         return self.role == "learner"
 
 
 def inbox_prefix(role: Role, identity: str) -> str:
-    """First token of the subjects that answers to an identity come to."""
+    """Returns the first token of the subjects of answers to an identity."""
     return f"_INBOX_{role}_{identity}"
 
 
 def consumers_prefix(role: Role, identity: str) -> str:
-    """The prefix of the names of an identity's consumers; no identity's name holds a '_'."""
+    """Returns the prefix of the names of an identity's consumers; identities contain no '_'."""
     return f"{role}_{identity}_"
 
 
 def consumer_names(
     role: Role, identity: str, subjects: Sequence[str], processes: int = PROCESSES
 ) -> tuple[str, ...]:
-    """Names that an identity's consumers of these subjects may have; none where any will do.
+    """Returns the names that a consumer of these subjects may have; () if any name is allowed.
 
-    A learner follows each kind of subject once, and reads it once more now and then. A reader's
-    credentials serve several `processes`. How many an aggregator needs follows from the run.
+    A learner has two for each kind of subject: to follow it, and to read it again at times. A
+    reader's credentials serve several `processes`. An aggregator's number depends on the run.
     """
     prefix = consumers_prefix(role, identity)
     match role:
@@ -104,18 +104,18 @@ def consumer_names(
 
 
 def render_credentials(credentials: Credentials) -> str:
-    """The file that `load_credentials` reads."""
+    """Returns the text of a file that `load_credentials` can read."""
     head = "# Whoever can read this file can act as this identity. diloco auth revoke ends that.\n"
     return head + tomli_w.dumps(credentials.model_dump(exclude_defaults=True))
 
 
 def _forbidden(status: os.stat_result) -> int:
-    """The bits of a mode that a secret may not have: root may let a group of operators read it."""
+    """Returns the mode bits that a secret must not have; root may permit a group to read it."""
     return 0o037 if status.st_uid == 0 and status.st_gid != 0 else 0o077
 
 
 def load_credentials(path: Path) -> Credentials | None:
-    """Read a credentials file; None for a `.creds` file of NATS's own tools.
+    """Reads a credentials file; returns None for a `.creds` file of NATS's own tools.
 
     Raises:
         ConfigError: no such file, others can read it, or it is not a credentials file.
@@ -129,7 +129,7 @@ def load_credentials(path: Path) -> Credentials | None:
             hint="name one made by: diloco auth add-learner, add-aggregator or add-reader",
         ) from error
     if text.startswith(NO_FILE):
-        # systemd does not expand %i there; the folder is named after the unit.
+        # systemd does not expand %i in that text; the folder's name contains the instance.
         instance = path.parent.name.partition("@")[2].removesuffix(".service")
         missing = text.removeprefix(NO_FILE).strip().replace("%i", instance)
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""A lock between processes: a file that one of them holds, until the block or the process ends."""
+"""A lock between processes: a file that one process locks until its block, or the process, ends."""
 
 import contextlib
 import fcntl
@@ -7,20 +7,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-# Seconds between two looks at a lock that another process holds.
+# Seconds between two attempts to take a lock that another process holds.
 LOOK_S: Final = 0.05
 
 
 @contextlib.contextmanager
 def file_lock(path: Path, patience_s: float) -> Iterator[None]:
-    """Hold the lock at a path within the block.
+    """Holds the lock file `path` while the block runs.
 
     Args:
-        path: of the lock's file, made if it is not there.
-        patience_s: seconds to wait for another process that holds it.
+        path: the lock's file; made if it does not exist.
+        patience_s: seconds to wait while another process holds the lock.
 
     Raises:
-        BlockingIOError: another one, which may be stopped for ever, had it for longer.
+        BlockingIOError: another process held the lock for longer than `patience_s`.
         OSError: the lock's file cannot be made or opened.
     """
     with path.open("ab") as lock:

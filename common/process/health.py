@@ -1,14 +1,15 @@
-"""Whether a daemon lives and can work: asked by /livez and /readyz, and told to systemd.
+"""The liveness and readiness of a daemon, for /livez and /readyz and for systemd.
 
-*Live*: the main loop has turned within a time that no work of its takes, or has not begun: a start
-may take long. It is what a restart mends. *Ready*: the daemon does its work; else `why` has
-sentences. What waits for NATS or the store is live, and ready: it goes on by itself.
+*Live*: the main loop has turned within a time longer than any of its work takes, or has not begun
+yet, as a start may take long. A daemon that is not live needs a restart. *Ready*: the daemon does
+its work; if not, `why` has sentences. A daemon that waits for NATS or the store is live and ready,
+as it goes on by itself.
 
-systemd is told READY=1 once the daemon works, STATUS with what it does, and WATCHDOG=1. Until it is
-ready a thread tells the phase of its start, and asks for more time as it goes: who is stopped asks
-no more, and is ended soon. Afterwards the watchdog hears from a daemon for as long as its main loop
-turns; when it does not, systemd ends the daemon and starts it again. For a process that systemd did
-not start, all of this does nothing.
+systemd gets READY=1 once the daemon works, STATUS with what it does, and WATCHDOG=1. During the
+start a thread reports its phase and asks for more time as long as the start progresses; a start
+that hangs asks no more, and systemd ends it. Afterwards the watchdog is notified as long as the
+main loop turns; when it does not, systemd restarts the daemon. In a process that systemd did not
+start, notifications do nothing.
 """
 
 import asyncio
@@ -23,21 +24,21 @@ from typing import NamedTuple
 from diloco.common.process.config import ServiceManager
 
 NOT_YET = ("it has not started yet",)
-# So long may one phase of a start take: the largest models compile for the better part of an hour.
+# The longest phase of a start, in seconds: large models compile for the better part of an hour.
 PHASE_S = 3600.0
-# Of a heartbeat's text.
+# The most characters of a heartbeat's text.
 LINE = 2000
-# The main loop of an aggregator, an event loop, does nothing that takes longer than moments.
+# An aggregator's main loop, an event loop, does nothing that takes longer than moments.
 EVENT_LOOP_S = 30.0
-# A learner's step may be slow, but not so many times slower than its other steps.
+# A learner's step that takes this many times longer than its other steps counts as hung.
 SLOW_STEPS = 20.0
 
 
 class Answer(NamedTuple):
-    """Whether a daemon lives, whether it can work, and what is in the way.
+    """Whether a daemon is live and ready, and what prevents it.
 
-    `waiting` names calls that transient faults keep waiting; `state` says what it does, `troubles`
-    what somebody should look at although the daemon works.
+    `waiting` names calls that wait out transient faults; `state` says what the daemon does,
+    `troubles` what an operator should look at although the daemon works.
     """
 
     live: bool
@@ -48,7 +49,7 @@ class Answer(NamedTuple):
     troubles: tuple[str, ...] = ()
 
     def sentence(self) -> str:
-        """State, reasons, waits and troubles in one line."""
+        """Returns state, reasons, waits and troubles in one line."""
         waits = (f"waits: {', '.join(self.waiting)}",) if self.waiting else ()
         return "; ".join((self.state, *self.why, *waits, *self.troubles))
 
@@ -65,10 +66,10 @@ class Health:
     """The health of one daemon; any thread may ask.
 
     Attributes:
-        limit_s: seconds that the main loop may take for one turn.
-        view: the daemon's present work; replaced by the next.
-        waiting: the calls that transient faults keep waiting.
-        troubles: sentences for an operator although the daemon works, by the part in trouble.
+        limit_s: returns the seconds that one turn of the main loop may take.
+        view: returns the daemon's present state; each part of its work sets its own.
+        waiting: returns the names of calls that wait out transient faults.
+        troubles: a sentence for an operator from each part that is in trouble although it works.
     """
 
     limit_s: Callable[[], float] = lambda: EVENT_LOOP_S
@@ -80,31 +81,31 @@ class Health:
     _phase_at_s: float | None = field(default=None, init=False)
 
     def trouble(self) -> tuple[str, ...]:
-        """The present troubles, by the names of the parts that have them."""
+        """Returns the sentences of `troubles`, sorted by the parts' names."""
         return tuple(sentence for _, sentence in sorted(self.troubles.copy().items()))
 
     def line(self) -> str:
-        """The present troubles in one line for heartbeats, sent even if the main loop hangs."""
+        """Returns the troubles in one line, which heartbeats carry even if the main loop hangs."""
         answer = self.answer()
         return "; ".join((*answer.why[: not answer.live], *answer.troubles))[:LINE]
 
     def begin_phase(self, what: str) -> None:
-        """Begin a phase of the daemon's start; the daemon is not ready yet."""
+        """Begins a phase of the daemon's start; the daemon is not ready yet."""
         self.view = lambda: HealthView(what, NOT_YET)
         self._phase_at_s = self.clock()
 
     def progresses(self) -> bool:
-        """Whether a start gets on, or waits for others: no phase takes for ever."""
+        """True if the start's phase is younger than `PHASE_S`, or waits out a transient fault."""
         if self._phase_at_s is None or self.waiting():
             return True
         return self.clock() - self._phase_at_s <= PHASE_S
 
     def turned(self) -> None:
-        """Note that the main loop has begun a turn."""
+        """Notes that the main loop has begun a turn."""
         self._turned_at_s = self.clock()
 
     def answer(self) -> Answer:
-        """The daemon's health; a daemon whose main loop has not begun counts as live."""
+        """Returns the daemon's health; a daemon whose main loop has not begun counts as live."""
         view = self.view()
         why = list(view.why_not)
         since_s = 0.0 if self._turned_at_s is None else self.clock() - self._turned_at_s
@@ -117,20 +118,20 @@ class Health:
 
 
 def step_limit_s(watchdog_timeout_s: float, step_time_s: float) -> float:
-    """Seconds that a learner's training loop may take for a turn: a slow step is not a hung one."""
+    """Returns the seconds after which a learner's step counts as hung, from its usual step time."""
     return max(watchdog_timeout_s, SLOW_STEPS * step_time_s)
 
 
-# Between two looks at the daemon, unless the watchdog wants more of them.
+# Seconds between two reports to systemd, unless the watchdog needs more of them.
 LOOK_S = 1.0
-# A start asks for so much more time, often enough that a busy machine does not end it.
+# The seconds that a start asks for each time, enough for a busy machine.
 EXTEND_S = 60.0
-# The last work of a daemon, and the end of its interpreter.
+# The longest shutdown, with the end of the interpreter, in seconds.
 END_S = 600.0
 
 
 def tell(manager: ServiceManager, **fields: str) -> None:
-    """Send assignments such as READY="1"; that nobody listens is no fault of the daemon's."""
+    """Sends assignments such as READY="1" to systemd; ignores a socket that nobody reads."""
     if not manager.address:
         return
     # A name that begins with "@" is in the kernel's abstract namespace.
@@ -145,19 +146,19 @@ def tell(manager: ServiceManager, **fields: str) -> None:
 
 
 def tell_stopping(manager: ServiceManager) -> None:
-    """Tell systemd that the daemon shuts down: its main loop stops, the watchdog waits longer."""
+    """Tells systemd that the daemon shuts down, and prolongs the watchdog's time for it."""
     watchdog = {"WATCHDOG_USEC": str(int(END_S * 1e6))} if manager.watchdog_s else {}
     tell(manager, STOPPING="1", **watchdog)
 
 
 def tell_error(manager: ServiceManager, message: str, hint: str | None) -> None:
-    """Show the error that ends the process in `systemctl status`, in one line as systemd asks."""
+    """Shows the error that ends the process in `systemctl status`, in one line as systemd asks."""
     sentence = f"error: {message}; hint: {hint}" if hint else f"error: {message}"
     tell(manager, STATUS=" ".join(sentence.split()))
 
 
 class Starting:
-    """The start of a daemon, as systemd hears of it; from a thread, since main threads compile."""
+    """Reports the start of a daemon to systemd, from a thread, as the main thread may compile."""
 
     def __init__(self, health: Health, manager: ServiceManager) -> None:
         self._health = health
@@ -166,11 +167,11 @@ class Starting:
         self._thread = threading.Thread(target=self._tell, name="starting", daemon=True)
 
     def begin(self) -> None:
-        """Begin to tell."""
+        """Begins to report."""
         self._thread.start()
 
     def over(self) -> None:
-        """End the telling: the daemon is ready, or has failed."""
+        """Ends the reports: the daemon is ready, or has failed."""
         self._over.set()
         self._thread.join()
 
@@ -187,7 +188,7 @@ class Starting:
 
 
 async def report(health: Health, manager: ServiceManager) -> None:
-    """Tell systemd how the daemon fares, for ever; run it on the daemon's event loop."""
+    """Reports the daemon's health to systemd, for ever; run it on the daemon's event loop."""
     said = ""
     while True:
         answer = health.answer()

@@ -5,10 +5,10 @@ On a terminal they are lines for people instead (`log_lines.py`).
 The field `action` of every line is one of those listed in docs/logs.md; `run`, `learner`,
 `fragment`, `version` are bound where they are known. Cores do not log; drivers log what they do.
 
-What libraries write becomes such lines as well: `said`, with the name of the logger.
+Messages of libraries become such lines too, with the action `said` and the logger's name.
 
-Where standard error is systemd's journal, each line begins with its priority, which the journal
-takes for itself: `journalctl -p warning` then shows what is a warning or worse.
+If standard error is systemd's journal, each line begins with its priority, which the journal strips
+off: `journalctl -p warning` then shows warnings and errors.
 """
 
 import atexit
@@ -29,9 +29,9 @@ import structlog
 Logger = structlog.typing.FilteringBoundLogger
 STDOUT = 1
 STDERR = 2
-# At its end, a process waits so long for what was written last.
+# The seconds that an ending process waits until its last lines are relayed.
 LAST_WORDS_S = 2.0
-# Loaded by nobody but the process of a notebook, whose standard error is no terminal.
+# A module that only a notebook's process loads; its standard error is no terminal.
 NOTEBOOK = "ipykernel.kernelapp"
 
 ERROR = "<3>"
@@ -40,16 +40,16 @@ PRIORITIES = {"critical": "<2>", "error": ERROR, "warning": "<4>", "info": "<6>"
 
 
 def configure(level: str = "info") -> None:
-    """Send this process's logs to standard error as JSON lines, or as lines for a terminal."""
+    """Sends this process's logs to standard error as JSON lines, or as lines for a terminal."""
     _to_stderr(level)
     warnings.showwarning = _show_warning
 
 
 @contextlib.contextmanager
 def within_anothers_program() -> Iterator[None]:
-    """Log as daemons do within a program of the user's own, unless it configures structlog.
+    """Logs as daemons do, within a user's program that does not configure structlog itself.
 
-    Else structlog prints all, with what is for developers, among what the program itself prints.
+    Without this, structlog would print debug lines too among the program's own output.
     """
     if structlog.is_configured():
         yield
@@ -85,7 +85,7 @@ def _renderer() -> Callable[..., str | bytes]:
 
 
 def on_terminal() -> bool:
-    """Whether this process's log is read by somebody as it comes: on a terminal, in a notebook."""
+    """True if a person reads this process's log as it is written: on a terminal, in a notebook."""
     try:
         return sys.stderr.isatty() or NOTEBOOK in sys.modules
     except ValueError:  # It is closed.
@@ -93,23 +93,24 @@ def on_terminal() -> bool:
 
 
 def end_within(within_s: float) -> None:
-    """End the process after so long, with a trace of each thread; `may_take_longer` prevents it.
+    """Ends the process after `within_s` seconds, with a trace of each thread, unless cancelled.
 
-    With status 1, whatever hangs: a thread of its own watches, and needs no other.
+    `may_take_longer` cancels it. The exit status is 1. A thread outside of Python's lock watches
+    the time, so it works whatever hangs.
     """
     faulthandler.dump_traceback_later(within_s, exit=True, file=STDERR)
 
 
 def may_take_longer() -> None:
-    """Forget `end_within`."""
+    """Cancels `end_within`."""
     faulthandler.cancel_dump_traceback_later()
 
 
 def take_stderr() -> None:
-    """Turn all that is written to standard error or output into log lines; for a daemon, once.
+    """Turns what libraries write to standard error or output into log lines; daemons call it once.
 
-    Python's own `sys.stderr` stays as it is: the log itself goes there, and the trace of a bug.
-    Call it before `configure`, and before other libraries are loaded.
+    Python's own `sys.stderr` stays as it is, for the log itself and the traces of bugs. Call it
+    before `configure`, and before other libraries are loaded.
     """
     real = os.dup(STDERR)
     ours, theirs = os.pipe()
@@ -119,7 +120,7 @@ def take_stderr() -> None:
         stdin=ours, stdout=real, stderr=real, cwd="/", start_new_session=True,
     )  # fmt: skip
     os.close(ours)
-    # Gloo writes to standard output, where a daemon has nothing to say.
+    # Standard output too, as Gloo writes there and a daemon does not.
     output = os.dup(STDOUT)
     os.dup2(theirs, STDOUT)
     os.dup2(theirs, STDERR)
@@ -133,7 +134,7 @@ def take_stderr() -> None:
         sys.stderr.flush()
         os.dup2(output, STDOUT)
         os.dup2(real, STDERR)
-        # A child of ours may write on.
+        # Bounded, as a child process may hold the pipe open and write on.
         with contextlib.suppress(subprocess.TimeoutExpired):
             relay.wait(LAST_WORDS_S)
 
@@ -147,30 +148,30 @@ def _for_relay(real: int) -> list[str]:
 
 
 class _LoggingHandler(logging.Handler):
-    """Passes on the log records that libraries write by Python's own `logging`."""
+    """Passes on the log records that libraries write with Python's own `logging`."""
 
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
         if record.exc_info:
             message = f"{message}\n{logging.Formatter().formatException(record.exc_info)}"
-        # As with the lines of C++ libraries: none of them is an error of ours.
+        # At most a warning: a library's error is not necessarily one of the daemon.
         level = min(record.levelno, logging.WARNING)
         get().log(level, "said", logger=record.name, message=message)
 
 
 def in_journal() -> bool:
-    """Whether this process's standard error is systemd's journal."""
-    # Loaded late: only what runs a command or a daemon needs the configuration's records.
+    """True if this process's standard error is systemd's journal."""
+    # Imported late, as only commands and daemons need the configuration's classes.
     from diloco.common.process.config import is_journal
 
     try:
         return is_journal(sys.stderr.fileno())
-    except (OSError, ValueError):  # In tests it may be no file.
+    except (OSError, ValueError):  # In tests it may not be a file.
         return False
 
 
 def errors(text: str) -> str:
-    """A text of some lines for standard error; in the journal each line is an error."""
+    """Returns text for standard error; in the journal each of its lines is marked as an error."""
     return "\n".join(ERROR + line for line in text.splitlines()) if in_journal() else text
 
 
@@ -193,33 +194,33 @@ def _show_warning(
     file: object = None,  # noqa: ARG001 - as `warnings.showwarning`
     line: str | None = None,  # noqa: ARG001
 ) -> None:
-    """A library's warning as a line like all others."""
+    """Logs a Python warning as a line like all others."""
     where = f"{filename}:{lineno}"
     logger = get()
     logger.warning("warned", category=category.__name__, message=str(message), where=where)
 
 
 def get(**fields: object) -> Logger:
-    """A logger with these fields bound."""
+    """Returns a logger with these fields bound."""
     logger: Logger = structlog.get_logger(**fields)
     return logger
 
 
-# What every line of a process has, and its reader knows.
+# Fields that all lines of a process share, which terminal lines leave out.
 _KNOWN = ("action", "level", "timestamp", "run", "aggregator", "exception")
 _MARKS = {"warning": "warning: ", "error": "error: ", "critical": "error: "}
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def as_line(event: Mapping[str, Any], zone: tzinfo | None = None) -> str:
-    """An event, with its trace below it if it has one.
+    """Returns an event as a line for people, followed by its trace if it has one.
 
     Args:
-        event: as JSON lines have it.
-        zone: of the reader's clock; None: this machine's.
+        event: the fields, as in JSON lines.
+        zone: the reader's time zone; None: this machine's.
     """
     at = datetime.fromisoformat(event["timestamp"]).astimezone(zone)
-    # A learner knows its own name; in an aggregator's line it is one of many.
+    # A learner's own lines need not name it; an aggregator's lines are about many learners.
     hidden = _KNOWN if "aggregator" in event else (*_KNOWN, "learner")
     words = [_words(key, value) for key, value in event.items() if key not in hidden]
     mark = _MARKS.get(event.get("level", ""), "")

@@ -1,13 +1,14 @@
 """The metrics of a daemon, for Prometheus to read; docs/metrics.md explains each.
 
 The only module that imports prometheus_client. Rules:
-- Cores count nothing. Drivers count effects and events; figures that somebody keeps anyway (the
-  newest record, a heartbeat) are read when Prometheus asks (`on_scrape`).
-- Names follow Prometheus's conventions: base units, `_total` for what only grows. Each series has
-  the run's name and the daemon's as labels, whatever the scraper adds.
-- A counter of the aggregator's that the tape keeps goes on from there after a restart. One of a
-  learner begins at 0: what a killed learner trained and never sent is gone, and Prometheus takes a
-  counter that goes back for one that began anew.
+- Cores count nothing. Drivers count effects and events; values that exist anyway (the newest
+record,
+  a heartbeat) are read when Prometheus asks (`on_scrape`).
+- Names follow Prometheus's conventions: base units, `_total` for counters. Each series has the
+  run's name and the daemon's as labels, in addition to the scraper's labels.
+- A counter whose value is on the tape continues after an aggregator's restart. A learner's begin at
+  0, as work that a killed learner never sent is lost; Prometheus treats a counter that decreases as
+  restarted.
 """
 
 import threading
@@ -35,7 +36,7 @@ UPDATES = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0, 64.0)
 
 
 class Definition(NamedTuple):
-    """A metric: its full name, and what it means.
+    """A metric: its full name, its kind and its meaning.
 
     `labels` come after `run` and the daemon's own; `buckets` are a histogram's upper bounds.
     """
@@ -204,10 +205,10 @@ FOLLOWER = (FOLLOWED, BEHIND, BEHIND_VERSIONS, FOLLOWER_DOWN)
 
 
 class Metrics(Collector):
-    """The series of one daemon; any thread may count.
+    """The metrics of one daemon; any thread may count.
 
     Args:
-        labels: on every series: the run's name, the daemon's.
+        labels: added to every series: names of the run and the daemon.
     """
 
     def __init__(self, labels: Mapping[str, str] | None = None) -> None:
@@ -219,19 +220,19 @@ class Metrics(Collector):
         self._sources: list[Callable[[], None]] = []
 
     def add(self, metric: Definition, amount: float = 1.0, *labels: object) -> None:
-        """Add to a counter, which begins at 0."""
+        """Adds to a counter, which begins at 0."""
         key = _key(metric, labels)
         with self._lock:
             series = self._values.setdefault(metric, {})
             series[key] = series.get(key, 0.0) + amount
 
     def set(self, metric: Definition, value: float, *labels: object) -> None:
-        """Set a gauge, or a counter that is counted elsewhere."""
+        """Sets a gauge, or a counter that is counted elsewhere."""
         with self._lock:
             self._values.setdefault(metric, {})[_key(metric, labels)] = float(value)
 
     def observe(self, metric: Definition, value: float, *labels: object) -> None:
-        """Take one value into a histogram."""
+        """Adds one value to a histogram."""
         values = (*self._labels.values(), *_key(metric, labels))
         with self._lock:
             if metric not in self._histograms:
@@ -243,17 +244,17 @@ class Metrics(Collector):
         (histogram.labels(*values) if values else histogram).observe(value)
 
     def forget(self, *metrics: Definition) -> None:
-        """Drop all series of metrics, such as those of fragments that the daemon owns no more."""
+        """Drops all series of `metrics`, such as those of fragments that the daemon lost."""
         with self._lock:
             for metric in metrics:
                 self._values.pop(metric, None)
 
     def on_scrape(self, source: Callable[[], None]) -> None:
-        """Call `source` before each reading, on the thread that reads."""
+        """Calls `source` before each scrape, on the thread that serves it."""
         self._sources.append(source)
 
     def collect(self) -> Iterator[Metric]:
-        """The present series, for prometheus_client."""
+        """Yields the present series, for prometheus_client."""
         with self._scraping:
             for source in self._sources:
                 source()
@@ -269,12 +270,12 @@ class Metrics(Collector):
             yield family
         for histogram in histograms:
             for found in histogram.collect():
-                # When it was made is no figure of the daemon's.
+                # Drops the histogram's creation time, which says nothing about the daemon.
                 found.samples = [one for one in found.samples if "_created" not in one.name]
                 yield found
 
     def exposition(self) -> bytes:
-        """The present series, and those of the process, in Prometheus's text format."""
+        """Returns the present series, and the process's own, in Prometheus's text format."""
         registry = CollectorRegistry()
         registry.register(self)
         ProcessCollector(registry=registry)

@@ -1,11 +1,11 @@
-"""A nats-server of one's own: a child process on the loopback interface, with JetStream on disk.
+"""Runs a nats-server: a child process on the loopback interface, with JetStream on disk.
 
 For `diloco local`, tests and benches; a fleet runs its servers under systemd. Rules:
-- The port is chosen once and kept over restarts, because clients come back to the old address.
+- The port is chosen once and kept over restarts, because clients reconnect to the old address.
 - Nobody else may use the store folder: nats-server itself does not notice a second server there.
-  The lock is held by the server process too, so it outlives a parent that was killed.
-- On Linux the server gets SIGTERM when the *thread* that started it ends: call `start` from one
-  that lives as long as the server shall.
+  The server process holds the lock too, so the lock outlives a parent that was killed.
+- On Linux the server gets SIGTERM when the *thread* that started it ends: call `start` from a
+  thread that lives as long as the server shall.
 Everything here blocks; asyncio code calls it in a thread or before its loop runs.
 """
 
@@ -26,18 +26,18 @@ from typing import Self
 
 from diloco.common.protocol.errors import BusError, ConfigError
 
-# With less a server cannot begin a stream, and a daemon not write its log.
+# With less free space a server cannot begin a stream, nor a daemon write its log.
 _NO_ROOM_BYTES = 1 << 20
 
 
 def is_full(folder: Path) -> bool:
-    """Whether the disk of a folder is nearly full."""
+    """True if the disk of a folder is nearly full."""
     return shutil.disk_usage(folder).free < _NO_ROOM_BYTES
 
 
 LOOPBACK = "127.0.0.1"
 _PORT_TAKEN = "address already in use"
-_PORTS = 5  # that are tried before a taken one is an error
+_PORTS = 5  # how many ports are tried if others take them
 _LOCK = "lock"
 _CONFIG = "nats-server.conf"
 _LOG = "nats-server.log"
@@ -53,7 +53,7 @@ if os.getppid() == int(sys.argv[1]):
 
 
 class NatsServer:
-    """One nats-server over `folder`; not started yet.
+    """Runs one nats-server over `folder`; `start` starts it.
 
     Args:
         folder: holds the streams, the configuration, the log and the lock; made if missing.
@@ -87,21 +87,21 @@ class NatsServer:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the running server, or None."""
+        """The process id of the running server; None if it does not run."""
         return self._process.pid if self.running and self._process else None
 
     @property
     def running(self) -> bool:
-        """Whether the process lives."""
+        """True while the server process runs."""
         return self._process is not None and self._process.poll() is None
 
     @property
     def log_path(self) -> Path:
-        """The server's own log, appended to over restarts."""
+        """The server's log file, appended to over restarts."""
         return self.folder / _LOG
 
     def start(self, *, ready_timeout_s: float = 30.0) -> None:
-        """Start the server and wait until it takes connections; no effect while it runs.
+        """Starts the server and waits until it accepts connections; no effect while it runs.
 
         Raises:
             ConfigError: there is no nats-server program.
@@ -112,7 +112,7 @@ class NatsServer:
             return
         binary = find_binary()
         self.folder.mkdir(parents=True, exist_ok=True)
-        # A free port may be taken by somebody else before the server has it.
+        # Another process may take a free port before the server does.
         for _ in range(_PORTS if self._may_move else 0):
             try:
                 self._start_once(binary, ready_timeout_s)
@@ -139,7 +139,7 @@ class NatsServer:
             raise
 
     def stop(self, *, timeout_s: float = 10.0) -> None:
-        """End the server in order, by force after `timeout_s` seconds; no effect if it is down."""
+        """Ends the server, by force after `timeout_s` seconds; no effect if it does not run."""
         if self._process is None:
             return
         self._process.terminate()
@@ -151,7 +151,7 @@ class NatsServer:
         self._process = None
 
     def kill(self) -> None:
-        """End the server at once, as a crash would; no effect if it is down."""
+        """Kills the server, as a crash would end it; no effect if it does not run."""
         if self._process is None:
             return
         self._process.kill()
@@ -166,7 +166,7 @@ class NatsServer:
         self.stop()
 
     def _lock(self) -> int:
-        """A descriptor that holds the folder's lock until its last copy is closed."""
+        """Locks the folder; returns the descriptor, whose last copy holds the lock when closed."""
         path = self.folder / _LOCK
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -239,7 +239,7 @@ class NatsServer:
         return f"the whole log is {self.log_path}"
 
     def _greets(self) -> bool:
-        """Whether our server answers on the port, and not a stranger who took it meanwhile."""
+        """True if this server answers on the port, and not another process that took it."""
         with (
             contextlib.suppress(OSError),
             socket.create_connection((LOOPBACK, self.port), 1.0) as peer,
@@ -252,17 +252,17 @@ class NatsServer:
 
 
 def is_folder_of_server(folder: Path) -> bool:
-    """Whether a server of ours has ever run over a folder."""
+    """True if a `NatsServer` has ever run over a folder."""
     return (folder / _LOCK).is_file()
 
 
 def is_served(folder: Path) -> bool:
-    """Whether a server of ours runs over a folder now."""
+    """True if a `NatsServer` runs over a folder now."""
     return served_at(folder) is not None
 
 
 def served_at(folder: Path) -> str | None:
-    """The URL of the server of ours that runs over a folder now; "" while it begins to."""
+    """Returns the URL of the `NatsServer` over a folder: "" while it starts, None if none runs."""
     descriptor = os.open(folder / _LOCK, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -275,7 +275,7 @@ def served_at(folder: Path) -> str | None:
 
 
 def find_binary() -> Path:
-    """The nats-server program: of this Python environment, else the one on PATH.
+    """Returns the path of nats-server: from this Python environment, else from PATH.
 
     Raises:
         ConfigError: there is no nats-server program.
@@ -293,7 +293,7 @@ def find_binary() -> Path:
 
 
 def is_free(port: int) -> bool:
-    """Whether nobody has a TCP port on 127.0.0.1 now."""
+    """True if no process uses a TCP port on 127.0.0.1 now."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -304,7 +304,7 @@ def is_free(port: int) -> bool:
 
 
 def free_port() -> int:
-    """A TCP port on 127.0.0.1 that nobody has now."""
+    """Returns a TCP port on 127.0.0.1 that no process uses now."""
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         port: int = probe.getsockname()[1]

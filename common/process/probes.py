@@ -1,6 +1,6 @@
 """The probes of a daemon: /metrics for Prometheus, /livez, /readyz, and systemd's watchdog.
 
-HTTP is answered from threads of their own, so that a main loop that hangs can be seen.
+HTTP requests are answered on their own threads, so that a main loop that hangs can be seen.
 """
 
 import json
@@ -23,7 +23,7 @@ ANSWER_S = 10.0
 
 @dataclass(frozen=True)
 class Probes:
-    """The metrics and the health of one daemon, and where they are reported: HTTP, systemd."""
+    """The metrics and the health of one daemon, and how it reports them to systemd."""
 
     metrics: Metrics
     health: Health
@@ -32,7 +32,7 @@ class Probes:
 
 
 def make_probes(retries: Retries, **labels: str) -> Probes:
-    """The probes of a daemon that begins; `labels` name its run and itself."""
+    """Makes the probes of a daemon that starts; `labels` name its run and itself."""
     counted = Metrics(labels)
     health = Health(waiting=retries.now)
     counted.on_scrape(lambda: _show_health(counted, health))
@@ -43,10 +43,10 @@ def make_probes(retries: Retries, **labels: str) -> Probes:
 
 @contextmanager
 def serving(section: MetricsSection, probes: Probes) -> Iterator[None]:
-    """Tell systemd of the start; serve the pages while the block lasts, where a port is set.
+    """Reports the start to systemd, and serves the pages while the block runs, if a port is set.
 
     Raises:
-        ConfigError: the port is not to be had.
+        ConfigError: the port cannot be used.
     """
     probes.start.begin()
     try:
@@ -97,11 +97,11 @@ def _answer(health: Health, well: Callable[[Answer], bool]) -> tuple[HTTPStatus,
 
 class _ProbeServer(ThreadingHTTPServer):
     daemon_threads = True
-    # What a scraper that hangs up half-way leaves is no news.
+    # Does not wait for the threads of scrapers that have hung up.
     block_on_close = False
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A connection that broke is the client's affair."""
+        """Ignores a broken connection, which is the client's fault."""
 
 
 def _listen(section: MetricsSection, pages: dict[str, Page]) -> _ProbeServer:
@@ -123,7 +123,7 @@ def _listen(section: MetricsSection, pages: dict[str, Page]) -> _ProbeServer:
             self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
-            """Scrapes are no events."""
+            """Logs nothing, as scrapes are no events."""
 
     try:
         return _ProbeServer((section.listen, section.port), Handler)

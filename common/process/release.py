@@ -1,4 +1,4 @@
-"""The release of the program that runs and its packages, as records name their maker."""
+"""The release of this program and its packages, which records state."""
 
 import re
 from functools import cache
@@ -6,19 +6,19 @@ from importlib import metadata
 
 from diloco.common.protocol import shards
 
-# Of a requirement such as `jax>=0.7; extra == "dev"`.
+# The name at the beginning of a requirement such as `jax>=0.7; extra == "dev"`.
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 
 @cache
 def release() -> str:
-    """The release that is installed."""
+    """Returns the installed release of this program."""
     return metadata.version("diloco")
 
 
 @cache
 def packages() -> tuple[str, ...]:
-    """The installed packages among those that the program requires, as `name==version`, by name."""
+    """Returns the installed packages that this program requires, as `name==version`, sorted."""
     required = [line for line in metadata.requires("diloco") or () if "extra ==" not in line]
     return tuple(sorted(filter(None, map(_installed, required))))
 
@@ -35,5 +35,5 @@ def _installed(requirement: str) -> str:
 
 @cache
 def lock() -> str:
-    """Digest of `packages`."""
+    """Returns a digest of `packages`."""
     return shards.digest("\n".join(packages()).encode())

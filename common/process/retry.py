@@ -1,10 +1,10 @@
-"""Retries of transient faults, and what retrying needs: a clock, threads and randomness.
+"""Retries of transient faults, and what they need: a clock, threads and randomness.
 
 `Runtime` holds these three, so that a simulation can give drivers virtual time and a seed.
 
-Somebody may set a machine's clock at any time, by hours and either way. Whatever waits, or says how
-long something took, follows `Clock`, which nobody can set; what it shows beside other machines'
-times is as right as the wall clock was at the start.
+A machine's clock can be set at any time, by hours and either way. So all waits and durations use
+`Clock`, which nobody can set; compared with other machines' times it is as right as the wall clock
+was at the start.
 """
 
 import asyncio
@@ -22,11 +22,11 @@ from diloco.common.protocol.errors import BusError, DilocoError, StoreError
 
 
 class Clock:
-    """Seconds since the epoch when it was made, and the seconds that have passed since.
+    """Seconds since the epoch: the wall clock's when it was made, and the monotonic seconds since.
 
     Args:
-        wall: seconds since the epoch, read once.
-        monotonic: seconds since some moment, which only grow.
+        wall: returns seconds since the epoch; called once.
+        monotonic: returns seconds since some moment, which only grow.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Clock:
         self._monotonic = monotonic
 
     def __call__(self) -> float:
-        """Now."""
+        """Returns the seconds since the epoch."""
         return self._began_s + self._monotonic()
 
 
@@ -51,21 +51,21 @@ LAST_BACKOFF_S = 10.0
 
 
 def unguessable_id() -> str:
-    """128 bits of the system's randomness, in hex, which no earlier ids predict."""
+    """Returns 128 random bits in hex, which nobody can predict from earlier ids."""
     return secrets.token_hex(ID_BYTES)
 
 
 async def offload_to_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run a blocking call on a thread of the loop's pool."""
+    """Runs a blocking call on a thread of the event loop's pool."""
     return await asyncio.to_thread(function, *args, **kwargs)
 
 
 @dataclass
 class Retries:
-    """Counts of attempts that wait because of transient faults, and of those that have met one.
+    """Counts the attempts that wait because of transient faults, and all faults so far.
 
-    Counted by what was attempted and whose fault it was: "bus", "store" or "other". Changed on
-    the event loop; read from other threads.
+    The keys are what was attempted, and where the fault was: "bus", "store" or "other". The event
+    loop changes the counts; other threads read them.
     """
 
     waiting: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -73,7 +73,7 @@ class Retries:
 
     @contextlib.contextmanager
     def note(self, what: str) -> Iterator[Callable[[DilocoError], None]]:
-        """Gives the function to call at each fault of an attempt at `what`, while a block lasts."""
+        """Yields a function that counts a fault of an attempt at `what`, while the block runs."""
         met: list[tuple[str, str]] = []
 
         def end() -> None:
@@ -92,7 +92,7 @@ class Retries:
             end()
 
     def now(self) -> tuple[str, ...]:
-        """The attempts that wait now."""
+        """Returns the names of the attempts that wait now."""
         return tuple(what for (what, _), count in sorted(self.waiting.copy().items()) if count)
 
 
@@ -107,11 +107,11 @@ class Runtime:
     """Time, threads and randomness, as the drivers see them.
 
     Attributes:
-        clock: seconds since the epoch; steps of the wall clock do not change it.
-        offload: runs a blocking function and gives its result.
-        rng: for jitter only: its values can be predicted.
-        new_id: gives an id that nobody has or can predict.
-        retries: the calls that `retry` is repeating now.
+        clock: returns seconds since the epoch; steps of the wall clock do not change it.
+        offload: runs a blocking function and returns its result.
+        rng: for jitter only, as its values can be predicted.
+        new_id: returns a unique id that nobody can predict.
+        retries: counts the calls that `retry` is repeating now.
     """
 
     clock: Callable[[], float] = field(default_factory=Clock)
@@ -121,7 +121,7 @@ class Runtime:
     retries: Retries = field(default_factory=Retries)
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a blocking function off the event loop."""
+        """Runs a blocking function off the event loop."""
         result: T = await self.offload(function, *args, **kwargs)  # type: ignore[assignment]
         return result
 
@@ -133,20 +133,20 @@ class Runtime:
         logger: log.Logger,
         deadline_s: float | None = None,
     ) -> T:
-        """Call `attempt` until it succeeds; transient faults (`error.retry`) are waited out.
+        """Calls `attempt` until it succeeds, and waits out transient faults (`error.retry`).
 
-        A fault with `patience_s` that lasts for so long does not count as transient.
+        A fault with `patience_s` that lasts longer than this counts as permanent.
 
         Exponential backoff with full jitter, from 0.1 s up to 10 s between attempts.
 
         Args:
             what: named in the log, once when it begins to fail and once when it works again.
             attempt: makes one attempt.
-            logger: where to tell.
-            deadline_s: give up after so many seconds; None for never.
+            logger: the log.
+            deadline_s: seconds after which to give up; None: never.
 
         Raises:
-            DilocoError: one that is no transient fault, or the last one at the deadline.
+            DilocoError: a permanent fault, or the last transient one at the deadline.
         """
         with self.retries.note(what) as fault:
             return await self._retry(what, attempt, fault, logger, deadline_s)

@@ -1,12 +1,12 @@
-"""A program that makes JSON lines of what libraries write to standard error.
+"""A program that turns what libraries write to standard error into JSON lines.
 
-    python -I -S stderr_lines.py [--journal | --plain] < what they write > what is logged
+    python -I -S stderr_lines.py [--journal | --plain] < their output > the log
 
 libtpu, CUDA, XLA and Gloo write to file descriptor 2, past Python. A daemon gives them a pipe to
-write to (`log.take_stderr`), and this process reads it: one of its own, because what a library
-says before it aborts is what one wants to know, and a thread of the daemon would die with it. It
-ends when nobody can write to the pipe any more. It imports the standard library alone: it starts in
-20 ms, and beside each daemon.
+write to (`log.take_stderr`), and this process reads it. It is a process of its own, because a
+daemon's thread would die with the daemon, and a library's last words before it aborts matter most.
+It ends when nobody can write to the pipe any more. It imports the standard library alone, so that
+it starts in 20 ms beside each daemon.
 """
 
 import json
@@ -18,20 +18,20 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 
 READ_BYTES = 1 << 16
-# A line that is longer is cut in pieces: a log's reader may have a limit of its own.
+# Longer lines are cut in pieces, as a log's reader may have a limit of its own.
 LINE_BYTES = 1 << 14
-# How Google's C++ libraries mark what they write, and older ones did: "W0102 ...", "...: E ...".
+# The marks of Google's C++ libraries, new and old, in their lines: "W0102 ...", "...: E ...".
 _MARK = re.compile(r"^(?:([IWEF])\d{4} |\d{4}-\d\d-\d\d [\d:.]+: ([IWEF]) )")
-# Their errors are no errors of the daemon: it goes on, or ends with one of its own.
+# A library's error becomes a warning: the daemon goes on, or ends with an error of its own.
 _LEVELS = {"I": "info", "W": "warning", "E": "warning", "F": "error"}
 # As in sd-daemon(3); `common/process/log.py` has all of them.
 _PRIORITIES = {"info": b"<6>", "warning": b"<4>", "error": b"<3>"}
-# Of Python's own last words.
+# How lines about a crash begin.
 _FATAL = ("Fatal Python error", "Segmentation fault", "terminate called")
 
 
 def level_of(line: str) -> str:
-    """The level that a line names, if it names one."""
+    """Returns the log level that a line names; "info" if it names none."""
     if line.startswith(_FATAL):
         return "error"
     mark = _MARK.match(line)
@@ -39,9 +39,9 @@ def level_of(line: str) -> str:
 
 
 def as_event(line: bytes, now: datetime, *, journal: bool = False) -> bytes:
-    """A line of stderr as a line of the log; a child's log line stays as it is.
+    """Returns a line of stderr as a JSON line of the log; a child's log line stays as it is.
 
-    For systemd's journal it begins with its priority.
+    With `journal` it begins with its priority for systemd's journal.
     """
     if line.startswith(b"{"):
         try:
@@ -63,12 +63,12 @@ def as_event(line: bytes, now: datetime, *, journal: bool = False) -> bytes:
 
 
 def as_line(line: bytes, now: datetime) -> bytes:
-    """A line for a terminal, as `log_lines.py` has those of the log itself."""
+    """Returns a line for a terminal, in the form of the log's own lines (`log_lines.py`)."""
     return f"{now.astimezone():%H:%M:%S}  said: ".encode() + line + b"\n"
 
 
 def split(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Lines without their ends, in pieces of a bearable length; the last one may have none."""
+    """Yields the lines without line ends, long ones in pieces of at most LINE_BYTES."""
     rest = b""
     for chunk in chunks:
         *lines, rest = (rest + chunk).split(b"\n")
@@ -86,14 +86,14 @@ def _pieces(line: bytes) -> Iterator[bytes]:
 
 
 def main() -> None:
-    """Read until the last writer is gone."""
-    # Who ends the daemon with all its processes wants to read its last words too.
+    """Reads and relays lines until the pipe's last writer is gone."""
+    # Ignore signals to the whole process group, to relay the daemon's last lines too.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     chunks = iter(lambda: os.read(sys.stdin.fileno(), READ_BYTES), b"")
     journal, plain = "--journal" in sys.argv, "--plain" in sys.argv
     for line in split(chunks):
-        # One write for each: whoever writes to the same place writes whole lines as well.
+        # One write for each line, so that lines of several writers do not mix.
         now = datetime.now(UTC)
         told = as_line(line, now) if plain else as_event(line, now, journal=journal)
         os.write(sys.stdout.fileno(), told)

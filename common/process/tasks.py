@@ -1,4 +1,4 @@
-"""Coroutines that run beside each other, the event loops they need, and their end by a signal."""
+"""Runs coroutines concurrently, makes the event loops that they need, and ends them on signals."""
 
 import asyncio
 import contextlib
@@ -12,16 +12,16 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-# Between two looks at whether a daemon that starts is to end.
+# Seconds between two checks of whether a starting daemon was asked to stop.
 ASKED_LOOK_S = 0.2
-# Longer than any farewell takes: giving up leases, closing a connection.
+# Longer than any clean-up takes: releasing leases, closing a connection.
 CANCEL_AGAIN_S = 10.0
 
 
 def run_to_end(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine, for code that is not asynchronous.
+    """Runs a coroutine and returns its result, for code that is not asynchronous.
 
-    Where an event loop runs on this thread already, as in a notebook, it has a thread of its own.
+    If an event loop runs on this thread already, as in a notebook, it runs on another thread.
     """
     try:
         asyncio.get_running_loop()
@@ -33,7 +33,7 @@ def run_to_end(coroutine: Coroutine[Any, Any, T]) -> T:
 
 @contextlib.contextmanager
 def running_loop() -> Iterator[asyncio.AbstractEventLoop]:
-    """An event loop on a thread of its own; what still runs at the end is cancelled."""
+    """Runs an event loop on a thread of its own; cancels what still runs when the block ends."""
     loop = asyncio.new_event_loop()
 
     def serve() -> None:
@@ -50,7 +50,7 @@ def running_loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 def on_signals(stop: Callable[[], object]) -> None:
-    """The first SIGINT or SIGTERM calls `stop`; the second ends the process at once.
+    """Makes the first SIGINT or SIGTERM call `stop`, and the second end the process at once.
 
     Call it on the main thread.
     """
@@ -68,11 +68,11 @@ def on_signals(stop: Callable[[], object]) -> None:
 
 @contextlib.contextmanager
 def asked_by_signals(stop: Callable[[], object]) -> Iterator[None]:
-    """For as long as the block lasts, the first SIGINT or SIGTERM calls `stop`.
+    """While the block runs, makes the first SIGINT or SIGTERM call `stop`.
 
-    Handlers that were there are called too, at each signal. From the second on, where there was
-    none, a signal does what it did before. Signals that were ignored stay so. Off the main
-    thread, which alone may set handlers, nothing is done.
+    Earlier Python handlers are called too, at each signal. Where there was none, a second signal
+    has its default effect. Ignored signals stay ignored. Off the main thread, which alone may set
+    handlers, nothing is done.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -103,16 +103,16 @@ def asked_by_signals(stop: Callable[[], object]) -> Iterator[None]:
 
 
 class AskedToStopError(Exception):
-    """Somebody asked the daemon to stop before its work began."""
+    """The daemon was asked to stop before its work began."""
 
 
 async def unless_asked(coroutine: Coroutine[Any, Any, T], asked: Callable[[], bool]) -> T:
-    """Await one step of a start, unless the daemon is asked to stop first.
+    """Awaits one step of a start, unless the daemon is asked to stop first.
 
-    A start waits for others, for ever if need be; it must not wait so when its machine goes down.
+    A step may wait for others for ever, which must not block a machine's shutdown.
 
     Raises:
-        AskedToStopError: it was asked; the coroutine is cancelled.
+        AskedToStopError: `asked` returned True; the coroutine was cancelled.
     """
     task = asyncio.ensure_future(coroutine)
     try:
@@ -126,7 +126,7 @@ async def unless_asked(coroutine: Coroutine[Any, Any, T], asked: Callable[[], bo
 
 
 async def first_of(*coroutines: Coroutine[object, object, None]) -> None:
-    """Run until the first of these ends; cancel the others; raise the first one's error."""
+    """Runs until the first coroutine ends; then cancels the rest, and raises the first's error."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -137,7 +137,7 @@ async def first_of(*coroutines: Coroutine[object, object, None]) -> None:
 
 
 async def all_of(*coroutines: Coroutine[object, object, None]) -> None:
-    """Run until all of these have ended, or one has failed; then cancel the others and raise."""
+    """Runs until all coroutines have ended, or one has failed; then cancels the rest and raises."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         await asyncio.gather(*tasks)
@@ -146,10 +146,10 @@ async def all_of(*coroutines: Coroutine[object, object, None]) -> None:
 
 
 async def cancel(*tasks: "asyncio.Future[Any]") -> None:
-    """Cancel tasks and wait until they have ended.
+    """Cancels tasks, and waits until they have ended.
 
-    More than once if need be: `asyncio.wait_for` of Python 3.11 and nats-py each forget a
-    cancellation that comes in the wrong moment, and the task would go on for ever.
+    It cancels repeatedly if need be: `asyncio.wait_for` of Python 3.11 and nats-py each forget a
+    cancellation that comes at the wrong moment, and the task would go on for ever.
     """
     pending = {task for task in tasks if not task.done()}
     while pending:
@@ -158,28 +158,28 @@ async def cancel(*tasks: "asyncio.Future[Any]") -> None:
         _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
     for task in tasks:
         if not task.cancelled():
-            task.exception()  # Looked at, or asyncio complains in the log.
+            task.exception()  # Read, as asyncio else logs it.
 
 
 class Tasks:
-    """A set of coroutines that run by themselves; must be made in a running event loop."""
+    """A set of concurrent coroutines; must be made in a running event loop."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def start(self, work: Coroutine[object, object, None]) -> None:
-        """Run `work` beside everything else."""
+        """Runs `work` concurrently."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
 
     async def failure(self) -> None:
-        """Raise the first exception of a task; wait for ever if none fails."""
+        """Raises the first exception of a task; waits for ever if none fails."""
         await self._broken
 
     async def stop(self) -> None:
-        """End them all."""
+        """Cancels all tasks."""
         await cancel(*self._tasks)
 
     def _done(self, task: asyncio.Task[None]) -> None:

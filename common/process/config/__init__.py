@@ -2,7 +2,7 @@
 
 The sections `run`, `task`, `sync`, `outer`, `staleness`, `quorum` and `bounds` define the run
 (`run.py`): they go into its specification, and a daemon whose file disagrees is refused. The
-sections `bus`, `store`, `learner`, `aggregator`, `gc` and `metrics` say how one daemon works
+sections `bus`, `store`, `learner`, `aggregator`, `gc` and `metrics` configure one daemon
 (`daemon.py`), and may differ from machine to machine. docs/configuration.md is generated from them.
 """
 

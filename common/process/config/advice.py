@@ -1,8 +1,8 @@
-"""Settings that are known to train worse, each with what it costs and how that is known.
+"""Rules about settings that are known to train worse, each with its cost and its evidence.
 
-A rule is a sentence on settings that break it, and its evidence: this project's own sweep
-(docs/benchmarks.md), or a paper. They warn, and refuse nothing: who measured otherwise
-for a model of their own knows better.
+A rule recognizes settings that break it, and states the evidence: this project's own sweep
+(docs/benchmarks.md), or a paper. Rules warn and refuse nothing: users who measured otherwise for
+their own model know better.
 """
 
 from collections.abc import Callable
@@ -10,15 +10,15 @@ from typing import NamedTuple
 
 from diloco.common.process.config.run import RunSettings
 
-# Rounds of a fragment below which a momentum of 0.8 or more had lost in every sweep.
+# With fewer rounds of a fragment than this, a momentum of 0.8 or more lost in every sweep.
 FEW_ROUNDS = 200
 
 
 class Broken(NamedTuple):
-    """A rule that settings break; the sentence names the settings and the cost.
+    """A rule that settings break; `sentence` names the settings and the cost.
 
     Attributes:
-        about: the settings that it looks at.
+        about: the keys that the rule examines.
     """
 
     sentence: str
@@ -27,13 +27,14 @@ class Broken(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """Advice on a region of settings.
+    """Advice against a region of settings.
 
     Attributes:
-        about: the settings it looks at.
-        cost: the cost that was seen there.
-        evidence: where that was seen.
-        broken: settings -> the part of the sentence that names theirs; None if they keep it.
+        about: the keys that the rule examines.
+        cost: the cost that was measured there.
+        evidence: where it was measured.
+        broken: returns the part of the sentence that names the settings; None if they keep the
+            rule.
     """
 
     about: str
@@ -43,7 +44,7 @@ class Rule(NamedTuple):
 
 
 def planned_rounds(settings: RunSettings) -> int:
-    """Versions of a fragment that a run of this length makes, if nothing holds it up."""
+    """Returns how many versions of a fragment a run makes, if nothing delays it."""
     return settings.run.steps // settings.sync.interval_steps
 
 
@@ -75,7 +76,7 @@ def _too_far(settings: RunSettings) -> str | None:
 
 def _too_far_by_sgd(settings: RunSettings) -> str | None:
     outer = settings.outer
-    # An average is shorter than what it averages, and so bears more.
+    # An average is shorter than the updates, so it allows a higher learning rate.
     known = 1.2 if settings.merge == "rda" else 1.4
     if outer.optimizer != "sgd" or outer.learning_rate <= known:
         return None
@@ -185,7 +186,7 @@ RULES = (
 
 
 def broken(settings: RunSettings) -> list[Broken]:
-    """The rules that settings break."""
+    """Returns the rules that `settings` break."""
     found = [(rule, rule.broken(settings)) for rule in RULES]
     return [
         Broken(f"{named}: {rule.cost}", rule.evidence, rule.about) for rule, named in found if named
@@ -193,5 +194,5 @@ def broken(settings: RunSettings) -> list[Broken]:
 
 
 def warnings(settings: RunSettings) -> list[str]:
-    """Sentences on settings that are known to train worse, with the evidence."""
+    """Returns a sentence, with evidence, for each rule that `settings` break."""
     return [f"{one.sentence} ({one.evidence})" for one in broken(settings)]

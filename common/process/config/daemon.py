@@ -1,4 +1,4 @@
-"""The sections that say how one daemon works; they may differ from machine to machine."""
+"""The sections that configure one daemon; they may differ from machine to machine."""
 
 from typing import Annotated, Any, Literal
 
@@ -67,9 +67,9 @@ class StoreSection(Section):
 
 
 class MeshSection(Section):
-    """A learner's devices, of all its hosts, as a mesh.
+    """The devices of a learner, on all its hosts, as a mesh.
 
-    "fsdp=4,tensor=2" is read too, and "4", which is fsdp=4.
+    Also parsed from text: "fsdp=4,tensor=2", or "4", which means fsdp=4.
     """
 
     data: Annotated[int, Field(ge=0)] = Field(
@@ -106,7 +106,7 @@ class MeshSection(Section):
 
 
 class IslandSection(Section):
-    """Settings of one learner's hardware; None: as the section `learner` has it."""
+    """Settings of one learner's hardware; None: the setting of the section `learner` applies."""
 
     mesh: MeshSection | None = Field(default=None, description="instead of `learner.mesh`")
     anchor: Literal["device", "host"] | None = Field(
@@ -212,7 +212,7 @@ class LearnerSection(Section):
         return self
 
     def island(self, learner: str) -> IslandSection:
-        """The settings of a learner's hardware, together with those for all learners."""
+        """Returns one learner's hardware settings, with those for all learners as defaults."""
         own = self.islands.get(learner, IslandSection())
         return IslandSection(
             mesh=own.mesh or self.mesh,
@@ -248,7 +248,7 @@ class AggregatorSection(Section):
 
 
 class GcSection(Section):
-    """The retention of garbage collection beyond what recovery needs."""
+    """How much garbage collection keeps beyond what recovery needs."""
 
     enabled: bool = Field(
         default=True,
@@ -277,7 +277,7 @@ class MetricsSection(Section):
 
 
 class Config(RunSettings):
-    """The whole file."""
+    """All sections of the configuration file."""
 
     store: StoreSection
     bus: BusSection = BusSection()
@@ -287,7 +287,7 @@ class Config(RunSettings):
     metrics: MetricsSection = MetricsSection()
 
     def settings(self) -> RunSettings:
-        """The part that defines the run."""
+        """Returns the sections that define the run."""
         return RunSettings(**{name: getattr(self, name) for name in RunSettings.model_fields})
 
 

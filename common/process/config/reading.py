@@ -1,4 +1,4 @@
-"""From a TOML file to a checked configuration."""
+"""Reads a TOML file into a checked configuration."""
 
 import difflib
 import tomllib
@@ -15,10 +15,10 @@ from diloco.common.process.config.run import RunSettings
 from diloco.common.protocol.errors import ConfigError
 from diloco.common.protocol.names import NAME
 
-# What pydantic calls it where a table was expected.
+# Pydantic's error types for a value that should be a table.
 _TABLES = {"dict_type", "model_type", "model_attributes_type"}
 _WHOLE, _NUMBER = "must be a whole number", "must be a number"
-# The end of a sentence about a key, by what pydantic calls its fault.
+# The end of a sentence about a key, by pydantic's type of the error.
 _EXPECTED = {
     "int_type": _WHOLE,
     "int_parsing": _WHOLE,
@@ -46,12 +46,12 @@ _FORMS = {
 
 
 def load_config(path: Path | str, *, connects: bool = True) -> Config:
-    """The configuration in the TOML file `path`.
+    """Loads the configuration from the TOML file `path`.
 
     Args:
-        path: of the file.
-        connects: False for who looks at shapes and figures alone: the file may leave out the
-            store, as one does that Terraform completes.
+        path: path of the file.
+        connects: False for callers that use no store: the file may then lack the section, as a file
+            does that Terraform completes.
 
     Raises:
         ConfigError: no such file, not TOML, or a key that is missing, unknown or out of range.
@@ -63,7 +63,7 @@ def load_config(path: Path | str, *, connects: bool = True) -> Config:
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """Read the TOML file `path`, unchecked.
+    """Reads the TOML file `path`, unchecked.
 
     Raises:
         ConfigError: no such file, or not TOML.
@@ -86,7 +86,7 @@ def read_document(path: Path) -> dict[str, Any]:
 
 
 def placed_config(document: Mapping[str, Any]) -> Config:
-    """As `make_config`, with what the environment says of the daemon sections.
+    """Makes a configuration as `make_config`, with the environment's values of daemon sections.
 
     Raises:
         ConfigError: a key is missing, unknown or out of range.
@@ -95,7 +95,7 @@ def placed_config(document: Mapping[str, Any]) -> Config:
 
 
 def make_config(document: Mapping[str, Any], *, source: str) -> Config:
-    """A checked configuration from the sections in `document`; `source` is named in errors.
+    """Makes a checked configuration from `document`; errors name `source`.
 
     Raises:
         ConfigError: a key is missing, unknown or out of range.
@@ -109,7 +109,7 @@ def make_config(document: Mapping[str, Any], *, source: str) -> Config:
 
 
 def with_mesh(config: Config, learner: str, mesh: str) -> Config:
-    """The configuration with another mesh for one learner: "fsdp=4,tensor=2".
+    """Returns the configuration with another mesh for one learner, such as "fsdp=4,tensor=2".
 
     Raises:
         ConfigError: the text is not a mesh.
@@ -121,10 +121,10 @@ def with_mesh(config: Config, learner: str, mesh: str) -> Config:
 
 
 def parse_settings(fields: Mapping[str, Any]) -> RunSettings:
-    """The settings of a run's specification.
+    """Parses the settings of a run's specification.
 
     Raises:
-        ConfigError: this program does not know such settings: it is older or newer than the run.
+        ConfigError: this program is older or newer than the run, and does not know such settings.
     """
     try:
         return RunSettings.model_validate(fields)
@@ -136,7 +136,7 @@ def parse_settings(fields: Mapping[str, Any]) -> RunSettings:
 
 
 def explain(error: ValidationError) -> str:
-    """The keys of a validation error and what is wrong with them, in one line."""
+    """Returns the keys of a validation error, and what is wrong with each, in one line."""
     lines = []
     for item in error.errors(include_url=False):
         key = ".".join(str(part) for part in item["loc"])
@@ -160,7 +160,7 @@ def _expected(item: ErrorDetails) -> str:
 
 
 def _unknown(key: str) -> str:
-    """Says of an unknown key which known one is meant, if one is like it."""
+    """Returns a sentence about an unknown key, which suggests a known key like it, if any."""
     known = [
         f"{section}.{name}"
         for section, field in Config.model_fields.items()

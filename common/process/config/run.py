@@ -1,4 +1,4 @@
-"""The sections that define a run; they go into its specification."""
+"""The sections that define a run; they are part of its specification."""
 
 from typing import Annotated, Any, Literal, Self
 
@@ -16,7 +16,7 @@ Steps = Annotated[int, Field(ge=1)]
 
 
 class Section(BaseModel):
-    """A section of the file."""
+    """Base of the sections of the configuration file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -77,7 +77,7 @@ class RunSection(Section):
         return self
 
     def tokens_of(self, learner: str) -> int:
-        """Tokens of one inner step of a learner; 0: as its task says."""
+        """Returns the tokens of one inner step of a learner; 0: its task determines them."""
         said = self.tokens_per_step
         return said.get(learner, 0) if isinstance(said, dict) else said
 
@@ -103,12 +103,12 @@ class TaskSection(Section):
     @field_validator("options", mode="after")
     @classmethod
     def _as_in_a_file(cls, options: dict[str, Any]) -> dict[str, Any]:
-        # A message's arrays are tuples; a file's are lists, and the two are one setting.
+        # A message's arrays are tuples, a file's are lists; both mean the same setting.
         return {key: _with_lists(value) for key, value in options.items()}
 
 
 class SyncSection(Section):
-    """The settings of sending and adopting."""
+    """How learners send updates and adopt versions."""
 
     interval_steps: Steps = Field(
         default=24, description="H: inner steps between two updates of a fragment"
@@ -192,7 +192,7 @@ class SyncSection(Section):
         return self
 
     def rhythm(self, fragment: int) -> Rhythm:
-        """The intervals at which a fragment is due."""
+        """Returns the intervals at which a fragment is due."""
         return Rhythm(
             fragment,
             self.fragments,
@@ -202,7 +202,7 @@ class SyncSection(Section):
         )
 
 
-# An average is shorter than what it averages: so much longer a step costs as little as RDA's.
+# An average is shorter than the updates; with this learning rate its steps are as long as RDA's.
 ROBUST_LEARNING_RATE = 1.2
 
 
@@ -260,7 +260,7 @@ class StalenessSection(Section):
 
 
 class QuorumSection(Section):
-    """When a round opens and closes."""
+    """The rules by which a round opens and closes."""
 
     min_learners: Steps = Field(
         default=1, description="K: the quorum of a round is min(K, live learners)"
@@ -292,7 +292,7 @@ class QuorumSection(Section):
 
 
 class LearnerBounds(Section):
-    """Bounds that an operator declares for one learner; 0: not declared."""
+    """Limits that an operator declares for one learner; 0: not declared."""
 
     max_steps_per_s: NonNegative = Field(
         default=0.0,
@@ -307,7 +307,7 @@ UNDECLARED = LearnerBounds()
 
 
 class BoundsSection(Section):
-    """Bounds on the claims of manifests that the aggregator believes."""
+    """Limits up to which the aggregator believes what manifests claim."""
 
     max_tokens_per_step: Annotated[int, Field(ge=1)] = Field(
         default=1 << 32, description="most tokens of one inner step that a learner is credited with"
@@ -340,12 +340,12 @@ class BoundsSection(Section):
     )
 
     def of(self, learner: str) -> LearnerBounds:
-        """The bounds that are declared for a learner."""
+        """Returns the limits that are declared for a learner."""
         return self.learners.get(learner, UNDECLARED)
 
 
 class RunSettings(Section):
-    """The sections that all parties of a run share; they go into its specification."""
+    """The settings that all parties of a run share; they are part of its specification."""
 
     run: RunSection
     task: TaskSection = TaskSection()
@@ -365,7 +365,7 @@ class RunSettings(Section):
 
     @property
     def robust(self) -> bool:
-        """Whether learners may lie, and are merged by centered clipping."""
+        """True if learners may be malicious, so that updates are merged by centered clipping."""
         return self.run.trust == "others"
 
     @property
@@ -374,7 +374,7 @@ class RunSettings(Section):
         return "centered_clipping" if self.robust else self.outer.merge
 
 
-# What a run may change while it goes on: section -> keys, None for all of them.
+# Settings that may change while a run goes on: section -> keys, None for all of them.
 CHANGEABLE: dict[str, frozenset[str] | None] = {
     "run": frozenset({"steps", "tokens", "paused"}),
     "sync": frozenset({"interval_steps", "min_steps", "overlap_steps", "reannounce_timeout_s"}),
@@ -386,14 +386,14 @@ CHANGEABLE: dict[str, frozenset[str] | None] = {
 
 
 def is_changeable(section: str, key: str) -> bool:
-    """Whether a run may change a setting while it goes on."""
+    """True if a setting may change while a run goes on."""
     keys = CHANGEABLE.get(section, frozenset())
     return keys is None or key in keys
 
 
 def differences(ours: RunSettings, theirs: RunSettings) -> list[str]:
-    """Each setting in which two configurations of a run differ: 'sync.codec: int4 here, ...'."""
-    # A run without a task is its parameters, which the layout compares.
+    """Returns each setting in which two configurations differ: 'sync.codec: int4 here, ...'."""
+    # A run without a task is defined by its parameters, and the layouts compare those.
     taskless = not (ours.task.build and theirs.task.build)
     return [
         f"{key}: {ours!r} here, {theirs!r} in the run"
@@ -403,15 +403,15 @@ def differences(ours: RunSettings, theirs: RunSettings) -> list[str]:
 
 
 def changes(before: RunSettings, after: RunSettings) -> list[str]:
-    """Each setting that is another after a change: 'outer.learning_rate: 0.9 -> 0.5'."""
+    """Returns each setting that a change alters: 'outer.learning_rate: 0.9 -> 0.5'."""
     return [f"{key}: {old!r} -> {new!r}" for key, old, new in _unequal(before, after)]
 
 
 def check_changeable(ours: RunSettings, theirs: RunSettings) -> None:
-    """Refuse settings that differ from those at creation in a setting that is fixed.
+    """Refuses settings that differ from those at creation in a key that cannot change.
 
     Raises:
-        ConfigError: names each setting that differs and may not.
+        ConfigError: names each key that differs and cannot change.
     """
     fixed = [key for key, _, _ in _unequal(ours, theirs) if not is_changeable(*key.split(".", 1))]
     if fixed:
@@ -428,7 +428,7 @@ def check_changeable(ours: RunSettings, theirs: RunSettings) -> None:
 def check_same_run(
     ours: RunSettings, theirs: RunSettings, our_layout: str, their_layout: str
 ) -> None:
-    """Refuse a daemon whose file or model is not the run's.
+    """Refuses a daemon whose file or model is not the run's.
 
     Raises:
         RunMismatchError: names each difference, with both sides.
@@ -454,14 +454,14 @@ def _unequal(one: RunSettings, other: RunSettings) -> list[tuple[str, Any, Any]]
 
 
 def fitted(settings: RunSettings, layout: Layout) -> RunSettings:
-    """The settings of a run with this layout, which may have fewer fragments than were asked."""
+    """Returns the settings with the layout's number of fragments, which may be fewer than asked."""
     fragments = min(settings.sync.fragments, len(layout.fragments))
     sync = settings.sync.model_copy(update={"fragments": fragments})
     return settings.model_copy(update={"sync": sync})
 
 
 def unfilled(asked: RunSettings, fragments: int) -> str:
-    """A sentence on a run that has fewer fragments than were asked for; else nothing."""
+    """Returns a sentence if a run has fewer fragments than were asked for; else ""."""
     if fragments >= asked.sync.fragments:
         return ""
     return (
@@ -472,11 +472,10 @@ def unfilled(asked: RunSettings, fragments: int) -> str:
 
 # --- Averaged state: the settings of a fragment that holds no parameters
 #
-# State that is averaged, such as batch statistics, is no direction in which somebody descends: its
-# version is the mean of what the learners have, weighted by tokens, and learners take it over as it
-# is. Numbers travel in float32, since a variance that is rounded below zero is none. What fits no
-# convex average is left out: an update on an older version would be added to a mean that has
-# moved meanwhile, so it counts for nothing.
+# Averaged state, such as batch statistics, is no gradient: its version is the mean of the learners'
+# values, weighted by tokens, and learners adopt the mean unchanged. Values are sent in float32,
+# since rounding could make a variance negative. Updates that fit no convex average are left out:
+# an update on an older version would be added to a mean that has moved meanwhile.
 
 _AVERAGED_SYNC = {"codec": "float32", "delta_codec": "float32", "adopt": "overwrite", "alpha": 0.0}
 _AVERAGED_OUTER = {
@@ -486,20 +485,20 @@ _AVERAGED_OUTER = {
     "merge": "average",
     "participation": False,
 }
-# The discount of an update that is a version old is a millionth; a limit would reject it, which
-# says of an honest learner that something is wrong.
+# An update that is one version old is discounted to a millionth. A limit would reject it, which
+# would count against an honest learner.
 _AVERAGED_STALENESS = {"rule": "inverse", "rate": 1e6, "max_versions": 0}
-# A mean needs no norm: numbers of state have sizes of their own.
+# No clipping: norms of state have no common scale.
 _AVERAGED_BOUNDS = {"norm_clip": 1e30}
 
 
 def settings_of(settings: RunSettings, layout: Layout, fragment: int) -> RunSettings:
-    """The settings by which a fragment is synchronized: the run's, or those of averaged state."""
+    """Returns the settings by which a fragment is synchronized: the run's, or averaged state's."""
     return averaged_settings(settings) if layout.fragments[fragment].averaged else settings
 
 
 def averaged_settings(settings: RunSettings) -> RunSettings:
-    """A run's settings as they hold for averaged state."""
+    """Returns a run's settings as they apply to averaged state."""
     return settings.model_copy(
         update={
             "sync": settings.sync.model_copy(update=_AVERAGED_SYNC),
@@ -511,5 +510,5 @@ def averaged_settings(settings: RunSettings) -> RunSettings:
 
 
 def sync_of(sync: SyncSection, fragment: Fragment) -> SyncSection:
-    """The settings of sending and adopting a fragment: the run's, or those of averaged state."""
+    """Returns the section `sync` that applies to a fragment: the run's, or averaged state's."""
     return sync.model_copy(update=_AVERAGED_SYNC) if fragment.averaged else sync
