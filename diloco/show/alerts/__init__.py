@@ -1,1 +1,1 @@
-"""`diloco watch`: a run's problems sent to people, with nothing between but a webhook."""
+"""`diloco watch`: sends a run's problems to people, with no service but a webhook."""

@@ -1,7 +1,8 @@
-"""Alerts that fire: the findings of many looks become alerts that fire and resolve once. Pure.
+"""Turns the findings of many looks at a run into alerts that fire and resolve once. Pure.
 
-An alert is what is amiss with one thing and is told on one page: "learner a" and
-runbooks/lagging-learner.md. Its sentences may change from look to look, as the seconds in them do.
+An alert has a subject and a runbook, such as "learner a" and runbooks/lagging-learner.md: all
+findings with both are one alert. Its sentences may change from look to look, as the seconds in them
+do.
 """
 
 import hashlib
@@ -14,17 +15,17 @@ from diloco.run.cli.units import human_time
 from diloco.run.state import Finding
 
 SEVERITIES = ("warning", "error")
-# Of what a webhook is sent: docs/watch.md describes it; keys are added, and neither renamed nor
-# taken away.
+# The version of the webhook's JSON, described in docs/watch.md; keys may be added, but neither
+# renamed nor removed.
 VERSION = 1
 
-# What makes two findings the same alert: what they are about, and their runbook.
+# Findings with the same subject and runbook are the same alert.
 Key = tuple[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alert:
-    """One thing that is amiss.
+    """One problem of one subject.
 
     Attributes:
         severity: the worst of its findings.
@@ -45,19 +46,19 @@ class Alert:
         return self.about, self.runbook
 
     def id(self, run: str) -> str:
-        """The id in all messages of one alert, from its firing to its end: 32 hex digits."""
+        """Returns the id in all messages of one alert, firing or resolved: 32 hex digits."""
         text = "\0".join((run, *self.key, f"{self.since_s:.3f}"))
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 class Notice(NamedTuple):
-    """An alert to tell people; `ended_s` is None while it fires."""
+    """A message to people about an alert; `ended_s` is None while the alert fires."""
 
     alert: Alert
     ended_s: float | None = None
 
     def body(self, run: str) -> dict[str, Any]:
-        """One JSON object, as it is posted."""
+        """Returns the notice as the JSON object that is posted."""
         alert, ended_s = self.alert, self.ended_s
         return {
             "version": VERSION,
@@ -75,11 +76,11 @@ class Notice(NamedTuple):
         }
 
     def line(self, run: str) -> str:
-        """One line, for people."""
+        """Returns the notice as one line of text."""
         alert, told = self.alert, "; ".join(self.alert.sentences)
         about = f"run {run}, {alert.about}"
         if self.ended_s is not None:
-            # Its last words are in the present tense, and no longer true.
+            # The alert's sentences are in the present tense, and no longer true.
             after = human_time(max(0.0, self.ended_s - alert.since_s))
             return f'[resolved] {about}: over after {after}; it was "{told}"'
         where = f" ({alert.runbook})" if alert.runbook else ""
@@ -99,11 +100,11 @@ class _Seen:
 
 @dataclass
 class AlertLedger:
-    """The alerts that were seen and told.
+    """The alerts that were seen, and those that were reported.
 
     Args:
-        hold_s: an alert fires once it was there for so long, and ends once it was gone for so long.
-        least: findings below this severity are nobody's concern.
+        hold_s: seconds after which a problem that persists fires, and one that is gone resolves.
+        least: findings below this severity are ignored.
     """
 
     hold_s: float = 0.0
@@ -113,10 +114,10 @@ class AlertLedger:
     def look(
         self, findings: Iterable[Finding], now_s: float, *, blind: bool = False
     ) -> list[Notice]:
-        """The notices to tell after a look; a severity that rises is told again.
+        """Take the findings of a look; returns the notices to send. A rise of severity is sent too.
 
         Args:
-            findings: of the look.
+            findings: those of the look.
             now_s: its time, seconds since the epoch.
             blind: the look could not see everything: alerts without a finding may still hold.
         """
@@ -154,14 +155,14 @@ class AlertLedger:
         return [Notice(alert, now_s) for alert in told]
 
     def firing(self) -> list[Alert]:
-        """The alerts that people were told of, and whose end they were not."""
+        """Returns the alerts that were reported as firing and not as resolved."""
         return [seen.alert for seen in self._seen.values() if seen.told]
 
     def restore(self, told: Iterable[Mapping[str, Any]]) -> None:
         """Restore the alerts that another process has reported, from the fields of each.
 
         Raises:
-            KeyError, TypeError, ValueError: these are none.
+            KeyError, TypeError, ValueError: the fields are not those of alerts.
         """
         for fields in told:
             typed = {"sentences": tuple(fields["sentences"]), "since_s": float(fields["since_s"])}
@@ -170,7 +171,7 @@ class AlertLedger:
 
 
 def alerts(findings: Iterable[Finding], now_s: float) -> Mapping[Key, Alert]:
-    """Findings that ask for something, one alert for each thing and page."""
+    """Group findings of at least a warning into alerts, one for each subject and runbook."""
     found: dict[Key, Alert] = {}
     for one in findings:
         if one.severity != "warning" and one.severity != "error":

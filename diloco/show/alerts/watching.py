@@ -1,7 +1,7 @@
-"""`diloco watch`: follow a run, judge it as status and doctor do, and tell what is new.
+"""`diloco watch`: follows a run, judges it as status and doctor do, and reports what is new.
 
-Neither Prometheus nor a daemon of the run is needed: it reads the bus and the store. While NATS is
-away that is what it tells. Alerts go to the terminal, and to a webhook if there is one.
+It reads the bus and the store, and needs neither Prometheus nor a daemon of the run. While NATS is
+unreachable, it reports that. Alerts go to the terminal, and to a webhook if there is one.
 """
 
 import asyncio
@@ -39,17 +39,17 @@ from diloco.show.alerts.webhook import Outbox, Webhook
 if TYPE_CHECKING:
     from diloco.show.alerts.command import WatchOptions
 
-# What keeps from looking at anything else.
+# Runbooks of problems that prevent any further look.
 AWAY = (NATS_AWAY, STORE_AWAY, doctor_findings.RESTORE)
-# Of the time between two examinations, while something is amiss.
+# Part of the time between two examinations that remains while there is a problem.
 SOONER = 0.2
-# What waits for the webhook has so long, once the run has ended or somebody has asked.
+# Seconds that notices have to be delivered, once the run has ended or a signal came.
 DRAIN_S = 30.0
 ASKED_S = 3.0
 
 
 def try_webhook(target: str, url: str | None) -> int:
-    """Post an alert that says that it is a test, and its end; returns the exit status.
+    """Post a test alert, and its end, to the webhook; returns the exit status.
 
     Raises:
         ConfigError: there is no webhook.
@@ -71,7 +71,7 @@ def try_webhook(target: str, url: str | None) -> int:
 
 
 def find_webhook(url: str | None) -> Webhook | None:
-    """The webhook that was given, or that the environment names.
+    """Returns the webhook at `url`, or that of the environment; None without either.
 
     Raises:
         ConfigError: the text is not a URL of HTTP.
@@ -82,10 +82,10 @@ def find_webhook(url: str | None) -> Webhook | None:
 
 
 def watch_run(target: str, options: "WatchOptions", url: str | None, *, json: bool) -> int:
-    """Watch a run until it ends or a signal asks; the exit status: 1 if alerts were not delivered.
+    """Watch a run until it ends or a signal comes; returns 1 if alerts were not delivered.
 
     Raises:
-        DilocoError: there is no such run, or the webhook is none.
+        DilocoError: there is no such run, or the webhook's URL is invalid.
     """
     webhook = find_webhook(url)
     with contextlib.suppress(KeyboardInterrupt):
@@ -120,7 +120,7 @@ async def _watch(
 
 
 async def _until_asked(watcher: "Watcher") -> bool:
-    """Watch until the run ends, or a signal asks; returns whether it has ended."""
+    """Watch until the run ends or a signal comes; returns whether the run has ended."""
     loop, asked = asyncio.get_running_loop(), asyncio.Event()
     on_signals(lambda: loop.call_soon_threadsafe(asked.set))
     work, stop = asyncio.ensure_future(watcher.run()), asyncio.ensure_future(asked.wait())
@@ -148,13 +148,13 @@ def _note(text: str) -> None:
 
 
 class Watcher:
-    """Looks at a run until it ends.
+    """Watches a run until it ends.
 
     Args:
-        target: RUN.
-        options: the interval, and the file that tells the next process which alerts fire.
-        tell: takes what there is to tell.
-        runtime: for the time.
+        target: RUN, as the command takes it.
+        options: the interval, and the file through which the next process learns which alerts fire.
+        tell: is called with each notice.
+        runtime: has the clock.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class Watcher:
         self._opened = False
 
     async def run(self) -> None:
-        """Look at the run until its end.
+        """Watch the run until its end.
 
         Raises:
             DilocoError: there is no such run, and there was none when the watch began.
@@ -187,14 +187,14 @@ class Watcher:
         self._say(self._ledger.end(self._runtime.clock()))
 
     async def _until_away(self) -> bool:
-        """Look until the run has ended, or until bus or store are away; whether it has ended."""
+        """Watch until the run ends, or bus or store are unreachable; returns whether it ended."""
         try:
             async with open_run(self._target, name="watch", reads=True) as opened:
                 watch = Watch(opened.context)
                 status = await watch.begin()
                 self._opened = True
                 if status.state == "ended":
-                    # What is amiss with it does not pass by itself.
+                    # Its problem needs an operator.
                     self._ledger.hold_s = 0.0
                 if opened.bundle is not None:
                     self.look(status.alerts)
@@ -225,11 +225,11 @@ class Watcher:
             await cancel(following, examining)
 
     async def _examine(self) -> None:
-        """The doctor's word, now and then; sooner while it has something to say."""
+        """Run the doctor at intervals; sooner while it reports problems."""
         while self._options.doctor_s:
             report = await examine(self._target)
             if not is_blind(report.findings):
-                # The rest is said anew at each look; here it may be minutes old.
+                # The other findings come from each look itself; the doctor's may be minutes old.
                 self._examined = report.deeper
             amiss = any(one.severity in SEVERITIES for one in self._examined)
             rest_s = self._options.doctor_s * (SOONER if amiss else 1.0)
@@ -237,10 +237,10 @@ class Watcher:
         await asyncio.Event().wait()
 
     def look(self, findings: Sequence[Finding]) -> None:
-        """Tell what is new after a look."""
+        """Report what is new after a look."""
         now_s = self._runtime.clock()
         if is_blind(findings):
-            # Whoever cannot look knows neither who is silent now, nor what has ended.
+            # A look that cannot see the run shows neither silent learners nor problems that ended.
             away = [one for one in findings if one.runbook in AWAY]
             self._say(self._ledger.look(away, now_s, blind=True))
         else:
@@ -256,10 +256,10 @@ class Watcher:
             part.replace(self._kept)
 
     def _restore(self) -> None:
-        """Go on from what the process before has told.
+        """Restore the alerts that the process before has reported.
 
         Raises:
-            ConfigError: what is kept is nothing of ours.
+            ConfigError: the file is not one of this command's.
         """
         if self._kept is None or not self._kept.exists():
             return
@@ -273,7 +273,7 @@ class Watcher:
 
 
 def is_blind(findings: Sequence[Finding]) -> bool:
-    """Whether findings are of a look that could not see the run."""
+    """True if the findings come from a look that could not see the run."""
     return any(one.runbook in AWAY and one.severity == "error" for one in findings)
 
 

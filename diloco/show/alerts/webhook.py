@@ -1,7 +1,7 @@
-"""Posts alerts to a webhook: in their order, again until the receiver has taken each.
+"""Posts alerts to a webhook: in their order, with retries until the receiver has taken each.
 
-The URL is a secret: whoever has that of a chat service can write there. It is in no sentence and no
-log, but for its host.
+The URL is a secret: anybody who has that of a chat service can write there. No sentence and no log
+shows more of it than its host.
 """
 
 import asyncio
@@ -18,24 +18,24 @@ from diloco.common.protocol.errors import ConfigError, DilocoError
 from diloco.show.alerts.firing import Notice
 
 TIMEOUT_S = 10.0
-# What waits for a receiver that is away; of more the oldest are dropped.
+# The most notices that wait for an unreachable receiver; beyond, the oldest are dropped.
 MOST = 1000
-# A receiver that is overloaded, or still starting, takes it later.
+# Statuses of a receiver that is overloaded, or still starting, and takes the message later.
 PASSING = frozenset({408, 425, 429})
 
 
 class WebhookError(DilocoError):
-    """The receiver does not take a message, and will not take it later either."""
+    """The receiver refuses a message, and a retry will not help."""
 
 
 class WebhookAwayError(WebhookError):
-    """The receiver does not answer, or cannot work now."""
+    """The receiver does not answer, or cannot take messages now."""
 
     retry = True
 
 
 class _Bearer(requests.auth.AuthBase):
-    """A token, or none: given so that `requests` looks for none of its own in ~/.netrc."""
+    """A bearer token, or none: keeps `requests` from searching credentials in ~/.netrc."""
 
     def __init__(self, token: str | None) -> None:
         self._token = token
@@ -50,8 +50,8 @@ class Webhook:
     """The address to which alerts are sent.
 
     Args:
-        url: takes POST; user and password in it are sent as such.
-        token: sent as a bearer's, if there is one.
+        url: takes POST; user and password in it are sent by basic authentication.
+        token: sent as a bearer token, if there is one.
 
     Raises:
         ConfigError: `url` is not a URL of HTTP.
@@ -81,13 +81,13 @@ class Webhook:
                 headers={"Content-Type": "application/json", "User-Agent": "diloco-watch"},
                 auth=self._auth,
                 timeout=TIMEOUT_S,
-                # A message and its secret go where the operator has said, and nowhere else.
+                # No redirects: a message and its secret go to the operator's URL and nowhere else.
                 allow_redirects=False,
                 stream=True,
             )
             answer.close()
         except requests.RequestException as error:
-            # Its text has the URL.
+            # The exception's text contains the URL.
             raise WebhookAwayError(
                 f"the webhook at {self.host} cannot be reached: {type(error).__name__}"
             ) from None
@@ -108,7 +108,7 @@ def _parts(url: str) -> urllib.parse.SplitResult:
     except ValueError:
         good = False
     if not good:
-        # Not the URL itself: it may be a secret with a typing error.
+        # The URL is not shown: it may be a secret with a typing error.
         raise ConfigError(
             "the webhook is not an HTTP URL",
             hint="such as https://hooks.example.org/diloco, by --webhook or DILOCO_WEBHOOK_URL",
@@ -117,12 +117,12 @@ def _parts(url: str) -> urllib.parse.SplitResult:
 
 
 class Outbox:
-    """Notices on their way to a webhook.
+    """The notices that wait to be posted to a webhook.
 
     Args:
         webhook: takes them.
-        run: whose they are.
-        runtime: for jitter.
+        run: name of the run that they are about.
+        runtime: gives the jitter of retries.
     """
 
     def __init__(self, webhook: Webhook, run: str, runtime: Runtime) -> None:
@@ -135,7 +135,7 @@ class Outbox:
         self._undelivered = 0
 
     def add(self, notice: Notice) -> None:
-        """Send this as soon as those before it were taken."""
+        """Queue a notice behind those that wait; with too many, the oldest is dropped."""
         if self._waiting.full():
             self._waiting.get_nowait()
             self._waiting.task_done()
@@ -143,7 +143,7 @@ class Outbox:
         self._undelivered += 1
 
     async def close(self, within_s: float) -> int:
-        """Wait so long for deliveries; returns the number of notices that were not delivered."""
+        """Wait at most `within_s` for deliveries; returns the number of undelivered notices."""
         idle = asyncio.ensure_future(self._waiting.join())
         await asyncio.wait([idle, self._work], timeout=within_s, return_when="FIRST_COMPLETED")
         await cancel(idle, self._work)

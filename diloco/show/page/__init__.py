@@ -1,1 +1,1 @@
-"""A run on one page: live, and as one file that is kept."""
+"""A run on one page: served live, or saved as one file."""

@@ -1,4 +1,4 @@
-"""The figures of a run: which of its numbers are drawn, and how. Pure."""
+"""The figures of a run: builds panels of marks from its numbers. Pure."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -24,13 +24,13 @@ from diloco.show.page.svg import (
     rules,
 )
 
-# Marks of a lane, beyond which they are summed up.
+# The most marks of a lane.
 MARKS = 400
-# Beside the median and held-out data, which have the others.
+# Colours that are left beside those of the median and of held-out data.
 OTHERS = tuple(look for look in CYCLE if look not in ("ink", "red"))
-# From so many versions on, or updates in a round, a bar stands for all that are as many or more.
+# The last bar of versions, or of updates in a round, stands for this number and all above.
 MOST = 12
-# Rounds of a fragment that its line shows.
+# The number of rounds that a fragment's line shows.
 ROUNDS = 12
 UnitOf = Callable[[float], units.Unit]
 STATE_LOOKS = dict(zip(STATES, ("sky", "yellow", "orange", "paper"), strict=True))
@@ -44,12 +44,12 @@ SPENT = {
 
 
 def loss(shown: Shown) -> list[Panel]:
-    """Training and evaluation loss over time and over tokens."""
+    """Returns panels of training and evaluation loss, over time and over tokens."""
     return losses({"": shown})
 
 
 def losses(runs: Mapping[str, Shown]) -> list[Panel]:
-    """The losses of several runs by their names, each from its own beginning."""
+    """Returns panels of the losses of several runs by name, each from its own beginning."""
     runs = {key: run for key, run in runs.items() if len(run.series.inputs) or run.scores}
     if not runs:
         return []
@@ -80,7 +80,7 @@ def losses(runs: Mapping[str, Shown]) -> list[Panel]:
 
 
 def _slices(run: Shown) -> list[PlotMark]:
-    """Held-out loss of each slice; of many slices, of those that are furthest above their best."""
+    """Returns marks of each slice's held-out loss; of many, those furthest above their best."""
     losses = {
         name: np.asarray([one.slices.get(name, {}).get("loss", np.nan) for one in run.scores])
         for name in (run.scores[-1].slices if run.scores else {})
@@ -94,7 +94,7 @@ def _slices(run: Shown) -> list[PlotMark]:
 
 
 def _losses(name: str, run: Shown, along: Column, scored: Column, place: int) -> list[PlotMark]:
-    """Marks of a run; of one that has a name among several, at its place."""
+    """Returns marks of a run's losses; of several runs, `place` chooses the colour."""
     inputs = run.series.inputs
     found = binned(along, inputs["loss"])
     scores = np.asarray([score.loss for score in run.scores])
@@ -118,7 +118,7 @@ def _losses(name: str, run: Shown, along: Column, scored: Column, place: int) ->
 
 
 def _clock(runs: Mapping[str, Shown]) -> Axis:
-    """The time axis of all."""
+    """Returns a time axis that all runs share."""
     longest = max(runs.values(), key=lambda run: run.span_s)
     return (
         _time(longest)
@@ -128,9 +128,9 @@ def _clock(runs: Mapping[str, Shown]) -> Axis:
 
 
 def _scored_s(run: Shown) -> Column:
-    """When the scored views were made; NaN for those that have no place on the time axis."""
+    """Returns when the scored views were made; NaN for those outside of the time axis."""
     at_s = np.asarray([score.at_s for score in run.scores], np.float64)
-    # Version 0 was there before anybody joined; what is before a trimmed tape has no place.
+    # Version 0 precedes the first join; times before a trimmed tape are not on the axis.
     early = at_s < run.begin_s
     return np.where(early, np.nan if run.series.trimmed else run.begin_s, at_s)
 
@@ -140,7 +140,7 @@ def _time(run: Shown) -> Axis:
 
 
 def timeline(shown: Shown) -> list[Panel]:
-    """A lane for each learner, with marks for versions and for its merged updates."""
+    """Returns a panel with a lane for each learner, with marks for versions and merged updates."""
     lanes = numbers.most_troubled(shown.lanes)
     if not lanes:
         return []
@@ -160,7 +160,7 @@ def timeline(shown: Shown) -> list[Panel]:
 
 
 def lanes_of(shown: Shown, lanes: Sequence[Lane]) -> Panel:
-    """A panel of some learners' states over time."""
+    """Returns a panel of these learners' states over time."""
     names = ["", *(lane.learner for lane in lanes)]
     return Panel(
         marks=_lanes(shown, lanes), x=_time(shown), y=Axis(names=names), width=960,
@@ -169,7 +169,7 @@ def lanes_of(shown: Shown, lanes: Sequence[Lane]) -> Panel:
 
 
 def _lanes(shown: Shown, lanes: Sequence[Lane]) -> list[PlotMark]:
-    """Marks of learners' states over time, from row 1 on."""
+    """Returns marks of learners' states over time, from row 1 on."""
     marks = []
     for state, look in STATE_LOOKS.items():
         spans = [
@@ -203,14 +203,14 @@ def _versions(shown: Shown) -> PlotMark:
 
 
 def _merged(shown: Shown) -> dict[str, Column]:
-    """When updates of each learner were merged; none where they would be too many to see."""
+    """Returns when each learner's updates were merged; omits learners with too many of them."""
     inputs, names = shown.series.inputs, shown.series.learners
     of_each = numbers.grouped(inputs["learner"], inputs["time_s"], len(names))
     return {name: at_s for name, at_s in zip(names, of_each, strict=False) if at_s.size <= MARKS}
 
 
 def time_spent(shown: Shown) -> list[Panel]:
-    """A panel on how each learner's time was spent."""
+    """Returns a panel on how each learner's time was spent."""
     times = numbers.spent(shown)
     if not times:
         return []
@@ -232,7 +232,7 @@ def time_spent(shown: Shown) -> list[Panel]:
 
 
 def throughput(shown: Shown) -> list[Panel]:
-    """Tokens a second, trained and merged."""
+    """Returns a panel of tokens a second, trained and merged."""
     series = shown.series
     if not len(series.updates):
         return []
@@ -241,7 +241,7 @@ def throughput(shown: Shown) -> list[Panel]:
 
 
 def throughputs(runs: Mapping[str, Shown]) -> list[Panel]:
-    """Tokens a second that several runs merged, by their names."""
+    """Returns a panel of the tokens a second that several runs merged, by run."""
     known = {name: run for name, run in runs.items() if len(run.series.updates)}
     found = {name: _tokens(run, run.series.inputs) for name, run in known.items()}
     return _rates(known, found, units.count_unit, "tokens per second") if known else []
@@ -253,7 +253,7 @@ def _tokens(shown: Shown, table: Columns) -> Column:
 
 
 def traffic(shown: Shown) -> list[Panel]:
-    """Bytes a second, up and down."""
+    """Returns a panel of bytes a second, up and down."""
     series, edges_s, rounds_of = shown.series, shown.edges(), shown.series.rounds
     if not len(series.updates):
         return []
@@ -266,7 +266,7 @@ def traffic(shown: Shown) -> list[Panel]:
 def _rates(
     runs: Mapping[str, Shown], rates: Mapping[str, Column], unit_of: UnitOf, label: str
 ) -> list[Panel]:
-    """Rates by their names, of the run of the same name or of the only one."""
+    """Returns a panel of rates by name, each of the run with that name, or of the only run."""
     unit = unit_of(max(float(values.max()) for values in rates.values()))
     x, marks = _clock(runs), []
     scale = max(runs.values(), key=lambda run: run.span_s).unit.scale
@@ -281,7 +281,7 @@ def _rates(
 
 
 def staleness(shown: Shown) -> list[Panel]:
-    """Staleness over time; distributions of staleness, of updates in a round, and of weight."""
+    """Returns panels of staleness over time, and of the spread of staleness, inputs, weights."""
     inputs = shown.series.inputs
     if not len(inputs):
         return []
@@ -297,7 +297,7 @@ def staleness(shown: Shown) -> list[Panel]:
 
 
 def _shares(values: Column, title: str, label: str) -> Panel:
-    """The frequency of each whole number, in percent."""
+    """Returns a panel of the frequency of each whole number, in percent."""
     found, counts = np.unique(np.minimum(np.round(values), MOST), return_counts=True)
     percent = 100 * counts / max(values.size, 1)
     shares = bars((found - 0.4, found + 0.4), (0 * percent, percent), "sky")
@@ -306,7 +306,7 @@ def _shares(values: Column, title: str, label: str) -> Panel:
 
 
 def _weights(shown: Shown) -> Panel:
-    """The part of its round that an update decides, by learner."""
+    """Returns a panel of the share that an update has of its round, by learner."""
     inputs, learners = shown.series.inputs, shown.series.learners
     share = inputs["weight"] * inputs["discount"]
     row = inputs["round"].astype(np.int64)
@@ -322,12 +322,12 @@ def _weights(shown: Shown) -> Panel:
 
 
 def band(found: Binned) -> PlotMark:
-    """The middle 80 % of binned values."""
+    """Returns a band that holds the middle 80 % of binned values."""
     return PlotMark(kind="band", x=found.centre, low=found.low, high=found.high)
 
 
 def _quantiles(rows: dict[str, Column], title: str, x: Axis) -> Panel:
-    """For each named row a thin bar (5-95 %), a thick one (25-75 %) and a dot at the median."""
+    """Draw each named row as a thin bar (5-95 %), a thick one (25-75 %) and a dot at the median."""
     known = [(place, values) for place, values in enumerate(rows.values()) if values.size]
     at = np.asarray([place for place, _ in known], np.float64)
     quantiles = [np.quantile(values, (0.05, 0.25, 0.5, 0.75, 0.95)) for _, values in known]
@@ -343,7 +343,7 @@ def _quantiles(rows: dict[str, Column], title: str, x: Axis) -> Panel:
 
 
 def anatomy(shown: Shown) -> list[Panel]:
-    """Panels on the time of a round's stages."""
+    """Returns panels on the time of a round's stages."""
     if not len(shown.series.rounds):
         return []
     lengths = numbers.phases(shown)
@@ -366,7 +366,7 @@ def anatomy(shown: Shown) -> list[Panel]:
 
 
 def rounds(series: TimeSeries, fragments: Sequence[int], at_s: float) -> list[Panel]:
-    """The newest rounds of some fragments, up to a time."""
+    """Returns panels of the newest rounds of some fragments, up to a time."""
     rows = series.rounds.newest(ROUNDS * series.fragments)
     quorum_s = np.where(rows["quorum_s"] > 0, rows["quorum_s"], rows["closed_s"])
     known = np.isin(rows["fragment"], fragments)
@@ -388,7 +388,7 @@ def rounds(series: TimeSeries, fragments: Sequence[int], at_s: float) -> list[Pa
 
 
 def agreement(shown: Shown) -> list[Panel]:
-    """Cosines between updates of a round, over time and by pairs of learners."""
+    """Returns panels of the cosines between a round's updates, over time and by learners."""
     cosines, panels = shown.series.cosines, []
     if len(cosines):
         found = binned(shown.since(cosines["time_s"]), cosines["cosine"], POINTS // 2)
@@ -417,7 +417,7 @@ def _pairs(learners: Sequence[str], cosines: Column) -> Panel:
 
 
 def learner_panels(shown: Shown) -> list[Panel]:
-    """Each learner's loss, its norm relative to its round, and its cosine to the others."""
+    """Returns panels of each learner's loss, norm relative to its round, cosine to others."""
     inputs, learners = shown.series.inputs, shown.series.learners
     if not len(inputs):
         return []
@@ -451,7 +451,7 @@ def _curve(
 
 
 def fragments(shown: Shown) -> list[Panel]:
-    """Panels on each fragment: how far learners agree, and how long its updates are."""
+    """Returns panels on each fragment: how far learners agree, and how long its updates are."""
     series, count = shown.series, shown.series.fragments
     if not len(series.inputs):
         return []
@@ -491,7 +491,7 @@ def _norms(series: TimeSeries, shown: Shown) -> Panel:
 
 
 def rejected(shown: Shown) -> list[Panel]:
-    """Rejected updates by reason, and over time."""
+    """Returns panels of rejected updates, by reason and over time."""
     series = shown.series
     if not len(series.refusals):
         return []

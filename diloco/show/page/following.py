@@ -1,6 +1,6 @@
-"""A run that is followed for its page: read once, drawn up once, hung up for the server to show.
+"""Follows a run for its page: reads it once, and draws it once for all browsers.
 
-What is hung up is read by all: a page more costs no work but its bytes.
+The server sends every browser the same drawings, so a further browser costs only its bytes.
 """
 
 import asyncio
@@ -34,18 +34,18 @@ from diloco.show.page.lanes import make_lanes
 from diloco.show.page.numbers import Shown
 from diloco.show.page.server import Board, serving
 
-# Between two words on how the run is.
+# Seconds between two updates of the run's state.
 EVERY_S = 1.0
-# Figures: the share of a core that they may take, of which the interval between two follows; the
-# shortest such interval; and that of a run where nothing comes, for its time goes on.
+# Figures: the share of a core that drawing them may take, which determines the interval between
+# two drawings; the shortest such interval; and the interval if nothing comes, since time passes.
 SHARE, FIGURES_S, STILL_S = 0.1, 2.0, 15.0
-# Seconds between two looks for scores that others have kept.
+# Seconds between two reads of stored scores.
 SCORES_S = 15.0
-# Messages between two looks at how long the columns have become, and two words on progress.
+# Messages between two checks of the columns' length, and between two reports of progress.
 LOOK_EVERY = 2000
-# Before another try to read, where bus or store were away.
+# Seconds before another attempt to read, after bus or store were unreachable.
 RETRY_S = 1.0
-# Within so long the bus says how the run is, or what is known counts as old.
+# Seconds in which the bus must tell the run's state; otherwise the known state counts as old.
 ANSWER_S = 4.0
 
 
@@ -60,15 +60,15 @@ class LiveRun:
     """The figures that a run's page shows, in memory that does not grow with the updates.
 
     Args:
-        context: the run's.
+        context: the run's context.
         created_s: when the run was created.
-        goes_on: whether more may come: not so in a file.
+        goes_on: whether more messages may come; False for a file.
         copied: whether it is read from a file, which its maker may have written.
 
     Attributes:
         series: the tape's columns, condensed.
-        progress: while what the tape holds is read for the first time.
-        failure: why the run is not followed any more.
+        progress: set while the stored tape is read for the first time.
+        failure: why the run is no longer followed.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class LiveRun:
         self.failure: Exception | None = None
 
     async def follow(self) -> None:
-        """Read the tape, and go on with it, until it is cancelled."""
+        """Read the tape, and follow it, until cancelled."""
         scoring = asyncio.ensure_future(self._follow_scores())
         try:
             while not await self._followed():  # noqa: ASYNC110 - what is away tells nobody
@@ -98,7 +98,7 @@ class LiveRun:
             await cancel(scoring)
 
     async def _followed(self) -> bool:
-        """Go on from where the reading was; False once bus or store are away."""
+        """Follow from the last position; returns False once bus or store are unreachable."""
         try:
             if self.progress is not None:
                 await self.catch_up()
@@ -113,7 +113,7 @@ class LiveRun:
         return self.series.extent.last_seq + 1
 
     async def status(self) -> RunStatus | None:
-        """The run's status; None until the tape has been read."""
+        """Returns the run's status; None until the tape has been read."""
         if self.progress is not None:
             return None
         try:
@@ -122,21 +122,21 @@ class LiveRun:
             return self._watch.as_it_was()
 
     def shown(self) -> Shown:
-        """The figures as of now."""
+        """Returns the present figures."""
         self.series.beats = self._watch.observed.beats
         lanes = make_lanes(self.series)
         return Shown(self.series, lanes, self._scores, copied=self._copied)
 
     @property
     def moved(self) -> tuple[int, int]:
-        """A value that changes when there is something new to draw."""
+        """Returns a value that changes when there is something new to draw."""
         return self._taken, len(self._scores)
 
     async def catch_up(self) -> None:
-        """Read what the tape holds.
+        """Read the tape up to its newest message.
 
         Raises:
-            BusError, StoreUnavailableError: bus or store are away.
+            BusError, StoreUnavailableError: bus or store are unreachable.
         """
         start_seq = await self._watch.first_seq()
         last_seq = await self.context.bus.last_sequence(self.context.tape)
@@ -161,22 +161,22 @@ class LiveRun:
 
     async def _follow_scores(self) -> None:
         while True:
-            with contextlib.suppress(StoreError):  # Until it is back, those that were read.
+            with contextlib.suppress(StoreError):  # until then, the scores that were read stay
                 self._scores = await read_scores(self.context, self._known, thinned=True)
             await asyncio.sleep(SCORES_S)
 
 
 @asynccontextmanager
 async def served(run: LiveRun, *, port: int | None, again: str) -> AsyncIterator[str]:
-    """Serve a run's page while the block lasts; returns its address.
+    """Serve a run's page while the block lasts; yields its address.
 
     Args:
         run: the run to show.
         port: as `serving`.
-        again: the command that shows the page once more, for when this one has ended.
+        again: the command that shows the page once more, for when this process has ended.
 
     Raises:
-        ConfigError: the port is not to be had.
+        ConfigError: the port is in use.
     """
     board = Board(sections.skeleton(run.context.run))
     with serving(board, port) as url:
@@ -191,7 +191,7 @@ class LivePage:
     """Draws a run's page on a board for as long as a browser has it open.
 
     Args:
-        board: where.
+        board: where it is drawn.
         run: the run to show.
         again: as `served`.
     """
@@ -204,7 +204,7 @@ class LivePage:
         self._drawn_s = self._next_s = 0.0
 
     async def keep(self) -> None:
-        """Follow the run, and show it, until cancelled."""
+        """Follow the run and draw its page, until cancelled."""
         following = asyncio.ensure_future(self._run.follow())
         try:
             while True:
@@ -218,7 +218,7 @@ class LivePage:
             await cancel(following)
 
     async def _try_to_show(self) -> None:
-        """Show the run, or why it cannot be shown; the page beside it stays as it was."""
+        """Draw the run; on an error, say so on the page and leave its figures as they were."""
         try:
             await self._show()
         except Exception as error:  # noqa: BLE001 - told on the page, and tried again
@@ -241,7 +241,7 @@ class LivePage:
         self._next_s = began_s + max(FIGURES_S, (time.monotonic() - began_s) / SHARE)
 
     def _say(self, status: RunStatus | None, failure: Exception | None) -> None:
-        """Set the page's own status: a word, and a sentence where one is due."""
+        """Set the page's own status: a word, and a sentence if it needs one."""
         kind, word, sentence = "", "reading the tape", ""
         as_of_s = self._run.context.runtime.clock()
         if status is not None:
@@ -263,7 +263,7 @@ def run_dashboard(target: str | None, port: int | None) -> None:
     """Serve RUN's page until Ctrl-C or SIGTERM; arguments as the command's options.
 
     Raises:
-        DilocoError: no such run; bus or store are away; the port is not to be had.
+        DilocoError: no such run; bus or store are unreachable; the port is in use.
     """
     asyncio.run(_serve(target, port))
 
@@ -287,11 +287,11 @@ async def _serve(target: str | None, port: int | None) -> None:
 
 
 async def _only_run() -> str:
-    """The name of the run on the bus.
+    """Returns the name of the only run on the bus.
 
     Raises:
         ConfigError: there is none, or several.
-        BusError: the bus is away, or lists nothing to whoever asks.
+        BusError: the bus is unreachable, or does not let this user list runs.
     """
     found = [line.run for line in await read_runs(placed("unnamed", stored=False).bus)]
     if len(found) == 1:

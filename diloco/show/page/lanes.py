@@ -1,16 +1,16 @@
 """Each learner's states over time, from the tape: training, stalled, down, catching up, or away.
 
 The tape has joins, leaves, and with every update the learner's place in its data. So a life's
-progress is known between its updates, and its usual pace is the median step time they tell.
+progress is known between its updates, and its usual pace is the median of the updates' step times.
 
 - *training*: progress at half the usual pace or better.
 - *stalled*: slower, though alive; a pause, or a machine that is busy with something else.
 - *down*: a life ended without a leave; until the next one joins, or the run ends.
 - *catching up*: alive, but no update of this life is merged yet.
-- *away*: left cleanly, or not there yet.
+- *away*: left cleanly, or not joined yet.
 
-Updates that could not be announced in an outage come late and at once: what a stretch has too much
-of was done in the stretches before.
+Updates that could not be announced in an outage come late and at once: progress beyond what fits
+into a stretch of time is attributed to the stretches before it.
 """
 
 import itertools
@@ -22,11 +22,11 @@ import numpy.typing as npt
 
 from diloco.run.timeseries import Column, Incarnation, TimeSeries
 
-# Stretches of a life that are told apart, at most: more than a page has points for.
+# The most stretches of a life: more than a page has points for.
 STRETCHES = 200
 # A share of the usual pace below which a learner is stalled.
 STALLED = 0.5
-# A learner not heard of for so many heartbeats' patience is down, in seconds.
+# Seconds without a heartbeat after which a learner counts as down.
 SILENT_S = 30.0
 
 STATES = ("training", "catching up", "stalled", "down")
@@ -45,9 +45,9 @@ class Lane:
     """One learner's time.
 
     Attributes:
-        spans: in order, without overlap; where there is none it was away.
+        spans: in order, without overlap; the learner was away between them.
         kills: when lives ended without a leave.
-        joins: when lives began, of those that began within what is shown; `lives` counts all.
+        joins: when lives began, if within the time shown; `lives` counts all.
         step_s: usual time of a step, 0 if unknown.
         steps: steps whose work was announced, over all lives.
     """
@@ -61,7 +61,7 @@ class Lane:
     steps: float
 
     def seconds(self, state: str) -> float:
-        """Time in a state."""
+        """Returns the seconds spent in a state."""
         return sum(span.end_s - span.begin_s for span in self.spans if span.state == state)
 
 
@@ -77,7 +77,7 @@ class _Updates:
 
 
 def make_lanes(series: TimeSeries) -> list[Lane]:
-    """A lane for each learner, in order of name."""
+    """Returns a lane for each learner, in order of name."""
     table = series.updates
     owner = table["learner"]
     order = np.argsort(owner, kind="stable")
@@ -118,7 +118,7 @@ def _lane(
 
 
 def _shown(series: TimeSeries, life: Incarnation) -> Incarnation:
-    """The part of a life that the tape still tells of; before, it had long caught up."""
+    """Returns the part of a life that the tape still has; before it, it counts as caught up."""
     begins_s = series.begins_s
     if life.joined_s >= begins_s:
         return life
@@ -130,7 +130,7 @@ def _shown(series: TimeSeries, life: Incarnation) -> Incarnation:
 def _end_of(
     series: TimeSeries, life: Incarnation, times_s: Column, following: Incarnation | None
 ) -> float:
-    """When a life was last heard of; now, if it is alive."""
+    """Returns when a life was last heard of; now, if it is alive."""
     if life.left_s is not None:
         return min(life.left_s, following.joined_s) if following else life.left_s
     last_s = max(life.joined_s, float(times_s.max(initial=0.0)))
@@ -149,7 +149,7 @@ def _alive(
     ends_s: float,
     step_s: float,
 ) -> list[StateSpan]:
-    """A life's time from its join on, in states; `step_s`: usual time of a step."""
+    """Returns the spans of a life from its join on; `step_s`: usual time of a step."""
     width_s = ends_s - life.joined_s
     if width_s <= 0:
         return []
@@ -177,7 +177,7 @@ def _progress(
     edges_s: Column,
     ends_s: float,
 ) -> Column:
-    """The place in the data at these times, in batches; straight between updates."""
+    """Returns the data positions at the edges' times, in batches; interpolated between updates."""
     times_s, positions = updates.time_s[mine], np.maximum.accumulate(updates.position[mine])
     first = float((updates.position[mine] - updates.steps[mine]).min())
     times_s = np.concatenate([[life.joined_s], times_s])
@@ -185,7 +185,7 @@ def _progress(
     if life.left_s is not None and life.position >= positions[-1]:
         times_s, positions = np.append(times_s, ends_s), np.append(positions, life.position)
     known = np.interp(edges_s, times_s, positions)
-    # After its last update it went on as before, until it was heard of no more.
+    # After its last update it is taken to continue at the same pace, until it was last heard of.
     after = edges_s > times_s[-1]
     if after.any() and times_s[-1] > life.joined_s:
         pace = (positions[-1] - first) / (times_s[-1] - life.joined_s)
@@ -194,7 +194,7 @@ def _progress(
 
 
 def _carry_back(worked_s: Column, length_s: Column) -> Column:
-    """Share of each stretch that was worked; more than fits was done before."""
+    """Returns the share of each stretch that was worked; a surplus moves to earlier stretches."""
     share, surplus_s = np.zeros_like(worked_s), 0.0
     for index in range(len(worked_s) - 1, -1, -1):
         here_s = worked_s[index] + surplus_s
@@ -204,7 +204,7 @@ def _carry_back(worked_s: Column, length_s: Column) -> Column:
 
 
 def _joined(spans: list[StateSpan]) -> list[StateSpan]:
-    """Neighbours in the same state as one."""
+    """Returns the spans, with neighbours in the same state joined."""
     found: list[StateSpan] = []
     for span in spans:
         if found and found[-1].state == span.state:

@@ -1,7 +1,7 @@
 """A page as HTML: its sections, and one file of them that needs no network. Pure.
 
-A served page and a kept one are of the same sections. What differs is how scripts and styles come:
-from the server, or within the file, under a policy that names each by its hash.
+A served page and a saved one have the same sections. Scripts and styles come from the server, or
+lie within the file, under a policy that names each by its hash.
 """
 
 import base64
@@ -38,9 +38,9 @@ def section(
     body: Markup = NOTHING,
     nothing: str = "Nothing yet.",
 ) -> Markup:
-    """A part of the page: a figure of panels, a table, or finished markup.
+    """Returns a part of the page: a figure of panels, a table, or finished markup.
 
-    `nothing` is said in place of panels where there are none.
+    The text `nothing` replaces the figure if `panels` is empty.
     """
     head = element("h2", {"id": f"{key}-title"}, title)
     parts = [element("div", {"class": "head"}, head, _saves(title)) if panels else head]
@@ -98,7 +98,7 @@ def _table(title: str, table: SummaryTable) -> Markup:
 
 
 def saved_page(title: str, about: Markup, sections: Iterable[Markup]) -> str:
-    """A page as one file: it loads nothing, and runs nothing but the script that it came with."""
+    """Returns a page as one file, which loads nothing and runs only the script that it contains."""
     style, theme, script = (asset(name) for name in ("page.css", "theme.js", "page.js"))
     policy = (
         f"default-src 'none'; img-src data: blob:; style-src {_hash(style)}; "
@@ -113,7 +113,7 @@ def saved_page(title: str, about: Markup, sections: Iterable[Markup]) -> str:
 
 
 def whole(title: str, head: Markup, header: Markup, main: Markup, end: Markup = NOTHING) -> str:
-    """An HTML document."""
+    """Returns an HTML document."""
     meta = joined(
         element("meta", {"charset": "utf-8"}),
         head,
@@ -145,7 +145,7 @@ def _hash(text: str) -> str:
 
 
 def asset(name: str) -> str:
-    """A file of the page."""
+    """Returns the text of one of the page's own files."""
     return files(__package__).joinpath("assets", name).read_text(encoding="utf-8")
 
 
@@ -158,10 +158,10 @@ def write_curves(title: str, marks: Sequence[PlotMark], y: str, path: Path) -> N
     """Write a page of curves over the run's clock; errors as `write`.
 
     Args:
-        title: of the page.
+        title: title of the page.
         marks: the curves.
-        y: label of the axis upwards.
-        path: of the page.
+        y: label of the vertical axis.
+        path: path of the page.
     """
     x = Axis(label="global step")
     write_figure(title, [Panel(marks=marks, x=x, y=Axis(label=y), width=800, height=400)], path)
@@ -184,7 +184,7 @@ def write(path: Path, html: str) -> Path:
     """Write a page; returns its path.
 
     Raises:
-        ConfigError: it cannot be written, or its name says that it is no page.
+        ConfigError: it cannot be written, or its name does not end in .html.
     """
     check_name(path)
     try:

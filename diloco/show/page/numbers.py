@@ -14,12 +14,12 @@ from diloco.run.cli import units
 from diloco.run.timeseries import Column, TimeSeries
 from diloco.show.page.lanes import Lane
 
-# Points of a curve, beyond which values are summed up; and values that a quantile is taken of.
+# The most points of a curve, beyond which values are binned; and the fewest values of a quantile.
 POINTS = 150
 FEWEST = 12
-# Lanes that are shown one by one.
+# The most lanes that are shown one by one.
 LANES = 40
-# Fragments, or learners, that a figure tells apart by lines.
+# The most fragments, or learners, that a figure shows as separate lines.
 LINES = 8
 PHASES = ("wait", "open", "grace", "merge", "publish")
 
@@ -35,9 +35,9 @@ class Binned(NamedTuple):
 
 
 def binned(x: Column, y: Column, bins: int = POINTS) -> Binned:
-    """10 %, 50 % and 90 % quantiles of `y` in bins of equal numbers of values along `x`.
+    """Compute 10 %, 50 % and 90 % quantiles of `y` in bins of equal numbers of values along `x`.
 
-    At most `bins`, and fewer where a bin would hold less than a dozen values.
+    There are at most `bins`, and fewer if a bin would hold less than a dozen values.
     """
     order = np.argsort(x, kind="stable")
     count = int(np.clip(len(order) // FEWEST, 1, bins))
@@ -50,14 +50,14 @@ def binned(x: Column, y: Column, bins: int = POINTS) -> Binned:
 
 
 def grouped(keys: Column, values: Column, count: int) -> list[Column]:
-    """Values by their keys, 0 to `count` - 1, each in their order."""
+    """Group values by their keys, 0 to `count` - 1; each group keeps its order."""
     order = np.argsort(keys, kind="stable")
     return np.split(values[order], np.searchsorted(keys[order], np.arange(1, count)))
 
 
 @dataclass
 class Shown:
-    """The numbers that figures show; `copied`: from a file, which its maker may have written."""
+    """The numbers that figures show; `copied`: from a file, which its maker may have altered."""
 
     series: TimeSeries
     lanes: list[Lane]
@@ -87,11 +87,11 @@ class Shown:
         return f"time since the {since} ({self.unit.name})"
 
     def since(self, times_s: Column) -> Column:
-        """Times on a time axis."""
+        """Convert times in seconds since the epoch to places on the time axis."""
         return (times_s - self.begin_s) / self.unit.scale
 
     def edges(self) -> Column:
-        """Edges of bins for rates: each long enough for some updates of every learner."""
+        """Returns the edges of bins for rates, each long enough for updates of every learner."""
         steps = [lane.step_s for lane in self.lanes if lane.step_s]
         interval = self.series.settings.sync.interval_steps / self.series.fragments
         width_s = 4 * interval * max(steps, default=0.0)
@@ -100,7 +100,7 @@ class Shown:
 
 
 def tokens_at(series: TimeSeries, times_s: Column) -> Column:
-    """Tokens merged by then, on average over fragments."""
+    """Returns the tokens merged by each of these times, on average over fragments."""
     stored_s, tokens = series.inputs["time_s"], series.inputs["tokens"]
     summed = np.concatenate([[0.0], np.cumsum(tokens)]) / max(series.fragments, 1)
     trimmed = max(series.tokens_merged() - summed[-1], 0.0)
@@ -108,13 +108,13 @@ def tokens_at(series: TimeSeries, times_s: Column) -> Column:
 
 
 def rate(times_s: Column, amounts: Column, edges_s: Column) -> Column:
-    """Amounts a second in each bin."""
+    """Returns the amounts a second in each bin."""
     sums, _ = np.histogram(times_s, bins=edges_s, weights=amounts)
     return np.asarray(sums / np.diff(edges_s))
 
 
 def phases(shown: Shown) -> dict[str, Column]:
-    """Seconds of each round in each of `PHASES`, float64 [rounds]; NaN where unknown."""
+    """Returns the seconds of each round by phase of `PHASES`, float64 [rounds]; NaN: unknown."""
     rounds = shown.series.rounds
     closed_s, opened_s = rounds["closed_s"], rounds["opened_s"]
     quorum_s = np.where(rounds["quorum_s"] > 0, rounds["quorum_s"], closed_s)
@@ -132,7 +132,7 @@ def phases(shown: Shown) -> dict[str, Column]:
 
 @dataclass(frozen=True)
 class TimeShares:
-    """A learner's time, in seconds by use; `merged` is in the model."""
+    """A learner's time in seconds, by use; `merged` is the time whose work is in the model."""
 
     merged: float
     other: float
@@ -146,7 +146,7 @@ class TimeShares:
 
 
 def spent(shown: Shown) -> dict[str, TimeShares]:
-    """Each learner's time by use."""
+    """Returns each learner's time by use."""
     inputs, names = shown.series.inputs, shown.series.learners
     sums = np.bincount(inputs["learner"].astype(np.int64), inputs["steps"], len(names))
     steps = dict(zip(names, sums.tolist(), strict=True))
@@ -162,19 +162,19 @@ def spent(shown: Shown) -> dict[str, TimeShares]:
 
 
 def goodput(times: dict[str, TimeShares]) -> float:
-    """Share of all learners' time whose work is in the model."""
+    """Returns the share of all learners' time whose work is in the model."""
     total = sum(time.total for time in times.values())
     return sum(time.merged for time in times.values()) / total if total else 0.0
 
 
 def most_troubled(lanes: Sequence[Lane]) -> list[Lane]:
-    """The lanes to be shown, in order of name: all, or those of the learners that trained least."""
+    """Returns the lanes to show, by name: all, or those of the learners that trained least."""
     chosen = sorted(lanes, key=lambda lane: lane.seconds("training"))[:LANES]
     return sorted(chosen, key=lambda lane: lane.learner)
 
 
 def to_the_round(of: Column, norms: Column) -> Column:
-    """Each norm over the median of its round; rows of a round stand together."""
+    """Returns each norm over the median of its round; rows of a round must be adjacent."""
     found = np.empty_like(norms)
     edges = np.flatnonzero(np.diff(of)) + 1
     for part in np.split(np.arange(len(norms)), edges):
@@ -184,7 +184,7 @@ def to_the_round(of: Column, norms: Column) -> Column:
 
 
 def standing_out(shown: Shown) -> list[int]:
-    """Learners whose loss or norm stands out most, in order of their indices; none of no update."""
+    """Returns the indices of the learners whose loss or norm stands out most, ascending."""
     inputs = shown.series.inputs
     if not len(inputs):
         return []

@@ -30,7 +30,7 @@ from diloco.show.page.numbers import Shown
 from diloco.show.page.summary import Fact, SummaryTable
 from diloco.show.page.svg import Markup, element
 
-# Rounds whose updates are compared pair by pair, and bytes of shards that are read for it.
+# The most rounds whose updates are compared pair by pair, and the most bytes read for it.
 SAMPLE_ROUNDS = 24
 SAMPLE_BYTES = 256 << 20
 
@@ -41,14 +41,14 @@ def run_report(targets: Sequence[str], *, out: Path | None, evaluations: int) ->
     """Write the page of a run, or of several; returns the file.
 
     Args:
-        targets: RUN of each, as `diloco.run.cli.opening` has it.
+        targets: RUN of each, as `diloco.run.cli.opening` takes it.
         out: the file; None for `report.html` in a local run's folder, else `report-{run}.html`, of
             several `comparison.html`.
-        evaluations: views to score on held-out data, spread over the run, where no score was kept;
+        evaluations: views to score on held-out data, spread over the run, where no score is stored;
             0 for none.
 
     Raises:
-        DilocoError: no such run; bus or store are away; the file cannot be written.
+        DilocoError: no such run; bus or store are unreachable; the file cannot be written.
     """
     markup.check_name(out)
     alone = len(targets) == 1
@@ -67,7 +67,7 @@ def run_report(targets: Sequence[str], *, out: Path | None, evaluations: int) ->
 
 @contextmanager
 def staging() -> Iterator[Stage]:
-    """Show on a terminal how far a report has come."""
+    """Show a report's progress on a terminal."""
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("opening the run", total=None)
@@ -79,7 +79,7 @@ def staging() -> Iterator[Stage]:
 
 
 def report(shown: Shown, status: RunStatus) -> str:
-    """The page of a run."""
+    """Returns the page of a run."""
     parts = sections.now(status, shown.series, served=False) | sections.figures(shown)
     table = summary.learners(shown, status.learners)
     parts["learners"] = sections.learners(table)
@@ -97,7 +97,7 @@ def _footer() -> Markup:
 def gather(
     target: str, evaluations: int, stage: Stage, *, pairs: bool = True
 ) -> tuple[Shown, RunStatus]:
-    """The numbers that the page shows; arguments and errors as `run_report`.
+    """Read the numbers that the page shows; arguments and errors as `run_report`.
 
     Without `pairs` no updates are compared.
     """
@@ -113,7 +113,7 @@ def gather(
 def score_versions(
     hear: Hear, target: str, at: RunLocation, versions: Sequence[tuple[int, ...]]
 ) -> list[wire.Score]:
-    """As `score_at`, in a process that has yet to open the run, and loads JAX and the task."""
+    """Score versions as `score_at`, in a new process that loads the run, JAX and the task."""
     log.configure("error")
     keep_off_accelerators()
     use_place(at)
@@ -141,7 +141,7 @@ async def _read(target: str, stage: Stage, *, pairs: bool) -> tuple[Shown, RunSt
 
 
 async def sample_pairs(context: RunContext, series: TimeSeries, stage: Stage) -> Pairs:
-    """Cosines between learners' updates, of rounds spread over those that the store has."""
+    """Returns cosines between learners' updates, in rounds whose updates are still stored."""
     pairs = Pairs(series.learners)
     rounds = series.rounds
     seqs, of = rounds["seq"], rounds["fragment"]
@@ -149,7 +149,7 @@ async def sample_pairs(context: RunContext, series: TimeSeries, stage: Stage) ->
     spread = np.linspace(0, len(several) - 1, min(SAMPLE_ROUNDS, len(several)))
     picked = several[np.unique(spread.astype(np.int64))]
     read_bytes = 0
-    for count, row in enumerate(picked[::-1]):  # The newest are there for longest.
+    for count, row in enumerate(picked[::-1]):  # The newest rounds' objects are collected last.
         stage("comparing updates", count, len(picked))
         try:
             record = await record_at(context, int(of[row]), int(seqs[row]))
@@ -167,7 +167,7 @@ async def sample_pairs(context: RunContext, series: TimeSeries, stage: Stage) ->
 
 
 def named(targets: Sequence[str], found: Sequence[Shown]) -> dict[str, Shown]:
-    """Runs by their names; runs of equal names by the text that named them."""
+    """Returns the runs by name; if names are equal, by the text that the user gave."""
     names = [shown.series.run for shown in found]
     if len(set(names)) < len(names):
         names = [*targets]
@@ -175,7 +175,7 @@ def named(targets: Sequence[str], found: Sequence[Shown]) -> dict[str, Shown]:
 
 
 def comparison(runs: Mapping[str, Shown]) -> str:
-    """A page of runs beside each other: in short, in figures, and in settings that differ."""
+    """Returns a page that compares runs: facts, figures, and settings that differ."""
     subtitle = "Times and tokens are counted from each run's own beginning."
     about = [element("p", {"class": "note"}, subtitle)]
     about += [
@@ -198,7 +198,7 @@ def comparison(runs: Mapping[str, Shown]) -> str:
 
 
 def in_short(runs: Mapping[str, Shown]) -> SummaryTable:
-    """The facts of each run in a column."""
+    """Returns the facts of the runs, a column for each run."""
     told = [{fact.name: _with_note(fact) for fact in summary.facts(run)} for run in runs.values()]
     order = dict.fromkeys(name for one in told for name in one)
     rows = tuple((name, *(one.get(name, "-") for one in told)) for name in order)
@@ -211,7 +211,7 @@ def _with_note(fact: Fact) -> str:
 
 
 def differing(runs: Mapping[str, Shown]) -> SummaryTable:
-    """Settings that are not the same in all."""
+    """Returns the settings that are not the same in all runs."""
     told = [{row[0]: row[1] for row in summary.settings(run).rows} for run in runs.values()]
     rows = [(key, *(one[key] for one in told)) for key in told[0]]
     columns = ("setting", *runs)

@@ -1,4 +1,4 @@
-"""Runbooks as pages: rendered by markdown-it, without HTML of their own."""
+"""Renders runbooks as HTML with markdown-it; raw HTML in them is escaped."""
 
 from html import escape
 from importlib.resources import files
@@ -8,13 +8,13 @@ from markdown_it.token import Token
 
 
 def runbook_names() -> frozenset[str]:
-    """Names of the runbooks' files."""
+    """Returns the file names of the runbooks."""
     folder = files("diloco.runbooks")
     return frozenset(entry.name for entry in folder.iterdir() if entry.name.endswith(".md"))
 
 
 def render(name: str) -> str:
-    """A runbook as HTML; one of `runbook_names`."""
+    """Returns a runbook as HTML; `name` is one of `runbook_names`."""
     text = files("diloco.runbooks").joinpath(name).read_text(encoding="utf-8")
     parser = MarkdownIt("commonmark", {"html": False}).enable("table")
     tokens = parser.parse(text)
@@ -44,7 +44,7 @@ def render(name: str) -> str:
 
 
 def _keep_links(token: Token, known: frozenset[str]) -> None:
-    """Links to other runbooks lead there; what is elsewhere in the repository is not here."""
+    """Keep links to other runbooks; drop those to other files of the repository."""
     depth: list[bool] = []
     for part in token.children or []:
         if part.type == "link_open":

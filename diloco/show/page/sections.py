@@ -1,6 +1,6 @@
 """The sections of a run's page, each by its name there. Pure.
 
-None grows with the fleet or the run: what is long is cut, and says of how many.
+No section grows with the fleet or the run: long lists are cut, and state their full length.
 """
 
 import math
@@ -114,7 +114,7 @@ Parts = dict[str, Markup]
 
 
 def skeleton(run: str) -> str:
-    """A served page, with nothing on it yet."""
+    """Returns a served page whose sections are still empty."""
     head = joined(
         element("link", {"rel": "stylesheet", "href": "/page.css"}),
         element("script", {"src": "/theme.js"}),
@@ -132,11 +132,11 @@ def skeleton(run: str) -> str:
 
 
 def now(status: RunStatus, series: TimeSeries, *, served: bool = True) -> Parts:
-    """The sections on a run's state now, or when the bus last told of it.
+    """Returns the sections on a run's present state, or the last that the bus gave.
 
     Only a served page has runbooks to which alerts can link.
     """
-    # The rounds of a run that has ended do not move away.
+    # The rounds of a run that has ended stay the newest.
     until_s = series.ends_s if status.state == "ended" else status.as_of_s
     chosen = sorted(status.fragments, key=lambda one: -one.version_s)[:FRAGMENTS]
     chosen.sort(key=lambda one: one.fragment)
@@ -187,7 +187,7 @@ def _alert(one: Finding, axis: Shown, *, served: bool) -> Markup:
     if one.evidence:
         parts.append(element("span", {"class": "note"}, f"({one.evidence[:TEXT]}) "))
     if one.about.startswith("learner"):
-        # The page's script puts the cursor of the curves there.
+        # The page's script moves the curves' cursor to this time.
         at = {}
         if one.since_s is not None:
             at = {"data-at": f"{axis.since(np.asarray([one.since_s]))[0]:g}"}
@@ -218,7 +218,7 @@ def _fragments(found: Sequence[FragmentStatus]) -> SummaryTable:
 
 
 def figures(shown: Shown) -> Parts:
-    """A run's figures and tables, but for its learners."""
+    """Returns a run's figures and tables, except the learners' table."""
     about = [element("p", {"class": "note"}, summary.subtitle(shown))]
     about += [element("p", {"class": "warning"}, text) for text in summary.warnings(shown)]
     parts = {"about": element("div", {"id": "about"}, *about), "facts": _facts(shown)}
@@ -261,7 +261,7 @@ def _sample(score: wire.Score) -> Markup:
 
 
 class Learners:
-    """The learners' section of a served page: some learners to a page, found by their names.
+    """The learners' section of a served page: some learners to a page, searched by name.
 
     Args:
         shown: the figures.
@@ -269,13 +269,13 @@ class Learners:
     """
 
     def __init__(self, shown: Shown, status: RunStatus) -> None:
-        # Made now: who serves a page does so while the columns grow.
+        # Computed here, since pages are served while the columns grow.
         self._shown = shown
         self._table = summary.learners(shown, status.learners)
         self._lanes = {lane.learner: lane for lane in shown.lanes}
 
     def __call__(self, page: int, find: str) -> Markup:
-        """A page of those whose names hold a text; of many learners with their lanes."""
+        """Returns a page of the learners with `find` in their names; with lanes if many."""
         rows = [row for row in self._table.rows if find.casefold() in row[0].casefold()]
         pages = max(1, math.ceil(len(rows) / LEARNERS))
         page = min(max(page, 0), pages - 1)
@@ -292,7 +292,7 @@ class Learners:
 def learners(
     table: SummaryTable, tools: Markup = NOTHING, panels: Sequence[Panel] | None = None
 ) -> Markup:
-    """The learners' section."""
+    """Returns the learners' section of a page."""
     note = (
         "Step time, loss and norm are medians. Sync stall: share of its time that synchronization "
         "took from training, as the newest life's heartbeats say."

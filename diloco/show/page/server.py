@@ -1,10 +1,10 @@
-"""The page over HTTP, on loopback: files, a stream of what moves, and learners page by page.
+"""Serves the page over HTTP, on loopback: files, a stream of changes, and learners page by page.
 
-It only answers GET. What asks must have asked for this machine by a name of loopback (else a
-foreign site that resolves to it could read the run, by DNS rebinding), and not from another site's
-page. Requests, connections and open streams are bounded, and so is what a client may leave unread.
-Each connection has a thread; of too many the one that takes longest gives way, so that no client
-holds up another.
+It only answers GET. A request must name this machine by a name of loopback (otherwise a foreign
+site that resolves to it could read the run, by DNS rebinding), and must not come from another
+site's page. Requests, connections and open streams are bounded, and so are a client's unread bytes.
+Each connection has a thread; beyond the bound, the slowest connection is closed, so that no client
+blocks another.
 """
 
 import json
@@ -26,11 +26,12 @@ from diloco.show.page.svg import NOTHING, Markup
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 8780
 HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
-# Open pages, of which more are turned away; other connections, of which the oldest gives way.
+# The most open pages, beyond which requests are refused; the most other connections, beyond which
+# the oldest is closed.
 MOST_PAGES, MOST_CONNECTIONS = 16, 64
-# A client that reads or writes nothing for so long has gone.
+# Seconds without reading or writing after which a client counts as gone.
 PATIENCE_S = 15.0
-# Between two signs of life on a stream where nothing changes.
+# Seconds between two keep-alives on a stream where nothing changes.
 ALIVE_S = 3.0
 QUERY, PAGE_DIGITS = 200, 9
 TYPES = {
@@ -39,7 +40,7 @@ TYPES = {
     "js": "text/javascript; charset=utf-8",
 }
 FILES = ("live.js", "page.css", "page.js", "theme.js")
-# Nothing from elsewhere, nothing inline, nothing around it.
+# No resource of another site, no inline script, no embedding in a frame.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data: blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -55,7 +56,7 @@ HEADERS = {
 
 
 class PageEvent(NamedTuple):
-    """Bytes of an event; `number` rises from one to the next."""
+    """The bytes of one server-sent event; `number` increases from event to event."""
 
     number: int
     event: str
@@ -66,7 +67,7 @@ class Board:
     """The current contents of the page: the run's follower writes them, the server reads them.
 
     Args:
-        page: the page, with nothing on it yet.
+        page: the page with empty sections.
 
     Attributes:
         learners: (number of the page, text that the names contain) -> the table of those learners.
@@ -87,12 +88,12 @@ class Board:
         return self._readers > 0
 
     def show(self, parts: Mapping[str, Markup]) -> None:
-        """Put parts of the page in place of the old ones; equal parts are not sent."""
+        """Replace parts of the page; equal parts are not sent again."""
         for name, part in parts.items():
             self._hang(name, "part", json.dumps(part).encode())
 
     def show_learners(self, learners: Callable[[int, str], Markup]) -> None:
-        """Set the maker of learners' pages; open pages ask for theirs again."""
+        """Set the function that makes learners' pages; open pages request theirs again."""
         self.learners = learners
         self._hang("learners", "drawn", b"%d" % self._number)
 
@@ -108,7 +109,7 @@ class Board:
                 self._changed.notify_all()
 
     def clear(self) -> None:
-        """Remove all parts: while no page is open, they grow out of date."""
+        """Remove all parts, which grow stale while no page is open."""
         with self._changed:
             self._frames.clear()
 
@@ -119,7 +120,7 @@ class Board:
             self._changed.notify_all()
 
     def enter(self, most: int) -> bool:
-        """Begin to read; returns False if that would be one reader too many."""
+        """Count a reader; returns False if there are `most` already."""
         with self._changed:
             if self._readers >= most or self._closed:
                 return False
@@ -127,12 +128,12 @@ class Board:
             return True
 
     def leave(self) -> None:
-        """End reading."""
+        """Count a reader less."""
         with self._changed:
             self._readers -= 1
 
     def after(self, number: int, within_s: float) -> list[PageEvent] | None:
-        """Frames newer than one; none if that takes longer. None once the board is closed."""
+        """Wait for events newer than `number`; none after `within_s`, None on a closed board."""
         ends_s = time.monotonic() + within_s
         with self._changed:
             while not self._closed:
@@ -146,14 +147,14 @@ class Board:
 
 @contextmanager
 def serving(board: Board, port: int | None) -> Iterator[str]:
-    """Serve the page while the block lasts; returns its address.
+    """Serve the page while the block lasts; yields its address.
 
     Args:
         board: the contents of the page.
         port: of loopback; None for the usual one, or another if that is in use.
 
     Raises:
-        ConfigError: the port is not to be had.
+        ConfigError: the port is in use.
     """
     server = _listen(board, port)
     thread = threading.Thread(target=server.serve_forever, name="dashboard", daemon=True)
@@ -193,30 +194,30 @@ class _PageServer(ThreadingHTTPServer):
         self._answered: dict[socket.socket, None] = {}  # the oldest first
 
     def process_request(self, request: socket.socket, client_address: object) -> None:  # type: ignore[override]
-        """Give the connection a thread, in place of the one that takes longest if need be."""
+        """Give the connection a thread; with too many, close the slowest connection."""
         with self._lock:
             if len(self._answered) >= MOST_CONNECTIONS:
                 oldest = next(iter(self._answered))
                 del self._answered[oldest]
-                with suppress(OSError):  # it ends as we speak
+                with suppress(OSError):  # it has just ended
                     oldest.shutdown(socket.SHUT_RDWR)
             self._answered[request] = None
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: socket.socket, client_address: object) -> None:  # type: ignore[override]
-        """Answer."""
+        """Answer the connection's request; its end frees its place."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self.keep(request)
 
     def keep(self, request: socket.socket) -> None:
-        """Let a connection give way to no other: it is an open page, or has ended."""
+        """Exempt a connection from being closed: it is an open page, or has ended."""
         with self._lock:
             self._answered.pop(request, None)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A connection that broke is the client's affair."""
+        """Ignore a broken connection."""
 
 
 class _PageHandler(BaseHTTPRequestHandler):
@@ -226,7 +227,7 @@ class _PageHandler(BaseHTTPRequestHandler):
     sys_version = ""
 
     def do_GET(self) -> None:
-        """Answer, unless whoever asks is a stranger."""
+        """Answer the request, unless another site or name made it."""
         if not self._is_own():
             self.send_error(HTTPStatus.FORBIDDEN, explain="ask for http://127.0.0.1 or localhost")
             return
@@ -246,7 +247,7 @@ class _PageHandler(BaseHTTPRequestHandler):
             self.send_error(HTTPStatus.NOT_FOUND)
 
     def _is_own(self) -> bool:
-        """Whether a person or our own page asks: by a name of loopback, for no other site."""
+        """True if the request comes from a person or our own page, by a name of loopback."""
         try:
             host = urllib.parse.urlsplit(f"//{self.headers.get('Host', '')}").hostname
         except ValueError:
@@ -266,7 +267,7 @@ class _PageHandler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", kind)
 
     def end_headers(self) -> None:
-        """With what keeps a browser from doing more with it than to show it."""
+        """Add the headers that restrict what the browser may do with the page."""
         for name, value in HEADERS.items():
             self.send_header(name, value)
         super().end_headers()
@@ -279,7 +280,7 @@ class _PageHandler(BaseHTTPRequestHandler):
         self._send("html", found.encode())
 
     def _events(self) -> None:
-        """The stream, until the page is closed or the server is."""
+        """Send the stream of events until the page or the server is closed."""
         board = self.server.board
         if not board.enter(MOST_PAGES):
             self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, "too many pages are open")
@@ -288,7 +289,7 @@ class _PageHandler(BaseHTTPRequestHandler):
         try:
             self._begin("text/event-stream")
             self.end_headers()
-            # What a page leaves unread is dropped with it, and not kept for it.
+            # Bytes that a page leaves unread are dropped with its connection.
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 18)
             self._stream(board)
         finally:
@@ -306,4 +307,4 @@ class _PageHandler(BaseHTTPRequestHandler):
                     self.wfile.write(b"event: alive\ndata: {}\n\n")
 
     def log_message(self, *_: object) -> None:
-        """Requests are no events."""
+        """Log nothing for requests."""

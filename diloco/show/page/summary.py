@@ -1,4 +1,4 @@
-"""A run in words, a few figures and tables. Pure."""
+"""A run's summary: facts, warnings and tables. Pure."""
 
 import json
 from collections.abc import Sequence
@@ -14,18 +14,19 @@ from diloco.run.timeseries import TimeSeries
 from diloco.show.page.lanes import Lane
 from diloco.show.page.numbers import Shown, TimeShares, goodput, grouped, spent
 
-# Of a learner's updates, so many are looked back on; losses so many times apart are told apart.
+# The number of a learner's last updates that medians cover; the factor between losses that counts
+# as far apart.
 RECENT = 16
 FAR = 2.0
 # Rows of a table that can grow with the run.
 ROWS = 100
-# Texts of a run are short; what is longer is not shown whole.
+# The most characters of a run's text that are shown.
 TEXT = 2000
 
 
 @dataclass(frozen=True)
 class Fact:
-    """One figure of the summary; `note` stands smaller below it."""
+    """One fact of the summary; `note` is printed smaller below it."""
 
     name: str
     value: str
@@ -34,7 +35,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class SummaryTable:
-    """A table; the columns named in `text` stand to the left, the others are numbers."""
+    """A table; the columns named in `text` are aligned left, the others are numbers."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -42,7 +43,7 @@ class SummaryTable:
 
 
 def subtitle(shown: Shown) -> str:
-    """When the run was, and how it was set."""
+    """Returns a line on the run's time span and main settings."""
     series = shown.series
     sync, outer = series.settings.sync, series.settings.outer
     state = "ended" if series.ended_s else "newest message"
@@ -54,7 +55,7 @@ def subtitle(shown: Shown) -> str:
 
 
 def warnings(shown: Shown) -> list[str]:
-    """Sentences on why the report is not whole."""
+    """Returns sentences on what is missing from the report."""
     series = shown.series
     found = []
     if series.trimmed:
@@ -79,7 +80,7 @@ def warnings(shown: Shown) -> list[str]:
 
 
 def facts(shown: Shown) -> list[Fact]:
-    """The run in short."""
+    """Returns the run's main facts."""
     series = shown.series
     merged = sum(totals.updates_merged for totals in series.totals.values())
     rejected = sum(totals.updates_rejected for totals in series.totals.values())
@@ -123,7 +124,7 @@ def _lateness(series: TimeSeries) -> str:
 
 
 def _versions(series: TimeSeries) -> int:
-    """Versions after version 0, over all fragments, whatever was trimmed."""
+    """Returns the number of versions after version 0 over all fragments, trimmed ones included."""
     rounds = series.rounds
     of, version = rounds["fragment"], rounds["version"]
     return int(sum(version[of == index].max(initial=0) for index in range(series.fragments)))
@@ -144,7 +145,7 @@ def _losses(shown: Shown) -> list[Fact]:
 
 
 def recent(series: TimeSeries, column: str) -> dict[str, float]:
-    """Median of the last updates of each learner that were merged; of nobody who has none."""
+    """Returns the median of `column` over each learner's last merged updates, if it has any."""
     inputs = series.inputs
     of_each = grouped(inputs["learner"], inputs[column], len(series.learners))
     pairs = zip(series.learners, of_each, strict=False)
@@ -152,7 +153,7 @@ def recent(series: TimeSeries, column: str) -> dict[str, float]:
 
 
 def _spread(shown: Shown) -> str:
-    """The lowest and the highest learner's loss, where they are far apart."""
+    """Returns the lowest and the highest learner's loss, as text, if they are far apart."""
     series = shown.series
     losses = sorted((loss, name) for name, loss in recent(series, "loss").items())
     if len(losses) < 2 or not 0 < FAR * losses[0][0] < losses[-1][0]:
@@ -180,7 +181,7 @@ def _reasons(series: TimeSeries) -> str:
 
 
 def learners(shown: Shown, statuses: Sequence[LearnerStatus]) -> SummaryTable:
-    """A row for each learner; those that do something else than train come first."""
+    """Returns a row for each learner; those that are not training come first."""
     now = {one.name: one for one in statuses}
     lanes, times = {lane.learner: lane for lane in shown.lanes}, spent(shown)
     hosts = {life.learner: life.host for life in shown.series.lives}
@@ -206,7 +207,7 @@ _SUMS = ("tokens", "sent", "merged", "rejected", "staleness", "wait", "loss", "n
 
 
 def _now(one: LearnerStatus | None) -> tuple[str, ...]:
-    """Cells from a learner's own report."""
+    """Returns a learner's cells from its own heartbeat."""
     if one is None:
         return ("-",) * len(_NOW)
     heard = "never" if one.heard_s is None else age(one.heard_s)
@@ -216,7 +217,7 @@ def _now(one: LearnerStatus | None) -> tuple[str, ...]:
 
 
 def _life(lane: Lane | None, time: TimeShares | None) -> tuple[str, ...]:
-    """Cells on how a learner's time was spent."""
+    """Returns a learner's cells on its lives, goodput and downtime."""
     if lane is None or time is None:
         return ("-",) * len(_LIFE)
     step = f"{lane.step_s:.3g} s" if lane.step_s else "-"
@@ -225,7 +226,7 @@ def _life(lane: Lane | None, time: TimeShares | None) -> tuple[str, ...]:
 
 
 def _sums(series: TimeSeries) -> dict[str, tuple[str, ...]]:
-    """Cells on each learner's updates, from the tape."""
+    """Returns cells on each learner's updates, from the tape."""
     count, updates, inputs = len(series.learners), series.updates, series.inputs
     sent_by, merged_by = updates["learner"].astype(int), inputs["learner"].astype(int)
     sent, tokens, sizes = (
@@ -250,7 +251,7 @@ def _sums(series: TimeSeries) -> dict[str, tuple[str, ...]]:
 
 
 def metrics(shown: Shown) -> SummaryTable | None:
-    """A row for each learner that has metrics, the global model and its slices; None for none."""
+    """Returns a table of metrics by learner, the global model and its slices; None for none."""
     beats = shown.series.beats
     by_row = {
         name: beats[name].heartbeat.metrics for name in shown.series.learners if name in beats
@@ -274,7 +275,7 @@ def _number(value: float | None) -> str:
 
 
 def refusals(shown: Shown) -> SummaryTable:
-    """The newest rejected updates."""
+    """Returns a table of the newest rejected updates."""
     newest = list(shown.series.refused)[-ROWS:][::-1]
     rows = tuple(
         (_day(item.at_s), item.learner, str(item.fragment), item.reason, item.detail)
@@ -285,7 +286,7 @@ def refusals(shown: Shown) -> SummaryTable:
 
 
 def events(shown: Shown) -> SummaryTable:
-    """Joins, leaves, and what operators did; the newest first."""
+    """Returns a table of joins, leaves, and operators' acts, newest first."""
     series = shown.series
     happened = [
         (event.at_s, f"{event.what}, by {event.by}" if event.by else event.what)
@@ -310,7 +311,7 @@ def events(shown: Shown) -> SummaryTable:
 
 
 def settings(shown: Shown) -> SummaryTable:
-    """Every setting of the run, as it is now."""
+    """Returns a table of all present settings of the run."""
     rows = tuple(
         (f"{section}.{key}", json.dumps(value, ensure_ascii=False))
         for section, keys in shown.series.settings.model_dump(mode="json").items()

@@ -1,7 +1,8 @@
-"""Figures as SVG: panels of marks over two axes. Pure: the same figure is the same text.
+"""Draws figures as SVG: panels of marks over two axes. Pure: equal figures give equal text.
 
-Colours are Okabe and Ito's, which the colour-blind tell apart; what a colour says, a dash, a hatch
-or a word says too. Each is an attribute, for a figure that is saved, and a class, for a page's own.
+Colours are Okabe and Ito's, which colour-blind people can distinguish; each colour comes with a
+dash, a hatch or a word too. It is both an attribute, for a saved figure, and a class, for the
+page's styles.
 """
 
 import json
@@ -14,14 +15,14 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-# Elements that have no end.
+# Elements without an end tag.
 VOID = frozenset({"input", "meta", "link"})
-# What no XML may hold: a saved figure is a file of its own.
+# Characters that XML forbids: a saved figure is an XML file.
 _CONTROL = {code: "?" for code in range(32) if chr(code) not in "\t\n\r"}
 
 
 class Markup(str):
-    """Text that is markup already."""
+    """Text that is valid markup and must not be escaped."""
 
     __slots__ = ()
 
@@ -30,7 +31,7 @@ NOTHING = Markup()
 
 
 def element(tag: str, attributes: Mapping[str, object] | None = None, *children: str) -> Markup:
-    """An element of HTML or SVG: text is escaped; an attribute that is True is its name alone."""
+    """Returns an element of HTML or SVG with its text escaped; an attribute True has no value."""
     said = "".join(_attribute(name, value) for name, value in (attributes or {}).items())
     if tag in VOID:
         return Markup(f"<{tag}{said}>")
@@ -38,7 +39,7 @@ def element(tag: str, attributes: Mapping[str, object] | None = None, *children:
 
 
 def joined(*children: str) -> Markup:
-    """Children one after the other, as those of an element."""
+    """Join children of an element; escapes those that are not markup."""
     return Markup(
         "".join(
             child if isinstance(child, Markup) else escape(child.translate(_CONTROL))
@@ -52,7 +53,7 @@ def _attribute(name: str, value: object) -> str:
 
 
 def data_block(value: Any) -> Markup:
-    """JSON within a page, which nothing that it says can end."""
+    """Returns a script element that holds a value as JSON, with `<`, `>` and `&` escaped."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     for sign in "<>&":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
@@ -60,7 +61,7 @@ def data_block(value: Any) -> Markup:
 
 
 def short(value: float | None) -> float | None:
-    """A number in five digits; None for what is no number."""
+    """Round to five significant digits; None for None, infinite or NaN."""
     return float(f"{value:.5g}") if value is not None and math.isfinite(value) else None
 
 
@@ -76,15 +77,15 @@ CYCLE = ("blue", "red", "green", "purple", "orange", "sky", "ink", "grey")
 DASHES = ("", "6 3", "8 3 2 3", "2 2")
 # Boxes of these looks are hatched.
 HATCHES = {"yellow": "M0 6L6 0", "orange": "M2.5 3h1", "paper": "M0 0L6 6M0 6L6 0"}
-# Shapes of points, drawn from where they stand.
+# Shapes of points, as paths relative to the point.
 SHAPES = {"dot": "h0", "cross": "m-4-4l8 8m0-8l-8 8", "start": "m-2-5l8 5l-8 5z"}
 WIDTH, HEIGHT = 480, 230
-# Of a letter and of a line of text.
+# Pixels of a letter's width and of a line's height.
 LETTER, LINE = 5.9, 15
 NAME = 28
-# Steps of shade.
+# The number of opacities that are distinguished.
 SHADES = 8
-# Of values beyond, and of those within their inverse, no axis could be made: they go to its end.
+# The greatest value that an axis shows, and the inverse of the least: others go to its end.
 GREATEST = 1e300
 
 
@@ -100,10 +101,10 @@ class PlotMark:
         kind: a line through (x, y); steps of height y, from x to `to`; a band between low and high
             along x; boxes from x to `to` and from low to high; points at (x, y); rules at x, from
             low to high; texts at (x, y).
-        name: the series'; without one it is not in the legend.
+        name: the series' name; without one it is not in the legend.
         look: one of `LOOKS`.
-        shade: of boxes, how strong each is, 0 to 1.
-        shape: of points, one of `SHAPES`.
+        shade: opacity of each box, 0 to 1.
+        shape: shape of points, one of `SHAPES`.
     """
 
     kind: Kind
@@ -120,7 +121,7 @@ class PlotMark:
     shape: str = "dot"
 
     def data(self) -> dict[str, Any]:
-        """The series as numbers, for who reads values off the page or saves them."""
+        """Returns the series as numbers, for the page's tooltips and CSV."""
         columns = ("x", "y", "to", "low", "high", "shade")
         found = {name: [*map(short, getattr(self, name).tolist())] for name in columns}
         return {"kind": self.kind, "name": self.name} | {
@@ -129,30 +130,30 @@ class PlotMark:
 
 
 def line(x: Column, y: Column, look: str, name: str = "", dash: str = "") -> PlotMark:
-    """A line through points."""
+    """Returns a line through points."""
     return PlotMark(kind="line", x=x, y=y, look=look, name=name, dash=dash)
 
 
 def step_line(x: Column, y: Column, look: str, name: str) -> PlotMark:
-    """Values, each of which holds until the next one."""
+    """Returns steps: each value holds until the next one's place."""
     return PlotMark(kind="steps", x=x, to=np.append(x[1:], x[-1:]), y=y, look=look, name=name)
 
 
 def bars(
     edges: tuple[Column, Column], ends: tuple[Column, Column], look: str, name: str = ""
 ) -> PlotMark:
-    """Boxes between edges along x and ends along y."""
+    """Returns boxes between `edges` along x and `ends` along y."""
     return PlotMark(kind="boxes", x=edges[0], to=edges[1], low=ends[0], high=ends[1], look=look,
                 name=name)  # fmt: skip
 
 
 def points(x: Column, y: Column, look: str, name: str = "", shape: str = "dot") -> PlotMark:
-    """Points."""
+    """Returns marks at points."""
     return PlotMark(kind="points", x=x, y=y, look=look, name=name, shape=shape)
 
 
 def rules(x: Column, low: Column, high: Column, name: str = "") -> PlotMark:
-    """Lines across x."""
+    """Returns vertical lines at `x`, from `low` to `high`."""
     return PlotMark(kind="rules", x=x, low=low, high=high, look="ink", name=name)
 
 
@@ -169,7 +170,7 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """Marks over two axes."""
+    """A drawing of marks over two axes."""
 
     marks: Sequence[PlotMark]
     title: str = ""
@@ -181,7 +182,7 @@ class Panel:
 
 
 class Drawn(NamedTuple):
-    """A panel: its picture, its numbers, and its newest values in words."""
+    """A drawn panel: its SVG, its numbers, and its newest values as text."""
 
     svg: Markup
     data: dict[str, Any]
@@ -189,7 +190,7 @@ class Drawn(NamedTuple):
 
 
 class _Scale(NamedTuple):
-    """From values to places."""
+    """Maps an axis's values to pixels."""
 
     low: float
     high: float
@@ -206,7 +207,7 @@ class _Scale(NamedTuple):
         return np.asarray(self.begin + np.clip(share, 0, 1) * (self.end - self.begin))
 
     def ticks(self) -> list[float]:
-        """Round values, some five of them."""
+        """Returns about five round values on the axis."""
         if not self.log:
             rough = (self.high - self.low) / 6
             power = 10.0 ** math.floor(math.log10(rough))
@@ -221,7 +222,7 @@ class _Scale(NamedTuple):
 
 
 def draw(panel: Panel, ident: str) -> Drawn:
-    """A panel's picture; `ident` is its own on the page."""
+    """Returns a panel's drawing; `ident` must be unique on the page."""
     legend = _legend(panel) if panel.legend else []
     across, down = _range(panel, "x"), _range(panel, "y")
     names = [_cut(name) for name in panel.y.names]
@@ -263,7 +264,7 @@ def _words(panel: Panel) -> str:
 
 
 def _range(panel: Panel, which: Literal["x", "y"]) -> tuple[float, float]:
-    """The least and the greatest value on an axis."""
+    """Returns the least and the greatest value on an axis."""
     axis: Axis = getattr(panel, which)
     if axis.names:
         return -0.5, len(axis.names) - 0.5
@@ -304,7 +305,7 @@ def _axes(panel: Panel, x: _Scale, y: _Scale, names: Sequence[str]) -> list[Mark
 
 
 def _places(scale: _Scale, names: Sequence[str], apart: float) -> list[tuple[str, float]]:
-    """Ticks with their texts; of names as many as there is room for."""
+    """Returns the ticks' texts and pixels; of `names` as many as there is room for."""
     if not names:
         ticks = scale.ticks()
         return [(f"{value:g}", at) for value, at in zip(ticks, scale(ticks).tolist(), strict=True)]
@@ -342,7 +343,7 @@ def _hatch(ident: str, look: str) -> Markup:
 
 
 def _legend(panel: Panel) -> list[list[PlotMark]]:
-    """Named marks, in rows that fit."""
+    """Returns the named marks, in rows that fit the width."""
     named = {mark.name: mark for mark in reversed(panel.marks) if mark.name}
     rows: list[list[PlotMark]] = []
     used = 0.0
@@ -377,7 +378,7 @@ def _painted(mark: PlotMark, shape: Markup) -> Markup:
 
 
 def _shape(mark: PlotMark, x: _Scale, y: _Scale, ident: str) -> Markup:
-    """A mark, at its places."""
+    """Returns the SVG of a mark."""
     match mark.kind:
         case "line":
             return _stroke(_path(_known(x, mark.x), _known(y, mark.y)), mark.dash)
@@ -413,13 +414,13 @@ def _known(scale: _Scale, values: Column) -> Column:
 
 
 def _path(x: Column, y: Column) -> str:
-    """A line through points; where one is unknown it is broken."""
+    """Returns a path through points, interrupted at unknown ones."""
     parts, begins = [], True
     for across, down in zip(x.tolist(), y.tolist(), strict=True):
         known = math.isfinite(across + down)
         if known:
             place = f"{across:.1f} {down:.1f}"
-            # A point between two unknown ones is a line of no length, which its round ends show.
+            # A point between two unknown ones is a line of no length, visible by its round ends.
             parts.append(f"M{place}h0" if begins else f"L{place}")
         begins = not known
     return "".join(parts)

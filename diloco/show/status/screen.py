@@ -1,4 +1,4 @@
-"""`diloco status` on a terminal, or as JSON: a run, its learners, its history, a bus' runs."""
+"""`diloco status` on a terminal, or as JSON: a run, its learners, its history, a bus's runs."""
 
 import asyncio
 import contextlib
@@ -28,25 +28,25 @@ from diloco.run.state import Delays, Finding, FragmentStatus, LearnerStatus, Run
 from diloco.run.watch import Watch, bus_section, read_runs
 
 REFRESH_S = 1.0
-# So many fragments have a line each; of more, those that were longest without a version.
+# The most fragments that have a line each; of more, those longest without a version.
 LINES = 16
-# Learners that are shown, of a larger fleet, and alerts.
+# The most learners of a large fleet that are shown, and the most alerts.
 MOST = 50
-# Reasons that are shown of each learner.
+# The most reasons that are shown of each learner.
 REASONS = 3
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 16
-# A norm of so many times its round's median is written with an exponent.
+# A norm this many times its round's median is written with an exponent.
 MUCH = 1000.0
-# As wide as a table may be that is measured.
+# The width at which a table is measured.
 WIDE = 10_000
 
 
 def show_status(target: str, *, once: bool, json: bool) -> None:
-    """Show RUN until it ends or Ctrl-C; with `once` or `json` only as it is now.
+    """Show RUN until it ends or Ctrl-C; with `once` or `json` only its present state.
 
     Raises:
-        DilocoError: no such run, or bus or store are away; all of this file may say so.
+        DilocoError: no such run, or bus or store are unreachable; so do all functions here.
     """
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_show(target, once=once, json=json))
@@ -78,7 +78,7 @@ async def _follow(watch: Watch, run: RunStatus, console: Console) -> None:
 
 
 def picture(run: RunStatus) -> RenderableType:
-    """The run on a terminal."""
+    """Returns the run for a terminal."""
     parts: list[RenderableType] = [_alerts(run.alerts), Text()] if run.alerts else []
     parts += [_summary(run), Text()]
     learners = _worth_a_look(run.learners)
@@ -119,7 +119,7 @@ def _delays(what: str, found: Delays | None) -> str:
 
 
 def _worth_a_look(learners: Sequence[LearnerStatus]) -> Sequence[LearnerStatus]:
-    """All learners, or of a large fleet those with something amiss."""
+    """Returns all learners, by name; of a large fleet the `MOST` with the worst problems."""
     if len(learners) <= MOST:
         return learners
 
@@ -160,14 +160,14 @@ def _learners(learners: Sequence[LearnerStatus], of: int) -> "Fitted":
 
 
 class Fitted:
-    """A table that leaves columns out where the screen is too narrow, rather than cut a figure.
+    """A table that omits columns if the screen is too narrow, rather than cut a figure.
 
     Args:
-        titles: of its columns.
-        rows: of its cells.
-        words: titles of columns that hold words.
-        spare: titles of those that may be left out, the first one first.
-        caption: below it.
+        titles: titles of its columns.
+        rows: rows of cells.
+        words: titles of columns that hold text.
+        spare: titles of the columns that may be omitted, the first one first.
+        caption: text below the table.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class Fitted:
         self._caption = caption
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """The table with as many of its columns as there is room for."""
+        """Render the table with as many of its columns as fit."""
         wide = options.update(width=WIDE)
         tables = (self._table(self._spare[:count]) for count in range(len(self._spare) + 1))
         made = next(tables)
@@ -208,7 +208,7 @@ def _state(one: LearnerStatus) -> Text:
 
 
 def _metrics(learners: Sequence[LearnerStatus]) -> list[Text]:
-    """Further metrics of losses, a line for each learner whose loss has any."""
+    """Returns a line with further metrics for each learner whose loss reports any."""
     return [
         Text(
             f"{one.name}: " + ", ".join(f"{key} {value:.4g}" for key, value in one.metrics.items()),
@@ -264,7 +264,7 @@ def _alerts(alerts: Sequence[Finding]) -> Table:
 
 
 def show_learners(target: str, *, json: bool) -> None:
-    """Print what the whole tape says of each learner."""
+    """Print each learner's figures from the whole tape."""
     found = asyncio.run(look_at_learners(target))
     if json:
         say_json([asdict(one) for one in found])
@@ -285,14 +285,14 @@ def show_learners(target: str, *, json: bool) -> None:
 
 
 async def look_at_learners(target: str) -> Sequence[LearnerStatus]:
-    """The learners that joined a run, by name, from all of its tape and the newest shards."""
+    """Returns the learners that joined a run, by name, from all of its tape and newest shards."""
     async with open_run(target, name="status", reads=True) as opened:
         watch = Watch(opened.context)
         return (await watch.begin(1)).learners
 
 
 def learners_table(learners: Sequence[LearnerStatus]) -> "Fitted":
-    """A table of learners' updates; what has no place on the screen is in the JSON."""
+    """Returns a table of learners' updates with the columns that fit; the JSON has all."""
     titles = (
         "learner", "state", "heard", "lives", "merged", "rej.", "offences", "tokens", "loss",
         "norm",
@@ -316,7 +316,7 @@ def learners_table(learners: Sequence[LearnerStatus]) -> "Fitted":
 
 
 def _refusals(one: LearnerStatus) -> str:
-    """The reasons why a learner's updates were rejected or counted less, the commonest first."""
+    """Returns why a learner's updates were rejected or counted less, the most frequent first."""
     most = Counter(one.reasons).most_common(REASONS)
     less = Counter(one.less).most_common()
     told = [f"rejected for {reason} x {count}" for reason, count in most]
@@ -324,12 +324,12 @@ def _refusals(one: LearnerStatus) -> str:
 
 
 def _norm(norm: float) -> str:
-    """A norm in parts of its round's median; one that diverges takes no other column's place."""
+    """Format a norm relative to its round's median, so that even a diverging one stays short."""
     return f"{norm:.2f}" if norm < MUCH else f"{norm:.2g}"
 
 
 def spark(values: Sequence[float], width: int = WIDTH) -> str:
-    """A curve in so many characters, from its least to its most value."""
+    """Draw values as a line of `width` characters, from the least value to the greatest."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""
@@ -342,7 +342,7 @@ def spark(values: Sequence[float], width: int = WIDTH) -> str:
 
 
 def trends(learners: Sequence[LearnerStatus], title: str) -> Fitted:
-    """Each learner's loss and norm from the beginning to now; a round's median norm is 1."""
+    """Returns a table of each learner's loss and norm over time; a round's median norm is 1."""
     known = any(one.shards is not None for one in learners)
     cosine = ["cosine to others"] if known else []
     rows = []
@@ -358,11 +358,11 @@ def trends(learners: Sequence[LearnerStatus], title: str) -> Fitted:
     return Fitted(titles, rows, words=(*curves, *cosine), spare=curves)
 
 
-# What happened, and where
+# Acts on a run, and the runs of a bus
 
 
 def show_history(target: str, *, everything: bool, json: bool) -> None:
-    """Print what was done to a run; with `everything` also learners that join and leave."""
+    """Print the acts on a run; with `everything` also learners that join and leave."""
     events = asyncio.run(look_back(target, everything=everything))
     if json:
         say_json([asdict(event) for event in events])
@@ -374,7 +374,7 @@ def show_history(target: str, *, everything: bool, json: bool) -> None:
 
 
 async def look_back(target: str, *, everything: bool) -> list[Event]:
-    """Acts on a run, oldest first."""
+    """Returns the acts on a run, oldest first."""
     async with open_run(target, name="status", reads=True) as opened:
         created_at_s = opened.specification.created_at_s
         return await happened(opened.context, created_at_s, everything=everything)

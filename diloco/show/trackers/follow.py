@@ -1,7 +1,7 @@
-"""Follow a run and hand its figures on. It reads the bus and the store: no learner waits for it.
+"""Follows a run and passes its figures to trackers; reads the bus and the store only.
 
-Every figure is at the run's global step. A learner's messages do not carry it: theirs is that of
-the newest record before them.
+Every figure is at the run's global step. A learner's messages do not carry it: their step is that
+of the newest record before them.
 """
 
 import asyncio
@@ -29,17 +29,17 @@ class MetricsPoint(NamedTuple):
 
 
 class Sink(Protocol):
-    """Takes a run's figures."""
+    """Takes a run's figures, for one tracker."""
 
     def write(self, point: MetricsPoint) -> None:
-        """Keep a point."""
+        """Store a point."""
 
     def close(self) -> None:
-        """Store all points that are not stored yet."""
+        """Flush all points that are not stored yet."""
 
 
 class TensorBoard:
-    """Event files in a folder, for `tensorboard --logdir`."""
+    """Writes event files to a folder, for `tensorboard --logdir`."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -49,22 +49,22 @@ class TensorBoard:
         self._writer: Any = SummaryWriter(str(folder))
 
     def write(self, point: MetricsPoint) -> None:
-        """Keep a point."""
+        """Store a point."""
         for name, value in point.values.items():
             self._writer.add_scalar(name, value, point.step, point.at_s)
 
     def close(self) -> None:
-        """Store all points that are not stored yet."""
+        """Flush all points that are not stored yet."""
         self._writer.close()
 
 
 class Wandb:
-    """A run of Weights & Biases.
+    """Writes to a run of Weights & Biases.
 
     Args:
-        project: where it appears.
+        project: the project in which it appears.
         run: the run's name.
-        settings: the run's, as its configuration there.
+        settings: the run's settings, as its configuration there.
         offline: keep it in a folder `wandb`, for `wandb sync`.
     """
 
@@ -80,16 +80,16 @@ class Wandb:
             raise ConfigError(
                 f"Weights & Biases refuses: {error}", hint="log in with `wandb login`, or --offline"
             ) from error
-        # Messages of learners overtake each other: a step of W&B's own would have to rise.
+        # Learners' messages overtake each other, but W&B's own step must increase.
         self._run.define_metric("global_step")
         self._run.define_metric("*", step_metric="global_step")
 
     def write(self, point: MetricsPoint) -> None:
-        """Keep a point."""
+        """Store a point."""
         self._run.log({**point.values, "global_step": point.step})
 
     def close(self) -> None:
-        """Store all points that are not stored yet."""
+        """Flush all points that are not stored yet."""
         self._run.finish()
 
 
@@ -99,20 +99,20 @@ def _missing(extra: str, error: ModuleNotFoundError) -> ConfigError:
     )
 
 
-# Seconds between two looks for scores that others have kept.
+# Seconds between two reads of stored scores.
 SCORES_S = 30.0
 
 
 async def track(target: str, make: Callable[[RunContext], list[Sink]], *, once: bool) -> int:
-    """Hand on a run's figures until it ends; returns the number of points.
+    """Pass a run's figures to trackers until it ends; returns the number of points.
 
     Args:
         target: the run.
         make: makes the sinks.
-        once: only what is there now.
+        once: only the figures that exist now.
 
     Raises:
-        DilocoError: no such run; bus or store are away.
+        DilocoError: no such run; bus or store are unreachable.
     """
     async with open_run(target, name="track", reads=True) as opened:
         tracker = Tracker(opened.context, make(opened.context))
@@ -124,14 +124,14 @@ async def track(target: str, make: Callable[[RunContext], list[Sink]], *, once: 
 
 
 class Tracker:
-    """Hands a run's figures to sinks.
+    """Passes a run's figures to sinks.
 
     Args:
-        context: the run's.
-        sinks: take them.
+        context: the run's context.
+        sinks: take the figures.
 
     Attributes:
-        written: points, so far.
+        written: the number of points so far.
     """
 
     def __init__(self, context: RunContext, sinks: list[Sink]) -> None:
@@ -159,14 +159,14 @@ class Tracker:
         await self._scores()
 
     def close(self) -> None:
-        """Store all points that are not stored yet."""
+        """Flush all points that are not stored yet."""
         for sink in self._sinks:
             sink.close()
 
     async def _hear_all(self) -> None:
         stream = names.ops_stream(self._context.run)
         subjects = [names.heartbeat(self._context.run, "*")]
-        # A tape without its objects is without them, too.
+        # A tape without its objects has no scores either.
         with contextlib.suppress(StreamMissingError):
             async for message in messages_of(self._context.bus, stream, subjects, 1):
                 if (beat := heartbeat(message)) is not None:
@@ -198,7 +198,7 @@ class Tracker:
 
 
 class Points:
-    """Makes points of the messages of a run, in their order."""
+    """Makes points from the messages of a run, in their order."""
 
     def __init__(self) -> None:
         self._step = 0
@@ -206,11 +206,11 @@ class Points:
         self._tokens: dict[int, int] = {}
 
     def reached(self, step: int) -> None:
-        """Note the global step that records have reached: learners' figures end there."""
+        """Note the global step that records have reached: learners' figures get no later step."""
         self._furthest = max(step, self._furthest or 0)
 
     def of_entry(self, entry: Entry) -> Iterator[MetricsPoint]:
-        """The points of a message of the tape."""
+        """Yields the points of a message of the tape."""
         match entry.body:
             case wire.Record() as record if record.inputs:
                 self._step = max(self._step, record.global_step)
@@ -222,17 +222,17 @@ class Points:
                 yield MetricsPoint(self._step, entry.time_s, _named(manifest.learner, own))
 
     def of_heartbeat(self, beat: wire.Heartbeat, at_s: float) -> MetricsPoint:
-        """The point of a learner's heartbeat."""
+        """Returns the point of a learner's heartbeat."""
         figures = {"tokens_per_second": beat.tokens_per_s, **beat.metrics}
         if beat.run_s:
             figures["stall_share"] = share(beat.stall_s, beat.run_s)
             figures["data_wait_share"] = share(beat.data_s, beat.run_s)
-        # A step of its own making would be the end of every tracker's axis.
+        # A false step of a learner would become the end of every tracker's axis.
         step = beat.global_step if self._furthest is None else min(beat.global_step, self._furthest)
         return MetricsPoint(step, at_s, _named(beat.learner, figures))
 
     def of_score(self, score: wire.Score) -> MetricsPoint:
-        """The point of a score on held-out data."""
+        """Returns the point of a score on held-out data."""
         parts = {"": {"loss": score.loss, **score.metrics}}
         parts |= {f"{name}/": figures for name, figures in score.slices.items()}
         values = {
