@@ -16,13 +16,18 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 BASE = ROOT / "requirements.lock"
-EXTRAS = ("arrow", "cuda", "notebook", "tensorboard", "tokens", "torch", "tpu", "trainers", "wandb")
+EXTRAS = ("arrow", "cuda", "keras", "notebook", "tensorboard", "tokens", "torch", "tpu", "trainers",
+          "wandb")  # fmt: skip
 # Of the releases: which extras runtime.lock has.
 RUNTIME = ("buckets",)
 # Programs for tests, each in an environment of its own: they need other versions than ours.
 APART = {"oracle": "transformers>=5.23\njinja2>=3\npeft>=0.18", "stores": "moto[s3,server]>=5"}
-# torch.lock has it; or a build for this machine, as the Makefile says.
-WITHOUT_TORCH = "torch ; python_version < '3'"
+# torch.lock has torch; or it is a build for this machine, as the Makefile says. TensorFlow is what
+# keras-hub asks for and, on the JAX backend, does not import.
+WITHOUT = "{} ; python_version < '3'"
+LEFT_OUT = {"keras": "tensorflow-text", "trainers": "torch"}
+# The locks beside which an extra's is installed, in one environment.
+BESIDE = {"keras": ("torch", "trainers"), "trainers": ("torch",)}
 OPTIONS = ("--universal", "--python-version", "3.11", "--fork-strategy", "fewest",
            "--generate-hashes", "--no-emit-index-url", "--no-emit-find-links", "--no-header",
            "--no-annotate")  # fmt: skip
@@ -35,10 +40,10 @@ def entries(text: str) -> dict[str, str]:
 
 
 def resolve(uv: str, extra: str, *options: str) -> str:
-    """The entries that an extra adds; for trainers beside those of torch.lock, without them."""
-    beside = [HERE / "torch.lock"] if extra == "trainers" else []
+    """The entries that an extra adds, without those that are left out."""
+    beside = [HERE / f"{other}.lock" for other in BESIDE.get(extra, ())]
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as override:
-        override.write(WITHOUT_TORCH if beside else "")
+        override.write(WITHOUT.format(LEFT_OUT[extra]) if extra in LEFT_OUT else "")
         override.flush()
         limits = [word for path in (BASE, *beside) for word in ("--constraint", path)]
         done = subprocess.run(
@@ -65,7 +70,7 @@ def resolve_runtime(uv: str, *options: str) -> str:
 def resolve_apart(uv: str, requirement: str, *options: str) -> str:
     """The entries of an environment that has nothing of ours."""
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as override:
-        override.write(WITHOUT_TORCH)
+        override.write(WITHOUT.format("torch"))
         override.flush()
         done = subprocess.run(
             [uv, "pip", "compile", "-", "--quiet", "--override", override.name, *OPTIONS, *options],
@@ -80,7 +85,7 @@ def main() -> None:
     for name, requirement in APART.items():
         (HERE / f"{name}.lock").write_text(resolve_apart(uv, requirement, *options))
     (HERE / "runtime.lock").write_text(resolve_runtime(uv, *options))
-    for extra in EXTRAS:
+    for extra in sorted(EXTRAS, key=lambda extra: len(BESIDE.get(extra, ()))):
         (HERE / f"{extra}.lock").write_text(resolve(uv, extra, *options))
 
 

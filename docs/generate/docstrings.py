@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 
 from diloco import GrainData, Task
-from diloco.models import bytes_lm, decoders
+from diloco.models import bytes_lm, decoders, nnx
 from diloco.models.decoders.families import FAMILY_FILES
 from diloco.models.decoders.sizes import SIZES
 from docs.generate.markdown import table
@@ -48,6 +48,7 @@ def blocks() -> dict[str, str]:
         "fields of a task": (Task, set()),
         "options of bytes": (bytes_lm.build, GIVEN),
         "options of decoders": (decoders.build, GIVEN),
+        "options of modules": (nnx.build, GIVEN),
         "options of data": (GrainData, {"dataset"}),
     }
     found = {

@@ -22,6 +22,7 @@ def blocks() -> dict[str, str]:
         "example torch": "own_loop_torch.py",
         "example lora": "lora.py",
         "example batch norm": "batch_norm.py",
+        "example nnx": "nnx_module.py",
         "example own files": "own_files.py",
         "example slurm": "slurm_island.sh",
     }

@@ -61,6 +61,30 @@ def learn(world, *learners):
     return task, scores(task.evaluate(diloco.load(world.config_path, like=like))).figures
 
 
+def killed_once(world, learner):
+    """Kill a learner that has sent something, before there is an aggregator."""
+    process = world.learner(learner)
+    world.until(lambda: read_tape(world).manifests, "an update of the learner")
+    process.kill()
+
+
+@pytest.mark.long
+def test_a_module_of_nnx_learns_digits_as_it_is_through_a_killed_learner(new_world):
+    from diloco.models.nnx import load_model
+    from examples import nnx_module
+
+    named = {name: f"examples.nnx_module:{name}" for name in ("data", "loss")}
+    options = {"module": "examples.nnx_module:make", "batch": 32, "learning_rate": 0.01}
+    world = task_world(new_world, "diloco.models.nnx:build", **named, **options)
+    killed_once(world, "b")
+    _, figures = learn(world, "a", "b")
+    assert figures["accuracy"] > 0.8
+    net = load_model(world.config_path, nnx_module.make)
+    net.eval()
+    _, metrics = nnx_module.loss(net, nnx_module.data()[1])
+    np.testing.assert_allclose(metrics["accuracy"], figures["accuracy"], atol=0.02)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "store",

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-EXTRAS = ("arrow", "cuda", "notebook", "tensorboard", "tokens", "torch", "tpu", "trainers", "wandb")
+EXTRAS = ("arrow", "cuda", "keras", "notebook", "tensorboard", "tokens", "torch", "tpu", "trainers",
+          "wandb")  # fmt: skip
 PIN = re.compile(r"^([a-zA-Z0-9._-]+)(?:\[[a-z0-9,-]+\])?==(\S+)", re.MULTILINE)
 
 

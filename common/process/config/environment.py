@@ -93,6 +93,11 @@ def keep_off_accelerators() -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
 
 
+def keras_on_jax() -> None:
+    """Have Keras compute by JAX in this process; call it before Keras is imported."""
+    os.environ["KERAS_BACKEND"] = "jax"
+
+
 def allows_accelerators() -> bool:
     """True if the user lets JAX use more than the CPU."""
     return _asked_for() != "cpu"

@@ -295,10 +295,10 @@ def learned_of(windows_BxL1: Any, end: int | None) -> jax.Array:
     learned_BxL: jax.Array = windows_BxL1[:, 1:] >= 0
     if end is None:
         return learned_BxL
-    return learned_BxL & (_tokens_of(windows_BxL1)[:, :-1] != end)
+    return learned_BxL & (tokens_of(windows_BxL1)[:, :-1] != end)
 
 
-def _tokens_of(windows_BxL1: Any) -> jax.Array:
+def tokens_of(windows_BxL1: Any) -> jax.Array:
     """Tokens: those that are not trained on stand as ~t, which is below 0."""
     return jnp.where(windows_BxL1 < 0, ~windows_BxL1, windows_BxL1)
 
@@ -313,7 +313,7 @@ def loss_sums(
     beside: AdapterParams = ALONE,
 ) -> LossSums:
     """The loss of windows, int[B, L + 1], of which ~t is a token t that is not trained on."""
-    ids_BxL1, learned_BxL = _tokens_of(windows_BxL1), learned_of(windows_BxL1, end)
+    ids_BxL1, learned_BxL = tokens_of(windows_BxL1), learned_of(windows_BxL1, end)
     tokens_BxL, targets_BxL = ids_BxL1[:, :-1], ids_BxL1[:, 1:]
     segments_BxL = None
     if end is not None:

@@ -1,0 +1,181 @@
+"""Models of Keras and keras-hub on its JAX backend: `task.build = "diloco.models.keras:build"`.
+
+A model is made once, and called by `stateless_call` with variables that are given. Of those that
+are not trained, what a training call changes is state, and all others are frozen. The seeds of its
+random numbers are integers that each step's key gives anew; no learner keeps or sends them.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from diloco.common.process.config.environment import keras_on_jax
+from diloco.common.protocol.errors import ConfigError, TaskError
+from diloco.learner.task import Batch, Evaluated, Params, Variables, kind
+from diloco.models.modules import Opening, newest, task_of
+
+keras_on_jax()
+try:
+    import keras
+except ModuleNotFoundError as error:
+    raise ConfigError(
+        "this task trains a model of Keras, which is not installed",
+        hint="pip install 'diloco[keras]'",
+    ) from error
+
+
+class _Call:
+    """The model as a loss calls it, with variables that are given; it keeps what changes."""
+
+    def __init__(self, model: Any, values: Mapping[str, Any], training: bool) -> None:
+        self._model, self.values, self._training = model, dict(values), training
+        self.penalty: Any = 0.0
+
+    def __call__(self, *inputs: Any, **told: Any) -> Any:
+        """What the model gives for inputs."""
+        trainable, others = self._model.trainable_variables, self._model.non_trainable_variables
+        outputs, changed, losses = self._model.stateless_call(
+            [self.values[one.path] for one in trainable],
+            [self.values[one.path] for one in others],
+            *inputs,
+            **{"training": self._training, **told},
+            return_losses=True,
+        )
+        self.values |= {one.path: value for one, value in zip(others, changed, strict=True)}
+        self.penalty = self.penalty + sum(losses)
+        return outputs
+
+
+class Keras:
+    """A model of Keras as functions of its variables; a `Network`.
+
+    Args:
+        opening: `make` gives the model, built.
+
+    Raises:
+        TaskError: `make` gives no model that is built, or a pattern names no parameter.
+        ConfigError: Keras has another backend.
+    """
+
+    def __init__(self, opening: Opening) -> None:
+        self._opening, self._model = opening, _made(opening.make, opening.seed)
+        weights = {one.path: one.value for one in self._model.weights}
+        could = {one.path for one in self._model.trainable_weights}
+        opening.chosen.check(could)
+        # Seeds, and metrics of a model that was compiled; the run has none of them.
+        self._beside = {
+            one.path: one.value for one in self._model.variables if one.path not in weights
+        }
+        self._trained = {name: weights[name] for name in could if opening.chosen(name)}
+        self._others = {name: weights[name] for name in weights if name not in self._trained}
+        self._means = self._changed()
+
+    def _changed(self) -> set[str]:
+        """The variables that a training call changes."""
+        found: set[str] = set()
+
+        def look(values: dict[str, Any]) -> None:
+            call = _Call(self._model, values, training=True)
+            self._opening.measured(call, self._opening.batch)
+            found.update(name for name in self._others if call.values[name] is not values[name])
+
+        jax.eval_shape(look, self._trained | self._others | self._beside)
+        return found
+
+    def init(self, key: jax.Array) -> Variables:  # noqa: ARG002 - as `Task.init`
+        """As `Task.init`: the model's weights, as `make` has made them."""
+        state = {name: self._others[name] for name in self._means}
+        return Variables(self._trained, self.load_frozen(), state or None)
+
+    def load_frozen(self) -> Params:
+        """The frozen weights, as `make` gives them on this machine."""
+        frozen = {name: leaf for name, leaf in self._others.items() if name not in self._means}
+        return frozen or None
+
+    def measure(self, variables: Variables, batch: Batch, key: jax.Array | None) -> Evaluated:
+        """The loss of the model; without a key as it is evaluated."""
+        values = self._seeded(jax.random.key(0) if key is None else key)
+        for part in variables:
+            values |= part or {}
+        call = _Call(self._model, values, training=key is not None)
+        found = self._opening.measured(call, batch)
+        loss = found.loss if key is None else found.loss + call.penalty
+        state = {name: call.values[name] for name in self._means}
+        return Evaluated(loss, found.metrics, state or None)
+
+    def _seeded(self, key: jax.Array) -> dict[str, Any]:
+        """The variables that the run does not have: seeds by the step's key."""
+        return {
+            name: jax.random.bits(jax.random.fold_in(key, place), value.shape, value.dtype)
+            if jnp.issubdtype(value.dtype, jnp.unsignedinteger)
+            else value
+            for place, (name, value) in enumerate(sorted(self._beside.items()))
+        }
+
+    def is_mean(self, name: str) -> bool:
+        """Whether a leaf of the state is floating: batches' statistics."""
+        value = self._others[name.removeprefix("state/")]
+        return bool(jnp.issubdtype(value.dtype, jnp.floating))
+
+
+def _made(make: Callable[[], Any], seed: int) -> Any:
+    """The model, on the host: a learner's devices take the variables that the run gives.
+
+    Raises:
+        TaskError: `make` gives no model that is built, or two of its variables have one path.
+        ConfigError: Keras has another backend.
+    """
+    if (backend := keras.backend.backend()) != "jax":
+        raise ConfigError(
+            f"Keras computes by {backend} in this process, and was imported before the task was",
+            hint="set KERAS_BACKEND=jax, or import diloco.models.keras before keras",
+        )
+    # Keras numbers its layers within a process: each model begins anew, or names would differ.
+    keras.utils.clear_session()
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        keras.utils.set_random_seed(seed)
+        model = make()
+    if not isinstance(model, keras.Model) or not model.built:
+        raise TaskError(
+            f"the option module must make a keras.Model that is built, but it made {kind(model)}",
+            hint="call a model on an example, or model.build(shape), before make returns it",
+        )
+    paths = [one.path for one in model.variables]
+    if twice := sorted({path for path in paths if paths.count(path) > 1}):
+        raise TaskError(
+            f"two variables of the model have the path {twice[0]!r}",
+            hint="give its layers names of their own: keras.layers.Dense(..., name=...)",
+        )
+    return model
+
+
+def logits(model: Any, tokens_BxL: jax.Array) -> jax.Array:
+    """Logits of the token behind each, [B, L, V], of a causal language model of keras-hub."""
+    given = {"token_ids": tokens_BxL, "padding_mask": jnp.ones_like(tokens_BxL)}
+    logits_BxLxV: jax.Array = model(given)
+    return logits_BxLxV
+
+
+def load_model(run: str | Path, make: Callable[[], Any]) -> Any:
+    """A model of Keras with the newest global weights of a run, whose task is `build`.
+
+    Args:
+        run: as of `diloco.load`.
+        make: the function that the task's option `module` names.
+
+    Raises:
+        RunMismatchError: the model is not the run's.
+        DilocoError: as `diloco.load`.
+    """
+    model = _made(make, 0)
+    weights = {one.path: one for one in model.weights}
+    shapes = {name: tuple(one.shape) for name, one in weights.items()}
+    for name, values in newest(run, shapes).items():
+        weights[name].assign(values)
+    return model
+
+
+build = task_of("keras", Keras, logits)

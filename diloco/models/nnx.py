@@ -1,0 +1,140 @@
+"""Modules of flax.nnx as they are: `task.build = "diloco.models.nnx:build"`.
+
+A module is split into a graph, which is static, and variables: `Param`s, trained or frozen; all
+others but streams of random numbers are state. The streams follow from each step's key, so that a
+learner that was killed drops out what it would have dropped out.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from diloco.common.protocol.errors import ConfigError, TaskError
+from diloco.learner.task import Batch, Evaluated, Params, Variables, kind
+from diloco.models.modules import Opening, newest, task_of
+
+try:
+    from flax import nnx
+except ModuleNotFoundError as error:
+    raise ConfigError(
+        "this task trains a module of flax.nnx, and flax is not installed",
+        hint="pip install 'diloco[nnx]'",
+    ) from error
+
+
+class Nnx:
+    """A module of flax.nnx as functions of its variables; a `Network`.
+
+    Args:
+        opening: `make` gives the module for streams of random numbers.
+
+    Raises:
+        TaskError: `make` gives no module, or a pattern names no parameter.
+    """
+
+    def __init__(self, opening: Opening) -> None:
+        self._opening = opening
+        shapes = nnx.eval_shape(lambda: self._made(jax.random.key(opening.seed)))
+        opening.chosen.check(_by_path(nnx.state(shapes, nnx.Param)))
+        self._graph, *_, state, self._streams = self._split(shapes)
+        self._state = _by_path(state)
+
+    def _made(self, key: jax.Array) -> Any:
+        module = self._opening.make(nnx.Rngs(key))
+        if not isinstance(module, nnx.Module):
+            raise TaskError(
+                f"the option module must make a flax.nnx.Module, but it made {kind(module)}",
+                hint="def make(rngs): return MyModule(..., rngs=rngs)",
+            )
+        return module
+
+    def _split(self, module: Any) -> tuple[Any, ...]:
+        """Graph, trained and frozen parameters, state, streams."""
+        nnx.pop(module, nnx.Intermediate)
+
+        def is_trained(path: tuple[Any, ...], value: Any) -> bool:
+            return issubclass(_type(value), nnx.Param) and self._opening.chosen(_name(path))
+
+        graph, *parts = nnx.split(module, is_trained, nnx.Param, nnx.RngState, ...)
+        trained, frozen, streams, state = parts
+        return graph, trained, frozen, state, streams
+
+    def init(self, key: jax.Array) -> Variables:
+        """As `Task.init`: the variables of the module that `make` gives."""
+        _, *parts, _ = self._split(self._made(key))
+        return Variables(*(nnx.to_pure_dict(part) or None for part in parts))
+
+    def load_frozen(self) -> Params:
+        """The frozen parameters, as `make` gives them on this machine."""
+        return self.init(jax.random.key(self._opening.seed)).frozen
+
+    def measure(self, variables: Variables, batch: Batch, key: jax.Array | None) -> Evaluated:
+        """The loss of the module; without a key in its mode of evaluation."""
+        streams = self._streams_of(jax.random.key(0) if key is None else key)
+        parts = (nnx.State(part or {}) for part in variables)
+        module = nnx.merge(self._graph, *parts, streams)
+        (module.eval if key is None else module.train)()
+        found = self._opening.measured(module, batch)
+        *_, state, _ = self._split(module)
+        return found._replace(state=nnx.to_pure_dict(state) or None)
+
+    def _streams_of(self, key: jax.Array) -> Any:
+        """Each stream at its beginning, by a key that follows from the step's and its place."""
+        leaves, structure = jax.tree.flatten(self._streams)
+        drawn = [
+            jax.random.split(jax.random.fold_in(key, place), leaf.shape)
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            else jnp.zeros(leaf.shape, leaf.dtype)
+            for place, leaf in enumerate(leaves)
+        ]
+        return jax.tree.unflatten(structure, drawn)
+
+    def is_mean(self, name: str) -> bool:
+        """Whether a leaf of the state is a batch's statistics."""
+        return _type(self._state[name.removeprefix("state/")]) is nnx.BatchStat
+
+
+def _by_path(state: Any) -> dict[str, Any]:
+    return {_name(path): value for path, value in nnx.to_flat_state(state)}
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return "/".join(map(str, path))
+
+
+def _type(value: Any) -> type:
+    found: type = getattr(value, "type", type(value))
+    return found
+
+
+def logits(module: Any, tokens_BxL: jax.Array) -> jax.Array:
+    """Logits of the token behind each, [B, L, V], of a module that takes tokens."""
+    logits_BxLxV: jax.Array = module(tokens_BxL)
+    return logits_BxLxV
+
+
+def load_model(run: str | Path, make: Callable[..., Any]) -> Any:
+    """A module of flax.nnx with the newest global variables of a run, whose task is `build`.
+
+    Args:
+        run: as of `diloco.load`.
+        make: the function that the task's option `module` names.
+
+    Raises:
+        RunMismatchError: the module is not the run's.
+        DilocoError: as `diloco.load`.
+    """
+    module = make(nnx.Rngs(0))
+    state = nnx.state(module)
+    variables = _by_path(state)
+    shapes = {name: jnp.shape(value.get_value()) for name, value in variables.items()}
+    for name, values in newest(run, shapes).items():
+        variables[name].set_value(jnp.asarray(values))
+    nnx.update(module, state)
+    return module
+
+
+build = task_of("nnx", Nnx, logits)
