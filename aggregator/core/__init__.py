@@ -1,19 +1,18 @@
 """The aggregator's core: what it decides, without IO, clock, randomness, threads or logging.
 
-policy.py     the numbers: weights, discounts, pace, quorum, grace, what is well formed, and
-              which fragments an aggregator takes and gives up
-state.py      what the machine of one fragment knows
-members.py    the learners in it, what they say together, and which lives are heard of
-updates.py    the updates that it has in hand
-persistent.py collections that are replaced, never changed
-events.py     what it can be told, and what it can ask for
+policy.py     the numbers: weights, discounts, pace, quorum, grace, checks of manifests
+state.py      the state of the machine of one fragment
+members.py    its learners, medians over them, and liveness from heartbeats
+updates.py    its waiting, merged and rejected updates
+persistent.py immutable collections
+events.py     its inputs (events), and what it asks its driver for (effects)
 machine.py    step(rules, state, event) -> (state, effects)
-admission.py  which updates it takes, and from whom; what is believed of their steps, tokens,
-              weight and norm
+admission.py  which updates are merged, and from whom; their credited steps, tokens, weight, norm
 rounds.py     when a round opens and closes, and when the machine wants a timer
-memory.py     what outlives it, in records
-decisions.py  what a record says of a decision, and the same decisions made again
-garbage.py    what of a fragment nobody needs any more
+memory.py     the part of the state that records carry to the next owner
+decisions.py  decisions as a record states them, and making them again from a tape
+garbage.py    which messages and objects of a fragment can be removed
+fragment_division.py  which fragments an aggregator acquires and releases
 
 Comments in these files say why a rule is there, and name the invariant that it keeps:
 

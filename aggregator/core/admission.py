@@ -1,9 +1,9 @@
-"""The rules of admission: the updates that are taken, from whom, and with which credit.
+"""The rules of admission: which updates are merged, from whom, and with which credit.
 
-Steps that can be measured are not asked, and nobody judges himself. Steps take time, and the tape
-says how much of it a learner had. Tokens and weight nobody can measure: there others' claims say
-what is usual, by upper medians that no single learner moves up, and no minority down. With fewer
-than two others there is no median, and claims are believed.
+No learner is trusted on what can be measured. Steps take time, and the tape shows how much time a
+learner had. Tokens and weight cannot be measured: there the claims of the other learners show what
+is usual, by upper medians, which no single learner can raise and no minority lower. With fewer than
+two other learners there is no median, and claims are believed.
 """
 
 import math
@@ -19,24 +19,24 @@ from diloco.common.protocol.reasons import Reason
 
 
 def judge(rules: FragmentRules, state: State, event: events.Announced) -> tuple[Reason, str] | None:
-    """(reason, detail) to reject an announced update at once, or None."""
+    """Returns (reason, detail) if an announced update is to be rejected at once, else None."""
     manifest = event.manifest
     member = state.members.get(manifest.learner)
-    # An incarnation is the sequence of a join: one that the tape does not have is made up, or the
-    # join is behind its updates, which no honest learner does.
+    # An incarnation is the sequence of a join. If no such join came before, the learner made it up;
+    # an honest learner joins before it announces updates.
     if member is None or manifest.incarnation > member.incarnation:
         return (
             Reason.UNKNOWN_INCARNATION,
             f"no join of incarnation {manifest.incarnation} precedes it",
         )
-    # By where the tape stored it, not by when it was made: what was stored before the newer join is
-    # honest work and is merged. Later it would be the work of a twin, whose steps the new life may
-    # train again (invariant 4).
+    # Judged by its place on the tape: an update stored before the newer join is honest work and is
+    # merged. One stored later comes from a second process, whose steps the new life may train again
+    # (invariant 4).
     if manifest.incarnation < member.incarnation < event.stream_seq:
         return Reason.SUPERSEDED, f"incarnation {member.incarnation} joined before it was stored"
     if state.final:
         return Reason.ENDED, "the fragment's last version is committed"
-    # Answered even so: its learner, once released, must not find an update in flight for ever.
+    # Rejected, not ignored: its learner, once released, must not wait for an answer for ever.
     shut_out = quarantined(state, manifest)
     if shut_out is not None:
         return shut_out
@@ -47,7 +47,7 @@ def judge(rules: FragmentRules, state: State, event: events.Announced) -> tuple[
 
 
 def quarantined(state: State, manifest: wire.Manifest) -> tuple[Reason, str] | None:
-    """(reason, detail) if an update's sender is quarantined."""
+    """Returns (reason, detail) if an update's sender is quarantined, else None."""
     if manifest.learner in state.quarantined:
         return (
             Reason.QUARANTINED,
@@ -57,7 +57,7 @@ def quarantined(state: State, manifest: wire.Manifest) -> tuple[Reason, str] | N
 
 
 def may_announce(rules: FragmentRules, state: State, event: events.Undecoded) -> bool:
-    """Whether to decode a message of an update's subject: its sender has allowance left."""
+    """True if a message under an update's subject may be decoded: its sender has allowance."""
     return _allowance(rules, state, event.learner, event).left >= 1
 
 
@@ -67,16 +67,16 @@ def spend(
     learner: str,
     event: events.Announced | events.Undecoded,
 ) -> tuple[State, bool]:
-    """Take a message's price from its sender's allowance; return whether it had any left."""
-    # A bucket of tokens for each learner: a flood of manifests would otherwise fill the records of
-    # everybody, and long ones our time. It may go below zero: whoever sends what is long waits the
-    # longer for its next.
+    """Takes a message's cost from its sender's allowance; returns whether it had any left."""
+    # A token bucket for each learner: a flood of manifests would otherwise fill everybody's
+    # records, and long manifests would cost us time. It may go below zero: a long message makes its
+    # sender wait longer before the next.
     before = _allowance(rules, state, learner, event)
     allowed = before.left >= 1
     after = before._replace(left=before.left - allowed * policy.cost(event.size_bytes))
-    # What the record before this life had met was paid for then: paid again, a crash of ours would
-    # shut out an honest learner. It is paid from a bucket of this life's own, or whoever floods us
-    # would have all of it decoded when we come back.
+    # Messages up to `known_seq` were charged before this aggregator's life. Charging them again
+    # would shut out an honest learner after a crash of ours; not charging would make us decode a
+    # whole flood when we come back. So they are charged to a separate bucket of this life.
     if event.stream_seq <= state.known_seq:
         return state._replace(met_again=state.met_again.put(learner, after)), allowed
     return state._replace(allowances=state.allowances.put(learner, after)), allowed
@@ -88,18 +88,18 @@ def _allowance(
     learner: str,
     event: events.Announced | events.Undecoded,
 ) -> Allowance:
-    """A learner's allowance when its message was stored."""
+    """Returns a learner's allowance at the time when its message was stored."""
     buckets = state.met_again if event.stream_seq <= state.known_seq else state.allowances
-    # Also backwards: a server's clock that was set back must not end the filling. What is then
-    # earned twice is no more than the most that an allowance holds.
+    # The time may go backwards too: a server's clock that was set back must not stop the refilling.
+    # What is then refilled twice is at most a full allowance.
     before = buckets.get(learner, Allowance(math.inf, event.stored_at_s))
     left = policy.allowance(rules.bounds, before.left, before.at_s, event.stored_at_s)
     return Allowance(left, event.stored_at_s)
 
 
 def charge(state: State, refused: RejectedUpdate) -> State:
-    """Take from the sender's allowance what its rejection costs, if it was not taken before."""
-    # The life before this one has charged for it.
+    """Takes from the sender's allowance what a rejection costs, if it was not taken before."""
+    # The life before this one has charged it.
     if refused.stream_seq <= state.known_seq:
         return state
     learner = refused.manifest.learner
@@ -109,12 +109,12 @@ def charge(state: State, refused: RejectedUpdate) -> State:
 
 
 def overtakes(state: State, update: UpdateId) -> bool:
-    """Whether the learner announced an update while an earlier one was not resolved.
+    """True if the learner announced an update while an earlier one of its life is unanswered.
 
-    What a record under way resolves counts: the learner may read it before we know that it stands.
+    Updates in a record that is being published count as answered: the learner may read the record
+    before this machine knows that it is committed.
     """
-    # By life and not by learner: a new life's first update is not in the way of what the old one
-    # still has on the tape.
+    # By life and not by learner: a new life may announce while updates of the old one still wait.
     unresolved = (state.pending.lives, state.admitted.lives, state.rejected.lives)
     return any(update[:2] in lives for lives in unresolved)
 
@@ -122,11 +122,11 @@ def overtakes(state: State, update: UpdateId) -> bool:
 def wrong_base(
     rules: FragmentRules, state: State, manifest: wire.Manifest
 ) -> tuple[Reason, str] | None:
-    """(reason, detail) if an update's base does not fit the version being built on, else None.
+    """Returns (reason, detail) if an update's base does not fit the current version, else None.
 
-    Judged when it is announced and again when it is merged: an update that waits grows stale.
+    Called when the update is announced, and again when it is merged, as waiting makes it stale.
     """
-    # Work on versions that an operator took back would bring them in again.
+    # Merging it would bring back versions that an operator has rolled back.
     if manifest.base_version < state.floor:
         return Reason.ROLLED_BACK, f"based on version {manifest.base_version}, before the rollback"
     # Nobody can have built on what is not committed.
@@ -136,19 +136,19 @@ def wrong_base(
             Reason.FUTURE,
             f"based on version {manifest.base_version}, the newest is {state.version}",
         )
-    # The digest says that learner and aggregator mean the same bits. Older ones are not kept, and
-    # their delta is discounted.
+    # Equal digests show that learner and aggregator have the same bits. Digests of older versions
+    # are not stored; updates on them are discounted.
     if staleness == 0 and manifest.base_digest != state.view_digest:
         return (
             Reason.BASE_DIGEST,
             f"view {manifest.base_digest}, version {state.version} is another",
         )
-    # What the devices really hold: memory errors, or a decoder of another release.
+    # The devices hold other bits: memory errors, or a decoder of another release.
     if manifest.held_digest not in (None, manifest.base_digest):
         held = f"view {manifest.held_digest} is held as version {manifest.base_version}"
         return Reason.VIEW, f"{held}, which is {manifest.base_digest}"
-    # Off by default: the discount makes old work small, and throwing it away costs tokens
-    # (invariant 4 counts them as rejected).
+    # Off by default: old updates are discounted, and rejecting them loses tokens (invariant 4
+    # counts these as rejected).
     if rules.staleness.max_versions and staleness > rules.staleness.max_versions:
         return Reason.STALE, f"{staleness} versions old, at most {rules.staleness.max_versions}"
     return None
@@ -157,9 +157,9 @@ def wrong_base(
 def offenders(
     rules: FragmentRules, state: State, resolved: Resolved[RejectedUpdate]
 ) -> tuple[Quarantine, ...]:
-    """The learners to quarantine, once a record stands that rejects the `resolved` updates."""
-    # Counted in rejected less merged, so that an honest learner with a rare fault is never shut
-    # out, and one that only offends soon is.
+    """Returns the learners to quarantine once a record with the `resolved` rejections stands."""
+    # Offences are rejected less merged updates: an honest learner with a rare fault is never shut
+    # out, and a learner that only offends soon is.
     limit = rules.bounds.quarantine_offences
     found = {}
     for refused in resolved:
@@ -174,37 +174,37 @@ def offenders(
     return tuple(found.values())
 
 
-# A learner's steps a second may be so many times those that it was seen to take, or that the median
-# of the others takes: on a busy machine it may have been slow, and not the others. And at most so
-# many times those of the others.
+# A learner is credited with at most QUICKER times the steps a second that it was seen to take, or
+# that the others' median takes (its machine may have been busy), and at most FASTEST times the
+# others' median.
 QUICKER = 2.0
 FASTEST = 10.0
-# How much of the highest rate so far the next update may take off it.
+# The share of the highest rate so far that remains after an update that shows a lower one.
 FADING = 0.75
-# A learner's weight may be so many times the median of the others, over the time that it had:
-# twice, and a tenth for what step boundaries and uploads add to one update and take from the next.
+# A learner's weight over a time is at most this many times the others' median: twice, and a tenth
+# for what step boundaries and uploads move from one update to the next.
 HEAVIEST = 2.0 * 1.1
-# Once where learners may lie: of five, two that weighed twice as much would be most of a merge.
+# Once if learners may lie: of five, two that weighed twice as much would be most of a merge.
 HEAVIEST_ROBUST = 1.1
-# What is equal but for rounding is not cut.
+# Tolerance for rounding, so that equal values are not cut.
 ROUNDING = 1e-9
 
 
 def passed_s(member: Member, stored_at_s: float, now_s: float) -> float:
-    """Seconds between a learner's previous update and one that is stored and read now."""
+    """Returns the seconds between a learner's previous update and one stored and read now."""
     if stored_at_s < member.heard_at_s and member.read_at_s:
-        # The server's clock was set back; ours is another.
+        # The server's clock was set back, so use our own.
         return policy.elapsed_s(member.read_at_s, now_s)
     return policy.elapsed_s(member.heard_at_s, stored_at_s)
 
 
 def available_s(member: Member, stored_at_s: float, now_s: float) -> float:
-    """Seconds that no update of a learner has claimed, when one is stored and read now."""
+    """Returns the seconds that no update of a learner has claimed yet, when one is stored now."""
     return min(member.unused_s + passed_s(member, stored_at_s, now_s), wire.GREATEST_S)
 
 
 def steps_per_s(bounds: BoundsSection, learner: str, member: Member, usual: float | None) -> float:
-    """The rate at which steps are credited to a learner, where that of the others is `usual`."""
+    """Returns the most steps a second that a learner is credited; `usual`: the others' median."""
     declared = bounds.of(learner).max_steps_per_s
     if declared:
         return declared
@@ -215,15 +215,15 @@ def steps_per_s(bounds: BoundsSection, learner: str, member: Member, usual: floa
 
 
 def greatest_weight(rules: FragmentRules, learner: str, usual: float | None, had_s: float) -> float:
-    """The greatest weight that `had_s` seconds of a learner's work may have.
+    """Returns the greatest weight that `had_s` seconds of a learner's work may have.
 
-    `usual`: the weight of one second of the other learners' work; None: not known.
+    `usual`: the weight of one second of the other learners' work; None: unknown.
     """
     declared = rules.bounds.of(learner)
     if declared.max_steps_per_s and declared.max_tokens_per_step:
         return math.inf
-    # By time and not by update: the work of an outage counts in full, and so does that of who
-    # sends seldom.
+    # By time and not by update, so that work done during an outage counts in full, as does that of
+    # learners that send seldom.
     heaviest = HEAVIEST_ROBUST if rules.robust else HEAVIEST
     return math.inf if usual is None else heaviest * min(usual, GREATEST) * had_s
 
@@ -231,14 +231,14 @@ def greatest_weight(rules: FragmentRules, learner: str, usual: float | None, had
 def credit(
     rules: policy.FragmentRules, state: State, manifest: wire.Manifest, stored_at_s: float
 ) -> UpdateCredit:
-    """The credit of an announced update."""
+    """Returns the steps, tokens and weight that an announced update is credited with."""
     bounds = rules.bounds
     learner, members = manifest.learner, state.members
     had_s = available_s(members[learner], stored_at_s, state.now_s)
     rate = steps_per_s(bounds, learner, members[learner], members.others_rate(learner))
     most = rate * had_s * (1 + ROUNDING)
     steps = manifest.steps if manifest.steps <= most else max(1, int(most))
-    # Steps that are not believed take their tokens with them: the rest must not weigh the more.
+    # Tokens shrink with the credited steps, so that the rest does not weigh more per step.
     tokens = manifest.tokens * steps // manifest.steps
     declared = bounds.of(learner).max_tokens_per_step or bounds.max_tokens_per_step
     tokens = max(1, min(tokens, declared * steps))
@@ -255,18 +255,18 @@ def observed(
     given: UpdateCredit,
     stored_at_s: float,
 ) -> Member:
-    """A learner's member state after it has announced an update."""
+    """Returns a learner's `Member` after it has announced an update with the credit `given`."""
     learner, member = manifest.learner, state.members[manifest.learner]
     had_s = available_s(member, stored_at_s, state.now_s)
     most = steps_per_s(rules.bounds, learner, member, state.members.others_rate(learner))
-    # Its own word, which knows what it waited for, as far as it is believed; what it was credited
-    # with took no longer than all its time.
+    # Its own claim, which excludes its waits, up to `most`; at least what its credited steps in all
+    # its time show.
     told = 1 / manifest.step_time_s if manifest.step_time_s > 1 / GREATEST else 0.0
     speed = min(most, max(told, _over(given.steps, had_s, most), FADING * member.speed))
-    # The least time in which it can have done what it is credited with. What is left counts for its
-    # next update: this one may have been on its way for as long as the one before was announced,
-    # for one is under way at a time. A bus that was away, a busy machine or a slow link would else
-    # take time from one update, and give none to the next.
+    # The least time in which it can have done what it is credited with. The rest is credited to its
+    # next update: only one is in flight at a time, so this one may have waited for the one before.
+    # Else an outage, a busy machine or a slow link would take time from one update, and give none
+    # to the next.
     usual = state.members.others_tokens_rate(learner)
     heaviest_per_s = greatest_weight(rules, learner, usual, 1.0)
     needed_s = max(given.steps / most, policy.weight(given.tokens, given.steps) / heaviest_per_s)
@@ -285,13 +285,13 @@ def observed(
 
 
 def _over(steps: int, time_s: float, most: float) -> float:
-    """Steps a second, at most so many."""
+    """Returns steps per second, at most `most`."""
     return min(steps / time_s, most) if time_s > steps / GREATEST else most
 
 
 def greatest_norm(bounds: BoundsSection, state: State, learner: str) -> float:
-    """The norm of a credited step that an update of a learner may be merged with."""
-    # As others' updates were merged, those of the open round with them.
+    """Returns the greatest norm per credited step with which a learner's update is merged."""
+    # From the norms of the others' merged updates, those of the open round included.
     usual = state.members.others_norm(learner)
     return math.inf if usual is None else bounds.norm_clip * usual
 
@@ -299,6 +299,6 @@ def greatest_norm(bounds: BoundsSection, state: State, learner: str) -> float:
 def clip(
     bounds: BoundsSection, state: State, learner: str, given: UpdateCredit, norm: float
 ) -> float:
-    """The factor that shortens an update; 1 leaves it as it is."""
+    """Returns the factor that shortens an update to its greatest norm; 1 leaves it as it is."""
     most = greatest_norm(bounds, state, learner) * given.steps
     return 1.0 if norm <= most else most / norm

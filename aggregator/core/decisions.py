@@ -1,9 +1,9 @@
-"""The machine's decisions, as a record states them; and the same decisions made again from a tape.
+"""The machine's decisions as a record states them, and making them again from a tape.
 
-A record's observations are every input of the machine since the record before that is not on the
+A record's observations are every input of the machine since the previous record that is not on the
 tape, each with the stream sequence up to which the tape had been read. So the tape, the records
-and `machine.step` give every decision again: when a round opened and closed, what was admitted
-with which weight, what was rejected and why, and all that the machine remembered after it.
+and `machine.step` reproduce every decision: when a round opened and closed, which updates were
+admitted with which weight, which were rejected and why, and the machine's memory afterwards.
 
 Pure, as `machine.py` is.
 """
@@ -25,7 +25,7 @@ from diloco.common.protocol import wire
 class Decided(NamedTuple):
     """The part of a record that the machine alone decides, field by field as in `wire.Record`.
 
-    Operators' records, which no machine decides, state the same.
+    Records that an operator's command makes (`restore`, `restored`) state the same fields.
     """
 
     what: Literal["version", "verdict", "restore", "restored"]
@@ -44,15 +44,14 @@ class Decided(NamedTuple):
 
 
 def decided_of(record: wire.Record) -> Decided:
-    """The decisions that a record states."""
+    """Returns the decisions that a record states."""
     return Decided(**{name: getattr(record, name) for name in Decided._fields})
 
 
 def decide(rules: FragmentRules, commit: Commit) -> Decided:
-    """The machine's decisions for the record of a commit."""
+    """Returns the machine's decisions for the record of `commit`."""
     state = commit.state
-    # A verdict leaves version and clock where they are: learners have nothing to adopt
-    # (invariant 1).
+    # A verdict changes neither version nor clock: learners have nothing to adopt (invariant 1).
     made = commit.what == "version"
     return Decided(
         what=commit.what,
@@ -86,7 +85,7 @@ def _rejected(refused: RejectedUpdate) -> wire.Rejected:
 
 
 class TapeEvent(NamedTuple):
-    """An event of the tape; `rules` are those that a change of settings puts in force."""
+    """An event on the tape; `rules` are the new rules if it changes settings."""
 
     stream_seq: int
     event: events.Event
@@ -94,11 +93,11 @@ class TapeEvent(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """A record, and the result of deciding it again.
+    """The result of deciding a record again.
 
     Attributes:
         outcome: "same"; "different", with `fields`; "unknown", with the reason `why`.
-        commit: what the machine decided, with the `rules` it had; None if it did not come to it.
+        commit: the machine's decision, with its `rules`; None if it did not reach one.
         fields: name, recorded and decided value of each field that differs.
     """
 
@@ -110,7 +109,7 @@ class Decision(NamedTuple):
     fields: tuple[tuple[str, Any, Any], ...] = ()
 
 
-# What a record says beside `Decided`, given the commit and the record itself.
+# Returns a record's fields that are not in `Decided`, given the commit and the record itself.
 Beside = Callable[[Commit, wire.Record], Mapping[str, Any]]
 
 
@@ -122,19 +121,19 @@ def decide_again(
     whole_from: int,
     beside: Beside,
 ) -> Iterator[Decision]:
-    """Decide every record of a fragment again, and compare the decisions field by field.
+    """Decides every record of a fragment again, and compares the decisions field by field.
 
     Args:
-        chain: (sequence, record) of the fragment, in order; the first is the basis of the second.
+        chain: (sequence, record) of the fragment, in order; the second is decided from the first.
         tape: the events of this fragment, in order, up to the run's end.
-        rules_at: the rules that a settings message put in force, by its sequence; 0: the first.
-        whole_from: `tape` lacks nothing of the fragment from this sequence on.
-        beside: further fields that follow from a commit.
+        rules_at: returns the rules after the settings message with a sequence; 0: the first rules.
+        whole_from: the sequence from which on `tape` lacks nothing of the fragment.
+        beside: returns further fields that follow from a commit.
     """
     follower = _Follower(tape, rules_at, whole_from)
     for (base_seq, base), (seq, record) in itertools.pairwise(chain):
         if record.what not in ("version", "verdict"):
-            follower.state = None  # An operator made it: whoever owns the fragment begins anew.
+            follower.state = None  # An operator made it.
             continue
         why = follower.follow(base, base_seq, record)
         if why:
@@ -150,20 +149,20 @@ def decide_again(
                 for name, value in again.items()
                 if getattr(record, name) != value
             )
-        # What follows from a decision that came out differently is no evidence: the next begins
-        # from its own record, if it can.
+        # A different decision proves nothing about the next one, which begins from its own base
+        # record, if it can.
         if fields:
             follower.state = None
         yield Decision(seq, record, "different" if fields else "same", "", commit, fields)
 
 
-# What an owner observes first that goes on from a record of its own.
+# The first observation of an owner that continues from a record of its own.
 GOES_ON = ("made", "committed")
 OTHER_RULES = "another release decided it, by other rules"
 
 
 class _Follower:
-    """A machine that hears what the makers of the records heard, in their order."""
+    """A machine that receives what the makers of the records received, in their order."""
 
     rules: FragmentRules
 
@@ -179,7 +178,7 @@ class _Follower:
         self._began_at_s = 0.0
 
     def follow(self, base: wire.Record, base_seq: int, record: wire.Record) -> str:
-        """Bring the machine from one record to the next; why it cannot be done, or ''."""
+        """Brings the machine from one record to the next; returns why it cannot, or ''."""
         if record.policy.rules != memory.RULES:
             self.state = None
             return OTHER_RULES
@@ -187,8 +186,8 @@ class _Follower:
         why = self._cannot_begin(base) if first in GOES_ON and self.state is None else ""
         self.commit = None
         for observation in record.observations:
-            # A record holds the observations of every life since the one before it: of those that
-            # died nothing but what they met counts.
+            # A record holds the observations of all owners' lives since the previous record. Each
+            # life begins from that record, so only the last one's decisions count.
             if observation.what == "resumed":
                 self._began_at_s = observation.at_s
                 why = "the tape is trimmed before it" if base.position < self._whole_from else ""
@@ -198,7 +197,7 @@ class _Follower:
             elif why:
                 continue
             elif observation.what in GOES_ON and self.state is None:
-                # Whoever goes on has no clock of a predecessor's to mistrust.
+                # The owner continues with its own clock, so `resume` must not cap the times.
                 self._begin(base, base_seq, max(observation.at_s, base.policy.closed_at_s))
                 self._take_over(base, observation)
             elif self.state is None:
@@ -206,7 +205,7 @@ class _Follower:
             else:
                 self._hear_until(observation.after_seq)
                 if observation.what == "committed" and self.state.storing is None:
-                    # Nobody's record was under way: the machine cannot have met this.
+                    # No record was being stored, so the machine did not receive this.
                     self.commit = None
                     return ""
                 self._step(_event(observation, base, base_seq, record))
@@ -216,17 +215,18 @@ class _Follower:
         return ""
 
     def _begin(self, base: wire.Record, base_seq: int, at_s: float) -> None:
-        """Begin a life from a record, as an owner does."""
+        """Begins a life from a record, as an owner does."""
         self.state = memory.resume(base, base_seq, at_s)
         self.rules = self._rules_at(base.policy.settings_seq)
         self.commit = None
         self._next = bisect_left(self._tape, base.position, key=attrgetter("stream_seq"))
 
     def _cannot_begin(self, base: wire.Record) -> str:
-        """Why it cannot begin in the middle of an owner's life, or ''.
+        """Returns why it cannot begin in the middle of an owner's life, or ''.
 
-        The record holds all that its maker knew only if no update was waiting. Who began after
-        the stop waits from its own beginning, which only its first record says.
+        A record holds all of its maker's state only if no update was waiting. After the stop, an
+        owner's deadline counts from its own beginning, which only the first record of its life
+        states.
         """
         if base.position <= base.policy.seen_seq:
             return "updates were waiting when the record before was made"
@@ -237,7 +237,7 @@ class _Follower:
         return ""
 
     def _take_over(self, base: wire.Record, observation: wire.Observation) -> None:
-        """The state of the owner that made `base` and continues."""
+        """Sets the state of the owner that made `base` and continues from it."""
         assert self.state is not None
         self.state = self.state._replace(
             observations=(observation,),
@@ -249,7 +249,7 @@ class _Follower:
         )
 
     def _hear_until(self, seq: int) -> None:
-        """Give the machine what the tape has up to a sequence, or until it closes."""
+        """Gives the machine the tape's events up to a sequence, or until it closes a round."""
         while self._next < len(self._tape) and not self.commit:
             heard = self._tape[self._next]
             if heard.stream_seq > seq:
@@ -271,7 +271,7 @@ class _Follower:
 def _event(
     observation: wire.Observation, base: wire.Record, base_seq: int, record: wire.Record
 ) -> events.Event:
-    """The event that an observation stands for; why an update failed stands in its rejection."""
+    """Returns the event of an observation; the reason of a failed update is in its rejection."""
     at_s, learner = observation.at_s, observation.learner
     update = UpdateId(learner, observation.incarnation, observation.seq)
     match observation.what:

@@ -1,7 +1,6 @@
-"""Events, which the machine is told (tape, driver, time), and effects, which it asks for.
+"""Events, the machine's inputs (tape, driver, time), and effects, which it asks the driver for.
 
-Times are in seconds since the epoch: `stored_at_s` is by the server's clock, `at_s` by the
-owner's.
+Times are in seconds since the epoch: `stored_at_s` by the server's clock, `at_s` by the owner's.
 """
 
 from typing import Literal, NamedTuple
@@ -12,7 +11,7 @@ from diloco.common.protocol import wire
 
 
 class Joined(NamedTuple):
-    """A learner's join, from the tape; its sequence is the incarnation."""
+    """Event: a learner's join on the tape; its sequence is the incarnation."""
 
     stored_at_s: float
     stream_seq: int
@@ -20,7 +19,7 @@ class Joined(NamedTuple):
 
 
 class Departed(NamedTuple):
-    """A learner's leave, from the tape."""
+    """Event: a learner's leave on the tape."""
 
     stored_at_s: float
     stream_seq: int
@@ -29,7 +28,7 @@ class Departed(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """A learner's word, from the tape, that it sends nothing more of this fragment."""
+    """Event: a learner's message on the tape that it sends no more updates of this fragment."""
 
     stored_at_s: float
     stream_seq: int
@@ -38,7 +37,7 @@ class Finished(NamedTuple):
 
 
 class Announced(NamedTuple):
-    """A manifest of this fragment, from the tape, and the length of its message."""
+    """Event: a manifest of this fragment on the tape, with the length of its message."""
 
     stored_at_s: float
     stream_seq: int
@@ -47,9 +46,9 @@ class Announced(NamedTuple):
 
 
 class Undecoded(NamedTuple):
-    """A message under an update's subject that cannot be decoded, or is not decoded on purpose.
+    """Event: a message under an update's subject that could not be decoded, or was not on purpose.
 
-    Nothing is decoded of a sender without allowance (`admission.may_announce`).
+    Messages of a sender without allowance are not decoded (`admission.may_announce`).
     """
 
     stored_at_s: float
@@ -59,7 +58,7 @@ class Undecoded(NamedTuple):
 
 
 class Stopped(NamedTuple):
-    """The run's stop message, from the tape."""
+    """Event: the run's stop message on the tape."""
 
     stored_at_s: float
     stream_seq: int
@@ -82,16 +81,16 @@ class Quarantined(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """All shards of an update are here and verified; `norm` is the update's L2 norm."""
+    """Event: all shards of an update are read and verified; `norm` is the update's L2 norm."""
 
     at_s: float
-    # When it came and with which norm is on no tape: the machine notes both.
+    # Time and norm are not on the tape, so the machine records both as an observation.
     update: UpdateId
     norm: float
 
 
 class Failed(NamedTuple):
-    """An update's shards are not what its manifest says."""
+    """Event: an update's shards are not what its manifest states."""
 
     at_s: float
     update: UpdateId
@@ -100,14 +99,14 @@ class Failed(NamedTuple):
 
 
 class Broke(NamedTuple):
-    """Adding an update to the sum failed, for a reason that its bytes do not explain."""
+    """Event: adding an update to the sum failed, for a reason that its bytes do not explain."""
 
     at_s: float
     update: UpdateId
 
 
 class Liveness(NamedTuple):
-    """A learner has shown a sign of life again, or has been silent for too long."""
+    """Event: a learner has shown a sign of life again, or has been silent for too long."""
 
     at_s: float
     learner: str
@@ -116,37 +115,36 @@ class Liveness(NamedTuple):
 
 
 class Timer(NamedTuple):
-    """The time that `deadline` asked for has come."""
+    """Event: the time that `rounds.deadline` asked for has come."""
 
     at_s: float
 
 
 class CutKnown(NamedTuple):
-    """Event: the stream leader's last update of the fragment has this sequence; 0: it has none."""
+    """Event: the sequence of the fragment's last update, from the stream's leader; 0: none."""
 
     at_s: float
     stream_seq: int
 
 
 class Made(NamedTuple):
-    """The version of the last `Commit` is made: the sum is free, its view has this digest."""
+    """Event: the version of the last `Commit` is made, with this digest; the sum is free."""
 
     at_s: float
     view_digest: str
 
 
 class Tick(NamedTuple):
-    """The time, told before a message of the tape that comes long after the last event."""
+    """Event: the time, sent before a tape message that comes long after the last event."""
 
     at_s: float
 
 
 class Committed(NamedTuple):
-    """The record of the last `Commit` is on the tape."""
+    """Event: the record of the last `Commit` is on the tape."""
 
     at_s: float
-    # Not the machine's own guess: after a doubt the publisher has read back which record stands
-    # (invariant 1).
+    # Not a guess: in doubt the publisher has read back which record is on the tape (invariant 1).
     record_seq: int
 
 
@@ -155,42 +153,42 @@ Event = FromTape | Fetched | Failed | Broke | Liveness | Timer | Tick | CutKnown
 
 
 class Fetch(NamedTuple):
-    """Read and verify an update's shards; answer `Fetched` or `Failed`. Any number in parallel."""
+    """Effect: read and verify an update's shards, several at once; answer `Fetched` or `Failed`."""
 
     update: UpdateId
     manifest: wire.Manifest
 
 
 class Merge(NamedTuple):
-    """Add the update just fetched to the round's accumulator, before the next event."""
+    """Effect: add the update just fetched to the round's sum, before the next event."""
 
     admitted: Admitted
 
 
 class Discard(NamedTuple):
-    """Forget the round's accumulator: the updates in it are read again."""
+    """Effect: drop the round's sum; the updates in it are read again."""
 
 
 class OpenRound(NamedTuple):
-    """Tell the learners that a round of this version waits for them."""
+    """Effect: tell the learners that a round for this version is open."""
 
     version: int
 
 
 class AskCut(NamedTuple):
-    """Ask the stream's leader for its last update of the fragment; answer `CutKnown`.
+    """Effect: ask the stream's leader for the fragment's last update; answer `CutKnown`.
 
-    The answer comes after the announcement of that update, and of all before it.
+    Answer only after the machine has received that update's announcement, and all before it.
     """
 
 
 class Commit(NamedTuple):
-    """Make a version, if it is one, and commit the record.
+    """Effect: make a version, unless the record has only verdicts, and commit the record.
 
-    Answer `Made` for a version before any other event; then, beside what follows, store the
-    objects, publish the record, and answer `Committed`.
+    For a version answer `Made` before any other event. Then, while later events are handled, store
+    the objects, publish the record, and answer `Committed`.
 
-    `state` is the machine's at the close: all that the record says is in it.
+    `state` is the machine's when the round closed: it contains all that the record states.
     """
 
     what: Literal["version", "verdict"]
@@ -201,7 +199,7 @@ class Commit(NamedTuple):
 
 
 class Ignored(NamedTuple):
-    """A message that is no update of the protocol: count it, keep a sample, do nothing."""
+    """Effect: count a message that is no valid update, and keep a sample of it."""
 
     learner: str
     reason: str

@@ -1,4 +1,4 @@
-"""The division of fragments among aggregators: which one acquires or releases which. Pure.
+"""Divides the fragments among aggregators: which one acquires or releases which. Pure.
 
 Each aggregator computes its own step from the leases that it sees; `aggregator/leases.py` takes it.
 """
@@ -13,22 +13,22 @@ Pinned = frozenset[int] | None
 
 
 class AggregatorTerms(NamedTuple):
-    """The fragments that a live aggregator is pinned to (None: to none), and those it refuses.
+    """The fragments that a live aggregator is pinned to (None: not pinned), and those it refuses.
 
-    It refuses the fragments that it has failed at: another aggregator may serve them.
+    It refuses fragments that it has failed at; another aggregator may serve them.
     """
 
     pinned: Pinned = None
     refuses: frozenset[int] = frozenset()
 
     def may_serve(self, fragment: int) -> bool:
-        """Whether the aggregator takes the fragment if no other aggregator has it."""
+        """True if the aggregator may own the fragment."""
         mine = self.pinned is None or fragment in self.pinned
         return mine and fragment not in self.refuses
 
 
 class OwnershipDivision(NamedTuple):
-    """The fragments that an aggregator acquires, those it likeliest keeps first, and releases."""
+    """The fragments that an aggregator acquires, in order of its preference, and releases."""
 
     acquire: tuple[int, ...]
     release: tuple[int, ...]
@@ -40,19 +40,19 @@ def divide(
     holders: Mapping[int, str | None],
     fragments: int,
 ) -> OwnershipDivision:
-    """The step of one aggregator towards an even division.
+    """Returns one aggregator's step towards an even division of the fragments.
 
     Args:
         me: this aggregator's life.
-        members: of each live aggregator, this one too.
-        holders: who holds each fragment that is not done; None for nobody.
-        fragments: P, of the run.
+        members: the terms of each live aggregator, by life; this one's too.
+        holders: the owner of each fragment that is not done; None for a free one.
+        fragments: number of fragments of the run, P.
     """
     held = {fragment for fragment, holder in holders.items() if holder == me}
     free = {fragment for fragment, holder in holders.items() if holder is None}
     mine = members[me]
     if mine.pinned is not None:
-        # An operator has said which: nothing is shared out, and nothing else is taken.
+        # The operator has chosen the fragments, so this aggregator takes no share of the others.
         kept = {fragment for fragment in held if mine.may_serve(fragment)}
         taken = {fragment for fragment in free if mine.may_serve(fragment)}
         return OwnershipDivision(_by_rank(me, taken), tuple(sorted(held - kept)))
@@ -63,34 +63,34 @@ def divide(
         for fragment in holders
         if members[life].may_serve(fragment)
     }
-    # Beside the shares: even numbers would give it to who refuses it, or to nobody.
+    # Refused fragments are divided separately, as even shares could give them to a refuser.
     refused = {f for one in sharing.values() for f in one.refuses} - reserved
     even = [f for f in range(fragments) if f in holders.keys() - reserved - refused]
     target = _share(me, sharing, even)
     keep = _by_rank(me, held & set(even))[:target]
     also = {f for f in refused & held if mine.may_serve(f)}
     falls_to_me = {f for f in refused & free if _first_able(sharing, f) == me}
-    # Only what is free: a fragment that is taken from a live owner costs a recovery, so it is the
-    # owner that gives up what is too much.
+    # Only free fragments: taking one from a live owner would cost a recovery, so owners release
+    # what exceeds their share.
     wanted = _by_rank(me, free & set(even))[: target - len(keep)]
     acquire = wanted + _by_rank(me, falls_to_me)
     return OwnershipDivision(acquire, tuple(sorted(held - also - set(keep))))
 
 
 def _share(me: str, sharing: Collection[str], fragments: Collection[int]) -> int:
-    """The number of `fragments` for this aggregator: equal shares, the rest to the first ones."""
+    """Returns how many of `fragments` this aggregator gets: equal shares, the rest to the first."""
     each, rest = divmod(len(fragments), len(sharing))
     return each + (sorted(sharing).index(me) < rest)
 
 
 def _first_able(sharing: Mapping[str, AggregatorTerms], fragment: int) -> str | None:
-    """The aggregator that takes a fragment that some refuse; None once all do."""
+    """Returns the aggregator that takes a fragment that some refuse; None if all refuse it."""
     able = [life for life, one in sharing.items() if one.may_serve(fragment)]
     return min(able, key=lambda life: _rank(life, fragment), default=None)
 
 
 def _by_rank(me: str, fragments: Iterable[int]) -> tuple[int, ...]:
-    """In an order of this aggregator's own, so that two seldom reach for the same."""
+    """Sorts fragments in an order of this aggregator's own, so that two seldom want the same."""
     return tuple(sorted(fragments, key=lambda fragment: _rank(me, fragment)))
 
 

@@ -1,14 +1,14 @@
-"""Garbage of a run: a plan for one fragment, from its records and the store's listing.
+"""Plans which messages and objects of a fragment are garbage, from its records and store listing.
 
 Rules of this file:
-- No IO, no clock: the newest record's time is "now". Whoever deletes does it as
-  `garbage_collector.py` says: first the tape, then the objects.
-- The floor is a version whose view and outer state are stored, and from which a fragment can be
+- No IO, no clock: the newest record's time is "now". `garbage_collector.py` deletes: first from
+  the tape, then the objects.
+- The floor is a version whose view and outer state are stored, and from which the fragment can be
   recovered: the older of the two newest such versions, or an earlier one if versions of the last
-  `replay_window_s` seconds could not be merged again otherwise. Of what is below the floor nothing
-  stays but what checkpoints pin; of what is above it everything that its records name.
-- Where it cannot be known that something is not needed, it stays: an object of a version that is
-  not committed yet, an update that may still be announced, a name that is not of our making.
+  `replay_window_s` seconds could not be merged again otherwise. Below the floor only what
+  checkpoints pin stays; from the floor on everything that records name stays.
+- In doubt an object stays: one of a version that is not committed yet, of an update that may still
+  be announced, or with a name that this project does not use.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -20,14 +20,14 @@ from diloco.common.protocol import names, wire
 
 
 class LedgerEntry(NamedTuple):
-    """The facts of one record from which the plan of garbage follows.
+    """The facts of one record that matter for garbage collection.
 
     Attributes:
-        made: the record made its version; a verdict makes none.
-        merged: the version was made from updates, `inputs`.
-        whole: view and outer state of the record's own version are stored.
+        made: True if the record made its version; a verdict makes none.
+        merged: True if the version was made from updates, `inputs`.
+        whole: True if view and outer state of the record's own version are stored.
         states: names of the newest view and outer state at this record.
-        delta, body: names of its delta and of the object it is stored in, if there are any.
+        delta, body: names of its delta and of the object with its body, if there are any.
     """
 
     record_seq: int
@@ -46,7 +46,7 @@ class LedgerEntry(NamedTuple):
 class Ledger:
     """A fragment's records from some snapshot on, in the order of the tape.
 
-    `position` and `marks` are the newest record's: marks by (learner, incarnation).
+    `position` and `marks` are those of the newest record; `marks` are by (learner, incarnation).
     """
 
     run: str
@@ -55,25 +55,25 @@ class Ledger:
     entries: list[LedgerEntry] = field(default_factory=list)
     position: int = 1
     marks: dict[tuple[str, int], int] = field(default_factory=dict)
-    # Of each learner's newest life: sequence of its newest update that has an answer.
+    # By learner: the sequence of the newest answered update of its newest life.
     answered_at: dict[str, int] = field(default_factory=dict)
     _names: dict[str, str] = field(default_factory=dict)
 
     @property
     def newest_seq(self) -> int:
-        """Sequence of the newest record taken; 0 if there is none."""
+        """The sequence of the newest record added; 0 if there is none."""
         return self.entries[-1].record_seq if self.entries else 0
 
     def take(
         self, record: wire.Record, record_seq: int, stored_at_s: float, body: str | None
     ) -> None:
-        """Add the next record of the tape; one that was taken before is passed over."""
-        # The tape is read from where the last reading ended, and may give the last record twice.
+        """Adds the next record of the tape; ignores one that was added before."""
+        # Each reading continues where the last one ended, and may repeat the last record.
         if record_seq <= self.newest_seq:
             return
         states = (record.snapshot.name, record.outer.name)
         if self.entries and self.entries[-1].states == states:
-            states = self.entries[-1].states  # Days of records must not fill the memory.
+            states = self.entries[-1].states  # Shares one tuple, to save memory.
         made = record.what != "verdict"
         merged = record.what == "version" and record.version > 0
         self.entries.append(
@@ -100,17 +100,17 @@ class Ledger:
         return UpdateId(learner, taken.incarnation, taken.seq)
 
     def forget_below(self, record_seq: int) -> None:
-        """Drop the entries of records before one."""
+        """Drops the entries of records below a sequence."""
         self.entries = [entry for entry in self.entries if entry.record_seq >= record_seq]
 
 
 class Announcers(NamedTuple):
-    """Learners that may still announce: read before the ledger's newest record.
+    """The learners that may still announce updates, read before the ledger's newest record.
 
     Attributes:
-        lives: newest incarnation of each learner. Nothing that an older one announces from now
-            on is taken; what it announced before and is not resolved is in `pending`.
-        pending: updates that are announced and not resolved.
+        lives: the newest incarnation of each learner. New announcements of older ones are not
+            accepted; their unanswered earlier ones are in `pending`.
+        pending: updates that are announced and not answered.
     """
 
     lives: Mapping[str, int]
@@ -118,7 +118,7 @@ class Announcers(NamedTuple):
 
 
 class GarbageObject(NamedTuple):
-    """An object that may go; `kind` is "delta", "view", "outer", "record" or "shard"."""
+    """An object to delete; `kind` is "delta", "view", "outer", "record" or "shard"."""
 
     kind: str
     name: str
@@ -126,17 +126,17 @@ class GarbageObject(NamedTuple):
 
 
 class Trim(NamedTuple):
-    """Messages of a subject that may go: those below a sequence."""
+    """Messages of a subject to remove: those below a sequence."""
 
     subject: str
     below_seq: int
 
 
 class GarbagePlan(NamedTuple):
-    """Messages and objects of a fragment that may be removed; the tape is to be trimmed first.
+    """The messages and objects of a fragment to remove; the tape is to be trimmed first.
 
-    `floor_version` and `floor_seq`: the oldest version that stays, and its record; what stands on
-    the tape before `answered_seq` is of no use to the fragment.
+    `floor_version` and `floor_seq`: the oldest version that stays, and its record's sequence; the
+    fragment needs no message before `answered_seq`.
     """
 
     floor_version: int
@@ -154,17 +154,16 @@ def plan(
     pinned: Collection[int],
     replay_window_s: float,
 ) -> GarbagePlan | None:
-    """Plan which messages and objects of a fragment to remove; None if no record holds a snapshot.
+    """Plans which messages and objects of a fragment to remove; None if no snapshot is recorded.
 
     Args:
         ledger: the fragment's records, up to one that was read after `found` and `fleet`.
-        found: (name, bytes) of objects in the store; those of other fragments are passed over.
-        fleet: who may still announce what.
-        pinned: versions whose view and outer state checkpoints keep.
-        replay_window_s: versions not older than this stay such that they can be merged again.
+        found: (name, bytes) of objects in the store; those of other fragments are ignored.
+        fleet: the learners that may still announce updates.
+        pinned: versions whose view and outer state checkpoints need.
+        replay_window_s: versions younger than this many seconds can still be merged again.
     """
-    # Everything else follows from one version, so that what stays is whole: a floor, and all that
-    # leads from it to the newest version.
+    # All follows from one version, the floor: it stays, with all that leads from it to the newest.
     index = _floor(ledger.entries, replay_window_s)
     if index is None:
         return None
@@ -175,12 +174,12 @@ def plan(
         for name, size_bytes in found
         if (kind := keep.judge(name)) is not None
     ]
-    # Recovery reads from the position, a replay from the floor's record: the tape is kept for both
+    # Recovery reads from the position, a replay from the floor's record: the tape stays for both
     # (invariants 2 and 5).
     answered_seq = min(ledger.position, floor.record_seq)
     run, fragment = ledger.run, ledger.fragment
-    # A subject keeps its last message, by which a learner knows where its data goes on; but that
-    # may be of a process that outlived its life or its tape: what the newest life sent stays too.
+    # The last message of a subject stays, as it gives a learner its data position. It may be from a
+    # process that outlived its life or tape, so messages of the newest life stay too.
     kept_from = {who: ledger.answered_at.get(who, answered_seq) for who in sorted(fleet.lives)}
     trims = (
         Trim(names.record(run, fragment), floor.record_seq),
@@ -193,28 +192,28 @@ def plan(
 
 
 def _floor(entries: list[LedgerEntry], replay_window_s: float) -> int | None:
-    """Index of the oldest record that stays."""
+    """Returns the index of the oldest record that stays."""
     wholes = [index for index, entry in enumerate(entries) if entry.whole]
-    # With one snapshot and older records of a chain whose beginning is gone, nothing is certain.
+    # One snapshot after records whose own snapshot is gone: too uncertain to delete anything.
     if not wholes or (len(wholes) == 1 and wholes[0] > 0):
         return None
-    # The newest record is the clock: a machine whose own is wrong must not delete anything early.
+    # The newest record's time is now, so that a wrong clock here deletes nothing early.
     since_s = entries[-1].stored_at_s - replay_window_s
     made = (i for i, entry in enumerate(entries) if entry.made and entry.stored_at_s > since_s)
     recent = next(made, len(entries) - 1)
-    # To merge a version again one begins from the one before it.
+    # Merging a version again begins from the version before it.
     basis = [whole for whole in wholes if whole < recent + (not entries[recent].merged)]
-    # Two, since the newest one may prove damaged when it is needed (invariant 3).
+    # Two snapshots, since the newest may prove damaged when it is needed (invariant 3).
     return min(wholes[-2:][0], basis[-1] if basis else wholes[0])
 
 
 def newer_than_tape(ledger: Ledger, found: Iterable[tuple[str, int]]) -> Iterator[str]:
-    """Objects of versions beyond the tape's end, which no aggregator of this tape can have made.
+    """Yields objects of versions beyond the tape's end, which no aggregator of this tape has made.
 
-    Versions are stored one at a time, so at most the next one is there before its record. Whoever
-    sees such an object must delete nothing: the tape was cut, or goes back to an older copy, and
-    what it does not name is the evidence of what it was. Shards are no evidence: under its prefix a
-    learner may store what it likes.
+    Versions are stored one at a time, so at most one version is stored before its record. If there
+    is such an object, delete nothing: the tape was cut or restored from an older copy, and objects
+    that it does not name are evidence of what it contained. Shards are not, as a learner may store
+    whatever it likes under its prefix.
 
     Args:
         ledger: the fragment's records; read after `found`.
@@ -223,7 +222,8 @@ def newer_than_tape(ledger: Ledger, found: Iterable[tuple[str, int]]) -> Iterato
     newest = ledger.entries[-1].version if ledger.entries else 0
     for name, _ in found:
         made = names.parse_version_object(ledger.run, ledger.fragment, name)
-        # A resumed run counts on from a checkpoint: what its earlier tape made later is there too.
+        # A resumed run continues from a checkpoint; later versions of its earlier tape are stored
+        # too.
         if made is not None and ledger.epoch == 0 and made.version > newest + 1:
             yield name
 
@@ -248,7 +248,7 @@ class _Retention(NamedTuple):
         return cls(ledger, fleet, pinned, frozenset(named), inputs)
 
     def judge(self, name: str) -> str | None:
-        """The kind of an object that may go; None for one that stays."""
+        """Returns the kind of an object to delete; None for an object that stays."""
         run, fragment = self.ledger.run, self.ledger.fragment
         made = names.parse_version_object(run, fragment, name)
         if made is not None:
@@ -259,18 +259,19 @@ class _Retention(NamedTuple):
         return None
 
     def _keeps_object(self, name: str, made: names.VersionObject) -> bool:
-        # An object of a version that is not committed may be an owner's that is about to commit it:
-        # only once that version stands without it is it nobody's.
+        # An owner may be about to commit the version of an uncommitted object; once the version is
+        # committed without the object, nobody needs it.
         if made.version > self.ledger.entries[-1].version or name in self.named:
             return True
         return made.what in ("view", "outer") and made.version in self.pinned
 
     def _keeps_shard(self, sent: names.ShardName) -> bool:
         if sent.epoch != self.ledger.epoch:
-            # An older tape has ended. A newer one is none of our business.
+            # An older tape has ended, so its shards go; a newer tape's shards are not ours to
+            # judge.
             return sent.epoch > self.ledger.epoch
-        # Shards come before their announcement: what a live life has not announced yet may still
-        # come (invariant 2).
+        # Shards are stored before their update is announced, so a live life's unannounced ones stay
+        # (invariant 2).
         update = UpdateId(sent.learner, sent.incarnation, sent.seq)
         if update in self.inputs or update in self.fleet.pending:
             return True
@@ -280,13 +281,13 @@ class _Retention(NamedTuple):
 
 
 def plan_run(run: str, answered: Iterable[int], learners: Iterable[str]) -> tuple[Trim, ...]:
-    """Plan which joins and leaves of learners to trim.
+    """Plans which joins and leaves of learners to trim.
 
     Args:
         run: the run's name.
-        answered: for each fragment the lower of its newest record's position, from which whoever
-            recovers reads on, and its oldest record, with which a replay begins.
-        learners: whose messages to trim.
+        answered: for each fragment the lower of its newest record's position, where recovery begins
+            to read, and its oldest record's sequence, where a replay begins.
+        learners: the learners whose messages to trim.
     """
     below_seq = min(answered)
     return tuple(
@@ -297,11 +298,11 @@ def plan_run(run: str, answered: Iterable[int], learners: Iterable[str]) -> tupl
 
 
 def pinned_checkpoints(marked: Iterable[str], whole: Iterable[str], keep: int) -> frozenset[str]:
-    """Names of the checkpoints that keep their objects: the newest ones.
+    """Returns the names of the newest checkpoints, which keep their objects.
 
     Args:
-        marked: those on the tape; one that is being made has no file yet, or never gets one.
-        whole: those that have their file, of this epoch and of earlier ones.
-        keep: the number that is kept of each.
+        marked: checkpoints on the tape, including those without a file, now or for ever.
+        whole: checkpoints with a file, of this epoch and of earlier ones.
+        keep: how many of each to keep.
     """
     return frozenset(sorted(marked)[-keep:]) | frozenset(sorted(whole)[-keep:])

@@ -1,28 +1,28 @@
 """The state machine of one fragment: it decides what happens to each update, event by event.
 
     idle --announced, and pace allows--> open --quorum announced--> grace --time--> cut
-    any of these --all in, or all that the cut has is read--> closing --version made--> idle
+    any of these --all in, or all of the cut are read--> closing --version made--> idle
 
-Updates are read and merged in every phase, from the moment the last version is made. Its record is
-stored and published meanwhile; the next one begins once it stands.
+Updates are read and merged in every phase, from the moment the last version is made. That version's
+record is stored and published meanwhile; the next record begins once it is committed.
 
 Rules of the core:
 - `step(rules, state, event) -> (state, effects)` is the whole interface. No IO, clock, randomness
   or logging; times come in with events, in seconds since the epoch, and `rounds.deadline` says
   when the machine wants a `Timer`.
-- Rounds follow the owner's clock alone: a message of the tape happens at `state.now_s`, the last
-  time that the owner told. When the server stored it, by a clock that may differ by hours, counts
-  only against other such times of one sender.
+- Rounds follow the owner's clock alone: a message of the tape happens at `state.now_s`, the time of
+  the owner's last event. The server's clock, which may differ by hours, only measures intervals
+  between messages of one sender.
 - The machine trusts that messages were decoded (`common/protocol/wire`), and nothing else in them.
 - An update leaves the machine exactly once: in the `Commit` of a record, merged or rejected. Until
   that record is committed its stream sequence stays at or above the position in the record, so
-  that whoever recovers from the record meets it again.
-- What the machine decides from is either on the tape or noted in `observations`, which go into
-  the next record: a reader of the tape can decide the same again.
-- In `closing` the arrays take the outer step. Whoever drives the machine (the owner of a fragment
-  in `tenure.py`, `diloco/plan/virtual_time.py`, the what-if of a replay) tells it nothing before
-  `Made`, and then what came meanwhile, in order. While the record is stored and published the
-  machine takes everything as at any other time.
+  that an owner that recovers from the record receives the update again.
+- Every input of a decision is on the tape, or is noted in `observations`, which go into the next
+  record: so a reader of the tape can make the same decisions.
+- In `closing` the arrays take the outer step. The machine's driver (the owner of a fragment in
+  `tenure.py`, `diloco/plan/virtual_time.py`, the what-if of a replay) sends it no event before
+  `Made`, and then those that came meanwhile, in order. While the record is stored and published
+  the machine receives events as usual.
 """
 
 from collections.abc import Callable
@@ -55,19 +55,19 @@ from diloco.aggregator.core.updates import (
 from diloco.common.protocol import wire
 from diloco.common.protocol.reasons import Reason
 
-# So many observations get a record of their own, lest one of a long wait be too long to be read.
+# This many observations get a record of their own, so that none is too long to be read.
 OBSERVATIONS = 1 << 13
-# A message of the tape that comes so much later than what was last told brings the time with it:
-# each such time stands in the next record.
+# A tape message this many seconds after the last event is preceded by a `Tick` with the time, which
+# the next record states.
 TICK_S = 0.1
 
 
 def step(rules: FragmentRules, state: State, event: events.Event) -> Result:
-    """The state after `event`, and what the driver must do, in order."""
+    """Returns the state after `event`, and the effects that the driver must carry out, in order."""
     if isinstance(event, events.FromTape):
-        # The tape may deliver a message again, out of its order. What it said counted where it
-        # stands: an update that was in the way then is no new one, and a quarantine that was lifted
-        # since is none (a reader of the tape, who meets it once, decides the same).
+        # The tape may deliver a message again, out of order. It counted at its own place only: an
+        # update ignored there stays ignored, and a quarantine lifted since is not renewed (a reader
+        # of the tape, who receives it once, decides the same).
         if event.stream_seq <= state.seen_seq:
             return state, ()
         state = state._replace(seen_seq=event.stream_seq)
@@ -81,9 +81,9 @@ def step(rules: FragmentRules, state: State, event: events.Event) -> Result:
 
 
 def step_at(rules: FragmentRules, state: State, event: events.Event, now_s: float) -> Result:
-    """As `step`, for an event that arrives at `now_s`.
+    """Does the same as `step`, for an event that arrives at `now_s`.
 
-    A message of the tape does not say when its reader has it, and rounds follow the reader's clock.
+    A tape message does not state when its reader received it, and rounds follow the reader's clock.
     """
     if isinstance(event, events.FromTape) and now_s - state.now_s > TICK_S:
         state, _ = step(rules, state, events.Tick(now_s))
@@ -91,18 +91,17 @@ def step_at(rules: FragmentRules, state: State, event: events.Event, now_s: floa
 
 
 def _on_joined(_rules: FragmentRules, state: State, event: events.Joined) -> Result:
-    # Whoever recovers meets joins again that its memory has; and a learner's newest life is the one
-    # that counts, so that an older join, met later, takes nothing back (invariant 3: the same tape
-    # gives the same state, however often it is read).
+    # After a recovery joins are read again that the memory has already; and only the newest life
+    # counts, so an older join read later changes nothing (invariant 3: the same tape gives the same
+    # state, however often it is read).
     known = state.members.get(event.learner)
     if known and known.incarnation >= event.stream_seq:
         return state, ()
-    # A new life is believed to be as fast and as heavy as the one before until it says otherwise:
-    # pace and grace must not jump at each restart. Its offences stay as well, or a crash would wash
-    # them off.
+    # A new life starts with the speed and weight of the one before, so that pace and grace do not
+    # jump at each restart. Its offences stay too, or a crash would erase them.
     if known is not None:
-        # What it had not sent when it ended on purpose it may send now: its time counts on.
-        # And whoever did nothing but join for some rounds is awaited no longer for another join.
+        # It may now send what it had not sent when it left, so its time counts on. `missed` stays:
+        # rounds do not wait again for a learner that only joins.
         member = known._replace(incarnation=event.stream_seq, live=True, left=False, final=False)
     else:
         member = Member(event.stream_seq, heard_at_s=event.stored_at_s, read_at_s=state.now_s)
@@ -111,11 +110,11 @@ def _on_joined(_rules: FragmentRules, state: State, event: events.Joined) -> Res
 
 def _on_departed(rules: FragmentRules, state: State, event: events.Departed) -> Result:
     member = state.members.get(event.learner)
-    # A leave that travelled slowly must not end the life that came after it.
+    # A late leave of an older life must not end the newer one.
     if member is None or member.incarnation != event.incarnation:
         return state, ()
-    # `left` beside `live`: a heartbeat that is still on its way must not bring it back, and the
-    # round would wait for somebody who said goodbye.
+    # `left` in addition to `live`, so that a heartbeat still on its way does not revive a learner
+    # that left, for which the round would then wait.
     state = with_member(state, event.learner, member._replace(live=False, left=True))
     return rounds.advance(rules, state, state.now_s)
 
@@ -133,23 +132,22 @@ def _on_finished(rules: FragmentRules, state: State, event: events.Finished) -> 
 def _on_announced(rules: FragmentRules, state: State, event: events.Announced) -> Result:
     manifest = event.manifest
     update = UpdateId(manifest.learner, manifest.incarnation, manifest.seq)
-    # Before all else: decoding it is what costs us time, whatever it says.
+    # First of all, as decoding alone costs us time, whatever the message says.
     state, allowed = admission.spend(rules, state, manifest.learner, event)
     if not allowed:
         return state, (_ignored(manifest, Reason.RATE),)
     if manifest.epoch != rules.epoch:
-        # Its incarnation is of another tape: nothing here may be marked with it.
+        # The incarnation belongs to another tape, so it gets no mark here.
         return state, (_ignored(manifest, Reason.EPOCH),)
-    # Announcing again is how a learner makes up for a lost message, and the tape itself delivers
-    # more than once: an update has one answer, in one record (invariant 2).
+    # Learners announce again in case a message was lost, and the tape may deliver twice: an update
+    # has one answer, in one record (invariant 2).
     if memory.is_known(state, update):
         return state, ()
-    # The mark of a life is its highest resolved seq: were two under way, resolving the later one
-    # first would lose the earlier (invariants 2 and 4).
+    # A life's mark is its highest answered seq: with two in flight, answering the later one first
+    # would lose the earlier one (invariants 2 and 4).
     if admission.overtakes(state, update):
         return state, (_ignored(manifest, Reason.IN_FLIGHT),)
-    # Judged before its shards are read: an update that can be refused by its manifest alone must
-    # cost no bytes.
+    # Judged before its shards are read: refusing an update by its manifest must cost no reading.
     verdict = admission.judge(rules, state, event)
     if verdict is not None:
         refused = refuse(manifest, event.stream_seq, *verdict)
@@ -157,8 +155,8 @@ def _on_announced(rules: FragmentRules, state: State, event: events.Announced) -
     member = state.members[manifest.learner]
     given = state.credits.get(update)
     if given is not None:
-        # The memory has this update already. Taken twice it would differ from that of a machine
-        # that never died (invariant 3).
+        # The memory has counted this update already. Counting it again would make the memory differ
+        # from that of a machine that never died (invariant 3).
         member = member._replace(final=member.final or manifest.final)
     else:
         given = admission.credit(rules, state, manifest, event.stored_at_s)
@@ -182,8 +180,8 @@ def _on_undecoded(rules: FragmentRules, state: State, event: events.Undecoded) -
 
 
 def _on_stopped(rules: FragmentRules, state: State, _event: events.Stopped) -> Result:
-    # The first word counts: the last deadline is reckoned from it, and must not move when the
-    # message is met again.
+    # Only the first stop counts: the final deadline is relative to it, and must not move when the
+    # message is read again.
     if state.stopping_at_s or state.final:
         return state, ()
     state = state._replace(stopping_at_s=state.now_s)
@@ -191,8 +189,8 @@ def _on_stopped(rules: FragmentRules, state: State, _event: events.Stopped) -> R
 
 
 def _on_changed(rules: FragmentRules, state: State, event: events.Changed) -> Result:
-    # The memory says which settings a record was made under; older ones, met again after a
-    # recovery, are not in force any more.
+    # The memory names the settings in force; older messages, read again after a recovery, do not
+    # apply any more.
     if event.stream_seq <= state.settings_seq:
         return state, ()
     return rounds.go_on(rules, state._replace(settings_seq=event.stream_seq), state.now_s)
@@ -203,38 +201,36 @@ def _on_quarantined(rules: FragmentRules, state: State, event: events.Quarantine
     if event.active:
         state = with_quarantined(state, state.quarantined | one)
         if event.learner in state.admitted.senders:
-            # Nothing can be taken out of a sum: it is made again without them.
+            # An update cannot be subtracted exactly, so the sum is made again without it.
             state, effects = rounds.go_on(rules, awaiting(state), state.now_s)
             return state, (Discard(), *effects)
     else:
         state = with_quarantined(state, state.quarantined - one)
         member = state.members.get(event.learner)
-        # An operator who lets a learner in again gives it a fresh start, or its next mistake would
-        # shut it out.
+        # A released learner starts with no offences, or its next mistake would shut it out again.
         if member is not None:
             state = with_member(state, event.learner, member._replace(offences=0))
-    # A round does not wait for somebody who is shut out.
+    # Rounds do not wait for a quarantined learner.
     return rounds.advance(rules, state, state.now_s)
 
 
 def _on_fetched(rules: FragmentRules, state: State, event: events.Fetched) -> Result:
-    # Its answer stands already: the run's end refused it while its shards were on their way.
+    # It is answered already: the run's end rejected it while its shards were being read.
     pending = state.pending.get(event.update)
     if pending is None:
         return state, ()
-    # When shards were here, and with which norm, is on no tape: a replay must be told (invariant
-    # 5).
+    # Arrival and norm are not on the tape, so a replay needs the observation (invariant 5).
     state = with_observation(state, "fetched", event.at_s, event.update, event.norm)
-    # Once more, since it waited: meanwhile a version may have been made, a rollback or a quarantine
-    # may have come. What is merged fits the version that is built on now.
+    # Judged again, since it waited: meanwhile there may have been a version, a rollback or a
+    # quarantine, and only updates that fit the current version are merged.
     manifest = pending.manifest
     wrong = admission.quarantined(state, manifest) or admission.wrong_base(rules, state, manifest)
     if wrong is not None:
         refused = refuse(manifest, pending.stream_seq, *wrong)
         return rounds.reject(rules, without_pending(state, event.update), refused, event.at_s)
-    # The norm is measured, not claimed: the one bound on an update's effect that no manifest can
-    # talk around. What is too long is shortened and never refused: norms fall by orders of
-    # magnitude as a model converges, and honest learners differ.
+    # The norm is measured, not claimed, so it limits an update's effect whatever the manifest says.
+    # Too long updates are clipped, never rejected: norms fall by orders of magnitude as a model
+    # converges, and honest learners differ.
     clip = admission.clip(rules.bounds, state, manifest.learner, pending.credit, event.norm)
     return _admit(rules, state, pending, clip, event)
 
@@ -242,7 +238,7 @@ def _on_fetched(rules: FragmentRules, state: State, event: events.Fetched) -> Re
 def _admit(
     rules: FragmentRules, state: State, pending: Pending, clip: float, event: events.Fetched
 ) -> Result:
-    """Merge a verified update, in a round that is opened for it if there is none."""
+    """Merges a verified update, in a round that is opened for it if there is none."""
     manifest = pending.manifest
     staleness = state.version - manifest.base_version
     admitted = Admitted(
@@ -265,18 +261,18 @@ def _on_failed(rules: FragmentRules, state: State, event: events.Failed) -> Resu
     pending = state.pending.get(event.update)
     if pending is None:
         return state, ()
-    # The sender is told through the record: an update whose shards are bad must not stay in flight
-    # for ever (invariant 2).
+    # A record tells the sender: an update with bad shards must not stay in flight for ever
+    # (invariant 2).
     state = with_observation(state, "failed", event.at_s, event.update, 0.0)
     refused = refuse(pending.manifest, pending.stream_seq, event.reason, event.detail)
     return rounds.reject(rules, without_pending(state, event.update), refused, event.at_s)
 
 
 def _on_broke(rules: FragmentRules, state: State, event: events.Broke) -> Result:
-    """The sum is spoilt: it is made again from the others, and from this one once more.
+    """Makes the sum again, since adding an update has spoilt it; this update is added last.
 
-    Whatever it was (memory, a bug of ours), nobody's honest work is rejected for it: only an update
-    that breaks the sum again, beside others that do not, is.
+    Whatever the reason (memory, a bug of ours), no honest work is rejected for it: an update is
+    rejected only if it breaks the sum a second time while others do not.
     """
     pending = state.pending.get(event.update)
     if pending is None:
@@ -290,7 +286,7 @@ def _on_broke(rules: FragmentRules, state: State, event: events.Broke) -> Result
         again, effects = rounds.go_on(rules, again, event.at_s)
         again, more = rounds.reject(rules, again, refused, event.at_s)
         return again, (Discard(), *effects, *more)
-    # Last of all, so that what others sent is in the sum by then.
+    # Last of all, so that the others' updates are in the sum by then.
     once_more = pending._replace(fetching=False, broke=pending.broke + 1)
     again = with_pending(again, event.update, once_more)
     again, effects = rounds.go_on(rules, again, event.at_s)
@@ -302,7 +298,7 @@ def _on_liveness(rules: FragmentRules, state: State, event: events.Liveness) -> 
     if member is None or member.incarnation != event.incarnation or member.left:
         return state, ()
     if member.live == event.live or len(state.observations) >= 4 * OBSERVATIONS:
-        # It is told again; while no record can be stored there is no end of such news.
+        # Dropped, as it will be reported again: while no record can be stored, these would pile up.
         return state, ()
     about = UpdateId(event.learner, event.incarnation, 0)
     state = with_observation(state, "live" if event.live else "dead", event.at_s, about, 0.0)
@@ -312,15 +308,15 @@ def _on_liveness(rules: FragmentRules, state: State, event: events.Liveness) -> 
 
 def _on_timer(rules: FragmentRules, state: State, event: events.Timer) -> Result:
     due = rounds.deadline(rules, state)
-    # An event that was taken meanwhile may have moved the deadline.
+    # An event since then may have moved the deadline.
     if due is None or event.at_s < due:
         return state, ()
     state = with_observation(state, "timer", event.at_s, NOBODY, 0.0)
     if state.cut is not None:
         return rounds.advance(rules, passed_on(state), event.at_s)
     if state.stopping_at_s:
-        # The end comes whatever is missing: a learner that died with its last update on its way
-        # must not hold up a whole run.
+        # The run ends even with updates missing: a learner that died before its last update must
+        # not hold up the run.
         return rounds.cut(state, "deadline", final=True)
     if state.phase == "idle":
         return rounds.advance(rules, state, event.at_s)
@@ -335,7 +331,7 @@ def _on_cut_known(rules: FragmentRules, state: State, event: events.CutKnown) ->
     cut = state.cut
     if cut is None or cut.known_at_s:
         return state, ()
-    # What the leader had is on no tape: a replay must be told (invariant 5).
+    # The leader's answer is not on the tape, so a replay needs the observation (invariant 5).
     about = UpdateId("", 0, event.stream_seq)
     state = with_observation(state, "cut", event.at_s, about, 0.0)
     known = cut._replace(stream_seq=event.stream_seq, known_at_s=event.at_s)
@@ -353,9 +349,9 @@ def _on_made(rules: FragmentRules, state: State, event: events.Made) -> Result:
         observations=(),
         storing=Storing(True, admission.offenders(rules, after, resolved)),
     )
-    # The next round begins before the record stands: a store that is slow holds up nobody's
-    # reading. If another owner's record stands in its place, all of this is forgotten with the
-    # life that decided it (invariants 1 and 3).
+    # The next round begins before the record is committed, so that a slow store delays no reading.
+    # If another owner's record is committed instead, this life ends, and its decisions are dropped
+    # with it (invariants 1 and 3).
     state = with_observation(state, "made", event.at_s, NOBODY, 0.0)
     return rounds.go_on(rules, state, event.at_s)
 
@@ -363,13 +359,12 @@ def _on_made(rules: FragmentRules, state: State, event: events.Made) -> Result:
 def _on_committed(rules: FragmentRules, state: State, event: events.Committed) -> Result:
     assert state.storing is not None
     storing, took_s = state.storing, policy.elapsed_s(state.closed_at_s, event.at_s)
-    # The grace window leaves room for what a commit takes, since learners cannot adopt before.
+    # The grace window leaves room for the time of a commit, as learners cannot adopt before it.
     sync_s = policy.sync_s(state.sync_s, took_s) if storing.published else state.sync_s
     state = state._replace(record_seq=event.record_seq, storing=None, sync_s=sync_s)
     state = with_observation(state, "committed", event.at_s, NOBODY, 0.0)
     state, effects = rounds.go_on(rules, state, event.at_s)
-    # After the record, since the word on the tape must never stand without the rejections that led
-    # to it.
+    # After the record, so that a quarantine is never on the tape before the rejections behind it.
     return state, storing.offenders + effects
 
 

@@ -1,10 +1,11 @@
-"""The learners that a machine knows, counts over all of them, and which lives are heard of.
+"""The learners that a machine knows, counts over all of them, and liveness from heartbeats.
 
-Counts are updated with each change.
+Each change of a member updates the counts.
 
-A life is dead once it was silent for long while anybody was heard: when nobody is heard it is the
-bus that is silent, and nobody is taken for dead. Only a learner's newest life can be live, and only
-by its own signs: one that a newer join has superseded may send heartbeats for ever.
+A life is dead if it was silent for long while other learners were heard; if nobody is heard, the
+bus is silent, and nobody counts as dead. Only a learner's newest life can be live, and only by its
+own
+signs of life: a superseded life may send heartbeats for ever.
 """
 
 from collections import defaultdict
@@ -14,48 +15,47 @@ from typing import NamedTuple
 
 from diloco.aggregator.core.persistent import PersistentMap, Ranked, Tally
 
-# A round waits for a learner that had work in one of the last so many in which anybody's work came.
+# Rounds stop waiting for a learner that had no update in this many rounds in a row.
 PATIENCE = 3
-# So many lives of a learner are remembered: here when they were heard, in `memory.py` their marks.
-# An update of a life older than that is answered while the credits name it; announced once more
-# after that, it is ignored.
+# How many lives of a learner are remembered: here when they were heard, in `memory.py` their marks.
+# An update of an older life is answered while the credits name it, and ignored if it is announced
+# again later.
 LIVES = 4
-# So many others make a median.
+# The fewest other learners whose values have a median.
 LEAST_OTHERS = 2
-# Others' claims may be absurd, and sums and products of them are to stay finite.
+# A limit for claims, so that sums and products of absurd ones stay finite.
 GREATEST = 1e150
 
 
 class Member(NamedTuple):
-    """One learner's state in this fragment."""
+    """One learner's state in the machine of this fragment."""
 
     incarnation: int
-    # Whether rounds wait for it. A learner is live from its join on: it has something to add to the
-    # very round that is open.
+    # Whether rounds wait for it: from its join on, as it can contribute to the open round.
     live: bool = True
-    # It ended on purpose, and no heartbeat on its way brings it back.
+    # It left on purpose; heartbeats still on their way do not revive it.
     left: bool = False
     # Its last update of this fragment is announced, so that the run's last round need not wait.
     final: bool = False
-    # Moving averages of what its updates claim; 0 while there was none. They are voices: only
-    # medians of several learners' are used.
+    # Moving averages of what its updates claim; 0 before the first. Only medians over several
+    # learners are used.
     step_time_s: float = 0.0
     tokens_per_step: float = 0.0
-    # Moving average of the weights that its updates are credited with; 0 while there was none.
+    # Moving average of the weights that its updates are credited with; 0 before the first.
     weight: float = 0.0
-    # When its last update, or its first join, was stored: steps are credited for the time since
-    # then; and when the owner read it, by its own clock.
+    # When its last update, or its first join, was stored (steps are credited for the time since
+    # then), and when the owner read it, by the owner's clock.
     heard_at_s: float = 0.0
     read_at_s: float = 0.0
-    # Steps a second that it takes (0: unknown), and time that its last update can have done
-    # without: what an outage held back comes in two updates, the first of which claims little.
+    # Steps a second that it takes (0: unknown), and seconds that its last update did not need:
+    # after an outage the work comes in two updates, the first of which claims little.
     speed: float = 0.0
     unused_s: float = 0.0
-    # Norm per credited step of its update merged last, as it was merged; 0 while there was none.
+    # Norm per credited step of its last merged update, as merged; 0 before the first.
     norm: float = 0.0
-    # Rounds of others' work, up to `PATIENCE`, since one had work of it.
+    # Rounds in a row, up to `PATIENCE`, that merged updates, but none of this learner.
     missed: int = 0
-    # How many more of its updates were rejected for what they are than were merged.
+    # Updates rejected as offences, less merged updates; at least 0.
     offences: int = 0
 
 
@@ -82,7 +82,7 @@ class _Known(NamedTuple):
 
 
 class _Chorus(NamedTuple):
-    """Counts over all members: names, and ordered values."""
+    """Counts over all members: tallies of names, and ranked values."""
 
     present: Tally[str] = Tally()
     awaited: Tally[str] = Tally()
@@ -109,11 +109,11 @@ class _Chorus(NamedTuple):
 class Members(Mapping[str, Member]):
     """The learners that the machine of a fragment knows, by name, in the order of first joins.
 
-    Who is live and not shut out is *present*.
+    A learner that is live and not quarantined is *present*.
 
     Args:
         members: the members, by learner's name.
-        shut_out: who is quarantined, whether a member or not.
+        shut_out: the quarantined learners, whether members or not.
         norms: norm per credited step of each learner's newest update merged in the open round; used
             instead of `Member.norm`, which is of the last version.
     """
@@ -143,13 +143,13 @@ class Members(Mapping[str, Member]):
         )
 
     def put(self, name: str, member: Member) -> "Members":
-        """The members with this state of one learner."""
+        """Returns the members with a learner's state replaced."""
         known = _Known(member, self._voice(name, member))
         chorus = self._chorus.swap(name, self._own(name), known.voice)
         return self._made(self._members.put(name, known), self._norms, chorus)
 
     def merged(self, name: str, norm: float) -> "Members":
-        """The members with the norm per credited step of an update merged in the open round."""
+        """Returns the members with the norm of an update merged in the open round."""
         norms, known = self._norms.put(name, norm), self._members.find(name)
         if known is None or not known.voice.present:
             return self._made(self._members, norms, self._chorus)
@@ -163,7 +163,7 @@ class Members(Mapping[str, Member]):
         shut_out: frozenset[str] | None = None,
         norms: Mapping[str, float] | None = None,
     ) -> "Members":
-        """The members with some fields replaced; the time it takes grows with the fleet."""
+        """Returns the members with some fields replaced; takes time proportional to the fleet."""
         return Members(
             self if members is None else members,
             self._shut_out if shut_out is None else shut_out,
@@ -177,66 +177,67 @@ class Members(Mapping[str, Member]):
 
     @property
     def awaited(self) -> Tally[str]:
-        """The learners that a round waits for: present ones that had work of late.
+        """The learners that a round waits for: present ones that had updates in recent rounds.
 
-        Heartbeats cost nothing: whoever sends nothing else would make every round wait.
+        Heartbeats alone do not count: a learner that sends nothing else would delay every round.
         """
         return self._chorus.awaited
 
     @property
     def unfinished(self) -> Tally[str]:
-        """The learners that are here and have not announced their last update."""
+        """The present learners that have not announced their last update."""
         return self._chorus.unfinished
 
     def usual_step_s(self) -> float:
-        """The lower median of the step times that present learners report; 0 if none does."""
-        # A step time is a claim: by the slowest, one could stop the run. The lower one of two: of a
-        # fleet of two the faster one's.
+        """Returns the lower median of the step times of present learners; 0 if none is known."""
+        # A step time is a claim: if the slowest counted, one learner could stop the run. The lower
+        # of two middle values, so the faster one's in a fleet of two.
         return self._chorus.steps_s.lower_median() or 0.0
 
     def fastest_step_s(self) -> float:
-        """The least step time that present learners report, but half the usual one at least.
+        """Returns the least step time that present learners report, at least half the usual one.
 
-        0: nobody said it.
+        Returns 0 if no learner reports one.
         """
-        # By the median, whoever is faster would wait for a round with each of its updates. By one
-        # claim alone, one that says 0 would take all pace away, and rounds of one would race: with
-        # the bound it can at most halve the interval.
+        # With the median, faster learners would wait for a round with each update. With the least
+        # claim alone, a claim near 0 would remove all pace, and rounds of one learner would race;
+        # with the bound one learner can at most halve the interval.
         return max(self._chorus.steps_s.least() or 0.0, self.usual_step_s() / 2)
 
     def others_rate(self, name: str) -> float | None:
-        """Upper median of the other present learners' steps a second; None if they are too few.
+        """Returns the upper median of the other present learners' steps per second.
 
-        Each one's by its newest claims, or as it was seen, whichever is more.
+        Each learner counts with its newest claim or its measured rate, whichever is higher. None if
+        there are fewer than `LEAST_OTHERS`.
         """
         return self._chorus.rates.upper_median(self._own(name).rate, LEAST_OTHERS)
 
     def others_tokens_rate(self, name: str) -> float | None:
-        """As `others_rate`, of steps a second times the square of tokens a step."""
+        """Returns the same median of steps per second times the square of tokens per step."""
         return self._chorus.tokens_rates.upper_median(self._own(name).tokens_rate, LEAST_OTHERS)
 
     def others_norm(self, name: str) -> float | None:
-        """As `others_rate`, of the norms per credited step of their last merged updates."""
+        """Returns the same median of the norms per credited step of the last merged updates."""
         return self._chorus.norms.upper_median(self._own(name).norm, LEAST_OTHERS)
 
     def unordered(self) -> Iterator[Member]:
-        """The members, where their order does not matter: without sorting."""
+        """Yields the members in any order, which saves sorting."""
         return (known.member for known in self._members.unordered())
 
     def __getitem__(self, name: str) -> Member:
-        """The member state of a learner."""
+        """Returns the state of a learner."""
         return self._members[name].member
 
     def __contains__(self, name: object) -> bool:
-        """Whether a learner of this name is known."""
+        """True if a learner of this name is known."""
         return name in self._members
 
     def __len__(self) -> int:
-        """The number of known learners."""
+        """Returns the number of known learners."""
         return len(self._members)
 
     def __iter__(self) -> Iterator[str]:
-        """Their names, in the order of first joins."""
+        """Yields the learners' names, in the order of first joins."""
         return iter(self._members)
 
     def _own(self, name: str) -> _Voice:
@@ -247,8 +248,8 @@ class Members(Mapping[str, Member]):
         if not member.live or name in self._shut_out:
             return _ABSENT
         rate = min(1 / member.step_time_s, GREATEST) if member.step_time_s > 1 / GREATEST else 0.0
-        # Its speed fades slowly: a machine that is busy for a while makes it no witness that steps
-        # take so long.
+        # The measured speed fades slowly, so that a machine that is busy for a while does not lower
+        # the fleet's median.
         rate = max(rate, member.speed)
         tokens_rate = rate * min(member.tokens_per_step, GREATEST) ** 2
         norm = self._norms.find(name)
@@ -272,7 +273,7 @@ class Members(Mapping[str, Member]):
 
 
 def _known(value: float) -> float | None:
-    """A value; 0 stands for one that nobody has told."""
+    """Returns the value; None if it is 0, which stands for unknown."""
     return value if value > 0 else None
 
 
@@ -281,34 +282,37 @@ def _changed(names: Tally[str], name: str, before: bool, after: bool) -> Tally[s
 
 
 class Hearing:
-    """Heartbeats and other signs of life that an aggregator has heard, for all fragments.
+    """The signs of life that an aggregator has received from learners, for all fragments.
 
     Args:
-        now_s: when it begins to listen.
+        now_s: when the aggregator begins to listen.
     """
 
     def __init__(self, now_s: float) -> None:
         self._newest_s = now_s
-        # Nobody counts as silent since before this.
+        # Silence counts from this time at the earliest.
         self._since_s = now_s
         self._heard_at_s: defaultdict[str, dict[int, float]] = defaultdict(dict)
         self._signs: dict[tuple[int, str], tuple[int, float]] = {}
 
     def beat(self, learner: str, incarnation: int, now_s: float, timeout_s: float) -> None:
-        """Note a heartbeat; `timeout_s` is the longest silence of a live learner."""
+        """Notes a heartbeat; `timeout_s` is the longest silence of a live learner."""
         if now_s - self._newest_s > timeout_s:
-            # After a silence of all, everybody has as long again to be heard.
+            # After a silence of all learners, each has `timeout_s` again to be heard.
             self._since_s = now_s
         self._newest_s = now_s
         self._hear(learner, incarnation, now_s)
 
     @property
     def newest_s(self) -> float:
-        """When any learner was heard of last, or when this began to listen."""
+        """The time of the newest heartbeat of any learner, or when listening began."""
         return self._newest_s
 
     def silent_s(self, learner: str, incarnation: int) -> float:
-        """Seconds from the last heartbeat of a life or a later one to the newest of any learner."""
+        """Returns the seconds from the last sign of a life to the newest sign of any learner.
+
+        Signs of later lives of the learner count too.
+        """
         lives = self._heard_at_s[learner]
         heard = [at_s for life, at_s in lives.items() if life >= incarnation]
         return self._newest_s - max([self._since_s, *heard])
@@ -316,10 +320,10 @@ class Hearing:
     def is_live(
         self, fragment: int, learner: str, member: Member, now_s: float, timeout_s: float
     ) -> bool:
-        """Whether a member of a fragment's machine is to count as live."""
-        # Joins and updates are signs of life too, from when we see them: the server's clock, which
-        # their times are of, may differ from ours by hours. One that was never heard of counts from
-        # its join, or from our own beginning.
+        """True if a member of a fragment's machine counts as live."""
+        # Joins and updates are signs of life too, at the time when we see them, as the server's
+        # clock may differ from ours by hours. A learner that was never heard counts from its join,
+        # or from when we began to listen.
         key, sign = (fragment, learner), (member.incarnation, member.heard_at_s)
         if self._signs.get(key) != sign:
             self._signs[key] = sign
@@ -329,8 +333,8 @@ class Hearing:
 
     def _hear(self, learner: str, incarnation: int, now_s: float) -> None:
         lives = self._heard_at_s[learner]
-        # The newest last, so that what is forgotten is what was not heard of for longest: numbers
-        # that a learner makes up take only its own places.
+        # The newest last, so that the life not heard of for longest is forgotten. Incarnations that
+        # a learner makes up displace only its own.
         lives.pop(incarnation, None)
         lives[incarnation] = now_s
         if len(lives) > LIVES:

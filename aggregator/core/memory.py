@@ -1,4 +1,4 @@
-"""The memory that a record carries from one machine to the next, and past updates' answers."""
+"""The memory that a record carries from one owner's machine to the next, and answers to updates."""
 
 from collections.abc import Mapping
 
@@ -24,9 +24,9 @@ from diloco.aggregator.core.updates import (
 from diloco.common.protocol import wire
 from diloco.common.protocol.reasons import is_offence
 
-# Says in each record, and in each life's first observation, by which rules it decides: 0 were
-# those of a round that opened with pace, 1 believed what learners claim, 2 had the median's pace, 3
-# took what was on its way for slowness. A record of other rules cannot be decided again by these.
+# The number of these rules, in each record and in each life's first observation. With rules 0 a
+# round opened with pace; 1 believed learners' claims; 2 used the median's pace; 3 counted time in
+# transit as slowness. A record of other rules cannot be decided again by these.
 RULES = 4.0
 
 
@@ -37,13 +37,13 @@ def beginning(
     quorum_s: float = 0.0,
     sync_s: float = 0.0,
 ) -> wire.PolicyState:
-    """The memory of a tape's first record: nothing that has a sequence number.
+    """Returns the memory of a tape's first record, which contains no sequence numbers.
 
     Args:
-        quarantined: who is shut out already.
+        quarantined: the learners that are quarantined already.
         floor: the oldest version that an update may be based on.
-        quorum_s: moving average of the tape before, from a round's opening to its quorum.
-        sync_s: likewise, from its close to its record.
+        quorum_s: the previous tape's moving average from a round's opening to its quorum.
+        sync_s: the previous tape's moving average from a round's close to its record.
     """
     return wire.PolicyState(
         members=(),
@@ -63,19 +63,20 @@ def beginning(
 
 
 def resume(record: wire.Record, record_seq: int, now_s: float) -> State:
-    """The machine as a record left it; feed it the tape from `record.position` on.
+    """Returns the machine's state after a record; feed it the tape from `record.position` on.
 
-    Times of a writer whose clock was ahead are taken as `now_s`, or they would stop the run.
+    Later times than `now_s`, from a writer whose clock was ahead, are replaced by `now_s`, or they
+    would stop the run.
     """
-    # Nothing of what the machine before had in hand comes back, its open round least of all: it is
-    # on the tape, and is met again (invariant 2).
+    # The previous machine's waiting updates and open round are not restored: they are read from the
+    # tape again (invariant 2).
     memory = record.policy
     state = State(
         version=record.version,
         record_seq=record_seq,
         view_digest=record.view_digest,
-        # From the lowest sequence that is not resolved: what lies above it and is resolved is met
-        # again, and known by its mark. So position needs no acknowledgement, which could be lost
+        # The position is the lowest unanswered sequence. Answered updates above it are read again,
+        # and recognized by their marks; so no acknowledgement is needed, which could be lost
         # (invariant 2).
         seen_seq=record.position - 1,
         global_step=record.global_step,
@@ -91,9 +92,9 @@ def resume(record: wire.Record, record_seq: int, now_s: float) -> State:
             frozenset(memory.quarantined),
         ),
         marks=Marks({(mark.learner, mark.incarnation): mark for mark in memory.marks}),
-        # What waited lies at or above the position, and is announced again by the reading.
+        # Updates that waited are at or above the position, and are read again.
         pending=WaitingUpdates(),
-        # A predecessor whose clock was an hour ahead must not make us wait an hour.
+        # If the predecessor's clock was an hour ahead, we must not wait an hour.
         closed_at_s=min(memory.closed_at_s, now_s),
         stopping_at_s=min(memory.stopping_at_s, now_s),
         quorum_s=memory.quorum_s,
@@ -102,8 +103,7 @@ def resume(record: wire.Record, record_seq: int, now_s: float) -> State:
             UpdateId(c.learner, c.incarnation, c.seq): UpdateCredit(c.steps, c.tokens, c.weight)
             for c in memory.credits
         },
-        # Up to here the predecessor's averages and allowances have everything; what it did not read
-        # it has not counted.
+        # The predecessor's averages and allowances count all messages up to here, and none after.
         known_seq=memory.seen_seq,
         began_at_s=now_s,
     )
@@ -111,8 +111,8 @@ def resume(record: wire.Record, record_seq: int, now_s: float) -> State:
 
 
 def policy_after(state: State) -> wire.PolicyState:
-    """The memory that the record that commits `state` must keep for `resume`."""
-    # As it will be once this very record stands, since it is read only then.
+    """Returns the memory that the record that commits `state` must hold for `resume`."""
+    # As it will be once this record is committed, since it is read only then.
     committed = after_record(state)
     members = tuple(
         wire.MemberState(learner=learner, **member._asdict())
@@ -126,7 +126,7 @@ def policy_after(state: State) -> wire.PolicyState:
             wire.Allowance(learner=learner, **allowance._asdict())
             for learner, allowance in committed.allowances.items()
         ),
-        # A life that dies before it has caught up has still inherited what the one before had met.
+        # A life that ends before it has caught up still passes on what its predecessor had read.
         seen_seq=max(committed.seen_seq, committed.known_seq),
         floor=committed.floor,
         settings_seq=committed.settings_seq,
@@ -140,7 +140,7 @@ def policy_after(state: State) -> wire.PolicyState:
 
 
 def _credits(state: State) -> tuple[wire.Credit, ...]:
-    """Credits of updates that will be met again, as of now: their senders' time has passed."""
+    """Returns the credits of updates that will be read again, as judged now."""
     unresolved = dict(state.credits) if not has_met_all(state) else {}
     unresolved |= {update: pending.credit for update, pending in state.pending.items()}
     return tuple(
@@ -149,30 +149,30 @@ def _credits(state: State) -> tuple[wire.Credit, ...]:
 
 
 def position(state: State) -> int:
-    """Lowest stream sequence that is not resolved once `state`'s record is committed."""
-    # What waits is in no record yet: a position above it would lose it (invariant 2).
+    """Returns the lowest stream sequence that is unanswered once `state`'s record is committed."""
+    # A position above an update that waits, and is in no record yet, would lose it (invariant 2).
     waiting = (pending.stream_seq for pending in state.pending.unordered())
     return min(waiting, default=state.seen_seq + 1)
 
 
 def has_met_all(state: State) -> bool:
-    """Whether the machine has read the tape again as far as its first record had read it."""
+    """True if the machine has read the tape as far as its predecessor had."""
     return state.seen_seq >= state.known_seq
 
 
 def is_known(state: State, update: UpdateId) -> bool:
-    """Whether an update was met before: it is resolved, or on its way through this machine."""
+    """True if an update was received before: it is answered, or waits in this machine."""
     if is_answered(state, update):
         return True
     if any(
         update in those for those in (state.pending, state.admitted.named, state.rejected.named)
     ):
         return True
-    # What the memory says was met and is in no record is owed an answer, however old its life.
+    # An update in the credits is in no record, so it must be answered, however old its life is.
     if (update.learner, update.incarnation) in state.marks or update in state.credits:
         return False
-    # Memory has a bound: without one, a learner that restarts for a year would fill every record.
-    # All else of a life so old that its mark is gone was answered long ago.
+    # The number of marks is limited, as a learner that restarts for a year would fill every record.
+    # Updates of a life so old that its mark is gone were answered long ago.
     joined = newest_incarnation(state, update.learner)
     lives = [
         life
@@ -183,36 +183,35 @@ def is_known(state: State, update: UpdateId) -> bool:
 
 
 def is_answered(state: State, update: UpdateId) -> bool:
-    """Whether a record has resolved an update."""
+    """True if a record has answered an update."""
     mark = state.marks.get((update.learner, update.incarnation))
-    # Lower sequences of a life were resolved before: it has one update in flight at a time.
+    # Lower sequences of a life were answered before: it has one update in flight at a time.
     return mark is not None and update.seq <= mark.seq
 
 
 def after_record(state: State) -> State:
-    """Marks and members once the record being committed is on the tape."""
+    """Returns the state with marks, members and credits as after the record being committed."""
     marks = dict(state.marks)
     resolved = to_resolve(state)
     for taken in resolved:
         update = update_id(taken.manifest)
-        # One update of a life is in flight at a time, so its highest resolved seq stands for all
-        # before it: the memory does not grow with updates.
+        # A life has one update in flight at a time, so its highest answered seq stands for all
+        # before it, and the memory does not grow with updates.
         marks[update[:2]] = wire.Mark(**update._asdict(), stream_seq=taken.stream_seq)
-    # Before marks go: what is answered is owed nothing more, and announced again it is known by
-    # neither.
+    # Before old marks are dropped: an answered update needs no credit any more.
     owed = {
         update: credit
         for update, credit in state.credits.items()
         if update[:2] not in marks or update.seq > marks[update[:2]].seq
     }
-    # Forgotten by life and not by age: a learner that was away for a month must still be known when
-    # it announces again.
+    # Forgotten by number of lives and not by age: a learner that was away for a month must still be
+    # recognized.
     lives_of: dict[str, list[int]] = {}
     for learner, life in marks:
         lives_of.setdefault(learner, []).append(life)
     for learner, lives in lives_of.items():
         joined = newest_incarnation(state, learner)
-        # Lives that somebody made up must not take the place of those that were.
+        # Lives that a learner made up must not displace real ones.
         for some in ([n for n in lives if n <= joined], [n for n in lives if n > joined]):
             for life in sorted(some)[:-LIVES]:
                 del marks[learner, life]
@@ -221,7 +220,7 @@ def after_record(state: State) -> State:
 
 
 def _judged(state: State, resolved: tuple[Admitted | RejectedUpdate, ...]) -> Mapping[str, Member]:
-    """The members with their offences once these updates are answered."""
+    """Returns the members with their offences as after these updates are answered."""
     members = dict(state.members)
     for taken in resolved:
         learner = taken.manifest.learner
@@ -229,7 +228,7 @@ def _judged(state: State, resolved: tuple[Admitted | RejectedUpdate, ...]) -> Ma
             continue
         if isinstance(taken, RejectedUpdate) and not is_offence(taken.reason):
             continue
-        # Merged work makes up for offences, or every learner would be shut out some day.
+        # Merged updates offset offences, or every learner would be shut out some day.
         change = 1 if isinstance(taken, RejectedUpdate) else -1
         count = max(0, members[learner].offences + change)
         members[learner] = members[learner]._replace(offences=count)
@@ -239,7 +238,7 @@ def _judged(state: State, resolved: tuple[Admitted | RejectedUpdate, ...]) -> Ma
 
 
 def _take_part(state: State, members: dict[str, Member]) -> None:
-    """Note who had work in the round that ends with a version, and of which size."""
+    """Updates `members`: which of them had updates in the closing round, and of which norm."""
     norms = {one.manifest.learner: one.norm_per_step for one in state.admitted}
     for learner in members.keys() & (set(state.members.present) | norms.keys()):
         now = members[learner]

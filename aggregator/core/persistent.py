@@ -1,7 +1,7 @@
-"""Collections that are replaced, never changed, at a cost that hardly grows with their size.
+"""Immutable collections: each change returns a new one, at a cost that hardly grows with the size.
 
-The machine gives a new state for each event. A copy of a dictionary of all learners, or a median
-over all of them, costs each event what the fleet is large, and a version its square.
+The machine returns a new state for each event. Copying a dictionary of all learners, or computing a
+median over all of them, would cost each event time in proportion to the fleet.
 """
 
 from array import array
@@ -16,10 +16,10 @@ V = TypeVar("V")
 
 
 class PersistentMap(Mapping[K, V]):
-    """A mapping in the order in which its keys were first put, as a dictionary's.
+    """An immutable mapping, in the order in which its keys were first put.
 
     Args:
-        items: the items at the beginning.
+        items: the initial items.
     """
 
     __slots__ = ("_map", "_next")
@@ -30,42 +30,42 @@ class PersistentMap(Mapping[K, V]):
         self._next = len(self._map)
 
     def put(self, key: K, value: V) -> "PersistentMap[K, V]":
-        """The mapping with this value; an existing key keeps its place."""
+        """Returns the mapping with this value; an existing key keeps its place."""
         there = self._map.get(key)
         place = self._next if there is None else there[0]
         return self._made(self._map.set(key, (place, value)), self._next + (there is None))
 
     def drop(self, key: K) -> "PersistentMap[K, V]":
-        """The mapping without this key, which must exist."""
+        """Returns the mapping without this key, which must exist."""
         return self._made(self._map.delete(key), self._next)
 
     def place(self, key: K) -> int:
-        """The number of a key's place, by which keys are in order."""
+        """Returns the number by which keys are ordered."""
         return self._map[key][0]
 
     def unordered(self) -> Iterator[V]:
-        """The values, where their order does not matter: without sorting."""
+        """Yields the values in any order, which saves sorting."""
         return (value for _, value in self._map.values())
 
     def find(self, key: K) -> V | None:
-        """The value of a key, if it is there; `get` without an exception."""
+        """Returns the value of a key; None if there is none. Faster than `get`."""
         entry = self._map.get(key)
         return None if entry is None else entry[1]
 
     def __getitem__(self, key: K) -> V:
-        """The value of a key."""
+        """Returns the value of a key."""
         return self._map[key][1]
 
     def __contains__(self, key: object) -> bool:
-        """Whether there is one."""
+        """True if the key exists."""
         return key in self._map
 
     def __len__(self) -> int:
-        """The number of keys."""
+        """Returns the number of keys."""
         return len(self._map)
 
     def __iter__(self) -> Iterator[K]:
-        """The keys, in order."""
+        """Yields the keys, in order."""
         return iter(sorted(self._map, key=self.place))
 
     def _made(self, entries: "Map[K, tuple[int, V]]", following: int) -> "PersistentMap[K, V]":
@@ -75,10 +75,10 @@ class PersistentMap(Mapping[K, V]):
 
 
 class Ranked:
-    """Numbers in order, some of them more than once.
+    """An immutable sorted collection of numbers, which may repeat.
 
     Args:
-        values: the numbers at the beginning.
+        values: the initial numbers.
     """
 
     __slots__ = ("_values",)
@@ -87,7 +87,7 @@ class Ranked:
         self._values = array("d", sorted(values))
 
     def swap(self, old: float | None, new: float | None) -> "Ranked":
-        """The numbers without one `old`, which must be there, and with `new` unless it is None."""
+        """Returns the numbers without one `old`, which must exist, and with one `new`."""
         if old == new:
             return self
         made, values = object.__new__(Ranked), self._values
@@ -101,11 +101,11 @@ class Ranked:
         return made
 
     def lower_median(self) -> float | None:
-        """The lower one of two middle values; None if there is none."""
+        """Returns the median, the lower of two middle values; None if there are no numbers."""
         return self._values[(len(self) - 1) // 2] if len(self) else None
 
     def upper_median(self, without: float | None, least: int) -> float | None:
-        """The upper of two middle values once `without` is left out; None of fewer than `least`."""
+        """Returns the upper median without one `without`; None if fewer than `least` are left."""
         count = len(self) - (without is not None)
         if count < max(1, least):
             return None
@@ -115,16 +115,16 @@ class Ranked:
         return self._values[rank]
 
     def least(self) -> float | None:
-        """The least of the numbers."""
+        """Returns the least of the numbers."""
         return self._values[0] if len(self) else None
 
     def __len__(self) -> int:
-        """The number of numbers."""
+        """Returns the number of numbers."""
         return len(self._values)
 
 
 class Tally(Mapping[K, int]):
-    """Counts of items, all above 0."""
+    """An immutable count of items; counts are above 0."""
 
     __slots__ = ("_map",)
 
@@ -135,27 +135,27 @@ class Tally(Mapping[K, int]):
         self._map: Map[K, int] = Map(counts)
 
     def more(self, key: K, by: int = 1) -> "Tally[K]":
-        """The counts with `by` added to one of them."""
+        """Returns the counts with `by` added to the count of `key`."""
         made, count = object.__new__(type(self)), self.of(key) + by
         made._map = self._map.set(key, count) if count else self._map.delete(key)
         return made
 
     def of(self, key: K) -> int:
-        """The count of an item; 0 if it was not counted."""
+        """Returns the count of an item; 0 if it was not counted."""
         return self._map.get(key, 0)
 
     def __getitem__(self, key: K) -> int:
-        """The count of an item."""
+        """Returns the count of an item."""
         return self._map[key]
 
     def __contains__(self, key: object) -> bool:
-        """Whether there is any."""
+        """True if the item was counted."""
         return key in self._map
 
     def __len__(self) -> int:
-        """The number of different items."""
+        """Returns the number of different items."""
         return len(self._map)
 
     def __iter__(self) -> Iterator[K]:
-        """Each counted item once, in no order."""
+        """Yields each counted item once, in any order."""
         return iter(self._map)

@@ -25,17 +25,17 @@ from diloco.common.protocol.shards import shard_bytes, shard_ranges
 # Weight of the newest observation in the moving averages of times. The paper names EMAs without
 # constants (P §3); a half follows a learner that changed its speed within a few rounds.
 EMA = 0.5
-# A learner may announce at once what it may announce in so many seconds.
+# A full allowance is what this many seconds refill.
 BURST_S = 10.0
-# So many bytes of a manifest cost as much as one announcement: a usual one has fewer.
+# Each this many bytes of a message cost one announcement; usual manifests are shorter.
 ANNOUNCEMENT_BYTES = 4096
-# A rejection takes so many announcements from its sender: outside of rounds it costs a record.
+# A rejection costs its sender this many announcements, as outside of rounds it needs a record.
 REJECTION_COST = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FragmentRules:
-    """The run's settings and sizes from which the machine of one fragment decides."""
+    """The run's settings and sizes that the machine of one fragment uses."""
 
     run: str
     epoch: int
@@ -59,7 +59,7 @@ class FragmentRules:
 def fragment_rules(
     settings: RunSettings, layout: Layout, fragment: int, epoch: int = 0
 ) -> FragmentRules:
-    """The rules of one fragment of a run, on the tape of an epoch."""
+    """Returns the rules of one fragment of a run, on the tape of an epoch."""
     settings = settings_of(settings, layout, fragment)
     sync = settings.sync
     return FragmentRules(
@@ -84,19 +84,19 @@ def fragment_rules(
 
 
 def weight(tokens: int, steps: int, *, averaged: bool = False) -> float:
-    """Weight of an update: quantity times quality, tokens x (tokens / steps) (P §3)."""
-    # State is a mean over what was seen, whatever the steps that saw it.
+    """Returns the weight of an update: quantity times quality, tokens x (tokens / steps) (P §3)."""
+    # Averaged state is a mean over tokens, whatever the number of steps.
     if averaged:
         return float(tokens)
-    # Quality is tokens a step: a large batch makes a less noisy gradient, and it counts for more
-    # than the same tokens in many small steps.
+    # Quality is tokens per step: a large batch has a less noisy gradient, and counts for more than
+    # the same tokens in many small steps.
     return tokens * (tokens / steps)
 
 
 def discount(rule: StalenessSection, staleness: int) -> float:
-    """S(s), the share that an update s versions old keeps (docs/design/paper.md, section 4)."""
-    # It shrinks the update itself and not only its share: numerators are multiplied by it and
-    # denominators are not, so that a stale update alone in its round is discounted too.
+    """Returns S(s), the factor for an update s versions old (docs/design/paper.md, section 4)."""
+    # It shrinks the update itself and not only its share: it multiplies numerators and not
+    # denominators, so that a stale update alone in its round is discounted too.
     match rule.rule:
         case "constant":
             return 1.0
@@ -112,71 +112,70 @@ def discount(rule: StalenessSection, staleness: int) -> float:
 
 
 def ema(average: float, value: float) -> float:
-    """Moving average after one more value; an average of 0 has seen none."""
-    # From the first value on and not from 0: a learner's first round would else be taken for its
-    # speed.
+    """Returns a moving average after one more value; an average of 0 has no values yet."""
+    # It starts with the first value and not with 0, which would understate the first rounds.
     return value if average == 0 else average + EMA * (value - average)
 
 
 def sync_s(average_s: float, took_s: float) -> float:
-    """Moving average of a commit's seconds, each counted as twice the average at most.
+    """Returns the moving average of commit times, each counted as at most twice the average.
 
-    A snapshot is stored with every C-th version alone. Counted in full it would leave the rounds
-    after it no grace, and the first of them would close with the fastest learner alone.
+    Only every C-th version stores a snapshot. If its time counted in full, the rounds after it
+    would have no grace, and the next round would close with the fastest learner alone.
     """
     return ema(average_s, min(took_s, 2 * average_s) if average_s else took_s)
 
 
 def elapsed_s(since_s: float, until_s: float) -> float:
-    """Seconds between two times, as a record can hold them: clocks and claims may be absurd."""
+    """Returns the seconds between two times, limited to what a record can hold."""
     return min(max(0.0, until_s - since_s), wire.GREATEST_S)
 
 
 def effective_quorum(quorum: QuorumSection, live: int) -> int:
-    """min(K, live learners), at least 1."""
-    # K learners of a fleet that has fewer never come (invariant 6: nobody's progress hangs on who
-    # is away).
+    """Returns min(K, live learners), at least 1."""
+    # A smaller fleet never has K learners (invariant 6: no progress depends on absent learners).
     return max(1, min(quorum.min_learners, live))
 
 
 def robust_quorum(live: int, version: int) -> int:
-    """Two thirds of the live learners; three at least until a version was made."""
-    # Whoever is quicker than the others would else be alone in rounds, and more than half of them.
-    # The first round has no norms before it to judge by, and whoever joins first may lie.
+    """Returns two thirds of the live learners; at least three before the first version."""
+    # Else fast learners would be alone in rounds, where liars could be the majority. The first
+    # round has no earlier norms to judge by, and the first learner to join may lie.
     return max(math.ceil(2 * live / 3), 1 if version else 3)
 
 
 def pace_s(rules: FragmentRules, fastest_s: float, interval_steps: int | None = None) -> float:
-    """Shortest time between two rounds of a fragment: about H steps of the fastest learner.
+    """Returns the shortest time between two rounds of a fragment: H steps of the fastest learner.
 
     Args:
-        rules: the fragment's.
-        fastest_s: step time of that learner; 0: nobody has said it.
-        interval_steps: between these two rounds, where it is not H.
+        rules: the fragment's rules, with the factor `quorum.pace`.
+        fastest_s: step time of the fastest learner; 0: unknown.
+        interval_steps: steps between these two rounds; None: H.
     """
-    # Lockstep waits for all anyway; before anybody has said how fast it is, there is nothing to
-    # hold back by.
+    # Lockstep waits for all anyway; and before any step time is known there is no pace.
     if rules.lockstep or not fastest_s:
         return 0.0
     return rules.quorum.pace * (interval_steps or rules.rhythm.interval_steps) * fastest_s
 
 
 def grace_s(rules: FragmentRules, usual_s: float, quorum_s: float, sync_s: float) -> float:
-    """Grace after the quorum: gamma x (tau x step - (quorum + sync)) in [0, cap] (P Eq. 3).
+    """Returns the grace after the quorum: gamma x (tau x step - (quorum + sync)), P Eq. 3.
 
-    Of the median learner's step, `usual_s`.
+    It is limited to [0, cap], in seconds.
+
+    `usual_s` is the median learner's step time.
     """
     if not usual_s:
         return 0.0
-    # The window is what the median learner's overlap leaves, so that waiting for more updates
-    # costs it no step (P, Eq. 3).
+    # The window is what the median learner's overlap leaves, so that waiting for more updates costs
+    # that learner no step (P, Eq. 3).
     slack_s = rules.overlap_steps * usual_s - (quorum_s + sync_s)
     return min(max(0.0, rules.quorum.grace_fraction * slack_s), rules.quorum.grace_cap_s)
 
 
 def malformed(rules: FragmentRules, manifest: wire.Manifest) -> tuple[Reason, str] | None:
-    """(reason, detail) if a manifest alone shows that its update cannot be merged, else None."""
-    # With another layout the same codes are other parameters.
+    """Returns (reason, detail) if the manifest alone shows the update to be unusable, else None."""
+    # With another layout the same codes belong to other parameters.
     if manifest.layout != rules.layout:
         return Reason.LAYOUT, f"layout {manifest.layout}, the run has {rules.layout}"
     if manifest.codec != rules.codec:
@@ -185,7 +184,7 @@ def malformed(rules: FragmentRules, manifest: wire.Manifest) -> tuple[Reason, st
 
 
 class _FragmentCut(NamedTuple):
-    """The run's own cut of a fragment: slices and blocks of each shard."""
+    """The run's own division of a fragment into shards: slices and blocks of each."""
 
     slices: list[tuple[wire.Slice, ...]]
     counts: list[int]
@@ -193,7 +192,7 @@ class _FragmentCut(NamedTuple):
 
 @lru_cache
 def _cut(size: int, block: int, shard_elements: int) -> _FragmentCut:
-    """Kept, since the updates of every learner on one device are cut so."""
+    """Returns the run's division of a fragment; cached, as single-device learners all use it."""
     ranges = shard_ranges(size, block, shard_elements)
     return _FragmentCut(
         [slices.of_range(start, stop, block) for start, stop in ranges],
@@ -215,7 +214,7 @@ def _wrong_shards(rules: FragmentRules, manifest: wire.Manifest) -> tuple[Reason
         )
     except WireError as error:
         return error.reason, error.message
-    # Only under the sender's own prefix, which the bucket's rules give to it alone: else a learner
+    # Shards must be under the sender's own prefix, where only the sender may write: else a learner
     # could announce another's shards as its own work.
     prefix = names.shards_prefix(
         rules.run,
@@ -236,8 +235,8 @@ def _wrong_shards(rules: FragmentRules, manifest: wire.Manifest) -> tuple[Reason
         if shard.name in known:
             return Reason.NAME, f"object {shard.name!r} is two shards"
         known.add(shard.name)
-        # Sizes are known before anything is read, so that no claim makes the reader take more
-        # memory than the fragment needs.
+        # Sizes are checked before reading, so that no claim makes a reader allocate more memory
+        # than the fragment needs.
         needed = _size_bytes(rules.codec, count * rules.block, rules.block)
         if shard.size_bytes != needed:
             return (
@@ -248,13 +247,13 @@ def _wrong_shards(rules: FragmentRules, manifest: wire.Manifest) -> tuple[Reason
 
 
 def cost(size_bytes: int) -> float:
-    """The price of a message of an update's subject, taken from its sender's allowance."""
+    """Returns the cost of a message under an update's subject, in announcements."""
     return max(1.0, size_bytes / ANNOUNCEMENT_BYTES)
 
 
 def allowance(bounds: BoundsSection, left: float, at_s: float, now_s: float) -> float:
-    """The number of updates that a learner may announce at `now_s`, given `left` at `at_s`."""
-    # At least one, whatever the rate: a slow fleet's learners announce less than once in the
-    # burst's time.
+    """Returns how many updates a learner may announce at `now_s`, given `left` at `at_s`."""
+    # At least one, whatever the rate, as learners of a slow fleet announce less than once in
+    # BURST_S.
     most = max(1.0, bounds.max_updates_per_s * BURST_S)
     return min(most, left + bounds.max_updates_per_s * max(0.0, now_s - at_s))

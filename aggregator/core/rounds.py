@@ -1,7 +1,7 @@
-"""When a round opens, is cut and closes, and when the machine wants a timer.
+"""Decides when a round opens, is cut and closes, and when the machine wants a timer.
 
-Pace gates the close, never the work: updates are read and merged from the moment the last version
-is made, so that a store that is slow delays the version and excludes nobody who was in time.
+Pace delays the close of a round, never its work: updates are read and merged from the moment the
+last version is made. So a slow store delays the version, and excludes no update that was in time.
 """
 
 from diloco.aggregator.core import admission, memory, policy
@@ -23,50 +23,49 @@ from diloco.common.protocol.reasons import Reason
 
 
 def deadline(rules: FragmentRules, state: State) -> float | None:
-    """When the machine next wants a `Timer`, in seconds since the epoch; None for never."""
-    # Nothing is decided before the record stands, and nothing after the last one.
+    """Returns when the machine next wants a `Timer`, in seconds since the epoch; None: never."""
+    # Nothing is decided before the version is made, nor after the last one.
     if state.phase == "closing" or state.final:
         return None
     if state.cut is not None:
-        # Whoever waits for the leader's word, or for a record under way, needs no time.
+        # Waiting for the leader's answer, or for a record to be committed, needs no timer.
         waits = state.cut.known_at_s and has_unread(state)
         return state.cut.known_at_s + rules.quorum.read_timeout_s if waits else None
     if state.stopping_at_s:
-        # Whoever begins after the stop has first to read what came while nobody was there.
+        # An owner that begins after the stop has first to read what came meanwhile.
         return max(state.stopping_at_s, state.began_at_s) + rules.quorum.deadline_s
     if state.phase == "idle":
         return _opens_at_s(rules, state)
-    # Without a quorum the round still closes: no learner's update waits for a peer that may never
-    # come (invariant 6).
+    # Without a quorum the round still closes: no learner waits for a peer that may never come
+    # (invariant 6).
     if state.phase == "open":
         return state.opened_at_s + rules.quorum.deadline_s
     return _grace_ends_s(rules, state)
 
 
 def global_step_after(rules: FragmentRules, state: State) -> int:
-    """The run's clock at the version after `state`'s; the last rounds do not go beyond the run."""
+    """Returns the run's clock at the version after `state`'s; at most the run's number of steps."""
     return min(rules.steps, _next_step(rules, state))
 
 
 def has_next(rules: FragmentRules, state: State) -> bool:
-    """Whether the run is long enough for another version of the fragment."""
+    """True if the run is long enough for another version of the fragment."""
     return _next_step(rules, state) <= rules.steps
 
 
 def step_share(state: State, *, participation: bool) -> float:
-    """The share of an outer step that the round takes, in (0, 1]."""
-    # Nobody moves the model for all: who is alone in a round takes its own part of a step.
+    """Returns the share of a full outer step that the round takes, in (0, 1]."""
+    # A learner alone in a round takes only its share of a step, even without `participation`.
     alone = len(state.admitted.senders) == 1
     return share(state) if participation or alone else 1.0
 
 
 def share(state: State) -> float:
-    """Part of the fleet's weight that the round holds, in (0, 1]."""
+    """Returns the part of the fleet's weight that the round has merged, in (0, 1]."""
     held = sum(admitted.weight for admitted in state.admitted)
-    # A weight that is not known yet is 0, so that a learner that has just joined does not shrink
-    # everybody else's step.
+    # An unknown weight is 0, so that a learner that has just joined does not shrink the step.
     present, awaited = state.admitted.senders, state.members.awaited
-    # In one order on every machine: a sum of floats depends on it.
+    # In the same order on every machine, as a sum of floats depends on it.
     absent = sum(
         member.weight
         for name, member in state.members.items()
@@ -76,27 +75,27 @@ def share(state: State) -> float:
 
 
 def may_follow(rules: FragmentRules, state: State) -> bool:
-    """Whether another round belongs to the run; the one after the stop takes all that is left."""
-    # A version beyond the last would move the run's result after its end was said (invariant 1).
+    """True if another round belongs to the run; the one after the stop merges all that is left."""
+    # A version after the last would change the run's result after its end (invariant 1).
     if state.final:
         return False
     return bool(state.stopping_at_s) or has_next(rules, state)
 
 
 def go_on(rules: FragmentRules, state: State, now_s: float) -> Result:
-    """Go on after a change of the rules or of the machine's state: fetch, advance the round."""
+    """Continues after a change of rules or state: fetches updates, and advances the round."""
     state, effects = fetch_waiting(rules, state)
     state, more = advance(rules, state, now_s)
     return state, effects + more
 
 
 def fetch_waiting(rules: FragmentRules, state: State) -> Result:
-    """Read the updates that wait; once the round is being cut, only those that belong to it."""
+    """Asks for the updates that wait; during a cut, only for those that belong to the round."""
     if not may_follow(rules, state) or (state.cut is not None and not state.cut.known_at_s):
         return state, ()
     last_seq = None if state.cut is None else state.cut.stream_seq
-    # In the order of announcement, all at once: which is merged first is then a matter of the
-    # store, and stands in the record (invariant 5).
+    # All at once, in the order of announcement. The order of merging then depends on the store, and
+    # is recorded (invariant 5).
     pending = state.pending
     fetches = []
     for update in pending.unfetched():
@@ -108,11 +107,11 @@ def fetch_waiting(rules: FragmentRules, state: State) -> Result:
 
 
 def advance(rules: FragmentRules, state: State, now_s: float) -> Result:
-    """Move the round on: it opens, has its quorum, is complete, or closes."""
+    """Advances the round: it opens, gets its quorum, is complete, or closes."""
     state = _without_empty_round(state)
     if state.phase == "idle" and state.rejected and state.storing is None:
-        # At once: the sender has its update in flight until a record says what became of it, and no
-        # round may come that could carry it.
+        # At once: the sender waits for a record with the answer, and there may be no further round
+        # to carry it.
         return give_verdicts(rules, state, now_s, "rejections", final=state.final)
     if state.phase == "closing" or state.final:
         return state, ()
@@ -120,16 +119,15 @@ def advance(rules: FragmentRules, state: State, now_s: float) -> Result:
         return _advance_cut(rules, state, state.cut, now_s)
     state, opened = _open(rules, state, now_s)
     if state.stopping_at_s:
-        # The run's last round has another rule of completeness: nobody is left to be fair to but
-        # those with something unsent.
+        # The run's last round has another rule of completeness: it waits only for learners with
+        # unsent updates.
         state, more = _advance_to_end(rules, state, now_s)
         return state, opened + more
     if state.phase == "idle":
         return state, opened
     state = _count_quorum(rules, state, now_s)
-    # All who could still add something have: waiting on would cost everybody time and bring
-    # nobody's work. A rejected update counts as an answer, since its sender learns of it from this
-    # very record and sends nothing before.
+    # All learners that could contribute have done so; waiting longer would gain nothing. A rejected
+    # update counts too, since its sender learns of it from this record and sends nothing before.
     if _is_complete(rules, state) and state.storing is None:
         state, more = close(rules, state, now_s, "complete")
         return state, opened + more
@@ -137,17 +135,17 @@ def advance(rules: FragmentRules, state: State, now_s: float) -> Result:
 
 
 def cut(state: State, reason: str, *, final: bool = False) -> Result:
-    """End the round for later announcements, and ask which updates were announced before."""
+    """Ends the round for later announcements, and asks which updates were announced before."""
     return state._replace(phase="cut", cut=Cut(reason, final)), (AskCut(),)
 
 
 def close(
     rules: FragmentRules, state: State, now_s: float, reason: str, *, final: bool = False
 ) -> Result:
-    """Close the round: make the version, and commit it. One that merged nothing gives verdicts."""
+    """Closes the round: makes and commits a version; if nothing was merged, only verdicts."""
     if not state.admitted:
         return give_verdicts(rules, state, now_s, reason, final=final)
-    # Pace counts from version to version: a rejection between two rounds must not delay the next.
+    # Pace counts between versions, so that a rejection between two rounds does not delay the next.
     closing = state._replace(phase="closing", final=final, closed_at_s=now_s, cut=None)
     return closing, (Commit("version", reason, final, now_s, closing),)
 
@@ -155,8 +153,8 @@ def close(
 def give_verdicts(
     rules: FragmentRules, state: State, now_s: float, reason: str, *, final: bool
 ) -> Result:
-    """Record the rejections; the round's merged updates stay in it, unresolved."""
-    # It makes no version, but it is a record by the same compare-and-swap: no stale owner can
+    """Commits the rejections in a record; the round's merged updates stay in the round."""
+    # The record makes no version, but uses the same compare-and-swap, so that no stale owner can
     # reject what its successor merges (invariant 2).
     said = awaiting(state)._replace(final=final)
     after = memory.after_record(said)
@@ -172,9 +170,8 @@ def give_verdicts(
 
 
 def reject(rules: FragmentRules, state: State, refused: RejectedUpdate, now_s: float) -> Result:
-    """Note a rejection; with no round open it gets a record of its own, else the round's."""
-    # Outside of a round a rejection costs a record, which is what a sender of rubbish would spend
-    # for us.
+    """Notes a rejection, which the open round's record states, or else a record of its own."""
+    # Outside of a round a rejection costs a record, so its sender is charged for it.
     state = admission.charge(state, refused)
     return advance(rules, state._replace(rejected=state.rejected.plus(refused)), now_s)
 
@@ -184,13 +181,12 @@ def _next_step(rules: FragmentRules, state: State) -> int:
 
 
 def _pace_time_s(rules: FragmentRules, state: State) -> float:
-    """When pace allows the round to open: about H steps of the fastest learner after the last."""
-    # The last round takes what there is, and the first one is awaited by everybody: pace holds back
-    # only what would follow too soon. Without it whoever is quickest starts a race of small rounds,
-    # which costs quality (P, Table 5).
+    """Returns when pace allows the next round: about H steps of the fastest learner later."""
+    # Neither the last round, which merges what there is, nor the first is delayed. Without pace the
+    # fastest learner would cause many small rounds, which cost quality (P, Table 5).
     if state.stopping_at_s or not state.closed_at_s:
         return 0.0
-    # The clock's own interval, not H: offsets make the first one shorter.
+    # The actual interval, not H, as offsets make the first one shorter.
     interval_steps = _next_step(rules, state) - state.global_step
     members = state.members
     step_s = members.usual_step_s() if rules.robust else members.fastest_step_s()
@@ -198,9 +194,10 @@ def _pace_time_s(rules: FragmentRules, state: State) -> float:
 
 
 def _opens_at_s(rules: FragmentRules, state: State) -> float | None:
-    """From when on the round's times count: pace allows it, and somebody has announced an update.
+    """Returns when the round may open: pace allows it, and an update is announced; None if not yet.
 
-    A life that begins has first to read what was announced before it: it counts from then.
+    A new owner has first to read what was announced before its life, so it counts from its
+    beginning.
     """
     if not may_follow(rules, state):
         return None
@@ -212,8 +209,8 @@ def _opens_at_s(rules: FragmentRules, state: State) -> float | None:
 
 
 def _grace_ends_s(rules: FragmentRules, state: State) -> float:
-    # Lockstep waits for all: it is to equal synchronous DiLoCo (invariant 7), which grace would cut
-    # short. The deadline stays, for those who die in the round.
+    # Lockstep waits for all, to equal synchronous DiLoCo (invariant 7), so it has no grace window.
+    # The deadline stays, for learners that die in the round.
     hard_s = state.opened_at_s + rules.quorum.deadline_s
     if rules.lockstep:
         return hard_s
@@ -223,9 +220,9 @@ def _grace_ends_s(rules: FragmentRules, state: State) -> float:
 
 
 def _without_empty_round(state: State) -> State:
-    """Undo a round whose updates were all rejected: it waits, as if it had never opened.
+    """Returns the state without a round whose updates were all rejected, as if it had not opened.
 
-    Not while the leader is being asked: its answer would be taken for that of the next question.
+    Not while the leader is being asked, or its answer would be taken for the next question's.
     """
     asked = state.cut is not None and (state.cut.final or not state.cut.known_at_s)
     waits = state.pending.awaited > 0
@@ -236,8 +233,8 @@ def _without_empty_round(state: State) -> State:
 
 def _open(rules: FragmentRules, state: State, now_s: float) -> Result:
     opens_at_s = _opens_at_s(rules, state) if state.phase == "idle" else None
-    # Who has announced sends nothing more before the record: once that is everybody, pace holds
-    # back nobody's small round, and after an outage of ours it would make all wait for many rounds.
+    # A learner that has announced sends nothing more before the record. Once all have, pace would
+    # prevent no small round, and after an outage of ours would make all wait for many rounds.
     if opens_at_s is None or (now_s < opens_at_s and not _has_everybody(state)):
         return state, ()
     opened_at_s = min(opens_at_s, now_s)
@@ -246,18 +243,19 @@ def _open(rules: FragmentRules, state: State, now_s: float) -> Result:
 
 
 def _has_everybody(state: State) -> bool:
-    """Whether all who are here have announced an update for the round."""
-    # Also those whom no round awaits: else whoever outlasts the others' patience would be all.
+    """True if all present learners have announced an update for the round."""
+    # Including those that rounds do not wait for: else one learner that outlasts the others would
+    # count as everybody.
     present, voices = state.members.present, state.voices
     return len(present) <= len(voices) and all(learner in voices for learner in present)
 
 
 def _count_quorum(rules: FragmentRules, state: State, now_s: float) -> State:
-    """Announcements make the quorum, so that reading takes nothing from the grace window.
+    """Starts the grace window once enough updates are announced; reading them takes no grace time.
 
-    It is taken back when one of them fails.
+    Goes back to `open` if an announced update fails.
     """
-    # A fleet smaller than K must still make versions; in lockstep it must not.
+    # A fleet smaller than K must still make versions, except in lockstep.
     least = rules.quorum.min_learners
     there = len(state.members.awaited)
     quorum = least if rules.lockstep else policy.effective_quorum(rules.quorum, there)
@@ -267,7 +265,7 @@ def _count_quorum(rules: FragmentRules, state: State, now_s: float) -> State:
     if state.phase == "open" and reached:
         reached_at_s = max(state.opened_at_s, now_s)
         waited_s = policy.elapsed_s(state.opened_at_s, reached_at_s)
-        # Time spent waiting for the quorum is taken off the grace window (P, Eq. 3).
+        # Time spent waiting for the quorum is subtracted from the grace window (P, Eq. 3).
         quorum_s = policy.ema(state.quorum_s, waited_s)
         return state._replace(phase="grace", quorum_at_s=reached_at_s, quorum_s=quorum_s)
     if state.phase == "grace" and not reached:
@@ -276,7 +274,7 @@ def _count_quorum(rules: FragmentRules, state: State, now_s: float) -> State:
 
 
 def _is_complete(rules: FragmentRules, state: State) -> bool:
-    """Whether nobody is left to wait for: all who are awaited are in, and read."""
+    """True if there is nobody left to wait for: updates of all awaited learners are read."""
     if has_unread(state):
         return False
     if not rules.lockstep:
@@ -289,26 +287,26 @@ def _is_complete(rules: FragmentRules, state: State) -> bool:
 
 
 def _advance_cut(rules: FragmentRules, state: State, cut: Cut, now_s: float) -> Result:
-    """Close once all that belongs to the round is read, or the time for it has passed."""
+    """Closes the round once all its updates are read, or `Timer` has given up on the rest."""
     if not cut.known_at_s or has_unread(state) or state.storing is not None:
         return state, ()
     if cut.final:
         return close(rules, _refuse_late(state), now_s, cut.reason, final=True)
     if state.admitted:
         return close(rules, state, now_s, cut.reason)
-    # Nothing that was announced in time could be read: its time begins again.
+    # No update that was announced in time could be read, so the round opens again.
     state = state._replace(phase="open", opened_at_s=now_s, quorum_at_s=0.0, cut=None)
     return go_on(rules, state, now_s)
 
 
 def _advance_to_end(rules: FragmentRules, state: State, now_s: float) -> Result:
-    """After the stop: a round closes once nobody can add to it before it has closed.
+    """After the stop: closes the round once no learner can contribute to it any more.
 
-    A learner that has an update in this round sends its last one only after the record. And what
-    was met before this life began must first be met again.
+    A learner with an update in this round sends its last one only after the record. And updates
+    that the predecessor had received must first be read again.
     """
-    # What this life has not read again yet may hold updates that the life before it had promised an
-    # answer (invariant 2).
+    # Messages that this life has not read again yet may hold updates that must be answered
+    # (invariant 2).
     if state.pending or not memory.has_met_all(state) or state.storing is not None:
         return state, ()
     awaited = state.members.unfinished
@@ -320,8 +318,8 @@ def _advance_to_end(rules: FragmentRules, state: State, now_s: float) -> Result:
 
 
 def _refuse_late(state: State) -> State:
-    """At the end's deadline: what is not verified by now is rejected."""
-    # Refused and not dropped: the ledger of tokens adds up at the end as well (invariant 4).
+    """Rejects updates that are not verified at the run's final deadline."""
+    # Rejected and not dropped, so that tokens add up at the end as well (invariant 4).
     late = tuple(
         refuse(pending.manifest, pending.stream_seq, Reason.LATE, "not here when the run ended")
         for pending in state.pending.values()

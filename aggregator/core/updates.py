@@ -1,4 +1,4 @@
-"""The updates that a machine has in hand, as collections that know what rounds ask of them."""
+"""Collections of the updates that a machine handles, with the counts that rounds need."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -9,7 +9,7 @@ from diloco.common.protocol import wire
 
 
 class UpdateId(NamedTuple):
-    """Names one update of this machine's fragment."""
+    """The name of an update among those of this machine's fragment."""
 
     learner: str
     incarnation: int
@@ -17,7 +17,7 @@ class UpdateId(NamedTuple):
 
 
 class UpdateCredit(NamedTuple):
-    """An update's credit: as much of its claims as can be believed (`admission.py`)."""
+    """The part of an update's claims that is believed (`admission.py`)."""
 
     steps: int
     tokens: int
@@ -25,12 +25,12 @@ class UpdateCredit(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """An update that is announced and not yet verified; `fetching` once its shards are read.
+    """An update that is announced and not yet verified; `fetching` once its shards are being read.
 
-    It was announced at `announced_at_s` by the owner's clock, at `stored_at_s` by the server's.
-    `passed`: it could not be read in the time of its round. It is merged when it comes, but no
-    later round waits for it, or one sender's slow object would hold up every version. `broke`: how
-    often adding it to the sum failed.
+    `announced_at_s` is the time by the owner's clock, `stored_at_s` by the server's. `passed`: it
+    could not be read in its round's time; it is merged when it arrives, but no later round waits
+    for it, or one sender's slow object would delay every version. `broke`: how often adding it to
+    the sum failed.
     """
 
     manifest: wire.Manifest
@@ -63,12 +63,12 @@ class Admitted(NamedTuple):
 
     @property
     def norm_per_step(self) -> float:
-        """The norm as merged, per credited step."""
+        """The norm as merged, divided by the credited steps."""
         return self.clip * self.norm / self.credit.steps
 
 
 class RejectedUpdate(NamedTuple):
-    """An update that the next record rejects; made by `refuse`."""
+    """An update that the next record rejects; `refuse` makes it."""
 
     manifest: wire.Manifest
     stream_seq: int
@@ -77,16 +77,16 @@ class RejectedUpdate(NamedTuple):
 
 
 def refuse(manifest: wire.Manifest, stream_seq: int, reason: str, detail: str) -> RejectedUpdate:
-    """The rejection of an update.
+    """Returns the rejection of an update.
 
-    Its detail may quote the sender: bounded here, so that no manifest makes a record that cannot be
-    written.
+    The detail, which may quote the sender, is shortened, so that no manifest makes a record that
+    cannot be written.
     """
     return RejectedUpdate(manifest, stream_seq, reason, wire.note(detail))
 
 
 def update_id(manifest: wire.Manifest) -> UpdateId:
-    """The name of the update that a manifest announces."""
+    """Returns the id of the update that a manifest announces."""
     return UpdateId(manifest.learner, manifest.incarnation, manifest.seq)
 
 
@@ -94,10 +94,10 @@ T = TypeVar("T", bound=Admitted | RejectedUpdate)
 
 
 class Resolved(Sequence[T], Generic[T]):
-    """Updates that the next record resolves, in order.
+    """Updates that the next record answers, in order; immutable.
 
     Args:
-        updates: the updates to begin with.
+        updates: the initial updates.
     """
 
     __slots__ = ("_lives", "_named", "_senders", "_updates")
@@ -110,7 +110,7 @@ class Resolved(Sequence[T], Generic[T]):
         self._senders = Tally(one.learner for one in named)
 
     def plus(self, update: T) -> Self:
-        """The updates with one more."""
+        """Returns the updates with one more."""
         named = update_id(update.manifest)
         made = object.__new__(type(self))
         made._updates = (*self._updates, update)
@@ -121,12 +121,12 @@ class Resolved(Sequence[T], Generic[T]):
 
     @property
     def senders(self) -> Tally[str]:
-        """Learners that sent any of them."""
+        """The number of updates of each learner."""
         return self._senders
 
     @property
     def lives(self) -> Tally[tuple[str, int]]:
-        """The lives that sent the updates: (learner, incarnation)."""
+        """The number of updates of each life: (learner, incarnation)."""
         return self._lives
 
     @property
@@ -139,30 +139,30 @@ class Resolved(Sequence[T], Generic[T]):
     @overload
     def __getitem__(self, index: slice) -> tuple[T, ...]: ...
     def __getitem__(self, index: int | slice) -> T | tuple[T, ...]:
-        """One of them, or some."""
+        """Returns one update, or a slice of them."""
         found: T | tuple[T, ...] = self._updates[index]
         return found
 
     def __len__(self) -> int:
-        """The number of updates."""
+        """Returns the number of updates."""
         return len(self._updates)
 
     def __iter__(self) -> Iterator[T]:
-        """In order."""
+        """Yields the updates in order."""
         return iter(self._updates)
 
     def __eq__(self, other: object) -> bool:
-        """Whether they are the same, in the same order."""
+        """True if both have the same updates, in the same order."""
         return isinstance(other, Resolved) and self._updates == other._updates
 
     __hash__ = None  # type: ignore[assignment]
 
 
 class MergedUpdates(Resolved[Admitted]):
-    """The updates that the open round has merged, in the order of the sum.
+    """The updates that the open round has merged, in the order of the sum; immutable.
 
     Args:
-        updates: the updates to begin with.
+        updates: the initial updates.
     """
 
     __slots__ = ("_first_s",)
@@ -172,7 +172,7 @@ class MergedUpdates(Resolved[Admitted]):
         self._first_s = min((one.announced_at_s for one in self), default=None)
 
     def plus(self, update: Admitted) -> Self:
-        """The updates with one more."""
+        """Returns the updates with one more."""
         made, first_s = super().plus(update), update.announced_at_s
         first_s = first_s if self._first_s is None else min(self._first_s, first_s)
         made._first_s = first_s  # noqa: SLF001 - one of this class
@@ -180,15 +180,15 @@ class MergedUpdates(Resolved[Admitted]):
 
     @property
     def first_announced_at_s(self) -> float | None:
-        """When the first of them was announced."""
+        """The time when the first of them was announced; None if there are none."""
         return self._first_s
 
 
 class WaitingUpdates(Mapping[UpdateId, Pending]):
-    """Updates that are announced and in no round yet, in the order in which they came to wait.
+    """Updates that are announced and not merged yet, in the order of announcement; immutable.
 
     Args:
-        updates: the updates to begin with.
+        updates: the initial updates.
     """
 
     __slots__ = ("_lives", "_times", "_unfetched", "_updates", "_voices")
@@ -202,23 +202,23 @@ class WaitingUpdates(Mapping[UpdateId, Pending]):
         self._times = Ranked(one.announced_at_s for _, one in waited_for)
 
     def put(self, update: UpdateId, pending: Pending) -> "WaitingUpdates":
-        """The updates with this one; an update that waits already keeps its place."""
+        """Returns the updates with this one; an update that waits already keeps its place."""
         return self._made(update, pending, self._updates.put(update, pending))
 
     def drop(self, update: UpdateId) -> "WaitingUpdates":
-        """The updates without this one, which need not be among them."""
+        """Returns the updates without this one, which need not exist."""
         if update not in self._updates:
             return self
         return self._made(update, None, self._updates.drop(update))
 
     @property
     def lives(self) -> Tally[tuple[str, int]]:
-        """The lives that sent the updates: (learner, incarnation)."""
+        """The number of updates of each life: (learner, incarnation)."""
         return self._lives
 
     @property
     def awaited_from(self) -> Tally[str]:
-        """Learners with an update that rounds wait for: one that was not passed on."""
+        """For each learner, the number of its updates that rounds wait for (not `passed`)."""
         return self._voices
 
     @property
@@ -228,31 +228,31 @@ class WaitingUpdates(Mapping[UpdateId, Pending]):
 
     @property
     def first_announced_at_s(self) -> float | None:
-        """When the first update that rounds wait for was announced."""
+        """The time when the first update that rounds wait for was announced, or None."""
         return self._times.least()
 
     def unfetched(self) -> list[UpdateId]:
-        """The updates whose shards are not being read, in order."""
+        """Returns the updates whose shards are not being read yet, in order."""
         return sorted(self._unfetched, key=self._updates.place)
 
     def unordered(self) -> Iterator[Pending]:
-        """The updates, where their order does not matter: without sorting."""
+        """Yields the updates in any order, which saves sorting."""
         return self._updates.unordered()
 
     def __getitem__(self, update: UpdateId) -> Pending:
-        """The update that waits under a name."""
+        """Returns the update with an id."""
         return self._updates[update]
 
     def __contains__(self, update: object) -> bool:
-        """Whether an update waits."""
+        """True if an update waits."""
         return update in self._updates
 
     def __len__(self) -> int:
-        """The number of updates."""
+        """Returns the number of updates."""
         return len(self._updates)
 
     def __iter__(self) -> Iterator[UpdateId]:
-        """Their names, in order."""
+        """Yields the updates' ids, in order."""
         return iter(self._updates)
 
     def _made(
