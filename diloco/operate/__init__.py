@@ -1,1 +1,1 @@
-"""An operator's hand on a run: create, change, collect, install."""
+"""An operator's commands on a run: create, change, collect garbage, install units."""

@@ -1,4 +1,4 @@
-"""`diloco run show`, `set`, `pause`, `end`, `rollback`, `checkpoint`, `resume`: a hand on a run."""
+"""`diloco run show`, `set`, `pause`, `end`, `rollback`, `checkpoint`, `resume`: operators' acts."""
 
 import dataclasses
 import json as jsonlib
@@ -38,7 +38,7 @@ from diloco.run.watch import Watch
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Preview:
-    """The effect of a change of settings, in sentences; none of them if it would do nothing."""
+    """The effect of a change of settings, in sentences; empty if it would change nothing."""
 
     changed: list[str]
     rates: list[str]
@@ -49,7 +49,7 @@ async def preview(target: str, assignments: Sequence[str]) -> Preview:
     """Preview the effect of `change`.
 
     Raises:
-        ConfigError: no setting of that name, no such value, or one that is fixed.
+        ConfigError: no setting of that name, no such value, or a fixed setting.
         RunMismatchError: no such run, or it has stopped.
     """
     async with open_run(target, reads=True) as opened:
@@ -72,7 +72,7 @@ def _assigned(before: RunSettings, assignments: Sequence[str]) -> RunSettings:
 
 
 def _rates(created: RunSettings, old: int, new: int) -> list[str]:
-    """Sentences on the inner learning rate at the end, before and after the change."""
+    """Returns sentences on the final inner learning rate, before and after the change."""
     horizon = created.run.steps
     stays = f"the schedule's horizon stays {horizon:,} steps"
     if not created.task.build:
@@ -91,7 +91,7 @@ async def change(target: str, assignments: Sequence[str]) -> tuple[list[str], li
     """Change settings of a run; returns the changes, and warnings about the new settings.
 
     Raises:
-        ConfigError: no setting of that name, no such value, or one that is fixed.
+        ConfigError: no setting of that name, no such value, or a fixed setting.
         RunMismatchError: no such run, or it has stopped.
     """
     async with open_run(target) as opened:
@@ -103,11 +103,11 @@ async def change(target: str, assignments: Sequence[str]) -> tuple[list[str], li
 
 
 async def quarantine(target: str, name: str, *, active: bool, reason: str) -> None:
-    """Shut a learner out, or let it in again.
+    """Quarantine a learner if `active`, else release it.
 
     Raises:
         RunMismatchError: no learner of that name has joined the run.
-        ConfigError, BusError: RUN cannot be opened, or takes no words.
+        ConfigError, BusError: RUN cannot be opened, or its bus refuses the message.
     """
     async with open_run(target) as opened:
         run = await Watch(opened.context).begin(1)
@@ -135,7 +135,7 @@ async def end(target: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class RollbackMove:
-    """A fragment's way back: from its newest version to the contents of an earlier one."""
+    """One fragment's rollback: from its newest version to the contents of an earlier one."""
 
     fragment: int
     newest: int
@@ -143,15 +143,15 @@ class RollbackMove:
 
 
 async def plan_rollback(target: str, to: str) -> list[RollbackMove]:
-    """Plan a rollback.
+    """Plan a rollback; returns each fragment's move.
 
     Args:
         target: RUN.
-        to: a version for all fragments, versions for each joined by commas, the name of a
-            checkpoint, a time in ISO 8601, or how long ago (90m, 2h, 1d).
+        to: one version for all fragments, versions for each joined by commas, the name of a
+            checkpoint, a time in ISO 8601, or an age (90m, 2h, 1d).
 
     Raises:
-        ConfigError: `to` cannot be understood, or is beyond what the tape has.
+        ConfigError: `to` is invalid, or earlier than the tape.
     """
     async with open_run(target) as opened:
         context = operator_context(opened)
@@ -161,7 +161,7 @@ async def plan_rollback(target: str, to: str) -> list[RollbackMove]:
 
 
 async def roll_back(target: str, moves: Sequence[RollbackMove]) -> list[wire.Record]:
-    """Roll a run back; returns the record that each fragment is at now.
+    """Roll a run back; returns each fragment's new record.
 
     Raises:
         RunMismatchError: the run has stopped.
@@ -188,7 +188,7 @@ async def mark(target: str) -> checkpoint.Marked:
 
 @dataclasses.dataclass(frozen=True)
 class Resumed:
-    """A run that has a tape again."""
+    """The result of a resumption: the run's new tape."""
 
     checkpoint: str
     epoch: int

@@ -1,7 +1,7 @@
-"""`diloco run gc`: the garbage of a whole run, beside its aggregators or without any.
+"""`diloco run gc`: collects the garbage of a whole run, beside its aggregators or without any.
 
-No machine tells here what is pending, so every manifest from a fragment's position on counts as
-it. And what no aggregator looks at is looked at too: the shards of learners that nobody knows.
+No aggregator's state tells which updates are pending, so every manifest from a fragment's position
+on counts as pending. It also collects what aggregators do not track: shards of unknown learners.
 """
 
 from collections import Counter, defaultdict
@@ -59,10 +59,10 @@ class TapeFacts(NamedTuple):
     """The tape's contents, as far as collecting garbage needs them.
 
     Attributes:
-        sequences: of all messages, by subject.
+        sequences: sequences of all messages, by subject.
         lives: newest incarnation of each learner that has joined.
         manifests: (sequence, update) of each fragment.
-        extent: of the tape.
+        extent: first and last sequence of the tape.
     """
 
     sequences: dict[str, list[int]]
@@ -72,12 +72,12 @@ class TapeFacts(NamedTuple):
 
 
 async def collect(target: str, *, dry_run: bool) -> GarbageFound:
-    """Find a run's garbage, and remove it unless told not to.
+    """Find a run's garbage, and remove it unless `dry_run`.
 
     Raises:
         RunMismatchError: the run was resumed on a newer tape.
         IntegrityError: the tape ends before its objects.
-        DilocoError: bus or store are away, or do not permit it.
+        DilocoError: bus or store are unreachable, or do not permit it.
     """
     async with open_run(target) as run:
         found = await find(run.context, run.config.gc)
@@ -88,7 +88,7 @@ async def collect(target: str, *, dry_run: bool) -> GarbageFound:
 
 
 async def find(context: RunContext, section: GcSection) -> GarbageFound:
-    """A run's garbage; read in the order that `aggregator/owner/garbage_collector.py` gives.
+    """Returns a run's garbage; reads in the order of `aggregator/owner/garbage_collector.py`.
 
     Raises:
         DilocoError: as `collect`.
@@ -122,7 +122,7 @@ async def find(context: RunContext, section: GcSection) -> GarbageFound:
 
 
 def _listing(context: RunContext) -> StoreListing:
-    """Every object that is a fragment's; blocks."""
+    """List all objects that belong to a fragment; blocks."""
     stored = StoreListing(defaultdict(list), set())
     for info in context.store.list(names.learners_prefix(context.run)):
         shard = names.parse_shard(context.run, info.name)
@@ -136,12 +136,12 @@ def _listing(context: RunContext) -> StoreListing:
 
 
 async def _hear(context: RunContext) -> TapeFacts:
-    """The tape, of which no message is kept."""
+    """Read the tape, keeping facts and no messages."""
     heard = TapeFacts(defaultdict(list), {}, defaultdict(list), Extent())
     async for item in read_tape(context):
         heard.extent.take(item)
         heard.sequences[item.subject].append(item.seq)
-        match item:  # The aggregators have told of what is garbage.
+        match item:  # The aggregators have warned of garbage already.
             case Entry(body=wire.Join() as join):
                 heard.lives[join.learner] = item.seq
             case Entry(body=wire.Manifest() as sent):
@@ -151,10 +151,10 @@ async def _hear(context: RunContext) -> TapeFacts:
 
 
 def _lives(heard: TapeFacts, learners: set[str]) -> dict[str, int]:
-    """Newest incarnation of every learner that has a message or a shard.
+    """Returns the newest incarnation of every learner that has a message or a shard.
 
-    Who has never joined this tape has no life on it yet: whatever it has stored before the tape
-    was read belongs to none that may announce it.
+    A learner that has never joined this tape has no life on it: no shard that it stored before the
+    tape was read can be announced, so its incarnation counts as one beyond the tape.
     """
     subjects = [names.parse_subject(subject) for subject in heard.sequences]
     speaking = {
@@ -166,12 +166,12 @@ def _lives(heard: TapeFacts, learners: set[str]) -> dict[str, int]:
 
 
 def _count(sequences: Sequence[int], trim: Trim) -> int:
-    """The number of messages that a trim removes."""
+    """Returns the number of messages that a trim removes."""
     return sum(seq < min(trim.below_seq, sequences[-1]) for seq in sequences)
 
 
 def table(found: GarbageFound, *, dry_run: bool) -> Table:
-    """A table of the garbage found, by kind."""
+    """Returns a table of the garbage found, by kind."""
     title = "would be removed" if dry_run else "removed"
     shown = plain_table("kind", "count", "bytes", title=title)
     counts, sizes = Counter[str](), Counter[str]()
@@ -189,10 +189,10 @@ T = TypeVar("T")
 
 
 async def timed(target: str, work: Callable[[], Awaitable[T]], options: "TimerOptions") -> T:
-    """Run the work once NATS and the store are there; systemd is told what it waits for.
+    """Run `work` once NATS and the store are reachable; reports to systemd while it waits.
 
     Raises:
-        DilocoError: what the work meets, or met last when its time was over.
+        DilocoError: raised by `work`, or the last transient fault when the time was over.
     """
     runtime, manager = Runtime(), service_manager()
     told = Starting(
@@ -210,7 +210,7 @@ async def timed(target: str, work: Callable[[], Awaitable[T]], options: "TimerOp
 
 
 async def status(target: str, options: "TimerOptions") -> int:
-    """The exit status of work that is done."""
+    """Returns the exit status after the work is done."""
     if not options.until_end:
         return Exit.ENDED
     async with open_run(target, reads=True) as opened:

@@ -30,7 +30,7 @@ Yes = Annotated[bool, typer.Option("--yes", help="skip the confirmation")]
 
 @dataclass(frozen=True, kw_only=True)
 class TimerOptions:
-    """The options that a timer adds to those of the work."""
+    """The options that the work of a systemd timer has besides its own."""
 
     wait_s: Annotated[
         float,

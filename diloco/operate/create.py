@@ -41,16 +41,16 @@ from diloco.operate.streams import make_streams
 def create(file: str | Path, params: Params, *, hint: Hint = default_hint) -> None:
     """Create the run of a TOML file, which begins with these parameters.
 
-    A run that exists already is completed. The file needs no `[task]`: learners join from training
-    loops of their own.
+    A run that exists already is completed. The file needs no `[task]`: learners join from custom
+    training loops.
 
     Args:
         file: the run's TOML file.
-        params: any pytree of arrays; leaves that are no floats are the run's constants.
+        params: any pytree of arrays; leaves that are not floats are the run's constants.
         hint: (tensor's name, shape) -> how the aggregator merges that tensor.
 
     Raises:
-        DilocoError: what is wrong, with what to do.
+        DilocoError: an error with advice.
     """
     config = load_config(Path(file))
     if "task" in config.model_fields_set:
@@ -65,13 +65,13 @@ def create_from(config: Config, source: Path | None, *, tasked: bool = True) -> 
     Args:
         config: the whole configuration.
         source: a safetensors file with the first parameters, or a folder in a format that the task
-            reads; None for what the task says.
-        tasked: whether the file says what the task is; without, the parameters are the model.
+            reads; None for the task's own beginning.
+        tasked: whether the file names a task; without one, the parameters are the model.
 
     Raises:
-        DilocoError: what is wrong, with what to do.
+        DilocoError: an error with advice.
     """
-    jetstream.check_url(config.bus.url)  # before a large model is made
+    jetstream.check_url(config.bus.url)  # checked before a large model is initialized
     if source is not None and not (tasked and config.task.build):
         return create_with(config, _read_safetensors(source))
     settings = config.settings()
@@ -93,7 +93,7 @@ def create_from(config: Config, source: Path | None, *, tasked: bool = True) -> 
 
 
 def _beginning(task: Task, seed: int, *, bare: bool) -> Params:
-    """The parameters that `init` gives; `bare`: without frozen leaves, which nobody computes."""
+    """Returns the parameters that `init` gives; if `bare`, does not compute frozen leaves."""
 
     def begin(key: jax.Array) -> Params:
         first = task.init(key)
@@ -103,10 +103,10 @@ def _beginning(task: Task, seed: int, *, bare: bool) -> Params:
 
 
 def _folder(task: Task, source: Path | None) -> Path | None:
-    """The folder that the run begins with, if it begins with one.
+    """Returns the folder with the run's first parameters, or None if there is none.
 
     Raises:
-        ConfigError: the task reads none.
+        ConfigError: the task reads no folders.
     """
     if source is None:
         return None if task.files is None else task.files.first
@@ -122,7 +122,7 @@ def _folder(task: Task, source: Path | None) -> Path | None:
 
 
 def _lying(task: Task, leaves: Mapping[str, Any]) -> Params:
-    """The task's tree of leaves that have not been read."""
+    """Returns the task's tree, with leaves that are read only when sliced."""
     return tree.from_names(task.shapes, dict(leaves))
 
 
@@ -130,14 +130,14 @@ def create_with(config: Config, params: Params, hint: Hint = default_hint) -> La
     """Create a run without a task, which begins with these parameters; returns its layout.
 
     Raises:
-        DilocoError: what is wrong, with what to do.
+        DilocoError: an error with advice.
     """
     config = config.model_copy(update={"task": TaskSection(build="")})
     return begin(config, params, hint)
 
 
 def begin(config: Config, params: Params, hint: Hint) -> Layout:
-    """Create the run of `config` with these parameters as its first version; returns its layout."""
+    """Create the run of `config` with these parameters as version 0; returns its layout."""
     sync, tensors = config.sync, tree.tensors_of(params)
     layout = make_layout(tensors, fragments=sync.fragments, block=sync.block, hint=hint)
     tree.check_wide(layout)
@@ -147,7 +147,7 @@ def begin(config: Config, params: Params, hint: Hint) -> Layout:
 
 
 def check_storable(layout: Layout) -> None:
-    """Refuse fragments whose outer states could not be stored: msgpack counts an array's bytes.
+    """Refuse fragments whose outer state cannot be stored: msgpack limits an array's bytes.
 
     Raises:
         ConfigError: a fragment is too large.
@@ -195,15 +195,15 @@ async def create_run(
     Args:
         settings: the settings that define the run.
         streams: replicas and limits of its streams.
-        layout: of `params`.
+        layout: the layout of `params`.
         params: the parameters the run begins with, the task's whole tree.
         bus: where the streams are made.
         store: where the objects go.
         runtime: clock and threads.
-        loaded: names of leaves that each learner loads by itself.
+        loaded: names of leaves that each learner loads itself.
 
     Raises:
-        RunMismatchError: the run exists with other settings or another beginning.
+        RunMismatchError: the run exists with other settings or other first parameters.
         TaskError: the parameters are not finite.
     """
     settings, run = fitted(settings, layout), settings.run.name
@@ -243,9 +243,9 @@ async def create_run(
 
 
 def _flatten(layout: Layout, fragment: int, leaves: Mapping[str, Any]) -> np.ndarray:
-    """A fragment's vector of the first parameters, fit to be a view: float32 [size].
+    """Returns a fragment's vector of the first parameters, valid as a view: float32 [size].
 
-    Of each leaf only the rows that the fragment has are asked for.
+    Reads of each leaf only the rows that the fragment has.
     """
     described = layout.fragments[fragment]
     vector = np.zeros(described.size, np.float32)
@@ -258,7 +258,7 @@ def _flatten(layout: Layout, fragment: int, leaves: Mapping[str, Any]) -> np.nda
 
 
 def _check_finite(layout: Layout, leaves: Mapping[str, Any]) -> None:
-    """Refuse a beginning from which no learner could send anything, fragment by fragment.
+    """Refuse first parameters that are not finite, since no learner could send from them.
 
     Raises:
         TaskError: a value is infinite or not a number, in float32.
@@ -279,10 +279,10 @@ def _check_finite(layout: Layout, leaves: Mapping[str, Any]) -> None:
 
 
 async def _check_unused(bus: Bus, store: ObjectStore, runtime: Runtime, run: str) -> None:
-    """Refuse a store that holds what was left of a run of that name whose tape is lost.
+    """Refuse a store that holds objects of a run of that name whose tape is lost.
 
     Raises:
-        RunMismatchError: it does; a new run's objects would collide with the old one's.
+        RunMismatchError: a new run's objects would collide with the old one's.
     """
     if await bus.last(names.tape_stream(run), names.spec(run)) is not None:
         return
@@ -296,13 +296,13 @@ async def _check_unused(bus: Bus, store: ObjectStore, runtime: Runtime, run: str
 
 
 def _arrays(held: Params, loaded: Collection[str]) -> dict[str, Any]:
-    """By name; those that learners load are read one at a time, as they are asked for."""
+    """Returns the held leaves by name; leaves that learners load stay lazy."""
     leaves = tree.by_name(held)
     return {n: leaf if n in loaded else np.asarray(leaf) for n, leaf in leaves.items()}
 
 
 def load_safetensors(source: Path, like: Params) -> Params:
-    """Parameters from a safetensors file, by name, cast to the task's dtypes.
+    """Returns parameters from a safetensors file, by name, cast to the task's dtypes.
 
     Raises:
         ConfigError: no such file, or its tensors are not the task's.

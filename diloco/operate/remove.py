@@ -1,7 +1,7 @@
-"""`diloco run delete`: what belongs to a run, and its removal.
+"""`diloco run delete`: lists the belongings of a run, and removes them.
 
-Objects go first and the layout last: a removal that was cut off can be repeated for as long as the
-run can be opened, which takes its tape and its layout.
+Objects are removed first and the layout last: an interrupted removal can be repeated as long as the
+run can be opened, which needs its tape and its layout.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from diloco.common.storage.tape import has_ended, messages_of
 from diloco.run.cli.opening import OpenRun, open_run
 from diloco.run.cli.units import human_bytes
 
-# As many objects are removed in one thread's turn.
+# The number of objects that a thread removes in one call.
 AT_ONCE = 256
 
 
@@ -25,8 +25,8 @@ class Belongings:
     """The streams and objects of a run.
 
     Attributes:
-        streams: bytes of each stream that is there.
-        objects: in the store, below the run's name.
+        streams: bytes of each existing stream.
+        objects: names in the store, below the run's name.
         places: the addresses of bus and store, for people.
     """
 
@@ -37,7 +37,7 @@ class Belongings:
     places: tuple[str, str]
 
     def sentences(self) -> list[str]:
-        """Sentences on the belongings, for people."""
+        """Returns sentences that list the belongings."""
         bus, store = self.places
         size = sum(info.size_bytes for info in self.objects)
         state = "has ended" if self.ended else "has NOT ended"
@@ -55,7 +55,7 @@ async def check_bundled(target: str, file: Path) -> None:
     """Read a bundle back, and compare it with the run.
 
     Raises:
-        IntegrityError: it is damaged, or has not all of the run's tape.
+        IntegrityError: the bundle is damaged, or lacks a part of the run's tape.
     """
     async with open_run(target) as opened:
         context = opened.context
@@ -63,7 +63,7 @@ async def check_bundled(target: str, file: Path) -> None:
             whole = bundle.has_objects and not bundle.header.get("lost", "")
             subjects, left = names.tape_subjects(context.run), iter(bundle.tape.seqs)
             async for message in messages_of(context.bus, context.tape, subjects):
-                whole = whole and message.seq in left  # Both rise: what is before it has passed.
+                whole = whole and message.seq in left  # both rise, so `left` is consumed in step
             if not whole or bundle.run != context.run:
                 raise IntegrityError(
                     f"{str(file)!r} is not the whole run {context.run!r}",
@@ -76,7 +76,7 @@ async def belongings(target: str, *, going_on: bool) -> Belongings:
 
     Args:
         target: RUN.
-        going_on: a run that has not ended is allowed.
+        going_on: allows a run that has not ended.
 
     Raises:
         RunMismatchError: there is no such run, or it has not ended.
@@ -112,7 +112,7 @@ async def remove(target: str, found: Belongings) -> None:
     """Remove a run.
 
     Raises:
-        DilocoError: bus or store are away, or do not permit it.
+        DilocoError: bus or store are unreachable, or do not permit it.
     """
     async with open_run(target) as opened:
         context = opened.context

@@ -1,7 +1,7 @@
-"""`diloco host units`: the systemd units of `infra/systemd`, on a machine of one's own.
+"""`diloco host units`: installs the systemd units of `infra/systemd` on a machine.
 
-Each file begins with a line that holds a digest of the rest. So a file that somebody has edited
-is known, and is named instead of overwritten; drop-ins of other names are never touched.
+Each file begins with a line that holds a digest of the rest. So an edited file is recognized, and
+named instead of overwritten; drop-ins of other names are never touched.
 """
 
 import hashlib
@@ -20,18 +20,18 @@ from diloco.common.protocol.errors import ConfigError
 from diloco.run.cli.folders import make_folder
 
 SYSTEMD = Path("/etc/systemd/system")
-# Where files go that are not units, by how their names end.
+# Folders of the files that are not units, by the end of their names.
 BESIDE = {"-sysusers.conf": Path("/etc/sysusers.d"), "-tmpfiles.conf": Path("/etc/tmpfiles.d")}
 # Units with ProtectHome= do not see what is below these.
 HOMES = ("/home", "/root", "/run/user")
-# How the copy of an edited file ends, which systemd does not read.
+# Suffix of the copy of an edited file, which systemd does not read.
 KEPT = ".edited"
 OURS = "# Written by diloco host units; to change it: systemctl edit. "
-# What the units say; another program takes its place.
+# The folder that the units name; the folder of this machine's programs replaces it.
 PROGRAMS = Path("/opt/diloco/bin")
-# Of systemd's own, in systemd.exec(5): no program, no such group, no such user.
+# systemd's own exit statuses (systemd.exec(5)): no program, no such group, no such user.
 SYSTEMD_FINAL = (203, 216, 217)
-# systemd itself does so from 254 on (RestartSteps), but then counts restarts of years.
+# From version 254 on systemd has RestartSteps for this, but it counts restarts of years.
 PAUSES = r"""# Before each restart 5 s more, up to a minute; after a life of ten minutes
 # from the beginning. (A program with "+" runs as root.)
 [Service]
@@ -58,15 +58,15 @@ USES_STORE = (
     "diloco-gc.service",
     "diloco-learner@.service",
 )
-# A folder belongs to one user, and each daemon would else have one that systemd makes up.
+# A folder has one owner, but systemd would make up another user for each daemon.
 STORE_SYSUSERS = """# For systemd-sysusers: owner of the store's folder, and the daemons' user.
 u diloco - "diloco daemons"
 """
 STORE_TMPFILES = """# For systemd-tmpfiles: the store's folder, made where it is missing.
 d {folder} 2750 diloco diloco
 """
-# Objects are for the group to read: operators who are members of `diloco`. Of a disk that cannot be
-# mounted yet no unit fails (RequiresMountsFor=): daemons wait for it within the process.
+# The group `diloco` can read objects, for operators who are its members. A disk that is not mounted
+# yet makes no unit fail (as RequiresMountsFor= would): the daemons wait for it themselves.
 STORE = """[Unit]
 After=remote-fs.target
 
@@ -79,15 +79,15 @@ ReadWritePaths={folder}
 
 @dataclass(frozen=True, kw_only=True)
 class UnitOptions:
-    """Options of `diloco units`.
+    """Options of `diloco host units`.
 
     Attributes:
-        units: write only these, `.service` or not; an instance stands for its template.
-        folder: where systemd looks for units.
-        programs: folder that has `diloco` and `nats-server`; None for that of this very program.
-        credentials: whether NATS asks for them.
-        store_folder: the store is this folder; the daemons become its user.
-        overwrite: also files that somebody has edited; a copy of each stays.
+        units: write only these, with or without `.service`; an instance stands for its template.
+        folder: systemd's folder of units.
+        programs: folder that has `diloco` and `nats-server`; None for this program's own.
+        credentials: whether NATS requires credentials.
+        store_folder: the store is this folder; the daemons run as its owner.
+        overwrite: overwrite edited files too, after making a copy of each.
         dry_run: write nothing.
     """
 
@@ -126,11 +126,11 @@ class UnitOptions:
 
 
 def install_units(wanted: UnitOptions) -> tuple[list[Path], dict[Path, Path]]:
-    """Write the units; the files that were written or would be, and copies of those edited.
+    """Write the units; returns the files written, or to be written, and the copies of edited ones.
 
     Raises:
-        ConfigError: programs that units cannot start, files that somebody has edited, no such
-            unit, or a folder that cannot be written.
+        ConfigError: programs that units cannot start, edited files, no such unit, or a folder that
+            cannot be written.
     """
     programs = _check_programs(wanted.programs or Path(sysconfig.get_path("scripts")))
     _check_store_folder(wanted.store_folder)
@@ -154,12 +154,12 @@ def install_units(wanted: UnitOptions) -> tuple[list[Path], dict[Path, Path]]:
 
 
 def marked(text: str) -> str:
-    """The text below a line that marks the file as written by this program."""
+    """Returns the text, below a line that marks the file as written by this program."""
     return f"{OURS}{_digest(text)}\n{text}"
 
 
 def is_edited(text: str) -> bool:
-    """Whether a file is not as this program wrote it: changed since, or made by somebody else."""
+    """True if a file differs from what this program wrote, or another wrote it."""
     first, _, rest = text.partition("\n")
     return first != f"{OURS}{_digest(rest)}"
 
@@ -177,7 +177,7 @@ def _place(folder: Path, name: str) -> Path:
 
 
 def _edited(files: Mapping[Path, str]) -> list[Path]:
-    """The files that somebody has changed, or written, by hand."""
+    """Returns the files that were edited, or written, by hand."""
     edited = []
     for path, text in files.items():
         try:
@@ -192,7 +192,10 @@ def _edited(files: Mapping[Path, str]) -> list[Path]:
 
 
 def _check_programs(folder: Path) -> Path:
-    """The folder, its links followed: a unit stays with its release when a link moves on."""
+    """Check the folder of programs; returns it with symbolic links resolved.
+
+    A unit thus stays with its release when a link moves to another.
+    """
     program = folder / "diloco"
     if not program.is_file() or not program.stat().st_mode & stat.S_IXUSR:
         raise ConfigError(
@@ -239,7 +242,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def render(options: UnitOptions, programs: Path) -> dict[str, str]:
-    """Every file, by its name below systemd's folder, for the programs of a folder. Pure text."""
+    """Returns the text of every file, by its name below systemd's folder. Pure."""
     files = {}
     for item in resources.files("diloco.infra.systemd").iterdir():
         if item.name.endswith((".service", ".timer", ".conf")):
@@ -260,7 +263,7 @@ def _store_files(folder: Path) -> dict[str, str]:
 
 
 def choose(files: Mapping[str, str], units: Sequence[str]) -> dict[str, str]:
-    """The files of the units that are named, and those that are of no unit.
+    """Returns the files of the named units, and the files that belong to no unit.
 
     Raises:
         ConfigError: there is no unit of such a name.
@@ -277,7 +280,7 @@ def choose(files: Mapping[str, str], units: Sequence[str]) -> dict[str, str]:
 
 
 def _stem(name: str) -> str:
-    """The name that a unit shares with its timer and drop-ins; an instance's: its template's."""
+    """Returns the name that a unit shares with its timer and drop-ins; an instance's template's."""
     before, at, _ = name.partition("@")
     return before + at if at else name.partition(".")[0]
 
@@ -295,7 +298,7 @@ def _without_credentials(text: str) -> str:
 
 
 def _with_statuses(text: str) -> str:
-    """The unit with the statuses after which it is not started again, and is listed as failed."""
+    """Returns the unit with the exit statuses after which systemd does not restart it."""
     statuses = " ".join(str(int(status)) for status in (*errors.final(), *SYSTEMD_FINAL))
     setting = "RestartPreventExitStatus="
     return text.replace(f"{setting}\n", f"{setting}{statuses}\n")

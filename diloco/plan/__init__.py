@@ -1,1 +1,1 @@
-"""`diloco plan`: what to expect of a fleet."""
+"""`diloco plan`: forecasts the training of a fleet."""

@@ -1,6 +1,6 @@
-"""The cost of a run a day, by where its bucket is: pure.
+"""The daily cost of a run, by the place of its bucket. Pure.
 
-Left out: the learners' own machines (`diloco host provision` counts a fleet's), logs, and bytes
+Not counted: the learners' own machines (`diloco host provision` counts a fleet's), logs, and bytes
 between zones.
 """
 
@@ -15,14 +15,14 @@ from diloco.plan.forecast import Plan
 
 GIB = 1 << 30
 MONTH_DAYS = 365.25 / 12
-# What infra/terraform makes: servers of the bus, aggregators, a keeper, with disks of so many GiB.
+# The machines of infra/terraform: servers of the bus, aggregators, a keeper, and GiB of disks.
 BUS_NODES, BUS_MACHINE, BUS_DISKS_GIB = 3, "e2-standard-2", 20 + 50
 AGGREGATORS, AGGREGATOR_DISK_GIB = 2, 50
 KEEPER_MACHINE, KEEPER_DISK_GIB = "e2-micro", 20
 DISK = "pd-balanced"
-# An aggregator's machine: of this class, with so many GB for each core.
+# The series of an aggregator's machine, and its GB for each core.
 AGGREGATOR_CLASS, CORE_GB = "n2-highmem", 8
-# Beside an aggregator's arrays: the system, the interpreter, and room to breathe.
+# Memory beside an aggregator's arrays: the system, the interpreter, a reserve.
 REST_BYTES = 4 * 10**9
 
 
@@ -58,29 +58,29 @@ class Prices(Section):
     @field_validator("egress")
     @classmethod
     def _of_pairs(cls, egress: dict[str, float]) -> dict[str, float]:
-        """Pairs of continents in alphabetical order."""
+        """Returns the prices with each pair of continents in alphabetical order."""
         for key in egress:
             if len(key.split()) != 2:
                 raise ValueError(f"{key!r}: expected two continents with a space between them")
         return {" ".join(sorted(key.split())): price for key, price in egress.items()}
 
     def continent(self, region: str) -> str:
-        """The continent of a region; "" if no name begins so."""
+        """Returns the continent of a region; "" if unknown."""
         return self.continents.get(region.partition("-")[0], "")
 
     def machine(self, name: str, cores: int, gib: float) -> float | None:
-        """Dollars an hour of a machine; None where its price is not known."""
+        """Returns the dollars an hour of a machine; None if its price is unknown."""
         rate = self.series.get(name.partition("-")[0])
         if name in self.machines or rate is None:
             return self.machines.get(name)
         return cores * rate.core + gib * rate.gib
 
     def disk_day(self, kind: str, gib: float) -> float:
-        """Dollars a day of a disk."""
+        """Returns the dollars a day of a disk."""
         return self.disks[kind] * gib / MONTH_DAYS
 
     def between(self, one: str, other: str) -> float:
-        """Dollars for a GiB from a region to another one."""
+        """Returns the dollars for a GiB between two regions."""
         if one == other:
             return 0.0
         pair = sorted((self.continent(one), self.continent(other)))
@@ -91,8 +91,8 @@ class DailyCost(NamedTuple):
     """Dollars a day of one arrangement, by part.
 
     Attributes:
-        downloads: of deltas and, where the bucket charges it, of updates.
-        records: that each learner reads from the place of the bus, beside the aggregator.
+        downloads: reads of deltas and, if the bucket charges for them, of updates.
+        records: reads of records by all learners, from the bus, which is beside the aggregator.
     """
 
     name: str
@@ -112,14 +112,17 @@ class DailyCost(NamedTuple):
 
 
 def compare(prices: Prices, regions: Sequence[str], made: Plan) -> list[DailyCost]:
-    """A regional bucket with the aggregator beside it, and a multi-region one; cheapest first."""
+    """Returns the costs of a regional bucket beside the aggregator, and of a multi-region one.
+
+    The cheaper one comes first.
+    """
     regional = [_regional(prices, regions, place, made) for place in sorted(set(regions))]
     best = min(regional, key=lambda cost: cost.total)
     return sorted([best, _multi_region(prices, regions, made)], key=lambda cost: cost.total)
 
 
 def aggregator_cores(prices: Prices, made: Plan) -> int:
-    """Cores of the smallest machine that holds the model; of the largest where none does."""
+    """Returns the cores of the smallest machine that holds the model, or of the largest."""
     needed = made.memory_bytes + REST_BYTES
     fitting = (cores for cores in prices.aggregator_cores if cores * CORE_GB * 10**9 >= needed)
     return next(fitting, max(prices.aggregator_cores))
@@ -139,13 +142,13 @@ def _disks(prices: Prices) -> float:
 
 
 def at_interval(cost: DailyCost, asked: int, steps: int) -> float:
-    """Dollars a day with another H: all parts but machines and disks follow the number of sends."""
+    """Returns the dollars a day with H = `asked`: all but machines and disks scale with sends."""
     fixed = cost.machines + cost.disks
     return fixed + (cost.total - fixed) * asked / steps
 
 
 def _each_gib(made: Plan) -> tuple[float, float]:
-    """GiB a day that each learner sends and reads."""
+    """Returns the GiB a day that each learner sends, and that it reads."""
     daily = made.daily
     read = daily.bytes_read - daily.bytes_merged
     return daily.bytes_merged / made.learners / GIB, read / made.learners / GIB
@@ -173,7 +176,7 @@ def _regional(prices: Prices, regions: Sequence[str], place: str, made: Plan) ->
 
 
 def _multi_region(prices: Prices, regions: Sequence[str], made: Plan) -> DailyCost:
-    """On the continent of most learners; whoever is on another pays for the way there too."""
+    """Returns the cost of a bucket on most learners' continent; the others pay for the distance."""
     counts = Counter(prices.continent(region) for region in regions)
     place, _ = counts.most_common(1)[0]
     away = [region for region in regions if prices.continent(region) != place]

@@ -1,8 +1,8 @@
-"""The forecast of a fleet before it is paid for: the simulations and formulas put together.
+"""The forecast of a fleet before it is paid for: combines the simulations and formulas.
 
-Pure, and the same for the same seed. `diloco/plan/outages.py` says when jobs train,
-`diloco/plan/simulated_rounds.py` what becomes of their updates, `diloco/plan/traffic.py` what is
-moved and needed; docs/plan.md says what all of it leaves out.
+Pure, and the same for the same seed. `diloco/plan/outages.py` simulates when jobs train,
+`diloco/plan/simulated_rounds.py` the rounds of their updates, `diloco/plan/traffic.py` computes
+bytes and needs; docs/plan.md lists what all of it leaves out.
 """
 
 import math
@@ -22,23 +22,23 @@ from diloco.plan.traffic import RoundTraffic
 
 DAY_S = 86400.0
 UTILIZATIONS = (0.5, 0.75, 0.9, 0.95, 0.99)
-# How much is simulated: updates of a fragment, and failures of the fleet.
+# The extent of the simulation: updates of a fragment, and failures of the fleet.
 UPDATES = 4000
 FEWEST_ROUNDS = 12
-# Of a larger fleet one learner stands for several in the simulation of rounds.
+# In a larger fleet, one simulated learner stands for several.
 MOST_LEARNERS = 128
 MOST_ROUNDS = 500
 FAILURES = 3000
-# From a message to what happens on it, on top of the link: one poll of the bus, one request of the
+# Seconds from a message to its effect, beside the link's: one poll of the bus, one request of the
 # store.
 MESSAGE_S = 0.005
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedIsland:
-    """A learner's machines: `gbit` and `rtt_s` are of its link to store and bus.
+    """A learner's machines: `gbit` and `rtt_s` are those of its link to store and bus.
 
-    `step_tokens` are taken in a step of `step_s` with all of its slices.
+    With all of its slices it takes `step_tokens` in a step of `step_s`.
     """
 
     chips: int = 1
@@ -53,14 +53,14 @@ class Fleet:
     """The fleet, run and failures that a plan is for.
 
     Attributes:
-        elastic: a learner goes on with the slices that are left, as the paper's do. The learners of
-            this release do not (ADR 21): a learner stands still while one of its slices is out.
+        elastic: a learner continues with the slices that are left, as in the paper. The learners of
+            this release do not (ADR 21): a learner stops while one of its slices is out.
         outages: None: nothing ever fails.
-        learner_restart_s: as `outages.restart_s`, of a learner; None: the same.
-        aggregator_gbit: of its link to the store, and whether that is encrypted (`tls`).
+        learner_restart_s: `outages.restart_s` of a learner; None: the same as of a job.
+        aggregator_gbit: Gbit/s of its link to the store; `tls` says whether that is encrypted.
         replay_window_s: the age up to which versions are kept.
-        gradient_bits: of one element of data-parallel's gradient.
-        hidden: share of data-parallel's step under which its exchange may lie.
+        gradient_bits: bits of one element of data-parallel's gradient.
+        hidden: share of a data-parallel step with which its exchange may overlap.
     """
 
     islands: tuple[PlannedIsland, ...]
@@ -80,7 +80,7 @@ class Fleet:
 
     @property
     def stops_whole(self) -> bool:
-        """Whether a failed slice stops others: those of its learner."""
+        """Whether a failed slice stops the other slices of its learner."""
         if self.outages is None or self.elastic:
             return False
         return any(island.chips > self.outages.slice_chips for island in self.islands)
@@ -95,11 +95,12 @@ class System(NamedTuple):
     """The forecast for one way of training.
 
     Attributes:
-        goodput: work that ends in the model, as a share of what the same job does without failures.
-        uptime: share of the time in which somebody trains.
-        utilization: share of a step's time, without failures, that nobody waits for a link.
-        tokens_per_s: with all of this, and the slowest learner's step where steps are common.
-        days: to the token budget; None without one, infinite if it is never met.
+        goodput: work that ends in the model, as a share of the same job's without failures.
+        uptime: share of the time in which at least one learner trains.
+        utilization: share of a step's time, without failures, in which no learner waits for a link.
+        tokens_per_s: tokens a second with all of these, at the pace of the slowest learner's step
+            if steps are common.
+        days: days to the token budget; None without one, infinite if it is never reached.
     """
 
     name: str
@@ -111,7 +112,7 @@ class System(NamedTuple):
 
 
 class Bandwidth(NamedTuple):
-    """Gbit/s that each site needs for a utilization."""
+    """The Gbit/s that each site needs for a utilization."""
 
     utilization: float
     data_parallel: float
@@ -124,9 +125,9 @@ class Daily(NamedTuple):
 
     Attributes:
         gets: requests that read: a large object takes several.
-        bytes_merged: of `bytes_read` what the aggregator reads.
-        tape_bytes: of the messages on the tape, `records` among them.
-        record_reads: bytes of records that learners read, each of them every record.
+        bytes_merged: the part of `bytes_read` that the aggregator reads.
+        tape_bytes: bytes of the messages on the tape, `records` included.
+        record_reads: bytes of records that learners read, each learner every record.
     """
 
     objects_written: float
@@ -145,17 +146,19 @@ class Plan:
     """The forecast of a run: rates, waits, bytes and needs of its aggregators.
 
     Attributes:
-        cores: of all aggregators, busy for half of the time; `memory_bytes` at least.
-        busy_cores: cores that are busy on average in the rounds as simulated.
-        retained_bytes: in the store, once garbage is collected.
-        aggregator_gbit: what their links must carry, each way, for a version of every fragment in
-            H steps; snapshots included.
+        cores: cores of all aggregators, busy for half of the time; `memory_bytes` is the least
+            memory.
+        busy_cores: cores that are busy on average in the simulated rounds.
+        retained_bytes: bytes in the store after garbage collection.
+        aggregator_gbit: Gbit/s of the aggregators' links, each way, for a version of every fragment
+            in H steps; snapshots included.
         close_s: from a round's close to its record, once its updates are read.
-        interval_s: time between two versions of a fragment; `participants` updates in one.
-        wait_s: mean and worst, of an update for its round; `adoption_s` of a version for its
-            learners; `fastest_s` that a step of the fastest takes.
-        late_share: of updates that missed the round for which they were sent.
-        kept: share of the trained tokens that learners which died did not take with them.
+        interval_s: time between two versions of a fragment; `participants` is the number of updates
+            in one.
+        wait_s: mean and worst wait of an update for its round; `adoption_s` those of a version for
+            its learners; `fastest_s` is a step's time of the fastest learner.
+        late_share: share of the updates that missed the round for which they were sent.
+        kept: share of the trained tokens that was not lost with learners that died.
     """
 
     learners: int
@@ -193,13 +196,13 @@ def make_plan(
     """Forecast a run on a fleet.
 
     Args:
-        settings: of the run.
+        settings: settings of the run.
         fleet: its machines.
-        parameters: of the model.
+        parameters: parameters of the model.
         sized: its fragments' bytes.
-        tokens: the budget; 0 for none.
-        seed: of every random time.
-        updates: of a fragment that are simulated.
+        tokens: the token budget; 0 for none.
+        seed: seed of every random time.
+        updates: simulated updates of a fragment.
     """
     rng = np.random.default_rng(seed)
     fastest_s = min(island.step_s for island in fleet.islands)
@@ -264,7 +267,7 @@ def _simulated(
     horizon_s: float,
     rng: np.random.Generator,
 ) -> RoundTotals:
-    """The rounds of the fleet; one update stands for several of learners as fast.
+    """Simulate the fleet's rounds; one update stands for several of equally fast learners.
 
     Reading it takes as long as reading all of them, so that a round has the same times.
     """
@@ -295,7 +298,7 @@ def over_learners(
     *,
     seed: int = 0,
 ) -> list[Plan]:
-    """Plans for the same chips and the same batch, divided among other numbers of learners."""
+    """Returns plans for the same chips and batch, divided among other numbers of learners."""
     return [
         make_plan(
             settings, divided(fleet, count), parameters, sized, seed=seed, updates=UPDATES // 8
@@ -305,7 +308,7 @@ def over_learners(
 
 
 def divided(fleet: Fleet, count: int) -> Fleet:
-    """The fleet's chips in `count` equal islands, with the step and link of the first."""
+    """Returns the fleet's chips in `count` equal islands, with the step and link of the first."""
     island = replace(
         fleet.islands[0],
         chips=max(1, fleet.chips // count),
@@ -319,14 +322,14 @@ def _rounds(learners: int, updates: int) -> int:
 
 
 def _horizon_s(fleet: Fleet, rounds_s: float) -> float:
-    """Long enough for many failures, whatever the rounds need."""
+    """Returns a horizon with enough failures, and at least that of the rounds."""
     if fleet.outages is None:
         return rounds_s
     return max(rounds_s, FAILURES * fleet.outages.mtbi_s / fleet.chips)
 
 
 def _learners(fleet: Fleet, horizon_s: float, rng: np.random.Generator) -> list[Trace]:
-    """When each learner trains; the work that a crash loses is counted with its rounds."""
+    """Simulate when each learner trains; its rounds account for the work that crashes lose."""
     if fleet.outages is None:
         return [plan_outages.always(horizon_s) for _ in fleet.islands]
     restart_s = fleet.learner_restart_s
@@ -352,7 +355,7 @@ def _learners(fleet: Fleet, horizon_s: float, rng: np.random.Generator) -> list[
 def _travels_s(
     settings: RunSettings, island: PlannedIsland, sized: RoundTraffic
 ) -> tuple[float, float]:
-    """From sending to announcement, and from a record to its delta."""
+    """Returns the seconds from a send to its announcement, and from a record to its delta."""
     interval_s = settings.sync.interval_steps * island.step_s
     up_s, down_s = plan_traffic.travel_s(sized, interval_s, island.gbit)
     # In lockstep a learner waits for each fragment in turn: one stands for all.
@@ -364,10 +367,10 @@ def _travels_s(
 def _aggregator(
     fleet: Fleet, sized: RoundTraffic, cores: int, interval_s: float, in_lockstep: int
 ) -> PlannedAggregator:
-    """One fragment's share of the aggregator; in lockstep one stands for all in turn.
+    """Returns one fragment's share of the aggregator; in lockstep it stands for all in turn.
 
-    Fragments are read in turn, since their offsets are spread over the interval. When all
-    together take longer than that, each has only its share of the link.
+    Fragments are read in turn, since their offsets are spread over the interval. If all together
+    take longer than the interval, each has only its share of the link.
     """
     share = sized.largest / sized.elements
     threads = min(cores, plan_traffic.CLOSING_THREADS)
@@ -387,7 +390,7 @@ def _aggregator(
 
 
 def _aggregator_gbit(fleet: Fleet, sized: RoundTraffic, interval_s: float) -> float:
-    """The larger of the rates at which it reads and writes."""
+    """Returns the larger of the rates at which the aggregator reads and writes, in Gbit/s."""
     read = len(fleet.islands) * sized.update_bytes
     written = sized.delta_bytes + sized.snapshot_bytes / sized.snapshot_interval_versions
     return 8 * max(read, written) / interval_s / 1e9
@@ -412,7 +415,7 @@ def _decoupled(
 def _data_parallel(
     fleet: Fleet, parameters: int, rng: np.random.Generator
 ) -> tuple[System, System]:
-    """One job over all islands, in step with the slowest: without elasticity, and with it."""
+    """Simulate one job over all islands, at the slowest one's pace: rigid, and elastic."""
     slowest_s = max(island.step_s for island in fleet.islands)
     step_s = plan_traffic.data_parallel_step_s(
         slowest_s,
@@ -436,7 +439,7 @@ def _data_parallel(
 
 
 def _until(system: System, tokens: int) -> System:
-    """With the time to a budget."""
+    """Returns the system with its days to the token budget."""
     if not tokens:
         return system
     days = tokens / system.tokens_per_s / DAY_S if system.tokens_per_s else math.inf
@@ -462,12 +465,12 @@ def _bandwidth(
 
 
 def _daily(sized: RoundTraffic, rounds: RoundTotals, learners: int) -> Daily:
-    """Learners that return, and garbage collection, are not counted."""
+    """Returns the totals of a day, without returning learners and garbage collection."""
     each = DAY_S / rounds.interval_s  # Versions of every fragment.
     snapshots = each / sized.snapshot_interval_versions
     updates = each * rounds.participants
     record_bytes = plan_traffic.record_bytes(sized, learners, rounds.participants)
-    # A record is an object of its own where it is too large for a message.
+    # A record that is too large for a message is an object.
     objects = each * sized.fragments * (2 if record_bytes > wire.RECORD_BYTES else 1)
     return Daily(
         objects_written=updates * sized.update_objects + objects + snapshots * 2 * sized.fragments,

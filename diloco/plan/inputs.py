@@ -1,4 +1,4 @@
-"""From the options of `diloco plan` to settings, model and fleet."""
+"""Reads the options of `diloco plan` into settings, model and fleet."""
 
 import math
 import re
@@ -30,9 +30,9 @@ US_REGIONS = ["us-central1", "us-east1", "us-east4", "us-west1"]
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The model in question; `step_tokens` is 0 where no task says it.
+    """The model in question; `step_tokens` is 0 if no task gives it.
 
-    `sizes_of` gives its fragments' bytes under a run's settings. A token passes
+    `sizes_of` returns its fragments' bytes under a run's settings. A token passes
     `active_parameters`; None: all.
     """
 
@@ -43,7 +43,7 @@ class Model:
 
 
 def read_settings(options: PlanOptions) -> RunSettings:
-    """The settings of the file, or the defaults; an assignment of --set replaces either."""
+    """Returns the settings of the file, or the defaults, with the assignments of --set."""
     document: dict[str, Any] = {"run": {"name": "plan", "steps": 1}}
     if options.config is not None:
         document = load_config(options.config, connects=False).settings().model_dump()
@@ -53,7 +53,7 @@ def read_settings(options: PlanOptions) -> RunSettings:
 
 
 def read_model(options: PlanOptions, settings: RunSettings) -> Model:
-    """The model of the options, else of the file's task, else the paper's of five billion."""
+    """Returns the model of the options, else of the file's task, else the paper's (5 billion)."""
     if options.parameters is None and options.config is not None:
         from diloco.learner.contract import model_of
         from diloco.learner.tensors.tree import task_layout
@@ -76,7 +76,7 @@ def read_model(options: PlanOptions, settings: RunSettings) -> Model:
 
 
 def read_fleet(options: PlanOptions, step_tokens: int) -> Fleet:
-    """Read the fleet; `step_tokens` are the task's, 0 where no task says it."""
+    """Read the fleet from the options; `step_tokens` are the task's, 0 if no task gives them."""
     count = options.learners
     chips = _chips(options.chips or str(count), count)
     tokens = [step_tokens or 1] * count
@@ -128,10 +128,10 @@ def _spread(text: str) -> Spread:
 
 
 def read_tokens(options: PlanOptions, settings: RunSettings, fleet: Fleet, step_tokens: int) -> int:
-    """The token budget: as the options give it, else from the file's tokens or steps.
+    """Returns the token budget: from the options, else from the file's tokens or steps.
 
     Raises:
-        ConfigError: nothing says what a step covers.
+        ConfigError: neither gives the tokens of a step.
     """
     if options.tokens is not None:
         budget = _count("--tokens", options.tokens)
@@ -148,7 +148,7 @@ def read_tokens(options: PlanOptions, settings: RunSettings, fleet: Fleet, step_
 
 
 def read_prices(path: Path | None) -> Prices:
-    """The packaged prices, or those of a file of the same keys.
+    """Returns the packaged prices, or those of a file with the same keys.
 
     Raises:
         ConfigError: the file cannot be read, or lacks a price.
@@ -164,7 +164,7 @@ def read_prices(path: Path | None) -> Prices:
 
 
 def read_regions(options: PlanOptions, prices: Prices) -> tuple[str, ...]:
-    """A region for each learner; a list shorter than the fleet is repeated."""
+    """Returns a region for each learner; a list shorter than the fleet is repeated."""
     named = [name.strip() for name in options.regions.split(",")] if options.regions else US_REGIONS
     for name in named:
         if not prices.continent(name):
@@ -176,7 +176,7 @@ def read_regions(options: PlanOptions, prices: Prices) -> tuple[str, ...]:
 
 
 def _each(option: str, text: str, count: int, parse: Callable[[str, str], T]) -> list[T]:
-    """One value for each learner: one for all, or as many as there are."""
+    """Parse one value for each learner; a single value is for all."""
     values = [parse(option, part) for part in text.split(",")]
     if len(values) not in {1, count}:
         raise ConfigError(
@@ -187,7 +187,7 @@ def _each(option: str, text: str, count: int, parse: Callable[[str, str], T]) ->
 
 
 def _chips(text: str, count: int) -> list[int]:
-    """Chips of each learner: the whole fleet's divided, or a list."""
+    """Returns the chips of each learner: the fleet's number divided, or a list."""
     chips = _each("--chips", text, count, _count)
     if "," in text:
         return chips
@@ -223,7 +223,7 @@ def _number(
     bounds: tuple[float, float],
     expected: str,
 ) -> float:
-    """A number with a unit behind it."""
+    """Parse a number with an optional unit behind it."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]?)", text.strip())
     if found and found[2] in units:
         value = float(found[1]) * units[found[2]]

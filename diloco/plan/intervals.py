@@ -1,9 +1,9 @@
-"""The H that a fleet's links carry, and the loss that each costs: pure, by simulated rounds.
+"""The values of H that a fleet's links carry, and each one's loss, by simulated rounds. Pure.
 
 The loss is a line fitted to this project's own sweep (docs/benchmarks.md, "One thing
 changed at a time": H of 6, 12, 24 and 48, two small tasks, AdamW inside, budgets of 360 steps):
-percent over H = 24, per e-fold of H. It says which way and about how much, for models far larger
-than those that were measured.
+percent over H = 24, per e-fold of H. It gives direction and rough size for models far larger than
+those that were measured.
 """
 
 import math
@@ -16,25 +16,25 @@ from diloco.plan.forecast import Fleet, Plan, make_plan
 from diloco.plan.traffic import RoundTraffic
 
 INTERVALS = (6, 12, 24, 48, 96)
-# Percent of loss per e-fold of H, on the task where H mattered least and where most.
+# Percent of loss per e-fold of H, on the task where H mattered least, and on the other.
 SLOPES = (0.14, 1.82)
 MEASURED_AT = 24
 # Simulated updates of a fragment for one H.
 UPDATES = 500
-# Links carry an H if none is nearly full, and versions come that often, nearly.
+# Links carry an H if no link is nearly full, and versions come almost every H steps.
 FULLEST = 0.9
 MOST_APART = 1.1
 
 
 class Interval(NamedTuple):
-    """One H on a fleet.
+    """The forecast of a fleet with one H.
 
     Attributes:
-        gbit_up: that each learner sends, and `gbit_down` receives.
-        full: share of the busiest link, a learner's or the aggregator's, that it takes.
+        gbit_up: Gbit/s that each learner sends; `gbit_down` those that it receives.
+        full: used share of the busiest link, a learner's or the aggregator's.
         apart: steps of the fastest learner between two versions of a fragment.
         loss: least and most percent by which the loss is expected to exceed that of H = 24, if
-            versions come as often as H says.
+            versions come every H steps.
     """
 
     steps: int
@@ -46,19 +46,19 @@ class Interval(NamedTuple):
 
     @property
     def carried(self) -> bool:
-        """Whether versions come as often as H says, and hold what was sent for them."""
+        """Whether links carry H: versions come every H steps, with the updates sent for them."""
         return self.full <= FULLEST and self.apart <= MOST_APART * self.steps
 
 
 def expected_loss(steps: int) -> tuple[float, float]:
-    """Least and most percent of loss that an H costs over H = 24."""
+    """Returns the least and most percent of loss that H = `steps` costs over H = 24."""
     folds = math.log(steps / MEASURED_AT)
     ends = sorted(slope * folds for slope in SLOPES)
     return ends[0], ends[1]
 
 
 def with_interval(settings: RunSettings, steps: int) -> RunSettings:
-    """The settings with another H, and with settings that must not exceed H cut to it."""
+    """Returns the settings with H = `steps`; settings that must not exceed H are lowered to it."""
     sync = settings.sync.model_copy(
         update={
             "interval_steps": steps,
@@ -77,7 +77,7 @@ def intervals(
     *,
     seed: int = 0,
 ) -> list[Interval]:
-    """Forecast the fleet for each H of `INTERVALS` and the run's own, while nothing fails."""
+    """Forecast the fleet for each H of `INTERVALS` and the run's own, without failures."""
     fleet = replace(fleet, outages=None)
     chosen = sorted({*INTERVALS, settings.sync.interval_steps})
     return [
@@ -108,7 +108,10 @@ def _interval(
 
 
 def _full(fleet: Fleet, sized: RoundTraffic, steps: int, aggregator_gbit: float) -> float:
-    """The use of the fullest link: a learner sends by its own steps, and reads by the fastest's."""
+    """Returns the used share of the busiest link.
+
+    A learner sends at its own steps' pace, and reads at the fastest learner's.
+    """
     fastest_s = min(island.step_s for island in fleet.islands)
     shares = [aggregator_gbit / fleet.aggregator_gbit]
     for island in fleet.islands:
@@ -118,7 +121,7 @@ def _full(fleet: Fleet, sized: RoundTraffic, steps: int, aggregator_gbit: float)
 
 
 def advice(found: list[Interval], current: int) -> str:
-    """The smallest H that the links carry, as a sentence that says why."""
+    """Returns a sentence with the smallest H that the links carry, and why."""
     carried = [interval for interval in found if interval.carried]
     if not carried:
         return (
@@ -138,7 +141,7 @@ def advice(found: list[Interval], current: int) -> str:
 
 
 def _said(interval: Interval) -> str:
-    """Why an H is not carried."""
+    """Returns why the links do not carry an H."""
     if interval.full > FULLEST:
         return f"a link would be {100 * interval.full:.0f} % full"
     return f"versions would come every {interval.apart:.3g} steps"

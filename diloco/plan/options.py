@@ -18,7 +18,7 @@ _costs = partial(typer.Option, rich_help_panel="Costs")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOptions:
-    """The command line; texts as they were typed, None for what was not given."""
+    """The options of `diloco plan` as typed; None for those not given."""
 
     config: Annotated[
         Path | None,

@@ -1,15 +1,15 @@
-"""When a job of many slices trains and when it stands still: failures simulated, event by event.
+"""Simulates when a job of many slices trains and when it stops for failures, event by event.
 
 Pure: randomness comes in as a generator. The rules, after Decoupled DiLoCo (arXiv 2604.21428, its
 simulation of failures; docs/plan.md has the constants):
 
 - Each chip fails at random, once in `mtbi_s` on average, and takes its slice out. A slice that is
-  out comes back after a random time, `return_s` on average.
-- An *elastic* job goes on with the slices that it has. It stands still for `reconfigure_s` when
-  some leave or join; whatever fails or returns in this time is part of the same reconfiguration.
-  A slice that is back waits up to `hold_s` for others, so that they join at once.
-- A *rigid* job trains with all of its slices or not at all. It starts again from its checkpoint.
-- The step under way when a slice fails gives nothing.
+  out returns after a random time, `return_s` on average.
+- An *elastic* job continues with its remaining slices. It stops for `reconfigure_s` when some leave
+  or join; failures and returns in this time are part of the same reconfiguration. A slice that is
+  back waits up to `hold_s` for others, so that they join at once.
+- A *rigid* job trains with all of its slices or not at all. It restarts from its checkpoint.
+- The step in progress when a slice fails is lost.
 """
 
 import heapq
@@ -30,18 +30,18 @@ class Outages:
 
     Attributes:
         mtbi_s: mean time between two interruptions of one chip.
-        slice_chips: chips that go when one of them fails.
-        return_s: mean time until a slice that failed is back.
+        slice_chips: chips that are lost when one of them fails.
+        return_s: mean time until a failed slice is back.
         hold_s: time that a slice that is back waits for others before an elastic job takes it in.
-        reconfigure_s: an elastic job stands still so long when slices leave or join.
-        restart_s: a job that has lost everything trains so long after its slices are there.
+        reconfigure_s: time for which an elastic job stops when slices leave or join.
+        restart_s: time from the return of its slices until a job that has lost everything trains.
         checkpoint_every_s: training time between two checkpoints of a rigid job; 0: a restart
-            loses nothing but the step under way.
-        spares: another slice stands in at once for one that failed in a rigid job.
-        merge_s: failures within this much time count as one, at its end: a simulation in steps,
+            loses nothing but the step in progress.
+        spares: a spare slice replaces a failed one in a rigid job at once.
+        merge_s: failures within this time count as one, at its end: a simulation in steps,
             which draws once a step whether anything fails; 0: each failure counts.
-        spread: of a slice's return about its mean: exponential, uniform from half to one and a
-            half of it, or fixed.
+        spread: distribution of a slice's return about its mean: exponential, uniform from half to
+            one and a half of it, or fixed.
     """
 
     mtbi_s: float
@@ -62,7 +62,7 @@ class Trace:
 
     Attributes:
         times_s: ascending, the first is 0; from each on the job trains at `shares` of its capacity,
-            0 when it stands still.
+            0 while it is stopped.
         shares: in [0, 1], one for each time.
         losses: (time, seconds of training whose work was lost then): restarts from a checkpoint.
         deaths_s: when the job lost everything it held in memory.
@@ -85,18 +85,18 @@ class Trace:
 
     @property
     def goodput(self) -> float:
-        """Work that was kept, as a share of what the whole job does without failures."""
+        """Work that was kept, as a share of the whole job's without failures."""
         lost_s = sum(seconds for _, seconds in self.losses)
         return max(0.0, float(self._lengths_s @ self.shares - lost_s) / self.horizon_s)
 
 
 def always(horizon_s: float) -> Trace:
-    """A job that never fails."""
+    """Returns the trace of a job that never fails."""
     return Trace(horizon_s, np.zeros(1), np.ones(1), (), ())
 
 
 def anyone_up(traces: list[Trace]) -> float:
-    """Share of the time in which at least one of the jobs trains."""
+    """Returns the share of the time in which at least one of the jobs trains."""
     times_s = np.concatenate([trace.times_s for trace in traces])
     changes = np.concatenate(
         [np.diff((trace.shares > 0).astype(int), prepend=0) for trace in traces]
@@ -109,13 +109,13 @@ def anyone_up(traces: list[Trace]) -> float:
 
 class _Job(NamedTuple):
     slices: int
-    failures_per_s: float  # Of one slice.
+    failures_per_s: float  # The rate of one slice.
     step_s: float
     horizon_s: float
 
 
 class _Line:
-    """A trace of capacity over time, while it is being simulated."""
+    """A trace of capacity over time, under construction."""
 
     def __init__(self) -> None:
         self.times_s = [0.0]
@@ -128,7 +128,7 @@ class _Line:
         self.shares.append(share)
 
     def stop(self, at_s: float, step_s: float) -> None:
-        """Stand still; what was trained of the step under way is taken back."""
+        """Stop training at `at_s`; the step in progress is lost."""
         trained_s = at_s - self.times_s[-1]
         self.begin(self.times_s[-1] + trained_s // step_s * step_s, 0.0)
 
@@ -165,7 +165,7 @@ def _fails_after_s(outages: Outages, failures_per_s: float, rng: np.random.Gener
 def _failures(
     outages: Outages, failures_per_s: float, span_s: float, rng: np.random.Generator
 ) -> int:
-    """The number of slices that fail in a span in which the job stands."""
+    """Draw the number of slices that fail within a span in which the job is stopped."""
     if not outages.merge_s:
         return int(rng.poisson(failures_per_s * span_s))
     draws = round(span_s / outages.merge_s)
@@ -189,7 +189,7 @@ def _elastic(outages: Outages, job: _Job, rng: np.random.Generator) -> _Line:
     returns: list[float] = []
     join_s = np.inf
     while now_s < job.horizon_s:
-        # Training, until a slice fails or those that are back join.
+        # Train, until a slice fails or returned slices join.
         fails_s = now_s + _fails_after_s(outages, up * job.failures_per_s, rng)
         while returns and returns[0] < min(fails_s, join_s):
             back_s = heapq.heappop(returns)
@@ -208,7 +208,7 @@ def _elastic(outages: Outages, job: _Job, rng: np.random.Generator) -> _Line:
         else:
             ends_s = now_s + outages.reconfigure_s
         up += back
-        # What fails meanwhile is left out of the mesh that is being made.
+        # Slices that fail meanwhile are left out of the new mesh.
         failed = _failures(outages, up * job.failures_per_s, ends_s - now_s, rng) if up else 0
         for _ in range(min(up - 1, failed)):
             up -= 1
@@ -234,7 +234,7 @@ def _rigid(outages: Outages, job: _Job, rng: np.random.Generator) -> _Line:
 
 
 def _fail(line: _Line, outages: Outages, at_s: float, step_s: float) -> None:
-    """A rigid job stops, and loses what it has trained since its checkpoint."""
+    """Stop a rigid job, which loses its training since its checkpoint."""
     began_s = line.times_s[-1]
     line.stop(at_s, step_s)
     line.deaths_s.append(at_s)
@@ -244,7 +244,7 @@ def _fail(line: _Line, outages: Outages, at_s: float, step_s: float) -> None:
 
 
 def _restarted_at(outages: Outages, job: _Job, failed_s: float, rng: np.random.Generator) -> float:
-    """When a rigid job trains again; without spares what fails before that delays it further."""
+    """Returns when a rigid job trains again; without spares, failures before that delay it more."""
     if outages.spares:
         return failed_s + outages.restart_s
     now_s, returns = failed_s, [_return_at(outages, failed_s, rng)]

@@ -1,4 +1,4 @@
-"""Predicts a fleet: from options to a plan, printed and drawn."""
+"""`diloco plan`: reads options, makes a plan, prints and draws it."""
 
 import json as jsonlib
 import re
@@ -25,11 +25,11 @@ KEYS: Final = ("interval_steps", "fragments", "min_steps")
 
 
 def write_interval(path: Path, settings: RunSettings, found: list[Interval]) -> str:
-    """Set H in the file to the smallest that the links carry, and say what has changed.
+    """Set H in the file to the smallest that the links carry; returns a sentence on the changes.
 
     Args:
         path: the run's file.
-        settings: as planned.
+        settings: the settings that were planned.
         found: the forecast for each H.
 
     Raises:
@@ -68,7 +68,7 @@ def _says(text: str, expected: Mapping[str, object]) -> bool:
 
 
 def _with_keys(text: str, values: Mapping[str, int]) -> str:
-    """The text with whole numbers in [sync]; comments stay."""
+    """Returns the text of a file with these whole numbers in [sync]; comments stay."""
     if _SYNC.search(text) is None:
         text = f"{text}\n[sync]\n" if text else "[sync]\n"
     header = _SYNC.search(text)
@@ -82,16 +82,15 @@ def _with_keys(text: str, values: Mapping[str, int]) -> str:
     return text[: header.end()] + missing + body + text[ends:]
 
 
-# Numbers of learners that a picture shows, beside the one that was asked for.
+# Numbers of learners that a figure shows, beside the planned one.
 COUNTS = (1, 2, 4, 8, 16, 32)
 
 
 def run_plan(options: PlanOptions) -> None:
-    """Print the plan, and draw it if that was asked for.
+    """Print the plan, and draw it if the options say so.
 
     Raises:
-        ConfigError: an option or the file cannot be understood, or the picture or the file not be
-            written.
+        ConfigError: an option or the file is invalid, or an output cannot be written.
     """
     if options.plot is not None:
         from diloco.show.page.markup import check_name
@@ -107,7 +106,7 @@ def run_plan(options: PlanOptions) -> None:
     made = make_plan(settings, fleet, model.parameters, sized, tokens=tokens, seed=options.seed)
     costs = compare(prices, regions, made)
     possible = intervals(settings, fleet, model.parameters, model.sizes_of, seed=options.seed)
-    # Without a file the run's length, by which momentum is judged, is not known.
+    # Without a file the run's length is unknown, on which the warning of momentum depends.
     warned = warnings(settings) if options.config else []
     if options.plot is not None:
         counts = sorted({n for n in COUNTS if n <= fleet.chips} | {made.learners})

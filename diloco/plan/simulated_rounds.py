@@ -1,9 +1,9 @@
-"""The rounds of one fragment in virtual time, decided by the programs that run in production.
+"""The rounds of one fragment in virtual time, decided by the cores that run in production.
 
-The aggregator's side is `aggregator/core/`, the learner's `learner/core/sync.py`; what is simulated
-is everything between them: steps, links, the merge, and learners that come and go. All fragments of
-a run have the same rounds at other offsets, so one stands for all.
-Pure: randomness comes in as a generator, times are seconds since the beginning.
+The aggregator's core is `aggregator/core/`, the learner's `learner/core/sync.py`; everything
+between them is simulated: steps, links, the merge, and learners that come and go. All fragments of
+a run have the same rounds at other offsets, so one stands for all. Pure: randomness comes in as a
+generator, times are seconds since the beginning.
 """
 
 from bisect import bisect_right
@@ -33,17 +33,17 @@ from diloco.learner.core.events import (
 from diloco.plan.outages import Trace
 from diloco.plan.virtual_time import NEVER_S, Timeline, VirtualFragment
 
-# No two uploads take the same time: uniformly this much more or less.
+# Uploads differ in time: uniformly by up to this share more or less.
 JITTER = 0.2
 _ENDLESS = 1 << 50
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedLearner:
-    """A learner as its rounds see it; times in seconds.
+    """The figures of a learner that determine its rounds; times in seconds.
 
     Attributes:
-        step_s: of one inner step over `step_tokens` tokens, with all of its slices.
+        step_s: time of one inner step over `step_tokens` tokens, with all of its slices.
         upload_s: from sending an update to its announcement.
         download_s: from a record to its delta, decoded.
         trace: when it trains.
@@ -61,9 +61,9 @@ class PlannedAggregator:
     """The times of an aggregator's work, in seconds.
 
     Attributes:
-        read_s: to read and verify one update, by its link or its cores.
-        make_s: from a round's close to the version: outer step and delta, during which nothing is
-            read.
+        read_s: to read and verify one update, limited by link or cores.
+        make_s: from a round's close to the version: outer step and delta; no update is read
+            meanwhile.
         store_s: from the version to its record, during which updates are read.
         snapshot_s: added to `store_s` when view and outer state are stored too.
         message_s: to deliver a message, or the answer to a request.
@@ -83,15 +83,16 @@ class RoundTotals:
     """The result of the rounds.
 
     Attributes:
-        committed_s: when each version was; `merged` how many updates it has.
-        staleness: of each merged update, in versions, in their order.
-        waits_s: of each of them, from its announcement to the close of its round.
-        adoptions_s: of each version at each learner, from its record to the boundary that has it.
+        committed_s: time of each version; `merged` is the number of its updates.
+        staleness: staleness of each merged update, in versions, in their order.
+        waits_s: seconds of each merged update from its announcement to the close of its round.
+        adoptions_s: seconds of each version at each learner, from its record to the boundary that
+            adopts it.
         reads: updates that the aggregator read.
         reasons: the number of rounds that closed for each reason.
-        kept: share of the trained tokens that were merged, or on their way at the end.
-        utilization: share of the time in which learners could train that they did not wait.
-        stands_for: learners of the fleet for each that was simulated.
+        kept: share of the trained tokens that was merged, or in flight at the end.
+        utilization: share of the learners' available time in which they did not wait.
+        stands_for: learners of the fleet for each simulated one.
     """
 
     committed_s: list[float] = field(default_factory=list)
@@ -125,7 +126,7 @@ class RoundTotals:
 
     @property
     def mean_staleness(self) -> float:
-        """Mean versions between an update's base and the version it became part of, less one."""
+        """Mean number of versions that an update's base is behind the version before its own."""
         return sum(self.staleness) / len(self.staleness) if self.staleness else 0.0
 
     @property
@@ -156,14 +157,14 @@ def simulate(
     horizon_s: float,
     rng: np.random.Generator,
 ) -> RoundTotals:
-    """The rounds of one fragment until `horizon_s`.
+    """Simulate the rounds of one fragment until `horizon_s`.
 
     Args:
-        settings: of the run.
-        workers: its learners, all there at the beginning.
+        settings: settings of the run.
+        workers: its learners, all present at the beginning.
         aggregator: the times of its work.
         horizon_s: no longer than the workers' traces.
-        rng: of the uploads' times.
+        rng: draws the uploads' times.
     """
     timeline = Timeline()
     owner = _PlannedOwner(settings, aggregator, timeline)
@@ -177,7 +178,7 @@ def simulate(
 
 
 def _planned_rules(settings: RunSettings) -> FragmentRules:
-    """The run's rules for a fragment that is as small as can be, in a run that does not end."""
+    """Returns the run's rules for a smallest fragment, in a run that does not end."""
     sizes = {"fragments": 1, "shard_elements": 1024}
     settings = settings.model_copy(update={"sync": settings.sync.model_copy(update=sizes)})
     block = settings.sync.block
@@ -187,16 +188,16 @@ def _planned_rules(settings: RunSettings) -> FragmentRules:
 
 
 def _digest(version: int) -> str:
-    """Stands for the view of a version."""
+    """Returns a stand-in for the digest of a version's view."""
     return f"{version:032x}"
 
 
 class _PlannedOwner(VirtualFragment):
-    """The aggregator: it reads one update after another, for its link is one for all of them.
+    """The simulated aggregator: reads one update after another, since all share its link.
 
     Attributes:
         found: the results of the rounds so far.
-        trained: tokens of lives that are over; `sent` those that were not lost with them.
+        trained: tokens of lives that are over; `sent` those of them that were not lost.
     """
 
     def __init__(
@@ -282,7 +283,7 @@ def _version_of(commit: Commit) -> int:
 
 
 class _Work:
-    """Steps and tokens of a trace, as functions of time and back."""
+    """Steps and tokens of a trace as functions of time, and the inverse."""
 
     def __init__(self, worker: PlannedLearner) -> None:
         trace = worker.trace
@@ -297,7 +298,7 @@ class _Work:
         self._worker = worker
 
     def at(self, now_s: float) -> tuple[int, float]:
-        """(whole steps, tokens) by then."""
+        """Returns the whole steps and the tokens done by `now_s`."""
         index = bisect_right(self._times_s, now_s) - 1
         share = self._shares[index]
         steps = (now_s - self._times_s[index]) / self._worker.step_s if share else 0.0
@@ -305,19 +306,19 @@ class _Work:
         return int(self._steps_list[index] + steps + 1e-6), tokens
 
     def when(self, steps: int) -> float:
-        """The time at which this number of steps is done."""
+        """Returns the time at which this number of steps is done."""
         index = int(np.searchsorted(self._steps, steps - 1e-6)) - 1
         end_s = self._times_s[index] + (steps - self._steps_list[index]) * self._worker.step_s
         return end_s if index >= 0 and self._shares[index] else NEVER_S
 
 
 class _Learner:
-    """One learner, life after life: its core, and the work that was fed to it.
+    """One simulated learner, life after life: its core, and the steps fed to it.
 
     Attributes:
-        state: its core's; None while it is dead.
+        state: its core's state; None while it is dead.
         unannounced: tokens of the update that is being uploaded.
-        opened: the version of a round that it has heard of, until its next step boundary.
+        opened: the version of a round that it was told of, until its next step boundary.
     """
 
     def __init__(
@@ -341,7 +342,7 @@ class _Learner:
         self._plan_lives()
 
     def _plan_lives(self) -> None:
-        """Plan the learner's joins and deaths, and the silences in which nobody waits for it."""
+        """Plan the learner's joins and deaths, and the silences in which no round waits for it."""
         trace = self._worker.trace
         silent_s = self._owner.rules.quorum.liveness_timeout_s
         self._timeline.at(0.0, self._join)
@@ -353,7 +354,7 @@ class _Learner:
             if ends_s - begins_s > silent_s:
                 self._timeline.at(begins_s + silent_s, self._be_heard, False)
                 self._timeline.at(ends_s, self._be_heard, True)
-            # A trace takes the step under way back: a death lies within the standstill.
+            # A trace drops the step in progress: a death lies after the last whole step.
             died_s = [at_s for at_s in trace.deaths_s if begins_s <= at_s < ends_s]
             if died_s:
                 self._timeline.at(died_s[0], self._die)
@@ -374,7 +375,7 @@ class _Learner:
         self.state = None
 
     def let_go(self, *, kept: bool) -> None:
-        """Account for the work of a life that is not on the tape."""
+        """Count the tokens of a life that is over; if `kept`, work off the tape is not lost."""
         if self.state is None:
             return
         self._owner.trained += self.state.done.tokens
@@ -392,7 +393,7 @@ class _Learner:
             self._plan_boundary()
 
     def feed(self) -> None:
-        """Take the steps that were trained since the last ones."""
+        """Give the core the steps that were trained since the last call."""
         if self.state is None:
             return
         steps, tokens = self.work.at(self._timeline.now_s)
@@ -408,7 +409,7 @@ class _Learner:
         self._waiting = sync.must_wait(self._rules, state)
 
     def _plan_boundary(self) -> None:
-        """Look again when the fragment is due."""
+        """Schedule the boundary at which the fragment is due."""
         assert self.state is not None
         fragment = self.state.fragments[0]
         if fragment.in_flight is None:
@@ -448,7 +449,7 @@ class _Learner:
         self._owner.announce(manifest)
 
     def hear_of_round(self, version: int) -> None:
-        """A round is open: who has nothing under way looks at its next step boundary."""
+        """Note an open round; without an update in flight, look at it at the next step boundary."""
         if self.state is None:
             return
         if self.state.fragments[0].in_flight is None:
@@ -459,16 +460,16 @@ class _Learner:
             self._tell(RoundOpened(0, version))
 
     def hear_of_record(self, ready: Ready) -> None:
-        """A record stands: the learner has its version once the delta is there."""
+        """Note a record; the learner has its version once the delta is downloaded."""
         self._timeline.after(self._worker.download_s, self._adopt, self.incarnation, ready)
 
     def _adopt(self, incarnation: int, ready: Ready) -> None:
-        """A version has arrived: it takes effect at the next step boundary."""
+        """Take a version that has arrived; it takes effect at the next step boundary."""
         if self.state is None or self.incarnation != incarnation:
             return
         flying = self.state.fragments[0].in_flight
         if flying and ready.resolved_seq < flying.seq and not self._rules.overwrite:
-            # Nothing follows from it before its update is resolved, by a newer version.
+            # The core needs no event before its update is resolved, by a newer version.
             return
         self._tell(ready)
         self._look()

@@ -29,7 +29,7 @@ from diloco.show.page.svg import DASHES, Axis, Column, Panel, PlotMark, line, po
 
 
 def as_json(made: Plan, possible: list[Interval], parameters: int, tokens: int) -> dict[str, Any]:
-    """The plan for programs; what is infinite becomes null."""
+    """Returns the plan for programs; infinite numbers become null."""
     fields = asdict(made) | {
         "parameters": parameters,
         "tokens": tokens,
@@ -59,7 +59,7 @@ def tables(
     tokens: int,
     cost: DailyCost,
 ) -> list[Table]:
-    """The plan for people; `cost` is of the cheapest arrangement."""
+    """Returns the plan for people; `cost` is that of the cheapest arrangement."""
     return [
         _systems(fleet, made, tokens),
         _bandwidth(made, parameters),
@@ -179,7 +179,7 @@ def _intervals(found: list[Interval], current: int, cost: DailyCost) -> Table:
 
 
 def cost_table(costs: list[DailyCost], prices: Prices, regions: Sequence[str], made: Plan) -> Table:
-    """Dollars a day, and of the run, by where its bucket is."""
+    """Returns a table of dollars a day, and of the whole run, by the place of the bucket."""
     run = made.systems[-1].days
     columns = ["$ a day", *(cost.name for cost in costs)]
     table = plain_table(*columns, title="What it costs", wraps=True)
@@ -195,7 +195,7 @@ def cost_table(costs: list[DailyCost], prices: Prices, regions: Sequence[str], m
 def costs_as_json(
     costs: list[DailyCost], prices: Prices, regions: Sequence[str], made: Plan
 ) -> dict[str, Any]:
-    """The costs as JSON; the first arrangement is the cheapest."""
+    """Returns the costs for programs; the first arrangement is the cheapest."""
     run = made.systems[-1].days
     days = run if run is not None and math.isfinite(run) else None
     return {
@@ -239,12 +239,12 @@ SHOWN = 0.95
 
 
 def draw(plans: list[Plan], asked: Plan, path: Path) -> None:
-    """Goodput and uptime, and what a site's link must carry, over the number of learners.
+    """Draw goodput and uptime, and the Gbit/s of a site's link, over the number of learners.
 
     Args:
         plans: by ascending number of learners.
-        asked: the plan in question; the number of its learners is marked.
-        path: of the page.
+        asked: the plan in question, whose number of learners is marked.
+        path: path of the page.
 
     Raises:
         ConfigError: the page cannot be written.

@@ -21,7 +21,7 @@ UPDATE_CORE_S = 2 * (35.3e-3 + 98.6e-3) / (8 * (1 << 26))
 SMALL_UPDATE_CORE_S = 2.1e-3
 # For each element of each version: norms of the sum, outer step, delta.
 VERSION_CORE_S = 2 * (14.0e-3 + 66.1e-3 + 94.1e-3) / (1 << 26)
-# Threads that a version's making is known to scale to; on more it was not measured.
+# Threads up to which making a version was measured to scale.
 CLOSING_THREADS = 2
 # For each byte from or to the store: sockets, copies and checksum, and with TLS its cipher too.
 PLAIN_CORE_S, TLS_CORE_S = 0.7e-9, 1e-9
@@ -32,25 +32,27 @@ MANIFEST_BYTES, SHARD_BYTES = 600, 160
 # Of a record: of itself, for each learner that its fragment knows, and for each update in it beside
 # the update's shards (`python -m bench.rounds events`).
 RECORD_BYTES, LEARNER_BYTES, INPUT_BYTES = 1000, 327, 225
-# Share of its cores that an aggregator should be busy: bursts, recovery, and whatever else it does.
+# Share of its cores that an aggregator should use on average: the rest is for bursts, recovery,
+# and other work.
 BUSY = 0.5
-# Payloads of updates that are in memory at once while a fragment's round is open.
+# Updates whose payloads are in memory at once while a fragment's round is open.
 PAYLOADS = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundTraffic:
-    """Bytes and objects of one round of every fragment: H steps' worth.
+    """Bytes and objects of one round of every fragment, which is the traffic of H steps.
 
     Attributes:
-        elements: parameters with padding, of all fragments; `largest` of the largest one.
+        elements: parameters with padding, of all fragments; `largest` is the largest fragment's.
         fragments: P.
-        update_bytes: of one learner's updates; `update_objects` their shards, and `update_gets`
-            the requests that read them.
-        delta_bytes: of the versions' deltas, one object a fragment; `delta_gets` as above.
-        snapshot_bytes: of the views and outer states, two objects a fragment every
+        update_bytes: bytes of one learner's updates; `update_objects` counts their shards, and
+            `update_gets` the requests that read them.
+        delta_bytes: bytes of the versions' deltas, one object a fragment; `delta_gets` counts the
+            requests that read them.
+        snapshot_bytes: bytes of the views and outer states, two objects a fragment every
             `snapshot_interval_versions` versions.
-        resident_bytes: of the aggregator's arrays.
+        resident_bytes: bytes of the aggregator's arrays.
     """
 
     elements: int
@@ -67,13 +69,13 @@ class RoundTraffic:
 
 
 def equal_fragments(settings: RunSettings, parameters: int) -> list[int]:
-    """Elements of the fragments of a model whose tensors are not known: as equal as can be."""
+    """Returns the fragments' elements if the model's tensors are unknown: as equal as possible."""
     pair = 2 * settings.sync.block
     return [math.ceil(parameters / settings.sync.fragments / pair) * pair] * settings.sync.fragments
 
 
 def sizes(settings: RunSettings, fragments: Sequence[int]) -> RoundTraffic:
-    """Bytes and objects of a run whose fragments have these numbers of elements."""
+    """Returns the bytes and objects of a run whose fragments have these numbers of elements."""
     run = settings.sync
     shards = [
         shard_bytes(run.codec, stop - start, run.block)
@@ -87,7 +89,7 @@ def sizes(settings: RunSettings, fragments: Sequence[int]) -> RoundTraffic:
     ).init(2 * run.block)
     slots = sum(array.size == 2 * run.block for array in state.values())
     elements, largest = sum(fragments), max(fragments)
-    # View, master parameters and the open round's sum stay, and what the outer optimizer keeps.
+    # View, master parameters, the open round's sum, and the outer optimizer's state stay in memory.
     deltas = [encoded_bytes(run.delta_codec, size, run.block) for size in fragments]
     payloads = PAYLOADS * encoded_bytes(run.codec, largest, run.block)
     return RoundTraffic(
@@ -106,26 +108,26 @@ def sizes(settings: RunSettings, fragments: Sequence[int]) -> RoundTraffic:
 
 
 def gets(size_bytes: int) -> int:
-    """Requests that read an object."""
+    """Returns the number of requests that read an object."""
     return max(1, math.ceil(size_bytes / RANGE_BYTES))
 
 
 def ring_bits(parameters: int, bits: int, sites: int) -> float:
-    """Bits that each site sends when all of them average a gradient in a ring."""
+    """Returns the bits that each site sends when all average a gradient in a ring."""
     return bits * parameters * 2 * (1 - 1 / sites)
 
 
 def data_parallel_step_s(
     step_s: float, sent_bits: float, gbit: float, rtt_s: float, hidden: float
 ) -> float:
-    """A step of data-parallel training with its exchange, of which the backward pass hides a part.
+    """Returns the seconds of a data-parallel step, whose exchange the backward pass hides in part.
 
     Args:
-        step_s: of the step alone.
-        sent_bits: by each site; none over a link of its own is needed by one site alone.
+        step_s: seconds of the step alone.
+        sent_bits: bits that each site sends; 0 for one site alone.
         gbit: Gbit/s of the slowest site.
         rtt_s: round trip between sites.
-        hidden: share of a step under which the exchange may lie.
+        hidden: share of a step with which the exchange may overlap.
     """
     exchange_s = sent_bits / (gbit * 1e9) + rtt_s if sent_bits else 0.0
     return step_s + max(0.0, exchange_s - hidden * step_s)
@@ -134,7 +136,7 @@ def data_parallel_step_s(
 def data_parallel_gbit(
     step_s: float, sent_bits: float, rtt_s: float, hidden: float, utilization: float
 ) -> float:
-    """Gbit/s each site needs for a utilization; infinite if the round trip alone takes longer."""
+    """Returns the Gbit/s that each site needs for a utilization; infinite if latency forbids it."""
     exchange_s = hidden * step_s + step_s * (1 / utilization - 1) - rtt_s
     if not sent_bits:
         return 0.0
@@ -144,12 +146,12 @@ def data_parallel_gbit(
 def lockstep_gbit(
     sized: RoundTraffic, interval_s: float, round_s: float, rtt_s: float, utilization: float
 ) -> float:
-    """Gbit/s each site needs in lockstep mode, where learners wait for each version.
+    """Returns the Gbit/s that each site needs in lockstep mode, where learners wait for versions.
 
     Args:
         sized: bytes of the run.
-        interval_s: H steps.
-        round_s: that the aggregator takes for a version: reading updates, merging, storing.
+        interval_s: seconds of H steps.
+        round_s: seconds of the aggregator for a version: reading updates, merging, storing.
         rtt_s: round trip; a version takes two: an update and its manifest, a record and its delta.
         utilization: share of the time in which learners train.
     """
@@ -159,15 +161,15 @@ def lockstep_gbit(
 
 
 def steady_gbit(sized: RoundTraffic, interval_s: float) -> float:
-    """Gbit/s each site needs so that every fragment makes a version in `interval_s`.
+    """Returns the Gbit/s that each site needs for a version of every fragment in `interval_s`.
 
-    With less, nobody waits either; the versions come later.
+    With less, no learner waits either; the versions come later.
     """
     return 8 * max(sized.update_bytes, sized.delta_bytes) / interval_s / 1e9
 
 
 def travel_s(sized: RoundTraffic, interval_s: float, gbit: float) -> tuple[float, float]:
-    """Seconds that a fragment's (update, delta) takes on a link without delay.
+    """Returns the seconds that a fragment's (update, delta) takes on a link without delay.
 
     A link that is too slow for a version of each fragment in `interval_s` is always full: each
     fragment then waits until the others have passed.
@@ -181,7 +183,7 @@ def travel_s(sized: RoundTraffic, interval_s: float, gbit: float) -> tuple[float
 
 
 def core_s(sized: RoundTraffic, updates: float, *, tls: bool) -> float:
-    """Core-seconds of the aggregator for a version of every fragment, by updates in a version."""
+    """Returns the aggregator's core-seconds for a version of every fragment."""
     snapshots = sized.snapshot_bytes / sized.snapshot_interval_versions
     moved = updates * sized.update_bytes + sized.delta_bytes + snapshots
     computed_s = updates * update_core_s(sized) + sized.elements * VERSION_CORE_S
@@ -189,28 +191,28 @@ def core_s(sized: RoundTraffic, updates: float, *, tls: bool) -> float:
 
 
 def update_core_s(sized: RoundTraffic) -> float:
-    """Core-seconds for a learner's update of every fragment, without those for its bytes."""
+    """Returns the core-seconds for a learner's update of every fragment, without its bytes."""
     return sized.elements * UPDATE_CORE_S + sized.fragments * SMALL_UPDATE_CORE_S
 
 
 def byte_core_s(*, tls: bool) -> float:
-    """Core-seconds for a byte from or to the store."""
+    """Returns the core-seconds for a byte from or to the store."""
     return TLS_CORE_S if tls else PLAIN_CORE_S
 
 
 def cores(sized: RoundTraffic, updates: float, interval_s: float, *, tls: bool) -> int:
-    """Cores of the aggregator that are busy for half of the time."""
+    """Returns the number of the aggregator's cores if they are busy for half of the time."""
     return max(1, math.ceil(core_s(sized, updates, tls=tls) / interval_s / BUSY))
 
 
 def record_bytes(sized: RoundTraffic, learners: int, updates: float) -> float:
-    """Bytes of a record, by the learners of the run and the updates in a version."""
+    """Returns the bytes of a record, given the run's learners and the updates in a version."""
     shards = sized.update_objects / sized.fragments
     return RECORD_BYTES + learners * LEARNER_BYTES + updates * (INPUT_BYTES + shards * SHARD_BYTES)
 
 
 def tape_bytes(sized: RoundTraffic, learners: int, updates: float) -> float:
-    """Bytes of a version of every fragment on the tape: manifests and records.
+    """Returns the bytes on the tape for a version of every fragment: manifests and records.
 
     A record that is too large for a message is an object, and counted here too.
     """
@@ -221,9 +223,10 @@ def tape_bytes(sized: RoundTraffic, learners: int, updates: float) -> float:
 def retained_bytes(
     sized: RoundTraffic, updates: float, interval_s: float, window_s: float
 ) -> float:
-    """Bytes in the store after garbage collection: of the window, back to a snapshot before it.
+    """Returns the bytes in the store after garbage collection with a replay window of `window_s`.
 
-    The floor is a snapshot before the window, and at least the older of the two newest.
+    Objects are kept from a snapshot before the window on, and at least from the older of the two
+    newest.
     """
     versions = max(window_s / interval_s, sized.snapshot_interval_versions)
     versions += sized.snapshot_interval_versions / 2

@@ -1,8 +1,8 @@
-"""Virtual time for the two cores alone: a queue of calls, and fragments whose machines live by it.
+"""Virtual time for the two cores alone: a queue of calls, and fragments whose machines run by it.
 
-The user of a timeline says what an update and a version are, and how long it takes to read and to
-make them: `diloco/plan/simulated_rounds.py` counts them, `bench/emulate.py` merges tensors. Pure.
-A timeline can be pickled with its calls to come, if these are bound methods of picklable objects.
+The user of a timeline defines updates and versions, and the time of reading and making them:
+`diloco/plan/simulated_rounds.py` counts them, `bench/emulate.py` merges tensors. Pure. A timeline
+can be pickled with its future calls, if these are bound methods of picklable objects.
 """
 
 import heapq
@@ -27,15 +27,15 @@ from diloco.learner.core.events import (
 
 NEVER_S = math.inf
 
-# When, in which order at the same time, and what happens.
+# A scheduled call: its time, its order among calls at that time, and the call.
 _Call = tuple[float, int, Callable[[], None]]
 
 
 class Timeline:
-    """The calls that are still to come, and the tape's sequence numbers.
+    """The future calls, and the tape's sequence numbers.
 
     Attributes:
-        now_s: the time of what happens now.
+        now_s: the present virtual time.
     """
 
     def __init__(self, now_s: float = 0.0) -> None:
@@ -45,11 +45,11 @@ class Timeline:
 
     @property
     def next_s(self) -> float:
-        """When something happens next."""
+        """The time of the next call."""
         return self._calls[0][0] if self._calls else NEVER_S
 
     def at(self, at_s: float, call: Callable[..., None], *args: Any) -> None:
-        """Schedule a call at a time; calls of one time run in the order of scheduling."""
+        """Schedule a call at a time; calls at the same time run in the order of scheduling."""
         self._order += 1
         planned: _Call = (max(at_s, self.now_s), self._order, partial(call, *args))
         heapq.heappush(self._calls, planned)
@@ -64,17 +64,17 @@ class Timeline:
         call()
 
     def next_seq(self) -> int:
-        """The sequence number of a message that is published now."""
+        """Returns the sequence number for a message that is published now."""
         self._seq += 1
         return self._seq
 
 
 class VirtualFragment:
-    """The aggregator of one fragment: its machine, which gets events at their virtual times.
+    """The aggregator of one fragment: a machine that gets events at their virtual times.
 
     Attributes:
-        state: the machine's.
-        newest_seq: of its newest update on the tape.
+        state: the machine's state.
+        newest_seq: sequence of its newest update on the tape.
     """
 
     def __init__(self, rules: FragmentRules, timeline: Timeline, digest: str) -> None:
@@ -89,13 +89,13 @@ class VirtualFragment:
         self._shards = _shards(rules)
 
     def perform(self, effect: Effect) -> None:
-        """Perform an effect of the machine; answers come by `decide`."""
+        """Perform an effect of the machine, which learns the result by `decide`."""
         raise NotImplementedError
 
     def decide(self, event: events.Event) -> None:
         """Give the machine an event, and perform its effects."""
         if self.state.phase == "closing" and not isinstance(event, events.Made):
-            # As a fragment's owner does: its machine is told nothing before the version is made.
+            # As a fragment's owner does: its machine gets no event until the version is made.
             self._held.append(event)
             return
         self.state, effects = machine.step_at(self.rules, self.state, event, self.timeline.now_s)
@@ -118,7 +118,7 @@ class VirtualFragment:
         self.decide(events.Announced(self.timeline.now_s, self.newest_seq, manifest))
 
     def made(self, digest: str) -> None:
-        """Tell the machine that its version is made, and then what came meanwhile."""
+        """Tell the machine that its version is made, and then the events that came meanwhile."""
         self.decide(events.Made(self.timeline.now_s, digest))
         while self._held and self.state.phase != "closing":
             self.decide(self._held.popleft())
@@ -126,12 +126,13 @@ class VirtualFragment:
     def manifest(
         self, learner: str, incarnation: int, send: Send, position: int, step_time_s: float
     ) -> wire.Manifest:
-        """The manifest that announces an update."""
+        """Returns the manifest that announces an update."""
         rules = self.rules
         prefix = names.shards_prefix(
             rules.run, learner, rules.fragment, rules.epoch, incarnation, send.seq
         )
-        # What the cores say of themselves needs no check, which takes longer than all else here.
+        # Not validated: the cores' own values are valid, and validation takes longer than all else
+        # here.
         return wire.Manifest.model_construct(
             run=rules.run,
             learner=learner,
@@ -160,8 +161,8 @@ class VirtualFragment:
         )
 
     def read_by(self, commit: Commit, record_seq: int, digest: str) -> Callable[[str, int], Ready]:
-        """A function from a learner's name and incarnation to its event for a commit's record."""
-        # What the record says, not what was decided since.
+        """Returns a function of a learner and its incarnation that gives its event for a record."""
+        # By the record's contents, not by decisions made since.
         state, made = commit.state, commit.what == "version"
         marks = memory.after_record(state).marks
         taken = [admitted.manifest for admitted in state.admitted] if made else []
@@ -192,7 +193,7 @@ class VirtualFragment:
 
 
 def _shards(rules: FragmentRules) -> tuple[wire.Shard, ...]:
-    """The shards of an update, without their names."""
+    """Returns the shards of an update, without names."""
     return tuple(
         wire.Shard(
             name="update",

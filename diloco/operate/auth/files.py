@@ -1,9 +1,9 @@
-"""`diloco auth`: the NATS server's configuration for a run, and one credentials file for everybody.
+"""`diloco auth`: the NATS server's configuration for a run, and each identity's credentials.
 
-A folder holds it all, and belongs on the operator's machine:
-    auth.toml            who there is; public keys alone
-    accounts.conf        for the servers: accounts and permissions, written anew at each change
-    nats-1.conf ...      for the servers: all the rest, written once, to be changed by hand
+All files are in one folder, which belongs on the operator's machine:
+    auth.toml            the identities, with public keys alone
+    accounts.conf        for the servers: accounts and permissions, rewritten at each change
+    nats-1.conf ...      for the servers: all other settings, written once, to be changed by hand
     tls/                 the authority, and a certificate for each server
     credentials/NAME.toml   secret, for one identity each, mode 0600
 """
@@ -34,12 +34,12 @@ from diloco.operate.auth.permissions import Identity, render_accounts
 from diloco.run.cli.folders import make_folder
 
 OPERATOR = "operator"
-# What words on the tape and log lines say of those who are no learner and no aggregator.
+# Names that the tape and the logs use for parties other than learners and aggregators.
 RESERVED = frozenset({OPERATOR, "guard"})
 _STATE = "auth.toml"
 _ACCOUNTS = "accounts.conf"
 _VALID_DAYS = 3650
-# The tape, heartbeats, leases; each with some consumers for every daemon.
+# The streams of tape, heartbeats and leases; each has some consumers for every daemon.
 _MAX_STREAMS = 8
 _MAX_CONSUMERS = 100_000
 
@@ -64,19 +64,19 @@ def init(
     streams_at: Path | None = None,
     max_file_bytes: int = 10 << 30,
 ) -> tuple[Path, list[Path]]:
-    """Begin a run's folder; the operator's credentials, and the servers' configurations.
+    """Create a run's folder; returns the operator's credentials and the servers' configurations.
 
     Args:
         folder: made; must not hold such files yet.
         run: the only run that these credentials are for.
         hosts: names or addresses by which clients reach the servers: one, or one for each of a
             cluster.
-        installed_at: the folder as the servers' machines will have it; `folder` if None.
-        streams_at: where these keep their streams; `jetstream` in that folder if None.
+        installed_at: path of the folder on the servers' machines; `folder` if None.
+        streams_at: where the servers keep their streams; `jetstream` in that folder if None.
         max_file_bytes: the most that the run's streams may take on a server's disk.
 
     Raises:
-        ConfigError: the folder is in use, or a name cannot be one.
+        ConfigError: the folder is in use, or a name is invalid.
     """
     _check_name(run, "run")
     if (folder / _STATE).exists():
@@ -97,7 +97,7 @@ def init(
 def add(folder: Path, name: str, role: Role, processes: int = PROCESSES) -> Path:
     """Make credentials for a new identity; it can connect once the servers have reloaded.
 
-    As many `processes` can be connected with them at once.
+    Up to `processes` processes can connect with them at once.
 
     Raises:
         ConfigError: an identity has that name already, or `init` was not called.
@@ -118,7 +118,7 @@ def add(folder: Path, name: str, role: Role, processes: int = PROCESSES) -> Path
 
 
 def revoke(folder: Path, name: str) -> None:
-    """End an identity: it is cut off once the servers have reloaded.
+    """Remove an identity; the servers disconnect it once they have reloaded.
 
     Raises:
         ConfigError: no identity has that name.
@@ -133,7 +133,7 @@ def revoke(folder: Path, name: str) -> None:
 
 
 def identities(folder: Path) -> tuple[Identity, ...]:
-    """The identities in a folder of `diloco auth`.
+    """Returns the identities in a folder of `diloco auth`.
 
     Raises:
         ConfigError: `init` was not called.
@@ -142,7 +142,7 @@ def identities(folder: Path) -> tuple[Identity, ...]:
 
 
 def public_key(credentials: Credentials) -> str:
-    """The key by which servers know an identity."""
+    """Returns the public key by which servers know an identity."""
     public: str = nkeys.from_seed(bytearray(credentials.seed.encode())).public_key.decode()
     return public
 
@@ -192,18 +192,18 @@ def _save(folder: Path, state: _State) -> None:
         "identities": [one._asdict() for one in state.identities],
     }
     limits = {
-        # A cluster counts what an account stores on all its servers together.
+        # A cluster sums an account's storage over all its servers.
         "max_file": state.max_file_bytes * state.servers,
         "max_streams": _MAX_STREAMS,
         "max_consumers": _MAX_CONSUMERS,
     }
-    # The accounts first: whom the state does not name can be added or revoked again.
+    # The accounts first: if the state is not written, the identity can be added or revoked again.
     _write(folder / _ACCOUNTS, render_accounts(state.run, state.identities, limits).encode())
     _write(folder / _STATE, tomli_w.dumps(document).encode())
 
 
 def _write(path: Path, data: bytes, *, secret: bool = False) -> None:
-    """Write a file whole or not at all; a secret one is never open to others."""
+    """Write a file whole or not at all; a secret file is never readable by others."""
     part = path.with_name(f".{path.name}.part")
     part.unlink(missing_ok=True)
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if secret else 0o644)
@@ -247,7 +247,7 @@ def _in_url(host: str) -> str:
 
 
 def _write_certificates(folder: Path, run: str, hosts: list[str]) -> None:
-    """An authority, and a certificate for each server, for clients and for other servers."""
+    """Write an authority, and a certificate for each server, for clients and for other servers."""
     folder.mkdir(mode=0o700, exist_ok=True)
     authority_key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"diloco {run} authority")])
@@ -310,7 +310,7 @@ def _key_usage(*, authority: bool) -> x509.KeyUsage:
 
 
 def _alternatives(host: str) -> Iterable[x509.GeneralName]:
-    """A server is also reached from its own machine."""
+    """Returns a certificate's names for a server: `host`, and loopback for its own machine."""
     found: list[x509.GeneralName] = []
     for one in dict.fromkeys((host, "localhost", "127.0.0.1")):
         try:

@@ -1,10 +1,9 @@
-"""`diloco host guard`: cuts off clients that flood the tape or the servers.
+"""`diloco host guard`: disconnects clients that flood the tape or the servers.
 
 nats-server limits connections and sizes, but not messages in a second. The guard reads the tape
-with the operator's credentials as it grows, hears of each consumer that is made, and asks the
-servers what each account sends over its connections. Whoever does more than any honest party could
-is revoked, the servers are told to reload, and its consumers are removed. It runs where the folder
-of credentials is.
+with the operator's credentials as it grows, is notified of each consumer that is made, and polls
+the servers for each account's traffic. A party that exceeds the limits is revoked, the servers are
+told to reload, and its consumers are removed. The guard runs where the folder of credentials is.
 """
 
 import asyncio
@@ -29,21 +28,21 @@ from diloco.operate.auth import files as auth
 from diloco.operate.auth.permissions import run_account
 from diloco.run.cli.opening import open_run
 
-# A rate is taken over so many seconds: a learner that comes back from an outage may send at once
-# what it has.
+# Seconds over which a rate is taken: a learner that returns from an outage may send all its
+# updates at once.
 SPAN_S = 10.0
 COMMAND_S = 60.0
-# What the servers count is asked for so often.
+# Seconds between two polls of the servers' counts.
 LOOK_S = 2.0
-# Consumers of a revoked party are looked for again after so long: its server may reload late.
+# Seconds until a revoked party's consumers are removed again: its server may reload late.
 AGAIN_S = 1.0
-# Whose consumers and connections are judged: an aggregator sends as much as its run needs.
+# Roles that are limited: an aggregator sends as much as its run needs.
 _REVOKED = ("learner", "reader")
 _CREATED = "$JS.EVENT.ADVISORY.CONSUMER.CREATED"
 
 
 class Rates:
-    """Messages and bytes a second of each sender, over the last `SPAN_S`. Pure: times come in."""
+    """Counts messages and bytes a second of each sender, over the last `SPAN_S`. Pure."""
 
     def __init__(self, most_per_s: float, most_bytes_per_s: float = math.inf) -> None:
         self.most_per_s = most_per_s
@@ -51,11 +50,11 @@ class Rates:
         self._sent: dict[str, deque[tuple[float, int, int]]] = {}
 
     def anew(self) -> "Rates":
-        """Rates with the same limits and an empty count."""
+        """Returns an empty counter with the same limits."""
         return Rates(self.most_per_s, self.most_bytes_per_s)
 
     def count(self, sender: str, at_s: float, size_bytes: int = 0, messages: int = 1) -> bool:
-        """Count messages of a sender; returns whether the sender now exceeds its limit."""
+        """Count messages of `sender`; returns whether it now exceeds a limit."""
         sent = self._sent.setdefault(sender, deque())
         sent.append((at_s, messages, size_bytes))
         while sent[0][0] <= at_s - SPAN_S:
@@ -68,7 +67,7 @@ class Rates:
 
 
 def reload_command(folder: Path, given: str | None) -> list[str]:
-    """The command that makes the servers reload: one given, or a signal to the folder's server.
+    """Returns the command that makes the servers reload: `given`, or a signal to the local server.
 
     Raises:
         ConfigError: there is no command and no server to signal.
@@ -88,10 +87,10 @@ def reload_command(folder: Path, given: str | None) -> list[str]:
 async def guard(
     folder: Path, target: str, *, rates: Rates, reload: list[str], monitors: tuple[str, ...]
 ) -> None:
-    """Watch the tape from its end on, consumers and connections, and revoke who floods; for ever.
+    """Watch the tape, consumers and connections, and revoke parties that flood; never returns.
 
     Raises:
-        ConfigError: RUN cannot be opened, or the folder is none of `diloco auth init`.
+        ConfigError: RUN cannot be opened, or `diloco auth init` did not make the folder.
     """
     auth.identities(folder)
     async with open_run(target, name="guard") as opened:
@@ -119,7 +118,7 @@ async def guard(
 
 
 async def revoke(folder: Path, target: str, name: str, reload: list[str]) -> None:
-    """Cut one identity off, of its run's servers too.
+    """Revoke one identity, have the servers reload, and remove its consumers.
 
     Raises:
         ConfigError: no identity has that name, RUN cannot be opened, or no server reloads.
@@ -127,7 +126,7 @@ async def revoke(folder: Path, target: str, name: str, reload: list[str]) -> Non
     async with open_run(target, name="operator") as opened:
         failure = await cut_off(opened.context, folder, name, reload)
     if failure is None:
-        auth.revoke(folder, name)  # says who there is
+        auth.revoke(folder, name)  # raises unless `init` made the folder
     if failure:
         raise ConfigError(
             f"{name} is revoked in {folder}, but the servers have not reloaded: {failure}",
@@ -138,7 +137,7 @@ async def revoke(folder: Path, target: str, name: str, reload: list[str]) -> Non
 async def cut_off(context: RunContext, folder: Path, name: str, reload: list[str]) -> str | None:
     """Revoke an identity, have the servers reload, and remove its consumers.
 
-    Returns the reload's error, "" for none; None if there is no such identity any more.
+    Returns the reload's error, "" for none; None if the identity no longer exists.
     """
     known = [one for one in auth.identities(folder) if one.name == name]
     if not known:
@@ -160,7 +159,7 @@ async def watch(
     revoke: Callable[[str], Awaitable[None]],
     monitors: Iterable[str] = (),
 ) -> None:
-    """Call `revoke` with the name of each party that does more than it may; never returns."""
+    """Call `revoke` with the name of each party that exceeds the limits; never returns."""
     await all_of(
         _watch_tape(context, rates.anew(), revoke),
         _watch_consumers(context, rates.anew(), revoke),
@@ -188,7 +187,7 @@ async def _watch_tape(
 async def _watch_consumers(
     context: RunContext, rates: Rates, revoke: Callable[[str], Awaitable[None]]
 ) -> None:
-    """The server tells of each consumer that is made, whose name says of whom it is."""
+    """Count the consumers that each party makes; a consumer's name names its party."""
     async for subject, _ in context.bus.listen(f"{_CREATED}.*.*"):
         role, *rest = subject.rpartition(".")[2].split("_")
         if role in _REVOKED and rest and rates.count(rest[0], context.runtime.clock()):
@@ -196,7 +195,7 @@ async def _watch_consumers(
 
 
 class AccountTraffic(NamedTuple):
-    """The messages and bytes that an account has sent since its server started."""
+    """The messages and bytes that an account has sent since the server started."""
 
     messages: int
     size_bytes: int
@@ -205,7 +204,7 @@ class AccountTraffic(NamedTuple):
 async def _watch_accounts(
     context: RunContext, rates: Rates, revoke: Callable[[str], Awaitable[None]], url: str
 ) -> None:
-    """A server counts what comes over the connections of each account, whatever it asks for."""
+    """Count the messages and bytes that each account sends over its connections to a server."""
     before, told = dict[str, AccountTraffic](), False
     while True:
         now = dict[str, AccountTraffic]()
@@ -219,7 +218,7 @@ async def _watch_accounts(
         for name, sent in now.items():
             last = before.get(name, sent)
             messages, size = sent.messages - last.messages, sent.size_bytes - last.size_bytes
-            # A server that was started again counts anew.
+            # A restarted server counts from zero.
             if messages > 0 and rates.count(name, context.runtime.clock(), size, messages):
                 await revoke(name)
         before = now
@@ -227,10 +226,10 @@ async def _watch_accounts(
 
 
 def accounts(url: str, run: str) -> dict[str, AccountTraffic]:
-    """The traffic of each learner and reader of a run, as the server's monitoring at `url` counts.
+    """Returns the traffic of a run's learners and readers, from a server's monitoring at `url`.
 
     Raises:
-        OSError, ValueError, KeyError: nothing answers, or nothing that nats-server would say.
+        OSError, ValueError, KeyError: no answer, or not one of nats-server.
     """
     with urllib.request.urlopen(f"{url}/accstatz?unused=1", timeout=COMMAND_S) as answer:  # noqa: S310 - the operator's own
         found = json.load(answer)["account_statz"]
@@ -243,7 +242,7 @@ def accounts(url: str, run: str) -> dict[str, AccountTraffic]:
 
 
 def _run(command: list[str]) -> str:
-    """Run the command that has the servers reload; returns its error, "" for none."""
+    """Run the command that makes the servers reload; returns its error, "" for none."""
     try:
         done = subprocess.run(  # noqa: S603 - the operator's own command
             command, capture_output=True, text=True, timeout=COMMAND_S, check=False

@@ -1,10 +1,10 @@
-"""Each role's rights on a run's NATS subjects, derived from what its daemon does. Pure.
+"""Each role's rights on a run's NATS subjects, derived from its daemon's actions. Pure.
 
-A right to publish in the account of a run's streams would be a right to much more: the server
-sends its answer, and what is read, to any subject that the request names for it, so that a learner
-could have the acknowledgement of its own update stored as a record. Hence everybody but the
-operator has an account of its own, and reaches the run's account only by imports of the subjects
-below; answers then stay in the asker's account (docs/adr/0017-credentials.md).
+A right to publish in the account of a run's streams would imply much more: the server sends its
+answer, and the messages read, to any reply subject that the request names, so that a learner could
+have the acknowledgement of its own update stored as a record. Hence every identity but the operator
+has an account of its own, which reaches the run's account only by imports of the subjects below;
+answers then stay in the asker's account (docs/adr/0017-credentials.md).
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,12 +20,13 @@ from diloco.common.process.credentials import (
 )
 from diloco.common.protocol import names
 
-# Of one process: it has one connection, and a second one while the first is found to be dead.
+# Connections of one process: one, and a second while the server has not noticed that the first
+# is dead.
 _MAX_SUBS = 64
 
 
 class Identity(NamedTuple):
-    """Somebody in a run, with `public_key` of an nkey; at most `processes` connect at once."""
+    """A party of a run, with `public_key` of an nkey; at most `processes` connect at once."""
 
     name: str
     role: Role
@@ -41,7 +42,7 @@ class Grants(NamedTuple):
 
 
 def grants(run: str, identity: Identity) -> Grants:
-    """The permissions of an identity, other than the operator, in the run's account."""
+    """Returns the permissions of an identity, other than the operator, in the run's account."""
     match identity.role:
         case "learner":
             return _learner(run, identity.name)
@@ -52,7 +53,7 @@ def grants(run: str, identity: Identity) -> Grants:
 
 
 def _learner(run: str, learner: str) -> Grants:
-    """A learner's grants: it writes its own subjects; it reads the run's and its own."""
+    """Returns a learner's grants: it writes its own subjects; it reads the run's and its own."""
     tape, ops = names.tape_stream(run), names.ops_stream(run)
     own = (
         names.join(run, learner),
@@ -69,7 +70,7 @@ def _learner(run: str, learner: str) -> Grants:
         names.join(run, learner),
         names.leave(run, learner),
         names.update(run, learner, "*"),
-        # From them it knows which shares of the data are free.
+        # Claims tell it which shares of the data are free.
         names.claim(run, "*"),
     )
     return Grants(
@@ -78,7 +79,7 @@ def _learner(run: str, learner: str) -> Grants:
             names.heartbeat(run, learner),
             f"{OWN_API}.STREAM.INFO.{tape}",
             *_fenced_reads(learner, tape, readable),
-            # The last word of its life before, which its join repeats.
+            # The last heartbeat of its life before, whose error its join repeats.
             *_fenced_reads(
                 learner, ops, (names.rejected(run, learner), names.heartbeat(run, learner))
             ),
@@ -88,14 +89,14 @@ def _learner(run: str, learner: str) -> Grants:
 
 
 def _aggregator(run: str) -> Grants:
-    """Records and what else it decides; leases; to read everything; to trim the tape."""
+    """Returns an aggregator's grants: publish records and leases, read all, trim the tape."""
     return Grants(
         requests=(
             names.record(run, "*"),
             names.stop(run),
             names.end(run),
             names.checkpoint(run),
-            # To end, in its place, the life of a learner that is silent.
+            # To end the life of a silent learner, by a join in its name.
             names.join(run, "*"),
             names.leave(run, "*"),
             names.claim(run, "*"),
@@ -110,13 +111,13 @@ def _aggregator(run: str) -> Grants:
 
 
 def _reader(run: str, reader: Identity) -> Grants:
-    """To read everything of the run, and to say nothing."""
+    """Returns a reader's grants: to read everything of the run, and publish nothing."""
     consumers = consumer_names("reader", reader.name, (), reader.processes)
     return Grants(tuple(_reads(run, consumers)))
 
 
 def _fenced_reads(learner: str, stream: str, subjects: Iterable[str]) -> Iterable[str]:
-    """To read these subjects of a stream, and no others."""
+    """Yields the grants to read these subjects of a stream, and no others."""
     for subject in subjects:
         yield f"{OWN_API}.DIRECT.GET.{stream}.{subject}"
         for consumer in consumer_names("learner", learner, (subject,)):
@@ -125,7 +126,7 @@ def _fenced_reads(learner: str, stream: str, subjects: Iterable[str]) -> Iterabl
 
 
 def _reads(run: str, consumers: Iterable[str]) -> Iterable[str]:
-    """To read all of the streams, with these consumers."""
+    """Yields the grants to read all of the run's streams, with these consumers."""
     for stream in names.streams(run):
         yield f"{OWN_API}.STREAM.INFO.{stream}"
         yield f"{OWN_API}.STREAM.MSG.GET.{stream}"
@@ -135,17 +136,17 @@ def _reads(run: str, consumers: Iterable[str]) -> Iterable[str]:
 
 
 def _uses(stream: str, consumer: str) -> Iterable[str]:
-    """To use a consumer that there is, and to remove it."""
+    """Yields the grants to read from an existing consumer, and to remove it."""
     yield f"{OWN_API}.CONSUMER.MSG.NEXT.{stream}.{consumer}"
     yield f"{OWN_API}.CONSUMER.DELETE.{stream}.{consumer}"
 
 
 def render_accounts(run: str, identities: Iterable[Identity], limits: Mapping[str, int]) -> str:
-    """The server's accounts of a run, for inclusion in its `accounts` block.
+    """Returns the server's accounts of a run, for inclusion in its `accounts` block.
 
     Args:
         run: its name.
-        identities: everybody who may connect.
+        identities: all parties that may connect.
         limits: JetStream limits of the run: max_file, max_streams, max_consumers.
     """
     known = sorted(identities)
@@ -173,7 +174,7 @@ def render_accounts(run: str, identities: Iterable[Identity], limits: Mapping[st
 
 
 def _exports(run: str, identities: Iterable[Identity]) -> list[str]:
-    """An export for each subject, with the accounts that may import it."""
+    """Returns an export for each subject, with the accounts that may import it."""
     users: dict[tuple[str, str], list[str]] = {}
     for one in identities:
         granted = grants(run, one)
@@ -187,12 +188,12 @@ def _exports(run: str, identities: Iterable[Identity]) -> list[str]:
 
 
 def _answers(subject: str) -> str:
-    """A pull is answered by many messages, anything else by one."""
+    """Returns the export's response type: many messages answer a pull, one any other request."""
     return "response: stream, " if ".CONSUMER.MSG.NEXT." in subject else ""
 
 
 def _account(run: str, identity: Identity) -> list[str]:
-    """The account of one identity: what it imports is all that it can reach."""
+    """Returns the lines of an identity's account, which reaches only the subjects it imports."""
     granted = grants(run, identity)
     from_run = f"account: {_quoted(run_account(run))}"
     publish = ", ".join(_quoted(_as_seen(subject)) for subject in granted.requests)
@@ -222,14 +223,14 @@ def _account(run: str, identity: Identity) -> list[str]:
 
 
 def _as_seen(subject: str) -> str:
-    """The name that a subject of the run's account has in accounts which import it."""
+    """Returns the name that a subject of the run's account has in accounts that import it."""
     if subject.startswith(f"{OWN_API}."):
         return f"{SHARED_API}{subject.removeprefix(OWN_API)}"
     return subject
 
 
 def run_account(run: str) -> str:
-    """The name of a run's account; the names of its parties' accounts begin with it and a '_'."""
+    """Returns the name of a run's account, which with a '_' begins its parties' accounts' names."""
     return f"diloco-{run}"
 
 

@@ -53,7 +53,7 @@ def aggregator(
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerOptions:
-    """The options of `diloco learner`, as given."""
+    """The options of `diloco learner` on the command line."""
 
     config: shared.ConfigFile
     name: Annotated[
@@ -199,7 +199,7 @@ def _learner_config(options: LearnerOptions) -> "Config":
 def _load(
     path: Path, level: str, *, connects: bool = True, **options: Mapping[str, object]
 ) -> "Config":
-    """The file, with the keys that options of the command line set: section={key: value}."""
+    """Load the file, with the options of the command line in its sections: section={key: value}."""
     log.configure(level)
     from diloco.common.process.config import load_config, make_config
 

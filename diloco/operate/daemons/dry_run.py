@@ -1,4 +1,4 @@
-"""`diloco learner --dry-run`: what a learner will need of its slice, as tables or as JSON."""
+"""`diloco learner --dry-run`: prints a learner's needs of its slice, as tables or as JSON."""
 
 from dataclasses import asdict
 from typing import Any, Final
@@ -17,7 +17,7 @@ from diloco.run.cli.screen import plain_table
 from diloco.run.cli.units import human_bytes
 
 V5E_GBYTES_PER_S: Final = 819.0
-# Of devices that are not here: what finds them, and which if none are named.
+# For devices that are not present: the function that returns them, and the default topology.
 ABSENT: Final = {"tpu": (tpu_devices, "v6e:2x4"), "cuda": (gpu_devices, "h100:1")}
 
 
@@ -25,7 +25,7 @@ def run_dry(config: Config, options: LearnerOptions) -> None:
     """Print the figures of a dry run.
 
     Raises:
-        DilocoError: as the learner itself, but for those of the bus and the store.
+        DilocoError: as the learner itself, except for errors of the bus and the store.
     """
     learner = options.name
     check_name(learner)
@@ -33,9 +33,9 @@ def run_dry(config: Config, options: LearnerOptions) -> None:
     if options.platform == "here":
         figures = dry_run(_configure(config, hosts, options.devices), learner, hosts=hosts)
     else:
-        # Nothing may look for a chip; its compiler's own options stay.
+        # JAX must not search for a chip; the compiler options of the real hardware stay.
         jax.config.update("jax_platforms", "cpu")
-        # What was kept of such a program cannot be read without a device.
+        # A cached program of such a device cannot be read without the device.
         jax.config.update("jax_enable_compilation_cache", False)
         find, default = ABSENT[options.platform]
         devices = find(options.topology or default)
@@ -50,10 +50,10 @@ def run_dry(config: Config, options: LearnerOptions) -> None:
 
 
 def _configure(config: Config, hosts: int, devices: int | None) -> Config:
-    """Settings of JAX, before it looks for devices; the configuration for those it will find.
+    """Configure JAX before it searches for devices; returns the configuration for its devices.
 
     Raises:
-        ConfigError: they cannot be set any more.
+        ConfigError: JAX has found its devices already.
     """
     section = config.learner
     wanted = devices or section.cpu_devices * hosts
@@ -70,7 +70,7 @@ def _configure(config: Config, hosts: int, devices: int | None) -> Config:
 
 
 def as_json(figures: DryRun, bandwidth: float) -> dict[str, Any]:
-    """The figures of a dry run, with sums and times, as JSON has them."""
+    """Returns the figures of a dry run, with sums and times, for JSON."""
     document = asdict(figures)
     document["memory"] |= {"training": figures.memory.training, "start": figures.memory.start}
     for one, fragment in zip(document["fragments"], figures.fragments, strict=True):

@@ -12,7 +12,7 @@ from diloco.run.cli.options import Settings
 
 @dataclass(frozen=True, kw_only=True)
 class LocalOptions:
-    """The command line, as given."""
+    """The options of `diloco local` on the command line."""
 
     learners: Annotated[
         int | None,

@@ -1,4 +1,4 @@
-"""From the options of `diloco local` to a configuration document, and back when it is resumed."""
+"""Builds a local run's configuration document from its options, and restores both on resumption."""
 
 import json
 import tomllib
@@ -19,8 +19,9 @@ from diloco.run.cli.opening import FOLDERS, at_home
 from diloco.run.cli.settings import assign
 
 DEFAULT_STEPS = 250
-# The built-in task without a file: half as many steps to the loss of the defaults, which other
-# links may not carry. The rate is the best of five for the task's own size and so few steps.
+# Settings for the built-in task without a file: they reach the loss of the defaults in half as
+# many steps, but send more than some links carry. The rate is the best of five for the task's own
+# size and this number of steps.
 BUILT_IN = {
     "task": {"options": {"optimizer": "muon", "learning_rate": 0.01}},
     "sync": {
@@ -31,21 +32,21 @@ BUILT_IN = {
         "adopt": "blend",
     },
 }
-# A local run is short, and somebody may want to see a learner return.
+# A local run is short, and its user may want to see a learner return.
 CHECKPOINT_S = 15.0
-# After Ctrl-C nobody wants to wait long, and the whole run ends.
+# After Ctrl-C the whole run ends, and its user does not want to wait long.
 LEAVE_S = 5.0
-# So long the creation of a run may take, such as of a large model from files.
+# Seconds that the creation of a run may take, such as of a large model from files.
 CREATED_S = 3600.0
 
 
 def local_document(
     options: LocalOptions, name: str, learners: list[str], run_dir: Path
 ) -> tuple[dict[str, Any], dict[str, Hardware]]:
-    """The sections of a local run's file, and what each learner trains on.
+    """Returns the sections of a local run's file, and each learner's hardware.
 
     Raises:
-        ConfigError: an option that cannot be understood.
+        ConfigError: an option is invalid.
     """
     own = options.config is not None or options.task is not None
     document: dict[str, Any] = {} if own else deepcopy(BUILT_IN)
@@ -93,12 +94,12 @@ def _speeds(text: str, learners: list[str]) -> dict[str, float]:
 
 
 FILE, CONFIG = "local.json", "run.toml"
-# Options that say which processes there are; the rest is in the run's file.
+# Options that determine the processes; the run's file has all others.
 KEPT = ("learners", "mesh", "hosts", "aggregators", "cpu", "source")
 
 
 def note(folder: Path, options: LocalOptions) -> None:
-    """Keep the options that a resumption needs."""
+    """Store the options that a resumption needs."""
     kept = {name: getattr(options, name) for name in KEPT}
     (folder / FILE).write_text(json.dumps(kept) + "\n")
 
@@ -111,7 +112,7 @@ def write_config(folder: Path, document: Mapping[str, Any]) -> Path:
 
 
 def begun(folder: Path, options: LocalOptions) -> tuple[LocalOptions, dict[str, Any]]:
-    """The options and the document of the run in a folder, which may have been moved.
+    """Returns the options and the document of the run in a folder, which may have been moved.
 
     Raises:
         ConfigError: there is no such run, it is running, or options disagree with it.

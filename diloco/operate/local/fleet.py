@@ -1,4 +1,4 @@
-"""The processes of a local run: started as an operator would start them, watched, ended."""
+"""The processes of a local run: started as an operator would, watched, restarted, ended."""
 
 import os
 import re
@@ -16,24 +16,24 @@ from diloco.common.process.nats_server import LOOPBACK, NatsServer, free_port, i
 from diloco.common.protocol.errors import DilocoError
 from diloco.operate.local.reaper import Reaper
 
-# A process that fails so often within a minute is not started again.
+# Failures within a minute after which a process is not restarted.
 FAILURES = 5
 WITHIN_S = 60.0
-# Nor is one that fails the same way so often, one life after the other, however long each is.
+# Consecutive failures of the same kind after which it is not restarted either, however long it ran.
 ALIKE = 3
 TAIL_LINES = 12
-# The priority of who yields: below all others.
+# The priority of daemons that yield: below all others.
 NICE = 19
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
-# When one host of a learner has died, its peers have so long to end by themselves.
+# Seconds that the peers of a learner's dead host have to end themselves.
 HOSTS_END_S = 30.0
 
 
 @dataclass
 class Process:
-    """One process of a daemon: how it is started, where its log goes, whether it runs.
+    """One process of a daemon: its command, its log, and whether it runs.
 
-    `environment` is what differs from ours; None for a variable that it is not to have.
+    `environment` holds the differences from our environment; None removes a variable.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Process:
 
     @property
     def pid(self) -> int | None:
-        """Process id, while it runs."""
+        """The process id, while it runs."""
         return self.running.pid if self.running and self.running.poll() is None else None
 
     @property
@@ -55,12 +55,12 @@ class Process:
 
 @dataclass
 class Daemon:
-    """A daemon and how often it came back: one process, or a learner's one for each host.
+    """A daemon and its restarts: one process, or one for each host of a learner.
 
-    `failed` is the process that failed first in this life, seen to have done so at
-    `failing_since_s`; its peers end then, for they cannot go on without it. `killed`: we did it.
-    `ways`: how its last lives failed. `spare`: the run goes on without it, while another is there.
-    `yields`: it works where others leave time.
+    `failed` is the process that failed first in this life, noticed at `failing_since_s`; its peers
+    end then, since they cannot continue without it. `killed`: we killed it. `ways`: how its last
+    lives failed. `spare`: the run can continue without it, while another like it runs. `yields`: it
+    runs at the lowest priority.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Daemon:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the first process, while all run."""
+        """Process id of the first process, while all run; else None."""
         pids = [process.pid for process in self.processes]
         return None if None in pids else pids[0]
 
@@ -106,11 +106,11 @@ class LocalDaemons:
 
     @property
     def restarts(self) -> int:
-        """The number of times that daemons were started again."""
+        """The number of restarts of all daemons."""
         return sum(daemon.restarts for daemon in self.daemons.values())
 
     def adopt(self, server: NatsServer) -> None:
-        """Look after a server that runs: start it again if it dies, end it should we die."""
+        """Watch a running server: restart it if it dies; the reaper ends it if we die."""
         self._server = server
         self._watch_server()
 
@@ -129,8 +129,8 @@ class LocalDaemons:
     ) -> Daemon:
         """Start `diloco ARGUMENTS...` under a name, with a log file of its own.
 
-        Given several times, they are the hosts of one learner: each has a process, NAME.HOST, and
-        is told who it is and where host 0 is, at a new port in each life.
+        Several lists of arguments are the hosts of one learner: each host has a process, NAME.HOST,
+        which is told its number and host 0's address, at a new port in each life.
         """
         names = [name] if len(arguments) == 1 else [f"{name}.{i}" for i in range(len(arguments))]
         changes = environments or [{} for _ in arguments]
@@ -175,10 +175,10 @@ class LocalDaemons:
             os.setpriority(os.PRIO_PROCESS, process.running.pid, NICE)
 
     def kill(self, name: str) -> str:
-        """SIGKILL a daemon and start it again; who was killed, in words.
+        """SIGKILL a daemon and start it again; returns the name of the killed process, for people.
 
-        Of a learner of several hosts it is the last host. The others end by themselves then, and
-        `look_after` starts all of them again.
+        Of a learner of several hosts the last host is killed. The others end automatically then,
+        and `look_after` restarts all of them.
         """
         daemon = self.daemons[name]
         last = len(daemon.processes) - 1
@@ -202,7 +202,7 @@ class LocalDaemons:
             self._collect(process)
 
     def start_again(self, name: str) -> None:
-        """Start a daemon that was ended."""
+        """Restart a daemon that was ended."""
         self.daemons[name].restarts += 1
         self._spawn(self.daemons[name])
 
@@ -210,7 +210,7 @@ class LocalDaemons:
         """Note daemons that have ended; restart those that have failed: all, if none is named.
 
         Raises:
-            DilocoError: one fails again and again; the end of its log is shown.
+            DilocoError: a daemon fails again and again; the end of its log is shown.
         """
         if self._server is not None and not self._server.running:
             self._server.start()
@@ -231,7 +231,7 @@ class LocalDaemons:
             return
         for process in daemon.processes:
             self._collect(process)
-        # The first process is the one that speaks to the run.
+        # The first process is host 0, which speaks to the run.
         if daemon.processes[0].status == 0:
             daemon.ended = True
             return
@@ -254,10 +254,10 @@ class LocalDaemons:
         self.start_again(daemon.name)
 
     def _give_up(self, daemon: Daemon, failed: Process) -> None:
-        """Start a daemon no more; the run goes on if there are others like it.
+        """Do not restart a daemon any more; the run continues if another like it runs.
 
         Raises:
-            DilocoError: there are none.
+            DilocoError: there is no other.
         """
         said = f"{failed.name} failed the same way {ALIKE} times: {last_words(_read(failed))}"
         others = [one for one in self.daemons.values() if one.spare and not one.ended]
@@ -267,11 +267,11 @@ class LocalDaemons:
         self.given_up.append(f"{said}; it is not started again ({_hint(failed.log_path)})")
 
     def _ran_long(self, daemon: Daemon) -> bool:
-        """Whether the daemon ever got to work: one that never did is misconfigured, not unlucky."""
+        """True if the daemon ever started its work: otherwise it is misconfigured."""
         return all('"started"' in _read(process) for process in daemon.processes)
 
     def tail(self, daemon: Daemon) -> str:
-        """The last lines of a daemon's log; of several hosts, of the one that failed first."""
+        """Returns the last lines of a daemon's log; of several hosts, that of the first to fail."""
         text = _read(daemon.failed or daemon.processes[0])
         return "\n".join(text.splitlines()[-TAIL_LINES:])
 
@@ -281,7 +281,7 @@ class LocalDaemons:
         self._reaper.forget(process.running.pid)
 
     def stop(self, *, within_s: float) -> None:
-        """Ask all to end, learners first, and end those that do not."""
+        """Ask all daemons to end, learners first; kill those that do not end within `within_s`."""
         order = sorted(
             self.daemons.values(), key=lambda daemon: daemon.name.startswith("aggregator")
         )
@@ -315,14 +315,14 @@ class LocalDaemons:
 
 
 def way_of(status: int | None, text: str) -> str:
-    """The manner in which a life ended, without its numbers; "" after a signal."""
+    """Returns how a life ended, as text without its numbers; "" after a signal."""
     if status is None or status < 0:
         return ""
     return f"{status}: {_NUMBER.sub('N', last_words(text))}"
 
 
 def how_ended(process: Process) -> str:
-    """The end of a process, in words: its signal, or its status and error."""
+    """Returns how a process ended, as text: its signal, or its status and error."""
     status = process.status or 0
     if status < 0:
         return f"was ended by {signal.Signals(-status).name}"
@@ -331,7 +331,7 @@ def how_ended(process: Process) -> str:
 
 
 def last_words(text: str) -> str:
-    """The error that a log ends with: the last that is said as one, else the last line."""
+    """Returns the error that a log ends with: its last "error:" line, else its last line."""
     lines = [line for line in text.splitlines() if line and not line.startswith(("{", "hint: "))]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return (errors or lines or [""])[-1].strip()

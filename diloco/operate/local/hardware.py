@@ -1,7 +1,8 @@
 """The hardware of each learner of a local run: devices as a mesh, and processes that share them.
 
-Each learner gets whole accelerators where there are enough. Fewer GPUs than learners are shared:
-equal parts of a GPU's memory, with its speed divided as it comes. A TPU chip is one process's.
+Each learner gets whole accelerators if there are enough. With fewer GPUs than learners, learners
+share them: equal parts of a GPU's memory, its speed divided by demand. A TPU chip serves one
+process.
 """
 
 import math
@@ -15,11 +16,11 @@ from diloco.common.process.config import LearnerSection, MeshSection
 from diloco.common.protocol.errors import ConfigError
 from diloco.run.cli.units import human_bytes
 
-# What each process keeps outside the memory that JAX reserves: CUDA's own context, kernels.
+# Memory of each process outside JAX's reservation: CUDA's own context, kernels.
 CONTEXT_BYTES = 768 << 20
-# With less there is no room for a model of any use.
+# With less memory there is no room for a useful model.
 LEAST_BYTES = 1 << 30
-# Of a GPU's memory, what processes that share it reserve together; JAX itself takes 0.75.
+# The part of a GPU's memory that its processes reserve together; JAX itself takes 0.75.
 RESERVED = 0.9
 # Sizes of the block of chips that one process can have.
 TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
@@ -29,9 +30,9 @@ class Share(NamedTuple):
     """The share of the machine that one process gets.
 
     Attributes:
-        names: of its accelerators.
-        memory: its part of their memory; None for all that JAX takes.
-        whole_machine: whether these are all that the machine has.
+        names: names of its accelerators.
+        memory: its part of their memory; None for JAX's default.
+        whole_machine: whether these are all accelerators of the machine.
     """
 
     kind: Kind
@@ -40,12 +41,12 @@ class Share(NamedTuple):
     whole_machine: bool = False
 
     def environment(self) -> dict[str, str | None]:
-        """The environment that makes JAX take these accelerators and no others."""
+        """Returns the environment that makes JAX take these accelerators and no others."""
         found: dict[str, str | None] = {"JAX_PLATFORMS": f"{self.kind},cpu"}
         if self.kind == "cuda":
             found |= {
                 "CUDA_VISIBLE_DEVICES": ",".join(self.names),
-                # By which the driver's tool counts them too.
+                # The order in which the driver's tool counts them too.
                 "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
             }
             if self.memory is not None:
@@ -64,7 +65,7 @@ class Share(NamedTuple):
         }
 
     def words(self) -> str:
-        """The share in words: "GPU 0, 1", "45 % of GPU 0"."""
+        """Returns the share as text: "GPU 0, 1", "45 % of GPU 0"."""
         noun = "GPU" if self.kind == "cuda" else "TPU chip"
         part = "" if self.memory is None else f"{self.memory:.0%} of "
         return f"{part}{noun} {', '.join(self.names)}"
@@ -74,9 +75,9 @@ class Hardware(NamedTuple):
     """The hardware of one learner.
 
     Attributes:
-        devices: of all its processes together.
-        hosts: its processes.
-        forced: whether JAX is told to take the CPU for so many devices.
+        devices: number of devices of all its processes.
+        hosts: number of its processes.
+        forced: whether JAX emulates this number of devices on the CPU.
         shares: the accelerators of each process; none for a learner on the CPU.
     """
 
@@ -86,22 +87,22 @@ class Hardware(NamedTuple):
     shares: tuple[Share, ...] = ()
 
     def arguments(self) -> list[str]:
-        """The arguments that each of its processes is started with."""
+        """Returns the arguments with which each of its processes is started."""
         own = self.forced and not self.shares
         return ["--cpu-devices", str(self.devices // self.hosts)] if own else []
 
     def environments(self) -> list[dict[str, str | None]]:
-        """For each of its processes: the changes to our environment."""
+        """Returns the changes to our environment, for each of its processes."""
         if not self.shares:
             return [{} for _ in range(self.hosts)]
         return [share.environment() for share in self.shares]
 
     def accelerators(self) -> set[str]:
-        """Names of the learner's accelerators."""
+        """Returns the names of the learner's accelerators."""
         return {name for share in self.shares for name in share.names}
 
     def words(self) -> str:
-        """The hardware in words: "4 in 2 hosts", "GPU 0, 1"; "" for one device of the CPU."""
+        """Returns the hardware as text: "4 in 2 hosts", "GPU 0, 1"; "" for one CPU device."""
         if self.shares:
             return " and ".join(share.words() for share in self.shares)
         if self.hosts > 1:
@@ -110,12 +111,12 @@ class Hardware(NamedTuple):
 
     @property
     def asked(self) -> int | None:
-        """The devices that the user asked for; None: those of the machine."""
+        """The number of devices that the user asked for; None: the machine's accelerators."""
         return self.devices if self.forced else None
 
 
 def divide(found: Accelerators, wanted: Mapping[str, Hardware]) -> dict[str, tuple[Share, ...]]:
-    """The shares of each learner's processes.
+    """Divide accelerators among the processes of each learner.
 
     Raises:
         ConfigError: there are too few accelerators.
@@ -147,7 +148,7 @@ def _whole(found: Accelerators, wanted: Mapping[str, Hardware]) -> dict[str, tup
 def _processes(
     found: Accelerators, learner: str, mine: Sequence[str], hosts: int
 ) -> tuple[Share, ...]:
-    """One learner's accelerators, divided among its processes."""
+    """Divide one learner's accelerators among its processes."""
     if found.kind == "tpu" and (hosts > 1 or len(mine) not in TPU_BOUNDS):
         raise ConfigError(
             f"{learner} would have {found.count(len(mine))} in {hosts} process(es); one process "
@@ -170,7 +171,7 @@ def _processes(
 
 
 def _parts(found: Accelerators, learners: Sequence[str]) -> dict[str, tuple[Share, ...]]:
-    """Parts of GPUs' memory; learners go round the GPUs."""
+    """Give learners parts of GPUs' memory, in turn over the GPUs."""
     gpus = len(found.names)
     sharing = [len(learners[index::gpus]) for index in range(gpus)]
     most = max(sharing)
@@ -189,7 +190,7 @@ def _parts(found: Accelerators, learners: Sequence[str]) -> dict[str, tuple[Shar
 
 
 def _part(found: Accelerators, sharing: int) -> float | None:
-    """The part of a GPU's memory that each of so many learners reserves."""
+    """Returns the part of a GPU's memory that each of `sharing` learners reserves; None for one."""
     if sharing == 1:
         return None
     context = CONTEXT_BYTES / found.memory_bytes if found.memory_bytes else 0.0
@@ -206,7 +207,7 @@ def _too_few(found: Accelerators, wanted: Mapping[str, Hardware], asked: int) ->
 
 
 def _power_of_two(number: int) -> int:
-    """The largest power of two that is no larger: batches divide by it, and chips' blocks do."""
+    """Returns the largest power of two up to `number`: it divides batches and chip blocks."""
     return 1 << (number.bit_length() - 1)
 
 
@@ -215,7 +216,7 @@ _MESHES = "for example --mesh 4,2,1,1; with other axes --mesh data=2/fsdp=2,tens
 
 
 def count_learners(learners: int | None, mesh: str | None, hosts: str | None) -> int:
-    """The number of learners: as given, else as many as the lists have items."""
+    """Returns the number of learners: `learners` if given, else the length of the lists."""
     if learners is not None:
         return learners
     listed = mesh if mesh is not None else hosts
@@ -225,12 +226,12 @@ def count_learners(learners: int | None, mesh: str | None, hosts: str | None) ->
 def set_hardware(
     section: dict[str, Any], names: Sequence[str], mesh: str | None, hosts: str | None
 ) -> dict[str, Hardware]:
-    """Put the meshes of --mesh into the section `learner` of a document; what each learner has.
+    """Put the meshes of --mesh into the section `learner`; returns each learner's hardware.
 
-    Where the lists are not given, that follows from the section.
+    If a list is not given, the hardware follows from the section.
 
     Raises:
-        ConfigError: a list that cannot be understood, or does not fit.
+        ConfigError: a list is invalid, or has the wrong length.
     """
     if mesh is not None:
         islands = section.setdefault("islands", {})
@@ -241,7 +242,7 @@ def set_hardware(
         parsed = LearnerSection.model_validate(section)
     except ValidationError:
         return dict.fromkeys(names, Hardware())  # The whole file is checked, and refused, later.
-    # Every process is told its own.
+    # Each process gets its own number of devices as an argument.
     for key in ("hosts", "host", "coordinator"):
         section.pop(key, None)
     counts = [parsed.hosts] * len(names) if hosts is None else _hosts(hosts, len(names))
@@ -253,12 +254,12 @@ def set_hardware(
 
 
 def on_cpu(hardware: dict[str, Hardware]) -> dict[str, Hardware]:
-    """The hardware of each learner, on the CPU also where there are accelerators."""
+    """Returns each learner's hardware, on the CPU even if there are accelerators."""
     return {name: one._replace(forced=True) for name, one in hardware.items()}
 
 
 def on_accelerators(hardware: dict[str, Hardware], found: Accelerators) -> dict[str, Hardware]:
-    """The hardware of each learner, with its share of the accelerators that were found.
+    """Returns each learner's hardware, with its share of the accelerators that were found.
 
     Raises:
         ConfigError: there are fewer accelerators than learners.
@@ -275,7 +276,7 @@ def on_accelerators(hardware: dict[str, Hardware], found: Accelerators) -> dict[
 def _hardware(section: LearnerSection, name: str, hosts: int, *, forced: bool) -> Hardware:
     mesh = section.island(name).mesh or MeshSection()
     given = math.prod(size for size in (mesh.data, mesh.fsdp, mesh.tensor) if size)
-    # A size of 0 takes what the others leave: here, nothing more than there must be.
+    # A size of 0 takes the devices that the others leave: here, the fewest possible.
     open_sized = 0 in (mesh.data, mesh.fsdp, mesh.tensor)
     devices = math.lcm(given, hosts * max(1, section.cpu_devices)) if open_sized else given
     if devices % hosts:

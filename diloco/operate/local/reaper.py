@@ -1,7 +1,7 @@
 """Ends the processes of a local run if the command that started them dies without doing so.
 
-It reads "+PID" and "-PID" lines on standard input; at the end of input, which comes however the
-writer dies, it kills what is still listed.
+It reads lines "+PID" and "-PID" on standard input; at the end of input, which comes however the
+writer dies, it kills the processes that are still listed.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ def main() -> None:
 
 
 class Reaper:
-    """The writer's side: started before the first process, closed after the last."""
+    """The writer's side of the reaper: started before the first process, closed after the last."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(

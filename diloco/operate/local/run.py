@@ -1,7 +1,7 @@
 """`diloco local`: a whole run on this machine, every part a process of its own.
 
-It only calls what an operator would call: a NATS server, `diloco run create`, `diloco aggregator`,
-`diloco learner`; and it watches the tape as anybody could.
+It calls only an operator's commands: a NATS server, `diloco run create`, `diloco aggregator`,
+`diloco learner`; and it watches the tape as any reader could.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ from diloco.show.page.following import LiveRun, served
 REFRESH_S = 0.5
 LINE_S = 10.0
 STOP_S = 15.0
-# Processes that are no daemons of the run.
+# Processes that are not daemons of the run.
 CREATE, SCORES = "create", "scores"
 # The least seconds between two scores, and the most of the time that scoring takes.
 SCORE_S, SCORE_SHARE = 5.0, 0.1
@@ -69,7 +69,7 @@ class _Kill:
 
 
 def run_local(options: LocalOptions) -> int:
-    """Run or resume a local run; exit status 0 once the run has ended, 130 after Ctrl-C.
+    """Run or resume a local run; returns 0 once the run has ended, 130 after Ctrl-C.
 
     Raises:
         DilocoError: wrong options, or a daemon that cannot work; nothing to resume, or it runs.
@@ -86,10 +86,10 @@ def run_local(options: LocalOptions) -> int:
         _check_unused(run_dir)
         learners = _learner_names(options)
         document, hardware = local_document(options, name, learners, run_dir)
-    # What is misspelt leaves nothing behind.
+    # Options are checked before any file is written.
     steps = make_config(document, source=str(options.config or "the options")).run.steps
-    # The demonstration shows a learner that dies and returns; whoever trains a task of their own
-    # has not asked for it.
+    # The demonstration shows a learner that dies and returns; a user's own task is left alone
+    # unless --kill asks for it.
     own = options.config is not None or options.task is not None
     asked = ["none"] if own and options.kill is None else options.kill
     kills = _plan_kills(asked, learners, aggregator_names(options.aggregators), steps)
@@ -116,10 +116,10 @@ def _learner_names(options: LocalOptions) -> list[str]:
 
 
 def _check_unused(run_dir: Path) -> None:
-    """Refuse to write where something is.
+    """Refuse a folder that is not empty.
 
     Raises:
-        ConfigError: it is no folder, or not empty, or cannot be read or named.
+        ConfigError: it is not a folder, not empty, or cannot be read or named.
     """
     try:
         str(run_dir).encode()
@@ -148,14 +148,14 @@ def _place(
     document: dict[str, Any],
     hardware: dict[str, Hardware],
 ) -> dict[str, Hardware]:
-    """The learners on this machine's accelerators, if there are any; says who got what.
+    """Assign the machine's accelerators to the learners, if there are any; prints the assignment.
 
     Raises:
         ConfigError: there are too few.
     """
     if options.cpu:
         return on_cpu(hardware)
-    # Who emulates devices, or has set JAX_PLATFORMS=cpu, has said where to train.
+    # Emulated devices, or JAX_PLATFORMS=cpu, mean that the user wants the CPU.
     asked_for_cpu = document["learner"].get("cpu_devices") or not allows_accelerators()
     found = None if asked_for_cpu else find_accelerators()
     if found is None:
@@ -176,17 +176,17 @@ def _place(
 
 
 def aggregator_names(count: int) -> list[str]:
-    """The names of a local run's aggregators."""
+    """Returns the names of a local run's aggregators."""
     return ["aggregator", *(f"aggregator-{index}" for index in range(1, count))]
 
 
 def _plan_kills(
     wanted: list[str] | None, learners: list[str], aggregators: list[str], steps: int
 ) -> list[_Kill]:
-    """The daemons to kill, and the step at which each is killed.
+    """Returns the daemons to kill, each with its step.
 
     Raises:
-        ConfigError: not NAME@STEP, or nobody of that name.
+        ConfigError: not NAME@STEP, or no daemon of that name.
     """
     if wanted is None:
         return [_Kill(learners[1], steps // 3)] if len(learners) > 1 else []
@@ -218,12 +218,12 @@ class LocalRun:
     console: Console
     losses: list[float] = field(default_factory=list)
     note: str = ""
-    # Where the tape ended when it was begun to be read: up to there it tells of the past.
+    # The tape's last sequence when reading began: messages up to it are of the past.
     past_seq: int = 0
     _began_s: float = field(default_factory=time.monotonic)
 
     async def go(self) -> int:
-        """Create the run, train it, sum it up; returns the exit status."""
+        """Create the run, train it, print the summary; returns the exit status."""
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -256,11 +256,11 @@ class LocalRun:
 
     @property
     def _folder(self) -> str:
-        """The run's folder, as it is typed in a shell."""
+        """Returns the run's folder, quoted for a shell."""
         return shlex.quote(str(self.config_path.parent))
 
     def _hung_up(self, stop: asyncio.Event) -> None:
-        """The terminal was closed: what is left to say has no reader."""
+        """Stop the run after its terminal was closed; further output is discarded."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for descriptor in (1, 2):
             if os.isatty(descriptor):
@@ -302,13 +302,13 @@ class LocalRun:
         self._save_picture(self._frame(watch), summary)
 
     def _page(self, opened: OpenRun) -> AbstractAsyncContextManager[str]:
-        """The run's page, on the usual port or one that is free, until this command ends."""
+        """Serve the run's page, on the usual port or any free one, until this command ends."""
         again = f"diloco dashboard {self._folder}"
         run = LiveRun(opened.context, opened.specification.created_at_s)
         return served(run, port=None, again=again)
 
     async def _is_created(self) -> bool:
-        """Whether there is a run to resume; one that was not wholly created is completed."""
+        """True if there is a run to resume; one that was created only in part is completed."""
         if self.options.resume is None:
             return False
         try:
@@ -329,13 +329,13 @@ class LocalRun:
             await self._end_of(CREATE)
 
     async def _end_of(self, name: str) -> None:
-        """Wait for one process, whose failure is to be told before others'."""
+        """Wait for one process to end, so that its failure is reported before others'."""
         while not self.fleet.daemons[name].ended:
             await asyncio.sleep(0.05)
             self.fleet.look_after(name)
 
     def _start_scores(self) -> None:
-        """Have the model scored beside the run, which goes first."""
+        """Start scoring the model beside the run, at the lowest priority."""
         command = ["evaluate", str(self.config_path), "--follow", "--json"]
         pace = ["--every-s", str(SCORE_S), "--share", str(SCORE_SHARE)]
         self.fleet.start(SCORES, [*command, *pace], yields=True)
@@ -358,7 +358,7 @@ class LocalRun:
             )
 
     def _port(self, ports: Iterator[int]) -> list[str]:
-        """Each daemon serves its metrics on a port of its own, if the run's file sets a first."""
+        """Returns the option for a daemon's metrics port, if the run's file sets a first one."""
         return ["--metrics-port", str(next(ports))] if self.config.metrics.port else []
 
     async def _watch(self, watch: Watch) -> None:
@@ -417,7 +417,7 @@ class LocalRun:
         )
 
     async def _wait_for_daemons(self) -> None:
-        """After the end everybody leaves by themselves; those who do not are ended by `stop`."""
+        """Wait until all daemons have ended after the run's end; `stop` ends the others."""
         deadline_s = time.monotonic() + STOP_S
         while time.monotonic() < deadline_s:
             self.fleet.look_after()
@@ -454,7 +454,7 @@ class LocalRun:
             say_json(summary)
 
     def _save_picture(self, frame: screen.Picture, summary: dict[str, Any]) -> None:
-        """Keep how the run ended as a picture, screen.svg in its folder."""
+        """Save the last screen of the run as screen.svg in its folder."""
         paper = Console(record=True, width=screen.WIDTH, file=io.StringIO(), force_terminal=True)
         paper.print(screen.picture(frame))
         paper.print(screen.sentence(summary))
@@ -463,7 +463,7 @@ class LocalRun:
 
 
 def _cores(index: int, learners: int) -> set[int] | None:
-    """The cores of one learner, so that learners do not crowd each other; None for any."""
+    """Returns the cores of one learner, so that learners do not share them; None for any."""
     if not hasattr(os, "sched_getaffinity"):
         return None
     available = sorted(os.sched_getaffinity(0))

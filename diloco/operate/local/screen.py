@@ -1,4 +1,4 @@
-"""The screen of a local run: a table on a terminal, a line now and then elsewhere."""
+"""The screen of a local run: a table on a terminal, an occasional line elsewhere."""
 
 import math
 from collections.abc import Iterator
@@ -27,11 +27,11 @@ COURSE = 48
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """The figures on the terminal at one moment of a local run.
+    """The figures of a local run at one moment.
 
     Attributes:
         losses: median over the learners, from the beginning to now.
-        behind: the tape's past is still being read.
+        behind: whether the tape's past is still being read.
     """
 
     run: str
@@ -45,7 +45,7 @@ class Picture:
 
 
 def state_of(frame: Picture, learner: str) -> str:
-    """One word on what a learner does."""
+    """Returns one word for a learner's state."""
     daemon = frame.daemons.get(learner)
     if daemon is None:
         return "waiting"
@@ -60,7 +60,7 @@ def state_of(frame: Picture, learner: str) -> str:
 
 
 def line(frame: Picture) -> str:
-    """The run in one line, for output that is no terminal."""
+    """Returns the run in one line, for output other than a terminal."""
     seen = frame.observed
     loss = f"{frame.losses[-1]:.3f}" if frame.losses else "-"
     far = "".join(f" ({name}: {own:.4g})" for name, own in _far(frame))
@@ -73,14 +73,14 @@ def line(frame: Picture) -> str:
 
 
 def _far(frame: Picture) -> Iterator[tuple[str, float]]:
-    """Learners whose loss is far from the median, which says nothing of them."""
+    """Yields learners whose loss is far from the median, which hides them."""
     for one in frame.observed.learners:
         if one.loss is not None and abs(gap(one.loss, frame.losses[-1])) >= math.log(TIMES):
             yield one.name, one.loss
 
 
 def picture(frame: Picture) -> RenderableType:
-    """The run on a terminal."""
+    """Returns the run for a terminal."""
     return Panel(
         Group(_progress(frame), _learners(frame), _run(frame)),
         title=f"[bold]diloco[/] · run {frame.run}",
@@ -90,7 +90,7 @@ def picture(frame: Picture) -> RenderableType:
 
 
 def sentence(summary: dict[str, Any]) -> str:
-    """The result in words, for rich."""
+    """Returns the result as a sentence, with rich's markup."""
     return (
         f"held-out loss [bold]{summary['eval_loss_first']:.4g}[/] → "
         f"[bold]{summary['eval_loss_last']:.4g}[/] after {summary['steps']} steps and "
