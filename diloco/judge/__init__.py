@@ -1,1 +1,1 @@
-"""A run's health: the invariants held against tape and store, and `diloco doctor`."""
+"""A run's health: tape and store compared with the invariants, and `diloco doctor`."""

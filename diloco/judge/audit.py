@@ -1,7 +1,7 @@
-"""Holds a run's tape against the rules of `diloco.judge.oracle`, and accounts for its updates.
+"""Checks a run's tape against the rules of `diloco.judge.oracle`, and counts its updates.
 
-It believes no daemon. A run may be under way, and its tape trimmed; then each fragment is judged
-from its oldest record on. `remake.py` and `objects.py` look at what the store has.
+It trusts no daemon. The run may be in progress, and its tape trimmed; then each fragment is judged
+from its oldest record on. `remake_and_compare.py` and `objects.py` check the store's objects.
 """
 
 import heapq
@@ -18,12 +18,12 @@ from diloco.run.history import History
 
 
 class Breach(NamedTuple):
-    """Something that is not as it must be.
+    """A value that breaks a rule.
 
     Attributes:
         rule: one of the oracle's, "objects", "bytes" or "digests".
         where: the part of the run.
-        what: the expected value, and the one that stands there.
+        what: the expected value, and the value found.
     """
 
     rule: str
@@ -36,10 +36,10 @@ class Objects:
     """The state of a run's objects.
 
     Attributes:
-        needed: the number that recovery and learners need; `needed_bytes` of them.
-        collected: the number that the tape names and that garbage collection may have removed.
-        orphans: objects below the run's prefix that nothing on the tape names, in bytes.
-        newer: objects of versions beyond the tape's end, in bytes.
+        needed: number of objects that recovery and learners need, of `needed_bytes` in all.
+        collected: number of missing objects that garbage collection may have removed.
+        orphans: bytes of each object below the run's prefix that nothing on the tape names.
+        newer: bytes of each object of a version beyond the tape's end.
         remade: versions that were merged again, and gave their digests.
         read: objects of versions whose bytes were compared.
     """
@@ -56,7 +56,7 @@ class Objects:
 
 @dataclass
 class Account:
-    """The updates of a run since each fragment's oldest record; tokens beside their counts."""
+    """Counts of a run's updates since each fragment's oldest record, each with its tokens."""
 
     sent: int = 0
     merged: int = 0
@@ -73,9 +73,9 @@ class Audit:
     """The findings of an audit.
 
     Attributes:
-        deep: whether decisions and versions were made again.
-        followed: number of decisions that were made again; `remade`: of versions.
-        unknown: number of decisions that could not be made again, since the tape is trimmed.
+        deep: whether decisions and versions were recomputed.
+        followed: number of decisions that were recomputed; `remade`: that of versions.
+        unknown: number of decisions that could not be recomputed, since the tape is trimmed.
     """
 
     breaches: list[Breach] = field(default_factory=list)
@@ -91,10 +91,10 @@ def audit(history: History, *, deep: bool = False) -> Audit:
 
     Args:
         history: the tape.
-        deep: also make every decision again, and every version in plain arithmetic.
+        deep: also recompute every decision, and every version in plain arithmetic.
 
     Raises:
-        StoreUnavailableError: the store is away.
+        StoreUnavailableError: the store is unreachable.
     """
     found, specification = Audit(deep=deep), history.specification
     try:
@@ -109,7 +109,7 @@ def audit(history: History, *, deep: bool = False) -> Audit:
     for item in _items(history):
         oracle.take(item)
     oracle.close()
-    # An object that is damaged is told of as such (`remake.py`): no rule was broken.
+    # A damaged object is another finding (`remake_and_compare.py`): no rule was broken.
     broken = [one for one in oracle.findings if one.rule != "input"]
     found.breaches += [Breach(one.rule, one.where, one.what) for one in broken]
     found.followed = sum(chain.followed for chain in oracle.chains)
@@ -120,7 +120,7 @@ def audit(history: History, *, deep: bool = False) -> Audit:
 
 
 def _items(history: History) -> Iterator[Item]:
-    """The messages of the tape, in order."""
+    """Yields the messages of the tape, in order."""
     records = (
         Entry(seq, history.times_s[seq], names.record(history.run, record.fragment), record, 0)
         for seq, record in history.in_order()

@@ -1,8 +1,7 @@
-"""`diloco doctor`: explains the health of a run, or of a configuration whose run is not made yet.
+"""`diloco doctor`: reports the health of a run, or of a configuration whose run is not created yet.
 
-It probes what it needs (bus, store, clock), reads tape, heartbeats and the list of objects, and
-leaves nothing behind but one line among the rejected copies. `doctor_findings.py` has the
-judgements.
+It probes bus, store and clock, reads tape, heartbeats and the list of objects, and leaves nothing
+behind but one line among the rejected copies. `doctor_findings.py` turns facts into findings.
 """
 
 import asyncio
@@ -62,17 +61,17 @@ from diloco.run.state import Finding, RunStatus
 from diloco.run.timeseries import read_time_series
 from diloco.run.watch import Watch
 
-# A run goes on while it is looked at: what garbage collection took meanwhile is not missing.
+# Readings of a run that moves on meanwhile: objects that were collected then are not missing.
 LOOKS = 3
-# Versions over the run that looking deep scores on held-out data.
+# The number of versions that a deep examination scores on held-out data.
 SCORES = 8
 
 
 @dataclass
 class Report:
-    """The doctor's findings; `account` and `run_now` are None when the tape could not be read.
+    """The doctor's findings; `account` and `run_now` are None if the tape could not be read.
 
-    `exists` is False where nothing is amiss but that the run was not created yet.
+    `exists` is False if the run is not created yet and nothing else is wrong.
     """
 
     run: str
@@ -83,17 +82,17 @@ class Report:
 
     @property
     def healthy(self) -> bool:
-        """Whether the run is there, and nothing is an error."""
+        """Whether the run exists, and no finding is an error."""
         return self.exists and all(finding.severity != "error" for finding in self.findings)
 
     @property
     def deeper(self) -> list[Finding]:
-        """Findings from the whole tape and the store, beyond those on the run as it is now."""
+        """The findings from the whole tape and the store, beyond those of the run's state."""
         now = self.run_now.findings if self.run_now is not None else ()
         return [one for one in self.findings if one not in now]
 
     def document(self) -> dict[str, object]:
-        """The report as JSON has it."""
+        """Returns the report for JSON."""
         return {
             "run": self.run,
             "exists": self.exists,
@@ -103,14 +102,14 @@ class Report:
         }
 
 
-# Hears the report so far, and what is done next.
+# Is called with the report so far, and the next step.
 Told = Callable[["Report", str], None]
-# From run, tape, its task (a `ScoredTask`) and findings: the findings, with more that it found.
+# (run, tape, its task as a `ScoredTask`, findings) -> the findings, with its own added.
 Further = Callable[[RunContext, History, Isolated, list[Finding]], Awaitable[list[Finding]]]
 
 
 def _not_told(_report: Report, _doing: str) -> None:
-    """Do nothing: a caller that gives no `told` hears only the report."""
+    """Ignore progress: the default of `told`."""
 
 
 async def examine(
@@ -119,13 +118,13 @@ async def examine(
     """Read a run, or a configuration, and report its health.
 
     Args:
-        target: RUN, as `diloco.run.cli.opening` has it.
-        deep: also read every object, make every version again, and judge every record.
-        told: hears what is known so far, and what is done next.
+        target: RUN, as `diloco.run.cli.opening` takes it.
+        deep: also read every object, recompute every version, and judge every record.
+        told: is called with the findings so far, and the next step.
         further: adds to the findings on a run, from its tape.
 
     Raises:
-        ConfigError: `target` is no configuration or cannot be understood.
+        ConfigError: `target` is not a configuration, or an invalid one.
     """
     config = run_config(target)
     report = Report(config.run.name)
@@ -136,7 +135,7 @@ async def examine(
     found += probed
     try:
         async with open_run(target, name="doctor", reads=True) as run:
-            # It takes its time to load, and has it while the tape is read.
+            # The task loads while the tape is read.
             task = Isolated("diloco.run.model.view:ScoredTask", run.config.settings())
             try:
                 found += _compare(run)
@@ -151,7 +150,7 @@ async def examine(
         found += await asyncio.to_thread(_task_of, config)
     except RunIncompleteError as error:
         report.exists = False
-        # A store that is not there yet is made with the run.
+        # A store that does not exist yet is made with the run.
         found = [one for one in found if one.severity != "note"]
         found.append(replace(failed("run", error, doctor_findings.RUN_MISMATCH), severity="note"))
     except BusUnavailableError as error:
@@ -175,7 +174,7 @@ async def examine(
 
 
 def said_once(findings: Iterable[Finding]) -> list[Finding]:
-    """The findings, each sentence once and with the worst severity that it was given."""
+    """Returns the findings, each sentence once, with the worst severity that it was given."""
     read_scores: dict[tuple[str, str], Finding] = {}
     for finding in findings:
         other = read_scores.setdefault((finding.about, finding.sentence), finding)
@@ -185,9 +184,9 @@ def said_once(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def _no_run(config: Config, error: DilocoError, store: ObjectStore | None) -> Iterator[Finding]:
-    """A run that is not on the bus: not created yet, unless the store has something of it."""
+    """Yields the finding on a run that is not on the bus: not created, or its tape is lost."""
     try:
-        # What it holds stands behind a tape that was there, and is lost or on another server.
+        # Objects of the run mean that its tape existed, and is lost or on another server.
         objects = len(list_now(store, config.run.name)) if store is not None else 0
     except StoreError as away:
         yield failed("run", away, STORE_AWAY)
@@ -209,7 +208,7 @@ def _no_run(config: Config, error: DilocoError, store: ObjectStore | None) -> It
 
 
 def _probe_store(config: Config) -> tuple[ObjectStore | None, list[Finding]]:
-    """The store, if it is there; and what came of writing, reading and deleting an object."""
+    """Write, read and delete an object; returns the store, if it exists, and the findings."""
     name = f"{config.run.name}/doctor/{secrets.token_hex(8)}"
     store = None
     try:
@@ -222,7 +221,7 @@ def _probe_store(config: Config) -> tuple[ObjectStore | None, list[Finding]]:
             *service_findings.store_fence(store, credentials=bool(config.bus.credentials)),
         ]
     except StoreMissingError as error:
-        # Of a run that is there it is an error, and `open_run` says so.
+        # For an existing run this is an error, which `open_run` raises.
         note = Finding(
             severity="note", about="store", sentence=error.message, advice=error.hint or "",
             runbook=STORE_AWAY,
@@ -245,7 +244,7 @@ def _round_trip(store: ObjectStore, name: str) -> None:
 
 
 async def _probe_bus(context: RunContext) -> list[Finding]:
-    """Publish a line among the copies for people, and compare the server's clock with ours."""
+    """Publish a line among the rejected copies, and compare the server's clock with ours."""
     subject = names.rejected(context.run, "doctor")
     probe = wire.Rejection(
         fragment=-1, learner="doctor", incarnation=0, seq=0, reason="probe", detail="diloco doctor"
@@ -265,7 +264,7 @@ async def _probe_bus(context: RunContext) -> list[Finding]:
     except BusError as error:
         return [failed("bus", error, doctor_findings.PERMISSIONS)]
     assert message is not None
-    # Within its travel time the message may have been stored at any moment.
+    # The message may have been stored at any moment between sending and answer.
     ahead_s = max(0.0, before_s - message.time_s) + min(0.0, after_s - message.time_s)
     liveness_timeout_s = context.settings.quorum.liveness_timeout_s
     return [
@@ -276,7 +275,7 @@ async def _probe_bus(context: RunContext) -> list[Finding]:
 
 
 def _compare(run: OpenRun) -> list[Finding]:
-    """The file against the run's specification."""
+    """Compare the file with the run's specification."""
     ours = fitted(run.config.settings(), run.context.layout)
     found = [
         Finding(
@@ -296,7 +295,7 @@ def _compare(run: OpenRun) -> list[Finding]:
 
 
 def _try_task(task: Isolated, build: str, layout: str | None = None) -> list[Finding]:
-    """Whether the task can be built here, and gives the run's layout."""
+    """Check that the task can be built here, and gives the run's layout."""
     try:
         digest = task.call("digest")
     except (DilocoError, ImportError, OSError) as error:
@@ -322,7 +321,7 @@ def _try_task(task: Isolated, build: str, layout: str | None = None) -> list[Fin
 
 
 def _task_of(config: Config) -> list[Finding]:
-    """Whether the task of a run that is not created yet can be built here."""
+    """Check that the task of a run that is not created yet can be built here."""
     task = Isolated("diloco.run.model.view:ScoredTask", config.settings())
     try:
         return _try_task(task, config.task.build)
@@ -331,7 +330,7 @@ def _task_of(config: Config) -> list[Finding]:
 
 
 class _Way(NamedTuple):
-    """The way in which a run is examined: the arguments of `examine`."""
+    """The options of an examination: the arguments of `examine`."""
 
     deep: bool
     told: Told
@@ -339,7 +338,7 @@ class _Way(NamedTuple):
 
 
 async def _examine_run(report: Report, run: OpenRun, task: Isolated, way: _Way) -> list[Finding]:
-    """Findings on tape, learners, fragments and objects; with more of the report, as it comes."""
+    """Examine tape, learners, fragments and objects; puts findings into the report as they come."""
     context, known = run.context, report.findings
 
     def told(findings: Iterable[Finding], doing: str) -> None:
@@ -376,7 +375,7 @@ async def _examine_run(report: Report, run: OpenRun, task: Isolated, way: _Way) 
 
 
 def _copy() -> Finding:
-    """The finding on parts of a file that nothing can make again."""
+    """Returns the note on the parts of a bundle that cannot be recomputed from its tape."""
     return Finding(
         severity="note", about="file",
         sentence="this is a copy in a file: what it has of heartbeats, held-out losses and logs is "
@@ -386,10 +385,10 @@ def _copy() -> Finding:
 
 
 async def _scores(context: RunContext, *, deep: bool) -> list[wire.Score]:
-    """Held-out losses that were kept; looking deep, the newest and some between as well.
+    """Returns the stored held-out losses; with `deep`, computes some more along the run.
 
     Raises:
-        StoreError: the store is away.
+        StoreError: the store is unreachable.
     """
     if not deep:
         return await read_scores(context)
@@ -397,13 +396,13 @@ async def _scores(context: RunContext, *, deep: bool) -> list[wire.Score]:
     try:
         return await scores_of(context, series, SCORES)
     except (TaskError, ConfigError, ImportError):
-        return await read_scores(context)  # The task cannot be built here; that is told elsewhere.
+        return await read_scores(context)  # `_try_task` reports that it cannot be built.
 
 
 class _Inspection(NamedTuple):
-    """Tape and store, as they were read; `now` is of when the tape had been read.
+    """Tape and store, as they were read; `now` is the run's state when the tape had been read.
 
-    `compared` is the same, with the newest rounds' shards compared.
+    `compared` is that state, with the newest rounds' shards compared.
     """
 
     history: History
@@ -416,20 +415,20 @@ class _Inspection(NamedTuple):
 async def _look(
     context: RunContext, told: Callable[[Iterable[Finding], str], None], *, deep: bool
 ) -> _Inspection:
-    """Read tape and store, again if something was amiss and the run has gone on meanwhile."""
+    """Read tape and store; again if something was wrong and the run has moved on meanwhile."""
     for look in range(1, LOOKS + 1):
         before = await read_listing(context)
         watch = Watch(context)
         watch.observed.from_start = True
         history = await read_history(context, watch.observed.take)
-        # The deep part may take hours: what waited then had not waited for them.
+        # Before the deep part, which may take hours that must not count as waiting.
         now = await watch.caught_up()
         compared = await watch.look_into_store(objects=False)
         told(compared.findings, "reading the store's objects")
         found = await context.runtime.call(partial(audit, history, deep=deep))
         objects = await context.runtime.call(partial(check_objects, history, before=before))
         if deep:
-            # It merges with JAX, which takes its time to load, and its memory.
+            # It merges with JAX, which takes time and memory to load.
             from diloco.judge.remake_and_compare import remake
 
             def hear(done: int, total: int, known: RunStatus = compared) -> None:
@@ -451,7 +450,7 @@ def show(report: Report, console: Console) -> None:
 
 
 def picture(report: Report, *, ended: bool = True) -> RenderableType:
-    """The report as a table, the worst first, those alike together; and the sum of it."""
+    """Returns the report as a table, worst findings first, equal ones together; and the summary."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     table.add_column("severity", no_wrap=True)
     table.add_column("about", overflow="fold", max_width=24)

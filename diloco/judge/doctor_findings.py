@@ -1,7 +1,7 @@
 """Findings on a run's health from the whole tape and the objects, beside `run/findings.py`.
 
-Functions from what was read to findings; `doctor.py` does the reading. Each finding that asks for
-something names its runbook.
+Functions from facts to findings; `doctor.py` reads the facts. Each finding that needs action names
+its runbook.
 """
 
 from collections import Counter, defaultdict
@@ -30,16 +30,16 @@ ORPHANED_OBJECTS = "runbooks/orphaned-objects.md"
 BROKEN_INVARIANT = "runbooks/broken-invariant.md"
 RESTORE = "runbooks/restore-from-bucket.md"
 
-# Of a stream that names no number: what a server without accounts
-# takes (from 2.15 on; jetstream.limits.default_max_consumers).
+# The limit of a stream that states none: a server's default without accounts
+# (from 2.15 on; jetstream.limits.default_max_consumers).
 USUAL_READERS = 1000
-# A held-out loss is ruined once so much of what it fell by is lost, and by so much of its least.
+# A held-out loss is ruined if it rises by this share of its fall, and by this share of its least.
 FEWEST_SCORES = 3
 LOST_SHARE, LOST_LEAST = 0.5, 0.1
 
 
 def aggregator_clocks(history: History) -> Iterator[Finding]:
-    """Aggregators whose records were closed, by their own clock, after the server stored them."""
+    """Find aggregators whose clocks closed records after the server had stored them."""
     ahead: dict[str, float] = {}
     for chain in history.records.values():
         for seq, record in chain[-RECENT:]:
@@ -47,13 +47,13 @@ def aggregator_clocks(history: History) -> Iterator[Finding]:
                 early_s = record.closed_at_s - history.times_s[seq]
                 ahead[record.aggregator] = max(ahead.get(record.aggregator, early_s), early_s)
     for name, ahead_s in sorted(ahead.items()):
-        # Behind says nothing: closing a round takes its time.
+        # A closing time before the server's says nothing: closing a round takes time.
         if ahead_s > SKEW_S:
             yield clock(f"clock of {name}", ahead_s, history.settings.quorum.liveness_timeout_s)
 
 
 def tape(history: History, found: Audit) -> Iterator[Finding]:
-    """The findings of the tape's audit, by rule."""
+    """Yields the findings of the tape's audit, one for each rule."""
     yield from _breaches(found.breaches, "tape", BROKEN_INVARIANT)
     account = found.account
     since = "since the oldest record, " if history.trimmed else ""
@@ -75,7 +75,7 @@ def tape(history: History, found: Audit) -> Iterator[Finding]:
 
 
 def stores_nothing(stream: str, error: str) -> Finding:
-    """The finding of a server that answers, and stores nothing."""
+    """Returns the finding on a server that answers, but stores nothing."""
     return Finding(
         severity="error",
         about="bus",
@@ -87,7 +87,7 @@ def stores_nothing(stream: str, error: str) -> Finding:
 
 
 def readers(filled: Filled) -> Iterator[Finding]:
-    """The finding on the number of the tape's readers beside the server's limit."""
+    """Find a number of the tape's readers that is near the server's limit."""
     most = filled.max_readers or USUAL_READERS
     if filled.readers < NEARLY_FULL * most:
         return
@@ -103,7 +103,7 @@ def readers(filled: Filled) -> Iterator[Finding]:
 
 
 def objects(found: Objects, *, deep: bool) -> Iterator[Finding]:
-    """The findings on the objects that the tape names."""
+    """Yields findings on the objects that the tape names."""
     gone = [b for b in found.breaches if b.rule == "objects"]
     yield from _breaches(gone, "store", MISSING_OBJECT)
     wrong = [b for b in found.breaches if b.rule in ("bytes", "digests")]
@@ -129,7 +129,7 @@ def objects(found: Objects, *, deep: bool) -> Iterator[Finding]:
 
 
 def rules(found: Audit) -> Iterator[Finding]:
-    """The finding on the part of the tape that was decided again and made again."""
+    """Yields the finding on the decisions and versions that were recomputed."""
     if found.deep and not found.breaches:
         unknown = f"; {found.unknown:,} could not be followed" if found.unknown else ""
         followed = bool(found.followed or not found.unknown)
@@ -142,10 +142,10 @@ def rules(found: Audit) -> Iterator[Finding]:
 
 
 def ruined(scores: Sequence[wire.Score]) -> Iterator[Finding]:
-    """Find a held-out loss that rose again by much of its fall: of all the data, or of slices.
+    """Find held-out losses, of all data or of slices, that rose by a large part of their fall.
 
     Args:
-        scores: that were kept, in order of time.
+        scores: the stored scores, in order of time.
     """
     if not scores:
         return
@@ -169,7 +169,7 @@ def ruined(scores: Sequence[wire.Score]) -> Iterator[Finding]:
 
 
 def _risen(about: str, losses: Sequence[tuple[float, int]]) -> Iterator[Finding]:
-    """Find that a loss has risen, of (loss, global step) in order."""
+    """Find a rise in a series of (loss, global step), in order."""
     if len(losses) < FEWEST_SCORES:
         return
     (first, _), (newest, at), (best, best_at) = losses[0], losses[-1], min(losses)
@@ -186,7 +186,7 @@ def _risen(about: str, losses: Sequence[tuple[float, int]]) -> Iterator[Finding]
 
 
 def _breaches(breaches: Sequence[Breach], about: str, runbook: str) -> Iterator[Finding]:
-    """One finding for each rule, with its first breach."""
+    """Yields one finding for each rule, with its first breach."""
     by_rule: dict[str, list[Breach]] = defaultdict(list)
     for one in breaches:
         by_rule[one.rule].append(one)

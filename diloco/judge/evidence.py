@@ -1,10 +1,10 @@
-"""Whether a tape and its store are whole: is anything gone that nothing takes by itself?
+"""Checks that a tape and its store are whole: finds losses that garbage collection cannot explain.
 
-Garbage collection trims the tape first, and deletes objects then. So what the tape itself says
-decides what may be gone: of each fragment everything that its records above the oldest one name is
-kept, and no message that came after every fragment's oldest record is ever trimmed. What is gone
-all the same was deleted by hand or lost; what the store has beyond the tape's end says that the
-tape was cut. Reads nothing.
+Garbage collection trims the tape first, and deletes objects then. So the tape itself tells which
+parts may be missing: of each fragment, all objects named by records above the oldest one are kept,
+and no message stored after every fragment's oldest record is ever trimmed. Anything else that is
+missing was deleted by hand or lost; objects beyond the tape's end mean that the tape was cut. Reads
+nothing.
 """
 
 import itertools
@@ -25,19 +25,19 @@ KEEP = (
 
 
 class Hole(NamedTuple):
-    """Sequences, first and last, of messages that are gone from the midst of a tape."""
+    """The first and last sequence of messages that are missing within a tape."""
 
     first_seq: int
     last_seq: int
 
     @property
     def messages(self) -> int:
-        """The number of messages that are gone."""
+        """The number of missing messages."""
         return self.last_seq - self.first_seq + 1
 
 
 def holes(history: History) -> list[Hole]:
-    """Messages that are gone, and that no collection takes."""
+    """Returns the holes in the tape that no garbage collection leaves."""
     oldest = [chain[0][0] for chain in history.records.values() if chain]
     kept_from = max(oldest, default=0)
     seqs = (seq for seq in history.times_s if seq >= kept_from)
@@ -49,9 +49,9 @@ def holes(history: History) -> list[Hole]:
 
 
 def missing_objects(history: History, there: Container[str]) -> dict[str, int]:
-    """Objects that are not there, and that no collection takes while the tape stands as it does.
+    """Returns the missing objects that no garbage collection takes while the tape stands.
 
-    By name, with their record.
+    Names, each with the sequence of its record.
     """
     found: dict[str, int] = {}
     for chain in history.records.values():
@@ -64,7 +64,7 @@ def missing_objects(history: History, there: Container[str]) -> dict[str, int]:
 
 def _needed_for(record: wire.Record, *, oldest: bool) -> Iterator[wire.ObjectRef | wire.Shard]:
     yield from (record.snapshot, record.outer)
-    # A replay begins with the oldest: what it was made of may go.
+    # A replay begins with the oldest record, whose inputs may be collected.
     if oldest:
         return
     if record.delta is not None and record.what == "version":
@@ -74,7 +74,7 @@ def _needed_for(record: wire.Record, *, oldest: bool) -> Iterator[wire.ObjectRef
 
 
 def newer_objects(history: History, listed: Iterable[str]) -> Iterator[str]:
-    """Objects of versions and checkpoints beyond the tape's end.
+    """Yields names of objects of versions and checkpoints beyond the tape's end.
 
     Args:
         history: the tape; read after the store was listed, or once the run has ended.
@@ -89,9 +89,9 @@ def newer_objects(history: History, listed: Iterable[str]) -> Iterator[str]:
 
 
 def under_way(history: History, listed: Iterable[str]) -> Iterator[str]:
-    """Objects of the version after each fragment's newest, where a run has no end message yet.
+    """Yields objects of the version after each fragment's newest, if the run has not ended.
 
-    Its maker stores them before it commits the record: a run that goes on may have them.
+    An aggregator stores them before it commits the record, so a run in progress may have them.
     """
     if history.end or history.specification.epoch:
         return
@@ -118,12 +118,12 @@ def newer_than(
     listed: Sequence[str],
     last_seq: int,
 ) -> Iterator[str]:
-    """Objects of versions and checkpoints beyond the end of a tape.
+    """Yields names of objects of versions and checkpoints beyond the end of a tape.
 
     Args:
         run: its name.
-        epoch: of the tape.
-        newest: of each fragment the last record; None where it has none.
+        epoch: the epoch of the tape.
+        newest: the last record of each fragment; None if it has none.
         listed: names of the run's objects.
         last_seq: the tape's last sequence.
     """
@@ -141,7 +141,7 @@ def newer_than(
 
 
 def wholeness(history: History, objects: Objects) -> Iterator[Finding]:
-    """Sentences on messages that are gone, and on objects newer than the tape."""
+    """Yields findings on missing messages, and on objects newer than the tape."""
     for hole in holes(history):
         yield Finding(
             severity="error",

@@ -1,7 +1,7 @@
-"""Holds a listing of a run's store against its records: is what they name there, and as long?
+"""Compares a listing of a run's store with its records: which named objects exist, in which size.
 
-It knows what recovery and learners that join need, and what garbage collection may have taken; it
-reads no object. `remake.py` goes on with their contents.
+It knows the objects that recovery and joining learners need, and those that garbage collection may
+have taken; it reads no object. `remake_and_compare.py` compares their contents.
 """
 
 from array import array
@@ -30,10 +30,10 @@ class Listing:
 
     Args:
         listed: names and sizes.
-        picked: the names to keep in full, such as those that may be newer than a tape.
+        picked: chooses the names to keep in full, such as those that may be newer than a tape.
 
     Attributes:
-        picked: names of those.
+        picked: the chosen names.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class Listing:
                 self.picked.append(name)
 
     def add(self, name: str, size_bytes: int = 0) -> None:
-        """An object; another one of the name replaces it."""
+        """Add an object; it replaces one of the same name."""
         self._added.extend((_hash(name), size_bytes))
 
     def _table(self) -> npt.NDArray[np.int64]:
-        """Rows of (hash, size) in order of hashes, each hash once."""
+        """Returns rows of (hash, size), sorted by hash, each hash once."""
         if self._added:
             new = np.frombuffer(self._added, np.int64).reshape(-1, 2)
             rows = np.concatenate([self._rows, new])
@@ -64,7 +64,7 @@ class Listing:
         return self._rows
 
     def size(self, name: str) -> int | None:
-        """The size of an object; None if it is not there."""
+        """Returns the size of an object; None if it does not exist."""
         rows, wanted = self._table(), _hash(name)
         index = int(np.searchsorted(rows[:, 0], wanted))
         found = index < len(rows) and rows[index, 0] == wanted
@@ -77,14 +77,14 @@ class Listing:
         return len(self._table())
 
     def missing_from(self, other: "Listing") -> "Listing":
-        """The objects of this listing that the other lacks, or has with another size."""
+        """Returns this listing's objects that `other` lacks, or has with another size."""
         found, rows = Listing(), self._table()
         found._rows = rows[~_stand_in(other._table(), rows)]  # noqa: SLF001 - of this class
         return found
 
 
 def _stand_in(rows: npt.NDArray[np.int64], wanted: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Marks of the rows that occur among others, which are sorted."""
+    """Returns for each row of `wanted` whether it is among `rows`, which are sorted."""
     if not len(rows):
         return np.zeros(len(wanted), np.bool_)
     at = np.minimum(np.searchsorted(rows[:, 0], wanted[:, 0]), len(rows) - 1)
@@ -97,10 +97,10 @@ def _hash(name: str) -> int:
 
 
 async def read_listing(context: RunContext) -> Listing:
-    """The run's objects, with the names of those that may be newer than a tape read later.
+    """List the run's objects, with the names of those that may be newer than a tape read later.
 
     Raises:
-        BusError, StoreError: bus or store are away.
+        BusError, StoreError: bus or store are unreachable.
     """
     fragments = range(len(context.layout.fragments))
     newest = {index: await _newest_version(context, index) for index in fragments}
@@ -112,7 +112,7 @@ async def read_listing(context: RunContext) -> Listing:
 def list_now(
     store: ObjectStore, run: str, picked: Callable[[str], bool] = lambda _: False
 ) -> Listing:
-    """A run's objects as they are; blocks.
+    """List a run's present objects; blocks.
 
     Raises:
         StoreError: the store cannot be listed.
@@ -124,12 +124,12 @@ async def _newest_version(context: RunContext, fragment: int) -> int:
     try:
         return (await last_record(context, fragment))[0].version
     except (IntegrityError, RunMismatchError, WireError):
-        # All its objects may be newer; whoever reads the tape says what is wrong with it.
+        # All its objects may be newer; reading the tape reports what is wrong with it.
         return -1
 
 
 def fragment_of(run: str, name: str) -> int | None:
-    """The fragment that an object is of; None for an object of the whole run."""
+    """Returns the fragment to which an object belongs; None for an object of the whole run."""
     if (sent := names.parse_shard(run, name)) is not None:
         return sent.fragment
     fragment = name.removeprefix(names.global_prefix(run)).partition("/")[0]
@@ -137,9 +137,9 @@ def fragment_of(run: str, name: str) -> int | None:
 
 
 def may_be_newer(run: str, newest: Mapping[int, int]) -> Callable[[str], bool]:
-    """Whether an object is of a version later than these, or a checkpoint's.
+    """Returns a test whether an object is a checkpoint's, or of a version later than `newest`.
 
-    `diloco.judge.evidence.newer_objects` judges by the tape, once it is read.
+    `diloco.judge.evidence.newer_objects` decides by the tape, once it is read.
     """
 
     def judge(name: str) -> bool:
@@ -154,7 +154,7 @@ def may_be_newer(run: str, newest: Mapping[int, int]) -> Callable[[str], bool]:
 
 
 def needed_now(history: History) -> Iterator[tuple[int, wire.ObjectRef | wire.Shard]]:
-    """(record's sequence, object) of all that recovery and joining learners need."""
+    """Yields (record's sequence, object) for all that recovery and joining learners need."""
     for chain in history.records.values():
         newest_seq, newest = chain[-1]
         yield from ((newest_seq, ref) for ref in (newest.snapshot, newest.outer, *newest.deltas))
@@ -167,7 +167,7 @@ def needed_now(history: History) -> Iterator[tuple[int, wire.ObjectRef | wire.Sh
 
 
 def named(record: wire.Record) -> Iterator[wire.ObjectRef | wire.Shard]:
-    """Every object that a record names."""
+    """Yields every object that a record names."""
     yield from (record.snapshot, record.outer, *record.deltas)
     if record.delta is not None:
         yield record.delta
@@ -176,7 +176,7 @@ def named(record: wire.Record) -> Iterator[wire.ObjectRef | wire.Shard]:
 
 
 def all_named(history: History) -> Iterator[wire.ObjectRef | wire.Shard]:
-    """Every object that a record names and the record before it does not."""
+    """Yields every object that a record names and the record before does not."""
     for chain in history.records.values():
         before: set[str] = set()
         for _, record in chain:
@@ -190,9 +190,8 @@ def check_objects(history: History, before: Listing | None = None) -> Objects:
 
     Args:
         history: the tape.
-        before: objects that were there before the tape was read, where it goes on: those that it
-            does not know of are newer, and what was stored since is nobody's orphan. None: those of
-            now.
+        before: objects listed before the tape was read, if the run is in progress: those unknown to
+            the tape are newer, and objects stored since are not orphans. None: the present ones.
 
     Raises:
         StoreError: the store cannot be listed.
@@ -223,7 +222,7 @@ def check_objects(history: History, before: Listing | None = None) -> Objects:
 
 
 def _unknown(history: History, known: Listing) -> Callable[[str], bool]:
-    """Whether no record names an object, or it may be newer than the tape."""
+    """Returns a test whether no record names an object, or it may be newer than the tape."""
     newest = {
         fragment: chain[-1][1].version if chain else -1
         for fragment in range(len(history.layout.fragments))
@@ -240,7 +239,7 @@ def _check_named(
     there: Listing,
     wanted: Mapping[str, tuple[int, wire.ObjectRef | wire.Shard]],
 ) -> None:
-    """Objects that are gone though they are needed, or have another size."""
+    """Find needed objects that are missing, or have another size."""
     standing = missing_objects(history, there)
     for name, ref in {r.name: r for r in all_named(history) if r.name in amiss}.items():
         seq = wanted[name][0] if name in wanted else 0
@@ -260,14 +259,14 @@ def _check_named(
 
 
 def _other_names(history: History) -> Iterator[str]:
-    """Objects that the tape names outside of records' own fields."""
+    """Yields names of objects that the tape names outside of records' own fields."""
     for _, manifest in history.manifests:
         yield from (shard.name for shard in manifest.shards)
     yield from history.bodies
 
 
 def _pinned(history: History) -> set[str]:
-    """Prefixes of the names of all objects that checkpoints keep."""
+    """Returns the prefixes of the names of all objects that checkpoints keep."""
     return {
         names.version_object(history.run, fragment, version, "", "").removesuffix("--")
         for _, checkpoint in history.checkpoints
@@ -275,18 +274,18 @@ def _pinned(history: History) -> set[str]:
     }
 
 
-# Bytes of objects that are read to see whether they are those that were stored, the newest first.
+# The most bytes of objects that are read and compared, the newest first.
 READ_BYTES = 64 << 20
 
 
 def check_bytes(history: History, found: Objects) -> None:
     """Read the newest objects of versions, and compare their bytes with records; blocks.
 
-    Learners that were there read a delta once: what happens to it later nobody notices, until a
-    learner joins or the run is replayed. Other checks report objects that cannot be read.
+    A running learner reads a delta once, so a later damage stays unnoticed until a learner joins or
+    the run is replayed. Other checks report objects that cannot be read.
 
     Raises:
-        StoreUnavailableError: the store is away.
+        StoreUnavailableError: the store is unreachable.
     """
     chains = history.records.values()
     reading = BytesRead(

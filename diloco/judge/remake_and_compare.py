@@ -1,11 +1,11 @@
-"""Makes a run's versions again from its objects, for everybody who does: one fragment's, in order.
+"""Recomputes a run's versions from its objects, one fragment at a time, in order.
 
 `FragmentRemaker` merges each version again from its recorded inputs and compares digests, bit
-for bit; `verify` also has its delta and stored states compared. Garbage collection takes what
-recovery no longer needs; remaking then begins at the oldest version whose view and outer state
-are still there.
-`merge_round` makes a version that was not: of other inputs, or under other settings.
-`objects.py` has which objects are to be there.
+for bit; `verify` also has its delta and stored states compared. Garbage collection takes objects
+that recovery no longer needs; remaking then begins at the oldest version whose view and outer state
+still exist.
+`merge_round` makes a version that never was: with other inputs, or under other settings.
+`objects.py` tells which objects must exist.
 """
 
 import contextlib
@@ -28,15 +28,15 @@ from diloco.common.storage.tape import get_object
 from diloco.judge.audit import Breach, Objects
 from diloco.run.history import History
 
-# Called with how many of how many records are done.
+# Called with the number of records done, and of all.
 Progress = Callable[[int, int], None]
 
 
 def remake(history: History, found: Objects, progress: Progress | None = None) -> None:
-    """Read every object that is there, and make every version again; breaches go to `found`.
+    """Read every stored object, and recompute every version; adds breaches to `found`.
 
     Raises:
-        StoreUnavailableError: the store is away.
+        StoreUnavailableError: the store is unreachable.
     """
     total = sum(len(chain) for chain in history.records.values())
     done = 0
@@ -55,22 +55,22 @@ def remake(history: History, found: Objects, progress: Progress | None = None) -
 
 
 def is_stored(record: wire.Record) -> bool:
-    """Whether a record comes with view and outer state of its version."""
+    """True if a record names a view and outer state of its own version."""
     return record.outer_version == record.version and record.what != "verdict"
 
 
 class FragmentRemaker:
-    """Follows one fragment's records, with its arrays once they can be had.
+    """Follows one fragment's records, and has its arrays from the first stored state on.
 
     Args:
         history: the tape.
         fragment: its index.
-        compare: also read what is stored of versions that are merged again, and compare it.
+        compare: also read the stored objects of recomputed versions, and compare them.
 
     Attributes:
-        arrays: after the last record; None if they cannot be had.
-        missing: the object for want of which the last version could not be made again, or "".
-        remade: versions that were merged again.
+        arrays: the arrays after the last record; None if they are unavailable.
+        missing: the missing object because of which the last version was not recomputed, or "".
+        remade: number of versions that were merged again.
     """
 
     def __init__(self, history: History, fragment: int, *, compare: bool = True) -> None:
@@ -88,7 +88,7 @@ class FragmentRemaker:
         """The view after the last record.
 
         Raises:
-            IntegrityError: it could not be made.
+            IntegrityError: it could not be recomputed.
         """
         if self.arrays is None:
             raise IntegrityError(f"the version cannot be recomputed: {self.missing}")
@@ -98,8 +98,8 @@ class FragmentRemaker:
         """Bring the arrays to a record, and compare.
 
         Raises:
-            IntegrityError: something is damaged, or does not give the recorded digests; the next
-                stored state is begun with.
+            IntegrityError: an object is damaged, or does not give the recorded digests; remaking
+                restarts at the next stored state.
         """
         try:
             self._take(seq, record)
@@ -110,7 +110,7 @@ class FragmentRemaker:
     def _take(self, seq: int, record: wire.Record) -> None:
         self.missing = ""
         if record.base_digest not in ("", self._was[0]):
-            # The record before it cannot be read or is gone: it says nothing of this one.
+            # The record before is unreadable or missing, so the arrays cannot follow from it.
             self.arrays = None
         if record.what == "verdict":
             if self.arrays is not None:
@@ -142,10 +142,10 @@ class FragmentRemaker:
         self.remade += 1
 
     def load(self, seq: int, record: wire.Record) -> None:
-        """Arrays from what a version has stored; they stay None if it was collected.
+        """Load the arrays that a version has stored; they stay None if an object was collected.
 
         Raises:
-            IntegrityError: what is stored is damaged, or gone and needed.
+            IntegrityError: an object is damaged, or missing though needed.
         """
         try:
             self.arrays = load_arrays(self._history, record)
@@ -155,7 +155,7 @@ class FragmentRemaker:
             self.missing = self.missing or error.message
 
     def _check_delta(self, record: wire.Record, delta: Encoded) -> None:
-        """The delta as stored, which learners apply, is the one that moved this view."""
+        """Check that the stored delta, which learners apply, is the one that moved this view."""
         assert record.delta is not None
         history = self._history
         codec = sync_of(
@@ -166,12 +166,12 @@ class FragmentRemaker:
             name=record.delta.name, size_bytes=len(data), crc32c=shards.crc32c(data)
         )
         self._hold(record, f"delta {record.delta.name!r}", record.delta, again)
-        # Where it was collected, `check_objects` knows whether it may be.
+        # If it was collected, `check_objects` tells whether that is allowed.
         with contextlib.suppress(ObjectMissingError):
             get_object(self._history.store, record.delta)
 
     def _check_stored(self, record: wire.Record, arrays: FragmentArrays) -> None:
-        """View and outer state as stored are those of the version."""
+        """Check that the stored view and outer state are those of the version."""
         for ref, data in (
             (record.snapshot, arrays.view_object()),
             (record.outer, arrays.outer_object()),
@@ -189,10 +189,10 @@ class FragmentRemaker:
 
 
 def load_arrays(history: History, record: wire.Record) -> FragmentArrays:
-    """The arrays that a record has stored.
+    """Load the arrays that a record has stored.
 
     Raises:
-        IntegrityError, ObjectMissingError: they are damaged, not the record's, or gone.
+        IntegrityError, ObjectMissingError: they are damaged, not the record's, or missing.
     """
     arrays = FragmentArrays.from_objects(
         history.settings,
@@ -212,7 +212,7 @@ def load_arrays(history: History, record: wire.Record) -> FragmentArrays:
 
 
 def copy_arrays(arrays: FragmentArrays) -> FragmentArrays:
-    """Copies of arrays, which may be changed."""
+    """Returns a copy of arrays that can be changed independently."""
     state = {name: slot.copy() for name, slot in arrays.state.items()}
     return replace(arrays, view=arrays.view.copy(), theta=arrays.theta.copy(), state=state)
 
@@ -224,10 +224,10 @@ def merge_round(
     admitted: Sequence[Admitted],
     share: float,
 ) -> None:
-    """Take the outer step of a round that did not happen, with these inputs; none: nothing changes.
+    """Take the outer step of a hypothetical round with these inputs; without any, do nothing.
 
     Raises:
-        ObjectMissingError, WireError: an update is gone or damaged.
+        ObjectMissingError, WireError: an update is missing or damaged.
     """
     arrays.settings = settings
     for one in admitted:
@@ -237,7 +237,7 @@ def merge_round(
 
 
 def admitted_again(record: wire.Record, taken: wire.Input, settings: RunSettings) -> Admitted:
-    """A recorded input as the machine admitted it, with the discount of other settings."""
+    """Returns a recorded input as the machine admitted it, discounted by `settings`."""
     discount = policy.discount(settings.staleness, taken.staleness)
     return Admitted(
         _manifest(record, taken),
@@ -252,9 +252,9 @@ def admitted_again(record: wire.Record, taken: wire.Input, settings: RunSettings
 
 
 def _manifest(record: wire.Record, taken: wire.Input) -> wire.Manifest:
-    """The manifest of a recorded input; the tape may have it no more.
+    """Returns the manifest of a recorded input, which the tape may no longer have.
 
-    What no record keeps of it, and no merge reads, is 0.
+    Fields that no record keeps and no merge reads are 0.
     """
     return wire.Manifest(
         run=record.run,

@@ -15,13 +15,13 @@ from diloco.run.state import Finding
 HOUR_S = 3600.0
 # Checkpoints are hourly; a machine may be down for a while.
 CHECKPOINT_S = 3 * HOUR_S
-# From the mark on the tape to the file in the store.
+# The time from a checkpoint's mark on the tape to its file in the store.
 MAKING_S = 600.0
 LISTED = 3
 
 
 def newest_checkpoint(store: ObjectStore, run: str) -> tuple[str, float] | None:
-    """Name and time of the newest checkpoint that is whole; None without one.
+    """Returns name and time of the newest complete checkpoint; None without one.
 
     Raises:
         StoreError: the store cannot be read.
@@ -36,7 +36,7 @@ def newest_checkpoint(store: ObjectStore, run: str) -> tuple[str, float] | None:
 def checkpoints(
     history: History, made: tuple[str, float] | None, now_s: float
 ) -> Iterator[Finding]:
-    """The finding on the run's checkpoints, from which a lost NATS server is restored."""
+    """Yields the finding on the run's checkpoints, from which a lost NATS server is restored."""
     marks = {mark.name: mark.created_at_s for _, mark in history.checkpoints}
     since = f"the newest that is whole is {made[0]}" if made else "there is none that is whole"
     created_s = history.specification.created_at_s
@@ -67,7 +67,7 @@ def checkpoints(
 
 
 def store_owner(store: ObjectStore) -> Iterator[Finding]:
-    """The finding on a store that is a folder: folders below it that are somebody else's."""
+    """Find folders of a local store that belong to another user."""
     if not isinstance(store, DirectoryStore):
         return
     root = store.root
@@ -86,7 +86,7 @@ def store_owner(store: ObjectStore) -> Iterator[Finding]:
 
 
 def store_fence(store: ObjectStore, *, credentials: bool) -> Iterator[Finding]:
-    """The finding on a folder as store, of a run whose parties have credentials each."""
+    """Warn of a folder as store if the run's parties have credentials of their own."""
     if credentials and isinstance(store, DirectoryStore):
         yield Finding(
             severity="warning",
@@ -99,7 +99,7 @@ def store_fence(store: ObjectStore, *, credentials: bool) -> Iterator[Finding]:
 
 
 def _owned_by_others(root: Path) -> Iterator[Path]:
-    """Folders below the store's that belong to somebody else."""
+    """Yields the folders below `root` that belong to another user."""
     owner = root.stat().st_uid
     for folder, folders, _ in os.walk(root):
         for name in folders:
@@ -109,7 +109,7 @@ def _owned_by_others(root: Path) -> Iterator[Path]:
 
 
 def probed_as(store: ObjectStore) -> str:
-    """Words for the user who writes to a folder in this process; "" for other stores."""
+    """Describe the user that writes to a local store in this process; "" for other stores."""
     if not isinstance(store, DirectoryStore):
         return ""
     uid, owner = os.geteuid(), store.root.stat().st_uid

@@ -1,14 +1,14 @@
 """The oracle: compares a tape with what the rules alone make of it.
 
 It imports nothing of the aggregator, whose decisions it judges, and is written from
-docs/design/design.md: what both compute, they compute apart. Whoever changes a rule changes it
-here as well. Pure: messages come in, findings come out.
+docs/design/design.md: both compute the same values by separate code. A change of a rule must be
+made here as well. Pure: messages come in, findings come out.
 
     run.py       a whole tape: settings, stop, end, quarantines
     chain.py     one fragment's records, each against the one before it
-    life.py      what an owner knows between two records
-    hearing.py   ... and hears from the tape: who is admitted, who is rejected and why
-    watching.py  ... and is told beside it: observations
+    life.py      an owner's knowledge between two records
+    hearing.py   ... what it hears from the tape: who is admitted, who is rejected and why
+    watching.py  ... what it is told beside the tape: observations
     rounds.py    when a round opens, is cut and closes
     records.py   a record, field by field
     memory.py    what is remembered of learners
@@ -18,7 +18,7 @@ here as well. Pure: messages come in, findings come out.
     centering.py centered clipping, of `remake.py`
     credit.py    the steps and tokens that an update is credited with
     numbers.py   weights, discounts, pace, grace, clocks
-    finding.py   what it says
+    finding.py   its findings
 """
 
 from diloco.judge.oracle.finding import RULES, Violation

@@ -1,10 +1,10 @@
-"""Centered clipping (`run.trust`), from the rules: what an update may move the merge by.
+"""Centered clipping (`run.trust`), from the rules: bounds the effect of an update on the merge.
 
     merged = v + sum of w c (e - v) / sum of w,   c = min(1, clip_radius r / |e - v|)^2
 
 in each segment. v: the fragment's merged gradient before; e: an update times discount and clip; r:
-the lower median of |e - v| over the learners of the last round that had three. Before there was
-one: merged = r sum of w e / |e| / sum of w, r the median of the round itself, v = 0.
+the lower median of |e - v| over the learners of the last round that had three. Until there was such
+a round: merged = r sum of w e / |e| / sum of w, r the median of the round itself, v = 0.
 """
 
 import math
@@ -19,7 +19,7 @@ from diloco.common.protocol import wire
 
 Doubles = npt.NDArray[np.float64]
 Vector = npt.NDArray[np.float32]
-# Of lengths that were found in float32, and of shares of weight that are bfloat16s.
+# Relative errors of lengths computed in float32, and of shares of weight in bfloat16.
 ERROR, SHARE_ERROR = 1e-4, 2.0**-8
 LEARNERS = 3
 
@@ -31,7 +31,7 @@ class Centered:
         center: v, float32 [N].
         radius: r, float32 [S].
         times: `outer.clip_radius`.
-        lengths: gives the length of each segment of a vector.
+        lengths: returns the length of each segment of a vector.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Centered:
         self._newest: dict[str, Doubles] = {}
 
     def pull(self, taken: wire.Input, values: Vector) -> Doubles:
-        """C of an input whose values are these, float64 [S]."""
+        """Returns c for an input with these values, float64 [S]."""
         counted = values * np.float64(taken.discount * taken.clip)
         away_S = np.where(
             self._known_S, self._lengths(counted - self._center), self._lengths(counted)
@@ -61,7 +61,7 @@ class Centered:
         return pull_S
 
     def factors(self, average: float) -> Doubles:
-        """The factors of the sum, float64 [S]; `average`: for an average."""
+        """Returns the factors of the sum, float64 [S]; `average` is the factor of an average."""
         return np.where(self._known_S, average, average * self._median())
 
     def _median(self) -> Doubles:

@@ -14,29 +14,30 @@ from diloco.judge.oracle.life import Close, OwnerLife, RuleBreach, begin
 from diloco.judge.oracle.rounds import recorded, time_up_s
 from diloco.judge.oracle.watching import watch
 
-# By these rules an owner decides that says so as its life begins.
+# The version of these rules, which an owner states as its life begins.
 RULES = 4.0
-# So many observations get a record of their own.
+# The number of observations after which a record is due.
 OBSERVATIONS = 1 << 13
 
 
 class Chain:
-    """A fragment as the oracle has followed it.
+    """A fragment's records, as far as the oracle has followed them.
 
     Args:
-        layout: the run's.
-        created: settings of the specification; `settings` those of later messages.
+        layout: the run's layout.
+        created: settings of the specification; `settings` are those of later messages.
         fragment: its index.
-        epoch: of the tape.
-        follow: make decisions again; else a record is judged by the one before it and by what was
-            announced, which takes a fraction of the time.
+        epoch: epoch of the tape.
+        follow: recompute decisions; else a record is judged by the one before it and by the
+            announcements, which takes a fraction of the time.
 
     Attributes:
-        late_s: how long after its time a timer may be told, None for however long: an owner that
-            is paused decides nothing, and nothing says for how long it was.
-        base: the newest record; `base_seq` its sequence.
-        final_seqs: sequences of its records as of its last version, of which it needs no more.
-        followed: records whose decision was made again; `unknown`: others, with the reason.
+        late_s: the most seconds by which a timer may be late; None: no limit, since an owner that
+            is paused decides nothing, and no message tells for how long it was.
+        base: the newest record; `base_seq` is its sequence.
+        final_seqs: sequences of its records from its last version on.
+        followed: number of records whose decision was recomputed; `unknown`: the others, with the
+            reason.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Chain:
         self._epoch, self._follows = epoch, follow
         self._stopped = False
         self._versions: dict[int, records.Contents] = {}
-        # Messages that nobody can decode count as the last of a subject as well.
+        # A message that cannot be decoded may be a subject's last one too.
         self._garbled: set[int] = set()
 
     def hear(self, entry: Entry) -> None:
@@ -76,13 +77,13 @@ class Chain:
             self._heard.append(entry)
 
     def pass_over(self, message: InvalidMessage) -> None:
-        """Pass over a message of the tape that is not of the protocol."""
+        """Note a message of the tape that is not of the protocol."""
         self._garbled.add(message.seq)
         if concerns(message, self.fragment):
             self._heard.append(message)
 
     def missing_before(self, seq: int) -> None:
-        """Note that the tape lacks messages before a sequence, if no record has been judged yet.
+        """Note that the tape lacks messages before `seq`, if no record has been judged yet.
 
         Garbage collection takes a fragment's messages only from before its oldest record.
         """
@@ -90,7 +91,7 @@ class Chain:
             self._whole_from = seq
 
     def lose(self, seq: int) -> None:
-        """Note a record that cannot be read: judging begins again with the next one."""
+        """Note a record that cannot be read: judging restarts with the next one."""
         self.base, self._life, self._whole_from = None, None, seq + 1
 
     def judge(self, record: wire.Record, seq: int) -> list[Violation]:
@@ -149,7 +150,7 @@ class Chain:
             self._whole_from = seq
 
     def _announced(self, seq: int) -> tuple[wire.Manifest, float] | None:
-        """The update stored at a sequence without an answer in the record before, and when."""
+        """Returns the manifest at `seq`, if the record before does not answer it, and its time."""
         at = self._index(seq)
         entry = self._heard[at] if at < len(self._heard) else None
         body = entry.body if isinstance(entry, Entry) and entry.seq == seq else None
@@ -181,7 +182,7 @@ class Chain:
         self.followed += 1
 
     def _follow(self, base: wire.Record, record: wire.Record) -> str:
-        """Bring the life to where its maker was; why that cannot be done, or ''."""
+        """Advance the owner's life to this record; returns why that is impossible, or ""."""
         if record.policy.rules != RULES:
             return "another release decided it, by other rules"
         for count, seen in enumerate(record.observations, 1):
@@ -202,7 +203,7 @@ class Chain:
         return ""
 
     def _observe(self, seen: wire.Observation, record: wire.Record, count: int) -> bool:
-        """Take one observation; False if the record was due before it."""
+        """Apply one observation; returns False if the record was due before it."""
         life = self._life
         assert life is not None
         self._hear_until(life, seen.after_seq)
@@ -219,7 +220,7 @@ class Chain:
         return True
 
     def _begin(self, base: wire.Record, seen: wire.Observation) -> str:
-        """A life begins from the record before."""
+        """Begin a life from the record before; returns why that is impossible, or ""."""
         settings = self._settings_at(base.policy.settings_seq)
         if base.position < self._whole_from or settings is None:
             return "the tape is trimmed before it"
@@ -228,7 +229,7 @@ class Chain:
         return ""
 
     def _go_on(self, base: wire.Record, seen: wire.Observation) -> str:
-        """A life goes on whose beginning was not followed: if nothing waited, that is known."""
+        """Continue a life from a record at which no update waited; returns why not, or ""."""
         if base.position <= base.policy.seen_seq:
             return "updates were waiting when the record before was made"
         settings = self._settings_at(base.policy.settings_seq)
@@ -247,7 +248,7 @@ class Chain:
         return bisect_left(self._heard, seq, key=lambda entry: entry.seq)
 
     def _hear_until(self, life: OwnerLife, seq: int) -> None:
-        """The tape up to a sequence, or until a record is due."""
+        """Hear the tape up to `seq`, or until a record is due."""
         at = self._index(self._next_seq)
         while at < len(self._heard) and self._heard[at].seq <= seq and life.due is None:
             entry = self._heard[at]
@@ -260,15 +261,15 @@ class Chain:
         due_s = time_up_s(life)
         if due_s is None or self.late_s is None:
             return
-        # What brought the time forward was heard no sooner than the last time told.
+        # The event that brought the time forward came no earlier than the last time told.
         due_s = max(due_s, life.now_s)
         if seen.at_s > due_s + self.late_s:
             life.breach("overdue", seen.what, f"by {due_s}", seen.at_s)
 
     def _check_cut(self, life: OwnerLife, seen: wire.Observation) -> None:
-        """The leader's answer is an update of the fragment, and no older than what was read.
+        """Check that the leader's answer is an update, and no older than the updates read before.
 
-        Read when it was asked: what is read until its answer comes may be newer.
+        Before means when the leader was asked: updates read until its answer may be newer.
         """
         if seen.what != "cut" or seen.seq < self._whole_from:
             return

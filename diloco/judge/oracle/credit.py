@@ -14,10 +14,10 @@ from diloco.judge.oracle.memory import MemberRecord, OracleCredit, PolicyMemory
 
 @dataclass(frozen=True)
 class CreditBasis:
-    """The facts by which one update is judged.
+    """The facts that determine the credit of one update.
 
     Attributes:
-        memory: the owner's; `now_s` is the time by its clock.
+        memory: the owner's memory; `now_s` is the time by its clock.
         stored_at_s: when the server stored the update.
         averaged: the update is of averaged state.
         others: learners may lie.
@@ -41,18 +41,18 @@ class CreditBasis:
         return [member for name, member in here.items() if name != self.manifest.learner]
 
     def _time_s(self) -> float:
-        """Time that the learner had and has not accounted for."""
+        """Returns the seconds that the learner had and has not accounted for."""
         return min(numbers.LONGEST_S, self._passed_s() + self._member.unused_s)
 
     def _passed_s(self) -> float:
-        """Time since its update before: by the server's clock, unless that was set back."""
+        """Returns the seconds since its last update: by the server's clock, unless set back."""
         member = self._member
         if member.read_at_s and self.stored_at_s < member.heard_at_s:
             return numbers.between_s(member.read_at_s, self.now_s)
         return numbers.between_s(member.heard_at_s, self.stored_at_s)
 
     def _fastest(self) -> float:
-        """Steps a second that are believed."""
+        """Returns the most steps a second that are credited."""
         known = self.bounds.of(self.manifest.learner)
         if known.max_steps_per_s:
             return known.max_steps_per_s
@@ -66,7 +66,7 @@ class CreditBasis:
         return min(limits)
 
     def credit(self) -> OracleCredit:
-        """Steps, tokens and weight that the update counts for."""
+        """Returns the steps, tokens and weight that the update counts for."""
         sent, known = self.manifest, self.bounds.of(self.manifest.learner)
         limit = self._fastest() * self._time_s() * (1 + numbers.SAME)
         steps = sent.steps if sent.steps <= limit else max(1, math.floor(limit))
@@ -93,7 +93,7 @@ class CreditBasis:
         return share * min(numbers.FINITE, median)
 
     def known_after(self, credit: OracleCredit) -> MemberRecord:
-        """The sender's member record once it has announced the update."""
+        """Returns the sender's member record after it has announced the update."""
         sent, member, time_s, fastest = self.manifest, self._member, self._time_s(), self._fastest()
         told = 1 / sent.step_time_s if sent.step_time_s > 1 / numbers.FINITE else 0.0
         seen = credit.steps / time_s if time_s > credit.steps / numbers.FINITE else fastest
@@ -111,7 +111,7 @@ class CreditBasis:
         )
 
     def _least_s(self, credit: OracleCredit) -> float:
-        """The least time in which what is credited can have been done."""
+        """Returns the least seconds in which the credited work can have been done."""
         steps_s, heaviest = credit.steps / self._fastest(), self._heaviest_per_s()
         if heaviest is None:
             return steps_s
@@ -127,7 +127,7 @@ def _speed(member: MemberRecord) -> float:
 def shortened(
     bounds: BoundsSection, norms: dict[str, float], learner: str, credit: OracleCredit, norm: float
 ) -> float:
-    """The factor that shortens an update, given each learner's newest norm by step; 1: none."""
+    """Returns the factor that shortens an update, 1 for none; `norms` are per credited step."""
     median = numbers.upper_median([said for name, said in norms.items() if name != learner])
     if median is None or norm <= bounds.norm_clip * median * credit.steps:
         return 1.0

@@ -1,9 +1,9 @@
 """The data that each update covers; every update must be answered once.
 
-A learner takes one batch a step, in order: an update of so many steps that ends at a position
-begins so many before it. A new life goes on behind all that earlier lives have said. Of a tape that
-is trimmed each fragment is accounted for from its oldest record on, which says by its position and
-its marks what was answered before.
+A learner takes one batch a step, in order: an update of n steps that ends at a position begins n
+before it. A new life resumes behind all positions of earlier lives. In a trimmed tape each fragment
+is checked from its oldest record on, whose position and marks tell which updates were answered
+before.
 """
 
 import math
@@ -23,8 +23,8 @@ class Unanswered:
     """An update that no record has answered, as it was announced first.
 
     Attributes:
-        due: a record's position may not pass it. Not so of one that came out of its turn, which
-            nobody need read until it is announced again.
+        due: a record's position may not pass it. False for an update that came out of turn, which
+            need not be read until it is announced again.
         shut_out: its sender was quarantined: it may have been dropped unread.
     """
 
@@ -40,16 +40,17 @@ class _Life(NamedTuple):
     fragment: int
 
     def update(self, seq: int) -> str:
-        """An update of this life, in words."""
+        """Returns the name of an update of this life, for people."""
         return f"update {self.incarnation}-{seq} of {self.learner} to fragment {self.fragment}"
 
 
 @dataclass
 class _Sent:
-    """A life's newest update of a fragment, and its updates that have no record yet.
+    """A life's newest update of a fragment, and its updates without an answer.
 
-    `merged_version` is the one that has the newest, 0 while none has; `answered` the newest update
-    that a record has; `covered` how far it has said to be done with the fragment.
+    `merged_version` is the version that merged the newest one, 0 while none has; `answered` the
+    newest update that a record answers; `covered` the data position up to which it has sent its
+    work.
     """
 
     seq: int = 0
@@ -63,10 +64,10 @@ class _Sent:
 
 @dataclass
 class _LearnerData:
-    """A learner's newest life; where its data goes on, at least and, by late messages, at most.
+    """A learner's newest life; its data resumes between `least` and, with late messages, `most`.
 
-    `said`: how far its lives have said to be, each while it was the newest; `late`: afterwards.
-    `left`: sequence and position of its leave.
+    `said`: the furthest position that its lives stated while they were the newest; `late`: that of
+    later messages. `left`: sequence and position of its leave.
     """
 
     incarnation: int = 0
@@ -77,7 +78,7 @@ class _LearnerData:
     left: tuple[int, int] | None = None
 
     def join(self, incarnation: int) -> None:
-        """A life begins."""
+        """Begin a life."""
         self.incarnation, self.left = incarnation, None
         self.least, self.most = self.said, max(self.said, self.late)
 
@@ -88,8 +89,8 @@ class Data:
     Args:
         specification: the tape's first message.
         earlier: positions that the tape begins with.
-        overwritten: fragments whose versions take the place of what a learner has not sent.
-        blend: share that stays of the steps behind an update, where a version has it.
+        overwritten: fragments whose versions overwrite a learner's unsent work.
+        blend: share that stays of the steps after an update, if the adopted version merged it.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Data:
             self._learners[name].said = position
         self._epoch = specification.epoch
         self._sent: dict[_Life, _Sent] = defaultdict(_Sent)
-        # Of each fragment the updates that came in their turn, until a position passes them.
+        # By fragment, the updates that came in turn, until a position passes them.
         self._due: dict[int, deque[tuple[int, _Life, int]]] = defaultdict(deque)
         # Versions of each fragment's rollbacks.
         self._floors: dict[int, list[int]] = defaultdict(list)
@@ -113,11 +114,11 @@ class Data:
         self._whole_from = 1
 
     def missing_before(self, seq: int) -> None:
-        """Note that messages before a sequence are missing, and announcements with them."""
+        """Note that messages before `seq` are missing, announcements among them."""
         self._whole_from = seq
 
     def in_flight(self) -> Iterator[tuple[str, Unanswered]]:
-        """The updates that were announced in their turn and have no answer, by name."""
+        """Yields the unanswered updates that were announced in turn, by name."""
         for life, sent in self._sent.items():
             for seq, waiting in sent.unanswered.items():
                 if waiting.due:
@@ -149,7 +150,7 @@ class Data:
         if incarnation >= learner.incarnation:
             learner.said = max(learner.said, position)
         else:
-            # None of it is merged: newer lives may have gone on behind it or not.
+            # It is not merged: newer lives may have resumed behind it or not.
             learner.late = max(learner.late, position)
             learner.most = max(learner.most, position)
 
@@ -178,7 +179,7 @@ class Data:
         self, manifest: wire.Manifest, seq: int, sent: _Sent, learner: _LearnerData
     ) -> Iterator[Violation]:
         about = f"learner {manifest.learner} fragment {manifest.fragment}"
-        # What a life has sent first may be trimmed.
+        # The life's first updates may be trimmed.
         begins = not sent.seq and self._whole_from > 1
         if manifest.seq != sent.seq + 1 and not begins:
             yield Violation("data", seq, about, "seq", sent.seq + 1, manifest.seq)
@@ -194,13 +195,14 @@ class Data:
     def _bounds(
         self, manifest: wire.Manifest, sent: _Sent, learner: _LearnerData
     ) -> tuple[int, float]:
-        """The bounds of an update's first data position: the end of the update before, if any.
+        """Returns the least and greatest first position of an update: the end of the one before it.
 
-        Who adopts a rollback, or a version that overwrites, lets go of what was not sent.
+        They differ if the learner may have dropped unsent work: by a rollback, an overwrite or a
+        blend.
         """
         floors = self._floors[manifest.fragment]
         if not sent.seq:
-            # It may have begun from a version before the rollback: a replica gave it an old record.
+            # The life may have begun from a version before the rollback, read from a stale replica.
             may = floors or manifest.fragment in self._overwritten
             return learner.least, math.inf if may else learner.most
         let_go = any(sent.base_version < floor <= manifest.base_version for floor in floors)
@@ -208,8 +210,8 @@ class Data:
             let_go = manifest.base_version > sent.base_version
         if let_go:
             return sent.position, math.inf
-        # A version that was adopted since has the update before this one: of the steps behind it
-        # a share is let go. How many there were when it came the tape does not say.
+        # A version adopted since has merged the update before this one, so a share of the steps
+        # after it was dropped. The tape does not tell how many steps there were then.
         if manifest.fragment not in self._overwritten and (
             0 < sent.merged_version <= manifest.base_version
         ):
@@ -218,7 +220,7 @@ class Data:
         return sent.position, sent.position
 
     def begin(self, record: wire.Record) -> None:
-        """Begin with a fragment's oldest record, or the first after one that cannot be read."""
+        """Begin with a fragment's oldest record, or with the first after an unreadable one."""
         answered = {(mark.learner, mark.incarnation): mark.seq for mark in record.policy.marks}
         due = []
         for life, sent in self._sent.items():
@@ -267,16 +269,16 @@ class Data:
                 yield Violation("position", seq, about, "position", waiting.stream_seq, left)
 
     def unfinished(self, fragments: int, stop_seq: int, seq: int) -> Iterator[Violation]:
-        """The work that a run leaves open, which stopped and ended at these sequences.
+        """Yields violations for the work that an ended run leaves open.
 
-        All is answered; who was there to the end has sent all its work.
+        Every update must be answered, and a learner present to the end must have sent all its work.
         """
         for update, waiting in self.in_flight():
             if not waiting.shut_out and waiting.stream_seq < seq:
                 yield Violation("once", seq, update, "", "an answer", "none")
         for name, learner in self._learners.items():
-            # Whom the end overtook, as one that was cut off, can send nothing any more; of who came
-            # before the tape was trimmed not everything is known.
+            # A learner without a leave was overtaken by the end, or cut off, and could not send;
+            # one that joined before the tape's beginning is not fully known.
             if learner.left is None or learner.incarnation < self._whole_from:
                 continue
             left_seq, position = learner.left

@@ -1,10 +1,10 @@
-"""The oracle's findings: a rule, a message of the tape, the value expected and the value found."""
+"""The oracle's findings: a rule, a message of the tape, the expected value and the value found."""
 
 from typing import Any, NamedTuple
 
 
 class Violation(NamedTuple):
-    """One rule that the tape does not keep.
+    """One breach of a rule on the tape.
 
     Attributes:
         rule: a short word for it; `RULES` has the sentence.
@@ -23,12 +23,12 @@ class Violation(NamedTuple):
 
     @property
     def where(self) -> str:
-        """The part of the run, and the message."""
+        """The part of the run, and the message's sequence."""
         return f"{self.about}, message {self.seq}"
 
     @property
     def what(self) -> str:
-        """The rule, and what the message says in its place."""
+        """The rule, the expected value, and the value found."""
         of = f"{self.field}: " if self.field else ""
         return (
             f"{RULES[self.rule]}; {of}expected {_short(self.expected)}, found {_short(self.found)}"
@@ -36,7 +36,7 @@ class Violation(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """The finding in words."""
+        """The violation as a sentence."""
         return f"{self.where}: {self.what}"
 
 

@@ -1,4 +1,4 @@
-"""A fragment's owner hears the tape: joins, leaves, manifests, settings, words."""
+"""A fragment's owner hears the tape: joins, leaves, manifests, settings, quarantines."""
 
 from diloco.common.process.config import RunSettings, settings_of
 from diloco.common.protocol import names, wire
@@ -14,7 +14,7 @@ from diloco.judge.oracle.shares import wrong_claim
 
 
 def concerns(item: Entry | InvalidMessage, fragment: int) -> bool:
-    """Whether the owner of a fragment acts on a message."""
+    """True if the owner of a fragment acts on a message."""
     if isinstance(item, InvalidMessage):
         parsed = names.parse_subject(item.subject)
         return parsed is not None and (parsed.kind, parsed.fragment) == ("update", fragment)
@@ -57,7 +57,7 @@ def _settings(life: OwnerLife, created: RunSettings, body: wire.Settings, seq: i
     try:
         changed = changed_settings(created, body)
     except WireError:
-        return  # Nobody can follow it; it is dropped unread.
+        return  # Invalid settings have no effect: every reader drops them.
     life.read_seq = max(life.read_seq, seq)
     if seq > life.memory.settings_seq:
         life.memory.settings_seq = seq
@@ -116,7 +116,7 @@ def _announcement(life: OwnerLife, manifest: wire.Manifest, seq: int, stored_at_
 
 
 def _credit(life: OwnerLife, manifest: wire.Manifest, stored_at_s: float) -> OracleCredit:
-    """An update's credit; its sender is known by it, unless an earlier life counted it."""
+    """Returns an update's credit; notes its sender, unless an earlier life has done so."""
     learner, member = manifest.learner, life.memory.members[manifest.learner]
     met = life.memory.credits.get(update_id(manifest))
     if met is not None:
@@ -133,7 +133,7 @@ def _credit(life: OwnerLife, manifest: wire.Manifest, stored_at_s: float) -> Ora
 
 
 def _is_dropped(life: OwnerLife, manifest: wire.Manifest) -> bool:
-    """Whether a manifest gets no answer: of another tape, met before, or in the way."""
+    """True if a manifest gets no answer: of another tape, known already, or behind another."""
     update = update_id(manifest)
     if manifest.epoch != life.epoch or life.is_under_way(update) or life.memory.answered(update):
         return True
@@ -141,9 +141,9 @@ def _is_dropped(life: OwnerLife, manifest: wire.Manifest) -> bool:
 
 
 def _pays(life: OwnerLife, learner: str, message: Entry | InvalidMessage) -> bool:
-    """Whether a message of an update's subject is looked at, whatever it says.
+    """Take a message's price from its sender's allowance; returns False if it must be dropped.
 
-    What an earlier life has met it has paid for; this one takes that from a purse of its own.
+    Messages that an earlier life has read are paid from an allowance of their own.
     """
     purse = life.again if message.seq <= life.known_seq else life.memory.allowances
     left, at_s = purse.get(learner, (float("inf"), message.time_s))
@@ -154,7 +154,7 @@ def _pays(life: OwnerLife, learner: str, message: Entry | InvalidMessage) -> boo
 
 
 def _reason(life: OwnerLife, manifest: wire.Manifest, seq: int) -> str | None:
-    """Why a manifest is rejected as it is read, or None."""
+    """Returns the reason to reject a manifest as it is read, or None."""
     member = life.memory.members.get(manifest.learner)
     if member is None or manifest.incarnation > member.incarnation:
         return Reason.UNKNOWN_INCARNATION
@@ -171,7 +171,7 @@ def _reason(life: OwnerLife, manifest: wire.Manifest, seq: int) -> str | None:
 
 
 def wrong_base(life: OwnerLife, manifest: wire.Manifest) -> str | None:
-    """Why a manifest's base does not fit the version that is built on, or None."""
+    """Returns the reason why a manifest's base does not fit the newest version, or None."""
     staleness = life.version - manifest.base_version
     if manifest.base_version < life.memory.floor:
         return Reason.ROLLED_BACK

@@ -1,7 +1,7 @@
 """One life of a fragment's owner, as the tape shows it: its state between two records.
 
-A life begins from a record (`resumed`) and hears the tape from that record's position on. What else
-it is told stands as observations in the records that it makes.
+A life begins from a record (`resumed`) and hears the tape from that record's position on. All other
+events are recorded as observations in the records that it makes.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ class WaitingUpdate:
 
 
 class MergedUpdate(NamedTuple):
-    """An update in the round's sum, with the numbers that the rules give it."""
+    """An update in the round's sum, with its numbers by the rules."""
 
     manifest: wire.Manifest
     stream_seq: int
@@ -63,7 +63,7 @@ class Close(NamedTuple):
 
 
 class RuleBreach(NamedTuple):
-    """A rule that something in a record breaks, before it is known which message says so."""
+    """A breach of a rule within a record, before its message is known."""
 
     rule: str
     field: str
@@ -76,17 +76,18 @@ Phase = Literal["idle", "open", "grace", "cut"]
 
 @dataclass
 class OwnerLife:
-    """The owner's knowledge, and the round that it has in hand.
+    """The owner's knowledge, and its present round.
 
     Attributes:
-        settings: in force.
-        memory: of learners and averages.
-        known_seq: up to there an earlier life has counted averages and allowances.
-        again: allowances for what that life had met, from when this one meets it.
+        settings: the settings in force.
+        memory: its memory of learners and averages.
+        known_seq: sequence up to which an earlier life has counted averages and allowances.
+        again: allowances for messages that the earlier life has read, as this life reads them.
         now_s: the last time that it was told.
-        storing: a record under way, "" for none: no other begins before it stands.
-        cut: reason and finality of a cut round; `cut_seq` once the leader has answered, who was
-            asked when the tape had been read up to `asked_seq`.
+        storing: the kind of the record being stored, "" for none: no other begins until it is
+            stored.
+        cut: reason and finality of a cut round; `cut_seq` is set once the leader has answered, who
+            was asked when the tape had been read up to `asked_seq`.
         due: the record that must be made now.
     """
 
@@ -120,41 +121,41 @@ class OwnerLife:
 
     @property
     def averaged(self) -> bool:
-        """Whether the fragment holds state."""
+        """Whether the fragment holds averaged state."""
         return self.layout.fragments[self.fragment].averaged
 
     def breach(self, rule: str, name: str, expected: object, found: object) -> None:
-        """Note that a value of the record, `found`, breaks a rule, which demands `expected`."""
+        """Note that the record's value `found` breaks a rule, which demands `expected`."""
         self.breaches.append(RuleBreach(rule, name, expected, found))
 
     # Questions
 
     def unread(self) -> list[WaitingUpdate]:
-        """The updates that the round waits for; of a cut round, those announced by then."""
+        """Returns the updates that the round waits for; of a cut round, those before the cut."""
         rest = [one for one in self.waiting.values() if not one.passed]
         if self.cut is None or not self.cut_at_s:
             return rest
         return [one for one in rest if one.stream_seq <= self.cut_seq]
 
     def merged_learners(self) -> set[str]:
-        """The learners whose work is in the sum."""
+        """Returns the learners whose work is in the sum."""
         return {one.manifest.learner for one in self.merged}
 
     def is_under_way(self, update: UpdateId) -> bool:
-        """Whether an update waits, or is in the next record."""
+        """True if an update waits, or the next record answers it."""
         return update in self.waiting or any(update == found for found, *_ in self.resolved())
 
     def has_unresolved(self, learner: str, incarnation: int) -> bool:
-        """Whether an update of a life waits, or is in the next record."""
+        """True if an update of a life waits, or the next record answers one."""
         under_way = (*self.waiting, *(found for found, *_ in self.resolved()))
         return any(found[:2] == (learner, incarnation) for found in under_way)
 
     def announcers(self) -> set[str]:
-        """The learners that have announced for the round."""
+        """Returns the learners that have announced an update for the round."""
         return self.merged_learners() | {one.manifest.learner for one in self.unread()}
 
     def answered(self) -> set[str]:
-        """The learners that send nothing more before the record."""
+        """Returns the learners that send no more updates before the record."""
         members = self.memory.members
         return self.merged_learners() | {
             one.manifest.learner
@@ -164,16 +165,16 @@ class OwnerLife:
         }
 
     def norms(self) -> dict[str, float]:
-        """The newest merged norm per credited step of each present learner, with the round's."""
+        """Returns each present learner's newest merged norm per credited step, with the round's."""
         found = {name: member.norm for name, member in self.memory.waited_for().items()}
         return found | {n: norm for n, norm in self.round_norms().items() if n in found}
 
     def round_norms(self) -> dict[str, float]:
-        """The round's norms per credited step, by learner."""
+        """Returns the round's norms per credited step, by learner."""
         return {one.manifest.learner: one.clip * one.norm / one.credit.steps for one in self.merged}
 
     def credits(self, *, without_sum: bool) -> dict[UpdateId, OracleCredit]:
-        """The credits of all updates that the next record leaves unresolved."""
+        """Returns the credits of all updates that the next record leaves unresolved."""
         found = dict(self.memory.credits) if self.read_seq < self.known_seq else {}
         found |= {update: one.credit for update, one in self.waiting.items()}
         if without_sum:
@@ -181,35 +182,35 @@ class OwnerLife:
         return found
 
     def next_clock(self) -> int:
-        """The run's clock at the next version, if the run were long enough."""
+        """Returns the run's clock at the next version, ignoring the run's end."""
         return numbers.clock_after(self.settings, self.fragment, self.clock)
 
     def may_follow(self) -> bool:
-        """Whether another round belongs to the run."""
+        """True if the run has another round."""
         if self.final:
             return False
         return bool(self.memory.stopping_at_s) or self.next_clock() <= self.settings.run.steps
 
     def share(self) -> float:
-        """Part of the live fleet's weight that the round holds."""
+        """Returns the share of the live fleet's weight that is in the round."""
         held = sum(one.weight for one in self.merged)
         there = self.merged_learners()
         away = sum(m.weight for name, m in self.memory.awaited().items() if name not in there)
         return held / (held + away) if held else 1.0
 
     def step_share(self) -> float:
-        """The outer step's factor: `share` of one learner alone or by `participation`, else 1."""
+        """Returns the outer step's factor: `share` for one learner or `participation`, else 1."""
         alone = len(self.merged_learners()) == 1
         return self.share() if alone or self.settings.outer.participation else 1.0
 
     def position(self, *, without_sum: bool) -> int:
-        """Lowest sequence that the next record leaves unresolved."""
+        """Returns the lowest sequence that the next record leaves unresolved."""
         open_seqs = [one.stream_seq for one in self.waiting.values()]
         open_seqs += [one.stream_seq for one in self.merged] if without_sum else []
         return min(open_seqs, default=self.read_seq + 1)
 
     def resolved(self) -> Iterator[tuple[UpdateId, int, str | None]]:
-        """Every update that the record of a version answers; no reason where it is merged."""
+        """Yields each update that the record of a version answers; a merged one has no reason."""
         for one in self.merged:
             yield update_id(one.manifest), one.stream_seq, None
         for other in self.refused:
@@ -218,7 +219,7 @@ class OwnerLife:
     # Changes
 
     def discard_sum(self) -> None:
-        """Let the merged updates wait again, as if they had not been read."""
+        """Let the merged updates wait again, as if unread."""
         for one in self.merged:
             self.waiting[update_id(one.manifest)] = WaitingUpdate(
                 one.manifest, one.stream_seq, one.announced_at_s, one.credit
@@ -231,19 +232,19 @@ class OwnerLife:
         self.refused.append(DueRejection(manifest, stream_seq, reason))
 
     def charge(self, manifest: wire.Manifest, stream_seq: int) -> None:
-        """Take a rejection's cost from its sender's allowance, unless an earlier life took it."""
+        """Take a rejection's price from its sender's allowance, unless an earlier life did."""
         if stream_seq > self.known_seq:
             left, at_s = self.memory.allowances[manifest.learner]
             self.memory.allowances[manifest.learner] = (left - numbers.REJECTION + 1, at_s)
 
 
 def update_id(manifest: wire.Manifest) -> UpdateId:
-    """The update that a manifest announces."""
+    """Returns the identity of the update that a manifest announces."""
     return UpdateId(manifest.learner, manifest.incarnation, manifest.seq)
 
 
 def begin(layout: Layout, settings: RunSettings, record: wire.Record, at_s: float) -> OwnerLife:
-    """The life that begins from a record; times of a maker whose clock was ahead are now."""
+    """Begin a life from a record; times later than `at_s` (a fast clock's) become `at_s`."""
     memory = PolicyMemory.of(record.policy)
     memory.closed_at_s = min(memory.closed_at_s, at_s)
     memory.stopping_at_s = min(memory.stopping_at_s, at_s)

@@ -1,4 +1,4 @@
-"""The memory of a fragment's owner on learners: read from records, carried on, compared."""
+"""The memory of a fragment's owner on learners: read from records, updated, compared."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ LIVES = 4
 
 
 class UpdateId(NamedTuple):
-    """Names one update of a fragment."""
+    """The identity of one update of a fragment."""
 
     learner: str
     incarnation: int
@@ -22,7 +22,7 @@ class UpdateId(NamedTuple):
 
 
 class OracleCredit(NamedTuple):
-    """The credit of an update."""
+    """The steps, tokens and weight that an update counts for."""
 
     steps: int
     tokens: int
@@ -30,7 +30,7 @@ class OracleCredit(NamedTuple):
 
 
 class MemberRecord(NamedTuple):
-    """A learner, as the record has it."""
+    """A learner's state, as a record has it."""
 
     incarnation: int
     live: bool = True
@@ -50,7 +50,7 @@ class MemberRecord(NamedTuple):
 
 @dataclass
 class PolicyMemory:
-    """As `wire.PolicyState`, by names in place of lists."""
+    """The contents of a `wire.PolicyState`, by name instead of in lists."""
 
     members: dict[str, MemberRecord]
     marks: dict[tuple[str, int], tuple[int, int]]
@@ -67,7 +67,7 @@ class PolicyMemory:
 
     @classmethod
     def of(cls, policy: wire.PolicyState) -> "PolicyMemory":
-        """The memory that a record carries."""
+        """Returns the memory that a record carries."""
         return cls(
             members={
                 m.learner: MemberRecord(
@@ -94,7 +94,7 @@ class PolicyMemory:
         )  # fmt: skip
 
     def copy(self) -> "PolicyMemory":
-        """A copy that may change while this memory stays."""
+        """Returns a copy that can be changed independently."""
         return replace(
             self,
             members=dict(self.members),
@@ -113,7 +113,7 @@ class PolicyMemory:
         }
 
     def awaited(self) -> dict[str, MemberRecord]:
-        """The members that rounds wait for and that had work in one of the last three."""
+        """Returns the members that rounds wait for, with work in one of the last three rounds."""
         return {
             name: member
             for name, member in self.waited_for().items()
@@ -130,7 +130,7 @@ class PolicyMemory:
                 self.change(name, missed=min(numbers.MISSES, member.missed + 1))
 
     def step_times(self) -> list[float]:
-        """Step times of the live learners; 0 where one is not known."""
+        """Returns the step times of the live learners; 0 if unknown."""
         return [member.step_time_s for member in self.waited_for().values()]
 
     def change(self, learner: str, **fields: Any) -> None:
@@ -138,11 +138,11 @@ class PolicyMemory:
         self.members[learner] = self.members[learner]._replace(**fields)
 
     def answered(self, update: UpdateId) -> bool:
-        """Whether a record has resolved an update, or its life is too old to be remembered."""
+        """True if a record has resolved an update, or its life is too old to be remembered."""
         if update[:2] in self.marks:
             return self.resolved(update)
         if update in self.credits:
-            # Met before and in no record yet: its answer is still to come.
+            # Read before, but in no record yet: its answer is still to come.
             return False
         joined = self._joined(update.learner)
         lives = [
@@ -153,7 +153,7 @@ class PolicyMemory:
         return len(lives) >= LIVES and update.incarnation < min(lives)
 
     def resolved(self, update: UpdateId) -> bool:
-        """Whether a record has resolved an update."""
+        """True if a record has resolved an update."""
         mark = self.marks.get(update[:2])
         return mark is not None and update.seq <= mark[0]
 
@@ -164,7 +164,7 @@ class PolicyMemory:
     def resolve(self, update: UpdateId, stream_seq: int, reason: str | None) -> None:
         """Note that a record answers an update: merged (no reason), or rejected."""
         self.marks[update[:2]] = (update.seq, stream_seq)
-        # With it every earlier one of that life, even if the life is soon forgotten.
+        # All earlier updates of that life are resolved too, even if the life is soon forgotten.
         for owed in [one for one in self.credits if one[:2] == update[:2]]:
             if owed.seq <= update.seq:
                 del self.credits[owed]
@@ -175,7 +175,7 @@ class PolicyMemory:
         self.members[update.learner] = member._replace(offences=max(0, offences))
 
     def forget_old_lives(self) -> None:
-        """Keep the marks of the newest lives, those that nobody joined apart from the others."""
+        """Keep the marks of each learner's newest lives, counting those not joined separately."""
         kept: dict[tuple[str, bool], list[int]] = {}
         for learner, life in self.marks:
             kept.setdefault((learner, life > self._joined(learner)), []).append(life)
@@ -184,7 +184,7 @@ class PolicyMemory:
                 del self.marks[learner, life]
 
     def differences(self, found: "PolicyMemory") -> Iterator[tuple[str, Any, Any]]:
-        """(field, expected, found) of each one that a record remembers differently."""
+        """Yields (field, expected, found) for each field that a record remembers differently."""
         for name in ("seen_seq", "floor", "settings_seq", "quarantined", "marks"):
             expected, said = getattr(self, name), getattr(found, name)
             if expected != said:

@@ -1,4 +1,4 @@
-"""A record field by field against what follows from the one before it and from its maker's life."""
+"""Compares a record's fields with those that follow from the record before and its maker's life."""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -11,14 +11,14 @@ from diloco.judge.oracle.life import Close, OwnerLife, RuleBreach, update_id
 from diloco.judge.oracle.memory import PolicyMemory
 from diloco.judge.oracle.numbers import near
 
-# Sums and counts stop at the greatest that a message can hold.
+# Sums and counts are capped at the greatest value that a message can hold.
 GREATEST = (1 << 63) - 1
 
 
-# What a rollback repeats of a version.
+# The contents of a version, which a rollback repeats.
 Contents = tuple[str, str, int]
 CONTENTS = ("view_digest", "outer_digest", "global_step")
-# What a verdict repeats of the record before it, beside `outer_seq`.
+# Fields that a verdict repeats of the record before it, beside `outer_seq`.
 STANDS = (
     "snapshot", "snapshot_version", "deltas", "outer", "outer_version", "view_digest",
     "outer_digest",
@@ -26,12 +26,12 @@ STANDS = (
 
 
 def contents(record: wire.Record) -> Contents:
-    """Compare the contents of the version after a record with the rules."""
+    """Returns the contents of the version after a record."""
     return record.view_digest, record.outer_digest, record.global_step
 
 
 def resolved(record: wire.Record) -> Iterator[wire.Input | wire.Rejected]:
-    """The updates that a record answers: merged, then rejected."""
+    """Yields the updates that a record answers: merged, then rejected."""
     yield from record.inputs
     yield from record.rejected
 
@@ -62,7 +62,7 @@ def link(base: wire.Record, base_seq: int, record: wire.Record) -> Iterator[Rule
 
 def clock(settings: RunSettings | None, base: wire.Record, record: wire.Record
 ) -> Iterator[RuleBreach]:  # fmt: skip
-    """Compare the run's clock with the rules; `settings` None: the tape has them no more."""
+    """Compare the run's clock with the rules; `settings` is None if the tape no longer has them."""
     expected = base.global_step
     if record.what == "version":
         if settings is None:
@@ -83,7 +83,7 @@ def answers(
 
     Args:
         record: not the first of its fragment.
-        announced: the manifest at a sequence, and when it was stored.
+        announced: returns the manifest at a sequence, and when it was stored.
         whole_from: no manifest from here on is missing.
     """
     for taken in resolved(record):
@@ -102,7 +102,7 @@ def answers(
         yield from _equal("admission", ("announced_at_s", stored_at_s, taken.announced_at_s))
         staleness = record.version - 1 - sent.base_version
         yield from _equal("weight", ("staleness", staleness, taken.staleness))
-        # Of an older view nobody asks for the digest.
+        # The digest of an older view is not checked.
         base_digest = sent.base_digest if staleness else record.base_digest
         known = (record.layout, base_digest)
         yield from _equal("admission", ("base", known, (sent.layout, sent.base_digest)))
@@ -211,7 +211,7 @@ def _rejected(life: OwnerLife, record: wire.Record) -> Iterator[RuleBreach]:
 
 
 def _step_size(life: OwnerLife, record: wire.Record) -> Iterator[RuleBreach]:
-    """The outer step's size: a round that holds a share of the fleet takes that share of it."""
+    """Check the outer step's size: a round with a share of the fleet takes that share of it."""
     outer = life.settings.outer
     share = life.step_share()
     rate = outer.learning_rate * share
@@ -227,7 +227,7 @@ def objects(
 ) -> Iterator[RuleBreach]:
     """Check which snapshot, deltas and outer state the record names: its own, or earlier ones.
 
-    `settings` None: the tape has them no more, and which of both the record itself says.
+    If `settings` is None, as the tape no longer has them, the record itself says which of both.
     """
     outer_seq = base.outer_seq or base_seq
     if record.what == "verdict":
@@ -255,7 +255,7 @@ def objects(
 
 
 def _whole(record: wire.Record) -> Iterator[RuleBreach]:
-    """A record with view and outer state of its own version."""
+    """Check a record that must name a view and an outer state of its own version."""
     yield from _equal(
         "objects",
         ("snapshot_version", record.version, record.snapshot_version),

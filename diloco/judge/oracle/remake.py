@@ -1,4 +1,4 @@
-"""The arrays of a version, made again from objects in plain NumPy.
+"""Recomputes the arrays of a version from objects, in plain NumPy.
 
 Shapes: N elements of a fragment's vector, B blocks, S segments.
 
@@ -9,10 +9,11 @@ each recorded number must be what the rules give, as far as its own rounding all
 - coefficient: u S c for an average, u S / |v| for RDA, with u = w / 2^k, rounded to bfloat16;
 - factor: 2^k / sum w for an average; (sum w S c |v| / sum w) / |sum| for RDA; k is the last;
 - centered clipping: c of `centering.py` times an average's coefficient; the merge before is added;
-- the sum: code x (scale x coefficient), exact in float32, added in the order of the record; what
-  is below 2^-100 counts as 0, and the sum so far is divided where the unit rises;
+- the sum: code x (scale x coefficient), exact in float32, added in the order of the record; values
+  below 2^-100 count as 0, and the sum so far is divided where the unit rises;
 - the outer step in float32, one rounding an operation;
-- the delta: master parameters less the old view, quantized; what that loses stays in the master.
+- the delta: master parameters less the old view, quantized; the quantization error stays in the
+  master.
 """
 
 import math
@@ -43,12 +44,12 @@ from diloco.judge.oracle.finding import Violation
 Vector = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 
-# Of coefficients, and of what is added (docs/adr/0029-units-of-weight.md).
+# Bounds of coefficients, and of the terms of the sum (docs/adr/0029-units-of-weight.md).
 LEAST, LEAST_ADDED, GREATEST_STEP = 2.0**-126, 2.0**-100, 2.0**100
 HEADROOM = 32
 CANCELS = 1e-6
 BFLOAT16 = 2.0**-8
-# Norms of float32 sums, and the factors that follow from them.
+# Relative errors of norms of float32 sums, and of factors that follow from them.
 NORM_ERROR = 1e-4
 
 
@@ -62,7 +63,7 @@ class BlockGrid(NamedTuple):
     centered: bool = False
 
     def blocks(self, values_S: npt.NDArray[Any]) -> Vector:
-        """The segments' values, one for each block."""
+        """Returns the segments' values, one for each block."""
         return values_S.astype(np.float32)[self.segment_B]
 
 
@@ -75,19 +76,19 @@ class Arrays:
     state: dict[str, npt.NDArray[Any]]
 
     def digests(self) -> tuple[str, str]:
-        """A record's digests: the view's, and one over those of parameters and outer state."""
+        """Returns a record's digests: the view's, and that of parameters and outer state."""
         each = [shards.digest(array) for array in (self.theta, *self.state.values())]
         return shards.digest(self.view), shards.digest("".join(each).encode())
 
 
 class Numbers(NamedTuple):
-    """The arithmetic that looks at elements, so that a simulation may bring its own.
+    """The arithmetic on elements, which a simulation may replace.
 
     Attributes:
-        norms: of each segment of an update, float64 [S].
+        norms: the norm of each segment of an update, float64 [S].
         add: a sum (None: empty) with one more update, whose coefficients are per segment, in a
             unit of weight that may have risen since the update before.
-        lengths: of each segment of a sum, float64 [S]; None where it has none.
+        lengths: the length of each segment of a sum, float64 [S]; None if it has none.
         step: moves parameters and state, in place, by a sum and its factors.
         counted: a weight, in units, as it counts in the average's denominator.
     """
@@ -100,15 +101,15 @@ class Numbers(NamedTuple):
 
 
 class Remaker:
-    """Makes every version of a run again.
+    """Recomputes every version of a run.
 
     Args:
-        layout: the run's.
-        get: gives the bytes of an object.
+        layout: the run's layout.
+        get: returns the bytes of an object.
         numbers: the arithmetic.
 
     Attributes:
-        remade: versions made again; `skipped`: those whose objects are not all there.
+        remade: number of recomputed versions; `skipped`: those with missing objects.
     """
 
     def __init__(
@@ -125,14 +126,14 @@ class Remaker:
     def judge(
         self, settings: RunSettings, base: wire.Record | None, record: wire.Record, seq: int
     ) -> list[Violation]:
-        """The violations in the arrays that the next record of a fragment names."""
+        """Recompute the arrays that a fragment's next record names; returns the violations."""
         if record.what == "verdict":
             return []
         about = f"fragment {record.fragment} version {record.version}"
         try:
             found = list(self._judge(settings, base, record))
         except ObjectMissingError:
-            # Garbage is collected; whether this was is for others to say.
+            # The object may have been collected; other checks tell whether it may be missing.
             self._arrays.pop(record.fragment, None)
             self.skipped += 1
             return []
@@ -171,7 +172,7 @@ class Remaker:
         return self._grids[key]
 
     def _load(self, record: wire.Record) -> Arrays:
-        """View and outer state as a record's own objects have them."""
+        """Returns view and outer state from a record's own objects."""
         view = np.frombuffer(self._get(record.snapshot.name), np.float32).copy()
         stored = msgpack.unpackb(self._get(record.outer.name), max_bin_len=1 << 62)
         theta = np.frombuffer(stored.pop("theta"), np.float32).copy()
@@ -216,7 +217,7 @@ class Remaker:
     def _move_view(
         self, settings: RunSettings, arrays: Arrays, record: wire.Record
     ) -> Iterator[tuple[str, str, Any, Any]]:
-        """The view follows by the stored delta, which must be theta - view, quantized."""
+        """Move the view by the stored delta, and check that this is theta - view, quantized."""
         assert record.delta is not None
         codec: Codec = settings.sync.delta_codec
         block, size = settings.sync.block, arrays.view.size
@@ -233,10 +234,10 @@ class Remaker:
 
 
 def make_grid(settings: RunSettings, layout: Layout, fragment: int) -> BlockGrid:
-    """The division of a fragment's vector under a run's settings."""
+    """Returns the division of a fragment's vector under a run's settings."""
     part, block = layout.fragments[fragment], layout.block
     radial = [settings.merge == "rda" and rule == "rda" for rule in part.segment_rules()]
-    # State that is averaged is counted by tokens alone: no update of it is shortened.
+    # Averaged state is weighted by tokens alone: no update of it is shortened.
     centered = settings.run.trust == "others" and not part.averaged
     return BlockGrid(part.size, block, part.segment_of_block(block), np.asarray(radial), centered)
 
@@ -244,10 +245,10 @@ def make_grid(settings: RunSettings, layout: Layout, fragment: int) -> BlockGrid
 def read_update(
     get: Callable[[str], bytes], grid: BlockGrid, codec: Codec, entries: Sequence[wire.Shard]
 ) -> Encoded:
-    """An update's blocks in their places, each object compared with its manifest.
+    """Read an update's blocks into their places, comparing each object with its manifest.
 
     Raises:
-        ObjectMissingError, IntegrityError, WireError: one is missing, or is not what it should be.
+        ObjectMissingError, IntegrityError, WireError: an object is missing, or not the manifest's.
     """
     blocks = grid.size // grid.block
     parts, places = [], []
@@ -267,11 +268,11 @@ def read_update(
     return Encoded(scales[order] if scales.size else scales, rows.reshape(-1))
 
 
-# What a record says, against what the rules give
+# A record's numbers, compared with the rules
 
 
 def _norm(taken: wire.Input, norms_S: Doubles) -> Iterator[tuple[str, str, Any, Any]]:
-    """The norm that clips and medians follow from is that of the codes as they came."""
+    """Check an input's recorded norm, which must be that of its codes as they came."""
     norm = math.sqrt(float(np.square(norms_S).sum()))
     if not math.isclose(norm, taken.norm, rel_tol=NORM_ERROR):
         yield "weight", f"norm of {taken.learner}", norm, taken.norm
@@ -308,7 +309,7 @@ def _coefficients(
     there_S = np.where(norms_S > 0, norms_S, np.inf)
     wanted_S = np.where(grid.radial_S, share / there_S, share * taken.clip * pull_S)
     wanted_S = np.where(wanted_S >= LEAST, wanted_S, 0.0)
-    # A norm in float32 may fall on the other side of what is rounded to bfloat16.
+    # A norm in float32 may round to the neighbouring bfloat16.
     rough_S = grid.radial_S | (pull_S != 1)
     error_S = np.where(rough_S, NORM_ERROR, 1e-12) * wanted_S
     low_S, high_S = ((wanted_S + s * error_S).astype(ml_dtypes.bfloat16) for s in (-1, 1))
@@ -345,14 +346,14 @@ def _factors(
 
 
 def _error(codec: Codec, values: Vector, block: int) -> Vector:
-    """The largest error of a quantized value."""
+    """Returns the largest error of each quantized value."""
     magnitudes = np.abs(values)
     if codec in GREATEST_CODE:
         greatest_B = magnitudes.reshape(-1, block).max(axis=1)
         scale_B = np.maximum(greatest_B / GREATEST_CODE[codec] * (1 + BFLOAT16), LEAST_SCALE)
         return np.repeat((scale_B * 0.505).astype(np.float32), block)
     relative = 0.0 if codec == "float32" else BFLOAT16
-    # Smaller than the least scale is sent as zero.
+    # A block below the least scale is sent as zeros.
     return np.where(magnitudes < LEAST_SCALE, magnitudes, magnitudes * relative).astype(np.float32)
 
 
@@ -411,7 +412,7 @@ def _step(
     factors_S: Vector,
     record: wire.Record,
 ) -> None:
-    """Descent against the merged outer gradient, by the run's outer optimizer."""
+    """Take the outer step: descent along the merged outer gradient, by the outer optimizer."""
     g = (total.reshape(-1, grid.block) * grid.blocks(factors_S)[:, None]).reshape(-1)
     if grid.centered:
         g = _about_the_center(grid, arrays, g, record)
@@ -427,7 +428,7 @@ def _step(
 
 
 def _about_the_center(grid: BlockGrid, arrays: Arrays, g: Vector, record: wire.Record) -> Vector:
-    """Add the kept share of the center to the merge; the merge is the next round's center."""
+    """Add the kept share of the center to the merge, which becomes the next round's center."""
     kept_S = np.frombuffer(record.kept, np.float32)
     center = arrays.state["center"].reshape(-1, grid.block)
     g = g + (center * grid.blocks(kept_S)[:, None]).reshape(-1)
@@ -439,7 +440,7 @@ def _about_the_center(grid: BlockGrid, arrays: Arrays, g: Vector, record: wire.R
 def _delayed(
     settings: RunSettings, state: dict[str, npt.NDArray[Any]], g: Vector, momentum: float
 ) -> Vector:
-    """Delayed Nesterov: the momentum is refreshed at every N-th arrival."""
+    """Return the step of delayed Nesterov, whose momentum is refreshed every N-th time."""
     delay, fraction = settings.outer.delay_rounds, settings.outer.delay_fraction
     inverse = np.float32(1 / delay)
     state["arrivals"] = state["arrivals"] + 1
@@ -454,7 +455,7 @@ def _delayed(
 
 
 def _rounded(weight: float) -> float:
-    """The weight rounded to bfloat16, as in its coefficient, so that shares sum to one."""
+    """Returns the weight rounded to bfloat16, as in its coefficient, so that shares sum to one."""
     return float(ml_dtypes.bfloat16(weight))
 
 

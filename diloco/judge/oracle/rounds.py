@@ -6,7 +6,7 @@ from diloco.judge.oracle.life import Close, OwnerLife
 
 
 def time_up_s(life: OwnerLife) -> float | None:
-    """When the round's next time is up; None while it waits for no time."""
+    """Returns when the round's next timer ends; None if it waits for none."""
     if life.final:
         return None
     quorum = life.settings.quorum
@@ -26,7 +26,7 @@ def time_up_s(life: OwnerLife) -> float | None:
 
 
 def opens_at_s(life: OwnerLife) -> float | None:
-    """The time when the round opens: at the first announcement, or at the pace time if later."""
+    """Returns when the round opens: at the first announcement, or at the pace time if later."""
     told = [one.announced_at_s for one in life.unread()]
     told += [one.announced_at_s for one in life.merged]
     if not told or not life.may_follow():
@@ -39,7 +39,7 @@ def opens_at_s(life: OwnerLife) -> float | None:
 
 
 def settle(life: OwnerLife) -> None:
-    """Move the round on: it opens, has its quorum, is complete, or closes."""
+    """Advance the round: it opens, reaches its quorum, is complete, or closes."""
     if life.due is not None:
         return
     _empty(life)
@@ -56,7 +56,7 @@ def settle(life: OwnerLife) -> None:
 
 
 def _empty(life: OwnerLife) -> None:
-    """A round all of whose announcements failed has not opened."""
+    """Return to idle if all announcements of the round failed: then it has not opened."""
     asking = life.cut is not None and (life.cut[1] or not life.cut_at_s)
     waits = any(not one.passed for one in life.waiting.values())
     if not (asking or life.merged or waits):
@@ -65,7 +65,7 @@ def _empty(life: OwnerLife) -> None:
 
 def _end_cut(life: OwnerLife, reason: str, final: bool) -> None:
     if final:
-        # Nobody is charged for what could wait no longer.
+        # Senders are not charged for updates that could not wait any longer.
         for one in [*life.waiting.values()]:
             life.refuse(one.manifest, one.stream_seq, Reason.LATE)
         _close(life, reason, final=True)
@@ -92,12 +92,12 @@ def _go_on(life: OwnerLife) -> None:
 
 
 def _all_announced(life: OwnerLife) -> bool:
-    """Whether everybody who is here has: pace has nobody to hold back."""
+    """True if all present learners have announced: then pace need not hold the round back."""
     return life.memory.waited_for().keys() <= life.announcers()
 
 
 def _end_run(life: OwnerLife) -> None:
-    """After the stop: once nothing waits, and all that earlier lives had read was read again."""
+    """End the run after the stop, once no update waits and the earlier lives' tape is reread."""
     if life.waiting or life.storing or life.read_seq < life.known_seq:
         return
     awaited = {name for name, member in life.memory.waited_for().items() if not member.final}
@@ -108,7 +108,7 @@ def _end_run(life: OwnerLife) -> None:
 
 
 def _count(life: OwnerLife) -> None:
-    """The quorum is of announcements, and is taken back with them."""
+    """Count announcements towards the quorum, which is lost again if they fall away."""
     quorum, there = life.settings.quorum, len(life.memory.awaited())
     lockstep = life.settings.sync.mode == "lockstep"
     needed = quorum.min_learners if lockstep else max(1, min(quorum.min_learners, there))
@@ -125,7 +125,7 @@ def _count(life: OwnerLife) -> None:
 
 
 def _complete(life: OwnerLife) -> bool:
-    """Whether everybody who is awaited has an update in the sum, or rejected by this round."""
+    """True if every awaited learner has an update in the sum, or rejected by this round."""
     answered = life.answered()
     lockstep = life.settings.sync.mode == "lockstep"
     if lockstep and len(answered) < life.settings.quorum.min_learners:
@@ -139,7 +139,7 @@ def _close(life: OwnerLife, reason: str, *, final: bool = False) -> None:
 
 
 def time_is_up(life: OwnerLife) -> None:
-    """Handle a timer: give up what the round waited for, or ask the stream's leader."""
+    """Handle a timer: stop waiting for the round's missing updates, or ask the stream's leader."""
     if life.cut is not None:
         for one in life.unread():
             one.passed = True
@@ -158,7 +158,7 @@ def _cut(life: OwnerLife, reason: str, *, final: bool = False) -> None:
 
 
 def recorded(life: OwnerLife, close: Close) -> None:
-    """The life as it is once it has decided a record: the next round begins beside it."""
+    """Update the life after it has decided a record: the next round begins while it is stored."""
     memory = life.memory
     if close.what == "version":
         answers = list(life.resolved())

@@ -1,4 +1,4 @@
-"""The oracle over a whole tape, message by message: each is compared with the rules."""
+"""The oracle over a whole tape: compares each message with the rules, in order."""
 
 from collections.abc import Iterator, Mapping
 
@@ -27,15 +27,15 @@ class Oracle:
 
     Args:
         specification: the tape's first message.
-        layout: the run's.
-        remaker: makes versions again from their objects; None: records alone are judged.
-        positions: of earlier epochs' learners; None: those in the specification.
-        follow: make every decision again; as `Chain`.
+        layout: the run's layout.
+        remaker: recomputes versions from their objects; None: only records are judged.
+        positions: positions of earlier epochs' learners; None: those in the specification.
+        follow: recompute every decision; as `Chain`.
 
     Attributes:
-        findings: all so far.
-        chains: of each fragment.
-        data: who has sent and got answered what; `shares` of the data.
+        findings: all violations so far.
+        chains: one for each fragment.
+        data: data positions and answers of all learners; `shares` are the shares of the data.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Oracle:
         self._stop_seq = self._end_seq = 0
 
     def take(self, item: Item) -> list[Violation]:
-        """Judge the tape's next message; give the rules that it breaks."""
+        """Judge the tape's next message; returns its violations."""
         if item.seq != self._last_seq + 1 and (self._last_seq or not begins_tape(item.seq)):
             for chain in self.chains:
                 chain.missing_before(item.seq)
@@ -89,7 +89,7 @@ class Oracle:
         return found
 
     def close(self) -> None:
-        """Judge, once the tape was read to its end, the work that an ended run leaves open."""
+        """Judge the work that an ended run leaves open; call it at the end of the tape."""
         for chain in self.chains:
             if chain.base is None:
                 about = f"fragment {chain.fragment}"
@@ -124,7 +124,7 @@ class Oracle:
         try:
             self._changed[seq] = changed_settings(self._created, body)
         except WireError:
-            return  # Nobody can follow it.
+            return  # Invalid settings have no effect.
 
     def _record(self, record: wire.Record, seq: int) -> Iterator[Violation]:
         chain = self.chains[record.fragment]
@@ -140,7 +140,7 @@ class Oracle:
             yield from self._remaker.judge(settings, base, record, seq)
 
     def _quarantine(self, word: wire.Quarantine, seq: int) -> Iterator[Violation]:
-        """An aggregator shuts a learner out once a record has counted enough offences."""
+        """Check that an aggregator quarantines a learner only after enough offences in a record."""
         limit = self._created.bounds.quarantine_offences
         if (
             not word.active
@@ -167,7 +167,7 @@ class Oracle:
             yield Violation("stop", seq, "run", "", "one stop", "another one")
         self._stop_seq = self._stop_seq or seq
         newest = {c.fragment: c.base for c in self.chains if c.base is not None}
-        # With another reason somebody has ended the run early, who may at any time.
+        # Any other reason is an early end, which is allowed at any time.
         if len(newest) < len(self.chains) or stop.reason not in ("steps", "tokens"):
             return
         settings = self._newest_settings()
@@ -194,7 +194,7 @@ class Oracle:
         versions = tuple(record.version for record in newest)
         if end.versions != versions:
             yield Violation("end", seq, "run", "versions", versions, end.versions)
-        # What came too late is answered by a record more, which whoever says the end may not know.
+        # Updates that came too late are answered by one more record, which the end may precede.
         named = dict(enumerate(end.record_seqs))
         for chain in self.chains:
             said = named.get(chain.fragment)

@@ -1,8 +1,7 @@
-"""Shares of the data: the claimant of each; and that no batch is merged twice.
+"""Shares of the data: the owner of each, and that no batch is merged twice.
 
-A claim counts if, where it stands, its life can have begun and has, and has not ended, nobody has
-the share, and all of the epochs before are given out. An end gives back what lies behind its
-position.
+A claim counts if, at its place on the tape, its life has begun and not ended, the share is free,
+and all shares of earlier epochs are claimed. An end releases the batches behind its position.
 """
 
 from collections import defaultdict
@@ -19,7 +18,7 @@ from diloco.judge.oracle.finding import Violation
 
 
 class _ReadShare(NamedTuple):
-    """A learner's share: its batch that is read at a position, up to another."""
+    """A learner's share: its batch `first` is read at a position, and it ends at another."""
 
     share: int
     first: int
@@ -39,7 +38,7 @@ class Shares:
     """The shares of all learners, and the batches of each share that are merged.
 
     Args:
-        run: whose `data_shares` and `share_batches` hold, if it has them.
+        run: gives `data_shares` and `share_batches`, if set; else the first claim does.
     """
 
     def __init__(self, run: RunSection | None = None) -> None:
@@ -49,10 +48,10 @@ class Shares:
         self._ended: dict[str, int] = {}
         self._held: dict[str, list[_ReadShare]] = defaultdict(list)
         self._reached: dict[str, int] = defaultdict(int)
-        # Batches that were given out of each share; all of them while somebody has it.
+        # Batches claimed of each share; all of them while a learner has it.
         self._given: dict[int, int] = defaultdict(int)
         self._covers: dict[tuple[str, int, int, int], list[BatchRange]] = {}
-        # Of each fragment and share, ascending and apart.
+        # By fragment and share, ascending and separate.
         self._merged: dict[tuple[int, int], list[BatchRange]] = defaultdict(list)
 
     def take(self, body: wire.Body, seq: int) -> Iterator[Violation]:
@@ -114,7 +113,7 @@ class Shares:
         count = sum(span.stop - span.first for span in covered)
         update = (manifest.learner, manifest.incarnation, manifest.fragment, manifest.seq)
         self._covers[update] = covered
-        # What another life has made superseded is rejected, whatever it covers.
+        # Updates of superseded lives are rejected, whatever they cover.
         if count < manifest.steps and manifest.incarnation >= self._lives[manifest.learner]:
             about = f"learner {manifest.learner} fragment {manifest.fragment}"
             yield Violation("shares", seq, about, "steps", count, manifest.steps)
@@ -132,13 +131,13 @@ class Shares:
                 merged[:] = _joined([*merged, span])
 
     def merged(self, fragment: int) -> list[BatchRange]:
-        """The batches whose work a fragment has."""
+        """Returns the ranges of batches whose work a fragment has."""
         mine = [spans for (index, _), spans in self._merged.items() if index == fragment]
         return [span for spans in mine for span in spans]
 
 
 def _joined(spans: list[BatchRange]) -> list[BatchRange]:
-    """Spans of one share, ascending and apart."""
+    """Returns the ranges of one share joined: ascending and separate."""
     joined: list[BatchRange] = []
     for span in sorted(spans):
         if joined and span.first <= joined[-1].stop:
@@ -151,7 +150,7 @@ def _joined(spans: list[BatchRange]) -> list[BatchRange]:
 def wrong_claim(
     settings: RunSettings, layout: Layout, epoch: int, manifest: wire.Manifest
 ) -> str | None:
-    """The reason to reject a manifest by itself, or None."""
+    """Returns the reason to reject a manifest on its own, or None."""
     if manifest.layout != layout.digest:
         return Reason.LAYOUT
     if manifest.codec != settings.sync.codec:

@@ -1,4 +1,4 @@
-"""The events that a fragment's owner is told beside the tape: the observations of its records."""
+"""The events that reach a fragment's owner beside the tape: the observations of its records."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from diloco.judge.oracle.life import MergedUpdate, OwnerLife, WaitingUpdate
 from diloco.judge.oracle.memory import UpdateId
 from diloco.judge.oracle.rounds import settle, time_is_up, time_up_s
 
-# The greatest difference of two times that were the same number on two ways.
+# The greatest difference of equal times that were computed in two ways.
 ROUNDING_S = 1e-6
 
 
@@ -68,7 +68,7 @@ def _reject(life: OwnerLife, one: WaitingUpdate, reason: str) -> None:
 
 
 def _failed(life: OwnerLife, seen: wire.Observation, record: wire.Record) -> None:
-    """The objects decide for what; here it must be a reason that objects can give."""
+    """Reject an update whose objects failed; checks only that its reason is one of objects."""
     one = _waiting(life, seen)
     if one is None:
         return
@@ -76,14 +76,14 @@ def _failed(life: OwnerLife, seen: wire.Observation, record: wire.Record) -> Non
     reason = said[0] if said else ""
     known = find(reason)
     by_objects = known is None or ("objects" in known.stages and known != Reason.LATE)
-    # What the partition of its blocks says is said of a manifest and of its objects alike.
+    # A wrong partition of blocks is a reason for manifests and for objects.
     if not by_objects and known is not Reason.SHARDS:
         life.breach("admission", "reason", "one of objects", reason)
     _reject(life, one, reason)
 
 
 def _broke(life: OwnerLife, seen: wire.Observation, _record: wire.Record) -> None:
-    """The sum is made again; an update that breaks it twice, while others do not, is rejected."""
+    """Discard the sum that an update broke; reject an update that alone breaks it twice."""
     one = _waiting(life, seen)
     if one is None:
         return
@@ -145,7 +145,7 @@ def _committed(life: OwnerLife, seen: wire.Observation, _record: wire.Record) ->
 
 
 def _tick(_life: OwnerLife, _seen: wire.Observation, _record: wire.Record) -> None:
-    """The time alone."""
+    """Take the observation's time only."""
 
 
 _WATCH: dict[str, Callable[[OwnerLife, wire.Observation, wire.Record], None]] = {
