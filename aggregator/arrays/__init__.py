@@ -1,1 +1,1 @@
-"""One fragment's arrays: the merge, the outer step, and what both work on."""
+"""One fragment's arrays: the merge of updates, the outer step, and the arrays that both change."""

@@ -1,4 +1,4 @@
-"""The arithmetic of a fragment's arrays, as one value, so that a simulation may bring its own."""
+"""The numeric functions on a fragment's arrays, as one value that a simulation can replace."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -11,10 +11,10 @@ from diloco.common.protocol.quantization import Encoded
 
 
 class Arithmetic(NamedTuple):
-    """The functions of `merge` and `outer` that look at numbers.
+    """The functions of `merge`, `centering` and `outer` that compute with arrays.
 
     Attributes:
-        accumulator: an empty sum over a grid, for some threads.
+        accumulator: makes an empty sum over a grid, for a number of threads.
     """
 
     accumulator: Callable[[Grid, int], Accumulator] = merge.Accumulator

@@ -1,22 +1,23 @@
-"""Centered clipping: no update moves a merge further than its radius from the merge before.
+"""Centered clipping: no update moves a merge by more than its radius from the previous merge.
 
     merged = v + sum of w c (e - v) / sum of w,   c = min(1, kappa r / |e - v|)^2
 
-in each segment, with v the round's merged gradient before this one, e an update times its discount
-and clip, and r the lower median of the learners' |e - v| of the last round that had three. What
-lies within the radius counts in full; what lies x radii away counts as a step of 1 / x radius to
-it, so that a lie does the less, the longer it is. All of this is known before an update is added,
-so that the sum is streamed as any other: v and r are kept beside the outer optimizer's state.
+in each segment, where v is the merged gradient of the previous round, e an update times its
+discount and clip, and r the lower median of the learners' |e - v| in the last round that had at
+least three learners. An update within kappa r of v counts in full; one at x kappa r, x > 1, counts
+like one at kappa r / x, so that an outlier has the less effect, the farther it lies. All of this is
+known before an update is added, so the sum is streamed as any other. v and r are stored with the
+outer optimizer's state.
 
-Until a round had three learners no radius is known. Then directions are merged, each as long as the
-median of the round that is being merged, which is known at its end and can be multiplied then:
+Until a round had three learners no radius is known. Then directions are merged, each with the
+median length of the round itself, which is known at its end and multiplied then:
 
     merged = r sum of w e / |e| / sum of w
 
 Shapes: N elements of a fragment's vector, S segments.
 
 Source: Karimireddy, He and Jaggi 2021 (arXiv 2012.10333), Algorithm 2, one iteration about the last
-aggregate; the radius follows the learners where they keep it constant, and c is not squared there.
+aggregate. There the radius is constant and c is not squared; here the radius follows the learners.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,7 +36,7 @@ from diloco.common.protocol.quantization import (
     scale_count,
 )
 
-# So many learners have a median that no one of them moves to where no other is.
+# With this many learners, no single one can move the median beyond all others' values.
 LEAST_LEARNERS = 3
 
 
@@ -47,9 +48,9 @@ def distances(
     center_N: Vector,
     radius_S: Vector,
 ) -> Norms:
-    """Distance of each segment of an update, as it counts, from the center; float64 [S].
+    """Returns each segment's distance of an update, discounted and clipped, from the center.
 
-    Where no radius is known, from zero.
+    float64 [S]; where no radius is known, the distance from zero.
     """
     known_S = (radius_S > 0).astype(np.float32)
     known_B = grid.per_block(known_S)
@@ -64,14 +65,14 @@ def distances(
         while done < away.size:
             segment = int(np.searchsorted(ends_S, start + done, side="right"))
             stop = min(away.size, int(ends_S[segment]) - start)
-            # No product of BLAS, whose last bits are those of its threads and of the processor.
+            # Not by BLAS, whose last bits depend on its threads and on the processor.
             squares_S[segment] += float(np.square(away[done:stop], dtype=np.float64).sum())
             done = stop
     return np.sqrt(squares_S)
 
 
 def _decoded(grid: Grid, codec: Codec, shards: Sequence[Encoded]) -> Iterator[tuple[int, Vector]]:
-    """An update's values in parts that stay in cache: first element and float32 values of each."""
+    """Yields an update's values in parts that fit into cache: first element, float32 values."""
     step = max(grid.block, CHUNK // grid.block * grid.block)
     for (first, last), (scales, codes) in zip(grid.ranges, shards, strict=True):
         for start in range(0, last - first, step):
@@ -83,7 +84,10 @@ def _decoded(grid: Grid, codec: Codec, shards: Sequence[Encoded]) -> Iterator[tu
 
 
 def pulls(distances_S: Norms, radius_S: Vector, times: float) -> Norms:
-    """C of each segment, float64 [S]; where no radius is known, 1 / |e|, or 0 for |e| = 0."""
+    """Returns c of each segment, float64 [S]; where no radius is known, 1 / |e|, or 0 for |e| = 0.
+
+    `times` is kappa.
+    """
     most_S = times * radius_S.astype(np.float64)
     within_S = (radius_S > 0) & (distances_S <= most_S)
     away_S = np.where(distances_S > 0, distances_S, np.inf)
@@ -92,19 +96,19 @@ def pulls(distances_S: Norms, radius_S: Vector, times: float) -> Norms:
 
 
 def middle(found: Mapping[str, Norms]) -> Norms:
-    """The lower median of the learners' distances, float64 [S]."""
+    """Returns the lower median of the learners' distances, float64 [S]."""
     ordered = np.sort(np.stack(list(found.values())), axis=0)
     lower_S: Norms = ordered[(len(ordered) - 1) // 2]
     return lower_S
 
 
 def scaled(factors_S: Vector, radius_S: Vector, found: Mapping[str, Norms]) -> Vector:
-    """The factors of the sum, float32 [S]: directions get the round's median length."""
+    """Returns the factors of the sum, float32 [S], by which directions get the median length."""
     return np.where(radius_S > 0, factors_S, factors_S * middle(found)).astype(np.float32)
 
 
 def center_share(updates: Sequence[Contribution], radius_S: Vector) -> Vector:
-    """The share of the merge that is the center, float32 [S]; exactly 0 where all count in full."""
+    """Returns the center's share of the merge, float32 [S]; 0 where all updates count in full."""
     unit = updates[-1].unit
     weights = [share_of(update.weight, unit) for update in updates]
     counted_S = np.zeros(radius_S.shape)
@@ -117,7 +121,7 @@ def center_share(updates: Sequence[Contribution], radius_S: Vector) -> Vector:
 
 
 def radius_after(radius_S: Vector, found: Mapping[str, Norms]) -> Vector:
-    """R for the round after one in which learners had these distances, float32 [S]."""
+    """Returns r for the next round, float32 [S], from the learners' distances in this one."""
     if len(found) < LEAST_LEARNERS:
         return radius_S.copy()
     return middle(found).astype(np.float32)

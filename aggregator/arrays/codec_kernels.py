@@ -1,24 +1,23 @@
 """The operations of each codec in the loops of merge and outer step, compiled by Numba.
 
 A codec has three operations on one block, in the table `OPERATIONS`: add the squares of its values,
-add its values times a factor, encode. The kernels that go through a fragment with them are
+add its values times a factor, encode. The kernels that apply them to a fragment are
 `measure_update` and `add_updates` of `merge.py` and `advance_blocks` of `outer.py`: each does all
-of its work on a block while that is in the processor's nearest cache. A kernel works on a run of
-pieces, which threads share; what is summed over a piece is summed within it. It holds no
-interpreter lock. What was compiled is kept on disk, and made again when a file of this folder
+of its work on a block while the block is in the processor's nearest cache. A kernel works on a run
+of pieces; threads share the runs, and sums over a piece are computed within it. Kernels release
+Python's lock. Compiled kernels are cached on disk, and compiled again when a file of this folder
 changes (`kernel_cache.py`).
 
-Why the bits are the same everywhere: each operation on floats is rounded by itself, in the order in
-which it stands here. Numba neither fuses nor reorders them unless it is told to ("fastmath"), on
-any processor, and leaves denormal numbers as they are (docs/adr/0053-compiled-loops.md).
+Why the bits are the same everywhere: each floating-point operation is rounded by itself, in the
+order of the code. Numba neither fuses nor reorders operations unless told to ("fastmath"), on any
+processor, and leaves denormal numbers as they are (docs/adr/0053-compiled-loops.md).
 
-Why the loops look as they do, which makes the difference between vectors and single elements, or
-spares what Numba does at each look into a tuple:
-  - arrays are taken out of their tuples at a kernel's begin;
-  - how many elements a loop has is the length of a tuple (`lanes`), and so known when compiled;
+Why the loops have this form, which lets the compiler vectorize them and saves tuple look-ups:
+  - arrays are taken out of their tuples at a kernel's beginning;
+  - a loop's number of elements is the length of a tuple (`lanes`), so it is known when compiled;
   - a loop writes to few arrays, since the compiler must see that they do not overlap;
-  - numbers of blocks are unsigned, which need no care for negative ones;
-  - what is read some blocks later is asked for ahead (`prefetch.py`).
+  - block numbers are unsigned, so that no code for negative indices is needed;
+  - data of later blocks is prefetched (`prefetch.py`).
 
 Shapes: B blocks of b elements, K of them, P pieces of a run, S segments, U updates. Arrays of
 bfloat16 are their bits, uint16.
@@ -41,18 +40,18 @@ u8, u16, u32, u64 = np.uint8, np.uint16, np.uint32, np.uint64
 
 Vector = npt.NDArray[np.float32]
 Bits = npt.NDArray[np.uint16]
-# As many zeros as a block has elements.
+# A tuple with as many zeros as a block has elements.
 Lanes = tuple[int, ...]
 
-# What is added to a sum is zero or not below this: then all that is added, and so the sum, is a
-# whole multiple of 2^-126, and no sum is a denormal number, which some machines flush.
+# Values added to a sum are zero or at least this. So all of them, and the sum, are whole multiples
+# of 2^-126, and no sum is a denormal number, which some machines flush to zero.
 LEAST_PRODUCT: Final = f32(2.0**-100)
-# Scale x coefficient of a block that has anything but zeros is far below this.
+# Scale x coefficient is far below this, except for blocks of zeros.
 GREATEST_PRODUCT: Final = f32(2.0**100)
 
 
 def lanes(block: int) -> Lanes:
-    """A tuple whose length tells the compiler how many elements a loop has."""
+    """Returns a tuple whose length tells the compiler the number of elements of a loop."""
     return (0,) * block
 
 
@@ -61,22 +60,22 @@ def lanes(block: int) -> Lanes:
 
 @compiled
 def _wide(bits: Any) -> Any:
-    """A bfloat16, given by its bits, as float32."""
+    """Returns a bfloat16, given by its bits, as float32."""
     return u32(u32(bits) << u32(16)).view(np.float32)
 
 
 @compiled
 def _step(scale: Any, factor: Any) -> Any:
-    """The number that a block's codes are multiplied by."""
+    """Returns the number by which a block's codes are multiplied."""
     product = _wide(scale) * factor
     normal = f32(0) if abs(product) < LEAST_PRODUCT else product
-    # Only a block of zeros may reach the limit, and must not become a NaN.
+    # Only a block of zeros can reach the limit; without it 0 x infinity would be NaN.
     return min(normal, GREATEST_PRODUCT)
 
 
 @compiled
 def _scaled(whole: Any, scale: Any) -> Any:
-    """A sum of squares of codes, times the square of their scale; exact."""
+    """Returns a sum of squares of codes times the square of their scale, exactly."""
     wide = np.float64(_wide(scale))
     return whole * (wide * wide)
 
@@ -234,21 +233,21 @@ _BIASED: Final = f32(1.5 * 2.0**23 + 8)
 
 @compiled
 def _product(value: Any, factor: Any) -> Any:
-    """The product, rounded, or zero for what is too small; a NaN stays."""
+    """Returns the product, rounded; zero if it is too small; NaN stays NaN."""
     product = value * factor
     return f32(0) if abs(product) < LEAST_PRODUCT else product
 
 
 @compiled
 def _bfloat16_bits(value: Any) -> Any:
-    """The bits of the nearest bfloat16, half to even."""
+    """Returns the bits of the nearest bfloat16, ties to even."""
     bits = f32(value).view(np.uint32)
     return u32((bits + u32(0x7FFF) + ((bits >> u32(16)) & u32(1))) >> u32(16))
 
 
 @compiled
 def _scale_bits(elements: Lanes, values_b: Vector, inverse_of_greatest: Any) -> Any:
-    """The scale of a block by its greatest magnitude: a bfloat16's bits, or NaN's."""
+    """Returns the bits of a block's scale, from its greatest magnitude; NaN's if not finite."""
     greatest = u32(0)
     for j in range(len(elements)):
         greatest = max(greatest, u32(f32(values_b[j]).view(np.uint32) & _MAGNITUDE))
@@ -260,19 +259,19 @@ def _scale_bits(elements: Lanes, values_b: Vector, inverse_of_greatest: Any) -> 
 
 @compiled
 def _rounded(value: Any, inverse: Any, most: Any) -> Any:
-    """The nearest code, as a whole float32; of a NaN no matter what."""
+    """Returns the nearest code as a float32 integer; the result for a NaN does not matter."""
     return (min(max(value * inverse, -most), most) + _ROUND) - _ROUND
 
 
 @compiled
 def _nibble(code: Any) -> Any:
-    """A whole number -7..7 plus 8: the low bits of what is as large as 1.5 x 2^23."""
+    """Returns an integer -7..7 plus 8, from the low bits of a float of size 1.5 x 2^23."""
     return u32(f32(code + _BIASED).view(np.uint32) & u32(15))
 
 
 @compiled
 def _bounded(value: Any) -> Any:
-    """Zero for values that are too small, the greatest for those too large; NaN and inf stay."""
+    """Returns the value limited to the codec's range: too small is 0; NaN and infinity stay."""
     if abs(value) < _LEAST_SCALE:
         return f32(0)
     if np.isinf(value):
@@ -287,9 +286,9 @@ class Operations(NamedTuple):
     """A codec's operations on blocks.
 
     Attributes:
-        square: add the squares of its values to float64 [b], in whatever places.
-        add: add its values, times a factor, to float32 [b].
-        encode: put K blocks of values into a delta, and what it says of them in their place.
+        square: adds the squares of a block's values to float64 [b], at any places of it.
+        add: adds a block's values, times a factor, to float32 [b].
+        encode: encodes K blocks of values into a delta, and replaces them by their decoded values.
     """
 
     square: Callable[..., None]
@@ -297,7 +296,7 @@ class Operations(NamedTuple):
     encode: Callable[..., None]
 
 
-# By the type of codes as kernels take them.
+# By the dtype of the codes in kernels.
 OPERATIONS: Final = {
     "uint8": Operations(_square_int4, _add_int4, _encode_int4),
     "int8": Operations(_square_int8, _add_int8, _encode_int8),
@@ -307,7 +306,7 @@ OPERATIONS: Final = {
 
 
 def _chosen(name: str) -> Any:
-    """An operation as kernels call it: Numba takes the row of the codes that it compiles for."""
+    """Returns an operation for kernels; Numba selects the codec by the codes' dtype."""
     like = getattr(OPERATIONS["float32"], name)
 
     @wraps(like)

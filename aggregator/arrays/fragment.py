@@ -25,11 +25,11 @@ from diloco.common.protocol.shards import Buffers
 
 
 class Payload(NamedTuple):
-    """A verified update: its shards' codes, and the norms taken of them.
+    """A verified update: its shards' codes and their norms.
 
     Attributes:
-        parts: one for each of the grid's ranges, in order.
-        norms_S: L2 norm of each segment, float64 [S]; `norm` that of the whole.
+        parts: scales and codes, one part for each of the grid's ranges, in order.
+        norms_S: L2 norm of each segment, float64 [S]; `norm` is that of the whole update.
     """
 
     parts: tuple[Encoded, ...]
@@ -38,7 +38,7 @@ class Payload(NamedTuple):
 
 
 class ClosedRound(NamedTuple):
-    """The result of closing a round, as its record states it."""
+    """The result of closing a round, in the form of its record."""
 
     inputs: tuple[wire.Input, ...]
     factors: bytes
@@ -51,7 +51,7 @@ class ClosedRound(NamedTuple):
     outer_digest: str
 
 
-# Elements of a fragment: an array of its outer state has fewer than 2^32 bytes.
+# The most elements of a fragment: msgpack limits an array of the outer state to 2^32 bytes.
 MOST_ELEMENTS: Final = (1 << 30) - 1
 
 
@@ -64,16 +64,16 @@ class _Merged(NamedTuple):
 
 @dataclass
 class FragmentArrays:
-    """The arrays of one fragment; methods block and are called one at a time.
+    """The arrays of one fragment; methods block, and must be called one at a time.
 
-    Two exceptions: what `view_object` and `outer_object` give stays as it is while `merge` adds.
+    Two exceptions: the results of `view_object` and `outer_object` stay valid while `merge` adds.
 
     Attributes:
         view: parameters as learners see them, float32 [N].
         theta: master parameters, float32 [N].
-        state: of the outer optimizer.
-        arithmetic: the functions that calculate.
-        threads: that a version is made on; their number changes no bit.
+        state: state of the outer optimizer.
+        arithmetic: the numeric functions.
+        threads: the number of threads that make a version; it changes no bit.
     """
 
     settings: RunSettings
@@ -91,7 +91,7 @@ class FragmentArrays:
 
     @property
     def own_settings(self) -> RunSettings:
-        """The run's settings as they hold for this fragment."""
+        """The run's settings as they apply to this fragment."""
         return averaged_settings(self.settings) if self.grid.averaged else self.settings
 
     @classmethod
@@ -103,7 +103,7 @@ class FragmentArrays:
         view: Vector,
         threads: int = 1,
     ) -> "FragmentArrays":
-        """The arrays of version 0, with a fresh outer-optimizer state."""
+        """Returns the arrays of version 0, with a fresh outer-optimizer state."""
         grid = make_grid(settings, layout, fragment)
         state = _fresh_state(settings_of(settings, layout, fragment), grid)
         return cls(settings, grid, _aligned(view), _aligned(view), state, threads=threads)
@@ -120,10 +120,10 @@ class FragmentArrays:
         arithmetic: Arithmetic = PRODUCTION,
         threads: int = 1,
     ) -> "FragmentArrays":
-        """The arrays that `view_object` and `outer_object` gave.
+        """Returns the arrays stored as `view_object` and `outer_object`.
 
         Raises:
-            IntegrityError: they are not arrays of this fragment.
+            IntegrityError: the objects are not arrays of this fragment.
         """
         grid = make_grid(settings, layout, fragment)
         slots = _fresh_state(settings_of(settings, layout, fragment), grid)
@@ -146,11 +146,11 @@ class FragmentArrays:
         return cls(settings, grid, view_N, theta, arrays, arithmetic, threads)
 
     def view_object(self) -> Buffers:
-        """The view as an object, no copy: raw little-endian float32."""
+        """Returns the view as an object, without a copy: raw little-endian float32."""
         return Buffers(self.view.data)
 
     def outer_object(self) -> Buffers:
-        """Master parameters and outer-optimizer state as an object, no copy: msgpack of arrays."""
+        """Returns master parameters and optimizer state as an object, without a copy: msgpack."""
         arrays = {"theta": self.theta, **self.state}
         runs: list[bytes | memoryview] = [msgpack.Packer().pack_map_header(len(arrays))]
         for name, array in arrays.items():
@@ -158,22 +158,22 @@ class FragmentArrays:
         return Buffers(*runs)
 
     def outer_digest(self) -> str:
-        """xxh3-128 over the digests of master parameters and outer-optimizer state."""
+        """Returns xxh3-128 over the digests of master parameters and outer-optimizer state."""
         return self.digests()[1]
 
     def digests(self) -> tuple[str, str]:
-        """The digests of the view, and of the outer state."""
+        """Returns the digests of the view, and of the outer state."""
         vectors = (self.view, self.theta, *self.state.values())
-        # Each takes as long: two threads for three would leave one with nothing to do.
+        # A thread for each vector, as all take equally long.
         view, *each = share_out(shards.digest, vectors, len(vectors) if self.threads > 1 else 1)
         return view, shards.digest("".join(each).encode())
 
     def discard(self) -> None:
-        """Forget the updates that the round has merged."""
+        """Drops the updates that the round has merged."""
         self._merged = []
 
     def merge(self, payload: Payload, admitted: Admitted) -> None:
-        """Add a verified update to the round, which begins with its first one."""
+        """Adds a verified update to the round; the first update begins the round's sum."""
         if not self._merged:
             self._begin_sum()
         assert self._sum is not None
@@ -203,10 +203,10 @@ class FragmentArrays:
         )
 
     def close_round(self, admitted: Sequence[Admitted], share: float) -> ClosedRound:
-        """Take the outer step over what was merged, and move the view.
+        """Takes the outer step over the merged updates, and moves the view.
 
         Args:
-            admitted: the updates that the machine believes were merged, in order.
+            admitted: the updates that the machine considers merged, in order.
             share: f of `outer.participation`; 1 for a whole step.
         """
         assert self._sum is not None
@@ -236,10 +236,10 @@ class FragmentArrays:
     def _about_the_center(
         self, factors_S: Vector, contributions: Sequence[Contribution]
     ) -> tuple[Vector, Vector | None, Vector | None]:
-        """The factors, what stays of the merge before, the next round's radius; float32 [S]."""
+        """Returns the factors, the center's share, the next round's radius; float32 [S] each."""
         if not self.grid.centered:
             return factors_S, None, None
-        # One voice each: of a learner with two updates in the round the later counts.
+        # One distance for each learner: of two updates in the round the later one's.
         found = {
             one.admitted.manifest.learner: one.distances
             for one in self._merged
@@ -255,15 +255,15 @@ class FragmentArrays:
     def merge_again(
         self, record: wire.Record, read: Callable[[wire.Input], tuple[Encoded, ...]]
     ) -> Encoded:
-        """Make a recorded version again from the inputs in its record; returns the version's delta.
+        """Makes a recorded version again from its record's inputs; returns the version's delta.
 
         Args:
-            record: of the version.
-            read: gives an input's verified parts; as `fetcher.read_input`.
+            record: the version's record.
+            read: returns an input's verified parts, like `fetcher.read_input`.
 
         Raises:
-            IntegrityError: an input is gone or damaged, the record is not of this fragment's
-                segments or merge, or the result has other digests.
+            IntegrityError: an input is gone or damaged, the record does not fit this fragment's
+                segments or merge rule, or the result has other digests.
         """
         self.begin_again(record)
         for taken in record.inputs:
@@ -275,7 +275,7 @@ class FragmentArrays:
         return self.end_again(record)
 
     def begin_again(self, record: wire.Record) -> None:
-        """Begin to make a recorded version again.
+        """Begins to make a recorded version again.
 
         Raises:
             IntegrityError: the record has other segments or another merge rule than this fragment.
@@ -284,13 +284,13 @@ class FragmentArrays:
         self._begin_sum()
 
     def add_again(self, taken: wire.Input, parts: tuple[Encoded, ...]) -> None:
-        """Add one input of the version that is made again, in the record's order."""
+        """Adds one input of the version that is made again; inputs come in the record's order."""
         assert self._sum is not None
         coefficients_S = np.frombuffer(taken.coefficients, ml_dtypes.bfloat16)
         self._sum.add(self.own_settings.sync.codec, parts, coefficients_S, taken.weight_unit)
 
     def end_again(self, record: wire.Record) -> Encoded:
-        """Take the recorded outer step over all added inputs; returns the version's delta.
+        """Takes the recorded outer step over all added inputs; returns the version's delta.
 
         Raises:
             IntegrityError: the result has other digests.
@@ -309,7 +309,7 @@ class FragmentArrays:
         return delta
 
     def _check_fits(self, record: wire.Record) -> None:
-        """A record's numbers are of this fragment's segments, and units follow from weights."""
+        """Raises if a record's numbers do not fit the segments, or its units do not fit weights."""
         segments = len(self.grid.lengths)
         wanted = [(len(taken.coefficients), 2 * segments) for taken in record.inputs]
         wanted += [(len(record.factors), 4 * segments)]
@@ -329,7 +329,7 @@ class FragmentArrays:
                 raise unmergeable(record, why)
 
     def _begin_sum(self) -> None:
-        """An empty sum; its buffers are kept from round to round."""
+        """Makes the sum empty; its buffers are reused from round to round."""
         if self._sum is None:
             self._sum = self.arithmetic.accumulator(self.grid, self.threads)
         self._sum.reset()
@@ -362,14 +362,14 @@ class FragmentArrays:
 
 
 def _binary_header(size: int) -> bytes:
-    """The msgpack header of `size` bytes; msgpack writes none without the bytes."""
+    """Returns the msgpack header of `size` bytes, which msgpack writes only with the bytes."""
     sizes = ((0xC4, 1), (0xC5, 2), (0xC6, 4))
     marker, length = next(each for each in sizes if size < 1 << 8 * each[1])
     return bytes([marker]) + size.to_bytes(length, "big")
 
 
 def make_grid(settings: RunSettings, layout: Layout, fragment: int) -> Grid:
-    """The division of a fragment's vector under a run's settings."""
+    """Returns the division of a fragment's vector under a run's settings."""
     return grids.make_grid(
         layout.fragments[fragment],
         layout.block,
@@ -385,21 +385,21 @@ def payload_of(
     arithmetic: Arithmetic = PRODUCTION,
     threads: int = 1,
 ) -> Payload:
-    """A verified update with its measured norms.
+    """Returns a verified update with its measured norms.
 
     Args:
-        grid: the fragment's.
-        codec: of the update.
+        grid: the fragment's grid.
+        codec: the update's codec.
         parts: one for each of the grid's ranges, in order.
         arithmetic: the functions that measure it.
-        threads: that share the work.
+        threads: the number of threads that share the work.
     """
     norms_S = arithmetic.segment_norms(grid, codec, parts, threads)
     return Payload(parts, norms_S, float(np.sqrt(np.square(norms_S).sum())))
 
 
 def _aligned(values: np.ndarray) -> np.ndarray:
-    """A copy at the boundary of a cache line: else a processor's widest loads touch two."""
+    """Returns a copy aligned to cache lines, so that a processor's widest loads touch only one."""
     copy = aligned_empty(values.size, values.dtype)
     copy[:] = values
     return copy
@@ -413,7 +413,7 @@ def _optimizer(settings: RunSettings) -> OuterOptimizer:
 
 
 def _fresh_state(settings: RunSettings, grid: Grid) -> State:
-    """The first state of the outer optimizer, and of centered clipping beside it."""
+    """Returns the initial state of the outer optimizer, and of centered clipping if it is used."""
     state = _optimizer(settings).init(grid.size)
     if grid.centered:
         state["center"] = aligned_zeros(grid.size)
@@ -422,7 +422,7 @@ def _fresh_state(settings: RunSettings, grid: Grid) -> State:
 
 
 def step_size(settings: RunSettings, share: float) -> tuple[float, float]:
-    """Learning rate and momentum of an outer step whose round holds `share` of the fleet."""
+    """Returns learning rate and momentum of an outer step for a round with `share` of the fleet."""
     section = settings.outer
     if share < 1:
         return outer.participation(section.learning_rate, section.momentum, share)
@@ -430,7 +430,7 @@ def step_size(settings: RunSettings, share: float) -> tuple[float, float]:
 
 
 def make_input(admitted: Admitted, coefficients: bytes, unit: int) -> wire.Input:
-    """The entry of a record for a merged update, with its coefficients and their unit."""
+    """Returns the entry of a record for a merged update, with its coefficients and their unit."""
     manifest = admitted.manifest
     return wire.Input(
         learner=manifest.learner,
@@ -457,7 +457,7 @@ def make_input(admitted: Admitted, coefficients: bytes, unit: int) -> wire.Input
 
 
 def unmergeable(record: wire.Record, what: str) -> IntegrityError:
-    """The error of a recorded version that cannot be made again, with the reason."""
+    """Returns the error for a recorded version that cannot be made again."""
     return IntegrityError(
         f"fragment {record.fragment} version {record.version} cannot be recomputed: {what}",
         hint="runbooks/digest-mismatch.md",

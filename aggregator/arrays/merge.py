@@ -2,20 +2,20 @@
 
 Shapes: N elements of a fragment's vector, b of a block, h = b / 2, B = N / b blocks, S segments.
 
-A round in this order: of each update its `segment_norms`, its `coefficients` and
-`Accumulator.add`; at the end `factors`, and the outer step (`outer.py`). To merge again what a
-record says, only `add` and the outer step are called, with the recorded coefficients and
-factors: no norm is computed twice.
+The calls of a round, in order: for each update `segment_norms`, `coefficients` and
+`Accumulator.add`; at the end `factors`, and the outer step (`outer.py`). To merge a recorded
+version again, only `add` and the outer step are called, with the recorded coefficients and factors:
+no norm is computed again.
 
 Why the bits are the same on every machine:
   - a coefficient is a bfloat16, so code x scale x coefficient is exact in float32, and it does
     not matter whether a compiler fuses the product with the sum (ours does not, since the product
     of a float32 update is rounded);
-  - what is added is zero or at least 2^-100, so that no sum is a denormal number;
+  - values added are zero or at least 2^-100, so that no sum is a denormal number;
   - inputs are added in the order of the record.
 
-Weights are measured in a unit of 2^k, k recorded with each input: only their ratios count, and
-so they fit whatever learners claim (docs/adr/0029-units-of-weight.md).
+Weights are measured in units of 2^k, where k is recorded with each input. Only their ratios count,
+so any weights that learners claim fit (docs/adr/0029-units-of-weight.md).
 
 Source: Decoupled DiLoCo (arXiv 2604.21428), App. D.2 (radial-directional averaging, RDA).
 """
@@ -52,20 +52,20 @@ from diloco.common.protocol.quantization import (
 
 Norms = npt.NDArray[np.float64]
 
-# The least bfloat16 that no machine takes for zero.
+# The least normal bfloat16, which no machine flushes to zero.
 LEAST_COEFFICIENT: Final = 2.0**-126
-# Powers of two that a weight may exceed the round's unit by before the unit is raised.
+# The unit is raised for a weight that exceeds it by 2 to this power.
 HEADROOM: Final = 32
-# Directions whose weighted sum is this much shorter than the sum of their lengths cancel.
+# Directions count as cancelling if their sum is shorter than this share of their summed lengths.
 CANCELLING: Final = 1e-6
-# Updates that are added in one pass over the sum.
+# The most updates that are added in one pass over the sum.
 MOST_UPDATES: Final = 8
-# Updates that wait to be added together: as many as have about 4 bytes a parameter.
+# The updates that are held to be added together: with about 4 bytes per parameter in all.
 MOST_WAITING: Final[dict[Codec, int]] = {
     codec: min(4 * form.elements // form.dtype.itemsize, MOST_UPDATES)
     for codec, form in FORMS.items()
 }
-# Elements that one thread works on at a time, so that an operation finds them in its cache.
+# The elements that one thread works on at a time, so that they stay in its cache.
 CHUNK: Final = 1 << 16
 
 
@@ -73,14 +73,14 @@ CHUNK: Final = 1 << 16
 
 
 class Contribution(NamedTuple):
-    """One update's norms, weight and discounts, which the merge needs besides its codes.
+    """One update's norms, weight and discounts, which the merge needs in addition to its codes.
 
     Attributes:
-        norms: `segment_norms` of the codes as they came, float64 [S].
+        norms: result of `segment_norms` for the codes as received, float64 [S].
         weight: w > 0, tokens^2 / steps.
         discount: S in (0, 1], for staleness.
         clip: c in (0, 1], by which the update is shortened.
-        unit: k: its coefficients hold w / 2^k.
+        unit: k; the coefficients contain w / 2^k.
         pull: c of centered clipping, float64 [S] (`centering.py`).
     """
 
@@ -93,22 +93,22 @@ class Contribution(NamedTuple):
 
 
 def share_of(weight: float, unit: int) -> float:
-    """A weight in units of 2^unit."""
+    """Returns a weight in units of 2^unit."""
     return math.ldexp(weight, -unit)
 
 
 def unit_after(unit: int | None, weight: float) -> int:
-    """The unit k for the next input of a round, given that of the one before it, if any.
+    """Returns the unit k for the next input of a round; `unit` is the previous input's, or None.
 
-    The first input's own power of two; later the same, unless an input is so much heavier that
-    its coefficients might leave their range.
+    The first input's unit is its own power of two; later ones keep it, unless an input is so much
+    heavier that its coefficients might leave their range.
     """
     own = math.frexp(weight)[1] - 1
     return own if unit is None or own - unit >= HEADROOM else unit
 
 
 def segment_norms(grid: Grid, codec: Codec, shards: Sequence[Encoded], threads: int = 1) -> Norms:
-    """L2 norm of each segment of an update, float64 [S], the same for any number of threads."""
+    """Returns the L2 norm of each segment of an update, float64 [S]; `threads` changes no bit."""
     squares_P = np.zeros(len(grid.segments()))
     parts = _as_parts(grid, codec, shards)
 
@@ -120,12 +120,13 @@ def segment_norms(grid: Grid, codec: Codec, shards: Sequence[Encoded], threads: 
 
 
 def coefficients(grid: Grid, update: Contribution) -> npt.NDArray[Any]:
-    """The multiplier of each code x scale of an update; bfloat16 [S], to be recorded.
+    """Returns the multiplier of each code x scale of an update; bfloat16 [S], to be recorded.
 
-    With u = w / 2^unit: u S c for an average, times its pull where that is centered, and u S / |v|
-    for RDA, which adds directions: a clip changes none, and enters by the magnitudes in `factors`.
-    A zero segment has no direction: 0. None is too large: u < 2^32 and |v| >= 2^-64. One that is
-    too small for a bfloat16 is 0.
+    With u = w / 2^unit: u S c for an average, times the pull in centered clipping; u S / |v| for
+    RDA,
+    which adds directions: the clip does not change a direction, and is in the magnitudes of
+    `factors`. A zero segment has no direction, so 0. None is too large, as u < 2^32 and
+    |v| >= 2^-64. One that is too small for a bfloat16 is 0.
     """
     share = share_of(update.weight, update.unit) * update.discount
     nonzero_S = np.where(update.norms > 0, update.norms, np.inf)
@@ -134,15 +135,15 @@ def coefficients(grid: Grid, update: Contribution) -> npt.NDArray[Any]:
 
 
 def factors(grid: Grid, accumulator: "Accumulator", updates: Sequence[Contribution]) -> Vector:
-    """The numbers that turn the accumulated sum into the merged outer gradient.
+    """Returns the factors that turn the accumulated sum into the merged outer gradient.
 
     float32 [S], to be recorded. With A the accumulated sum of a segment, in the last unit:
 
         average   2^unit / sum w, each w rounded as in its coefficient: shares sum to one
         RDA       (sum w S c |v| / sum w) / |A|,   0 if the directions cancel
 
-    The denominators hold w without its discount, so that a stale update that is alone in its
-    round is discounted all the same (docs/design/design.md, "A round and its merge").
+    The denominators contain w without its discount, so that a stale update alone in its round is
+    discounted too (docs/design/design.md, "A round and its merge").
     """
     unit = updates[-1].unit
     weights = [share_of(update.weight, unit) for update in updates]
@@ -173,15 +174,15 @@ class _Waiting(NamedTuple):
 
 
 class Accumulator:
-    """Sum of coefficient x update over the inputs of a round, in the order in which they came.
+    """The sum of coefficient x update over the inputs of a round, in the order of adding.
 
-    A few of them (`MOST_WAITING`) are added in one pass over the sum, each block of it while it is
-    in cache; the bits are those of one after the other. So an update is held until there are so
-    many, or the sum is asked for, and the memory is that of one float32 vector and of these.
+    Up to `MOST_WAITING` updates are held and then added in one pass over the sum, block by block
+    while the block is in cache; the bits are the same as one after the other. Reading the sum adds
+    those that are held. The memory is one float32 vector and the updates held.
 
     Args:
-        grid: the fragment's.
-        threads: that share a pass; their number changes no bit.
+        grid: the fragment's grid.
+        threads: the number of threads that share a pass; it changes no bit.
     """
 
     def __init__(self, grid: Grid, threads: int = 1) -> None:
@@ -195,7 +196,7 @@ class Accumulator:
 
     @property
     def inputs(self) -> int:
-        """Updates that the sum is of."""
+        """The number of updates in the sum."""
         return self._added + len(self._waiting)
 
     def add(
@@ -205,16 +206,16 @@ class Accumulator:
         coefficients_S: npt.NDArray[Any],
         unit: int = 0,
     ) -> None:
-        """Add an update, all of whose shards have been verified; they may not change after.
+        """Adds an update whose shards are all verified; they must not change afterwards.
 
         Args:
-            codec: of the update.
+            codec: the update's codec.
             shards: one for each of the grid's ranges, in order.
-            coefficients_S: of `coefficients` or of the record, bfloat16 [S].
-            unit: that these are in; the sum is brought to it first.
+            coefficients_S: from `coefficients` or from the record, bfloat16 [S].
+            unit: the unit of the coefficients; the sum is converted to it first.
 
         Raises:
-            ValueError: the shards are not as many or not as long as the ranges.
+            ValueError: number or lengths of the shards differ from those of the ranges.
         """
         parts = _as_parts(self._grid, codec, shards)
         if self._waiting and (codec, unit) != (self._waiting[0].codec, self._waiting[0].unit):
@@ -224,11 +225,11 @@ class Accumulator:
             self._add_waiting()
 
     def reset(self) -> None:
-        """Empty the sum for another round; its memory is kept."""
+        """Empties the sum for another round; its memory is reused."""
         self._waiting, self._added = [], 0
 
     def total(self) -> Vector:
-        """The sum, float32 [N]; not to be changed."""
+        """Returns the sum, float32 [N]; do not change it."""
         if self._waiting:
             self._add_waiting()
         if not self._added:
@@ -237,7 +238,7 @@ class Accumulator:
         return self._sum_N
 
     def norms(self) -> Norms:
-        """L2 norm of each segment of the sum, float64 [S]."""
+        """Returns the L2 norm of each segment of the sum, float64 [S]."""
         self.total()
         return np.sqrt(self._grid.per_segment(self._squares_P))
 
@@ -252,7 +253,7 @@ class Accumulator:
         self._added += len(waiting)
 
     def _add_pieces(self, waiting: Sequence[_Waiting], run: PieceRun) -> None:
-        # The kernel takes as many updates each time, and looks at those that it has numbers for.
+        # The kernel always takes MOST_UPDATES updates, and reads those that have coefficients.
         spare = [waiting[0]] * (MOST_UPDATES - len(waiting))
         shards = [one.shards[run.shard] for one in (*waiting, *spare)]
         add_updates(
@@ -268,10 +269,10 @@ class Accumulator:
 
 
 def _as_parts(grid: Grid, codec: Codec, shards: Sequence[Encoded]) -> tuple[Encoded, ...]:
-    """An update's shards as kernels take them.
+    """Returns an update's shards in the form that kernels take.
 
     Raises:
-        ValueError: they are not as many or not as long as the grid's ranges.
+        ValueError: number or lengths of the shards differ from those of the grid's ranges.
     """
     return tuple(
         _as_blocks(codec, shard, stop - start, grid.block)
@@ -280,7 +281,7 @@ def _as_parts(grid: Grid, codec: Codec, shards: Sequence[Encoded]) -> tuple[Enco
 
 
 def _as_blocks(codec: Codec, shard: Encoded, size: int, block: int) -> Encoded:
-    """Scales and codes as kernels take them: read-only, in blocks, bfloat16s as bits."""
+    """Returns scales and codes in the form of kernels: read-only blocks, bfloat16s as bits."""
     codes = np.asarray(shard.codes).reshape(-1, code_count(codec, block))
     scales = as_bits(np.asarray(shard.scales)).view()
     if len(codes) != size // block or scales.size != scale_count(codec, size, block):
@@ -291,12 +292,12 @@ def _as_blocks(codec: Codec, shard: Encoded, size: int, block: int) -> Encoded:
 
 
 def as_bits(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Bfloat16s as the bits that kernels take; other arrays as they are."""
+    """Returns bfloat16s as uint16 bits, for kernels; other arrays unchanged."""
     return values.view(np.uint16) if values.dtype == ml_dtypes.bfloat16 else values
 
 
 def _scale_down(sum_N: Vector, rise: int) -> None:
-    """Divide by 2^rise in two steps, each of which is a power of two that a float32 has."""
+    """Divides by 2^rise in two steps, as float32 may lack that power of two."""
     for start in range(0, sum_N.size, CHUNK):
         part = sum_N[start : start + CHUNK]
         for step in (rise // 2, rise - rise // 2):
@@ -311,7 +312,7 @@ def _scale_down(sum_N: Vector, rise: int) -> None:
 def measure_update(
     run: PieceRun, elements: Lanes, update: Encoded, squares_P: npt.NDArray[Any]
 ) -> None:
-    """Put the sum of squares of an update's values in each piece, float64."""
+    """Writes the sum of squares of an update's values in each piece to `squares_P`, float64."""
     scales, codes = update
     squares_b = np.zeros(len(elements))
     for piece in range(len(run.segment_P)):
@@ -334,17 +335,17 @@ def add_updates(
     total_Bxb: Vector,
     squares_P: npt.NDArray[Any],
 ) -> None:
-    """Add updates to the sum, one after the other, and measure it.
+    """Adds updates to the sum, one after the other, and measures it.
 
     Args:
-        run: of the fragment.
-        elements: of a block.
-        scales: of `MOST_UPDATES`, of which as many count as there are coefficients.
-        codes: of the same.
-        coefficients_UxS: what each is multiplied by.
-        keep: whether there is a sum before.
-        total_Bxb: the sum.
-        squares_P: takes the sum of its squares in each piece, float64.
+        run: the pieces to work on.
+        elements: `lanes` of a block.
+        scales: scales of `MOST_UPDATES` updates; only those with coefficients are used.
+        codes: codes of the same updates.
+        coefficients_UxS: coefficients of the updates.
+        keep: False if the sum is empty, and its memory to be overwritten.
+        total_Bxb: the sum, changed in place.
+        squares_P: gets the sum of squares of the result in each piece, float64.
     """
     squares_b = np.zeros(len(elements))
     for piece in range(len(run.segment_P)):
@@ -356,7 +357,7 @@ def add_updates(
                 total_b[:] = 0
             own, count = b - np.uint64(run.at), len(factors_U)
             fetch_row(total_Bxb, b + NEAR)
-            # A place in a tuple is looked up when compiled; one that is counted, each time.
+            # A constant index of a tuple is resolved when compiled; a variable one each time.
             add(elements, scales[0], codes[0], own, factors_U[0], total_b)
             if count > 1:
                 add(elements, scales[1], codes[1], own, factors_U[1], total_b)

@@ -2,10 +2,10 @@
 
 Shapes: N elements of a fragment's vector, S segments.
 
-`close_round` takes what a round has summed (`merge.py`), forms the outer gradient as it goes,
-moves the master parameters by an outer optimizer, and the view after them by a quantized delta.
-All of it is done with a block while that is in cache (`codec_py`), with float32 constants and one
-rounding per operation, so that cutting it in pieces for threads changes no bit.
+`close_round` takes a round's sum (`merge.py`), computes the outer gradient from it, moves the
+master parameters by an outer optimizer, and the view after them by a quantized delta. All of it is
+done with a block while the block is in cache (`codec_kernels.py`), with float32 constants and one
+rounding per operation, so that dividing it among threads changes no bit.
 
 Sources: DiLoCo (arXiv 2311.08105) for the outer Nesterov; Async Local-SGD (2401.09135) for
 Delayed Nesterov; Decoupled DiLoCo (2604.21428).
@@ -35,8 +35,8 @@ from diloco.common.protocol.quantization import (
 
 State = dict[str, npt.NDArray[Any]]
 OuterName = Literal["sgd", "momentum", "nesterov", "delayed_nesterov"]
-# Blocks that are encoded in turn: a block's scale takes the processor many steps that wait for each
-# other, and meanwhile it goes on with the next.
+# Blocks that are encoded together: computing a block's scale is a chain of dependent steps, during
+# which the processor works on the next block.
 TILE: Final = np.uint64(8)
 Constants = tuple[np.float32, np.float32, np.float32, np.float32]
 SGD, MOMENTUM, NESTEROV, DELAYED_NESTEROV, DELAYED_NESTEROV_NTH = range(5)
@@ -46,8 +46,8 @@ class Step(NamedTuple):
     """One step of an outer optimizer.
 
     Attributes:
-        rule: one of the above.
-        constants: learning rate, momentum, 1 / delay, and what multiplies the carried momentum;
+        rule: `SGD`, `MOMENTUM` and so on.
+        constants: learning rate, momentum, 1 / delay, and the factor of the carried momentum;
             rounded to float32 once, so that every machine has the same.
     """
 
@@ -56,13 +56,13 @@ class Step(NamedTuple):
 
 
 class MergedGradient(NamedTuple):
-    """A round's merged gradient, not yet formed; arrays of centered clipping may be empty.
+    """A round's sum and what turns it into the merged gradient; unused arrays are empty.
 
     Attributes:
-        total_Bxb: the sum; left as it is.
-        factors_S: what it is multiplied by.
-        kept_S: share of the center that is added.
-        center_Bxb: the merged gradient before, in whose place this one is put.
+        total_Bxb: the sum; not changed.
+        factors_S: the factors of the sum.
+        kept_S: the share of the center that is added (centered clipping).
+        center_Bxb: the previous merged gradient, which this one overwrites (centered clipping).
     """
 
     total_Bxb: Vector  # noqa: N815 - shapes live in names of arrays
@@ -72,7 +72,7 @@ class MergedGradient(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """The arrays that an outer step moves; those that its rule does not use are empty."""
+    """The arrays that an outer step changes; those that its rule does not use are empty."""
 
     theta_Bxb: Vector  # noqa: N815 - shapes live in names of arrays
     momentum_Bxb: Vector  # noqa: N815 - as above
@@ -84,8 +84,8 @@ class OuterOptimizer(NamedTuple):
     """An outer optimizer as a pair of functions; the caller holds the state.
 
     Attributes:
-        init: N -> state: named arrays, in an order that is always the same.
-        begin: state, learning rate, momentum -> the step to take, counted in the state.
+        init: N -> state: named arrays, always in the same order.
+        begin: state, learning rate, momentum -> the step to take; counts it in the state.
     """
 
     init: Callable[[int], State]
@@ -93,7 +93,7 @@ class OuterOptimizer(NamedTuple):
 
 
 def make_outer(name: OuterName, *, delay: int = 1, delay_fraction: float = 0.0) -> OuterOptimizer:
-    """An outer optimizer by name.
+    """Returns an outer optimizer by name.
 
         sgd               theta -= lr g
         momentum          m = mu m + g;  theta -= lr m
@@ -103,8 +103,8 @@ def make_outer(name: OuterName, *, delay: int = 1, delay_fraction: float = 0.0) 
 
     Args:
         name: one of the above.
-        delay: N, arrivals between two refreshments of the momentum.
-        delay_fraction: c, the share of the momentum applied at every other arrival.
+        delay: N, the number of arrivals between two updates of the momentum.
+        delay_fraction: c, the share of the momentum that the other arrivals apply.
     """
 
     def init(size: int) -> State:
@@ -141,9 +141,9 @@ _RULES: Final[dict[OuterName, int]] = {
 
 
 def participation(learning_rate: float, momentum: float, share: float) -> tuple[float, float]:
-    """Learning rate and momentum of a round that holds `share` of the fleet's weight.
+    """Returns learning rate and momentum of a round with `share` (f) of the fleet's weight.
 
-    It takes that share of an outer step: the rate times f, the momentum to the power of f.
+    The round takes that share of an outer step: the rate times f, the momentum to the power of f.
     """
     return learning_rate * share, momentum**share
 
@@ -166,25 +166,25 @@ def close_round(
     delta_codec: Codec,
     threads: int = 1,
 ) -> Encoded:
-    """Take the outer step and move the view after it.
+    """Takes the outer step, and moves the view after it.
 
     Args:
-        grid: the fragment's.
-        accumulator: of the round; left as it is.
-        factors_S: of `factors` or of the record.
-        kept_S: what stays of the merge before, which is `state["center"]`; None: nothing is kept.
+        grid: the fragment's grid.
+        accumulator: the round's sum; not changed.
+        factors_S: from `factors` or from the record.
+        kept_S: the share of the previous merge, `state["center"]`, that is added; None: none.
         theta_N: master parameters, float32; changed in place.
         view_N: parameters as learners see them, float32; changed in place.
-        state: of `optimizer`; changed in place.
-        optimizer: of `make_outer`.
-        learning_rate: of this round.
-        momentum: of this round.
-        delta_codec: of the version delta.
-        threads: that share the work; their number changes no bit.
+        state: the optimizer's state; changed in place.
+        optimizer: from `make_outer`.
+        learning_rate: this round's.
+        momentum: this round's.
+        delta_codec: codec of the version's delta.
+        threads: the number of threads that share the work; it changes no bit.
 
     Returns:
-        The version delta: what learners add to their view, one shard over the whole vector. What
-        its quantization lost is still in theta - view, and goes out with later versions.
+        The version's delta, which learners add to their view: one shard over the whole vector. The
+        quantization error stays in theta - view, and later versions send it.
     """
     step = optimizer.begin(state, learning_rate, momentum)
     delta = Encoded(
@@ -222,10 +222,10 @@ def close_round(
 
 
 @compiled
-def advance_blocks(  # noqa: C901 - in parts it would be slower
+def advance_blocks(  # noqa: C901 - divided it would be slower
     run: PieceRun, elements: Lanes, step: Step, merged: MergedGradient, moved: Moved, delta: Encoded
 ) -> None:
-    """Take the outer step, encode theta less the view as a delta, and move the view by it."""
+    """Takes the outer step, encodes theta less the view as a delta, and moves the view by it."""
     theta_Bxb, momentum_Bxb, delayed_Bxb, view_Bxb = moved
     rule, constants = step
     total_Bxb, factors_S, kept_S, center_Bxb = merged
@@ -270,7 +270,7 @@ def advance_blocks(  # noqa: C901 - in parts it would be slower
 
 @compiled
 def _recenter(elements: Lanes, kept: Any, g_b: Vector, center_b: Vector) -> None:
-    """Add the share of the merge before that stays, and put the new merge in its place."""
+    """Adds the kept share of the previous merge, and stores the new merge in its place."""
     for j in range(len(elements)):
         merged = g_b[j] + center_b[j] * kept
         g_b[j] = merged

@@ -1,12 +1,12 @@
-"""The one operation of the kernels that no plain loop can say: a fetch ahead of its use.
+"""The one operation of the kernels that a plain loop cannot express: a prefetch.
 
-A processor that waits for memory does nothing else. Many look ahead by themselves; on some machines
+A processor that waits for memory does nothing else. Many prefetch by themselves; on some machines
 they do not, or too little for a loop that does much with each byte. There the norms of an update
-took four times as long. A fetch asks for what stands some blocks ahead, and does not wait. It
-changes no value, so it can change no bit; beyond an array's end it does nothing.
+took four times as long. A prefetch requests data some blocks ahead, and does not wait. It changes
+no value, so it can change no bit; beyond an array's end it does nothing.
 
 Numba has no name for it, so it is built here from LLVM's own, `llvm.prefetch`, whose last three
-arguments say: to be read, to be kept in every cache, and data.
+arguments mean: for reading, into every cache, data.
 Why it came back: docs/adr/0073-kernels-that-are-read.md.
 """
 
@@ -19,10 +19,10 @@ from numba.extending import intrinsic
 
 from diloco.aggregator.kernel_cache import compiled
 
-# Blocks ahead that is fetched what little is done with, and what more is.
+# How many blocks ahead to prefetch: FAR in loops with little work per block, NEAR in others.
 FAR: Final = np.uint64(64)
 NEAR: Final = np.uint64(16)
-# Bytes that a processor fetches at a time.
+# The bytes of a cache line.
 _LINE: Final = np.uint64(64)
 
 _BYTE: Final = ir.IntType(8).as_pointer()
@@ -31,7 +31,7 @@ _PREFETCH: Final = ir.FunctionType(ir.VoidType(), [_BYTE, _NUMBER, _NUMBER, _NUM
 
 
 def _fetch(_typing: Any, rows: Any, row: Any, column: Any) -> Any:
-    """Have the processor read the line of memory in which an element of an array stands."""
+    """Prefetches the cache line of an element of an array."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kind = signature.args[0]
@@ -50,6 +50,6 @@ fetch: Any = intrinsic(_fetch)
 
 @compiled
 def fetch_row(rows: Any, row: Any) -> None:
-    """Fetch all lines of a row."""
+    """Prefetches all cache lines of a row."""
     for j in range(np.uint64(0), np.uint64(rows.shape[1]), _LINE // np.uint64(rows.itemsize)):
         fetch(rows, row, j)
