@@ -1,8 +1,8 @@
-"""A point of the tape from which the whole run can begin again, even with a new NATS server.
+"""Checkpoints: points of the tape from which a run can resume, even with a new NATS server.
 
-`mark` names the newest version of each fragment, sees to it that view and outer state of exactly
-these versions are stored, and puts all that a new tape needs into one object. `resume` begins
-a new tape with it: an epoch of its own, since sequence numbers and incarnations count anew.
+`mark` names the newest version of each fragment, ensures that view and outer state of exactly these
+versions are stored, and stores all that a new tape needs in one object. `resume` begins a new tape
+from that object: a new epoch, as sequence numbers and incarnations start anew.
 """
 
 import asyncio
@@ -44,24 +44,25 @@ from diloco.common.storage.tape import (
     store_positions,
 )
 
-# Of newer versions, where garbage collection took what a checkpoint was to be made of.
+# How often to try with newer versions, if garbage collection removed the objects needed.
 ATTEMPTS = 3
-# Learners whose newest messages are asked for at a time.
+# The number of learners whose newest messages are read at once.
 AT_ONCE = 64
 
 
 class Marked(NamedTuple):
-    """A checkpoint that is whole: its name, and the version of each fragment."""
+    """A complete checkpoint: its name, and the version of each fragment."""
 
     name: str
     versions: tuple[int, ...]
 
 
 async def mark(context: Context) -> Marked:
-    """Make a checkpoint of the newest versions.
+    """Makes a checkpoint of the newest versions.
 
-    The mark is published first: from then on garbage collection leaves these versions alone, but
-    not what they are made of while they are not stored yet. If it is faster, newer ones are marked.
+    The checkpoint message is published first. From then on garbage collection keeps stored states
+    of these versions, but may still remove the objects that an unstored state is made of; then the
+    checkpoint is tried again with newer versions.
 
     Raises:
         IntegrityError: stored objects do not give the recorded digests.
@@ -71,7 +72,7 @@ async def mark(context: Context) -> Marked:
         try:
             return await _mark(context, newest)
         except (IntegrityError, ObjectMissingError) as error:
-            # Where no newer ones come, nothing was collected: something is damaged.
+            # Without newer versions nothing was collected, so an object is damaged.
             if not left or _seqs(await _newest_of_all(context)) == _seqs(newest):
                 raise
             context.logger.warning("checkpoint_overtaken", why=error.message)
@@ -88,7 +89,7 @@ def _seqs(newest: list[Recorded]) -> list[int]:
 
 
 async def _mark(context: Context, newest: list[Recorded]) -> Marked:
-    """A checkpoint of these versions."""
+    """Makes a checkpoint of these versions."""
     point = await context.bus.last_sequence(context.tape)
     message = wire.Checkpoint(
         run=context.run,
@@ -102,7 +103,7 @@ async def _mark(context: Context, newest: list[Recorded]) -> Marked:
         names.checkpoint(context.run), wire.encode(message), msg_id=identity(context)
     )
     quarantined = tuple(sorted(await quarantined_learners(context)))
-    # One after the other: a fragment's arrays are let go before the next one's are read.
+    # One after the other, so that only one fragment's arrays are in memory.
     records = [await _beginning(context, at, quarantined) for at in newest]
     settings, _ = await effective_settings(context)
     specification = await load_specification(context.bus, context.run)
@@ -124,7 +125,7 @@ async def _mark(context: Context, newest: list[Recorded]) -> Marked:
 
 
 async def _newest(context: Context, fragment: int) -> Recorded:
-    """The record that made the fragment's newest version; it may have been followed by verdicts."""
+    """Returns the record that made the fragment's newest version; verdicts may follow it."""
     record, record_seq = await last_record(context, fragment)
     if record.what != "verdict":
         return Recorded(record, record_seq, record.closed_at_s)
@@ -137,7 +138,7 @@ async def _newest(context: Context, fragment: int) -> Recorded:
 
 
 async def _beginning(context: Context, at: Recorded, quarantined: tuple[str, ...]) -> wire.Record:
-    """The record that a fragment begins a new tape with; its objects are stored."""
+    """Stores a fragment's objects, and returns the record that it begins a new tape with."""
     source = at.record
     recovered = await rebuild(context, source, at.record_seq)
     contents = await whole(context, source, recovered, source.version)
@@ -164,7 +165,7 @@ async def _beginning(context: Context, at: Recorded, quarantined: tuple[str, ...
 async def _data_positions(
     context: Context, specification: wire.Specification, newest: Sequence[Recorded]
 ) -> dict[str, int]:
-    """The data position of each learner: behind all that its manifests and leaves cover."""
+    """Returns the data position of each learner: after all that its manifests and leaves cover."""
     earlier = await context.runtime.call(read_positions, context.store, specification)
     learners = {m.learner for at in newest for m in at.record.policy.members}
     known = sorted(learners | earlier.keys())
@@ -182,9 +183,9 @@ async def _data_positions(
 
 
 async def next_epoch(bus: Bus, store: ObjectStore, file: wire.CheckpointFile) -> int:
-    """The epoch of a new tape, or of the tape that an interrupted `resume` has begun.
+    """Returns the epoch for a new tape, or that of the tape an interrupted `resume` has begun.
 
-    No two tapes of a run share an epoch: it is claimed by an object, since epochs beyond the
+    No two tapes of a run share an epoch. An object reserves it, since later epochs than the
     checkpoint's may have been used before, and have left objects.
     """
     run = file.specification.run
@@ -204,9 +205,9 @@ async def next_epoch(bus: Bus, store: ObjectStore, file: wire.CheckpointFile) ->
 
 
 async def begin_epoch(context: Context, file: wire.CheckpointFile) -> wire.Specification:
-    """Publish the specification of a new epoch on an empty tape, and the settings in force.
+    """Publishes the specification of a new epoch on an empty tape, and the settings in force.
 
-    An interrupted `resume` is continued.
+    Continues an interrupted `resume`.
 
     Raises:
         RunMismatchError: the tape is another run's, or one that never ended.
@@ -234,16 +235,16 @@ async def begin_epoch(context: Context, file: wire.CheckpointFile) -> wire.Speci
             run=context.run, settings=file.settings, changed=(), by=context.name
         )
         subject = names.settings(context.run)
-        with contextlib.suppress(SwapLostError):  # The `resume` that died has said it.
+        with contextlib.suppress(SwapLostError):  # The interrupted `resume` has published it.
             await swap(context, subject, wire.encode(message), identity(context), 0)
     return specification
 
 
 async def begin_fragments(context: Context, records: Iterable[wire.Record]) -> None:
-    """Publish each fragment's first record of the epoch; existing ones stay.
+    """Publishes each fragment's first record of the epoch; existing ones stay.
 
     Raises:
-        IntegrityError, ObjectMissingError: what a checkpoint names is not in the store.
+        IntegrityError, ObjectMissingError: an object that the checkpoint names is missing.
     """
     settings = await context.bus.last(context.tape, names.settings(context.run))
     settings_seq = settings.seq if settings else 0
@@ -266,7 +267,7 @@ async def _begin(context: Context, source: wire.Record, settings_seq: int) -> No
         previous=None,
         totals=source.totals,
     )
-    # Nothing is begun whose objects are gone or damaged.
+    # Raises if objects are gone or damaged, before the record is published.
     await rebuild(context, record, 1)
-    with contextlib.suppress(SwapLostError):  # Likewise.
+    with contextlib.suppress(SwapLostError):  # As above.
         await commit_record(context, record)

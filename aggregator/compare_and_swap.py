@@ -1,4 +1,4 @@
-"""Publishes by compare-and-swap, so that of two aggregators one alone makes a version."""
+"""Publishes by compare-and-swap, so that only one of two aggregators commits a version."""
 
 import contextlib
 
@@ -14,7 +14,7 @@ from diloco.common.storage.tape import load_specification
 
 
 async def check_tape(context: Context) -> None:
-    """Refuse to publish the first message of a subject on a tape of another epoch.
+    """Refuses to publish a subject's first message on the tape of another epoch.
 
     Later messages of a subject are safe, since no two tapes share sequences.
 
@@ -35,28 +35,28 @@ async def swap(
     expected: int,
     base_id: str = "",
 ) -> int:
-    """Publish by compare-and-swap and know whether it is ours that stands; returns its sequence.
+    """Publishes by compare-and-swap, and finds out if the message was stored; returns its sequence.
 
-    A lost answer leaves it open whether the message was stored, and a cluster may acknowledge a
-    stale swap as a duplicate: after any doubt the subject's last message is read and compared.
+    A lost answer leaves open whether the message was stored, and a cluster may acknowledge a stale
+    swap as a duplicate. So after any doubt the subject's last message is read and compared.
 
     Args:
-        context: the aggregator's.
-        subject: of the message.
-        payload: of the message.
-        attempt_id: its message id.
+        context: the aggregator's context.
+        subject: the message's subject.
+        payload: the message's bytes.
+        attempt_id: the message's id.
         expected: sequence of the subject's last message; 0 for none.
-        base_id: message id of that message, to be compared first: servers that lost what they had
-            acknowledged give its sequence to another.
+        base_id: id of that last message, compared first: servers that lost acknowledged messages
+            give its sequence to another one.
 
     Raises:
-        RunMismatchError: a newer tape has come in the place of this process's.
-        SwapLostError: another message stands where ours was to be, or has its id.
+        RunMismatchError: a newer tape has replaced this process's.
+        SwapLostError: another message was stored instead, or has the id.
     """
     doubt = False
 
     async def look() -> int | None:
-        """The sequence of ours if it stands; None if nothing new does."""
+        """Returns the sequence of our message if it was stored; None if nothing new was."""
         last = await context.bus.last(context.tape, subject)
         if last is not None and last.msg_id == attempt_id:
             return last.seq
@@ -75,7 +75,7 @@ async def swap(
                 subject, payload, msg_id=attempt_id, expected_last=expected
             )
         except IdTakenError as error:
-            # The id stands in the record: only another attempt, from the start, has another.
+            # The record contains the id, so only a whole new attempt can use another.
             raise SwapLostError(subject, expected) from error
         except (SwapLostError, BusUnavailableError) as error:
             doubt = True

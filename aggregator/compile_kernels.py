@@ -1,8 +1,8 @@
-"""Compiles kernels before anybody waits: `python -m diloco.aggregator.compile_kernels`.
+"""Compiles the kernels ahead of a run: `python -m diloco.aggregator.compile_kernels`.
 
-A kernel is compiled at its first call with arrays of some types, for seconds. What a run calls
-follows from its codecs and the size of its blocks alone, so that it can be called on nothing much
-beforehand. What was compiled is kept on disk (`compiled.py`).
+A kernel is compiled at its first call with arrays of given types, which takes seconds. The types
+depend only on a run's codecs and block size, so that the kernels can be called on small arrays
+beforehand. The compiled code is kept on disk (`kernel_cache.py`).
 """
 
 import sys
@@ -29,15 +29,15 @@ _BLOCKS = 4
 
 
 def prepare(codec: Codec, delta_codec: Codec, block: int) -> float:
-    """Compile the kernels of merging, of the outer step and of the version delta; blocks.
+    """Compiles the kernels of merging, of the outer step and of the version delta; blocks.
 
     Args:
-        codec: of updates.
-        delta_codec: of version deltas.
-        block: elements that share a scale.
+        codec: codec of updates.
+        delta_codec: codec of version deltas.
+        block: number of elements that share a scale.
 
     Returns:
-        Seconds that it took; a fraction of one where all was compiled before.
+        The seconds that it took; below one if all was compiled before.
     """
     began_s = time.perf_counter()
     size = _BLOCKS * block
@@ -71,7 +71,7 @@ def prepare(codec: Codec, delta_codec: Codec, block: int) -> float:
 
 
 def main() -> None:
-    """Compile for every codec, with blocks of the default size, and say how it goes."""
+    """Compiles for every codec with blocks of the default size, and prints its progress."""
     block = SyncSection().block
     for number, codec in enumerate(CODECS, start=1):
         sys.stderr.write(f"compiling the merge of {codec} ({number} of {len(CODECS)})\n")

@@ -1,7 +1,7 @@
-"""When a run stops and ends: watches every fragment's records, and publishes `stop` and `end`.
+"""Decides when a run stops and ends: follows all fragments' records, publishes `stop` and `end`.
 
-Every aggregator of a run may run one: both messages go by compare-and-swap against an empty
-subject, and whoever comes second is content.
+Every aggregator of a run may run a conductor: both messages are published by compare-and-swap
+against an empty subject, and losing that is no error.
 """
 
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ class NewestRecord:
 
 
 def stop_reason(settings: RunSettings, newest: dict[int, NewestRecord]) -> str | None:
-    """Why the run stops now, or None: each fragment has all its versions, or enough tokens."""
+    """Returns why the run stops now: all fragments have all versions or enough tokens; or None."""
     run, sync = settings.run, settings.sync
     if run.tokens and min(n.tokens for n in newest.values()) >= run.tokens:
         return "tokens"
@@ -50,7 +50,7 @@ class Conductor:
         self._settings = self.context.settings
 
     async def conduct(self) -> None:
-        """Return once the run's `end` is on the tape."""
+        """Returns once the run's `end` is on the tape."""
         context = self.context
         for fragment in range(len(context.layout.fragments)):
             record, seq = await context.runtime.retry(
@@ -83,7 +83,7 @@ class Conductor:
                 continue
             if message.subject == names.settings(context.run):
                 self._change(message)
-                # A run that is shorter now may have come to its end already.
+                # A run that was shortened may be complete already.
                 await self._decide()
                 continue
             try:
@@ -93,13 +93,13 @@ class Conductor:
                     logger=context.logger,
                 )
             except ObjectMissingError:
-                continue  # Its body was collected: newer records follow.
+                continue  # Its body was collected as garbage, so newer records follow.
             self._note(record, message.seq)
             await self._decide()
 
     def _change(self, message: Message) -> None:
-        # A bus may deliver a message again, and reading begins at the oldest of the newest records:
-        # by settings of the past a run would stop at a length that it no longer has.
+        # Reading begins at the oldest of the newest records, and a bus may deliver a message again.
+        # With old settings the run would stop at a length that it no longer has.
         if message.seq <= self._settings_seq:
             return
         self._settings_seq = message.seq
@@ -135,7 +135,7 @@ class Conductor:
         try:
             await swap(self.context, subject, wire.encode(body), identity(self.context), 0)
         except SwapLostError:
-            return  # Another aggregator, or our own life before this one, has said it.
+            return  # Another aggregator, or an earlier life of ours, has published it.
         self.context.logger.info(body.kind, **body.model_dump(exclude={"run"}))
 
     def _end(self) -> wire.End:

@@ -1,6 +1,6 @@
-"""The context that all parts of one aggregator process share, and the two ways it writes.
+"""The context that all parts of one aggregator process share, and the two ways in which it writes.
 
-Objects go to names that hold their content; messages that commit go by compare-and-swap.
+Objects are stored under names that contain their digest; messages that commit use compare-and-swap.
 """
 
 from dataclasses import dataclass, field
@@ -25,13 +25,13 @@ from diloco.common.storage.store import ObjectInfo, ObjectStore
 
 
 class ShardListing:
-    """Shards in the store: one listing for all fragments that an aggregator owns.
+    """Lists the shards in the store, once for all fragments that an aggregator owns.
 
-    Learners' prefixes stand above fragments', so that one access rule fences a learner: one
-    fragment's shards alone would be a request for each learner; all of them are one for each page
-    of objects. Each fragment takes its part of a listing once; it is kept until then. A part may be
-    as old as the fragment's collection before, which only leaves for the next what came since:
-    whoever judges it reads the tape later.
+    In object names the learner precedes the fragment, so that one access rule restricts a learner.
+    Listing one fragment's shards would take a request for each learner; listing all shards takes
+    one for each page of objects. Each fragment takes its part of a listing once; the part is kept
+    until then, and may be as old as the fragment's previous collection. That only leaves newer
+    shards to the next collection, as the tape is read after the listing.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class ShardListing:
     async def of(
         self, fragment: int, run: str, store: ObjectStore, runtime: Runtime
     ) -> list[ObjectInfo]:
-        """A fragment's shards, whoever sent them.
+        """Returns the shards of all learners' updates of a fragment.
 
         Raises:
             StoreError: the store cannot be listed.
@@ -54,13 +54,13 @@ class ShardListing:
             return self._parts.pop(fragment)
 
     def forget(self, fragment: int) -> None:
-        """Note that a fragment asks for no more listings."""
+        """Notes that a fragment needs no more listings."""
         self._fragments.discard(fragment)
         self._parts.pop(fragment, None)
 
 
 def _parts(store: ObjectStore, run: str, fragments: frozenset[int]) -> dict[int, list[ObjectInfo]]:
-    """One listing, by fragment; blocks."""
+    """Lists the shards, by fragment; blocks."""
     found: dict[int, list[ObjectInfo]] = {fragment: [] for fragment in fragments}
     for info in store.walk(names.learners_prefix(run)):
         sent = names.parse_shard(run, info.name)
@@ -71,14 +71,14 @@ def _parts(store: ObjectStore, run: str, fragments: frozenset[int]) -> dict[int,
 
 @dataclass(frozen=True, kw_only=True)
 class Context(RunContext):
-    """The state that all parts of one aggregator process share; `name` stands in its records.
+    """The state that all parts of one aggregator process share; its records state `name`.
 
-    `record_bytes`: a longer record keeps its body in an object.
-    `most_positions`: a specification with more data positions keeps them in one.
-    `share_expiry_s`: silence after which others get a learner's shares of the data.
-    `arithmetic`: what arrays are calculated with; None for production's. That loads Numba where it
-    is used, and not here: operators' commands have a context too.
-    `shard_listing`: what the collectors of all its fragments list.
+    `record_bytes`: the body of a longer record is stored as an object.
+    `most_positions`: a specification with more data positions stores them as an object.
+    `share_expiry_s`: silence in seconds after which a learner's shares of the data become free.
+    `arithmetic`: numeric functions for arrays; None for production's, which load Numba where they
+    are used, and not here, as operators' commands have a context too.
+    `shard_listing`: shared by the garbage collectors of all fragments.
     """
 
     name: str
@@ -93,7 +93,7 @@ class Context(RunContext):
 
 
 def resumed_since(context: RunContext, epoch: int) -> RunMismatchError:
-    """The error of a process whose run goes on elsewhere, on the tape of this epoch."""
+    """Returns the error for a process whose run was resumed on a newer tape, of this epoch."""
     return RunMismatchError(
         f"run {context.run!r} was resumed as epoch {epoch}, this is epoch {context.epoch}",
         hint="this process is connected to the server of an earlier tape: stop it",
@@ -101,7 +101,7 @@ def resumed_since(context: RunContext, epoch: int) -> RunMismatchError:
 
 
 def identity(context: Context) -> str:
-    """128 random bits in hex that name one attempt to commit; nobody can predict the next name."""
+    """Returns 128 random bits in hex that name one attempt to commit; nobody can predict them."""
     return context.runtime.new_id()
 
 
@@ -113,7 +113,7 @@ async def store_version_object(
     data: bytes | Buffers,
     logger: log.Logger,
 ) -> wire.ObjectRef:
-    """Store an object of a version under a name that holds its content; retried for ever."""
+    """Stores an object of a version under a name with its digest; retries for ever."""
     name = names.version_object(context.run, fragment, version, what, shards.digest(data))
     await context.runtime.retry(
         f"storing {what}",

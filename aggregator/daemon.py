@@ -1,4 +1,4 @@
-"""The aggregator as a process: connect, check the run, own its fragments until it ends."""
+"""The aggregator process: connects, checks the run, owns its fragments until the run ends."""
 
 import asyncio
 import contextlib
@@ -38,14 +38,14 @@ from diloco.common.storage.bus import Bus, jetstream
 from diloco.common.storage.store import ObjectStore, open_store
 from diloco.common.storage.tape import await_specification, load_specification
 
-# The longest farewell; systemd ends the unit after 30 s.
+# The longest shutdown in seconds; systemd ends the unit after 30 s.
 LEAVE_S = 25.0
 
 
 async def load_run(
     config: Config, bus: Bus, store: ObjectStore, runtime: Runtime
 ) -> tuple[Layout, int]:
-    """Check a daemon's configuration against its run; returns the run's layout and epoch.
+    """Checks a daemon's configuration against its run; returns the run's layout and epoch.
 
     Raises:
         RunMismatchError: no such run, or settings that disagree.
@@ -59,18 +59,18 @@ async def load_run(
 
 
 async def _open_run(config: Config, bus: Bus, runtime: Runtime) -> tuple[ObjectStore, Layout, int]:
-    # The bus is asked first: before a run is created there is no folder to open either.
+    # The bus first, as there is no store's folder either before the run is created.
     await await_specification(bus, config.run.name, config.bus.wait_for_run_s)
     store = open_store(config.store.url, emulator=config.store.emulator)
     return store, *await load_run(config, bus, store, runtime)
 
 
 async def aggregate(context: Context, leases: Leases | None = None) -> None:
-    """Own fragments of the run until its end is on the tape and nothing is left to answer.
+    """Owns fragments of the run until its end is on the tape and nothing is left to answer.
 
     Args:
-        context: the aggregator's.
-        leases: divide the fragments among several; None to own all of them without asking.
+        context: the aggregator's context.
+        leases: divide the fragments among aggregators; None to own all of them without leases.
 
     Raises:
         IntegrityError: a fragment's stored objects do not give the recorded digests; raised
@@ -96,15 +96,15 @@ async def aggregate(context: Context, leases: Leases | None = None) -> None:
 
 
 def serve(config: Config, pinned: frozenset[int] | None = None) -> None:
-    """Run an aggregator until the run ends or a signal asks it to stop.
+    """Runs an aggregator until the run ends or a signal asks it to stop.
 
     Args:
-        config: the whole file.
-        pinned: the fragments to keep to; None for a share of all.
+        config: the configuration.
+        pinned: the fragments to restrict it to; None for a share of all.
 
     Raises:
         ConfigError: the run has no such fragments.
-        DilocoError: what stops it for good, with what to do.
+        DilocoError: an error that no retry cures, with what to do.
     """
     runtime = Runtime()
     probes = make_probes(runtime.retries, run=config.run.name, aggregator=config.aggregator.name)
@@ -143,7 +143,7 @@ async def _begin(
     probes: Probes,
     logger: log.Logger,
 ) -> Context:
-    """Connect, read the run, prove the store; waits for whoever does not answer."""
+    """Connects, loads the run, and checks the store; waits for bus and store if they are away."""
     probes.health.begin_phase("connecting to NATS")
     bus = await jetstream.connect_or_wait(
         config.bus, "aggregator", config.aggregator.name, runtime, logger
@@ -180,7 +180,7 @@ async def _begin(
 async def _work(
     context: Context, leases: Leases, probes: Probes, asked: asyncio.Event, checkpoint_s: float
 ) -> None:
-    """Aggregate, and tell systemd, until the run ends or somebody asks for the end."""
+    """Aggregates, and reports to systemd, until the run ends or the daemon is asked to stop."""
     work = asyncio.ensure_future(aggregate(context, leases))
     stop = asyncio.ensure_future(asked.wait())
     probes.start.over()
@@ -191,7 +191,7 @@ async def _work(
     tell(probes.manager, READY="1")
     await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
     tell_stopping(probes.manager)
-    # All that counts is committed; a thread that hangs in the store would be waited for.
+    # The state is on the tape; this only prevents waiting for a thread that hangs in the store.
     log.end_within(LEAVE_S)
     await cancel(reports, checkpoints, scores)
     stop.cancel()
@@ -203,7 +203,7 @@ async def _work(
 
 
 async def _prove_store(context: Context) -> None:
-    """Store an object before it says that it is ready.
+    """Stores an object, to show that it can, before the daemon is ready.
 
     Raises:
         StoreError: it is not permitted.
@@ -218,7 +218,7 @@ async def _prove_store(context: Context) -> None:
 
 
 async def _compile(context: Context) -> None:
-    """Compile what versions are made with before it says that it is ready, and owns a fragment."""
+    """Compiles the run's kernels before the daemon is ready and owns a fragment."""
     context.health.begin_phase("compiling the merge")
     sections = [sync_of(context.settings.sync, fragment) for fragment in context.layout.fragments]
     took_s = 0.0

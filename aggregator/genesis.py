@@ -1,7 +1,7 @@
-"""Version 0: how a run's fragments begin.
+"""Version 0: stores and commits the fragments' initial parameters.
 
-The parameters are evaluated once, by whoever creates the run, and stored; every learner fetches
-them, so that no two start from different bits.
+The creator of the run computes the parameters once and stores them. Every learner reads them, so
+that all start from the same bits.
 """
 
 import asyncio
@@ -18,17 +18,17 @@ from diloco.common.protocol import names, shards, wire
 from diloco.common.protocol.errors import RunMismatchError, SwapLostError
 from diloco.common.storage.tape import decode
 
-# Fragments that are stored side by side; each takes some copies of its vector meanwhile.
+# The number of fragments stored at once; each needs some copies of its vector.
 AT_ONCE = 4
 
 
 async def commit_version_zero(context: Context, vector: Callable[[int], np.ndarray]) -> None:
-    """Store and commit version 0 of every fragment; what a run has already is kept.
+    """Stores and commits version 0 of every fragment; existing fragments stay as they are.
 
     Args:
         context: the run.
-        vector: of a fragment, float32 [size]; asked for as it is stored, so that no copy of the
-            whole model is made.
+        vector: returns a fragment's vector, float32 [size]; called when it is stored, so that no
+            copy of the whole model is made.
 
     Raises:
         RunMismatchError: the run exists and began with other parameters.
@@ -86,7 +86,7 @@ async def _commit(context: Context, fragment: int, vector: np.ndarray) -> None:
 
 
 async def _check_same_beginning(context: Context, ours: wire.Record) -> None:
-    """A second `run create` is harmless if it is of the same run that has not moved on."""
+    """Raises unless the existing run began with the same parameters and is still at version 0."""
     subject = names.record(context.run, ours.fragment)
     message = await context.bus.last(context.tape, subject)
     found = decode(subject, message.payload) if message else None

@@ -1,9 +1,9 @@
-"""Kernels that were compiled, kept on disk by Numba, so that no accident with its files matters.
+"""Caches compiled kernels on disk, by Numba's own cache, made safe against damaged files.
 
-Numba's own keeping takes three things for granted that a machine does not give: that a file is
-whole (a power failure leaves a part of it, or nothing), that there is room for one, and that one
-process writes at a time (of two, the second may take the place of the first's code while the index
-still names the first's types, and every later process calls the wrong code).
+Numba's cache assumes three things that a machine does not guarantee: that a file is complete (a
+power failure may leave a part of it), that there is room for it, and that one process writes at a
+time. (Of two, the second may replace the first's code while the index still has the first's types,
+and every later process calls the wrong code.)
 """
 
 import contextlib
@@ -24,12 +24,12 @@ _LOCK: Final = "lock"
 class CachedKernel(FunctionCache):
     """One kernel's compiled forms; a form that cannot be read is compiled again.
 
-    So is what was made before any file of the kernel's folder changed: kernels are made of each
-    other, and Numba looks at the file of the one alone.
+    So is every form made before a change of any file in the kernel's folder, as kernels call each
+    other and Numba checks the kernel's own file only.
 
     Attributes:
-        patience_s: so long it waits for another process that has the folder, which may be stopped
-            for ever; 0 once one took longer: then nothing is read or kept.
+        patience_s: seconds to wait for another process that has locked the folder, and may never
+            go on; 0 after one wait was in vain: then the cache is not used.
     """
 
     patience_s = 10.0
@@ -42,26 +42,26 @@ class CachedKernel(FunctionCache):
         self._cache_file._source_stamp = stamp  # noqa: SLF001 - it is nowhere to be given
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """The form for arguments of some types; None: compile it."""
+        """Returns the compiled form for some argument types; None: compile it."""
         try:
             with self._alone():
                 return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
         except BlockingIOError:
             return None
         except Exception:  # noqa: BLE001 - what the start of a pickle gives may be any
-            # Nothing of this index is believed any more; what is compiled now replaces it.
+            # The index is damaged, so drop it; newly compiled forms replace it.
             with contextlib.suppress(OSError), self._alone():
                 self.flush()  # type: ignore[no-untyped-call]
             return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Store a compiled form if the folder allows it; else the kernel works from memory."""
+        """Stores a compiled form if the folder permits it; else the form stays in memory only."""
         with contextlib.suppress(OSError), self._alone():
             super().save_overload(sig, data)  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Keep other processes from reading or writing in the folder, within the block."""
+        """Locks the folder against other processes while the block runs."""
         try:
             with file_lock(Path(self.cache_path) / _LOCK, self.patience_s):
                 yield
@@ -71,16 +71,16 @@ class CachedKernel(FunctionCache):
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel, compiled at its first call with arrays of some types, and kept on disk.
+    """Returns a kernel that is compiled at its first call with some types, and cached on disk.
 
-    Where Numba is told not to compile, a call raises `ConfigError`: nothing else can run them.
+    If Numba's compiler is disabled, calls raise `ConfigError`, as kernels cannot run uncompiled.
     """
     if vars(numba.config)["DISABLE_JIT"]:
         return _not_compiled
     kernel: Callable[..., Any] = numba.njit(nogil=True, error_model="numpy")(function)
-    # Where neither this package's folder nor the user's cache can be written, it is not kept.
+    # Without a cache if neither this package's folder nor the user's cache is writable.
     with contextlib.suppress(RuntimeError):
-        # As "cache=True" does.
+        # The same as "cache=True" does.
         kernel._cache = CachedKernel(function)  # type: ignore  # noqa: SLF001, PGH003
     return kernel
 

@@ -1,18 +1,18 @@
 """Leases: which aggregator owns which fragment, in a bucket of keys with a time to live.
 
-Any number of aggregators divide a run's fragments among them; when one is not heard of for the
-length of its leases, the others take over what it had. A lease only avoids wasted work: what keeps
-two owners apart is the compare-and-swap on the fragment's records.
+Any number of aggregators divide a run's fragments among them. If one does not renew its leases
+until they expire, the others take over its fragments. A lease only avoids wasted work: two owners
+are kept apart by the compare-and-swap on the fragment's records.
 
 Rules:
-- A key that expires sends no message. So everybody follows the bucket's stream, counts what was
-  not renewed for its time to live as free, and lets the server judge: it takes an acquisition only
-  when the key is not there.
-- A renewal that is refused because the key has expired is an acquisition; only somebody else's
-  key means that the fragment is lost. When all were cut off, nobody loses anything.
-- Fragments that an aggregator is pinned to are left to it while it lives.
-- A fragment that an aggregator has failed at it gives up, and refuses for its life: another one may
-  not fail. Once all refuse a fragment, it stands still.
+- A key that expires sends no message. So every aggregator follows the bucket's stream, and tries
+  to acquire leases that were not renewed for their time to live. The server decides: it accepts an
+  acquisition only if the key does not exist.
+- If a renewal is refused because the key has expired, the key is acquired again; only another
+  aggregator's key means that the fragment is lost. If all were cut off, none loses a fragment.
+- Fragments that a live aggregator is pinned to are left to it.
+- An aggregator releases a fragment that it has failed at, and refuses it for its life, as another
+  one may not fail. Once all refuse a fragment, the fragment makes no more versions.
 """
 
 import asyncio
@@ -27,20 +27,20 @@ from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import BusUnavailableError, DilocoError, SwapLostError, WireError
 from diloco.common.storage.tape import decode_as
 
-# How often one looks for fragments to take, at most.
+# Seconds between two checks for fragments to acquire or release.
 LOOK_S = 0.5
-# An aggregator whose leases are not stored for so long warns: longer than a leader's election.
+# Seconds without a stored lease after which to warn: longer than a leader's election.
 SILENT_S = 8.0
-# What others have said is read for so long before the first look.
+# Seconds to read the others' leases before the first check.
 SETTLE_S = 0.3
-# A fragment that is given up is free for all at once; its key need not stay.
+# The time to live of a released key: the fragment is free at once, so the key need not stay.
 RELEASED_S = 1.0
-# The longest farewell to a bus that does not answer.
+# Seconds to try to release leases if the bus does not answer.
 FAREWELL_S = 2.0
 
 
 class _LastMessage(NamedTuple):
-    """The newest message of a key, and when it was heard."""
+    """The newest message of a key, and when it was received."""
 
     lease: wire.Lease
     revision: int
@@ -48,7 +48,7 @@ class _LastMessage(NamedTuple):
 
 
 def _now_s() -> float:
-    """A clock that nobody sets: what counts here is how long ago something was."""
+    """Returns the event loop's monotonic time, as only intervals count here."""
     return asyncio.get_running_loop().time()
 
 
@@ -56,9 +56,9 @@ class Leases:
     """One aggregator's leases.
 
     Args:
-        context: the aggregator's.
-        ttl_s: time to live of a lease.
-        pinned: the fragments to keep to; None for a share of all.
+        context: the aggregator's context.
+        ttl_s: time to live of a lease, in seconds.
+        pinned: the fragments to restrict it to; None for a share of all.
     """
 
     def __init__(self, context: Context, ttl_s: float, pinned: Pinned = None) -> None:
@@ -83,32 +83,32 @@ class Leases:
         take: Callable[[int], None],
         drop: Callable[[Iterable[int]], Awaitable[None]],
     ) -> None:
-        """Take, keep and give up fragments until all that this aggregator answers for are done.
+        """Acquires, renews and releases leases until all of this aggregator's fragments are done.
 
         Args:
             take: begins to own a fragment.
-            drop: ceases to own fragments; returns once nothing of them is under way.
+            drop: ceases to own fragments; returns once no work on them is in progress.
         """
         await first_of(self._follow(), self._keep(take, drop))
 
     async def still_ours(self, fragment: int) -> bool:
-        """Whether the lease of a fragment stands; asked of the server."""
+        """True if this process still has the lease of a fragment; asks the server."""
         await self._renew()
         return fragment in self._held
 
     async def done(self, fragment: int) -> None:
-        """Say that nothing of a fragment is left to do; nobody takes it again."""
+        """Publishes that nothing of a fragment is left to do; no aggregator acquires it again."""
         await self._context.runtime.retry(
             "giving up a lease", lambda: self._say_done(fragment), logger=self._context.logger
         )
 
     def refuse(self, fragment: int) -> None:
-        """Give up a fragment, and never take it again: others may not fail where this one did."""
+        """Releases a fragment and never acquires it again, as others may not fail at it."""
         self._refuses.add(fragment)
-        self._renewed_at_s = -self._ttl_s  # The next look tells them.
+        self._renewed_at_s = -self._ttl_s  # Publishes it at the next check.
 
     async def release(self) -> None:
-        """Give up everything, so that others need not wait for its end."""
+        """Releases all leases, so that others need not wait for them to expire."""
         try:
             async with asyncio.timeout(FAREWELL_S):
                 await asyncio.gather(*(self._give_up(fragment) for fragment in [*self._held]))
@@ -131,12 +131,12 @@ class Leases:
                 )
                 continue
             known = self._seen.get(message.subject)
-            # What is delivered again has said what it had to say.
+            # A message that is delivered again changes nothing.
             if known is None or known.revision < message.seq:
                 self._seen[message.subject] = _LastMessage(lease, message.seq, _now_s())
 
     def _standing(self, subject: str, now_s: float) -> wire.Lease | None:
-        """The lease that a key stands for, unless it has been given up or has expired."""
+        """Returns the valid lease under a key; None if it was released or has expired."""
         seen = self._seen.get(subject)
         if seen is None or seen.lease.state == "released":
             return None
@@ -165,7 +165,7 @@ class Leases:
             elif lease is None:
                 holders[fragment] = None
             elif lease.state == "done":
-                # Also if this one has said so and lost the answer, and then the fragment.
+                # Even if this process published it and lost the answer.
                 self._done.add(fragment)
             else:
                 holders[fragment] = None if lease.life == self._life else lease.life
@@ -200,7 +200,7 @@ class Leases:
             await asyncio.sleep(min(LOOK_S, self._ttl_s / 5))
 
     def _tell_of_still(self, members: Collection[AggregatorTerms]) -> None:
-        """Say which fragments all refuse who might serve them, once each time."""
+        """Logs the fragments that all aggregators refuse which might serve them, once each."""
         still = {f for f in self._refuses if not any(one.may_serve(f) for one in members)}
         for fragment in sorted(still - self._still):
             self._context.logger.error(
@@ -213,7 +213,7 @@ class Leases:
         return self._done >= set(mine)
 
     async def _renew(self) -> None:
-        """Renew all that is held, and this aggregator's own key; note what is lost."""
+        """Renews all leases and this aggregator's own key; notes the fragments that are lost."""
         async with self._renewing:
             self._renewed_at_s = _now_s()
             await asyncio.gather(
@@ -230,7 +230,7 @@ class Leases:
         try:
             self._membership = await self._publish(subject, "held", self._membership)
         except SwapLostError:
-            # It has expired, or the answer of a renewal was lost; the next renewal is right again.
+            # It has expired, or a renewal's answer was lost; the next renewal is right again.
             last = await self._last(subject)
             self._membership = last.revision if last else 0
         except BusUnavailableError as error:
@@ -244,7 +244,7 @@ class Leases:
         self._stored_at_s, self._warned = _now_s(), False
 
     def _not_stored(self, error: BusUnavailableError) -> None:
-        """While the bus is away nobody can take anything; but its disk may be full for ever."""
+        """Warns if leases are not stored for long: the bus's disk may be full."""
         if _now_s() - self._stored_at_s > SILENT_S and not self._warned:
             self._context.logger.warning("renewals_lost", error=error.message)
             self._warned = True
@@ -257,11 +257,11 @@ class Leases:
             except SwapLostError:
                 continue
             except BusUnavailableError:
-                pass  # While the bus is away nobody can take it either.
+                pass  # While the bus is away, nobody else can acquire the lease.
             return
         last = await self._last(subject)
         if last is not None and last.lease.life == self._life:
-            self._held[fragment] = last.revision  # Ours; the answer of a renewal was lost.
+            self._held[fragment] = last.revision  # It is ours; a renewal's answer was lost.
         elif last is not None:
             self._lost.add(fragment)
 
@@ -288,19 +288,19 @@ class Leases:
                 subject = names.fragment_lease(self._context.run, fragment)
                 await self._publish(subject, "released", revision)
             except (SwapLostError, BusUnavailableError):
-                return  # It expires by itself.
+                return  # The lease expires by itself.
 
     async def _say_done(self, fragment: int) -> None:
         subject = names.fragment_lease(self._context.run, fragment)
         async with self._renewing:  # or a renewal under way would take it back
             revision = self._held.get(fragment, 0)
-            with contextlib.suppress(SwapLostError):  # Whoever has it now finds out the same.
+            with contextlib.suppress(SwapLostError):  # Its present owner will find the same.
                 await self._publish(subject, "done", revision)
             self._held.pop(fragment, None)
             self._done.add(fragment)
 
     async def _last(self, subject: str) -> _LastMessage | None:
-        """The last lease under a key; None also when nobody can tell now."""
+        """Returns the last lease under a key; None if there is none, or it cannot be read now."""
         try:
             last = await self._context.bus.last(names.leases_stream(self._context.run), subject)
             if last is None:
@@ -325,7 +325,7 @@ class Leases:
 
 
 class Everything:
-    """The stand-in for leases of an aggregator that owns every fragment without asking."""
+    """Stands in for `Leases` in an aggregator that owns every fragment without leases."""
 
     def __init__(self, context: Context) -> None:
         self._fragments = range(len(context.layout.fragments))
@@ -335,17 +335,17 @@ class Everything:
     async def hold(
         self, take: Callable[[int], None], _drop: Callable[[Iterable[int]], Awaitable[None]]
     ) -> None:
-        """Take all fragments; return once they are done."""
+        """Takes all fragments; returns once they are done."""
         for fragment in self._fragments:
             take(fragment)
         await self._all_done.wait()
 
     async def still_ours(self, _fragment: int) -> bool:
-        """True: a pinned aggregator has no leases to lose."""
+        """Returns True, as there are no leases to lose."""
         return True
 
     async def done(self, fragment: int) -> None:
-        """Note that nothing is left to do for a fragment; after the last one `hold` returns."""
+        """Notes that nothing is left to do for a fragment; after the last one `hold` returns."""
         self._left.discard(fragment)
         if not self._left:
             self._all_done.set()

@@ -1,8 +1,8 @@
-"""Going back: a next version of each fragment with the contents of an earlier one.
+"""Rollback: commits a next version of each fragment with the contents of an earlier one.
 
-It is a record of the tape like any other, so the aggregators need not be asked and may be dead
-meanwhile; whoever owns a fragment finds it and goes on from there. A rollback can itself be rolled
-back, as long as garbage collection has left what is needed.
+A rollback is a record of the tape like any other, so the aggregators need not be asked and may be
+down; a fragment's owner reads the record and continues from it. A rollback can itself be rolled
+back, as long as garbage collection has kept the objects.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from diloco.common.storage.tape import Recorded, RunContext, last_record, record
 
 
 async def find_versions(context: RunContext, wanted: Mapping[int, int]) -> dict[int, Recorded]:
-    """For each fragment the record that made the version wanted.
+    """Returns for each fragment the record that made the version wanted.
 
     Raises:
         ConfigError: a fragment never had that version, or its record was collected as garbage.
@@ -59,7 +59,7 @@ async def _find_version(context: RunContext, fragment: int, version: int) -> Rec
 
 
 async def find_time(context: RunContext, at_s: float) -> dict[int, Recorded]:
-    """For each fragment the record of its newest version at a time, seconds since the epoch.
+    """Returns for each fragment the record of its newest version at `at_s`, since the epoch.
 
     Raises:
         ConfigError: the tape does not reach back so far.
@@ -83,10 +83,10 @@ async def _find_time(context: RunContext, fragment: int, at_s: float) -> Recorde
 
 
 async def roll_back(context: Context, targets: Mapping[int, Recorded]) -> dict[int, wire.Record]:
-    """Publish a next version of each fragment with the contents of an earlier one.
+    """Publishes a next version of each fragment with the contents of an earlier one.
 
-    Updates that build on what came before are rejected, learners set their parameters to the
-    view, and the run's clock goes back. A fragment that is at its target is left alone.
+    Updates on the versions in between are rejected, learners set their parameters to the view, and
+    the run's clock goes back. A fragment that is at its target already is left alone.
 
     Raises:
         RunMismatchError: the run has stopped, perhaps meanwhile.
@@ -103,7 +103,7 @@ async def _roll_back(context: Context, target: Recorded) -> wire.Record:
     while True:
         newest, newest_seq = await last_record(context, target.record.fragment)
         if target.record.version in (newest.version, newest.restored_version):
-            return newest  # It is there, or a rollback that died has brought it there.
+            return newest  # It is at the target already, perhaps by an interrupted rollback.
         if newest.final:
             raise RunMismatchError(
                 f"fragment {newest.fragment} has had its last version, {newest.version}: the run "
@@ -116,7 +116,7 @@ async def _roll_back(context: Context, target: Recorded) -> wire.Record:
         try:
             await commit_record(context, record)
         except SwapLostError:
-            continue  # The aggregator has committed meanwhile: go back from there.
+            continue  # The aggregator has committed meanwhile: try again from its record.
         return record
 
 
@@ -140,7 +140,7 @@ async def _again(
     newest: wire.Record,
     newest_seq: int,
 ) -> wire.Record:
-    """The record of `target`'s contents as the version after `newest`, its objects stored."""
+    """Stores `target`'s contents as the version after `newest`; returns that version's record."""
     version, now_s = newest.version + 1, context.runtime.clock()
     contents = await whole(context, target, recovered, version)
     decided = Decided(
@@ -150,7 +150,7 @@ async def _again(
         global_step=target.global_step,
         reason="rollback",
         position=newest.position,
-        # What was made before it is merged no more.
+        # Updates on older versions are not merged any more.
         policy=newest.policy.model_copy(update={"floor": version}),
         opened_at_s=now_s,
         quorum_at_s=now_s,
@@ -172,7 +172,7 @@ async def _again(
 async def whole(
     context: Context, source: wire.Record, recovered: Recovered, version: int
 ) -> RecordContents:
-    """Contents that stand alone: view and outer state stored as a version's, nothing merged."""
+    """Stores view and outer state as those of `version`; returns contents that need no delta."""
     contents = contents_of(source)._replace(inputs=(), factors=b"", delta=None)
     return await with_snapshot(
         context, source.fragment, version, recovered.arrays, contents, context.logger

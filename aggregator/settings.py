@@ -1,7 +1,7 @@
-"""Settings that a run changes while it goes on: one message of the tape, by compare-and-swap.
+"""Changes a run's settings while it goes on: one message on the tape, by compare-and-swap.
 
-Every fragment takes them from its next version on, every learner at its next step boundary; whoever
-comes later finds the last such message, or the one that a record names.
+Every fragment follows them from its next version on, every learner from its next step boundary. A
+process that starts later reads the last such message, or the one that a record names.
 """
 
 from diloco.aggregator.compare_and_swap import swap
@@ -16,18 +16,17 @@ from diloco.common.storage.tape import RunContext, effective_settings, last_reco
 async def change_settings(
     context: Context, settings: RunSettings, *, based_on: int | None = None
 ) -> list[str]:
-    """Put settings in force from each fragment's next version on; returns the differences.
+    """Publishes settings that hold from each fragment's next version on; returns the differences.
 
     Args:
-        context: the operator's.
-        settings: all of them, changed or not.
-        based_on: sequence of the settings that these were made of, as `effective_settings` gave it:
-            what another operator changed since then is not to be changed back. None: whatever
-            is in force.
+        context: the operator's context.
+        settings: all settings, changed or not.
+        based_on: sequence of the settings that these were made from, as `effective_settings`
+            returned it: the change is refused if another operator made one since. None: accept any.
 
     Raises:
         ConfigError: a setting that is fixed at creation, or a length that the run has passed.
-        RunMismatchError: the run has stopped, or somebody else has just changed its settings.
+        RunMismatchError: the run has stopped, or another operator has just changed its settings.
     """
     before, before_seq = await effective_settings(context)
     if based_on is not None and based_on != before_seq:
@@ -51,7 +50,7 @@ async def change_settings(
 
 
 async def check_change(context: RunContext, before: RunSettings, after: RunSettings) -> None:
-    """Refuse a change of settings that the run cannot take now; `before` is in force.
+    """Refuses a change of settings that the run cannot follow now; `before` is in force.
 
     Raises:
         ConfigError: a setting that is fixed at creation, or a length that the run has passed.
@@ -70,10 +69,10 @@ def _changed_meanwhile(context: Context) -> RunMismatchError:
 
 
 async def _check_length(context: RunContext, before: RunSettings, after: RunSettings) -> None:
-    """Refuse a length that the run has passed: its clock would have to go back.
+    """Refuses a length that the run has passed, as its clock would have to go back.
 
     Raises:
-        ConfigError: some fragment is beyond it.
+        ConfigError: a fragment is beyond the length.
     """
     if after.run.steps >= before.run.steps:
         return
@@ -88,10 +87,12 @@ async def _check_length(context: RunContext, before: RunSettings, after: RunSett
 
 
 async def end_run(context: Context, reason: str) -> int:
-    """Stop a run early: learners send what is unsent, then the last rounds close; its clock.
+    """Stops a run early, and returns its clock in steps.
+
+    Learners send their unsent updates, then the last rounds close.
 
     Raises:
-        RunMismatchError: it has stopped.
+        RunMismatchError: the run has stopped already.
     """
     await check_goes_on(context)
     fragments = range(len(context.layout.fragments))
@@ -106,10 +107,10 @@ async def end_run(context: Context, reason: str) -> int:
 
 
 async def check_goes_on(context: RunContext) -> None:
-    """Refuse what only a run that has not stopped can take.
+    """Raises if the run has stopped.
 
     Raises:
-        RunMismatchError: it has stopped.
+        RunMismatchError: the run has stopped.
     """
     if await context.bus.last(context.tape, names.stop(context.run)) is not None:
         raise RunMismatchError(

@@ -1,4 +1,4 @@
-"""Warns long before the tape is full: then nobody could publish anything."""
+"""Warns long before the tape is full, as then nobody could publish anything."""
 
 import asyncio
 
@@ -8,19 +8,19 @@ from diloco.common.protocol.errors import BusUnavailableError
 from diloco.common.storage.bus import Filled
 
 LOOK_S = 30.0
-# The tape is nearly full from this share of its limit on.
+# The share of its limit from which on the tape is nearly full.
 NEARLY_FULL = 0.8
-# It is said again whenever so much more of the limit is used.
+# The warning is repeated whenever this much more of the limit is used.
 AGAIN = 0.05
 
 
 def share(filled: Filled) -> float:
-    """The part of its limit that a stream uses; 0 without a limit."""
+    """Returns the part of its size limit that a stream uses; 0 without a limit."""
     return filled.size_bytes / filled.max_bytes if filled.max_bytes else 0.0
 
 
 async def watch_tape(context: Context) -> None:
-    """Log a warning when the tape is nearly full, and again as it fills; never returns."""
+    """Logs a warning when the tape is nearly full, and again as it fills; never returns."""
     said = 0.0
     while True:
         try:

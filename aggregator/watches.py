@@ -1,9 +1,9 @@
-"""Watches of an aggregator beside its fragments: the run's checkpoints and scores.
+"""Watches of an aggregator over the whole run: its checkpoints and its scores.
 
-Without a checkpoint a run whose NATS servers are lost with their disks is lost with them. One is
-made as it comes due, by whichever aggregator looks first: each looks at times of its own, and that
-two make one at once is rare and harms nothing. Scores of held-out loss are what `diloco evaluate`
-and others keep in the store: an aggregator has no task, and evaluates nothing.
+If a run without a checkpoint loses its NATS servers and their disks, the run is lost. So
+aggregators make checkpoints as they come due; each checks at times of its own, so that two seldom
+make one at once, which is harmless. Scores of held-out loss are stored by `diloco evaluate` and
+others; an aggregator has no task and evaluates nothing.
 """
 
 import asyncio
@@ -19,25 +19,25 @@ from diloco.common.storage.checkpoint_files import checkpoints, load_file
 from diloco.common.storage.tape import has_ended, last_record, load_specification
 
 LOOK_S = 60.0
-# A checkpoint that took long is not made again before so many times that long.
+# The shortest interval between checkpoints, in multiples of the time that the last one took.
 REST = 20.0
 
 
 @dataclass
 class Lookout:
-    """A look that is repeated; a fault that lasts is logged once."""
+    """A check that is repeated; a fault that lasts is logged once."""
 
     context: Context
     _told: str = field(default="", init=False)
 
     async def watch(self, look_s: float = LOOK_S) -> None:
-        """Look about every `look_s` seconds; never returns."""
+        """Checks about every `look_s` seconds; never returns."""
         while True:
             await self.look()
             await asyncio.sleep(look_s * self.context.runtime.rng.uniform(0.75, 1.25))
 
     async def look(self) -> None:
-        """Look once."""
+        """Makes one check; logs a fault unless it is the same as the last one logged."""
         try:
             await self._look()
         except DilocoError as error:
@@ -56,7 +56,7 @@ class Lookout:
 
 @dataclass
 class CheckpointWatch(Lookout):
-    """Tells the age of the newest checkpoint; makes another after `interval_s`, 0: none."""
+    """Shows the newest checkpoint's age; makes another after `interval_s` seconds (0: never)."""
 
     interval_s: float
     _known: str | None = None
@@ -107,7 +107,7 @@ class CheckpointWatch(Lookout):
 
 @dataclass
 class ScoreWatch(Lookout):
-    """Tells the run's held-out loss: the first, the best and the newest score; reads each once."""
+    """Shows the run's held-out loss: the first, the best and the newest score; reads each once."""
 
     _seen: set[str] = field(default_factory=set)
     _first: wire.Score | None = None
@@ -129,9 +129,9 @@ class ScoreWatch(Lookout):
             data = await context.runtime.call(context.store.get, name)
             score = wire.decode(wire.Score, data)
         except (ObjectMissingError, WireError):
-            return  # Collected meanwhile, or of another release.
+            return  # Deleted meanwhile, or written by another release.
         if not name.endswith(f"-{shards.digest(data)}"):
-            return  # Edited or damaged.
+            return  # The bytes differ from the name's digest: edited or damaged.
         if (score.run, score.epoch) != (context.run, context.epoch):
             return
         if self._first is None or score.at_s < self._first.at_s:

@@ -215,7 +215,7 @@ def steps_per_s(bounds: BoundsSection, learner: str, member: Member, usual: floa
 
 
 def greatest_weight(rules: FragmentRules, learner: str, usual: float | None, had_s: float) -> float:
-    """Returns the greatest weight that `had_s` seconds of a learner's work may have.
+    """Returns the greatest weight that `had_s` seconds of a learner's work are credited with.
 
     `usual`: the weight of one second of the other learners' work; None: unknown.
     """

@@ -40,7 +40,7 @@ def divide(
     holders: Mapping[int, str | None],
     fragments: int,
 ) -> OwnershipDivision:
-    """Returns one aggregator's step towards an even division of the fragments.
+    """Returns what one aggregator acquires and releases now, towards an even division.
 
     Args:
         me: this aggregator's life.

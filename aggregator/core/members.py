@@ -320,7 +320,7 @@ class Hearing:
     def is_live(
         self, fragment: int, learner: str, member: Member, now_s: float, timeout_s: float
     ) -> bool:
-        """True if a member of a fragment's machine counts as live."""
+        """True if a member of a fragment's machine counts as live: heard within `timeout_s`."""
         # Joins and updates are signs of life too, at the time when we see them, as the server's
         # clock may differ from ours by hours. A learner that was never heard counts from its join,
         # or from when we began to listen.

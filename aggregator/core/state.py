@@ -285,7 +285,7 @@ def with_quarantined(state: State, quarantined: frozenset[str]) -> State:
 
 
 def with_observation(state: State, what: str, at_s: float, about: UpdateId, value: float) -> State:
-    """Returns the state with an observation: an input that is not on the tape."""
+    """Returns the state with one more observation: an input that is not on the tape."""
     observation = wire.Observation(
         what=what,
         at_s=at_s,

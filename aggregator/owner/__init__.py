@@ -1,1 +1,1 @@
-"""The owner of one fragment: it feeds the machine of `core`, and carries out what that asks for."""
+"""The owner of one fragment: it feeds events to the machine of `core`, and performs the effects."""

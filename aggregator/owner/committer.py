@@ -1,7 +1,7 @@
-"""Makes, stores and commits the records of a fragment, by compare-and-swap, beside its machine.
+"""Makes, stores and commits a fragment's records, by compare-and-swap, while its machine works.
 
-A record has three parts: what the machine decided (`core/decisions.py`), what of it lies in arrays
-and objects (`RecordContents`), and who makes it. Whoever publishes one states all three.
+A record has three parts: the machine's decisions (`core/decisions.py`), the facts about arrays and
+objects (`RecordContents`), and the identity of the process that makes it.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from diloco.common.storage.tape import record_digest
 
 
 class RecordContents(NamedTuple):
-    """The record's fields on the vectors at its version, and on the objects that hold them.
+    """A record's fields about the arrays at its version, and the objects that hold them.
 
     Field by field as in `wire.Record`.
     """
@@ -53,12 +53,12 @@ class RecordContents(NamedTuple):
 
 
 def contents_of(record: wire.Record) -> RecordContents:
-    """The contents that a record states."""
+    """Returns the contents that a record states."""
     return RecordContents(**{name: getattr(record, name) for name in RecordContents._fields})
 
 
 def unchanged(previous: wire.Record, merged_at_s: float) -> RecordContents:
-    """Contents of a verdict: the version before it stands, and nothing was merged."""
+    """Returns the contents of a verdict: the previous version stays, and nothing was merged."""
     return contents_of(previous)._replace(
         inputs=(), factors=b"", kept=b"", radii=b"", delta=None, merged_at_s=merged_at_s
     )
@@ -74,16 +74,16 @@ def compose(
     totals: wire.Totals,
     restored_version: int | None = None,
 ) -> wire.Record:
-    """A record of a fragment, by this process.
+    """Returns a record of a fragment, made by this process.
 
     Args:
-        context: says who makes it, of which run and epoch.
-        fragment: its index.
-        decided: the machine's part.
-        contents: the arrays' part.
-        previous: the fragment's record before it; None for the first of a tape.
+        context: the process, its run and epoch.
+        fragment: the fragment's index.
+        decided: the machine's decisions.
+        contents: the facts about arrays and objects.
+        previous: the fragment's previous record; None for the first of a tape.
         totals: sums of the fragment's records up to this one.
-        restored_version: whose contents it repeats, if it goes back.
+        restored_version: the version whose contents a rollback repeats; else None.
     """
     return wire.Record(
         **decided._asdict(),
@@ -104,7 +104,7 @@ def compose(
 
 
 def cited(record: wire.Record, record_seq: int) -> wire.Record:
-    """A record as later records cite it: `outer_seq` holds its sequence instead of "this one"."""
+    """Returns a record as later records cite it: an `outer_seq` of 0 becomes its own sequence."""
     return record.model_copy(update={"outer_seq": record.outer_seq or record_seq})
 
 
@@ -114,7 +114,7 @@ NOTHING = wire.Totals(**dict.fromkeys(wire.Totals.model_fields, 0))
 def sum_up(
     before: wire.Totals, inputs: tuple[wire.Input, ...], rejected: tuple[wire.Rejected, ...]
 ) -> wire.Totals:
-    """The sums with one more record; absurd claims stop at the greatest count."""
+    """Returns the sums with one more record; each is limited to the greatest count."""
     return wire.Totals(
         updates_merged=_sum(before.updates_merged, len(inputs)),
         updates_rejected=_sum(before.updates_rejected, len(rejected)),
@@ -130,7 +130,7 @@ def _sum(*counts: int) -> int:
 
 
 class Version(NamedTuple):
-    """A version that is made and not stored, its time, and whether its arrays are to be stored."""
+    """A version that is made and not stored; `with_snapshot`: its arrays are to be stored too."""
 
     made: ClosedRound
     merged_at_s: float
@@ -138,12 +138,12 @@ class Version(NamedTuple):
 
 
 async def make_version(context: Context, arrays: FragmentArrays, state: State) -> Version:
-    """Close the round on the arrays.
+    """Closes the round on the arrays, which makes the version.
 
     Args:
-        context: the aggregator's.
-        arrays: the fragment's, with the round's sum; changed in place.
-        state: the machine's at the close.
+        context: the aggregator's context.
+        arrays: the fragment's arrays, with the round's sum; changed in place.
+        state: the machine's state when the round closed.
     """
     settings = arrays.own_settings
     part = rounds.step_share(state, participation=settings.outer.participation)
@@ -161,15 +161,15 @@ async def store_version(
     previous: wire.Record,
     logger: log.Logger,
 ) -> RecordContents:
-    """Store the objects of a round's version, while the next round may merge already.
+    """Stores the objects of a version, while the next round may merge already.
 
     Args:
-        context: the aggregator's.
-        arrays: the fragment's; view and outer state are those of the version.
-        version: its number.
+        context: the aggregator's context.
+        arrays: the fragment's arrays; view and outer state are those of the version.
+        version: the version's number.
         made_version: the version's delta and numbers.
-        previous: the newest record.
-        logger: the fragment's.
+        previous: the fragment's newest record.
+        logger: the fragment's logger.
     """
     fragment, made = previous.fragment, made_version.made
     with timing(context.metrics, context.runtime.clock, "store"):
@@ -192,7 +192,7 @@ async def with_snapshot(
     contents: RecordContents,
     logger: log.Logger,
 ) -> RecordContents:
-    """The contents once view and outer state of this very version are stored."""
+    """Stores view and outer state of this version; returns the contents that name them."""
     view, outer = arrays.view_object(), arrays.outer_object()
     return contents._replace(
         snapshot=await store_version_object(context, fragment, version, "view", view, logger),
@@ -205,18 +205,18 @@ async def with_snapshot(
 
 
 async def commit_record(context: Context, record: wire.Record, base_id: str = "") -> int:
-    """Publish a record on top of the one it names as its base; returns its sequence.
+    """Publishes a record after the one that it names as its base; returns its sequence.
 
-    The body of a large one goes into an object, named after a version that is not committed
-    yet: such an object cannot be taken for garbage before the record stands.
+    The body of a large record is stored as an object, named after a version that is not committed
+    yet, so that garbage collection cannot remove the object before the record is committed.
 
     Args:
-        context: the aggregator's.
-        record: to be published.
-        base_id: attempt id of its base, for whoever has known the base for long.
+        context: the aggregator's context.
+        record: the record to publish.
+        base_id: attempt id of the base record, to be compared too; '' to skip that.
 
     Raises:
-        SwapLostError: another record stands where this one was to be.
+        SwapLostError: another record follows the base.
     """
     payload = wire.encode(record)
     if len(payload) > context.record_bytes:
@@ -232,12 +232,12 @@ async def commit_record(context: Context, record: wire.Record, base_id: str = ""
     return await swap(context, subject, payload, record.attempt_id, record.base_seq, base_id)
 
 
-# Seconds between two samples of messages that are no updates, for each reason.
+# Seconds between two samples of ignored messages, for each reason.
 SAMPLE_S = 1.0
 
 
 class Samples:
-    """Counts messages that are no update of a fragment, and logs one of a kind now and then."""
+    """Counts messages that are no valid update of a fragment, and logs a sample of each reason."""
 
     def __init__(self, context: Context, fragment: int, logger: log.Logger) -> None:
         self._context = context
@@ -247,7 +247,7 @@ class Samples:
         self._unseen: Counter[str] = Counter()
 
     async def take(self, subject: str, reason: str, detail: str) -> None:
-        """Count a message; show it unless one of its kind was shown just now."""
+        """Counts a message; logs and publishes it unless one with its reason was just logged."""
         self._context.metrics.add(metrics.IGNORED, 1, reason)
         now_s = self._context.runtime.clock()
         self._unseen[reason] += 1
@@ -262,7 +262,7 @@ class Samples:
     async def show(
         self, learner: str, incarnation: int, seq: int, reason: str, detail: str
     ) -> None:
-        """Publish a copy of a verdict for people; a lost one is logged, and in the record."""
+        """Publishes a copy of a verdict for people; if that fails, it is logged."""
         rejection = wire.Rejection(
             fragment=self._fragment,
             learner=learner,
@@ -282,17 +282,17 @@ class Committer:
     """Commits the machine's decisions, one record at a time.
 
     Args:
-        context: the aggregator's.
-        newest: the record that the fragment stands at.
-        arrays: the fragment's.
-        samples: takes copies of verdicts for people.
-        answer: takes the machine's event once a record stands.
-        tasks: the tenure's; fail with `SwapLostError` if another record stands in its place.
+        context: the aggregator's context.
+        newest: the fragment's newest record.
+        arrays: the fragment's arrays.
+        samples: publishes copies of verdicts for people.
+        answer: gives the machine its event once a record is committed.
+        tasks: the tenure's tasks; fail with `SwapLostError` if another record is committed instead.
         on_snapshot: called when a stored state is committed.
-        logger: the fragment's.
+        logger: the fragment's logger.
 
     Attributes:
-        newest: the record that the fragment stands at.
+        newest: the fragment's newest record.
     """
 
     def __init__(
@@ -316,7 +316,7 @@ class Committer:
         self._logger = logger
 
     async def begin(self, rules: FragmentRules, commit: Commit) -> events.Made | None:
-        """Make the version, if there is one; store and publish its record in the background."""
+        """Makes the version, if there is one; stores and publishes its record in the background."""
         version = None
         if commit.what == "version":
             version = await make_version(self._context, self._arrays, commit.state)
@@ -326,7 +326,7 @@ class Committer:
         return events.Made(version.merged_at_s, version.made.view_digest)
 
     async def _commit(self, rules: FragmentRules, commit: Commit, version: Version | None) -> None:
-        """Store the objects, publish the record by compare-and-swap, tell the machine."""
+        """Stores the objects, publishes the record by compare-and-swap, and tells the machine."""
         context, clock = self._context, self._context.runtime.clock
         record = await self._draft(rules, commit, version)
         with timing(context.metrics, clock, "publish"):
@@ -356,7 +356,7 @@ class Committer:
     async def _draft(
         self, rules: FragmentRules, commit: Commit, version: Version | None
     ) -> wire.Record:
-        """The record of `commit`, with its objects stored."""
+        """Stores the objects of `commit`, and returns its record."""
         previous, decided = self.newest, decide(rules, commit)
         contents = unchanged(previous, commit.at_s)
         if version is not None:
@@ -374,7 +374,7 @@ class Committer:
 
 
 def count_record(counted: Metrics, before: wire.Record, record: wire.Record) -> None:
-    """Count a committed record: its inputs, its rejections, and the waits of its round."""
+    """Counts a committed record in the metrics: inputs, rejections, and the phases of its round."""
     for taken in record.inputs:
         counted.observe(metrics.STALENESS, taken.staleness, taken.learner)
     for refused in record.rejected:
@@ -390,7 +390,7 @@ def count_record(counted: Metrics, before: wire.Record, record: wire.Record) -> 
 
 
 def count_waits(counted: Metrics, merged: Iterable[Admitted], committed_at_s: float) -> None:
-    """Observe how long each merged update waited for its record, by the owner's clock."""
+    """Observes how long each merged update waited for its record, by the owner's clock."""
     for one in merged:
         waited_s = max(0.0, committed_at_s - one.announced_at_s)
         counted.observe(metrics.WAIT, waited_s, one.manifest.learner)
@@ -398,7 +398,7 @@ def count_waits(counted: Metrics, merged: Iterable[Admitted], committed_at_s: fl
 
 @contextlib.contextmanager
 def timing(counted: Metrics, clock: Callable[[], float], part: str) -> Iterator[None]:
-    """Count how long a part of a round took, if it ends well."""
+    """Observes how long the block, a part of a round, takes; not if it raises."""
     began_s = clock()
     yield
     counted.observe(metrics.ROUND, clock() - began_s, part)

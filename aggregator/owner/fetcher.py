@@ -1,10 +1,11 @@
 """Reads an update's shards from the store, verifies them, and puts their blocks in order.
 
-For a fragment's owner `UpdateFetcher` does so beside its machine, a few updates at a time.
+`UpdateFetcher` does so for a fragment's owner, concurrently with its machine, a few updates at
+once.
 
-A store that is slow is slow for everybody, and rejects nobody: each attempt may take twice as long
-as the one before. What alone is slow, while whole updates of others are read beside it, is its
-sender's.
+A store that is slow for everybody rejects no update: each attempt may take twice as long as the
+previous one. An update that alone is slow, while others' updates are read completely, is its
+sender's fault.
 """
 
 import asyncio
@@ -46,12 +47,12 @@ if TYPE_CHECKING:
 
 
 class Reads(Protocol):
-    """The calls of a store that reading an update needs."""
+    """The methods of a store that are needed to read an update."""
 
     def get(
         self, name: str, limit_bytes: int | None = None, within_s: float | None = None
     ) -> bytes:
-        """As `ObjectStore.get`."""
+        """Implements `ObjectStore.get`."""
 
 
 def read_payload(
@@ -61,17 +62,17 @@ def read_payload(
     arithmetic: "Arithmetic | None" = None,
     threads: int = 1,
 ) -> "Payload":
-    """Read, verify and measure all shards of an update, on `threads` threads.
+    """Reads, verifies and measures all shards of an update, on `threads` threads.
 
-    `arithmetic` measures the update's norms; None: that of aggregators.
+    `arithmetic` measures the update's norms; None: the aggregators' own.
 
     Raises:
-        ObjectMissingError: a shard is not there, though the manifest says that it is.
-        WireError: a shard is not what the manifest says; "oversize" (then nothing is read),
+        ObjectMissingError: a shard that the manifest names is missing.
+        WireError: a shard differs from the manifest; "oversize" (then nothing is read),
             "checksum", "unreadable", or as `shards.unpack`; "shards" as `slices.partition`.
         StoreUnavailableError: a transient fault; StoreSlowError: a `Limited` store's time is over.
     """
-    # Whoever only looks at updates does not wait for Numba.
+    # Imported here, so that callers that only inspect updates do not load Numba.
     from diloco.aggregator.arrays.arithmetic import PRODUCTION
     from diloco.aggregator.arrays.fragment import payload_of
 
@@ -80,7 +81,7 @@ def read_payload(
 
 
 def read_input(store: Reads, grid: Grid, taken: wire.Input) -> tuple[Encoded, ...]:
-    """The verified parts of an update that a record names as an input.
+    """Returns the verified parts of an update that a record names as an input.
 
     Raises:
         As `read_payload`.
@@ -91,11 +92,11 @@ def read_input(store: Reads, grid: Grid, taken: wire.Input) -> tuple[Encoded, ..
 def read_parts(
     store: Reads, codec: Any, entries: Sequence[wire.Shard], grid: Grid
 ) -> Iterator[Encoded]:
-    """An update as one part for each of the grid's ranges in order, however its sender cut it.
+    """Yields an update as one part for each of the grid's ranges, however its sender has cut it.
 
-    Memory: shards that are the grid's ranges are read one by one as the parts are asked for, and
-    used where they lie. Others are copied to their places, which takes the update's scales and
-    codes once, as they were sent, and one shard, which is at most as long as the longest range.
+    Memory: shards that equal the grid's ranges are read one by one as the parts are asked for, and
+    used in place. Others are copied to their places, which takes memory for the update's scales and
+    codes, and for one shard, which is at most as long as the longest range.
 
     Raises:
         As `read_payload`.
@@ -108,7 +109,7 @@ def read_parts(
 
 
 def cut_alike(entries: Sequence[wire.Shard], grid: Grid) -> bool:
-    """Whether an update's shards are the grid's ranges."""
+    """True if an update's shards are the grid's ranges."""
     if len(entries) != len(grid.ranges):
         return False
     return all(
@@ -151,15 +152,15 @@ def _read_shard(store: Reads, codec: Any, entry: wire.Shard, count: int, block: 
     return shards.unpack(data, codec=codec, count=count, block=block)
 
 
-# An attempt may take so long, and a second for each of so many bytes.
+# The time limit of the first attempt: FIRST_S, and a second for each LEAST_BYTES_PER_S bytes.
 FIRST_S: Final = 30.0
 LEAST_BYTES_PER_S: Final = 1 << 20
-# No attempt takes longer than so many doublings allow.
+# The limit is doubled at most this many times.
 DOUBLINGS: Final = 10
 
 
 class Limited:
-    """A store whose reads take no longer, all together, than a number of seconds."""
+    """A store whose reads together may take at most a number of seconds."""
 
     def __init__(self, store: Reads, left_s: float) -> None:
         self._store = store
@@ -168,7 +169,7 @@ class Limited:
     def get(
         self, name: str, limit_bytes: int | None = None, within_s: float | None = None
     ) -> bytes:
-        """As `ObjectStore.get`.
+        """Implements `ObjectStore.get`, within the seconds that are left.
 
         Raises:
             StoreSlowError: the seconds are over.
@@ -187,32 +188,32 @@ class Patience:
     def __init__(self, manifest: wire.Manifest) -> None:
         size_bytes = sum(shard.size_bytes for shard in manifest.shards)
         self._first_s = FIRST_S + size_bytes / LEAST_BYTES_PER_S
-        self._slow = 0  # attempts that took too long
-        self._alone = 0  # of these, while updates of others were read
+        self._slow = 0  # the attempts that took too long
+        self._alone = 0  # those among them during which others' updates were read
 
     @property
     def within_s(self) -> float:
-        """Seconds that the next attempt may take."""
+        """The seconds that the next attempt may take."""
         return float(self._first_s * 2 ** min(self._slow, DOUBLINGS))
 
     def lost(self, error: StoreSlowError, *, others_read: bool) -> None:
-        """Note an attempt that took too long; `others_read`: others' updates were read to the end.
+        """Notes an attempt that took too long; `others_read`: others' updates were read meanwhile.
 
         Raises:
-            WireError: "slow": it is its sender's fault.
+            WireError: "slow": the sender is at fault.
         """
         self._slow += 1
         self._alone += others_read
-        # Once is nobody's: the attempt may have begun on a store that had recovered when the
-        # others' began.
+        # Once proves nothing: the store may have recovered after this attempt began, and before
+        # the others' did.
         if self._alone > 1:
             what = f"slow {self._slow} times, while others were read: {error.message}"
             raise WireError(Reason.SLOW, what) from error
 
 
-# Payloads of one fragment that may be in memory before they are merged.
+# The most payloads of one fragment in memory that are not merged yet.
 FETCHES = 2
-# Between two attempts at an update that cannot be read for a reason that nobody knows.
+# Pauses between attempts at an update that cannot be read for an unknown reason.
 FIRST_PAUSE_S = 1.0
 LAST_PAUSE_S = 30.0
 
@@ -223,12 +224,12 @@ class UpdateFetcher:
     """Reads the shards of one fragment's updates.
 
     Args:
-        context: the aggregator's.
-        grid: the fragment's.
-        answer: takes what the machine is to hear, with the payload of an update that is verified;
-            who has done with a payload calls `release`.
-        tasks: the tenure's.
-        logger: the fragment's.
+        context: the aggregator's context.
+        grid: the fragment's grid.
+        answer: gives the machine its event, with the payload of a verified update; after using a
+            payload, call `release`.
+        tasks: the tenure's tasks.
+        logger: the fragment's logger.
     """
 
     def __init__(
@@ -240,20 +241,20 @@ class UpdateFetcher:
         self._logger = logger
         self._free = asyncio.Semaphore(FETCHES)
         self._passed: Counter[str] = Counter()
-        # When the reading of each learner's last update began that passed.
+        # By learner: when the reading of its last verified update began.
         self._began_s: dict[str, float] = {}
         self._tasks = tasks
 
     def start(self, fetch: Fetch) -> None:
-        """Read an update once there is room for it."""
+        """Reads an update as soon as there is room for its payload."""
         self._tasks.start(self._fetch(fetch))
 
     def release(self) -> None:
-        """Note that a payload is used up."""
+        """Notes that a payload was used, which makes room for another."""
         self._free.release()
 
     async def _fetch(self, fetch: Fetch) -> None:
-        """Fetch an update's payload, which waits with the answer until the machine's word."""
+        """Reads an update, and gives the machine the event `Fetched` or `Failed`."""
         runtime = self._context.runtime
         try:
             payload = await self._read_at_last(fetch)
@@ -271,15 +272,15 @@ class UpdateFetcher:
         await self._answer(failed, None)
 
     async def _read_at_last(self, fetch: Fetch) -> "Payload":
-        """The update, however long the store is away.
+        """Reads the update, however long the store is away.
 
-        What is neither a transient fault nor explained by the sender's bytes may be a lack of
-        memory or of file handles, or a bug of ours: it is tried again, and is the sender's only
-        once it has failed twice while the updates of others passed.
+        A failure that is neither a transient fault nor explained by the sender's bytes may be a
+        lack of memory or file handles, or a bug of ours. The reading is repeated, and the update is
+        rejected only if it has failed twice while the updates of others were verified.
 
         Raises:
-            ObjectMissingError, WireError: as `read_payload`; reason "internal" for the last, "slow"
-                as `Patience.lost`.
+            ObjectMissingError, WireError: as `read_payload`; reason "internal" for that last case,
+                "slow" as `Patience.lost`.
         """
         failures, pause_s = 0, FIRST_PAUSE_S
         patience = Patience(fetch.manifest)
@@ -306,7 +307,7 @@ class UpdateFetcher:
         return sum(self._passed.values()) - self._passed[fetch.update.learner]
 
     async def _read(self, fetch: Fetch, patience: Patience) -> "Payload":
-        """One attempt; who waits for the next one keeps nobody's place."""
+        """Makes one attempt; between attempts it occupies no room for payloads."""
         await self._free.acquire()
         context, learner = self._context, fetch.update.learner
         began_s = context.runtime.clock()
@@ -324,7 +325,7 @@ class UpdateFetcher:
         return payload
 
     def _read_and_keep(self, store: Limited, manifest: wire.Manifest) -> "Payload":
-        """Verify what recovery will read again, though its sender may remove it by then."""
+        """Reads and verifies an update; protects its shards first from removal by their sender."""
         if isinstance(self._context.store, Keeps):
             for shard in manifest.shards:
                 self._context.store.keep(shard.name, shard.size_bytes)
@@ -333,5 +334,5 @@ class UpdateFetcher:
         )
 
     def _others_read_since(self, since_s: float, learner: str) -> bool:
-        """Whether an update of somebody else was read whose reading began since then."""
+        """True if another learner's update was verified whose reading began after `since_s`."""
         return any(at_s >= since_s for name, at_s in self._began_s.items() if name != learner)

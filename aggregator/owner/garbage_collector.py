@@ -1,11 +1,11 @@
-"""Deletes the garbage that `core/garbage.py` finds: for a fragment's owner, or for an operator.
+"""Deletes the garbage that `core/garbage.py` finds, for a fragment's owner or for an operator.
 
-Order matters, and each step is harmless if nothing follows it:
-1. list the store; what comes into it later is not looked at;
-2. learn who may still announce what, and which checkpoints there are;
-3. read the fragment's records up to the newest: whatever was resolved meanwhile is among them;
-4. see that no newer tape of the run was begun: its objects are not ours to judge;
-5. trim the tape; then delete objects. A record on the tape may name the object of its body.
+The order of the steps matters, and each is harmless if none follows it:
+1. list the store; objects stored later are not considered;
+2. find out which learners may still announce updates, and which checkpoints there are;
+3. read the fragment's records up to the newest, which answers all updates answered meanwhile;
+4. check that no newer tape of the run was begun, whose objects are not ours to judge;
+5. trim the tape, then delete objects: a record on the tape may name the object of its body.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ from diloco.common.storage.tape import (
     records_of,
 )
 
-# Deleted by one call off the event loop.
+# The number of objects that one call off the event loop deletes.
 BATCH = 64
 
 
@@ -45,28 +45,28 @@ class RetainedCheckpoints(NamedTuple):
     """The checkpoints that keep their objects.
 
     Attributes:
-        versions: of each pinned checkpoint, one for each fragment.
-        stale: objects of checkpoints that keep nothing any more.
+        versions: the versions of all fragments, for each pinned checkpoint.
+        stale: the files of checkpoints that no longer keep anything.
     """
 
     versions: tuple[tuple[int, ...], ...]
     stale: tuple[ObjectInfo, ...]
 
     def of(self, fragment: int) -> frozenset[int]:
-        """The versions of a fragment that are pinned."""
+        """Returns the versions of a fragment that are pinned."""
         return frozenset(versions[fragment] for versions in self.versions)
 
 
 class Collector:
     """Collects the garbage of one fragment in the background.
 
-    The owner of fragment 0 does what is the whole run's as well: joins and leaves on the tape,
-    and checkpoints beyond those that are kept.
+    The owner of fragment 0 also collects what belongs to the whole run: joins and leaves on the
+    tape, and files of old checkpoints.
 
     Args:
-        context: the aggregator's.
-        fragment: its index.
-        state: gives the owner's machine; None while it recovers.
+        context: the aggregator's context.
+        fragment: the fragment's index.
+        state: returns the state of the owner's machine; None while it recovers.
     """
 
     def __init__(self, context: Context, fragment: int, state: Callable[[], State | None]) -> None:
@@ -78,11 +78,11 @@ class Collector:
         self._woken = asyncio.Event()
 
     def wake(self) -> None:
-        """Look for garbage: a snapshot is committed."""
+        """Starts a collection; called when a snapshot is committed."""
         self._woken.set()
 
     async def work(self) -> None:
-        """Collect after each `wake`, for ever; a failure is logged and does not end it."""
+        """Collects after each `wake`, for ever; a failure is logged and does not end it."""
         try:
             while True:
                 await self._woken.wait()
@@ -100,15 +100,15 @@ class Collector:
         except DilocoError as error:
             self._logger.warning("not_collected", error=error.message, hint=error.hint)
         except Exception:
-            # A bug here may cost space, not the fragment.
+            # A bug here may cost space, but must not stop the fragment.
             self._logger.exception("collection_failed")
 
     async def _collect(self) -> None:
         context, began_s = self._context, self._context.runtime.clock()
         state = self._state()
-        # While a record is under way its inputs are resolved here, and named by no record yet.
+        # While a record is being stored, no record on the tape names its inputs yet.
         if state is None or state.storing is not None or not memory.has_met_all(state):
-            return  # It would know of a new life, and not yet what the one before has announced.
+            return  # It may know a new life, but not yet all updates of the life before.
         fleet = fleet_of(state)
         found = await self._list()
         retained = await read_retained(context, context.gc.keep_checkpoints, self._logger)
@@ -143,7 +143,7 @@ class Collector:
         )
 
     async def _list(self) -> list[ObjectInfo]:
-        """The fragment's objects, and its shards."""
+        """Lists the fragment's objects and shards."""
         context, prefix = self._context, names.fragment_prefix(self._context.run, self._fragment)
         stored = await context.runtime.call(context.store.list, prefix)
         return stored + await context.shard_listing.of(
@@ -152,7 +152,7 @@ class Collector:
 
 
 def fleet_of(state: State) -> Announcers:
-    """Learners that may still announce, as the machine knows them."""
+    """Returns the learners that may still announce updates, as the machine knows them."""
     manifests = [
         *(waiting.manifest for waiting in state.pending.values()),
         *(admitted.manifest for admitted in state.admitted),
@@ -164,7 +164,7 @@ def fleet_of(state: State) -> Announcers:
 
 
 async def read_retained(context: RunContext, keep: int, logger: log.Logger) -> RetainedCheckpoints:
-    """The checkpoints that keep their objects: those of this tape, and those of earlier ones.
+    """Returns the checkpoints that keep their objects, of this tape and of earlier ones.
 
     Raises:
         BusError, StoreError: bus or store are away.
@@ -189,7 +189,7 @@ async def read_retained(context: RunContext, keep: int, logger: log.Logger) -> R
 
 
 async def _marked(context: RunContext, logger: log.Logger) -> dict[str, tuple[int, ...]]:
-    """Versions of each checkpoint on the tape, by its name."""
+    """Returns the versions of each checkpoint on the tape, by the checkpoint's name."""
     subject = names.checkpoint(context.run)
     last = await context.bus.last(context.tape, subject)
     found: dict[str, tuple[int, ...]] = {}
@@ -206,7 +206,7 @@ async def _marked(context: RunContext, logger: log.Logger) -> dict[str, tuple[in
 
 
 async def read_on(context: RunContext, ledger: Ledger) -> None:
-    """Bring a ledger up to the fragment's newest record.
+    """Extends a ledger to the fragment's newest record.
 
     Raises:
         DilocoError: as `records_of`.
@@ -217,7 +217,7 @@ async def read_on(context: RunContext, ledger: Ledger) -> None:
 
 
 async def check_epoch(context: RunContext) -> None:
-    """Refuse to judge objects once a newer tape of the run may have made some of them.
+    """Refuses to go on if a newer tape of the run exists, which may have made some of the objects.
 
     Raises:
         RunMismatchError: the run was resumed on a newer tape.
@@ -231,7 +231,7 @@ async def check_epoch(context: RunContext) -> None:
 
 
 def check_tape_is_newest(ledger: Ledger, found: Iterable[ObjectInfo]) -> None:
-    """Refuse to judge a store with objects of versions beyond the tape's end.
+    """Refuses to go on if the store has objects of versions beyond the tape's end.
 
     Raises:
         IntegrityError: the tape ends before the fragment's objects.
@@ -246,7 +246,7 @@ def check_tape_is_newest(ledger: Ledger, found: Iterable[ObjectInfo]) -> None:
 
 
 async def answered_seq(context: RunContext, fragment: int) -> int:
-    """The sequence below which neither recovery nor replay of a fragment needs the tape.
+    """Returns the sequence below which neither recovery nor a replay of a fragment reads the tape.
 
     Raises:
         DilocoError: as `last_record`.
@@ -257,7 +257,7 @@ async def answered_seq(context: RunContext, fragment: int) -> int:
 
 
 async def trim_tape(context: RunContext, trims: Iterable[Trim]) -> None:
-    """Remove old messages; the last one of each subject always stays.
+    """Removes old messages; the last one of each subject always stays.
 
     Raises:
         BusError: the bus is away, or does not permit it.
@@ -267,7 +267,7 @@ async def trim_tape(context: RunContext, trims: Iterable[Trim]) -> None:
 
 
 async def delete(context: RunContext, objects: Sequence[str]) -> None:
-    """Remove objects.
+    """Deletes objects.
 
     Raises:
         StoreError: the store is away, or does not permit it.

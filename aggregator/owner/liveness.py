@@ -1,14 +1,14 @@
-"""Signs of life: the machines learn which learners are live; lives silent for long are ended.
+"""Signs of life: tells the machines which learners are live, and ends lives that stay silent.
 
-A learner that is silent and holds shares of the data has its life ended, so that others have them:
-1. A join under the learner's name, on top of its newest: of the silent life nothing is merged that
-   is stored behind it. (So does a second process under one name end the first.)
-2. All that was announced before the join is read, in order: nobody knows better how far it came.
-3. A leave with that position, and the end of what it held.
+If a learner is silent and holds shares of the data, an aggregator ends its life, which frees them:
+1. It publishes a join under the learner's name, after its newest one: no update of the silent life
+   that is stored later is merged. (A second process under one name ends the first in this way too.)
+2. It reads all that was announced before that join, to find the position that the life reached.
+3. It publishes a leave with that position, and the end of the life's holdings.
 
-Several aggregators may do it at once, since the join goes by compare-and-swap; and if one dies in
-between, the life that it began is silent too. The learner, should it come back, finds itself
-superseded, starts anew and claims what is free.
+Several aggregators may try at once, since the join uses compare-and-swap. If one dies in between,
+the life that it began is silent too, and is ended in turn. If the learner comes back, it is
+superseded: it joins again and claims free shares.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ from diloco.common.storage.tape import (
 
 
 class LivenessWatch:
-    """Reads heartbeats, and tells the owners' machines what follows (`core/members.py`).
+    """Reads heartbeats, and tells the owners' machines which learners are live (`core/members.py`).
 
     Attributes:
         hearing: the signs of life so far.
@@ -50,13 +50,13 @@ class LivenessWatch:
         self.hearing = Hearing(context.runtime.clock())
 
     def _live_s(self) -> float:
-        """The longest silence of a live learner; owners follow changed settings one by one."""
+        """Returns the longest silence of a live learner: the maximum over the owners' settings."""
         own = self._context.settings.quorum.liveness_timeout_s
         rules = [owner.tenure.rules for owner in self._owners if owner.tenure is not None]
         return max((each.quorum.liveness_timeout_s for each in rules), default=own)
 
     async def watch(self) -> None:
-        """Read heartbeats and compare, for ever."""
+        """Reads heartbeats and updates the machines, for ever."""
         await first_of(self._listen(), self._compare())
 
     async def _listen(self) -> None:
@@ -73,7 +73,7 @@ class LivenessWatch:
                 context.metrics.add(metrics.IGNORED, 1, error.reason)
                 continue
             if beat.state == "failed":
-                continue  # The last word of a life that is over is no sign of life.
+                continue  # The last heartbeat of a life that has failed is no sign of life.
             now_s = context.runtime.clock()
             self.hearing.beat(beat.learner, beat.incarnation, now_s, self._live_s())
 
@@ -96,11 +96,11 @@ class LivenessWatch:
 
 
 class Expiry:
-    """Watches the holders of shares: which of them are still heard of.
+    """Ends the lives of silent learners that hold shares of the data.
 
     Args:
-        context: the aggregator's.
-        hearing: of heartbeats.
+        context: the aggregator's context.
+        hearing: the signs of life from heartbeats.
     """
 
     def __init__(self, context: Context, hearing: Hearing) -> None:
@@ -110,7 +110,7 @@ class Expiry:
         self._moved = asyncio.Event()
 
     async def watch(self) -> None:
-        """Run for ever; end the life of each holder silent for `aggregator.share_expiry_s`."""
+        """Runs for ever; ends the life of each holder silent for `aggregator.share_expiry_s`."""
         await first_of(self._follow(), self._look())
 
     async def _follow(self) -> None:
@@ -143,7 +143,7 @@ class Expiry:
         if newest is None or sizes is None:
             return
         if not same_tape(newest.seq, first_sequence(context.epoch)):
-            return  # Of a tape that came in place of ours: its lives are not ours to end.
+            return  # A new tape has replaced ours, and its lives are not ours to end.
         host = f"aggregator {context.name}"
         word = wire.Join(
             run=run,
@@ -159,7 +159,7 @@ class Expiry:
                 context, subject, wire.encode(word), f"{EXPIRY}{identity(context)}", newest.seq
             )
         except SwapLostError:
-            return  # It is back, or another aggregator was first.
+            return  # The learner is back, or another aggregator was first.
         reached = await reached_before(context, learner, joined)
         position = max(reached.values(), default=0)
         leave = wire.Leave(
@@ -195,9 +195,9 @@ class Expiry:
 
 
 async def reached_before(context: Context, learner: str, joined: int) -> dict[int | None, int]:
-    """Data positions in a learner's messages before a join: by fragment, and in its leaves.
+    """Returns the data positions in a learner's messages before a join: by fragment; None: leaves.
 
-    Read in order up to that join, so that none is missing.
+    The messages are read in order up to that join, so that none is missing.
     """
     run, found = context.run, dict[int | None, int]()
     subjects = [

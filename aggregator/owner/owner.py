@@ -1,10 +1,10 @@
-"""The owners of fragments: each recovers its own, and again whenever somebody else commits first.
+"""The owners of fragments: each recovers its fragment, again if another process commits first.
 
 A tenure (`tenure.py`) reads the tape from its position, feeds the machine (`core/machine.py`), and
-does what the machine says: fetch, merge, announce, commit. A record of its fragment that it did not
-write (another owner's, an operator's rollback) ends it, and the next begins from that record.
+carries out its effects: fetch, merge, announce, commit. A record of the fragment that the tenure
+did not write (another owner's, or an operator's rollback) ends it, and the next one begins from it.
 
-At the foot: the metrics and the health of an aggregator, which speak of its fragments.
+At the end of the file: the metrics and the health of an aggregator, which show its fragments.
 """
 
 import asyncio
@@ -28,13 +28,13 @@ class FragmentOwner:
     """Makes the versions of one fragment, for as long as `own` runs.
 
     Args:
-        context: the aggregator's.
-        fragment: its index.
-        still_ours: asked when somebody else has committed a record of the fragment.
+        context: the aggregator's context.
+        fragment: the fragment's index.
+        still_ours: returns whether this process still has the lease of a fragment.
 
     Attributes:
-        fragment: its index.
-        tenure: of now; None while it recovers.
+        fragment: the fragment's index.
+        tenure: the present tenure; None while the fragment is being recovered.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class FragmentOwner:
         self._collector = Collector(context, fragment, self._state)
 
     async def own(self) -> bool:
-        """Recover from the tape and make versions; whenever another commits first, recover.
+        """Recovers from the tape and makes versions; again if another process commits first.
 
-        Returns once the run has ended and every update stored before its end has its record;
-        or, with False, once the fragment is somebody else's.
+        Returns True once the run has ended and every update stored before its end has been
+        answered, and False once another process owns the fragment.
 
         Raises:
-            IntegrityError: what is stored does not give the recorded digests.
+            IntegrityError: the stored objects do not give the recorded digests.
         """
         while True:
             try:
@@ -94,11 +94,11 @@ class FragmentOwner:
 
 
 class Owners:
-    """The fragments that this process owns, a task for each.
+    """The fragments that this process owns, with a task for each.
 
     Args:
-        context: the aggregator's.
-        still_ours: whether a fragment's lease stands, asked of the server.
+        context: the aggregator's context.
+        still_ours: asks the server whether a fragment's lease is still this process's.
         done: called once nothing of a fragment is left to do.
         refuse: called once this process has failed at a fragment.
     """
@@ -120,7 +120,7 @@ class Owners:
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def show(self) -> None:
-        """Tell metrics and health of the owners, whenever these ask."""
+        """Registers with metrics and health, which then show the owned fragments when read."""
         context, fragments = self._context, len(self._context.layout.fragments)
         context.metrics.on_scrape(
             lambda: show_owned(context.metrics, self._tenures(), fragments, len(self.damaged))
@@ -130,31 +130,31 @@ class Owners:
         )
 
     def _tenures(self) -> dict[int, Tenure | None]:
-        # Asked from other threads, while owners come and go.
+        # Copied, as other threads call this while owners come and go.
         return {fragment: owner.tenure for fragment, owner in [*self._owners.items()]}
 
     def all(self) -> Collection[FragmentOwner]:
-        """The owners of now, as they come and go."""
+        """Returns a live view of the present owners."""
         return self._owners.values()
 
     def take(self, fragment: int) -> None:
-        """Begin to own a fragment."""
+        """Begins to own a fragment."""
         self._owners[fragment] = FragmentOwner(self._context, fragment, self._still_ours)
         self._tasks[fragment] = asyncio.ensure_future(self._own(fragment))
 
     async def drop(self, fragments: Iterable[int]) -> None:
-        """Cease to own fragments; what was not committed is forgotten."""
+        """Ceases to own fragments; uncommitted work is dropped."""
         dropped = [f for f in fragments if f in self._tasks]
         for fragment in dropped:
             del self._owners[fragment]
         await cancel(*(self._tasks.pop(fragment) for fragment in dropped))
 
     async def drop_all(self) -> None:
-        """Cease to own anything."""
+        """Ceases to own all fragments."""
         await self.drop([*self._tasks])
 
     async def failure(self) -> None:
-        """Raise the error that ends the whole aggregator, once an owner has met it."""
+        """Waits for an error of an owner that must end the whole aggregator, and raises it."""
         await self._failed
 
     async def _own(self, fragment: int) -> None:
@@ -162,7 +162,7 @@ class Owners:
             if await self._owners[fragment].own():
                 await self._done(fragment)
         except IntegrityError as error:
-            # This machine may be the bad one: whoever else is there tries. Other fragments go on.
+            # This machine may be at fault: other aggregators may try. Other fragments go on.
             self._context.logger.exception("fragment_refused", fragment=fragment, hint=error.hint)
             self.damaged[fragment] = error
             self._refuse(fragment)
@@ -171,7 +171,7 @@ class Owners:
                 self._failed.set_exception(error)
 
 
-# Of the fragments that are ours; others have those of the rest.
+# Metrics with a label for the fragment; each aggregator sets those of the fragments it owns.
 BY_FRAGMENT = (
     metrics.VERSION,
     metrics.CLOCK,
@@ -190,11 +190,11 @@ BY_FRAGMENT = (
 def show_owned(
     counted: Metrics, tenures: Mapping[int, Tenure | None], fragments: int, stopped: int
 ) -> None:
-    """Set the metrics of the fragments that this process owns.
+    """Sets the metrics of the fragments that this process owns.
 
     `fragments` is P; `stopped` counts those that this process refuses. A fragment without a tenure
-    is being recovered. Sums are those of the newest record, so that
-    they go on where another process left them.
+    is being recovered. Sums are those of the newest record, so that they continue after a change of
+    owner.
     """
     counted.forget(*BY_FRAGMENT, metrics.PAUSED)
     counted.set(metrics.FRAGMENTS, fragments)
@@ -228,7 +228,7 @@ def _show_fragment(counted: Metrics, fragment: int, newest: wire.Record, state: 
 def describe(
     tenures: Mapping[int, Tenure | None], damaged: Mapping[int, str], fragments: int
 ) -> HealthView:
-    """An aggregator's state, and the fragments that it cannot serve yet, or no more."""
+    """Returns an aggregator's state, and the fragments that it cannot serve yet, or refuses."""
     recovering = [fragment for fragment, tenure in tenures.items() if tenure is None]
     why = [f"refuses fragment {fragment}: {error}" for fragment, error in damaged.items()]
     why += [f"fragment {f} is being recovered" for f in recovering if f not in damaged]

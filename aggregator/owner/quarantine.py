@@ -1,7 +1,7 @@
-"""Shutting a learner out, and letting it in again: a word of the tape that every fragment hears.
+"""Quarantines and releases learners, by messages on the tape that all fragments' machines read.
 
-The machine of a fragment counts offences and asks for it (`effects.Quarantine`); an operator lifts
-it, or imposes it. Said twice it means what it means said once.
+The machine of a fragment counts offences and asks for a quarantine (`effects.Quarantine`); an
+operator releases a learner, or quarantines one. Repeating a message has no further effect.
 """
 
 from diloco.aggregator.context import Context, identity
@@ -10,13 +10,13 @@ from diloco.common.storage.tape import decode_as, last_record
 
 
 async def quarantine(context: Context, learner: str, *, active: bool, reason: str) -> int:
-    """Publish that a learner is quarantined or released; returns the message's sequence.
+    """Publishes that a learner is quarantined or released; returns the message's sequence.
 
     Args:
-        context: who says it.
-        learner: about whom.
-        active: shut out, or else let in again.
-        reason: for people.
+        context: the process that asks for it.
+        learner: the learner.
+        active: True to quarantine, False to release.
+        reason: a sentence for people.
 
     Raises:
         BusUnavailableError: the bus is away; repeat.
@@ -29,9 +29,9 @@ async def quarantine(context: Context, learner: str, *, active: bool, reason: st
 
 
 async def quarantined_learners(context: Context) -> frozenset[str]:
-    """The quarantined learners: by the last message on each, else by the newest records.
+    """Returns the quarantined learners: by the last message on each, else by the newest records.
 
-    Words stay on their tape for ever; those of the tapes before it are in the records alone.
+    The messages stay on their tape for ever; those of earlier tapes are known from records alone.
 
     Raises:
         RunMismatchError, IntegrityError: as `last_record`.

@@ -1,7 +1,7 @@
-"""Recovery of an aggregator: from the newest outer state and the records after it.
+"""Recovers a fragment from the newest stored outer state and the records after it.
 
-Every version since that state is merged again from the inputs its record names, and its digests
-are compared. Nothing else is needed, and nothing is trusted that does not reproduce.
+Every version since that state is merged again from the inputs that its record names, and its
+digests are compared. Nothing else is needed, and nothing is trusted without a matching digest.
 """
 
 import asyncio
@@ -30,15 +30,15 @@ from diloco.common.storage.tape import (
 )
 from diloco.common.storage.views import older_snapshot
 
-# Inputs of a version that are read at the same time, if they take no more memory than its view.
+# The most inputs of a version that are read at once; together no larger than its view.
 MOST_AHEAD: Final = 16
 
 
 class Recovered(NamedTuple):
-    """A fragment as its newest record left it.
+    """A fragment as of its newest record.
 
-    `settings` are the run's that it was made under; `merged_again` counts the versions that were
-    made once more to get there.
+    `settings` are the run's settings at that record; `merged_again` counts the versions that were
+    merged again to get there.
     """
 
     record: wire.Record
@@ -49,7 +49,7 @@ class Recovered(NamedTuple):
 
 
 async def recover(context: Context, fragment: int) -> Recovered:
-    """Bring a fragment's arrays to its newest record.
+    """Recovers a fragment's arrays as of its newest record.
 
     Raises:
         IntegrityError: stored objects do not give the recorded digests, or are gone.
@@ -61,7 +61,7 @@ async def recover(context: Context, fragment: int) -> Recovered:
         try:
             return await rebuild(context, newest, newest_seq)
         except (ObjectMissingError, IntegrityError) as error:
-            # Another owner may have gone on, and have collected what this record needs.
+            # Another owner may have committed since, and its garbage collection removed objects.
             missed_seq = newest_seq
             newest, newest_seq = await last_record(context, fragment)
             if newest_seq == missed_seq:
@@ -72,15 +72,15 @@ async def recover(context: Context, fragment: int) -> Recovered:
 
 
 def missing_object(error: DilocoError) -> ObjectMissingError | None:
-    """The missing object because of which a version could not be made again; else None."""
+    """Returns the missing object that prevented making a version again; None for other errors."""
     why = error if isinstance(error, ObjectMissingError) else error.__cause__
     return why if isinstance(why, ObjectMissingError) else None
 
 
 async def rebuild(context: Context, record: wire.Record, record_seq: int) -> Recovered:
-    """A fragment's arrays as one of its records left them.
+    """Returns a fragment's arrays as of one of its records.
 
-    A stored state that is damaged or gone is passed over for the one before.
+    If the stored state is damaged or gone, an older one is used.
 
     Raises:
         ObjectMissingError: there is no stored state to begin from, or a record after it is gone.
@@ -96,7 +96,7 @@ async def rebuild(context: Context, record: wire.Record, record_seq: int) -> Rec
         subjects, before_seq = [names.record(context.run, record.fragment)], outer_seq
         async for message in messages_up_to(context, subjects, record_seq, outer_seq + 1):
             again = await read_record(context, message)
-            # Looked at first: merged over a gap, the arrays have another digest than is recorded.
+            # Checked first: merging over a gap would give another digest, and look like damage.
             if again.base_seq != before_seq:
                 raise ObjectMissingError(
                     f"the tape has no record of fragment {record.fragment} between messages "
@@ -112,7 +112,7 @@ async def rebuild(context: Context, record: wire.Record, record_seq: int) -> Rec
 
 
 async def _merge_again(context: Context, arrays: FragmentArrays, record: wire.Record) -> None:
-    """Make a version once more, reading some inputs ahead: one by one, each waits for the store.
+    """Makes a version again; reads some inputs ahead, as each read waits for the store.
 
     Raises:
         As `FragmentArrays.merge_again`, and as `recover`.
@@ -149,10 +149,10 @@ async def _load_older_state(
     record_seq: int,
     error: ObjectMissingError | IntegrityError,
 ) -> tuple[FragmentArrays, int]:
-    """The arrays at a stored version before the newest one, and the sequence of its record.
+    """Returns the arrays at a stored version before the newest one, and its record's sequence.
 
     Raises:
-        ObjectMissingError, IntegrityError: `error`, if there is none that can be read.
+        ObjectMissingError, IntegrityError: `error`, if no older state can be read.
     """
     older = await older_snapshot(context, record, record_seq)
     if older is not None:
@@ -170,7 +170,7 @@ async def _load_older_state(
 
 
 async def _load_outer_state(context: Context, at: wire.Record) -> FragmentArrays:
-    """The arrays at `at.outer_version`, where view and outer state were stored together."""
+    """Returns the arrays at `at.outer_version`, where view and outer state were stored together."""
 
     def load() -> FragmentArrays:
         return FragmentArrays.from_objects(

@@ -1,8 +1,8 @@
-"""One tenure of a fragment: from a record that was recovered to one that somebody else commits.
+"""One tenure of a fragment: from a recovered record until another process commits a record.
 
-It reads the tape's messages as events for the machine. While a version is being made the machine is
-told nothing: what the tape and the fetches bring waits in the queue, in order. Its record is stored
-and published beside what follows.
+It turns the tape's messages into events for the machine. While a version is being made, the machine
+receives no events: those from the tape and from fetches wait in a queue, in order. The version's
+record is stored and published while later events are handled.
 """
 
 import asyncio
@@ -41,22 +41,22 @@ from diloco.common.storage.tape import RunContext, check_length, decode, parse_c
 
 
 class TapeRecord(NamedTuple):
-    """A record of the fragment is on the tape, ours or another's."""
+    """A record of the fragment on the tape, from this process or another."""
 
     stream_seq: int
 
 
 class TapeSettings(NamedTuple):
-    """Changed settings, with the machine's event of them."""
+    """Changed settings, with the machine's event for them."""
 
     settings: RunSettings
     event: events.Changed
 
 
 class TapeUpdate(NamedTuple):
-    """A message under an update's subject: the machine knows whether its sender can pay for more.
+    """A message under an update's subject, not decoded yet: the sender may lack the allowance.
 
-    What is too long for its fragment comes without its bytes, and with `why`.
+    For a message that is too long for its fragment, `why` says so and the bytes are dropped.
     """
 
     message: Message
@@ -65,11 +65,11 @@ class TapeUpdate(NamedTuple):
 
 
 class TapeEnd(NamedTuple):
-    """The run's end is on the tape."""
+    """The run's end message on the tape."""
 
 
 def subjects(run: str, fragment: int) -> list[str]:
-    """The subjects of the tape that the owner of a fragment reads."""
+    """Returns the subjects of the tape that the owner of a fragment reads."""
     return [
         names.join(run, "*"),
         names.leave(run, "*"),
@@ -85,7 +85,7 @@ def subjects(run: str, fragment: int) -> list[str]:
 def decode_message(
     context: RunContext, fragment: int, message: Message
 ) -> events.Event | TapeUpdate | TapeRecord | TapeSettings | TapeEnd | None:
-    """Decode a message of `subjects` for the fragment's owner; None if it is for another's.
+    """Decodes a message of `subjects` for a fragment's owner; None if it concerns other fragments.
 
     Raises:
         WireError: as `decode_event`.
@@ -114,14 +114,14 @@ def _update_stored(layout: Layout, message: Message, learner: str) -> TapeUpdate
 
 
 def decode_event(message: Message, fragment: int) -> events.Event | None:
-    """The machine's event in a message of the tape; None if it is not for this fragment.
+    """Returns the machine's event for a message of the tape; None if it has none for this fragment.
 
     Raises:
-        WireError: it cannot be decoded, or speaks for somebody else than its subject.
+        WireError: it cannot be decoded, or names another sender than its subject.
     """
     parsed = names.parse_subject(message.subject)
     if parsed is not None and parsed.kind == "stop":
-        # By its subject alone, as all daemons take it: a run that nobody could stop is worse.
+        # Its subject suffices, as for all daemons, so that a malformed stop still stops the run.
         return events.Stopped(message.time_s, message.seq)
     body = decode(message.subject, message.payload)
     return event_of(body, message.seq, message.time_s, fragment, len(message.payload))
@@ -130,7 +130,7 @@ def decode_event(message: Message, fragment: int) -> events.Event | None:
 def event_of(
     body: wire.Body, seq: int, stored_at_s: float, fragment: int, size_bytes: int
 ) -> events.Event | None:
-    """The machine's event that a decoded message of the tape stands for; None if there is none."""
+    """Returns the machine's event for a decoded message of the tape; None if there is none."""
     match body:
         case wire.Quarantine() as word:
             return events.Quarantined(stored_at_s, seq, word.learner, word.active)
@@ -147,16 +147,16 @@ def event_of(
     return None
 
 
-# Events that may wait for a fragment's machine before its tape reader waits for it.
+# The most events that wait for a fragment's machine before its tape reader pauses,
 QUEUE = 1024
-# ... or once they hold so many bytes that are not decoded.
+# and the most bytes of undecoded messages among them.
 QUEUE_BYTES = 16 << 20
 
-# What the tape and the fetches have for the machine, with the payload that it is about.
+# An event for the machine from the tape or a fetch, with the payload of a fetched update.
 Item = tuple[events.Event | TapeUpdate | TapeRecord | TapeSettings | TapeEnd, Payload | None]
 
 
-# After a sum that broke: lack of memory passes, and a bug must not fill the log.
+# The pause after adding an update failed: memory may get free, and a bug must not fill the log.
 BROKEN_PAUSE_S = 1.0
 
 
@@ -169,18 +169,18 @@ class _MergeError(Exception):
 
 
 class Tenure:
-    """Makes versions of one fragment for as long as nobody else does.
+    """Makes versions of one fragment until another process commits a record of it.
 
     Args:
-        context: the aggregator's.
-        recovered: the fragment as its newest record left it.
-        samples: takes what is no update.
+        context: the aggregator's context.
+        recovered: the fragment as of its newest record.
+        samples: counts and shows messages that are no valid update.
         on_snapshot: called when a stored state is committed.
 
     Attributes:
-        fragment: its index.
-        state: the machine's.
-        rules: in force.
+        fragment: the fragment's index.
+        state: the machine's state.
+        rules: the rules in force.
     """
 
     def __init__(
@@ -222,33 +222,33 @@ class Tenure:
 
     @property
     def newest(self) -> wire.Record:
-        """The record that the fragment stands at."""
+        """The fragment's newest record."""
         return self._committer.newest
 
     @property
     def paused(self) -> bool:
-        """Whether the settings in force say that the run is paused."""
+        """True if the settings in force pause the run."""
         return self._arrays.settings.run.paused
 
     @property
     def queued(self) -> int:
-        """Events that wait for the machine."""
+        """The number of events that wait for the machine."""
         return self._queue.qsize()
 
     def work(self) -> tuple[Coroutine[object, object, None], ...]:
-        """The coroutines to run at the same time, until one of them ends.
+        """Returns the coroutines to run at the same time, until one of them ends.
 
         Raises:
-            SwapLostError: somebody else has committed a record of the fragment.
+            SwapLostError: another process has committed a record of the fragment.
         """
         return self._read_tape(), self._serve(), self._tasks.failure()
 
     async def end(self) -> None:
-        """Cancel the reading and storing under way."""
+        """Cancels the fetches and commits in progress."""
         await self._tasks.stop()
 
     def tell(self, event: events.Liveness) -> None:
-        """Give the machine a liveness change; dropped while its queue is full, and told again."""
+        """Gives the machine a change of liveness; if the queue is full, it is dropped for now."""
         if not self._queue.full():
             self._queue.put_nowait((event, None))
 
@@ -306,11 +306,11 @@ class Tenure:
             if payload is not None:
                 self._fetcher.release()
         if not self.state.final:
-            # Another aggregator has committed what ended the run: see what it left to answer.
+            # Another aggregator has committed the final record: recover, to see what it left.
             raise self._overtaken()
 
     async def _next_item(self) -> Item:
-        """The next event; a deadline that has passed comes first, however many others wait."""
+        """Returns the next event; a deadline that has passed comes before waiting events."""
         due_s = rounds.deadline(self.rules, self.state)
         if due_s is None:
             return await self._queue.get()
@@ -324,7 +324,7 @@ class Tenure:
         return events.Timer(max(due_s, clock())), None
 
     async def _decoded(self, stored: TapeUpdate) -> events.Event:
-        """A message of an update's subject, decoded if its sender can pay for that."""
+        """Decodes a message of an update's subject if its sender has allowance left for it."""
         self._undecoded_bytes -= len(stored.message.payload)
         self._room.set()
         if not admission.may_announce(self.rules, self.state, stored.event):
@@ -338,9 +338,9 @@ class Tenure:
             return stored.event
 
     def _check_ours(self) -> None:
-        """Refuse to go on from a state that is not the newest record's.
+        """Raises if the newest record on the tape is not the one that the machine builds on.
 
-        While a record of ours is under way the newest may be that one: we hear when it stands.
+        While a record of ours is being published, the newest may be that one, so this waits.
         """
         if self._heard_seq > self.state.record_seq and self.state.storing is None:
             raise self._overtaken()
@@ -364,7 +364,7 @@ class Tenure:
             for effect in effects:
                 await self._perform(effect, payload)
         except _MergeError as error:
-            # What was decided on a sum that is not there is forgotten; nothing of it was done.
+            # The decision assumed a sum that is now spoilt, so it is undone; no effect followed it.
             self._logger.exception("merging_failed", update=list(error.update))
             self.state = before
             await asyncio.sleep(BROKEN_PAUSE_S)
@@ -399,11 +399,11 @@ class Tenure:
         try:
             await self._context.runtime.call(self._arrays.merge, payload, effect.admitted)
         except Exception as error:
-            # Updates are added in place, piece by piece: after any failure the sum is nothing.
+            # Updates are added in place, piece by piece, so any failure spoils the sum.
             raise _MergeError(update_id(effect.admitted.manifest)) from error
 
     async def _quarantine(self, effect: Quarantine) -> None:
-        """Tell everybody; each fragment's machine hears of it from the tape, this one too."""
+        """Publishes a quarantine; all fragments' machines learn of it from the tape."""
         context = self._context
         self._logger.warning(
             "quarantined",
@@ -424,18 +424,18 @@ class Tenure:
 
 
 class LastUpdate:
-    """Asks the stream's leader where a round is cut.
+    """Asks the stream's leader for the fragment's last update, to cut a round there.
 
-    A replica may be behind, and so may our own reading of the tape: the leader says what there is,
-    and the answer waits until the machine has been told of it.
+    A replica may lag, and so may our own reading of the tape. So the leader is asked, and its
+    answer is passed on only once the tape was read that far.
 
     Args:
-        context: the aggregator's.
-        fragment: its index.
-        read_seq: messages of the tape at or below it need no reading any more.
-        answer: takes the sequence of the last update, 0 if there is none.
-        tasks: the tenure's.
-        logger: the fragment's.
+        context: the aggregator's context.
+        fragment: the fragment's index.
+        read_seq: the sequence up to which the tape need not be read any more.
+        answer: receives the sequence of the last update, 0 if there is none.
+        tasks: the tenure's tasks.
+        logger: the fragment's logger.
     """
 
     def __init__(
@@ -456,11 +456,11 @@ class LastUpdate:
         self._wanted: int | None = None
 
     def ask(self) -> None:
-        """Ask the leader; the answer comes by itself."""
+        """Asks the leader; `answer` receives the result later."""
         self._tasks.start(self._ask())
 
     async def passed(self, stream_seq: int) -> None:
-        """Note that the tape was read up to a sequence, and is in the machine's queue so far."""
+        """Notes that messages up to a sequence were read and are in the machine's queue."""
         self._read_seq = max(self._read_seq, stream_seq)
         await self._answer_if_read()
 

@@ -132,9 +132,9 @@ class Bus(Protocol):
     async def last_sequence(self, stream: str) -> int:
         """Returns the sequence of the stream's last message; 0 if the stream is empty.
 
-        Staleness: the stream's leader answers. It counts all messages acknowledged before the call,
-        unless it does not know yet that it was replaced (seconds); so the answer is a lower bound,
-        and may be lower than an earlier answer.
+        Staleness: the stream's leader answers, and counts all messages acknowledged before the
+        call, unless it does not know yet that it was replaced (seconds). So the answer is a lower
+        bound, and may be lower than an earlier answer.
 
         Raises:
             StreamMissingError: there is no such stream.

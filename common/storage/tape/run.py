@@ -429,8 +429,8 @@ async def records_of(
 ) -> AsyncIterator[Recorded]:
     """Yields a fragment's records, from the oldest that the tape still has to the newest now.
 
-    Skips records before `start_seq`, and those collected meanwhile. For a record that is not
-    collected and cannot be read, it calls `unreadable` if given, and raises otherwise.
+    Skips records before `start_seq`, and those that garbage collection removes meanwhile. For any
+    other record that cannot be read, `unreadable` is called if given; else an error is raised.
 
     Raises:
         NewTapeError, IntegrityError: as `last_record`.
