@@ -1,20 +1,20 @@
 #!/usr/bin/env python3
-"""The boot program of a machine of infra/terraform, as root: from an empty disk to units.
+"""The boot program of a machine of infra/terraform, run as root: from an empty disk to units.
 
-It needs no more than Python 3.10 and a service account. The instance's metadata say what to do
-(`Parameters`), and hold no secret: secrets come from Secret Manager into files of mode 0600.
-Programs come in one release of the bucket, and from nowhere else. All steps may be repeated; what
-is there already stays. Run it again on a machine that is up, for new secrets, configuration or a
-new release: google_metadata_script_runner startup.
+It needs no more than Python 3.10 and a service account. The instance's metadata state what to do
+(`Parameters`), and contain no secret: secrets come from Secret Manager into files of mode 0600.
+Programs come in one release from the bucket, and from nowhere else. All steps may be repeated:
+whatever is there already stays. For new secrets, a new configuration or a new release, run it again
+on a running machine: google_metadata_script_runner startup.
 
 Files on the machine:
-    /opt/diloco             link to the release that is used, /opt/diloco-DIGEST
-    /opt/diloco-before      link to the one before, to which it goes back
+    /opt/diloco             link to the release in use, /opt/diloco-DIGEST
+    /opt/diloco-before      link to the previous release, to which it can go back
     /etc/diloco/run.toml    and other files of the bucket of configurations
     /etc/diloco/credentials/NAME.toml, /etc/nats/tls/NAME.key   secrets
-    /var/lib/diloco-data/tokens   on a learner's machine: prepared data, by a unit of its own
+    /var/lib/diloco-data/tokens   on a learner's machine: prepared data, copied by a unit
     /var/lib/nats/jetstream   on a NATS server: the disk of the streams
-    /usr/local/lib/diloco   this program, by infra/terraform/startup.py.tftpl at each boot
+    /usr/local/lib/diloco   this program, written by infra/terraform/startup.py.tftpl at each boot
 """
 
 import fcntl
@@ -31,7 +31,7 @@ from diloco.infra.ended import DROP_IN
 from diloco.infra.release import ReleaseRefused, Releases, Run, run_command, say, write
 
 _AGAIN_S = 60.0
-# Beside logs.
+# The units of the machine itself that are started in addition to LOGS.
 _ALSO_STARTED = {"learner": (LIVEZ,), "keeper": (KEEPER,)}
 
 
@@ -40,17 +40,17 @@ class Parameters(NamedTuple):
 
     Attributes:
         role: "nats", "aggregator", "learner", or "keeper", which has no release.
-        name: of the server, aggregator or learner.
-        bucket: holds the release and the files.
-        release: {"object": name, "sha256": hexadecimal digest} of its archive.
-        files: path -> object.
-        secrets: path -> resource name of a secret's version.
+        name: name of the server, aggregator or learner.
+        bucket: the bucket with the release and the files.
+        release: {"object": name, "sha256": hexadecimal digest} of the release's archive.
+        files: path on the machine -> object.
+        secrets: path on the machine -> resource name of a secret's version.
         environment: the content of the unit's environment file.
         units: the units to enable and start.
-        kind: of the release: "cpu", "cuda" or "tpu".
-        groups: of learners, for the keeper: `keeper.Wanted` each.
-        disk: {"device": of the streams, "folder": where they are}; None: no disk of its own.
-        data: a bucket's URL of prepared data, which a learner's machine copies; "": none.
+        kind: kind of the release: "cpu", "cuda" or "tpu".
+        groups: for the keeper: the groups of learners, `keeper.GroupSpec` each.
+        disk: {"device": the streams' disk, "folder": its mount point}; None: no disk of its own.
+        data: URL in a bucket of prepared data, which a learner's machine copies; "": none.
     """
 
     role: str
@@ -68,12 +68,12 @@ class Parameters(NamedTuple):
 
 
 class Boot:
-    """The steps of a machine's boot.
+    """Boots a machine.
 
     Args:
-        google: where parameters, files and secrets come from.
-        run: runs a command, and returns what it says; raises if it fails.
-        root: of the file system.
+        google: gives parameters, files and secrets.
+        run: runs a command, and returns its output; raises if it fails.
+        root: root of the file system.
     """
 
     def __init__(self, google: Google, run: Run, root: Path = Path("/")) -> None:
@@ -83,12 +83,12 @@ class Boot:
         self._releases = Releases(run, root / "opt")
 
     def boot(self) -> bool:
-        """Take all steps, in an order that starts nothing before what it needs is there.
+        """Takes all steps, in an order in which nothing starts before what it needs.
 
-        Another boot that is under way is waited for: a person's may meet the machine's own.
+        Waits for another boot in progress, as a person may start one besides the machine's own.
 
         Returns:
-            Whether the machine runs the release that it was told, and not the one before.
+            True if the machine runs the release that it was told to, and not the previous one.
         """
         path = self._root / "run/diloco-boot.lock"
         path.parent.mkdir(exist_ok=True)
@@ -119,14 +119,14 @@ class Boot:
         return home == self._releases.home(parameters.release["sha256"])
 
     def start_units(self, *units: str) -> None:
-        """Write, enable and start the units of the machine itself, whatever else fails on it."""
+        """Writes, enables and starts the machine's own units, even if other steps fail later."""
         for unit in units:
             write(self._root / "etc/systemd/system" / unit, UNITS[unit].encode(), 0o644)
         self._run(["systemctl", "daemon-reload"])
         self._run(["systemctl", "enable", "--now", *units])
 
     def _prepare(self, kind: str, data: str) -> None:
-        """Write the additions to a learner's unit that only such a machine needs."""
+        """Writes the additions to a learner's unit that only machines of infra/terraform need."""
         drop_in = self._root / "etc/systemd/system/diloco-learner@.service.d/40-ended.conf"
         write(drop_in, DROP_IN.encode(), 0o644)
         for path, text in data_units(data).items() if data else ():
@@ -141,7 +141,7 @@ class Boot:
     # The release
 
     def _fetch(self, parameters: Parameters, before: Path | None) -> Path:
-        """The release that the machine is told, or the one before where that cannot be used."""
+        """Returns the release that the machine is to run, or the previous one if it is unusable."""
         digest = parameters.release["sha256"]
         home = self._releases.home(digest)
         if home.exists():
@@ -163,25 +163,25 @@ class Boot:
     # The disk
 
     def _mount(self, device: str, folder: Path) -> None:
-        """Mount the disk of the streams, and make a file system on it if there is none."""
+        """Mounts the disk of the streams; makes a file system on it if there is none."""
         folder.mkdir(parents=True, exist_ok=True)
         line = f"{device} {folder} ext4 defaults,nofail,noatime 0 2\n"
         table = self._root / "etc/fstab"
         if line not in table.read_text():
-            # It answers with status 2 where there is nothing; else nothing is ever made there.
+            # blkid's status 2 means an empty disk; only then is a file system made.
             kind = self._run(["sh", "-c", f"blkid -p -s TYPE -o value {device} || [ $? = 2 ]"])
             if not kind.strip():
                 self._run(["mkfs.ext4", "-q", "-m", "0", device])
             with table.open("a") as file:
                 file.write(line)
-        # Without its disk a server would begin an empty store in the folder below.
+        # Without its disk a server would begin an empty store in the mount point's folder.
         unit = self._root / "etc/systemd/system/nats-server.service.d/10-streams.conf"
         write(unit, f"[Unit]\nRequiresMountsFor={folder}\n".encode(), 0o644)
         self._run(["systemctl", "daemon-reload"])
         self._run(["sh", "-c", f"mountpoint -q {folder} || mount {folder}"])
 
     def _own(self) -> None:
-        """Give a NATS server its key and its folder; what is in its streams it has made itself."""
+        """Gives a NATS server its key and its folder; the streams in it are its own already."""
         folder = self._at("/var/lib/nats")
         self._run(["chown", "nats:nats", str(folder), str(folder / "jetstream")])
         self._run(["chown", "-R", "nats:nats", str(self._at("/etc/nats/tls"))])
@@ -192,7 +192,7 @@ class Boot:
     # Files and secrets
 
     def _write_files(self, parameters: Parameters) -> set[str]:
-        """Bring all files up to date; returns the paths of those that were not."""
+        """Brings all files up to date; returns the paths of those that changed."""
         contents = {
             path: (self._google.object(parameters.bucket, name), 0o644)
             for path, name in parameters.files.items()
@@ -210,14 +210,14 @@ class Boot:
     # The units
 
     def _start(self, parameters: Parameters, released: bool, changed: set[str]) -> None:
-        """Enable the units, and start what does not run with what is there now.
+        """Enables the units, and starts those that do not run with the present release and files.
 
-        Nothing is waited for: daemons wait for each other themselves.
+        It does not wait for them, as daemons wait for each other.
         """
         units = parameters.units
         self._run(["systemctl", "enable", *units])
         if parameters.role == "nats" and changed == {"/etc/nats/accounts.conf"} and not released:
-            # The first reload makes new accounts, the second connects them with the run's.
+            # The first reload makes new accounts, the second connects them with the run's account.
             self._run(["systemctl", "reload", *units])
             self._run(["sleep", "1"])
             self._run(["systemctl", "reload", *units])
@@ -227,7 +227,7 @@ class Boot:
 
 
 def main() -> None:
-    """Boot, and try again for as long as something is missing: rights take minutes to arrive."""
+    """Boots, and tries again while something is missing: rights take minutes to take effect."""
     while True:
         try:
             told = Boot(Google(), run_command).boot()

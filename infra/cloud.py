@@ -1,4 +1,4 @@
-"""Reads and writes of a machine at Google Cloud, as its service account."""
+"""A machine's access to Google Cloud, as its service account."""
 
 import base64
 import hashlib
@@ -18,7 +18,7 @@ LOGGING = "https://logging.googleapis.com/v2/entries:write"
 
 
 class Google:
-    """Reads Google Cloud as the machine's service account."""
+    """Accesses Google Cloud as the machine's service account."""
 
     def __init__(
         self, metadata: str = METADATA, storage: str = STORAGE, secrets: str = SECRETS
@@ -28,21 +28,21 @@ class Google:
         self._secrets = secrets
 
     def parameters(self) -> dict[str, Any]:
-        """The parameters that Terraform has written for this machine."""
+        """Returns the parameters that Terraform has written for this machine."""
         told: dict[str, Any] = json.loads(self.about_me("attributes/diloco"))
         return told
 
     def about_me(self, path: str) -> bytes:
-        """One entry of this machine's metadata."""
+        """Returns one entry of this machine's metadata."""
         return _fetch(self._metadata + path, _FLAVOR)
 
     def tell(self, attribute: str, value: str) -> None:
-        """Write a guest attribute, which whoever may read this machine can read."""
+        """Writes a guest attribute, which anybody with read access to this machine can read."""
         url = f"{self._metadata}guest-attributes/{attribute}"
         _send(url, _FLAVOR, value.encode(), "PUT").close()
 
     def call(self, url: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Ask one of Google's services, or with a body have it do something."""
+        """Sends a request to a service of Google, a POST if it has a `body`; returns the answer."""
         headers = {**self._authorized(), "Content-Type": "application/json"}
         data = None if body is None else json.dumps(body).encode()
         with _send(url, headers, data, "GET" if data is None else "POST") as answer:
@@ -50,11 +50,11 @@ class Google:
         return told
 
     def object(self, bucket: str, name: str) -> bytes:
-        """The bytes of an object."""
+        """Returns the bytes of an object."""
         return self._get(self._media(bucket, name))
 
     def save(self, bucket: str, name: str, path: Path) -> str:
-        """Write an object to a file, which may be larger than memory; returns its sha256."""
+        """Downloads an object to a file; it may be larger than memory. Returns its sha256."""
         digest = hashlib.sha256()
         with (
             _open(self._media(bucket, name), self._authorized()) as answer,
@@ -66,7 +66,7 @@ class Google:
         return digest.hexdigest()
 
     def secret(self, version: str) -> bytes:
-        """The bytes of a secret."""
+        """Returns the bytes of a secret."""
         answer = json.loads(self._get(f"{self._secrets}{version}:access"))
         return base64.b64decode(answer["payload"]["data"])
 

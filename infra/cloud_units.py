@@ -1,15 +1,16 @@
-"""Units that run on a machine of Google Cloud beside its release, and before it is there.
+"""Units that run on a machine of Google Cloud, independent of its release and started before it.
 
-Answers to health checks, logs that leave the machine, and on one machine of a run the keeper of its
-groups. Units of this program, on the system's own Python: infra/terraform/startup.py.tftpl.
+They answer health checks, send logs to Cloud Logging, and on one machine of a run they are the
+keeper of its groups. They run this program with the system's own Python:
+infra/terraform/startup.py.tftpl.
 """
 
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 PROGRAM = "/usr/local/lib/diloco"
-# Where Google's health checks ask whether the machine lives, as infra/terraform has it. Its daemon
-# is not asked: it may compile, wait, have failed or ended, and a new machine helps none of that.
+# The port of Google's health checks of the machine, as in infra/terraform. They do not check the
+# daemon, which may compile, wait, have failed or ended: a new machine would not help with that.
 LIVEZ_PORT = 9463
 LIVEZ = "diloco-livez.service"
 LOGS = "diloco-logs.service"
@@ -74,8 +75,8 @@ UNITS = {
         families="AF_INET AF_INET6",
     ),
 }
-# A group to whom the chips of TPUs belong, so that a learner's made-up user may open them: by
-# itself the kernel gives /dev/vfio/0 and the like to root alone.
+# A group that owns the TPU chips' devices, so that a learner's dynamic user may open them; by
+# default the kernel gives /dev/vfio/0 and the like to root alone.
 _GROUP = "diloco-accelerators"
 ACCELERATORS = {
     "etc/sysusers.d/diloco-accelerators.conf": f"g {_GROUP} -\n",
@@ -89,7 +90,7 @@ ACCELERATORS = {
 }
 
 
-# Where a learner's machine has the data of the run: the task's option names this folder.
+# The folder of the run's data on a learner's machine, which the task's option names.
 DATA = "/var/lib/diloco-data/tokens"
 DATA_UNIT = "diloco-data.service"
 _DATA_UNIT = f"""[Unit]
@@ -122,12 +123,12 @@ SystemCallFilter=@system-service
 SystemCallErrorNumber=EPERM
 RestrictAddressFamilies=AF_INET AF_INET6 AF_UNIX
 """
-# The learner waits for it, however long it takes, and is not started before.
+# The learner starts only after the copy, however long it takes.
 _AFTER_DATA = f"[Unit]\nRequires={DATA_UNIT}\nAfter={DATA_UNIT}\n"
 
 
 def data_units(place: str) -> dict[str, str]:
-    """Units that bring a place's prepared data to a learner's disk before it starts, by path."""
+    """Returns units, by path, that copy prepared data from `place` before the learner starts."""
     return {
         f"etc/systemd/system/{DATA_UNIT}": _DATA_UNIT.format(place=place),
         "etc/systemd/system/diloco-learner@.service.d/50-data.conf": _AFTER_DATA,
@@ -144,11 +145,11 @@ class _Livez(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
-        """Health checks are no events."""
+        """Logs nothing, as health checks are no events."""
 
 
 def livez_server(address: str = "", port: int = LIVEZ_PORT) -> ThreadingHTTPServer:
-    """The server that answers health checks: that it can answer is the answer."""
+    """Returns a server for health checks, which succeed if it answers at all."""
     return ThreadingHTTPServer((address, port), _Livez)
 
 

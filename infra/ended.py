@@ -1,7 +1,7 @@
-"""Tell by a guest attribute whether this machine's learner is at the end of its run.
+"""Tells by a guest attribute whether this machine's learner has reached the end of its run.
 
-A learner's unit runs it before each start, and when the learner has ended: the last status that it
-gave says why. The keeper reads it. No right is needed for it: each machine may write its own.
+A learner's unit runs this before each start, and when the learner has ended, whose last status says
+why. The keeper reads the attribute. No right is needed, as each machine may write its own.
 """
 
 import sys
@@ -10,7 +10,7 @@ from diloco.infra.cloud import Google
 
 ATTRIBUTE = "diloco/run"
 GOES_ON, ENDED = "goes-on", "ended"
-# What a learner's last status is after the end of its run, and after no other end.
+# A learner's last status after the end of its run, and only then.
 STATUS = "left: run ended"
 DROP_IN = f"""# Whether the run has ended, for the keeper of this machine's group. (A program
 # with "+" is root's.)

@@ -1,11 +1,12 @@
-"""Have a machine of one's own join a run, as root: programs, file, credentials, unit, start.
+"""Lets a machine of one's own join a run, as root: programs, file, credentials, unit, start.
 
     python3 join RELEASE --run run.toml --credentials NAME.toml [--ca ca.pem] [--url URL]
 
-`make release` writes it beside the release, as one file. Python 3.10 and its standard library are
-all that it needs; it fetches nothing. Who joins, as a learner or an aggregator, is what the
-credentials say. Run it again with a newer release, or other files: what is there already stays, and
-a release that does not start gives way to the one before.
+`make release` writes this program as one file next to the release. It needs only Python 3.10 and
+its standard library, and fetches nothing. The credentials state who joins, as a learner or an
+aggregator.
+Run it again with a newer release, or other files: whatever is there already stays, and a release
+that does not start is replaced by the previous one.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from diloco.infra.release import (
     write,
 )
 
-# What shows that a machine has accelerators of a kind, and what its learners' units must let in.
+# Files that show that a machine has accelerators, and the devices that learners' units must allow.
 _DRIVERS = {"cuda": ("dev/nvidiactl",), "tpu": ("dev/accel0", "dev/vfio/vfio")}
 _NVIDIA = """[Service]
 DeviceAllow=char-nvidia rw
@@ -34,7 +35,7 @@ DeviceAllow=char-nvidia-frontend rw
 DeviceAllow=char-nvidia-uvm rw
 DeviceAllow=char-nvidia-caps rw
 """
-# As in `diloco.common.protocol.names`, which is not here: root writes a file of this name.
+# As in `diloco.common.protocol.names`, which this file cannot import; root writes a file so named.
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
 _FIELD = re.compile(r'^(\w+) = "([^"]*)"$', re.MULTILINE)
 
@@ -43,11 +44,11 @@ class JoinRequest(NamedTuple):
     """The files and settings with which a machine joins a run.
 
     Attributes:
-        release: the archive.
+        release: the release's archive.
         run_file: the run's file.
-        credentials: of a learner or an aggregator.
-        authority: certificate of the run's authority, where NATS has TLS.
-        environment: content of the daemon's environment file: DILOCO_BUS_URL and the like.
+        credentials: the credentials of a learner or an aggregator.
+        authority: certificate of the run's authority, if NATS uses TLS.
+        environment: the daemon's environment variables, such as DILOCO_BUS_URL.
     """
 
     release: Path
@@ -62,7 +63,7 @@ class JoiningMachine:
 
     Args:
         run: runs a command.
-        root: of the file system.
+        root: root of the file system.
     """
 
     def __init__(self, run: Run = run_command, root: Path = Path("/")) -> None:
@@ -71,10 +72,10 @@ class JoiningMachine:
         self._releases = Releases(run, root / "opt")
 
     def join(self, wanted: JoinRequest) -> bool:
-        """Join; whether it runs this release, and not the release before.
+        """Joins the run; returns True if the machine runs this release, and not the previous one.
 
         Raises:
-            ReleaseRefused: what was given is not right for this machine. Nothing has changed.
+            ReleaseRefused: an argument does not suit this machine, and nothing has changed.
         """
         name, role = identity(wanted.credentials)
         unit = (
@@ -126,10 +127,10 @@ class JoiningMachine:
 
 
 def identity(credentials: Path) -> tuple[str, str]:
-    """Name and role in a file of `diloco auth`.
+    """Returns name and role from a credentials file of `diloco auth`.
 
     Raises:
-        ReleaseRefused: it is none, or of nobody who has a unit.
+        ReleaseRefused: it is no such file, or its role has no unit.
     """
     fields = dict(_FIELD.findall(credentials.read_text()))
     if fields.get("role") not in ("learner", "aggregator") or not fields.get("identity"):
@@ -145,7 +146,7 @@ def identity(credentials: Path) -> tuple[str, str]:
 
 
 def parse(words: Sequence[str]) -> JoinRequest:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(prog="join", description="Have this machine join a run.")
     parser.add_argument("release", type=Path, help="the archive that make release has made")
     parser.add_argument("--run", type=Path, required=True, help="the run's file")
@@ -163,7 +164,7 @@ def parse(words: Sequence[str]) -> JoinRequest:
 
 
 def main() -> None:
-    """Join, or say why not."""
+    """Joins the run, or prints why not."""
     try:
         joined = JoiningMachine().join(parse(sys.argv[1:]))
     except (ReleaseRefused, OSError) as error:

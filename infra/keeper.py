@@ -1,16 +1,16 @@
-"""Keep the groups of a run's learners: make anew what was preempted, and let go what has ended.
+"""Keeps a run's groups of learners: recreates preempted machines, deletes those of ended runs.
 
-Google mends a group of one host by itself, mostly. A slice of several hosts, whose group is in bulk
-mode, and machines of flex-start it does not: all of them must be deleted and created again. So this
-resizes its group to nothing, waits until it is empty, and resizes it to its hosts, which is what a
-person would do; and so it does with one host that has been lost for a quarter of an hour.
-the group itself, its template and rights stay Terraform's. A learner's machine says by a guest
-attribute that its run has ended (`ended.py`); a group whose machines all say so is resized to
-nothing, and stays so until somebody resizes it.
+Google mostly repairs a group of one host by itself. It does not repair a slice of several hosts,
+whose group is in bulk mode, nor flex-start machines: all of them must be deleted and created again.
+So the keeper resizes such a group to 0, waits until it is empty, and resizes it to its hosts, as a
+person would; it does the same with a single host that has been lost for a quarter of an hour. The
+group itself, its template and rights stay Terraform's. A learner's machine states by a guest
+attribute that its run has ended (`ended.py`); if all machines of a group do, the group is resized
+to 0, and stays so until somebody resizes it.
 
-What it may do is limited to the groups and machines of this run, and its account has no other
-right. Which groups there are it reads from its machine's metadata each time: an apply needs no
-restart.
+The keeper's account may change the groups and machines of this run, and has no other right. It
+reads the list of groups from its machine's metadata each time, so that no restart is needed after
+`terraform apply`.
 """
 
 import json
@@ -28,19 +28,19 @@ from diloco.infra.ended import ATTRIBUTE, ENDED
 from diloco.infra.release import say
 
 STATE = Path("/var/lib/diloco-keeper/groups.json")
-# So long Google has to make a lost machine anew, or to make one that is missing.
+# Seconds that Google has to recreate a lost machine, or to create a missing one.
 MEND_S = 900.0
 _EVERY_S = 60.0
-# Of an instance that was preempted, or stopped by anybody: it does not come back by itself.
+# States of an instance that was preempted or stopped, and does not come back by itself.
 GONE = frozenset({"STOPPING", "STOPPED", "TERMINATED", "SUSPENDING", "SUSPENDED"})
 
 
 class GroupSpec(NamedTuple):
-    """A group as Terraform wants it.
+    """A group as Terraform defines it.
 
     Attributes:
-        hosts: 0 while it is paused.
-        ours: whether no other service recreates its machines.
+        hosts: the number of machines; 0 while the group is paused.
+        ours: True if no other service recreates its machines.
     """
 
     project: str
@@ -58,12 +58,12 @@ class GroupSpec(NamedTuple):
 
 
 class GroupState(NamedTuple):
-    """A group as it is.
+    """A group as it is now.
 
     Attributes:
-        size: the number of machines that it shall have.
-        states: of those that it has.
-        ended: the number of them that say that their run has ended.
+        size: the number of machines that it should have.
+        states: the states of its machines.
+        ended: the number of machines that state that their run has ended.
     """
 
     size: int
@@ -72,26 +72,26 @@ class GroupState(NamedTuple):
 
     @property
     def stopped(self) -> bool:
-        """Whether a machine is there that does not come back by itself."""
+        """True if a machine has stopped, and does not come back by itself."""
         return any(state in GONE for state in self.states)
 
     @property
     def lost(self) -> bool:
-        """Whether a machine has stopped, or is missing altogether: not even asked for."""
+        """True if a machine has stopped, or is missing and not even being created."""
         return self.stopped or len(self.states) < self.size
 
 
 def decide(
     wanted: GroupSpec, seen: GroupState, has_ended: bool, lost_s: float
 ) -> tuple[int | None, bool]:
-    """To which size the group is to be resized, if at all, and whether its run has ended. Pure.
+    """Returns the size to which to resize the group (None: do not), and if its run has ended. Pure.
 
-    `lost_s` is for how long machines have been lost.
+    `lost_s` is for how many seconds machines have been lost.
     """
     if wanted.hosts == 0:
         return None, False
     if seen.size == 0:
-        # Emptied by this program, in one of its two ways.
+        # This program emptied it: to recreate its machines, or because the run has ended.
         grows = not has_ended and not seen.states
         return (wanted.hosts if grows else None), has_ended
     if seen.states and seen.ended == len(seen.states):
@@ -102,12 +102,12 @@ def decide(
 
 
 class Keeper:
-    """The groups of machines, which are read and resized through Google's API.
+    """Keeps the groups of machines, through Google's API.
 
     Args:
-        google: whose account has the rights.
-        state: where it notes which groups' runs have ended, and since when machines are lost.
-        clock: the time in seconds.
+        google: access with an account that has the rights.
+        state: file with the groups whose runs have ended, and since when machines are lost.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Keeper:
         self._clock = clock
 
     def look(self) -> None:
-        """Look at each group once, and resize those that need it."""
+        """Checks each group once, and resizes those that need it."""
         noted = json.loads(self._state.read_text()) if self._state.exists() else {}
         ended, lost = set(noted.get("ended", ())), dict(noted.get("lost", {}))
         for wanted in self._specs():
@@ -130,7 +130,7 @@ class Keeper:
                     say(f"{wanted.name}: to {size} machines{', its run has ended' * over}")
                     self._google.call(f"{wanted.url}/resize?size={size}", {})
             except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
-                # Also an answer of another form than Google's: it concerns this group alone.
+                # Includes malformed answers; other groups are still checked.
                 say(f"{wanted.name}: {error!r}; is looked at again")
                 continue
             ended = ended | {wanted.name} if over else ended - {wanted.name}
@@ -170,7 +170,7 @@ class Keeper:
 
 
 def main() -> None:
-    """Look each minute."""
+    """Checks the groups each minute."""
     keeper = Keeper(Google())
     while True:
         try:

@@ -1,8 +1,8 @@
-"""Send what this machine's units say to Cloud Logging, so that it outlives the machine.
+"""Sends the journal of this machine's units to Cloud Logging, so that it outlives the machine.
 
-Reads the journal every few seconds from where it was last, in order, at least once: what was
-accepted is noted by its cursor, and an entry that is sent twice has the same id, by which Google
-knows it. While nothing can be sent the journal keeps it.
+Every few seconds it reads the journal from where it was, in order, and sends each entry at least
+once: the cursor of the last accepted entry is stored, and an entry sent twice has the same id, by
+which Google recognizes it. While nothing can be sent, the journal keeps the entries.
 """
 
 import contextlib
@@ -22,18 +22,18 @@ from diloco.infra.cloud import LOGGING, Google
 from diloco.infra.release import say
 
 CURSOR = Path("/var/lib/diloco-logs/cursor")
-# Beginnings of the names of units.
+# Prefixes of the names of the units whose lines are sent.
 _UNITS = ("diloco-", "nats-server", "google-startup-scripts")
-# Of Cloud Logging: 256 KB an entry, 10 MB a request. A cut line says so.
+# Below Cloud Logging's limits, 256 KB an entry and 10 MB a request. A cut line says so.
 _LONGEST = 100_000
 _MOST = 50
 _CHUNK = 500
 _EVERY_S = 3.0
 _AGAIN_S = 5.0
-# Answers to a request that no waiting mends: it is malformed, or too large.
+# Answers that no retry cures: the request is malformed, or too large.
 _FOR_GOOD = (400, 413)
 _LONGEST_PAUSE_S = 300.0
-# By the priority of syslog.
+# By syslog's priority number.
 _SEVERITIES = ("EMERGENCY", "ALERT", "CRITICAL", "ERROR", "WARNING", "NOTICE", "INFO", "DEBUG")
 
 
@@ -47,7 +47,7 @@ class Where(NamedTuple):
 
 
 def request(lines: Sequence[Mapping[str, Any]], where: Where) -> dict[str, Any]:
-    """The request that sends lines of the journal."""
+    """Returns the request that sends lines of the journal."""
     return {
         "logName": f"projects/{where.project}/logs/diloco",
         "resource": {
@@ -58,13 +58,13 @@ def request(lines: Sequence[Mapping[str, Any]], where: Where) -> dict[str, Any]:
         },
         "labels": {"machine": where.name},
         "entries": [entry(line) for line in lines],
-        # One that Google does not take keeps none of the others.
+        # An entry that Google refuses does not prevent the others.
         "partialSuccess": True,
     }  # fmt: skip
 
 
 def entry(line: Mapping[str, Any]) -> dict[str, Any]:
-    """One line of the journal; a daemon's, which is JSON, with its fields."""
+    """Returns the entry for a line of the journal; a daemon's JSON line becomes its fields."""
     at = datetime.fromtimestamp(int(line["__REALTIME_TIMESTAMP"]) / 1e6, timezone.utc)
     text = _text(line.get("MESSAGE", ""))
     made: dict[str, Any] = {
@@ -74,7 +74,7 @@ def entry(line: Mapping[str, Any]) -> dict[str, Any]:
         "labels": {"unit": unit_of(line)},
     }
     with contextlib.suppress(ValueError, RecursionError):
-        # What is no number is no JSON to Google: its name is sent.
+        # NaN and infinity are no JSON to Google, so their names are sent.
         fields = json.loads(text, parse_constant=str) if text.startswith("{") else None
         if isinstance(fields, dict):
             return made | {"jsonPayload": fields}
@@ -82,7 +82,7 @@ def entry(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(message: object) -> str:
-    """The journal gives what is no text as a list of bytes, and what is too long as nothing."""
+    """Returns a message as text; the journal gives non-text as bytes, and too long text as None."""
     if isinstance(message, list):
         message = bytes(message).decode(errors="replace")
     text = str(message or "")
@@ -90,7 +90,7 @@ def _text(message: object) -> str:
 
 
 def follow(google: Google, where: Where, lines: Iterable[str], cursor: Path = CURSOR) -> None:
-    """Send the run's lines among these, and note the last line sent."""
+    """Sends the run's lines among `lines`, and stores the cursor of the last line sent."""
     waiting = iter(lines)
     while chunk := [json.loads(line) for line in itertools.islice(waiting, _CHUNK)]:
         ours = [line for line in chunk if unit_of(line).startswith(_UNITS)]
@@ -102,7 +102,7 @@ def follow(google: Google, where: Where, lines: Iterable[str], cursor: Path = CU
 
 
 def send(google: Google, body: Mapping[str, Any]) -> None:
-    """Send it until it is accepted; entries that are refused for good are left out."""
+    """Sends a request until it is accepted; leaves out entries that are refused for good."""
     pause_s = _AGAIN_S
     while True:
         try:
@@ -119,7 +119,7 @@ def send(google: Google, body: Mapping[str, Any]) -> None:
 
 
 def _send_halves(google: Google, body: Mapping[str, Any], error: HTTPError) -> None:
-    """Find the entry that Google does not take among the others, which it does."""
+    """Sends the halves of a refused request, to find the entry that Google refuses."""
     entries = body["entries"]
     if len(entries) == 1:
         say(f"a line is refused for good, and left out: {error}: {str(entries[0])[:200]}")
@@ -130,22 +130,22 @@ def _send_halves(google: Google, body: Mapping[str, Any], error: HTTPError) -> N
 
 
 def command(cursor: Path = CURSOR) -> list[str]:
-    """The command that reads the journal from the cursor, or from the beginning, to the end.
+    """Returns the command that prints the journal from the stored cursor, or from its beginning.
 
-    `--follow` would ask the kernel which boot this is, which a hardened unit may not see.
+    It lacks `--follow`, which would ask the kernel for the boot id, hidden from a hardened unit.
     """
     since = [f"--after-cursor={cursor.read_text()}"] if cursor.exists() else []
     return ["journalctl", "--output=json", "--quiet", *since]
 
 
 def unit_of(line: Mapping[str, Any]) -> str:
-    """The unit of a line: the line is the unit's own, or systemd's on a unit."""
+    """Returns the unit of a line, which the unit or systemd has written."""
     own = str(line.get("_SYSTEMD_UNIT") or "")
     return own if own and own != "init.scope" else str(line.get("UNIT") or own)
 
 
 def main() -> None:
-    """Send for as long as the machine lives."""
+    """Sends lines for as long as the machine lives."""
     google = Google()
     while True:
         try:

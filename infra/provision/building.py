@@ -1,4 +1,4 @@
-"""Whether the run of a fleet can be built, and fits its machines; nothing is allocated."""
+"""Checks that the run of a fleet can be built and fits its machines; allocates no arrays."""
 
 import inspect
 import math
@@ -24,21 +24,21 @@ from diloco.learner.tensors.mesh import AXES, param_shardings, state_shardings
 
 GIB = 1 << 30
 DAY_S = 86400.0
-# A chip of these is one device to JAX. Of others it is not known here.
+# Kinds of which JAX sees a chip as one device; for other kinds this is unknown.
 ONE_DEVICE = frozenset({"v5p", "v6e"})
-# How far `parameters` may be from those of the task.
+# The relative difference that `parameters` may have from the task's number.
 TOLERANCE = 0.1
-# Of a learner's disk: the image, the release, logs and the compiler's cache.
+# GiB of a learner's disk for the image, the release, logs and the compiler's cache.
 REST_GIB = 20
 
 
 class ArrayBytes(NamedTuple):
-    """Bytes of a learner's arrays: of each device, and of the optimizer's state in all.
+    """Sizes in bytes of a learner's arrays.
 
     Attributes:
-        device: parameters, optimizer, view and codes in flight; activations come on top.
-        whole: as much of a learner of one device.
-        state: the arrays of a checkpoint.
+        device: per device: parameters, optimizer, view and codes in flight, without activations.
+        whole: the same, for a learner of one device.
+        state: the optimizer's state, which checkpoints contain.
     """
 
     device: int
@@ -47,7 +47,7 @@ class ArrayBytes(NamedTuple):
 
 
 def model_or_fault(settings: RunSettings) -> Task | FleetFinding:
-    """The run's task for its shapes, or why it cannot be built here."""
+    """Returns the run's task, of which only shapes are used, or why it cannot be built here."""
     try:
         return model_of(settings)
     except Exception as error:  # noqa: BLE001 - a user's own code
@@ -65,7 +65,7 @@ def _fault(where: str, error: Exception) -> FleetFinding:
 
 
 def check_run(fleet: FleetFile, config: Config, task: Task, known: Known) -> Iterator[FleetFinding]:
-    """Check the run's own numbers, and each learner's options, batch, memory and disk."""
+    """Checks the run's own numbers, and each learner's options, batch, memory and disk."""
     settings = config.settings()
     yield from _parameters(fleet, task)
     yield from _quorum(fleet, config)
@@ -99,12 +99,12 @@ def check_run(fleet: FleetFile, config: Config, task: Task, known: Known) -> Ite
 
 
 def devices_of(learner: FleetLearner, config: Config) -> int:
-    """Devices that JAX will have; where a chip may be several, its chips."""
+    """Returns how many devices JAX will have; the chips, if a chip may be several devices."""
     return chips_of(learner) or config.learner.cpu_devices or 1
 
 
 def axes_of(mesh: MeshSection, devices: int) -> tuple[int, int, int] | None:
-    """The sizes of a mesh of so many devices; None where it does not fit them."""
+    """Returns the axis sizes of a mesh of `devices` devices; None if the mesh does not fit them."""
     sizes = (mesh.data, mesh.fsdp, mesh.tensor)
     given = math.prod(size for size in sizes if size)
     found = tuple(size or devices // given for size in sizes)
@@ -147,7 +147,7 @@ def _retention(fleet: FleetFile, config: Config) -> Iterator[FleetFinding]:
 
 
 def _reach(where: str, options: Mapping[str, Any], data: str | None) -> Iterator[FleetFinding]:
-    """Files that options name: machines have the release, and what `data` brings them."""
+    """Checks files that options name: machines have only the release, and what `data` copies."""
     for key, value in options.items():
         paths = [value] if isinstance(value, str) else [*value] if isinstance(value, dict) else []
         for path in paths:
@@ -168,7 +168,7 @@ def _reach(where: str, options: Mapping[str, Any], data: str | None) -> Iterator
 def _batch(
     where: str, build: str, options: Mapping[str, Any], axes: tuple[int, int, int]
 ) -> Iterator[FleetFinding]:
-    """Rows of a batch, of tasks that have them as an option."""
+    """Checks the rows of a batch, for tasks with the option `batch`."""
     parameter = inspect.signature(function_of(build)).parameters.get("batch")
     rows = options.get("batch", parameter.default if parameter else None)
     parts = axes[0] * axes[1]
@@ -182,10 +182,10 @@ def _batch(
 def array_bytes(
     task: Task, config: Config, name: str, layout: Any, axes: tuple[int, int, int]
 ) -> ArrayBytes:
-    """The bytes of a learner's arrays, as its mesh divides them.
+    """Returns the sizes of a learner's arrays, as its mesh divides them.
 
     Raises:
-        DilocoError: the task's tensors cannot lie so.
+        DilocoError: the task's tensors cannot be sharded so.
     """
     sync = config.sync
     mesh: Any = AbstractMesh(axes, AXES, axis_types=(AxisType.Auto,) * 3)
@@ -225,7 +225,7 @@ def _whole(shapes: Any) -> int:
 def _memory(
     where: str, learner: FleetLearner, needed: ArrayBytes, known: Known
 ) -> Iterator[FleetFinding]:
-    """Arrays alone; what activations need besides, `diloco learner --dry-run` says."""
+    """Checks the memory for arrays alone; `diloco learner --dry-run` includes activations."""
     if learner.kind == "cpu":
         has, takes, what = known.memory_bytes(learner.machine_type or ""), needed.whole, "it"
         of = str(learner.machine_type)
@@ -244,7 +244,7 @@ def _memory(
 def _disk(
     where: str, learner: FleetLearner, needed: ArrayBytes, config: Config
 ) -> Iterator[FleetFinding]:
-    """Checkpoints of the optimizer, one more than are kept: it is written before one goes."""
+    """Checks the disk for checkpoints: one more than are kept, as it is written before one goes."""
     each = needed.state / hosts_of(learner) / GIB
     count = config.learner.checkpoint_keep + 1
     if REST_GIB + count * each > learner.disk_gib:

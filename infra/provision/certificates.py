@@ -1,4 +1,4 @@
-"""Whether certificates of NATS servers are whole, of one authority, and good for long enough."""
+"""Checks that NATS servers' certificates are complete, of one authority, and valid long enough."""
 
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
@@ -11,18 +11,18 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from diloco.infra.provision.fleet import FleetFinding
 
-# Days that a certificate should be good for.
+# Days for which a certificate should still be valid.
 LEAST_DAYS = 30
 
 
 def check_certificates(
     folder: Path, addresses: Sequence[str], now: datetime
 ) -> Iterator[FleetFinding]:
-    """Check the authority, and the certificate and key of each server.
+    """Checks the authority, and the certificate and key of each server.
 
     Args:
-        folder: `tls` of the folder of `diloco auth`.
-        addresses: of the servers, by number.
+        folder: the folder `tls` in the folder of `diloco auth`.
+        addresses: addresses of the servers, by number.
         now: the time.
     """
     try:

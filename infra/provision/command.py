@@ -1,4 +1,4 @@
-"""`diloco host provision`."""
+"""The command `diloco host provision`."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ def host_provision(
         typer.Option("--out", help="the file of variables to write", metavar="PATH"),
     ] = Path("infra/terraform/terraform.tfvars.json"),
 ) -> int:
-    """Check a fleet's file as `diloco check` does, and write the variables that Terraform reads."""
+    """Checks a fleet's file as `diloco check` does, and writes the variables for Terraform."""
     checked = say_findings(file)
     if checked.refused:
         return Exit.FAILED
@@ -37,7 +37,7 @@ def host_provision(
 
 
 def say_findings(file: Path) -> "Checked":
-    """Say everything that is wrong with a fleet's file.
+    """Prints everything that is wrong with a fleet's file; returns the result of the check.
 
     Raises:
         ConfigError: the file is not a fleet's.

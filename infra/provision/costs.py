@@ -1,6 +1,6 @@
-"""Dollars a day of the machines and disks that Terraform makes of a fleet. Pure.
+"""Computes the dollars a day of the machines and disks that Terraform makes of a fleet. Pure.
 
-The bucket's bytes, operations and traffic follow from the run: `diloco plan --regions` has them.
+Storage, operations and traffic depend on the run: `diloco plan --regions` shows them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,14 +10,14 @@ from diloco.infra.provision.fleet import FleetFile, FleetLearner, chips_of, host
 from diloco.infra.provision.known import Known
 from diloco.plan.costs import DISK, KEEPER_DISK_GIB, KEEPER_MACHINE, Prices
 
-# Of a NATS server and an aggregator that Terraform's modules give.
+# The boot disk of a NATS server in Terraform's modules.
 BOOT_DISK_GIB = 20
-# Of kinds whose machines take no other: modules/learner has the same.
+# The disk type of kinds whose machines take no other, as in modules/learner.
 DISKS = {"v6e": "hyperdisk-balanced", "tpu7x": "hyperdisk-balanced"}
 
 
 class ResourceCost(NamedTuple):
-    """Dollars a day of some equal resources; None where the price of one is not known."""
+    """Dollars a day of some equal resources; None if the price is unknown."""
 
     what: str
     dollars: float | None
@@ -26,7 +26,7 @@ class ResourceCost(NamedTuple):
 def fleet_costs(
     fleet: FleetFile, aggregators: Mapping[str, str | None], known: Known, prices: Prices
 ) -> list[ResourceCost]:
-    """The costs of a fleet's machines and disks while all of them run."""
+    """Returns the costs of a fleet's machines and disks while all of them run."""
     found = [_machines(len(fleet.nats.zones), fleet.nats.machine_type, "NATS", known, prices)]
     found += [_machines(1, str(one), name, known, prices) for name, one in aggregators.items()]
     if fleet.keeper:
@@ -69,7 +69,7 @@ def _disks(fleet: FleetFile, prices: Prices) -> Iterator[ResourceCost]:
 
 
 def cost_sentences(costs: Sequence[ResourceCost]) -> Iterable[str]:
-    """A line for each cost, and their sum."""
+    """Returns a line for each cost, and one for their sum."""
     for one in costs:
         dollars = "price not known" if one.dollars is None else f"${one.dollars:,.2f} a day"
         yield f"cost: {one.what}: {dollars}"

@@ -1,4 +1,4 @@
-"""Whether the files that a fleet names are those of its run."""
+"""Checks that the files that a fleet names belong to its run."""
 
 import ipaddress
 import re
@@ -14,23 +14,23 @@ from diloco.infra.provision.fleet import FleetFile, FleetFinding, region_of
 from diloco.infra.release import ReleaseRefused, manifest_of
 from diloco.operate.auth.files import OPERATOR, identities, public_key
 
-# Words that Google allows in no project's id.
+# Words that Google does not allow in a project's id.
 RESTRICTED = ("google", "null", "undefined", "ssl")
 INSTALLED_AT, STREAMS_AT = "/etc/nats", "/var/lib/nats/jetstream"
-# Of the default images, and of every machine that TPUs are parts of.
+# The architecture of the default images, and of every machine with TPUs.
 ARCHITECTURE = "x86_64"
-# The sections that Terraform writes, as far as they must be there.
+# The sections that Terraform writes, with the keys that are mandatory.
 _OURS = {"bus": {}, "store": {"url": "gs://bucket"}, "metrics": {}}
 
 
 def nats_addresses(fleet: FleetFile) -> list[str]:
-    """The addresses of the three servers: infra/terraform/main.tf counts them in the same way."""
+    """Returns the three servers' addresses, computed as in infra/terraform/main.tf."""
     ranges = [ipaddress.ip_network(fleet.subnets[region_of(zone)]) for zone in fleet.nats.zones]
     return [str(one[11 + index]) for index, one in enumerate(ranges)]
 
 
 def read_run(path: Path) -> Config:
-    """The run's file with the sections that Terraform adds, checked as the daemons do.
+    """Reads the run's file, adds the sections that Terraform adds, and checks it as daemons do.
 
     Raises:
         ConfigError: the file is not a run's, or has such a section itself.
@@ -42,7 +42,7 @@ def read_run(path: Path) -> Config:
 
 
 def check_names(fleet: FleetFile, run: str) -> Iterator[FleetFinding]:
-    """Check the names from which Google's resources get theirs."""
+    """Checks the names from which the names of Google's resources are made."""
     bucket = f"{fleet.project}-{run}"
     for word in RESTRICTED:
         if word in fleet.project:
@@ -61,7 +61,7 @@ def check_names(fleet: FleetFile, run: str) -> Iterator[FleetFinding]:
 
 
 def check_releases(fleet: FleetFile, paths: dict[str, Path]) -> Iterator[FleetFinding]:
-    """Check the releases that machines run."""
+    """Checks the releases that machines run."""
     if "tpu" not in paths and any(one.kind != "cpu" for one in fleet.learners.values()):
         yield FleetFinding(
             "a learner has TPUs, and releases has no tpu; make it with: make release KIND=tpu"
@@ -85,7 +85,7 @@ def check_releases(fleet: FleetFile, paths: dict[str, Path]) -> Iterator[FleetFi
 
 
 def check_auth(fleet: FleetFile, folder: Path, run: str) -> Iterator[FleetFinding]:
-    """Check the folder of `diloco auth`."""
+    """Checks the folder of `diloco auth`."""
     try:
         known = {one.name: one.role for one in identities(folder)}
     except ConfigError as error:

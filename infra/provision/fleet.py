@@ -1,4 +1,4 @@
-"""The file of a fleet: typed, each part checked by itself when it is read."""
+"""The file of a fleet: typed; each part is checked by itself when it is read."""
 
 import ipaddress
 import math
@@ -24,19 +24,19 @@ ZONE = re.compile(r"([a-z]+-[a-z]+[0-9]+)-(ai[0-9])?[a-z]")
 PRIVATE = [ipaddress.IPv4Network(one) for one in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16")]
 MULTI_REGIONS = ("US", "EU", "ASIA", "NAM4", "EUR4", "EUR5", "EUR7", "EUR8", "ASIA1")
 MOST_LABELS = 63
-# Of a slice of several hosts.
+# The number of chips of each host of a slice of several hosts.
 CHIPS_OF_HOST = 4
 _HINT = "docs/provision.md describes every key"
 
 
 def region_of(zone: str) -> str:
-    """The region of a zone."""
+    """Returns the region of a zone."""
     found = ZONE.fullmatch(zone)
     return found[1] if found else ""
 
 
 def _shape(pattern: str, expected: str) -> AfterValidator:
-    """A check that a text has a shape, which says what was `expected` in words."""
+    """Returns a check that a text matches `pattern`; `expected` says in words what it must be."""
     compiled = re.compile(pattern)
 
     def checked(text: str) -> str:
@@ -81,7 +81,7 @@ def _text(text: str) -> str:
     return text
 
 
-# A letter or digit at the end too: names become parts of host names and of accounts.
+# Ends in a letter or digit too, as names become parts of host names and accounts.
 Name = Annotated[
     str,
     _shape(
@@ -168,20 +168,20 @@ FilePath = Annotated[str, Field(min_length=1), AfterValidator(_text)]
 
 
 class FleetFinding(NamedTuple):
-    """A fault of a fleet, in a sentence; `refused` where it must be mended first."""
+    """A fault of a fleet, in a sentence; `refused`: it must be corrected before Terraform runs."""
 
     sentence: str
     refused: bool = True
 
 
 class FileSection(BaseModel):
-    """A part of the file: no other keys, and no values of other types."""
+    """Base of the parts of the file: no other keys, and no values of other types."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class Nats(FileSection):
-    """The three servers."""
+    """The three NATS servers."""
 
     zones: list[Zone]
     machine_type: Machine = "e2-standard-2"
@@ -198,7 +198,7 @@ class Nats(FileSection):
 
 
 class Aggregator(FileSection):
-    """One aggregator; `machine_type` follows from the model's size where it is not given."""
+    """One aggregator; without `machine_type` the model's size determines it."""
 
     zone: Zone
     machine_type: Machine | None = None
@@ -241,26 +241,26 @@ class FleetLearner(FileSection):
 
 
 def chips_of(learner: FleetLearner) -> int:
-    """The chips of all its hosts; 0 for a machine without."""
+    """Returns the number of chips of all hosts of a learner; 0 without accelerators."""
     if learner.topology is None:
         return learner.chips or 0
     return math.prod(int(side) for side in learner.topology.split("x"))
 
 
 def hosts_of(learner: FleetLearner) -> int:
-    """The machines that make up a learner, as infra/terraform/modules/learner counts them."""
+    """Returns the number of a learner's machines, counted as in infra/terraform/modules/learner."""
     return 1 if learner.topology is None else max(1, chips_of(learner) // CHIPS_OF_HOST)
 
 
 class Backstops(FileSection):
-    """Ages in days at which the bucket deletes objects by rules of its own."""
+    """Ages in days at which rules of the bucket itself delete objects."""
 
     updates: Annotated[int, Field(ge=7)] = 30
     checkpoints: Annotated[int, Field(ge=7)] = 90
 
 
 class Images(FileSection):
-    """Other images than the default, by kind."""
+    """Images to use instead of the defaults, by kind."""
 
     v5p: Image | None = None
     v6e: Image | None = None
@@ -276,12 +276,13 @@ class ReleaseFiles(FileSection):
 
 
 class FleetFile(FileSection):
-    """The file.
+    """The whole file of a fleet.
 
     Attributes:
         data: prepared tokens, copied to each learner's machine before it starts.
-        parameters: of the model, where the run has no task that says it.
-        allow_unlisted: what the dated table contradicts is a warning: Google has changed since.
+        parameters: number of the model's parameters, for a run without a task that states it.
+        allow_unlisted: only warn about what the dated table lacks, as Google may have changed
+            since.
     """
 
     project: Project
@@ -303,17 +304,17 @@ class FleetFile(FileSection):
     operators: list[Member] = []
     metrics_port: Annotated[int, Field(ge=1024, le=65535)] = 9464
     monitoring_ranges: list[Private] = []
-    # One of 64 is the run's own.
+    # One of the 64 labels is the run's own.
     labels: Annotated[dict[LabelKey, Label], AfterValidator(_few)] = {}
     allow_unlisted: bool = False
 
     def bucket(self) -> str:
-        """The region of the bucket: that of the first aggregator, unless the file says another."""
+        """Returns the bucket's region: the first aggregator's, unless the file names another."""
         return self.bucket_location or region_of(self.aggregators[min(self.aggregators)].zone)
 
 
 def read_fleet(path: Path) -> FleetFile:
-    """The file of a fleet.
+    """Reads the file of a fleet.
 
     Raises:
         ConfigError: it cannot be read, or a key is missing, unknown or out of range.

@@ -1,4 +1,4 @@
-"""The dated table of what Google Cloud has, `known.toml`."""
+"""The dated table of Google Cloud's regions, machines and accelerators, `known.toml`."""
 
 import functools
 import re
@@ -17,11 +17,11 @@ class Accelerator(BaseModel):
     """The topologies and zones of a kind of accelerator.
 
     Attributes:
-        chips: that a learner of one host may have.
-        topologies: of slices of several hosts; empty where all of so many `dimensions` are.
-        most_chips: of a slice; 0 where it is not known.
+        chips: the numbers of chips that a learner of one host may have.
+        topologies: of slices of several hosts; empty: all with so many `dimensions` exist.
+        most_chips: the most chips of a slice; 0 if unknown.
         hbm_gib: memory of a chip, GiB.
-        zones: that have it, all of them in regions whose names begin with one of `read`.
+        zones: zones that have it: all such zones in regions whose names begin with one of `read`.
     """
 
     chips: tuple[int, ...]
@@ -41,11 +41,11 @@ class MachineClass(BaseModel):
 
 
 class Series(BaseModel):
-    """A series of machines, by class; without classes its sizes are not known.
+    """A series of machines, by class; without classes its sizes are unknown.
 
     Attributes:
-        hyperdisk: its machines take no pd-balanced disk.
-        arm: its processors are not those that releases are for.
+        hyperdisk: True if its machines take no pd-balanced disk.
+        arm: True if its processors are not those that releases are for.
         paid: hardware in its price that diloco would not use.
     """
 
@@ -72,7 +72,7 @@ class Known(BaseModel):
     regions: dict[str, str]
 
     def size_of(self, machine_type: str) -> tuple[int, int] | None:
-        """The cores and the bytes of memory of a machine; None where they are not known."""
+        """Returns the cores and the bytes of memory of a machine; None if they are unknown."""
         found = _MACHINE.fullmatch(machine_type)
         if found is None or found["cores"] is None or found["series"] not in self.series:
             return None
@@ -81,12 +81,12 @@ class Known(BaseModel):
         return (cores, round(cores * known.gb * 10**9)) if known and cores in known.cores else None
 
     def memory_bytes(self, machine_type: str) -> int | None:
-        """The memory of a machine; None where it is not known."""
+        """Returns the bytes of memory of a machine; None if unknown."""
         size = self.size_of(machine_type)
         return size[1] if size else None
 
     def machine_with(self, memory_bytes: int) -> str | None:
-        """The smallest machine of the default series that has so much memory."""
+        """Returns the smallest machine of the default series with at least this memory, or None."""
         sizes = self.series["n2"].classes["highmem"].cores
         names = [f"n2-highmem-{cores}" for cores in sizes if cores >= 4]
         return next((one for one in names if (self.memory_bytes(one) or 0) >= memory_bytes), None)
@@ -94,6 +94,6 @@ class Known(BaseModel):
 
 @functools.cache
 def known() -> Known:
-    """The packaged table."""
+    """Returns the packaged table."""
     text = resources.files("diloco.infra.provision").joinpath("known.toml").read_text("utf-8")
     return Known.model_validate(tomllib.loads(text))

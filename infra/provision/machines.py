@@ -1,4 +1,4 @@
-"""Whether machine types and images of a fleet exist, and run what releases have. Pure."""
+"""Checks that machine types and images of a fleet exist, and can run the releases. Pure."""
 
 import re
 from collections.abc import Iterator
@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from diloco.infra.provision.fleet import FleetFile, FleetFinding
 from diloco.infra.provision.known import Known
 
-# Of a machine whose cores are shared, which has no number of them.
+# Names of machine types with shared cores, which have no number of cores.
 _SHARED = frozenset({"micro", "small", "medium", "custom"})
-# Images of Google's public projects that have no drivers of TPUs.
+# Images of Google's public projects without TPU drivers.
 _PLAIN = re.compile(r"projects/(debian|ubuntu-os|rocky-linux|rhel|centos|fedora)-cloud/")
-# What releases need: Linux on x86-64, systemd, Python of 3.10 or later.
+# Patterns of images that lack what releases need: Linux on x86-64, systemd, Python 3.10.
 _UNFIT = {
     r"arm64|aarch64": "is for ARM, and releases are for x86-64",
     r"windows": "is Windows, and releases are for Linux",
@@ -22,7 +22,7 @@ _UNFIT = {
 
 
 def check_machines(fleet: FleetFile, known: Known) -> Iterator[FleetFinding]:
-    """Check the machine types of those without accelerators, and the images of all."""
+    """Checks the machine types of machines without accelerators, and the images of all."""
     named = [("nats.machine_type", fleet.nats.machine_type)]
     named += [(f"aggregators.{n}", one.machine_type or "") for n, one in fleet.aggregators.items()]
     named += [(f"learners.{n}", one.machine_type or "") for n, one in fleet.learners.items()]
@@ -34,7 +34,7 @@ def check_machines(fleet: FleetFile, known: Known) -> Iterator[FleetFinding]:
 
 
 def _fault(machine: str, known: Known) -> tuple[str, bool]:
-    """The fault of a machine type, "" for none, and whether it is wrong for good."""
+    """Returns a machine type's fault ("": none), and if it is certain although the table is old."""
     name, _, rest = machine.partition("-")
     series = known.series.get(name)
     if series is None:
@@ -61,7 +61,7 @@ def _fault(machine: str, known: Known) -> tuple[str, bool]:
 
 
 def _images(fleet: FleetFile, known: Known) -> Iterator[FleetFinding]:
-    """An image is for one kind of machine: Google names the kinds in it."""
+    """Checks that an image is for the kind of machine, which Google's image names contain."""
     given = [(f"images.{kind}", kind, image) for kind, image in fleet.images if image]
     given += [(f"learners.{n}.image", one.kind, one.image) for n, one in fleet.learners.items()]
     for where, kind, image in given:

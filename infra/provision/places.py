@@ -1,4 +1,4 @@
-"""Whether the parts of a fleet fit each other and what Google Cloud has. Pure."""
+"""Checks that the parts of a fleet fit each other and what Google Cloud offers. Pure."""
 
 import ipaddress
 import itertools
@@ -17,12 +17,12 @@ from diloco.infra.provision.fleet import (
 )
 from diloco.infra.provision.known import Accelerator, Known
 
-# Accounts of learners, each with three bindings of the bucket: docs/security.md has the limits.
+# The most accounts of learners, each with three bindings of the bucket (docs/security.md).
 MOST_IDENTITIES = 30
 LIVENESS_PORT = 9463
-# Of JAX's coordinator and libtpu: the firewall of modules/learner opens them.
+# Ports of JAX's coordinator and libtpu, which the firewall of modules/learner opens.
 TPU_PORTS = range(8470, 8491)
-# Addresses of a range that no machine gets.
+# The number of addresses of a range that Google reserves.
 OF_GOOGLE = 4
 _RESERVED = ("operator", "guard", "keeper")
 _NODE = re.compile(r"nats-[0-9]+")
@@ -31,7 +31,7 @@ _SMALL = ("2x2x2", "2x2x4", "2x4x4")
 
 
 def check_places(fleet: FleetFile, known: Known) -> Iterator[FleetFinding]:
-    """Check networks, names, zones and accelerators."""
+    """Checks networks, names, zones and accelerators."""
     yield from _subnets(fleet)
     yield from _regions(fleet, known)
     yield from _names(fleet)
@@ -44,7 +44,7 @@ def check_places(fleet: FleetFile, known: Known) -> Iterator[FleetFinding]:
 
 
 def _placed(fleet: FleetFile) -> list[tuple[str, str]]:
-    """The zone of each machine, with where it is written."""
+    """Returns the place in the file and the zone of each machine."""
     return [
         *((f"nats.zones: {zone}", zone) for zone in fleet.nats.zones),
         *((f"aggregators.{name}", one.zone) for name, one in fleet.aggregators.items()),
@@ -53,7 +53,7 @@ def _placed(fleet: FleetFile) -> list[tuple[str, str]]:
 
 
 def _regions(fleet: FleetFile, known: Known) -> Iterator[FleetFinding]:
-    """Zones and regions that Google does not have."""
+    """Checks that Google has the zones and regions."""
     hint = f"(read on {known.as_of}); allow_unlisted = true if Google has it since"
     named = [*((f"subnets.{region}", region) for region in fleet.subnets)]
     if fleet.bucket() not in MULTI_REGIONS:
@@ -75,7 +75,7 @@ def _regions(fleet: FleetFile, known: Known) -> Iterator[FleetFinding]:
 
 
 def _slices(fleet: FleetFile) -> Iterator[FleetFinding]:
-    """Ports of machines, and slices of several hosts that neither Google nor the keeper repairs."""
+    """Checks the ports of machines, and that somebody repairs slices of several hosts."""
     large = [name for name, one in fleet.learners.items() if hosts_of(one) > 1]
     if fleet.metrics_port == LIVENESS_PORT:
         yield FleetFinding(f"metrics_port {LIVENESS_PORT} is where machines answer health checks")
@@ -133,7 +133,7 @@ def _names(fleet: FleetFile) -> Iterator[FleetFinding]:
 
 
 def _sites(fleet: FleetFile) -> Iterator[FleetFinding]:
-    """Learners of a site are named after it, so that one prefix is theirs and nobody else's."""
+    """Checks names: learners of a site begin with its name, so that its prefix is theirs alone."""
     sites = {one.site for one in fleet.learners.values() if one.site}
     for name, learner in fleet.learners.items():
         if learner.site and not name.startswith(f"{learner.site}-"):

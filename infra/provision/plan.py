@@ -1,6 +1,6 @@
-"""A fleet's file, everything that is wrong with it, and the variables that Terraform is given.
+"""Reads a fleet's file, and returns all that is wrong with it and Terraform's variables.
 
-Here too: which machine an aggregator needs, and whether meshes fit slices.
+Also computes which machine an aggregator needs, and checks that meshes fit slices.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,11 +25,11 @@ _FILES = ("run_toml", "auth_folder")
 
 
 class Checked(NamedTuple):
-    """A fleet, and what was found.
+    """The result of checking a fleet.
 
     Attributes:
-        variables: the input of Terraform; None where something is refused.
-        costs: of what it then makes.
+        variables: the input of Terraform; None if a finding is refused.
+        costs: the costs of what Terraform then makes.
     """
 
     findings: list[FleetFinding]
@@ -38,12 +38,12 @@ class Checked(NamedTuple):
 
     @property
     def refused(self) -> list[FleetFinding]:
-        """The findings that must be mended first."""
+        """The findings that must be corrected before Terraform runs."""
         return [one for one in self.findings if one.refused]
 
 
 def check(path: Path) -> Checked:
-    """Read the file of a fleet and all that it names.
+    """Reads and checks the file of a fleet and all that it names.
 
     Raises:
         ConfigError: the file itself is not one of a fleet.
@@ -83,7 +83,7 @@ def check(path: Path) -> Checked:
 def _model(
     fleet: FleetFile, config: Config, table: Known
 ) -> tuple[Sequence[int], Sequence[FleetFinding]]:
-    """The elements of each fragment, none where they are not known, and what is wrong there."""
+    """Returns the elements of each fragment (none if unknown), and the findings about the model."""
     settings = config.settings()
     if config.task.build:
         task = model_or_fault(settings)
@@ -99,7 +99,7 @@ def _model(
 def _variables(
     fleet: FleetFile, given: dict[str, Any], found: dict[str, str | None]
 ) -> dict[str, Any]:
-    """The variables of infra/terraform/variables.tf."""
+    """Returns the values of infra/terraform/variables.tf."""
     document = fleet.model_dump(exclude={"parameters", "allow_unlisted"}, exclude_none=True)
     for name, machine in found.items():
         document["aggregators"][name]["machine_type"] = machine
@@ -107,18 +107,18 @@ def _variables(
 
 
 def memory_needed(settings: RunSettings, fragments: Sequence[int]) -> int:
-    """The memory of one aggregator: able to own every fragment if the others are lost."""
+    """Returns the bytes that one aggregator needs to own every fragment if the others are lost."""
     return sizes(settings, fragments).resident_bytes + REST_BYTES
 
 
 def machines(fleet: FleetFile, known: Known, needed_bytes: int) -> dict[str, str | None]:
-    """Each aggregator's machine: the one that is named, else the smallest that holds the run."""
+    """Returns each aggregator's machine type: the named one, else the smallest that fits."""
     found = known.machine_with(needed_bytes)
     return {name: one.machine_type or found for name, one in fleet.aggregators.items()}
 
 
 def check_memory(fleet: FleetFile, known: Known, needed_bytes: int) -> Iterator[FleetFinding]:
-    """Check that the model fits into each aggregator."""
+    """Checks that the model fits into each aggregator."""
     needed = f"{needed_bytes / 1e9:.0f} GB for the run's model"
     fitting = known.machine_with(needed_bytes)
     hint = f"the smallest known here is {fitting}" if fitting else "none known here has as much"
@@ -139,7 +139,7 @@ def check_memory(fleet: FleetFile, known: Known, needed_bytes: int) -> Iterator[
 
 
 def check_meshes(fleet: FleetFile, config: Config) -> Iterator[FleetFinding]:
-    """Check that meshes fit their slices, and that each island is a learner's."""
+    """Checks that meshes fit their slices, and that each island names a learner of the fleet."""
     for name, learner in fleet.learners.items():
         chips = chips_of(learner)
         if learner.kind not in ONE_DEVICE or not chips:
