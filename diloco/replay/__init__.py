@@ -1,1 +1,1 @@
-"""A run's past: made again, decided again, and under other settings."""
+"""A run's past: recomputed, decided again, and merged under other settings."""

@@ -1,7 +1,8 @@
 """`diloco bundle`: a run, or a part of it, in one file: tape, objects, heartbeats, logs, packages.
 
-Every command that reads takes it in place of RUN, on another machine, without bus or store.
-Beginning at a version it is what garbage collection would have left of the run, and is judged so.
+Every command that only reads takes the file in place of RUN, on another machine, without bus or
+store. A bundle that begins at a version is what garbage collection would have left of the run, and
+is judged as such.
 """
 
 import asyncio
@@ -49,7 +50,7 @@ def run_bundle(target: str, path: Path, wanted: BundleOptions) -> None:
     """Write a bundle, and print its contents.
 
     Raises:
-        DilocoError: there is no such run, or the file is there.
+        DilocoError: there is no such run, or the file exists.
     """
     if wanted.redact and not wanted.objects:
         raise ConfigError("--redact gives objects other names: it needs them in the file")
@@ -66,7 +67,7 @@ def run_bundle(target: str, path: Path, wanted: BundleOptions) -> None:
 
 
 class BundleSummary(NamedTuple):
-    """The contents of a bundle, counted."""
+    """Counts of a bundle's contents."""
 
     messages: int
     objects: int
@@ -77,7 +78,7 @@ class BundleSummary(NamedTuple):
 async def _bundle(target: str, path: Path, wanted: BundleOptions) -> BundleSummary:
     async with open_run(target, name="bundle", reads=True, salvage=wanted.salvage) as opened:
         context = opened.context
-        # Before the tape: what it does not know of then is newer than it.
+        # Listed before the tape is read: objects unknown to the tape are newer then.
         there = await context.runtime.call(context.store.list, f"{context.run}/")
         part = await _part(context, wanted)
         redactor = await _redactor(context) if wanted.redact else None
@@ -90,7 +91,7 @@ async def _bundle(target: str, path: Path, wanted: BundleOptions) -> BundleSumma
         }  # fmt: skip
         with BundleWriter(path, header) as writer:
             copy = _Copy(opened, writer, redactor)
-            # First what a part that is left of a file cannot be read without.
+            # First the parts without which a damaged file cannot be read.
             if wanted.objects:
                 await copy.objects([names.layout_object(context.run, context.layout.digest)])
             await copy.tape(part)
@@ -105,18 +106,18 @@ async def _bundle(target: str, path: Path, wanted: BundleOptions) -> BundleSumma
     return BundleSummary(writer.messages, writer.objects, [name for name, _ in files], lost)
 
 
-# What part of the tape
+# Choosing a part of the tape
 
 
 @dataclass
 class TapeRange:
-    """Messages up to a sequence, and of each subject from one on."""
+    """A part of the tape: messages up to a sequence, and of each subject from a sequence on."""
 
     last_seq: int
     below: dict[str, int] = field(default_factory=dict)
 
     def has(self, message: Message) -> bool:
-        """Whether a message is of it."""
+        """True if the part contains a message."""
         return message.seq >= self.below.get(message.subject, 0)
 
 
@@ -133,10 +134,10 @@ async def _part(context: RunContext, wanted: BundleOptions) -> TapeRange:
 
 
 async def _begin(context: RunContext, fragment: int, first: int, part: TapeRange) -> None:
-    """Leave out what came before a fragment's newest stored state up to a version.
+    """Leave out the messages before a fragment's newest stored state up to version `first`.
 
     Raises:
-        ConfigError: nothing is stored so early.
+        ConfigError: no state is stored that early.
     """
     begin: tuple[int, int] | None = None
     learners: set[str] = set()
@@ -163,7 +164,7 @@ async def _messages(context: RunContext, part: TapeRange | None = None) -> Async
 
 
 async def _redactor(context: RunContext) -> Redactor:
-    """Knows every name on the tape."""
+    """Returns a redactor of every name on the tape."""
     known, tasks = set[str](), set[str]()
     async for message in _messages(context):
         known |= {name for name in [names.subject_learner(message.subject)] if name}
@@ -182,7 +183,7 @@ async def _redactor(context: RunContext) -> Redactor:
 
 
 def _positions_of(item: Item) -> str | None:
-    """The object with positions that a message names."""
+    """Returns the name of the object with data positions that a message names, or None."""
     body = item.body if isinstance(item, Entry) else None
     beside = body.positions_object if isinstance(body, wire.Specification) else None
     return beside.name if beside else None
@@ -192,11 +193,11 @@ def _positions_of(item: Item) -> str | None:
 
 
 class _Copy:
-    """A bundle under way.
+    """The writing of one bundle.
 
     Args:
         opened: the run.
-        writer: takes it.
+        writer: writes the file.
         redactor: replaces names; None to keep them.
     """
 
@@ -221,7 +222,7 @@ class _Copy:
             self._writer.message(await self._told(message, item))
 
     async def _told(self, message: Message, item: Item) -> Message:
-        """The message as the bundle has it."""
+        """Returns the message as the bundle stores it."""
         if self._redactor is None:
             return message
         if (beside := _positions_of(item)) is not None:
@@ -265,7 +266,7 @@ class _Copy:
                 )
 
     async def heartbeats(self) -> None:
-        """Heartbeats and rejections, as far as they are kept."""
+        """Write heartbeats and rejections, as far as they are stored."""
         context, subjects = self._context, names.ops_subjects(self._context.run)
         with contextlib.suppress(StreamMissingError):
             stream = names.ops_stream(context.run)
@@ -274,13 +275,13 @@ class _Copy:
                 self._writer.ops(told)
 
     async def needed(self, there: Sequence[str], *, newer: bool) -> None:
-        """The objects that the tape needs, and those that it has not come to."""
+        """Write the objects that the tape needs, and with `newer` those beyond its end."""
         context, wanted = self._context, self._needed
         if newer:
             newest, last_seq = self._newest, self._last_seq
             found = newer_than(context.run, context.epoch, newest, there, last_seq)
             wanted = wanted | {*found}
-        # Of a run that goes on the tape came further than the list, whose objects it names.
+        # If the run is in progress, the tape names objects newer than the list.
         late = wanted.difference(there)
         if late:
             listed = await context.runtime.call(context.store.list, f"{context.run}/")
@@ -296,14 +297,14 @@ class _Copy:
             await self._context.runtime.call(self._object, self._context.store, name)
 
     def _object(self, store: ObjectStore, name: str) -> None:
-        with contextlib.suppress(ObjectMissingError):  # Collected meanwhile.
+        with contextlib.suppress(ObjectMissingError):  # It was collected meanwhile.
             data = store.get(name)
             if self._redactor is not None:
                 name, data = self._redactor.object(name, data)
             self._writer.object(name, data)
 
     async def collected(self) -> None:
-        """Note what garbage collection has trimmed while the objects were copied."""
+        """Note the messages that garbage collection has trimmed while the objects were copied."""
         for fragment, oldest_seq in self._oldest.items():
             subject = names.record(self._context.run, fragment)
             oldest = await first_message(self._context, subject)
@@ -311,7 +312,7 @@ class _Copy:
                 self._writer.oldest(fragment, oldest.seq)
 
     def hidden(self, name: str, data: bytes) -> tuple[str, bytes]:
-        """A file without names."""
+        """Returns a file with the names in its name and text replaced."""
         assert self._redactor is not None
         text = self._redactor.text(data.decode(errors="replace"))
         folder, _, last = name.rpartition("/")
@@ -325,7 +326,7 @@ class _Copy:
 
 
 def _notes(about: Mapping[str, Any]) -> Iterator[tuple[str, bytes]]:
-    """Notes on this machine: records name the packages of their makers by a digest."""
+    """Yields notes on this machine, with the packages whose digest records name."""
     host = {"release": release(), "python": sys.version, "platform": platform.platform()}
     made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(about["made_s"]))
     yield ABOUT, (json.dumps({**about, "made": made, **host}, indent=1) + "\n").encode()
@@ -333,10 +334,10 @@ def _notes(about: Mapping[str, Any]) -> Iterator[tuple[str, bytes]]:
 
 
 def _logs(target: str, given: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
-    """Logs of a local run, and those that are given.
+    """Yields the logs of a local run, and the given ones.
 
     Raises:
-        ConfigError: there is no such file, or a bundle cannot hold one of its name.
+        ConfigError: there is no such file, or its name is not allowed in a bundle.
     """
     path = Path(target)
     own = (path if path.is_dir() else path.parent) / "logs"
@@ -354,7 +355,7 @@ def _logs(target: str, given: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
 
 
 def _earlier(opened: OpenRun, new: Iterable[str]) -> list[tuple[str, bytes]]:
-    """Files of the bundle that this one is made of."""
+    """Returns the files of the bundle from which this one is made."""
     source, known = opened.bundle, {*new}
     if source is None:
         return []

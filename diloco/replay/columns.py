@@ -1,4 +1,4 @@
-"""Very many rows of numbers, in little memory."""
+"""Stores very many rows of numbers in little memory."""
 
 from array import array
 from collections.abc import Iterable
@@ -18,10 +18,10 @@ class TupleColumns(Lazy[Row]):
 
     Args:
         kind: the class.
-        rows: the first ones.
+        rows: the first rows.
 
     Attributes:
-        texts: every text of the rows, in the order that they came; a column has places in it.
+        texts: every text of the rows, in order of appearance; columns hold indices of it.
     """
 
     def __init__(self, kind: type[Row], rows: Iterable[Row] = ()) -> None:
@@ -44,16 +44,16 @@ class TupleColumns(Lazy[Row]):
         return self._places[text]
 
     def column(self, name: str) -> Column:
-        """A field of all rows, float64 [rows]."""
+        """Returns a field of all rows, float64 [rows]."""
         rows = np.frombuffer(self._values, np.float64).reshape(-1, len(self._types))
         return rows[:, [*self._types].index(name)].copy()
 
     def __len__(self) -> int:
-        """The number of rows."""
+        """Returns the number of rows."""
         return len(self._values) // len(self._types)
 
     def item(self, index: int) -> Row:
-        """The row at an index."""
+        """Returns the row at an index."""
         width = len(self._types)
         at = index * width
         row = zip(self._types.values(), self._values[at : at + width], strict=True)

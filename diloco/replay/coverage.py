@@ -1,8 +1,8 @@
-"""The coverage of a verdict: the tape's range, and the fate of every version.
+"""The coverage of a verdict: the tape's range, and the result for every version.
 
-A verdict is "verified" only if nothing is left out of it. What the tape itself says garbage
-collection has taken makes it "incomplete", and what is gone without that, or is not as recorded,
-"wrong". Reads nothing.
+A verdict is "verified" only if nothing is left out of it. If garbage collection has removed a part,
+as the tape itself shows, it is "incomplete"; if a part is missing without that, or differs from its
+record, "wrong". Reads nothing.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,7 +22,7 @@ from diloco.run.history import Chain, History
 Verdict = Literal["verified", "incomplete", "wrong"]
 STATUSES: dict[Verdict, int] = {"verified": 0, "wrong": 1, "incomplete": 2}
 WITH_IT = "they may have stood in the part of the file that is lost"
-# Rules that learners alone may break: a verdict on what the tape says has none of them.
+# Rules that only learners can break: a verdict on the tape does not count them.
 OF_LEARNERS = frozenset({"data", "shares"})
 
 
@@ -31,12 +31,12 @@ class Tape:
     """The tape that a verdict is about.
 
     Attributes:
-        end_seq: of its end message; 0 if it has none: the run goes on, or the tape was cut.
-        releases: whose records it holds.
-        unreadable: records that cannot be read; `garbage`: messages that are none of the protocol.
+        end_seq: sequence of its end message; 0: the run is in progress, or the tape was cut.
+        releases: the releases that made its records.
+        unreadable: records that cannot be read; `garbage`: messages that are not of the protocol.
         newer: objects of versions beyond the tape's end.
-        under_way: objects of a version that was being made, or the tape was cut there.
-        missing: objects that are gone though no collection takes them, with their record.
+        under_way: objects of a version in the making, unless the tape was cut there.
+        missing: objects that are missing though no collection takes them, with their record.
         lost: the damage of the file from which the tape was salvaged, or "".
     """
 
@@ -59,23 +59,23 @@ class Tape:
 
     @property
     def wrong(self) -> bool:
-        """Whether the tape differs from what its makers left, as far as a damaged copy can tell."""
+        """Whether the tape differs from what was written to it, as far as a damaged copy tells."""
         gone = self.unreadable or self.holes or self.breaches or self.missing
         return bool(gone) and not self.lost
 
 
 @dataclass(kw_only=True)
 class Versions:
-    """The fate of the versions that were asked for; each is counted once.
+    """Counts of the chosen versions by result.
 
     Attributes:
-        again: made again, and as recorded.
-        stored: begun with: their stored view and outer state have the recorded digests.
-        trimmed: before what garbage collection has left, as the tape or its age says.
-        missing: their objects are gone, and nothing says why.
-        wrong: not as recorded.
-        unreached: follow a version that is wrong or gone, before the next stored state.
-        earlier: verified by an earlier call of `--resume`, and not looked at again.
+        again: recomputed, and equal to the record.
+        stored: used as a beginning: their stored view and outer state have the recorded digests.
+        trimmed: before the part that garbage collection has left, as the tape or its age shows.
+        missing: their objects are missing without an explanation.
+        wrong: different from the record.
+        unreached: after a version that is wrong or missing, before the next stored state.
+        earlier: verified by an earlier call with `--resume`, and not repeated.
     """
 
     again: int = 0
@@ -88,7 +88,7 @@ class Versions:
 
 
 def check_readable(history: History) -> None:
-    """Refuse a tape of which nothing of a fragment can be read.
+    """Refuse a tape that has a fragment without a readable record.
 
     Raises:
         IntegrityError: it was written by another release, or is damaged.
@@ -112,15 +112,15 @@ def check_readable(history: History) -> None:
 def tape_of(
     history: History, listing: Listing, *, window_s: float, now_s: float, lost: str = ""
 ) -> Tape:
-    """Compare a tape with the listing of its store: which objects it has lost.
+    """Compare a tape with the listing of its store: which objects are missing.
 
     Args:
         history: the tape.
-        listing: of the run's objects, from before it was read.
-        window_s: what is older may have been collected, where the tape is a copy of one that goes
-            on; infinite where it is the run's own.
+        listing: the run's objects, listed before the tape was read.
+        window_s: age from which objects may have been collected, if the tape is a copy and its run
+            in progress; infinite for the run's own tape.
         now_s: the time.
-        lost: as `Tape` has it.
+        lost: as in `Tape`.
     """
     times_s, copied = history.times_s, window_s < inf
     first_seq = next(iter(times_s))
@@ -156,7 +156,7 @@ def tape_of(
 
 
 def _newest_decisions(history: History) -> Iterator[Breach]:
-    """Newest records, whose digest stands in none behind them, that do not follow from the tape."""
+    """Find newest records that do not follow from the tape: no later record has their digest."""
     for fragment in history.records:
         found = decide_newest(history, fragment)
         if found is not None and found.outcome == "different":
@@ -166,7 +166,7 @@ def _newest_decisions(history: History) -> Iterator[Breach]:
 
 
 def before_the_tape(history: History, chosen: Mapping[int, Chain]) -> int:
-    """Versions of these fragments that were made before the oldest record that the tape has."""
+    """Returns the number of versions of these fragments before the tape's oldest record."""
     count = 0
     for fragment, chain in chosen.items():
         oldest_seq, oldest = history.records[fragment][0]
@@ -176,7 +176,7 @@ def before_the_tape(history: History, chosen: Mapping[int, Chain]) -> int:
 
 
 def verdict(tape: Tape, versions: Versions) -> Verdict:
-    """The verdict on the whole of a tape and its versions."""
+    """Returns the verdict on a tape and its versions."""
     if tape.wrong or versions.wrong or (versions.missing and not tape.lost):
         return "wrong"
     if tape.newer or tape.lost or versions.trimmed or versions.unreached:
@@ -185,7 +185,7 @@ def verdict(tape: Tape, versions: Versions) -> Verdict:
 
 
 def document(tape: Tape, versions: Versions, **more: Any) -> dict[str, Any]:
-    """The verdict as JSON has it."""
+    """Returns the verdict for JSON."""
     said = verdict(tape, versions)
     return {
         "verdict": said,
@@ -198,7 +198,7 @@ def document(tape: Tape, versions: Versions, **more: Any) -> dict[str, Any]:
 
 
 def sentences(tape: Tape, versions: Versions) -> list[str]:
-    """The coverage, line by line, for people."""
+    """Returns the coverage as lines of text."""
     end = f"end message at {tape.end_seq}" if tape.end_seq else "no end message"
     unread = f"{tape.unreadable} unreadable, {tape.garbage} not of the protocol"
     found = [

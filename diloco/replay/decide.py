@@ -1,4 +1,4 @@
-"""Every decision of a run once more: `aggregator/core/decisions.py` over a run's history."""
+"""Repeats every decision of a run: `aggregator/core/decisions.py` over a run's history."""
 
 from array import array
 from collections import deque
@@ -17,7 +17,7 @@ from diloco.common.storage.tape import Entry, InvalidMessage
 from diloco.run.history import Chain, History
 from diloco.run.spool import Lazy
 
-# Of so many records before the newest one the oldest is the basis on which it is decided again.
+# The number of records before the newest one among which its basis is searched.
 NEAR = 32
 
 
@@ -27,7 +27,7 @@ def decide(history: History, fragment: int, chain: Chain) -> Iterator[Decision]:
     Args:
         history: the tape.
         fragment: its index.
-        chain: the records to look at, of that fragment.
+        chain: the fragment's records to decide again.
     """
     return decide_again(
         chain,
@@ -41,8 +41,8 @@ def decide(history: History, fragment: int, chain: Chain) -> Iterator[Decision]:
 def decide_newest(history: History, fragment: int) -> Decision | None:
     """Decide a fragment's newest record again, since no record after it carries its digest.
 
-    The basis is looked for among the `NEAR` records before it. None if an operator made the newest
-    record, or the settings of one of them are gone.
+    The basis is one of the `NEAR` records before it. None if an operator made the newest record, or
+    the settings of one of them are no longer on the tape.
     """
     chain = history.records[fragment][-NEAR - 1 :]
     if any(history.settings_of(record) is None for _, record in chain):
@@ -52,7 +52,7 @@ def decide_newest(history: History, fragment: int) -> Decision | None:
 
 
 def whole_from(history: History, fragment: int) -> int:
-    """The sequence from which on the tape has every message that concerns a fragment.
+    """Returns the sequence from which on the tape has every message about a fragment.
 
     Garbage collection takes a fragment's messages only from before its oldest record.
     """
@@ -60,14 +60,14 @@ def whole_from(history: History, fragment: int) -> int:
 
 
 def rules_of(history: History, settings: RunSettings, fragment: int) -> FragmentRules:
-    """The machine's rules under some settings."""
+    """Returns the machine's rules for a fragment under these settings."""
     return fragment_rules(settings, history.layout, fragment, history.specification.epoch)
 
 
 class _Told(Lazy[TapeEvent]):
-    """Events of a fragment, made of the tape's messages when they are asked for.
+    """A fragment's events, made from the tape's messages on access.
 
-    `order` has the index of each in `entries`, or, less than 0, from the end of `undecoded`.
+    `order` has each event's index in `entries`, or, if negative, from the end of `undecoded`.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class _Told(Lazy[TapeEvent]):
         return len(self._order)
 
     def item(self, index: int) -> TapeEvent:
-        """The event at an index."""
+        """Returns the event at an index."""
         at = self._order[index]
         if at < 0:
             return _undecoded(self._undecoded[at])
@@ -98,7 +98,7 @@ class _Told(Lazy[TapeEvent]):
 
 
 def heard(history: History, fragment: int, first_seq: int = 0) -> Sequence[TapeEvent]:
-    """The events of the tape for the machine of a fragment, from a sequence to the run's end."""
+    """Returns the tape's events for a fragment's machine, from `first_seq` to the run's end."""
     about = history.entries.concerning(fragment, first_seq)
     undecoded = [
         one for one in history.undecoded if one.seq >= first_seq and _is_update(one, fragment)
@@ -139,7 +139,7 @@ def _heard(history: History, fragment: int, entry: Entry) -> TapeEvent | None:
 
 
 def _inputs_and_step(history: History, commit: Commit, record: wire.Record) -> dict[str, object]:
-    """A record's fields on its inputs and its outer step, as far as the machine decides them."""
+    """Returns a record's fields on inputs and outer step, as far as the machine decides them."""
     if commit.what != "version":
         return {"inputs": ()}
     state = commit.state
@@ -152,9 +152,9 @@ def _inputs_and_step(history: History, commit: Commit, record: wire.Record) -> d
 
 
 def inputs_again(admitted: Sequence[Admitted], record: wire.Record) -> tuple[wire.Input, ...]:
-    """The inputs that a record would state for these updates.
+    """Returns the inputs that a record would state for these updates.
 
-    Figures of their arrays are copied from the record; merging again verifies them.
+    Figures of their arrays are copied from the record; recomputing the version verifies them.
     """
     given = {taken.stream_seq: (taken.coefficients, taken.weight_unit) for taken in record.inputs}
     return tuple(make_input(one, *given.get(one.stream_seq, (b"", 0))) for one in admitted)

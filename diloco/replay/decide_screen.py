@@ -1,4 +1,4 @@
-"""The screen of `diloco replay --decide`: how many decisions came out the same, and which not."""
+"""Prints the result of `diloco replay --decide`: how many decisions were the same, which not."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -16,13 +16,13 @@ from diloco.replay.decide import decide
 from diloco.run.cli.screen import plain_table, say_json
 from diloco.run.history import Chain, History
 
-# Decisions that differ are shown in full up to so many.
+# The most differing decisions that are shown in full.
 SHOWN = 5
 
 
 @dataclass
 class DecisionCounts:
-    """Counts of decisions by outcome; `different` has the first that differ."""
+    """Counts of decisions by outcome; `different` has the first ones that differ."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
@@ -96,7 +96,7 @@ def _tell_json(history: History, found: DecisionCounts, said: Verdict) -> None:
 
 
 def show_decision(decision: Decision, console: Console) -> None:
-    """A decision that came out in another way: each field, as recorded and as decided now."""
+    """Print a decision that differs: each field, as recorded and as decided now."""
     record = decision.record
     console.print(
         f"[bold red]fragment {record.fragment}, {record.what} {record.version}[/] (record "
@@ -111,7 +111,7 @@ def show_decision(decision: Decision, console: Console) -> None:
 
 
 def _parts(name: str, said: Any, found: Any) -> Iterator[tuple[str, str, str]]:
-    """The smallest parts of a field that differ."""
+    """Yields the smallest parts of a field that differ."""
     if isinstance(said, wire.NestedRecord) and type(said) is type(found):
         for key in type(said).model_fields:
             yield from _parts(f"{name}.{key}", getattr(said, key), getattr(found, key))

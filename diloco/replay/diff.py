@@ -1,4 +1,4 @@
-"""`diloco show --against`: what two runs differ in, from settings to the first version."""
+"""`diloco show --against`: lists two runs' differences, from settings to the first version."""
 
 import asyncio
 from collections.abc import Iterator
@@ -11,10 +11,10 @@ from diloco.run.history import History, read_history
 
 
 def run_diff(one: str, other: str) -> None:
-    """Tell what two runs differ in.
+    """Print the differences of two runs.
 
     Raises:
-        DilocoError: no such run; bus or store are away.
+        DilocoError: no such run; bus or store are unreachable.
     """
     for line in asyncio.run(_diff(one, other)):
         say_plainly(line)
@@ -30,7 +30,7 @@ async def _diff(one: str, other: str) -> list[str]:
 
 
 def differences(one: History, other: History) -> Iterator[str]:
-    """Lines on what differs, the cause before what follows from it."""
+    """Yields lines on the differences, causes before their consequences."""
     settings = changes(one.settings, other.settings)
     yield from (f"setting {sentence}" for sentence in settings)
     if not settings:
@@ -91,7 +91,7 @@ def _view(at: tuple[int, wire.Record]) -> str:
 
 
 def _round(one: tuple[int, wire.Record], other: tuple[int, wire.Record]) -> Iterator[str]:
-    """Lines on the differences between two rounds of one version."""
+    """Yields lines on the differences between two rounds of one version."""
     for which, (seq, record) in (("first", one), ("second", other)):
         inputs = ", ".join(
             f"{taken.learner} (norm {taken.norm:.4g}, loss {taken.loss:.4g}, stale "

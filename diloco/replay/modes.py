@@ -1,4 +1,4 @@
-"""`diloco replay`: a run's past, verified, decided again, or as it might have been."""
+"""`diloco replay`: verifies a run's past, repeats its decisions, or changes its settings."""
 
 import asyncio
 import math
@@ -45,10 +45,10 @@ from diloco.show.page.markup import check_name
 def run_replay(target: str, options: Options, console: Console | None = None) -> int:
     """Run the mode that the options ask for; returns the exit status.
 
-    0 if all of it is as recorded, 1 if something is not, 2 if something could not be looked at.
+    0 if everything equals the record, 1 if a part differs, 2 if a part could not be checked.
 
     Raises:
-        DilocoError: options that cannot be, or a run that cannot be read.
+        DilocoError: invalid options, or a run that cannot be read.
     """
     _check(options)
     check_name(options.plot)
@@ -57,10 +57,10 @@ def run_replay(target: str, options: Options, console: Console | None = None) ->
 
 
 def _check(options: Options) -> None:
-    """Refuse options that say nothing together.
+    """Refuse options that exclude each other.
 
     Raises:
-        ConfigError: they do.
+        ConfigError: names them.
     """
     if options.decide and (options.settings or options.export or options.resume):
         raise ConfigError("--decide can be combined with --fragments, --from and --until only")
@@ -83,7 +83,7 @@ async def _replay(target: str, options: Options, console: Console) -> int:
         context = opened.context
         with console.status("reading the tape ..."):
             until = await _until(context, options)
-            # Before the tape: what it does not know of then is newer than it.
+            # Listed before the tape is read: objects unknown to the tape are newer then.
             listing = await read_listing(context)
             history = await read_history(context)
         check_readable(history)
@@ -94,7 +94,7 @@ async def _replay(target: str, options: Options, console: Console) -> int:
         if options.settings or options.without:
             return await _what_if(context, history, chosen, options, console)
         if options.score or options.bisect or options.blame:
-            # Of the tape they want the records alone.
+            # These modes need only the records of the tape.
             history.let_go_of_messages()
             del listing
         if options.score or options.bisect:
@@ -106,7 +106,7 @@ async def _replay(target: str, options: Options, console: Console) -> int:
         now_s = context.runtime.clock()
         tape = tape_of(history, listing, window_s=window_s, now_s=now_s, lost=lost)
         tape = replace(tape, missing=await _still_missing(context, tape.missing))
-        # Merging wants memory of its own, and of the tape its records.
+        # Merging needs memory itself, and only the records of the tape.
         history.let_go_of_messages()
         del listing
         return await _verify(context, history, chosen, tape, window_s, options, console)
@@ -145,7 +145,7 @@ async def _verify(
 
 
 async def _is_collected(context: RunContext, history: History, lost: Lost, window_s: float) -> bool:
-    """Whether the tape, as it is by now, or the age of a copy of it, says so."""
+    """True if a version may have been collected, by the present tape or the age of a copy."""
     oldest = await first_message(context, names.record(context.run, lost.fragment))
     if lost.record_seq <= max(history.records[lost.fragment][0][0], oldest.seq):
         return True
@@ -155,7 +155,7 @@ async def _is_collected(context: RunContext, history: History, lost: Lost, windo
 async def _still_missing(
     context: RunContext, missing: tuple[tuple[str, int], ...]
 ) -> tuple[tuple[str, int], ...]:
-    """The missing objects that were neither made nor collected since they were missed."""
+    """Returns the missing objects that were neither made nor collected meanwhile."""
     if not missing:
         return ()
     oldest: dict[int | None, int] = {}
@@ -211,12 +211,12 @@ async def _blame(
     options: Options,
     console: Console,
 ) -> int:
-    # Who scores nothing loads no task, nor what tasks are made with.
+    # Without scoring, neither the task nor its libraries are loaded.
     from diloco.run.model.view import held_out_scorer
 
     evaluate = await held_out_scorer(context, history.specification)
     with progress("merging without each update") as hear:
-        # On a terminal the bar says how far it is, and takes no lines.
+        # On a terminal the bar shows the progress, and other lines would break it.
         shown = None if options.json or console.is_terminal else blame_screen.SoFar(console)
         work = partial(blame.blame, progress=hear, told=shown)
         found = await asyncio.to_thread(work, context, history, chosen, evaluate)

@@ -28,7 +28,7 @@ Until = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The command line, as given."""
+    """The options of `diloco replay` on the command line."""
 
     decide: Annotated[
         bool, typer.Option("--decide", help="repeat the decisions, not the merges")
@@ -98,15 +98,15 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class BundleOptions:
-    """Options on the contents of a bundle.
+    """The options for the contents of a bundle.
 
     Attributes:
         first: a version; each fragment begins at its newest stored state up to it. None: all.
-        until: versions or a time, as the command has it; None: up to now.
-        redact: names are replaced by hashes.
+        until: versions or a time, as the command takes it; None: up to now.
+        redact: replace names by hashes.
         logs: files, or folders of them.
-        objects: whether these too; without, a reader needs the run's store.
-        salvage: take the whole parts of a file that is damaged.
+        objects: include the objects; without, a reader needs the run's store.
+        salvage: take the intact parts of a damaged file.
     """
 
     first: First = None

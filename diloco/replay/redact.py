@@ -1,8 +1,8 @@
-"""Names of learners, machines and the run, replaced by others in all that a bundle holds.
+"""Replaces the names of learners, machines and the run in everything that a bundle holds.
 
-The replacement is a hash under a key that nobody keeps, behind a rank: decisions follow the order
-of names, and would come out otherwise. Records name each other by digests, which are made again;
-a chain that was broken stays broken.
+The replacement is a hash under a discarded key, with the name's rank before it: decisions depend on
+the order of names. Records name each other by digests, which are recomputed; a chain that was
+broken stays broken.
 """
 
 import contextlib
@@ -19,41 +19,41 @@ from diloco.common.protocol.errors import DilocoError
 from diloco.common.storage.bus import Message
 from diloco.common.storage.tape import decode, record_digest
 
-# Fields that hold nothing but a name, and a table or a list of them.
+# Fields that are a name, and fields that are a table or a list of names.
 NAMES = frozenset({"run", "learner", "aggregator", "host", "by"})
 TABLES = frozenset({"positions", "quarantined"})
-# Settings that say something of learners by their names.
+# Settings that are tables by learners' names.
 BY_LEARNER = (("run", "tokens_per_step"), ("bounds", "learners"))
-# Words of the protocol, and what names nobody; a learner may be called like one of them.
+# Fields with words of the protocol or digests, which are not names; a learner may be named so.
 WORDS = frozenset({
     "kind", "what", "codec", "attempt_id", "release", "lock", "base_digest", "layout", "previous",
     "view_digest", "outer_digest", "reason", "state",
 })  # fmt: skip
-# People's names for what nobody is called by.
+# Values of name fields that name nobody.
 KEPT = frozenset({"operator", ""})
 ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b")
-# Times of day look alike; `ipaddress` tells.
+# Times of day look alike; `ipaddress` decides.
 MAYBE_IPV6 = re.compile(r"(?<![\w:.])(?:[0-9A-Fa-f]{0,4}:){2,7}(?:[0-9A-Fa-f.]+)?(?![\w:])")
 MAIL = re.compile(r"[\w.+%-]+@[\w-]+(?:\.[\w-]+)+")
-# Whose home it is; what lies in it stays.
+# The owner's name of a home folder; the path below it stays.
 HOME = re.compile(r"(?<=/home/)[^/\s\"':,;)]+|(?<=/Users/)[^/\s\"':,;)]+")
 # Tasks of this package are no secret.
 OWN = "diloco."
 
 
 def names_in(payload: bytes) -> Iterator[str]:
-    """Every name that a message or an object speaks of, which somebody has decoded."""
+    """Yields every name in a message or an object whose payload can be decoded."""
     yield from _names_of("", msgpack.unpackb(payload, max_ext_len=0))
 
 
 def _section(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A section of settings; an empty one where there is none, or something else."""
+    """Returns a section of settings; empty if it is missing or invalid."""
     found = settings.get(name)
     return found if isinstance(found, dict) else {}
 
 
 def task_of(settings: Mapping[str, Any]) -> str:
-    """The function that builds a run's task, where the run brings a task of its own; or ''."""
+    """Returns the function that builds a run's task, if it is the user's own; else ""."""
     build = _section(settings, "task").get("build")
     return build if isinstance(build, str) and not build.startswith(OWN) else ""
 
@@ -75,7 +75,7 @@ def _names_of(key: str, value: Any) -> Iterator[str]:
 
 
 def _ref(name: str, data: bytes) -> dict[str, Any]:
-    """Name, size and checksum of an object whose bytes have changed."""
+    """Returns name, size and checksum of an object whose bytes have changed."""
     return {
         "name": f"{name.rpartition('-')[0]}-{shards.digest(data)}",
         "size_bytes": len(data),
@@ -99,7 +99,7 @@ class Redactor:
         self._names = {name: self._hash(f"n{rank:04d}", name) for rank, name in enumerate(others)}
         self._names[run] = self._hash("run", run)
         modules = {task.partition(":")[0] for task in tasks} - {""}
-        # In words for people also as the files they are; not in subjects and names of objects.
+        # In texts also as file names of their modules; not in subjects and names of objects.
         self._words = self._names | {
             written: self._module(module)
             for module in modules
@@ -110,7 +110,7 @@ class Redactor:
             rf"(?<![A-Za-z0-9-])(?:{'|'.join(map(re.escape, longest_first))})(?![A-Za-z0-9-])"
         )
         self._digests: dict[str, str] = {}
-        # What stands in a message for an object that was written anew.
+        # References in messages to objects that were rewritten.
         self._refs: dict[str, dict[str, Any]] = {}
 
     def _hash(self, prefix: str, name: str) -> str:
@@ -120,15 +120,15 @@ class Redactor:
         return self._hash("task", module).replace("-", "_")
 
     def name(self, name: str) -> str:
-        """The replacement of a name."""
+        """Returns the replacement of a known name; any other text stays."""
         return self._names.get(name, name)
 
     def _somebody(self, name: str) -> str:
-        """As `name`; nobody's name stays, also where it was not known before."""
+        """As `name`, for a field that is always a name: an unknown one is replaced, too."""
         return name if name in KEPT else self._names.get(name) or self._hash("n", name)
 
     def text(self, text: str) -> str:
-        """Words for people, without names, addresses of machines and people, and their homes."""
+        """Returns a text for people without names, addresses, mail addresses and home folders."""
         text = MAIL.sub(lambda found: self._hash("mail", found[0]), text)
         text = HOME.sub(lambda found: self._hash("home", found[0]), text)
         text = self._pattern.sub(lambda found: self._words[found[0]], text)
@@ -141,15 +141,15 @@ class Redactor:
         return text
 
     def path(self, name: str) -> str:
-        """The name of an object, or a subject."""
+        """Returns the replacement of an object's name, or of a subject."""
         separator = "." if name.startswith("diloco.") else "/"
         return separator.join(self.name(token) for token in name.split(separator))
 
     def message(self, message: Message, record: bytes | None = None) -> tuple[Message, bytes]:
-        """A message of the tape, and the record that it points to, if it does.
+        """Redact a message of the tape, and the record that it points to, if it does.
 
         Args:
-            message: as it stands.
+            message: the original.
             record: the body of a record that is an object.
         """
         subject = self._subject(message.subject)
@@ -161,13 +161,13 @@ class Redactor:
             body = self._body(record)
             payload = self._pointer(message.payload, body)
         except (ValueError, msgpack.UnpackException, DilocoError):
-            # What nobody can read may hold any name.
+            # An unreadable payload may hold any name.
             return message._replace(subject=subject, payload=b"redacted"), b""
         return message._replace(subject=subject, payload=payload), body
 
     def _subject(self, subject: str) -> str:
         tokens = subject.split(".")
-        # The kind of message, its third word, is no name.
+        # The kind of message, its third token, is not a name.
         return ".".join(t if at == 2 else self.name(t) for at, t in enumerate(tokens))
 
     def _body(self, payload: bytes) -> bytes:
@@ -187,7 +187,7 @@ class Redactor:
         return packed
 
     def _pointer(self, payload: bytes, body: bytes) -> bytes:
-        """The message that points to a record, whose body is another now."""
+        """Returns the message that points to a record, with the record's new digest."""
         fields = self._map(msgpack.unpackb(payload, max_ext_len=0))
         fields["body"] = _ref(fields["body"]["name"], body)
         return bytes(msgpack.packb(fields))
@@ -199,7 +199,7 @@ class Redactor:
         return str(self._refs[name]["name"]), body
 
     def object(self, name: str, data: bytes) -> tuple[str, bytes]:
-        """Redact an object: only scores and checkpoints name anybody."""
+        """Redact an object: only scores and checkpoints contain names."""
         if name.startswith(names.scores_prefix(self.run)):
             body = self._body(data)
             stem = self.path(name).rpartition("-")[0]
@@ -211,11 +211,11 @@ class Redactor:
     def _map(self, fields: dict[str, Any]) -> dict[str, Any]:
         found = {key: self._value(key, value) for key, value in fields.items()}
         if "by" in fields:
-            found["reason"] = self.text(fields["reason"])  # Somebody's own words.
+            found["reason"] = self.text(fields["reason"])  # Free text.
         return found
 
     def _settings(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """The settings with hashes for the names of run, task and learners."""
+        """Returns the settings with hashes for the names of run, task and learners."""
         run = _section(settings, "run")
         found = settings | {"run": run | {"name": self.name(run.get("name", ""))}}
         if build := task_of(settings):

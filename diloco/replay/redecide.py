@@ -1,8 +1,9 @@
-"""Decisions under other rules: the machine in virtual time, over a real tape.
+"""Decides a run again under other rules: the machine in virtual time, over a real tape.
 
-Updates are those that were sent, when they were sent: learners do not react. What depends on the
-machine's own answer is carried over: an update's base becomes the version that stood when its
-learner's base was made, and a learner announces its next update once the one before is resolved.
+The updates and their times are those of the tape: learners do not react. Two things that depend on
+the machine's own answers are carried over: an update's base becomes the version that was newest
+when its learner's base was made, and a learner announces its next update once the one before is
+resolved.
 
 Pure: times come from the tape.
 """
@@ -22,9 +23,9 @@ from diloco.common.protocol import wire
 
 
 class ShardCheck(NamedTuple):
-    """The time when a run's records knew an update's shards, and the shards' norm.
+    """The time when the run's records had read an update's shards, and the shards' norm.
 
-    `norm` is None if they were not what the manifest says.
+    `norm` is None if the shards did not match the manifest.
     """
 
     at_s: float
@@ -32,7 +33,7 @@ class ShardCheck(NamedTuple):
 
 
 class RemadeVersion(NamedTuple):
-    """A version that would have been: its inputs, the share of the fleet, and when it closed."""
+    """A version under the other rules: its inputs, its share of the fleet, and when it closed."""
 
     at_s: float
     commit: Commit
@@ -40,7 +41,7 @@ class RemadeVersion(NamedTuple):
 
 
 class RecordCommitted(NamedTuple):
-    """Event: the record under way is on the tape."""
+    """Event: the record being stored is on the tape."""
 
     record_seq: int
 
@@ -50,23 +51,23 @@ def redecide(
     tape: Iterable[TapeEvent],
     rules_at: Callable[[int], FragmentRules],
 ) -> list[RemadeVersion]:
-    """The versions of a fragment under other rules.
+    """Returns the versions of a fragment under other rules.
 
     Args:
-        chain: (sequence, record) of the fragment; it begins at the first.
+        chain: the fragment's (sequence, record) pairs; it begins at the first.
         tape: its events.
-        rules_at: the rules that a settings message puts in force, by its sequence.
+        rules_at: returns the rules that a settings message puts in force, by its sequence.
     """
     return _Rerun(chain, tape, rules_at).run()
 
 
 def _digest(version: int) -> str:
-    """The name of a version's view here."""
+    """Returns a stand-in for the digest of a version's view."""
     return f"{version:032x}"
 
 
 class _Rerun:
-    """One fragment's machine, and the events that are still to come."""
+    """One fragment's machine, and its future events."""
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class _Rerun:
         self._first_version = first.version
         self._now_s = began_s
         self._made: list[RemadeVersion] = []
-        # When each version stood: of the run that was, and of this one.
+        # When each version was made: in the recorded run, and in this rerun.
         self._was = {record.version: record.closed_at_s for record in (first, *records)}
         self._stood = [(began_s, first.version)]
         self._seen = _seen(records)
@@ -145,7 +146,7 @@ class _Rerun:
             self._step(event)
 
     def _roll_back(self, record: wire.Record) -> None:
-        """Roll back as an operator did; what the round had merged is read and judged again."""
+        """Roll back as an operator did; the round's merged updates are read and judged again."""
         version = self.state.version + 1
         self._stood.append((self._now_s, version))
         again = awaiting(self.state)._replace(
@@ -171,7 +172,7 @@ class _Rerun:
         self._step(event._replace(stored_at_s=self._now_s, manifest=moved))
 
     def _is_waiting(self, manifest: wire.Manifest) -> bool:
-        """Whether the learner's update before this one has no answer yet."""
+        """True if an earlier update of the same learner has no answer yet."""
         taken = [update.manifest for update in self.state.admitted]
         taken += [pending.manifest for pending in self.state.pending.values()]
         return any(
@@ -181,7 +182,7 @@ class _Rerun:
         )
 
     def _base(self, version: int) -> int:
-        """The version here that stood when the base of an update was made there."""
+        """Returns the version of this rerun that was newest when the recorded base was made."""
         at_s = self._was.get(version)
         if at_s is None or version <= self._first_version:
             return version
@@ -190,7 +191,7 @@ class _Rerun:
     def _step(self, event: events.Event) -> None:
         before, seen_seq = self.state, self.state.seen_seq
         if isinstance(event, events.FromTape):
-            # What was held comes after messages that the tape has behind it, for the first time.
+            # A held update comes after messages that follow it on the tape.
             before = before._replace(seen_seq=min(seen_seq, event.stream_seq - 1))
         after, effects = machine.step_at(self._rules, before, event, self._now_s)
         self.state = after._replace(seen_seq=max(seen_seq, after.seen_seq))
@@ -201,7 +202,7 @@ class _Rerun:
             if isinstance(effect, Fetch):
                 self._fetch(effect)
             elif isinstance(effect, AskCut):
-                # Who was announced by now, the machine was told of: the tape is taken in order.
+                # All announcements up to now have reached the machine: the tape is taken in order.
                 self._step(events.CutKnown(self._now_s, self.state.seen_seq))
             elif isinstance(effect, Commit):
                 self._commit(effect)
@@ -209,7 +210,7 @@ class _Rerun:
     def _fetch(self, fetch: Fetch) -> None:
         seen = self._seen.get(fetch.update)
         if seen is None:
-            return  # Nobody ever read its shards.
+            return  # Its shards were never read.
         at_s = self._now_s + self._fetch_s
         if seen.norm is None:
             self._expect(at_s, events.Failed(at_s, fetch.update, "missing", "as it was"))
@@ -248,7 +249,7 @@ def _seen(records: Iterable[wire.Record]) -> dict[UpdateId, ShardCheck]:
 
 
 def _quickest_fetch(records: Iterable[wire.Record], tape: Iterable[TapeEvent]) -> float:
-    """Seconds from a manifest to its shards where nothing held them back."""
+    """Returns the least seconds from a manifest to its shards, without other delays."""
     seen = _seen(records)
     took_s = [
         seen[update].at_s - event.stored_at_s
@@ -263,7 +264,7 @@ def _quickest_fetch(records: Iterable[wire.Record], tape: Iterable[TapeEvent]) -
 
 
 def _usual_commit(records: Sequence[wire.Record]) -> float:
-    """Median seconds from the end of a round to the news that its record stands."""
+    """Returns the median seconds from the end of a round to the word that its record is stored."""
     took_s = sorted(
         told.at_s - before.closed_at_s
         for before, record in itertools.pairwise(records)

@@ -1,4 +1,4 @@
-"""`diloco restore`: a bundle's tape, and its objects, back on a server; or its logs in a folder."""
+"""`diloco restore`: puts a bundle's tape and objects back on a server; or its logs in a folder."""
 
 import asyncio
 import contextlib
@@ -15,12 +15,12 @@ from diloco.operate.streams import make_streams, tape_limits
 from diloco.run.cli.opening import placed
 from diloco.run.cli.screen import say, working
 
-# Messages that a tape may lack in all, trimmed by garbage collection: an hour of filling gaps.
+# The most messages that a tape may lack, trimmed by garbage collection: an hour of filling gaps.
 MOST_MISSING = 100_000_000
 
 
 def run_restore(path: Path, config: Path | None, *, objects: bool) -> None:
-    """Put a bundle's tape on a server that does not have the run, and with `objects` these too.
+    """Put a bundle's tape on a server that does not have the run; with `objects`, its objects too.
 
     Raises:
         DilocoError: the file is not a whole bundle, or the server has the run already.
@@ -40,10 +40,10 @@ def run_restore(path: Path, config: Path | None, *, objects: bool) -> None:
 
 
 def _check_gaps(bundle: Bundle) -> None:
-    """Refuse a tape most of which is not there, since a server fills every gap, and empties it.
+    """Refuse a tape that lacks most messages, since each gap must be filled and deleted.
 
     Raises:
-        IntegrityError: it is such a tape.
+        IntegrityError: it lacks too many.
     """
     seqs = bundle.tape.seqs
     missing = seqs[-1] - seqs[0] + 1 - len(seqs) if seqs else 0
@@ -62,7 +62,7 @@ async def _restore(bundle: Bundle, place: Config, *, objects: bool) -> int:
     )
     try:
         stream, subjects = names.tape_stream(run), names.tape_subjects(run)
-        # Before objects are put beside those of a run that is there.
+        # Before objects are stored beside those of an existing run.
         with contextlib.suppress(StreamMissingError):
             await bus.last_sequence(stream)
             raise stream_exists(stream)
@@ -78,10 +78,10 @@ async def _restore(bundle: Bundle, place: Config, *, objects: bool) -> int:
 
 
 def put_objects(bundle: Bundle, store: ObjectStore) -> None:
-    """Store the objects of a bundle; an object that is there already stays.
+    """Store the objects of a bundle; existing objects stay.
 
     Raises:
-        ObjectExistsError: the store has other bytes under the name of one.
+        ObjectExistsError: the store has an object of the same name with other bytes.
     """
     held = BundleStore(bundle)
     for info in held.walk(""):
@@ -92,13 +92,13 @@ def run_unpack(path: Path, folder: Path) -> None:
     """Write the logs and notes of a bundle into a new folder.
 
     Raises:
-        ConfigError: the folder is there.
+        ConfigError: the folder exists.
         IntegrityError: the bundle is damaged.
     """
     if folder.exists():
         raise ConfigError(f"{str(folder)!r} exists already", hint="give another name")
     with contextlib.closing(open_bundle(path)) as bundle:
-        # A file whose names lead elsewhere is not opened (`common/storage/bundle/check.py`).
+        # A file whose names lead out of the folder is refused (`common/storage/bundle/check.py`).
         for name in bundle.files:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             with (folder / name).open("xb") as file:

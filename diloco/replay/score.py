@@ -1,7 +1,7 @@
 """`diloco replay --score` and `--bisect`: the held-out loss of a run's versions, and where it rose.
 
 A moment is the model after one record: the newest version of every fragment by then. Scores are
-kept beside the run, and none is computed twice.
+stored beside the run, and none is computed twice.
 """
 
 from bisect import bisect_left
@@ -38,7 +38,7 @@ RISES = 5
 
 
 class Moment(NamedTuple):
-    """The model after a record that made a version, in short."""
+    """The model after a record that made a version, as figures."""
 
     fragment: int
     version: int
@@ -52,7 +52,7 @@ Moments = TupleColumns[Moment]
 
 
 class Rise(NamedTuple):
-    """A rise of the loss from one scored moment to the next; indices of both."""
+    """A rise of the loss from one scored moment to the next; the indices of both."""
 
     by: float
     before: int
@@ -60,10 +60,10 @@ class Rise(NamedTuple):
 
 
 class Scored:
-    """The losses of those moments that have one, in order of time.
+    """The losses of the scored moments, in order of time.
 
     Args:
-        moments: of the run.
+        moments: the run's moments.
     """
 
     def __init__(self, moments: Moments) -> None:
@@ -82,17 +82,17 @@ class Scored:
 
     @property
     def losses(self) -> npt.NDArray[np.float64]:
-        """The losses of those moments."""
+        """The losses of the scored moments."""
         found: npt.NDArray[np.float64] = self._losses[self._has]
         return found
 
     def points(self) -> Iterator[tuple[int, Moment, float]]:
-        """(index, moment, loss), in order."""
+        """Yields (index, moment, loss), in order."""
         for index in self.indices.tolist():
             yield index, self.moments[index], float(self._losses[index])
 
     def rises(self, count: int) -> list[Rise]:
-        """The largest rises between neighbours, the largest first; a rise to NaN is infinite."""
+        """Returns the largest rises between neighbours, in order; a rise to NaN is infinite."""
         indices, losses = self.indices, self.losses
         with np.errstate(invalid="ignore"):
             by = np.diff(losses)
@@ -105,7 +105,7 @@ class Scored:
 
 
 def moments(chains: Mapping[int, Chain]) -> Moments:
-    """Every model that a run has had, from when all its fragments had a version."""
+    """Returns every model of a run, from the time when all its fragments had a version."""
     return Moments(Moment, _moments(chains))
 
 
@@ -123,7 +123,7 @@ def _moments(chains: Mapping[int, Chain]) -> Iterator[Moment]:
 
 
 def models(chains: Mapping[int, Chain]) -> Iterator[list[tuple[int, wire.Record]]]:
-    """For every moment, in order: the (sequence, record) of each fragment that made its model."""
+    """Yields for every moment, in order, the (sequence, record) of each fragment's version."""
     newest: dict[int, tuple[int, wire.Record]] = {}
     for seq, record in in_order(chains.values()):
         if record.what != "verdict":
@@ -133,19 +133,19 @@ def models(chains: Mapping[int, Chain]) -> Iterator[list[tuple[int, wire.Record]
 
 
 def model_at(chains: Mapping[int, Chain], moment: Moment) -> list[tuple[int, wire.Record]]:
-    """As `models`, of one moment."""
+    """As `models`, for one moment."""
     return [_newest(chains[fragment], moment.record_seq) for fragment in sorted(chains)]
 
 
 def _newest(chain: Chain, seq: int) -> tuple[int, wire.Record]:
-    """The last version of a fragment up to a sequence."""
+    """Returns the last version of a fragment up to a sequence."""
     earlier = up_to(chain, seq)
     return next(at for at in (earlier[i] for i in range(len(earlier) - 1, -1, -1))
                 if at[1].what != "verdict")  # fmt: skip
 
 
 class _Scores:
-    """Scores moments, from what was kept or anew; a moment whose objects are gone has none."""
+    """Scores moments, or reads their stored scores; a moment with missing objects has none."""
 
     def __init__(
         self, context: RunContext, scorer: Scorer, kept: Mapping[tuple[int, ...], float]
@@ -157,7 +157,7 @@ class _Scores:
         self.gone = self.damaged = self.believed = 0
 
     async def of(self, at: Sequence[tuple[int, wire.Record]]) -> float | None:
-        """The held-out loss of a model."""
+        """Returns the held-out loss of a model."""
         seqs, records = [seq for seq, _ in at], [record for _, record in at]
         if (known := self._kept.get(tuple(seqs))) is not None:
             self.believed += 1
@@ -174,7 +174,7 @@ class _Scores:
             try:
                 await keep_score(self._context, score)
             except StoreError:
-                self._keeps = False  # A store that may only be read.
+                self._keeps = False  # The store is read-only.
         return score.loss
 
 
@@ -189,7 +189,7 @@ async def run_score(
 
     Raises:
         ConfigError: there is nothing to score.
-        DilocoError: the task cannot be built; bus or store are away.
+        DilocoError: the task cannot be built; bus or store are unreachable.
     """
     every = moments(chosen)
     if not every:
@@ -220,10 +220,10 @@ async def run_score(
 async def score_all(
     context: RunContext, scorer: Scorer, chains: Mapping[int, Chain]
 ) -> dict[int, float]:
-    """The loss at every moment, by the sequence of its record; those that are new are kept.
+    """Returns the loss at every moment, by the sequence of its record; stores new scores.
 
     Raises:
-        StoreError: the store is away.
+        StoreError: the store is unreachable.
     """
     scores = _Scores(context, scorer, await read_losses(context))
     every = moments(chains)
@@ -244,7 +244,7 @@ async def _all(chains: Mapping[int, Chain], every: Moments, scores: _Scores, hea
 async def _bisected(
     chains: Mapping[int, Chain], every: Moments, scores: _Scores, hear: Hear
 ) -> Scored:
-    """Stored moments first; then the half of the largest rise that rises more, down to a round."""
+    """Score moments with stored states first; then halve the largest rise, down to one round."""
     found = Scored(every)
     wanted = sorted({*np.flatnonzero(every.column("stored")).tolist(), 0, len(every) - 1})
     for done, index in enumerate(wanted):
@@ -265,14 +265,14 @@ async def _bisected(
 
 
 def learners_of(history: History, moment: Moment) -> list[str]:
-    """The learners that were merged in the round that led to a moment."""
+    """Returns the learners merged by the round that made a moment."""
     chain = history.records[moment.fragment]
     index = bisect_left(chain, moment.record_seq, key=itemgetter(0))
     return [taken.learner for taken in chain[index][1].inputs]
 
 
 def sentences(history: History, found: Scored, gone: int, damaged: int) -> list[str]:
-    """The largest rises with their rounds."""
+    """Returns sentences on the largest rises and their rounds."""
     told = []
     for rise, before, after in found.rises(RISES):
         if rise <= 0:
@@ -295,7 +295,7 @@ def sentences(history: History, found: Scored, gone: int, damaged: int) -> list[
 
 
 def table(found: Scored) -> Table:
-    """Scores over the run, at most some 20, and the largest rise."""
+    """Returns a table of about 20 scores over the run, and the largest rise."""
     indices = found.indices.tolist()
     kept = {indices[0], indices[-1], *indices[:: 1 + len(indices) // 20]}
     for rise, before, after in found.rises(1):
@@ -310,7 +310,7 @@ def table(found: Scored) -> Table:
 
 
 def came_along(count: int) -> str:
-    """A sentence on the losses that a file brought along from its maker."""
+    """Returns a sentence on losses that came with a file, from its maker."""
     return (
         f"{count} of the losses came with the file: nothing here has made them again "
         "(diloco evaluate RUN --version VERSION does)"
@@ -337,7 +337,7 @@ def tell_json(history: History, found: Scored, kept: int) -> None:
 
 
 def draw(run: str, found: Scored, path: Path) -> None:
-    """The held-out loss over the run's clock, as a page.
+    """Draw the held-out loss over the run's clock, as a page.
 
     Raises:
         ConfigError: the page cannot be written.

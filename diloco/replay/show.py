@@ -1,7 +1,7 @@
-"""`diloco show`: one message, version, update or object of a run, and all that belongs to it.
+"""`diloco show`: prints one message, version, update or object of a run, with all related ones.
 
-Whatever is at hand leads to the rest: a line of a log, a sequence of the tape, a version, an
-update or the name of an object.
+Anything at hand leads to the rest: a line of a log, a sequence of the tape, a version, an update or
+the name of an object.
 """
 
 import asyncio
@@ -25,12 +25,12 @@ from diloco.run.cli.opening import open_run
 from diloco.run.cli.screen import say_plainly
 from diloco.run.history import History, Sent, answered, identity, read_history, resolves
 
-# Updates of a round whose tensors are compared: in so much memory.
+# The most bytes of a round's updates whose tensors are compared.
 MEMORY_BYTES = 512 << 20
 OBSERVATIONS = 40
 _VERSION = re.compile(r"(\d+)@(\d+)")
 _UPDATE = re.compile(r"([A-Za-z0-9_-]+):(\d+)-(\d+)")
-# Of a log line, in JSON or as people read it.
+# Fields of a log line, in JSON or as text for people.
 _SEQ_IN_LOG = re.compile(r"\brecord_seq\W{1,4}(\d+)")
 _FRAGMENT_IN_LOG = re.compile(r"\bfragment\W{1,4}(\d+)")
 _VERSION_IN_LOG = re.compile(r"\bversion\W{1,4}(\d+)")
@@ -42,7 +42,7 @@ HINT = (
 
 @dataclass(frozen=True)
 class Selection:
-    """The messages that a person asks for: one by its sequence, or an update in some fragments."""
+    """The selected messages: one by its sequence, or an update in some fragments."""
 
     seqs: tuple[int, ...] = ()
     updates: tuple[Sent, ...] = ()
@@ -52,8 +52,8 @@ def run_show(target: str, what: str) -> None:
     """Print the round, update or object that WHAT names.
 
     Raises:
-        ConfigError: the run has nothing of the kind.
-        DilocoError: no such run; bus or store are away.
+        ConfigError: the run has nothing of that name.
+        DilocoError: no such run; bus or store are unreachable.
     """
     for line in asyncio.run(_show(target, what)):
         say_plainly(line)
@@ -66,10 +66,10 @@ async def _show(target: str, what: str) -> list[str]:
 
 
 def find(history: History, what: str) -> Selection:
-    """Find the messages that a person means.
+    """Find the messages that WHAT names.
 
     Raises:
-        ConfigError: the run has nothing of the kind.
+        ConfigError: the run has nothing of that name.
     """
     if what.isdecimal():
         return _message(history, int(what))
@@ -139,7 +139,7 @@ def _object(history: History, name: str) -> Selection:
 
 
 def tell(history: History, found: Selection) -> Iterator[str]:
-    """The lines to print for the messages that were found."""
+    """Yields the lines to print for the selected messages."""
     for seq in found.seqs:
         record = record_at(history, seq)
         if record is not None:
@@ -151,7 +151,7 @@ def tell(history: History, found: Selection) -> Iterator[str]:
 
 
 def record_at(history: History, seq: int) -> wire.Record | None:
-    """The record at a sequence of the tape."""
+    """Returns the record at a sequence of the tape, or None."""
     for chain in history.records.values():
         for at, record in chain:
             if at == seq:
@@ -164,7 +164,7 @@ def _clock(at_s: float) -> str:
 
 
 def update_name(update: wire.Input | wire.Rejected | Sent | Effect) -> str:
-    """An update as `diloco show` takes it."""
+    """Returns an update's name, as `diloco show` takes it."""
     return f"{update.learner}:{update.incarnation}-{update.seq}"
 
 
@@ -185,7 +185,7 @@ def _tell_message(history: History, seq: int) -> Iterator[str]:
 
 
 def tell_record(history: History, seq: int, record: wire.Record) -> Iterator[str]:
-    """A round as a story."""
+    """Yields lines on a round, in order of events."""
     began_s = record.opened_at_s
 
     def since(at_s: float) -> str:
@@ -221,7 +221,7 @@ def tell_record(history: History, seq: int, record: wire.Record) -> Iterator[str
 
 
 def _momentum(history: History, record: wire.Record) -> str:
-    """In words: plain SGD has none, whatever `outer.momentum` is."""
+    """Returns the momentum as text: plain SGD has none, whatever `outer.momentum` is."""
     settings = history.settings_of(record)
     plain = settings is not None and settings.outer.optimizer == "sgd"
     return "no momentum (plain SGD)" if plain else f"momentum {record.momentum:g}"
@@ -249,7 +249,7 @@ def _merged_line(
 
 
 def _not_merged(history: History, seq: int, record: wire.Record) -> Iterator[str]:
-    """Refused by this record; and announced before it, answered by a later one or by none."""
+    """Yields lines on updates that this record rejects, or leaves without an answer."""
     for refused in record.rejected:
         yield f"  refused {update_name(refused)} (message {refused.stream_seq}): {refused.reason}"
         yield f"    {refused.detail}"
@@ -279,7 +279,7 @@ def _observed(record: wire.Record, began_s: float) -> Iterator[str]:
 
 
 def _by_tensor(history: History, record: wire.Record) -> Iterator[str]:
-    """Norms of each update's part in each tensor, and cosines to the sum of the others'."""
+    """Yields lines with each update's norms by tensor, and its cosines to the others' sum."""
     fragment = history.layout.fragments[record.fragment]
     if not record.inputs:
         return
@@ -303,10 +303,10 @@ def _by_tensor(history: History, record: wire.Record) -> Iterator[str]:
 
 
 def gradients(history: History, record: wire.Record) -> Iterator[np.ndarray]:
-    """The outer gradients that a record merged, one after the other, float32 [N].
+    """Yields the outer gradients that a record merged, one after the other, float32 [N].
 
     Raises:
-        ObjectMissingError, WireError: an update is gone or damaged.
+        ObjectMissingError, WireError: an update is missing or damaged.
     """
     settings = history.settings_at(record.policy.settings_seq)
     grid = make_grid(settings, history.layout, record.fragment)
@@ -329,7 +329,7 @@ def _objects(record: wire.Record) -> Iterator[str]:
 
 
 def tell_update(history: History, update: Sent) -> Iterator[str]:
-    """Tell the story of an update in lines, from its announcement to its answer."""
+    """Yields lines on an update, from its announcement to its answer."""
     yield f"update {update_name(update)} of fragment {update.fragment}"
     for seq, manifest in history.announced(update.fragment):
         if identity(manifest) == update:

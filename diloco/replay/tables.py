@@ -1,6 +1,6 @@
-"""`diloco.open`: a run's past in Python, as tables and arrays, by the code of the commands.
+"""`diloco.open`: a run's past in Python, as tables and arrays, computed as by the commands.
 
-Rows are made as the tape is gone over, so that a table takes the memory of its columns.
+Rows are made while the tape is read, so that a table takes only the memory of its columns.
 """
 
 import asyncio
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Arrays = dict[str, np.ndarray]
 Rows = Iterator[dict[str, Any]]
-# Rows that are made into columns at once.
+# The number of rows that are converted to columns at once.
 BATCH = 10_000
-# Of an update: what its manifest says, and what becomes of it.
+# Columns of an update: from its manifest, and from its answer.
 ANNOUNCED = (
     "learner", "incarnation", "seq", "fragment", "base_version", "tokens", "steps", "position",
     "local_step", "loss", "step_time_s", "encode_s", "upload_s",
@@ -49,7 +49,7 @@ UNANSWERED = dict.fromkeys(
 
 
 class Update(NamedTuple):
-    """A merged update: what its record says, and its outer gradient by tensor."""
+    """A merged update: the figures of its record, and its outer gradient by tensor."""
 
     said: wire.Input
     gradient: Arrays
@@ -57,12 +57,13 @@ class Update(NamedTuple):
 
 @dataclass(frozen=True)
 class VersionStep:
-    """One version of a fragment: parameters before and after it, and the updates between.
+    """One version of a fragment: parameters before and after it, and the updates it merged.
 
     Attributes:
-        before, after: of the fragment, by tensor; a part of one is `name[start:stop]`.
+        before, after: values of the fragment, by tensor; a part of one is `name[start:stop]`.
         updates: in the order in which they were merged.
-        again: merges the round once more in this process, for a debugger; the parameters.
+        again: a function that merges the round again in this process, for a debugger, and returns
+            the parameters.
     """
 
     record: wire.Record
@@ -77,10 +78,10 @@ class Past:
     """A run's past; a `with` block, or `close`, ends its readers.
 
     Args:
-        run: RUN, as commands take it: also a bundle.
+        run: RUN, as commands take it, or a bundle.
 
     Raises:
-        DilocoError: no such run; bus or store are away.
+        DilocoError: no such run; bus or store are unreachable.
     """
 
     def __init__(self, run: str | Path) -> None:
@@ -98,7 +99,7 @@ class Past:
         atexit.register(self.close)
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on a loop of another thread: notebooks have a loop on this one."""
+        """Run a coroutine on another thread's loop, since notebooks have a loop on this one."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def __enter__(self) -> Self:
@@ -121,27 +122,27 @@ class Past:
 
     @cached_property
     def history(self) -> History:
-        """The tape, as the commands read it, up to when it is first asked for."""
+        """The tape, as the commands read it, up to the time of the first access."""
         return self._call(read_history(self._context))
 
     def now(self) -> RunStatus:
-        """The run as its whole tape has it: learners, fragments, findings."""
+        """Returns the run's status from its whole tape: learners, fragments, findings."""
         return self._call(Watch(self._context).begin(1))
 
     def updates(self) -> "pa.Table":
-        """Every update that was announced, with what became of it."""
+        """Returns a table of all announced updates, with their answers."""
         return _table(_updates(self.history))
 
     def rounds(self) -> "pa.Table":
-        """Every record: rounds with their times, and verdicts."""
+        """Returns a table of all records: rounds with their times, and verdicts."""
         return _table(_rounds(self.history))
 
     def versions(self) -> "pa.Table":
-        """Every version of every fragment, with its digests."""
+        """Returns a table of every version of every fragment, with its digests."""
         return _table(_versions(self.history))
 
     def scores(self, *, make: bool = False) -> "pa.Table":
-        """The held-out losses that were kept; with `make` of every version, as `replay --score`.
+        """Returns a table of the stored held-out losses; with `make`, of every version.
 
         Raises:
             DilocoError: the task cannot be built.
@@ -158,11 +159,11 @@ class Past:
         return await score.score_all(context, await Scorer.of_run(context), chosen)
 
     def step(self, version: str) -> VersionStep:
-        """A version of a fragment, such as "0@12", with its arrays.
+        """Returns a version of a fragment, such as "0@12", with its arrays.
 
         Raises:
             ConfigError: the tape has no such version, or none before it.
-            DilocoError: what it is made of is gone or damaged.
+            DilocoError: an object of it is missing or damaged.
         """
         history = self.history
         (seq,) = show.find(history, version).seqs
@@ -185,7 +186,7 @@ class Past:
 
 
 def open(run: str | Path) -> Past:  # noqa: A001 - `diloco.open`, as `tarfile.open`
-    """A run's past, for scripts and notebooks; arguments and errors as `Past`."""
+    """Open a run's past, for scripts and notebooks; arguments and errors as `Past`."""
     return Past(run)
 
 
@@ -193,7 +194,7 @@ def open(run: str | Path) -> Past:  # noqa: A001 - `diloco.open`, as `tarfile.op
 
 
 def by_tensor(history: History, fragment: int, vector: np.ndarray) -> Arrays:
-    """A fragment's vector as its tensors."""
+    """Returns a fragment's vector divided into its tensors."""
     pieces = history.layout.fragments[fragment].pieces
     shapes = {tensor.name: tensor.shape for tensor in history.layout.tensors}
     return {_name(piece, shapes): piece_values(piece, vector).copy() for piece in pieces}
@@ -206,11 +207,11 @@ def _name(piece: Piece, shapes: Mapping[str, tuple[int, ...]]) -> str:
 
 
 def _again(history: History, seq: int, record: wire.Record) -> np.ndarray:
-    """The view after a round, merged from the newest stored state before it on.
+    """Recompute the view after a round, from the newest stored state before it.
 
     Raises:
-        ConfigError: none is stored.
-        IntegrityError: it does not come out as it was recorded.
+        ConfigError: no state is stored.
+        IntegrityError: the result differs from the record.
     """
     last = {record.fragment: seq}
     until = verify_run.chains(history, [record.fragment], record.version - 1, last)
@@ -224,7 +225,7 @@ def _again(history: History, seq: int, record: wire.Record) -> np.ndarray:
 
 
 def _table(rows: Iterable[dict[str, Any]]) -> "pa.Table":
-    """Rows as a table.
+    """Returns rows as a table.
 
     Raises:
         ConfigError: pyarrow is not installed.
@@ -265,7 +266,7 @@ def _updates(history: History) -> Rows:
 
 
 def _answer(seq: int, record: wire.Record, place: int) -> dict[str, Any]:
-    """The columns for an update's answer; columns of another fate are null."""
+    """Returns the columns for an update's answer; columns of the other kind of answer are null."""
     taken = resolves(record)[place]
     found = {name: getattr(taken, name, None) for name in UNANSWERED}
     fate = "merged" if isinstance(taken, wire.Input) else "rejected"
@@ -302,7 +303,7 @@ def _versions(history: History) -> Rows:
 
 
 def _scores(history: History, losses: Mapping[int, float]) -> Rows:
-    """Losses by the sequence of the record that made the model."""
+    """Yields a row for each loss, by the sequence of the record that made the model."""
     for seq, record in history.in_order():
         if seq in losses:
             yield {

@@ -1,8 +1,8 @@
-"""`diloco replay`: makes every version of a run again, and compares digests bit for bit.
+"""`diloco replay`: recomputes every version of a run, and compares digests bit for bit.
 
 It begins at a version whose view and outer state are stored, and merges the recorded inputs of the
-next ones with the code that made them. Behind a difference, or a gap, it goes on at the next stored
-state. How far it came can be kept in a file, from which a later call goes on.
+following ones with the code that made them. After a difference, or a gap, it continues at the next
+stored state. A file can hold the progress, from which a later call resumes.
 """
 
 import itertools
@@ -21,13 +21,13 @@ from diloco.judge.remake_and_compare import FragmentRemaker, Progress, is_stored
 from diloco.replay.coverage import Versions
 from diloco.run.history import Chain, History, up_to
 
-# Threads that read ahead, and how many records ahead they read.
+# The threads that read ahead, and the number of records by which they are ahead.
 READERS = 4
 AHEAD = 4
 
 
 class Difference(NamedTuple):
-    """A record that does not come out as it was recorded."""
+    """A record that differs from its recomputed version."""
 
     fragment: int
     record_seq: int
@@ -36,7 +36,7 @@ class Difference(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """A version that cannot be made again, and why."""
+    """A version that cannot be recomputed, and why."""
 
     fragment: int
     record_seq: int
@@ -49,10 +49,10 @@ class Verified:
     """The result of verifying.
 
     Attributes:
-        records: looked at.
-        versions: the fate of the versions.
-        lost: versions that could not be made again for want of an object.
-        views: of each fragment at its last record, if it was reached.
+        records: number of records checked.
+        versions: counts of the versions by result.
+        lost: versions that could not be recomputed because an object is missing.
+        views: view of each fragment at its last record, if it was reached.
     """
 
     records: int = 0
@@ -62,17 +62,17 @@ class Verified:
     views: dict[int, Vector] = field(default_factory=dict)
 
     def unbroken(self, fragment: int) -> bool:
-        """Whether all of a fragment so far is as recorded; else it is looked at again."""
+        """True if a fragment equals its record so far; otherwise a later call checks it again."""
         broken = {one.fragment for one in self.differences}
         return fragment not in broken | {one.fragment for one in self.lost}
 
 
 class VerifyProgress:
-    """The progress of earlier calls: of each fragment the last record with a stored state.
+    """The progress of earlier calls: each fragment's last record with a stored state.
 
     Args:
-        path: the file, which need not be there yet; None to remember nothing.
-        history: of the run that it is about.
+        path: the file, which need not exist yet; None to store nothing.
+        history: the run's tape.
 
     Raises:
         ConfigError: the file is not of this run, or not of this command.
@@ -99,7 +99,7 @@ class VerifyProgress:
             raise ConfigError(f"{str(path)!r} is about {of}, not {self._of}")
 
     def begin(self, fragment: int, chain: Chain) -> int:
-        """Index of the record to begin at."""
+        """Returns the index of the record to begin at."""
         if fragment not in self._reached:
             return 0
         seq, digest = self._reached[fragment]
@@ -109,7 +109,7 @@ class VerifyProgress:
         return 0
 
     def note(self, fragment: int, seq: int, record: wire.Record) -> None:
-        """Note that all versions up to a record with a stored state are as recorded."""
+        """Note that all versions up to a record with a stored state equal their records."""
         self._reached[fragment] = (seq, record.outer_digest)
         if self._path is not None:
             partial = self._path.with_name(f"{self._path.name}.partial")
@@ -120,16 +120,16 @@ class VerifyProgress:
 def chains(
     history: History, fragments: Sequence[int], first: int | None, until: Mapping[int, int]
 ) -> dict[int, Chain]:
-    """The records to look at, by fragment.
+    """Returns the records to check, by fragment.
 
     Args:
         history: the tape.
-        fragments: indexes of the fragments to look at.
+        fragments: indexes of the fragments to check.
         first: a version; the newest one before it with a stored state comes first. None: all.
-        until: by fragment the sequence of the last record; those that it lacks go to their end.
+        until: by fragment, the sequence of the last record; fragments without one go to their end.
 
     Raises:
-        ConfigError: nothing is stored so early.
+        ConfigError: no state is stored that early.
     """
     found = {}
     for fragment in fragments:
@@ -158,17 +158,17 @@ def verify(
     *,
     keep_views: bool = False,
 ) -> Verified:
-    """Make the versions of these chains again.
+    """Recompute the versions of these chains, and compare them.
 
     Args:
         history: the tape.
-        chosen: of `chains`.
-        memory: where earlier calls came to.
-        progress: hears how many of how many records are done.
-        keep_views: give each fragment's last view.
+        chosen: the result of `chains`.
+        memory: the progress of earlier calls.
+        progress: takes the number of records done, and of all.
+        keep_views: return each fragment's last view.
 
     Raises:
-        StoreUnavailableError: the store is away.
+        StoreUnavailableError: the store is unreachable.
     """
     found = Verified()
     begins = {fragment: memory.begin(fragment, chain) for fragment, chain in chosen.items()}
@@ -192,12 +192,12 @@ def verify(
 
 
 def _is_version(record: wire.Record) -> bool:
-    """Whether a record made a version: what is counted."""
+    """True if a record made a version: only these are counted."""
     return record.what != "verdict"
 
 
 def _take(found: Verified, remaker: FragmentRemaker, seq: int, record: wire.Record) -> None:
-    """The next record, made again if that can be; what became of it is counted."""
+    """Recompute the next record's version if possible, and count the result."""
     began, versions = remaker.arrays is not None, found.versions
     found.records += 1
     try:
@@ -222,7 +222,7 @@ def _take(found: Verified, remaker: FragmentRemaker, seq: int, record: wire.Reco
 
 
 def _announced(ahead: "_ReadAhead", chain: Chain) -> Iterator[tuple[int, wire.Record]]:
-    """The chain's records, the next ones' objects being read meanwhile."""
+    """Yields the chain's records, while the next ones' objects are being read."""
     coming = iter(chain)
     near = list(itertools.islice(coming, AHEAD))
     for _, record in near:
@@ -235,7 +235,7 @@ def _announced(ahead: "_ReadAhead", chain: Chain) -> Iterator[tuple[int, wire.Re
 
 
 def _read_names(record: wire.Record) -> Iterator[str]:
-    """Names of the objects that making a record's version again reads, in that order."""
+    """Yields the names of the objects that recomputing a record's version reads, in order."""
     for taken in record.inputs:
         yield from (shard.name for shard in taken.shards)
     if record.delta is not None and record.what == "version":
@@ -245,7 +245,7 @@ def _read_names(record: wire.Record) -> Iterator[str]:
 
 
 class _ReadAhead:
-    """A store whose next objects are being read by other threads."""
+    """A store whose next objects are read in advance by other threads."""
 
     def __init__(self, store: ObjectStore, pool: ThreadPoolExecutor) -> None:
         self._store = store
@@ -255,7 +255,7 @@ class _ReadAhead:
         self.get_range, self.delete = store.get_range, store.delete
 
     def expect(self, names: Iterable[str]) -> None:
-        """Begin to read what will be asked for."""
+        """Begin to read objects that will be needed."""
         for name in names:
             if name not in self._coming:
                 self._coming[name] = self._pool.submit(self._store.get, name)
@@ -272,7 +272,7 @@ class _ReadAhead:
         return data
 
     def forget(self) -> None:
-        """Cancel the objects that are read ahead."""
+        """Cancel the reads in advance."""
         for coming in self._coming.values():
             coming.cancel()
         self._coming = {}

@@ -1,4 +1,4 @@
-"""The result of verifying a run, on a terminal or as JSON."""
+"""Prints the result of verifying a run, on a terminal or as JSON."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,14 +12,14 @@ from diloco.replay.coverage import Tape
 from diloco.replay.verify_run import Difference, Verified
 from diloco.run.cli.screen import say_json
 
-# Differences that are shown in full up to so many.
+# The most differences that are shown in full.
 SHOWN = 3
 _COLOURS = {"verified": "green", "incomplete": "yellow", "wrong": "bold red"}
 _WORDS = {"verified": "bit for bit", "incomplete": "incomplete", "wrong": "differences"}
 
 
 def tell(tape: Tape, found: Verified, fragments: int, console: Console) -> None:
-    """The verdict with its coverage, and everything that is wrong."""
+    """Print the verdict with its coverage, and every fault."""
     for difference in found.differences[:SHOWN]:
         show_difference(difference, console)
     for other in found.differences[SHOWN:]:
@@ -55,7 +55,7 @@ def tell_json(tape: Tape, found: Verified) -> None:
 
 
 def show_unreadable(records: Iterable[Unreadable], console: Console) -> None:
-    """Records that nothing can be compared with."""
+    """Print the records that cannot be read, and so not be compared."""
     for bad in records:
         console.print(
             f"[bold red]unreadable[/]: record {bad.seq} of fragment {bad.fragment}: {bad.why}"

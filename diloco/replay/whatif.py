@@ -1,9 +1,9 @@
-"""`diloco replay --set`: a run's updates merged under other settings, and the model that makes.
+"""`diloco replay --set`: merges a run's updates under other settings, and evaluates the model.
 
 With other outer settings, or another discount of staleness, the rounds are the recorded ones and
 the result is exact. Other rules of admission (`quorum`, `bounds`, `staleness.max_versions`,
-`outer.participation`) are decided again in virtual time (`redecide.py`). In either case learners
-are not asked: their updates are those that they sent.
+`outer.participation`) are decided again in virtual time (`redecide.py`). In either case learners do
+not react: the updates are those that they sent.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ from diloco.show.page.markup import write_curves
 from diloco.show.page.svg import DASHES, line
 
 SECTIONS = ("outer", "staleness", "quorum", "bounds")
-# Settings that change which updates a round takes.
+# Sections whose settings change which updates a round takes.
 DECIDING = ("quorum.", "bounds.", "staleness.max_versions", "outer.participation")
 UNCHANGED = "the run's own settings"
 WITHOUT = (
@@ -58,7 +58,7 @@ WITHOUT = (
 
 
 class VersionPlan(NamedTuple):
-    """A version that is to be made; `restored_version`: of a rollback to it, without inputs."""
+    """A version to make; `restored_version`: it rolls back to that version, without inputs."""
 
     at_s: float
     fragment: int
@@ -70,12 +70,12 @@ class VersionPlan(NamedTuple):
 
 @dataclass
 class MergePlan:
-    """The merges of a run with other settings or without some updates, beside those that were.
+    """The merges of a run with other settings or without some updates, beside the recorded ones.
 
     Attributes:
-        changed: sentences on the settings, of the specification's.
-        settings: the last that would have been in force.
-        chains: records of each fragment, from the one that all begins with.
+        changed: sentences on the changes of the specification's settings.
+        settings: the last settings that would be in force.
+        chains: records of each fragment, from the common beginning on.
         rounds: in order of time.
         sentences: the limits of the result.
     """
@@ -89,7 +89,7 @@ class MergePlan:
 
 
 class LossPair(NamedTuple):
-    """Held-out loss of both models at one time; `global_step` is the run's as it was."""
+    """Held-out loss of both models at one time; `global_step` is the recorded run's."""
 
     at_s: float
     global_step: int
@@ -106,20 +106,20 @@ class Result:
 
 
 class Without(NamedTuple):
-    """A learner whose updates are left out, of these versions; `last` None: to the end."""
+    """A learner whose updates are left out, in these versions; `last` None: to the end."""
 
     learner: str
     first: int = 0
     last: int | None = None
 
     def leaves_out(self, record: wire.Record, taken: wire.Input) -> bool:
-        """Whether an input of a round is one of them."""
+        """True if an input of a round is left out."""
         within = self.last is None or record.version <= self.last
         return taken.learner == self.learner and record.version >= self.first and within
 
 
 def parse_without(text: str) -> Without:
-    """`NAME`, `NAME@VERSION` or `NAME@FROM-TO`.
+    """Parse `NAME`, `NAME@VERSION` or `NAME@FROM-TO`.
 
     Raises:
         ConfigError: the text has none of these forms.
@@ -211,7 +211,7 @@ def _check_sections(changed: Sequence[str]) -> None:
 def _sentences(
     chosen: Mapping[int, Chain], chains: Mapping[int, Chain], *, deciding: bool
 ) -> list[str]:
-    """Sentences on the limits of the result, which the reader must know."""
+    """Returns sentences on the limits of the result, which the reader must know."""
     reactions = (
         "learners do not react: their updates are those they sent, based on the views that were; "
         "a real run would have trained on from other views"
@@ -234,7 +234,7 @@ def _sentences(
 
 
 def mergeable(chain: Chain, there: Container[str]) -> Chain:
-    """The longest end of a chain that begins with a stored state and lacks no input.
+    """Returns the longest end of a chain that begins with a stored state and lacks no input.
 
     Raises:
         ConfigError: the chain has no such end.
@@ -265,7 +265,7 @@ def _recorded(
     change: Change,
     without: Sequence[Without] = (),
 ) -> list[VersionPlan]:
-    """The rounds as they were, under other settings of the outer step, less some inputs."""
+    """Returns the recorded rounds, under other settings of the outer step, without some inputs."""
     found = []
     for _, record in chain[1:]:
         in_force = history.settings_at(record.policy.settings_seq)
@@ -293,9 +293,9 @@ def _decides_as_it_was(
     chain: Chain,
     rules_at: Callable[[int], policy.FragmentRules],
 ) -> bool:
-    """Whether other rules decide nothing differently: then what was is exact, to the bit.
+    """True if the other rules give the same decisions: then the recorded rounds are exact.
 
-    By the recorded times, and not by estimates of them.
+    Decides by the recorded times, not by estimates of them.
     """
 
     def inputs_of(commit: Commit, record: wire.Record) -> dict[str, object]:
@@ -313,7 +313,7 @@ def _decides_as_it_was(
 
 
 def _redecided(history: History, fragment: int, chain: Chain, change: Change) -> list[VersionPlan]:
-    """The rounds that there would have been under other rules."""
+    """Returns the rounds that other rules would give."""
 
     def rules_at(seq: int) -> policy.FragmentRules:
         return rules_of(history, change(history.settings_at(seq)), fragment)
@@ -349,7 +349,7 @@ class _Models:
         self._history = history
         self.was: dict[int, FragmentRemaker] = {}
         self.would: dict[int, FragmentArrays] = {}
-        # Copies of what rollbacks go back to, by fragment and recorded version.
+        # Copies of the versions to which rollbacks go back, by fragment and recorded version.
         self._kept: dict[tuple[int, int | None], FragmentArrays | None] = {
             (fragment, record.restored_version): None
             for fragment, chain in plan.chains.items()
@@ -365,13 +365,13 @@ class _Models:
             self.follow(*chain[0])
 
     def follow(self, seq: int, record: wire.Record) -> None:
-        """Follow the run as it was: the next record of its fragment."""
+        """Move the recorded model by the next record of its fragment."""
         self.was[record.fragment].take(seq, record)
         if (record.fragment, record.version) in self._kept and record.what != "verdict":
             self._kept[record.fragment, record.version] = copy_arrays(self.would[record.fragment])
 
     def make(self, made: VersionPlan) -> None:
-        """Follow the run as it would have been: the next round of its fragment."""
+        """Move the other model by the next round of its fragment."""
         arrays = self.would[made.fragment]
         if made.restored_version is not None:
             kept = self._kept[made.fragment, made.restored_version]
@@ -380,7 +380,7 @@ class _Models:
         merge_round(self._history.store, arrays, made.settings, made.admitted, made.share)
 
     def views(self) -> tuple[list[Vector], list[Vector]]:
-        """Copies of all views: as they were, and as they would have been."""
+        """Returns copies of all views, of the recorded model and of the other one."""
         return (
             [self.was[fragment].view.copy() for fragment in sorted(self.was)],
             [self.would[fragment].view.copy() for fragment in sorted(self.would)],
@@ -390,7 +390,7 @@ class _Models:
 def _under(
     arrays: FragmentArrays, history: History, fragment: int, settings: RunSettings
 ) -> FragmentArrays:
-    """Arrays that go on under other settings; another outer optimizer begins afresh."""
+    """Returns arrays that continue under other settings; another outer optimizer begins fresh."""
     grid = make_grid(settings, history.layout, fragment)
     state = arrays.state
     was, own = (
@@ -444,10 +444,10 @@ async def play(
 
 
 def _marks(times_s: Sequence[float], points: int) -> set[int]:
-    """The moments to score, evenly over the items of a time line: behind the last item of a time.
+    """Returns the indices of the times to score, evenly spread; of equal times the last.
 
-    A round that was and the one that would have been close at one time, one item after the other:
-    between them the two models are a round apart.
+    A recorded round and its counterpart close at about one time, one item after the other: between
+    them the two models are a round apart.
     """
     last = len(times_s) - 1
     ends = [i for i in range(len(times_s)) if i == last or times_s[i] < times_s[i + 1]]
@@ -456,7 +456,7 @@ def _marks(times_s: Sequence[float], points: int) -> set[int]:
 
 
 def table(plan: MergePlan, result: Result) -> Table:
-    """Both models side by side."""
+    """Returns a table of both models side by side."""
     title = "; ".join(plan.changed) or UNCHANGED
     rows = plain_table("time (UTC)", "step", "as it was", "what if", "difference", title=title)
     for point in result.points:
@@ -484,7 +484,7 @@ def _staleness(found: Sequence[int]) -> float:
 
 
 def draw(plan: MergePlan, result: Result, path: Path) -> None:
-    """Both models' held-out loss over the run's clock, as a page.
+    """Draw both models' held-out loss over the run's clock, as a page.
 
     Raises:
         ConfigError: the page cannot be written.

@@ -1,8 +1,8 @@
-"""Whether learners pull the same way: cosines between their updates of a round.
+"""Measures how far learners agree: cosines between their updates of a round.
 
-Two ways. From records alone: radial-directional averaging adds directions, so the length of the
-sum, which the recorded factors give back, says how far they agree; no object is read. From shards,
-while they are in the store: whole updates, pair by pair, of a bounded sample of rounds.
+There are two ways. From records alone: radial-directional averaging adds directions, so the length
+of the sum, which the recorded factors give, tells how far they agree; no object is read. From
+shards, while they are stored: whole updates, pair by pair, of a bounded sample of rounds.
 """
 
 import contextlib
@@ -33,30 +33,30 @@ from diloco.run.state import ShardFigures
 Matrix = npt.NDArray[np.float64]
 Vector = npt.NDArray[np.float64]
 
-# Updates of one round that are compared with each other: at most so many, in so much memory.
+# The most updates of one round that are compared, and the most memory for it.
 INPUTS = 12
 MEMORY_BYTES = 256 << 20
 FLOAT_BYTES = 4
 
 
 def mean_cosine(record: wire.Record, radial_S: npt.NDArray[np.bool_]) -> float | None:
-    """Mean cosine between the inputs of a round, from the record alone.
+    """Compute the mean cosine between the inputs of a round from the record alone.
 
     With a = w S the share of an input and A the accumulated sum of unit vectors a u, it is, of a
     segment, (|A|^2 - sum a^2) / ((sum a)^2 - sum a^2): the mean over pairs, weighted by shares.
     Recorded coefficients a / |v| give the norms |v|, recorded factors |A|; both to about 1 %.
 
     Args:
-        record: of a round.
+        record: the record of a round.
         radial_S: which segments of the fragment are merged by RDA, bool [S].
 
     Returns:
         The mean over those segments, weighted by their squared norms; None with fewer than two
-        inputs, or where averaging was plain.
+        inputs, or if averaging was plain.
     """
     if len(record.inputs) < 2:
         return None
-    # All in the unit that the sum had at the end.
+    # All in the sum's last unit.
     unit = record.inputs[-1].weight_unit
     weight_I = np.asarray([math.ldexp(taken.weight, -unit) for taken in record.inputs])
     share_I = weight_I * [taken.discount for taken in record.inputs]
@@ -79,17 +79,18 @@ def mean_cosine(record: wire.Record, radial_S: npt.NDArray[np.bool_]) -> float |
 
 
 class ComparedRound:
-    """The updates of a round beside each other, part by part.
+    """The updates of a round compared with each other, part by part.
 
     Args:
-        fragment: that they are of.
+        fragment: the fragment of the round.
         updates: the number of updates.
 
     Attributes:
-        products: float64 [updates, updates]; `squares` by tensor, float64 [updates, tensors].
-        lone: for each update how many elements lie far beyond all that the others have there, the
-            farthest's `factor` and the index of its `tensor`.
-        to_zero: cosine of each update to the parameters, float64 [updates]: at 1 it takes them
+        products: inner products, float64 [updates, updates]; `squares` are squared norms by tensor,
+            float64 [updates, tensors].
+        lone: for each update the number of elements far larger than those of all others at the same
+            place, the `factor` of the largest and the index of its `tensor`.
+        to_zero: cosine of each update to the parameters, float64 [updates]: at 1 it shrinks them
             straight to zero, as a decay does. None: they were not read.
     """
 
@@ -112,13 +113,13 @@ class ComparedRound:
 
     @property
     def cosines(self) -> Matrix:
-        """Between whole updates, float64 [updates, updates]."""
+        """The cosines between whole updates, float64 [updates, updates]."""
         norms = np.sqrt(np.diag(self.products))
         least = np.finfo(float).tiny
         return np.asarray(self.products / np.maximum(np.outer(norms, norms), least))
 
     def add(self, values_UxN: Matrix, start: int, parameters_N: Vector | None = None) -> None:
-        """The next elements, which begin at `start` in the fragment; with the parameters there."""
+        """Add the next elements, from `start` in the fragment on, and the parameters there."""
         self.products += values_UxN @ values_UxN.T
         if parameters_N is not None:
             self._along += values_UxN @ parameters_N
@@ -150,11 +151,11 @@ class ComparedRound:
 
 
 def _expected(sizes_UxN: Matrix, one: int, size: float) -> float:
-    """The number of elements that would be so large if they fell off as the others' do.
+    """Returns how many elements of this size are expected, if sizes fall off as in other updates.
 
-    That is by a power of the size, whose exponent the others' largest elements have (Hill). Lengths
-    differ: of each the same rank counts as equal. Where there are few elements, or most are zero,
-    nothing is known, and any size is to be expected.
+    Sizes fall off by a power, whose exponent is estimated from the others' largest elements (Hill).
+    To allow for different lengths, elements of equal rank are compared. With few elements, or
+    mostly zeros, nothing is known, and any size is expected.
     """
     others = np.delete(sizes_UxN, one, axis=0)
     count = TAIL * len(others)
@@ -171,7 +172,7 @@ def _expected(sizes_UxN: Matrix, one: int, size: float) -> float:
 
 
 def tensor_ranges(fragment: Fragment) -> list[tuple[str, list[tuple[int, int]]]]:
-    """The ranges of each tensor in its fragment's vector, in order."""
+    """Returns the ranges of each tensor in its fragment's vector, in order."""
     found: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for piece in fragment.pieces:
         found[piece.tensor].append((piece.offset, piece.offset + piece.groups * piece.group_stride))
@@ -186,14 +187,14 @@ def compare_round(
     *,
     parameters: bool = False,
 ) -> ComparedRound | None:
-    """The first `INPUTS` updates of a round beside each other; fewer where shards are large.
+    """Compare the first `INPUTS` updates of a round; fewer if shards are large. Blocks.
 
-    With `parameters` also beside the stored view that the round's version is made of: some versions
-    old, which changes no direction that matters here. None if updates are not in the store any
-    more. Blocks.
+    With `parameters`, also compare them with the stored view on which the round's version is based;
+    it may be some versions old, which changes no direction that matters here. None if updates are
+    no longer stored.
 
     Raises:
-        StoreUnavailableError: the store is away.
+        StoreUnavailableError: the store is unreachable.
     """
     fragment = layout.fragments[record.fragment]
     grid = make_grid(fragment, layout.block, sync.shard_elements)
@@ -236,7 +237,7 @@ class Pairs:
         self._points: dict[str, list[tuple[float, float]]] = defaultdict(list)
 
     def add(self, record: wire.Record, cosines: Matrix) -> None:
-        """Count a round's."""
+        """Add the cosines of a round."""
         rows = [self._index[taken.learner] for taken in record.inputs[: len(cosines)]]
         self._sums[np.ix_(rows, rows)] += cosines
         self._counts[np.ix_(rows, rows)] += 1
@@ -247,26 +248,26 @@ class Pairs:
                 self._points[taken.learner].append((record.closed_at_s, float(others.mean())))
 
     def over_time(self, learner: str) -> list[tuple[float, float]]:
-        """(time, mean cosine to the others) of each round that a learner took part in."""
+        """Returns (time, mean cosine to the others) for each round with an update of a learner."""
         return sorted(self._points[learner])
 
     def mean(self) -> Matrix:
-        """Mean cosine between each two learners, NaN where they shared no round."""
+        """Returns the mean cosine between each two learners, NaN if they shared no round."""
         with np.errstate(invalid="ignore"):
             return np.asarray(self._sums / np.where(self._counts, self._counts, np.nan))
 
 
-# Bytes of shards that are read for it.
+# The most bytes of shards that are read.
 ROUND_BYTES = 64 << 20
-# Of fewer rounds nothing is said; of so many cosines the mean is taken.
+# The fewest rounds for figures, and the number of newest cosines in their mean.
 FEWEST, NEWEST = 4, 8
-# An element is lone if it is so many times as large as the others' in its place, and as the
-# others' usual element of its tensor. A bit that turns over makes one; whole rows are data.
+# An element is lone if it is this many times as large as the others' at its place, and as the
+# others' usual element of its tensor. A flipped bit makes a lone element; whole rows are data.
 LONE_TIMES, LONE_SIZES, LONE_MOST = 4.0, 10.0, 4
-# And if fewer than so many were to be expected by how each other's so many largest fall off: where
-# inputs are rare, Adam's steps are large in single elements of honest updates.
+# It is lone only if fewer than this number are expected from the fall-off of the others' largest
+# elements: with rare inputs, Adam's steps are large in single elements of honest updates too.
 RARE, TAIL = 1e-3, 16
-# Part of the others' norm in a tensor below which an update is next to nothing there.
+# Share of the others' norm in a tensor below which an update is close to zero there.
 STILL = 0.01
 
 
@@ -291,9 +292,9 @@ class _Compared:
             self.to_zero.append(float(to_zero[row]))
 
     def figures(self) -> ShardFigures:
-        # Rounds in which a part has faded say nothing of it.
+        # Rounds in which the others' norms have faded tell nothing.
         told = {tensor: _not_faded(squares) for tensor, squares in self.squares.items()}
-        # The middle, since in some rounds another may be far beyond everything.
+        # The median, since in some rounds another update may be far larger than all.
         still = [
             tensor
             for tensor, squares in told.items()
@@ -302,12 +303,12 @@ class _Compared:
         norms = {
             tensor: median(0.5 * math.log(own / others) for own, others in squares)
             for tensor, squares in told.items()
-            # A part that only its data uses is compared with nothing.
+            # A tensor that only this learner's data uses is not compared.
             if tensor not in still and all(own > 0 and others > 0 for own, others in squares)
         }
         factor, tensor = max(self.factors, default=(0.0, ""))
         return ShardFigures(
-            # What was an hour ago may be repaired.
+            # A fault of an hour ago may be repaired.
             fmean(self.cosines[:NEWEST]), len(self.cosines),
             tuple(still) if len(still) < len(self.squares) else (),
             norms, len(self.factors), factor, tensor,
@@ -316,13 +317,13 @@ class _Compared:
 
 
 def _not_faded(squares: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Squared norms of a learner and the others, of rounds in which theirs are not next to none."""
+    """Returns squared norms of a learner and the others, without rounds where theirs are tiny."""
     longest = max(others for _, others in squares)
     return [(own, others) for own, others in squares if others >= FADED**2 * longest]
 
 
 def _one_strays(cosines: Matrix) -> bool:
-    """Whether in a round one points elsewhere than the others, who agree."""
+    """True if one update of a round points elsewhere than the others, which agree."""
     to_others = [float(np.delete(row, place).mean()) for place, row in enumerate(cosines)]
     return len(to_others) > OTHERS and min(to_others) < APART * median(to_others)
 
@@ -332,12 +333,12 @@ def shard_figures(
 ) -> dict[str, ShardFigures]:
     """Compare each learner's updates with the others', by the shards of these rounds. Blocks.
 
-    The newest rounds are read, as far as `ROUND_BYTES` and `within_s` go; once somebody's updates
-    point elsewhere than the others', also the parameters of `NEWEST` rounds. Rounds whose shards
-    are gone do not count, and of a learner of less than `FEWEST` there is nothing.
+    Reads the newest rounds, up to `ROUND_BYTES` and `within_s`; once a learner's updates point
+    elsewhere than the others', also the parameters of `NEWEST` rounds. Rounds whose shards are
+    missing do not count; learners with fewer than `FEWEST` rounds have no figures.
 
     Raises:
-        StoreUnavailableError: the store is away.
+        StoreUnavailableError: the store is unreachable.
     """
     found: dict[str, _Compared] = defaultdict(_Compared)
     left, began_s = ROUND_BYTES, time.monotonic()

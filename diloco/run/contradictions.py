@@ -1,7 +1,7 @@
-"""Findings on learners whose messages contradict each other, what is measured, or the protocol.
+"""Finds learners whose messages contradict each other, measurements, or the protocol.
 
-A program that is broken says such things as well as one that lies: the findings say what was said,
-and what is so. Pure.
+A broken program sends such messages as well as a lying one: the findings state the claim and the
+facts. Pure.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ REJECTED_UPDATES = "runbooks/rejected-updates.md"
 # Fewer than this may be an accident.
 LEAST = 4
 REJECTED_SHARE = 0.1
-# What is said of updates that count for less than they claim.
+# Sentences on updates that count for less than they claim.
 LESS = {
     "steps": "claim more steps than there was time for",
     "weight": "claim far more tokens than the others' weigh",
@@ -32,20 +32,19 @@ CURE = {
     "norm": "compare its learning rate and its data with the others'; `diloco replay RUN --blame` "
     "says what its updates did",
 }
-# A step that takes so many times as long as there was time for it, or so small a part of it, is no
-# honest one's on a busy machine.
+# Factors between the claimed time of a step and the time available that no busy machine explains.
 LONGER, SHORTER = 10.0, 100.0
-# So many intervals without an update, in so many rounds of the others, are no slow link.
+# Intervals without an update, and rounds of the others meanwhile, that no slow link explains.
 PATIENCE = 3
 
 
 def contradictions(run: RunStatus, settings: RunSettings) -> Iterator[Finding]:
-    """Findings on learners whose statements are false, or whose messages break the protocol."""
+    """Find learners whose statements are false, or whose messages break the protocol."""
     for one in run.learners:
         yield from _cut(one)
         yield from _invalid(one, run.as_of_s)
         others = [other for other in run.learners if other.name != one.name]
-        # In lockstep they wait as long as they work.
+        # In lockstep learners wait as long as they work.
         if settings.sync.mode != "lockstep":
             yield from _step_time(one, others)
         if run.state == "under way":
@@ -53,12 +52,12 @@ def contradictions(run: RunStatus, settings: RunSettings) -> Iterator[Finding]:
 
 
 def _cut(one: LearnerStatus) -> Iterator[Finding]:
-    """Updates that count for less than they claim."""
+    """Find updates that count for less than they claim."""
     count = len(one.recent)
-    # Who was busy for a while has claimed no more in all than it did.
+    # A learner that was busy for a while claims no more in all than it did.
     credited = sum(answer.credited for answer in one.recent)
     far = credited * FAR_LESS < sum(answer.tokens for answer in one.recent)
-    # What was believed for few steps is shortened for that.
+    # An update credited with few steps is shortened for that reason alone.
     norm = ("norm",)
     cut = [said.less for said in one.recent if said.less == norm or (said.less and far)]
     if len(cut) >= max(LEAST, REJECTED_SHARE * count):
@@ -69,7 +68,7 @@ def _cut(one: LearnerStatus) -> Iterator[Finding]:
 
 
 def _invalid(one: LearnerStatus, now_s: float) -> Iterator[Finding]:
-    """Messages that nobody can read, or that are longer than any of their kind."""
+    """Find messages that cannot be read, or are too long for their kind."""
     if len(one.invalid) < LEAST or one.invalid[-1].time_s < now_s - HOUR_S:
         return
     last, first = one.invalid[-1], one.invalid[0]
@@ -86,12 +85,12 @@ def _invalid(one: LearnerStatus, now_s: float) -> Iterator[Finding]:
 
 
 def _step_time(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
-    """Steps that take far longer than there was time for them, or next to nothing of it."""
+    """Find step times far longer than the time available, or a tiny part of it."""
     if one.step_s is None:
         return
     told_s, took_s = one.step_s
     usual = [other.step_s[1] / other.step_s[0] for other in others if other.step_s is not None]
-    # Where all wait for something, that is no contradiction of one.
+    # If all learners wait for something, the one does not contradict itself.
     waits = max(1.0, median(usual)) if usual else 1.0
     if LONGER * took_s < told_s or told_s * SHORTER * waits < took_s:
         yield one.told(
@@ -107,7 +106,7 @@ def _step_time(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[
 def _nothing_sent(
     one: LearnerStatus, others: Sequence[LearnerStatus], settings: RunSettings
 ) -> Iterator[Finding]:
-    """A finding on a learner that says that it trains, and sends no update."""
+    """Find a learner that claims to train, but sends no update."""
     if one.state != "training" or one.sent_s is None or one.missed < PATIENCE:
         return
     known = [other.step_time_s for other in others if other.step_time_s > 0 and other.merged]
@@ -127,7 +126,7 @@ def _nothing_sent(
 
 
 def step_times(told_s: Sequence[float], took_s: Sequence[float]) -> tuple[float, float] | None:
-    """Medians of a step's time, by updates' own word and by the clock; None of few updates."""
+    """Returns the medians of a step's time, as claimed and by the clock; None with few updates."""
     if len(took_s) < RECENT // 2 or not (said := median(told_s)) or not (had := median(took_s)):
         return None
     return said, had

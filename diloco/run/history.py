@@ -1,12 +1,12 @@
-"""A run's whole tape: what was sent, what became of it, and what operators did.
+"""A run's whole tape: updates sent, their answers, and operators' acts.
 
-For whoever compares everything with everything, as `diloco doctor` and `diloco replay` do. What
-goes over the tape once is a fold of its own that holds less (`timeseries.py`, `state.py`). Messages
-are in a file and decoded when they are asked for (`spool.py`): go over them, and keep little.
+For code that compares everything with everything, as `diloco doctor` and `diloco replay` do. Code
+that reads the tape once uses a fold that holds less (`timeseries.py`, `state.py`). Messages are in
+a file and decoded on access (`spool.py`): iterate over them, and keep few.
 
 Garbage collection trims the tape, so a history begins where the tape does: from sequence
-`whole_from` on nothing is missing; what stands before it are the last messages of their subjects
-and the tails of the chains of records.
+`whole_from` on nothing is missing; before it are the last messages of their subjects, and the tails
+of the chains of records.
 """
 
 import heapq
@@ -40,7 +40,7 @@ Body = TypeVar("Body", bound=wire.Body)
 
 
 class Sent(NamedTuple):
-    """One update by its identity, however often it was announced."""
+    """The identity of an update, however often it was announced."""
 
     learner: str
     incarnation: int
@@ -53,7 +53,7 @@ Chain = Sequence[tuple[int, wire.Record]]
 
 
 def _spooled(spool: Spool, kind: type[Body]) -> Spooled[tuple[int, Body]]:
-    """(sequence, body) of messages of one kind."""
+    """Returns a spooled list of (sequence, body), for messages of one kind."""
 
     def unpack(index: int, raw: bytes) -> tuple[int, Body]:
         return found.seqs[index], wire.decode(kind, raw)
@@ -67,7 +67,7 @@ def _manifests(spool: Spool) -> Spooled[tuple[int, wire.Manifest]]:
 
 
 class Chains(dict[int, Chain]):
-    """The records of each fragment; of one that has none, an empty chain."""
+    """The records of each fragment; an empty chain for a fragment without records."""
 
     def __missing__(self, fragment: int) -> Chain:
         return ()
@@ -101,7 +101,7 @@ class Entries(Spooled[Entry]):
         return Entry(seq, self._times_s[seq], subject, body, self._sizes[index], raw=raw)
 
     def concerning(self, fragment: int, first_seq: int = 0) -> Sequence[Entry]:
-        """The entries about a fragment, or about none, from a sequence on."""
+        """Returns the entries about a fragment, or about the whole run, from `first_seq` on."""
         of = [names.parse_subject(subject) for subject in self._names]
         about = [None if one is None else one.fragment for one in of]
         chosen = {index for index, one in enumerate(about) if one in (None, fragment)}
@@ -119,10 +119,10 @@ class History:
         times_s: when each message was stored.
         entries: all decoded messages but records.
         garbage: messages that are not of the protocol, or of another run, learner or epoch;
-            `undecoded` is what of it is not among `entries`.
-        unreadable: records that are damaged, or whose body is damaged or gone.
+            `undecoded` are those of them that are not among `entries`.
+        unreadable: records that are damaged, or whose body is damaged or missing.
         bodies: names of the objects that hold records.
-        settings: of the specification; `changes` are later ones by their sequence.
+        settings: those of the specification; `changes` are later ones by their sequence.
     """
 
     specification: wire.Specification
@@ -132,7 +132,7 @@ class History:
     extent: Extent = field(default_factory=Extent)
     spool: Spool = field(default_factory=Spool)
     times_s: Times = field(default_factory=Times)
-    # Made of the spool, unless they come from another history.
+    # Made from the spool, unless they come from another history.
     entries: Entries = None  # type: ignore[assignment]
     garbage: list[InvalidMessage] = field(default_factory=list)
     undecoded: list[InvalidMessage] = field(default_factory=list)
@@ -149,7 +149,7 @@ class History:
     end: tuple[int, wire.End] | None = None
 
     def __post_init__(self) -> None:
-        """Lists that lie in the spool, unless they come from another history."""
+        """Make the lists that lie in the spool, unless they come from another history."""
         if self.entries is None:
             self.entries = Entries(self.spool, self.times_s)
             self.manifests = _manifests(self.spool)
@@ -176,7 +176,7 @@ class History:
 
     @property
     def trimmed(self) -> bool:
-        """Whether garbage collection has taken something from the tape."""
+        """Whether garbage collection has removed messages from the tape."""
         return self.whole_from > 1
 
     def take(self, item: Item) -> None:
@@ -247,41 +247,41 @@ class History:
         self.garbage.append(InvalidMessage(entry.seq, entry.time_s, entry.subject, why))
 
     def let_go_of_messages(self) -> None:
-        """Keep records and times alone, once all other messages were looked at.
+        """Drop all but records and times, after all other messages were used.
 
-        Of a long tape their indexes are most of what is in memory.
+        Their indexes take most of the memory for a long tape.
         """
         self.entries, self.manifests = Entries(self.spool, self.times_s), _manifests(self.spool)
         self.manifests_of = {}
 
     def versions(self) -> list[int]:
-        """Newest version of each fragment."""
+        """Returns the newest version of each fragment."""
         return [self.records[fragment][-1][1].version for fragment in sorted(self.records)]
 
     def all_records(self) -> Iterator[wire.Record]:
-        """Every record, fragment by fragment."""
+        """Yields every record, fragment by fragment."""
         for chain in self.records.values():
             for _, record in chain:
                 yield record
 
     def announced(self, fragment: int) -> Sequence[tuple[int, wire.Manifest]]:
-        """The manifests of a fragment."""
+        """Returns the manifests of a fragment."""
         return Subset(self.manifests, self.manifests_of.get(fragment, ()))
 
     def manifest_at(self, seq: int) -> wire.Manifest | None:
-        """The manifest at a sequence of the tape."""
+        """Returns the manifest at a sequence of the tape."""
         found = self.manifests.at(seq)
         return None if found is None else found[1]
 
     def sent(self, fragment: int | None = None) -> dict[Sent, int]:
-        """The first announcement of each update, of a fragment or all."""
+        """Returns the sequence of each update's first announcement, for a fragment or all."""
         found: dict[Sent, int] = {}
         for seq, sent in self.manifests if fragment is None else self.announced(fragment):
             found.setdefault(identity(sent), seq)
         return found
 
     def merged(self) -> dict[Sent, wire.Input]:
-        """Every update that a record merges; for tapes that are short."""
+        """Returns every update that a record merges; for short tapes only."""
         return {
             answered(record, taken): taken
             for record in self.all_records()
@@ -289,7 +289,7 @@ class History:
         }
 
     def rejected(self) -> dict[Sent, wire.Rejected]:
-        """Every update that a record rejects."""
+        """Returns every update that a record rejects."""
         return {
             answered(record, taken): taken
             for record in self.all_records()
@@ -297,58 +297,58 @@ class History:
         }
 
     def in_order(self) -> Iterator[tuple[int, wire.Record]]:
-        """Every record with its sequence, in order of the tape."""
+        """Yields every record with its sequence, in order of the tape."""
         return in_order(self.records.values())
 
     def lives(self, learner: str) -> list[int]:
-        """Incarnations of a learner, in order."""
+        """Returns the incarnations of a learner, in order."""
         return [seq for seq, join in self.joins if join.learner == learner]
 
     def settings_at(self, seq: int) -> RunSettings:
-        """Settings that a message of the tape put in force; 0: the specification's."""
+        """Returns the settings that the message at `seq` put in force; 0: the specification's."""
         return self.changes[seq] if seq else self.settings
 
     def settings_of(self, record: wire.Record) -> RunSettings | None:
-        """The settings a record was made under; None if they are trimmed from the tape."""
+        """Returns the settings a record was made under; None if they are trimmed from the tape."""
         seq = record.policy.settings_seq
         return self.changes.get(seq) if seq else self.settings
 
 
 def up_to(chain: Chain, last_seq: int) -> Chain:
-    """The records of a chain up to a sequence of the tape."""
+    """Returns the records of a chain up to a sequence of the tape."""
     return chain[: bisect_right(chain, last_seq, key=itemgetter(0))]
 
 
 def in_order(chains: Iterable[Chain]) -> Iterator[tuple[int, wire.Record]]:
-    """The records of several fragments in order of the tape."""
+    """Yields the records of several fragments in order of the tape."""
     return heapq.merge(*chains, key=itemgetter(0))
 
 
 def identity(manifest: wire.Manifest) -> Sent:
-    """The identity of the update that a manifest announces."""
+    """Returns the identity of the update that a manifest announces."""
     return Sent(manifest.learner, manifest.incarnation, manifest.fragment, manifest.seq)
 
 
 def resolves(record: wire.Record) -> tuple[wire.Input | wire.Rejected, ...]:
-    """The updates that a record answers: merged, then rejected."""
+    """Returns the updates that a record answers: merged, then rejected."""
     merged: tuple[wire.Input | wire.Rejected, ...] = record.inputs
     return merged + record.rejected
 
 
 def answered(record: wire.Record, taken: wire.Input | wire.Rejected) -> Sent:
-    """The identity of an update that a record merges or rejects."""
+    """Returns the identity of an update that a record merges or rejects."""
     return Sent(taken.learner, taken.incarnation, record.fragment, taken.seq)
 
 
 async def read_history(
     context: RunContext, beside: Callable[[Item], None] | None = None
 ) -> History:
-    """The history on a run's tape up to now; `beside` is given each message, too.
+    """Read a run's tape up to now; passes each message to `beside`, too.
 
     Raises:
         RunMismatchError: there is no such run.
-        BusError, StoreUnavailableError: bus or store are away.
-        BusUnavailableError: the bus does not give what it has in time.
+        BusError, StoreUnavailableError: bus or store are unreachable.
+        BusUnavailableError: the bus does not deliver its messages in time.
     """
     specification = await load_specification(context.bus, context.run)
     history = History(
@@ -369,7 +369,7 @@ _PAUSES = {"run.paused: False -> True": "paused", "run.paused: True -> False": "
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened to a run, in words; `by`: who did it, "" for a learner's own."""
+    """An event in a run's history, as a sentence; `by`: who caused it, "" for a learner itself."""
 
     at_s: float
     what: str
@@ -377,7 +377,7 @@ class Event:
 
 
 def act_of(body: wire.Body, at_s: float) -> Event | None:
-    """The event in a run's history that this message stands for, if it does."""
+    """Returns the event that a message records in the run's history, or None."""
     match body:
         case wire.Join() as join:
             return Event(at_s, f"{join.learner} joined", "")
@@ -402,19 +402,19 @@ def act_of(body: wire.Body, at_s: float) -> Event | None:
 
 
 def _change(changed: Sequence[str]) -> str:
-    """A change of settings in words; a pause by its own name."""
+    """Describe a change of settings; a pause has a sentence of its own."""
     if len(changed) == 1 and changed[0] in _PAUSES:
         return _PAUSES[changed[0]]
     return f"settings changed: {'; '.join(changed) or 'carried over from the tape before'}"
 
 
 async def happened(context: RunContext, created_at_s: float, *, everything: bool) -> list[Event]:
-    """Acts of operators and aggregators on a run, oldest first.
+    """Returns the acts of operators and aggregators on a run, oldest first.
 
     Args:
-        context: the run's.
+        context: the run's context.
         created_at_s: when it was created.
-        everything: with learners' joining and leaving.
+        everything: also return joins and leaves of learners.
     """
     what = f"resumed on this tape, epoch {context.epoch}" if context.epoch else "created"
     found = [Event(created_at_s, what, "")]

@@ -1,6 +1,6 @@
-"""Looks for the objects of a run's newest versions: gone, old, damaged, or copies.
+"""Checks the objects of a run's newest versions: missing, old, damaged, or copies.
 
-Status and page look at the newest objects every few seconds; the doctor looks at more
+Status and page check the newest objects every few seconds; the doctor checks more
 (`judge/objects.py`). The functions block while the store answers.
 """
 
@@ -17,7 +17,7 @@ from diloco.common.storage.store.protocol import KEPT
 from diloco.run.findings import DIGEST_MISMATCH, MISSING_OBJECT
 from diloco.run.state import Finding
 
-# Bytes of objects that a look reads, where it comes again and again.
+# The most bytes of objects that each of the repeated checks reads.
 LOOK_BYTES = 8 << 20
 
 # A record that made a version, and an object that was stored for it.
@@ -25,7 +25,7 @@ Made = tuple[wire.Record, wire.ObjectRef]
 
 
 def newest_first(run: str, chains: Iterable[Iterable[wire.Record]]) -> Iterator[Made]:
-    """Objects of versions, each once, the newest versions first.
+    """Yields the objects of versions, each once, the newest versions first.
 
     Args:
         run: its name.
@@ -44,8 +44,8 @@ class BytesRead:
     """Reads objects of versions, and compares their bytes with records.
 
     Args:
-        store: the run's.
-        every: gives the objects to read, the newest first; wrong bytes are looked for among them.
+        store: the run's store.
+        every: returns the objects to read, the newest first; wrong bytes are compared with theirs.
 
     Attributes:
         read: the number of objects that were read.
@@ -56,10 +56,12 @@ class BytesRead:
         self._store, self._every = store, every
 
     def wrong(self, limit_bytes: int) -> Iterator[tuple[str, str]]:
-        """(Place, fault) of each object with other bytes than its maker stored, unless it is gone.
+        """Yields (place, fault) of each object whose bytes are not those stored by its maker.
+
+        Objects that are missing are skipped.
 
         Raises:
-            StoreUnavailableError: the store is away.
+            StoreUnavailableError: the store is unreachable.
         """
         for record, ref in self._every():
             limit_bytes -= ref.size_bytes
@@ -86,17 +88,17 @@ def looked_at(
     records: Sequence[wire.Record],
     newest: Callable[[], Sequence[wire.Record]],
 ) -> list[Finding]:
-    """Findings on the objects of a run that goes on.
+    """Returns findings on the objects of a run in progress.
 
     Args:
-        store: the run's.
+        store: the run's store.
         run: its name.
         records: earlier records of any fragment, the oldest first.
-        newest: gives the newest record of each fragment; asked again before an object is called
-            missing, since garbage collection may have removed what an older record needed.
+        newest: returns the newest record of each fragment; called again before an object counts as
+            missing, since garbage collection may have removed objects of older records.
 
     Raises:
-        StoreUnavailableError: the store is away.
+        StoreUnavailableError: the store is unreachable.
     """
     chains = {one.fragment: [one] for one in newest()}
     for one in reversed(records):
@@ -123,7 +125,7 @@ def _is_there(store: ObjectStore, name: str) -> bool:
 
 
 def breach(rule: str, told: Sequence[str], runbook: str, about: str = "store") -> Finding:
-    """The finding on objects that are not as they must be: the first of them, and their number."""
+    """Returns the finding on objects that break a rule: the first of them, and their number."""
     more = f" (and {len(told) - 1} more)" if len(told) > 1 else ""
     return Finding(
         severity="error",
@@ -135,7 +137,7 @@ def breach(rule: str, told: Sequence[str], runbook: str, about: str = "store") -
 
 
 def deleted(store: ObjectStore, run: str) -> Iterator[Finding]:
-    """Findings on objects whose files are gone from a folder that has kept their bytes."""
+    """Find objects whose files were deleted from a folder that still has their bytes."""
     if not isinstance(store, DirectoryStore):
         return
     gone: dict[str, list[str]] = defaultdict(list)

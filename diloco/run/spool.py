@@ -1,7 +1,7 @@
-"""Messages of a tape kept in a file, and decoded whenever they are asked for.
+"""Keeps messages of a tape in a file, and decodes them on access.
 
-Memory is for indexes, some 50 bytes a message. The file has no name, goes with the process, and
-is as large as the tape; it is made where TMPDIR says.
+Memory is for indexes, some 50 bytes a message. The file has no name, vanishes with the process, and
+is as large as the tape; it is made in TMPDIR.
 """
 
 import os
@@ -15,15 +15,15 @@ from typing import TypeVar, overload
 
 T = TypeVar("T")
 _SIZE = struct.Struct("<I")
-# Read at once: most messages are shorter.
+# Bytes that are read at once: most messages are shorter.
 READ_BYTES = 1 << 14
-# Decoded messages that are kept, for who asks for the same ones again and again.
+# The number of decoded messages in the cache.
 RECENT = 32
 RECENT_BYTES = 8 << 20
 
 
 class Spool:
-    """Bytes in a file, by where they begin. One thread writes; then any may read."""
+    """Items in a file, by the offsets where they begin. One thread writes; then any may read."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(prefix="diloco-tape-")  # noqa: SIM115 - as long as this
@@ -39,7 +39,7 @@ class Spool:
         return place
 
     def get(self, place: int) -> bytes:
-        """The item that begins at an offset."""
+        """Returns the item that begins at an offset."""
         if place >= self._flushed:
             self._file.flush()
             self._flushed = self._end
@@ -51,10 +51,10 @@ class Spool:
 
 
 class Lazy(Sequence[T]):
-    """A list whose items are made when they are asked for; slices of it are no copies."""
+    """A list whose items are made on access; its slices are not copies."""
 
     def item(self, index: int) -> T:
-        """Make the item at an index from 0 on."""
+        """Make the item at an index of 0 or more."""
         raise NotImplementedError
 
     @overload
@@ -70,14 +70,14 @@ class Lazy(Sequence[T]):
 
 
 class Spooled(Lazy[T]):
-    """A list of which the items are in a spool.
+    """A list whose items are in a spool.
 
     Args:
         spool: the file.
-        unpack: makes an item of its index and bytes.
+        unpack: makes an item from its index and bytes.
 
     Attributes:
-        seqs: of the items, in order.
+        seqs: sequences of the items, in order.
     """
 
     def __init__(self, spool: Spool, unpack: Callable[[int, bytes], T]) -> None:
@@ -90,14 +90,14 @@ class Spooled(Lazy[T]):
         self._recent_bytes = 0
 
     def add(self, seq: int, place: int, item: T | None = None) -> None:
-        """Append the item that begins at an offset; or an item itself, which stays in memory."""
+        """Append the item that begins at offset `place`; a given `item` stays in memory."""
         if item is not None:
             self._held[len(self.seqs)] = item
         self.seqs.append(seq)
         self._places.append(place)
 
     def at(self, seq: int) -> T | None:
-        """The item of a sequence."""
+        """Returns the item of a sequence, or None."""
         index = bisect_left(self.seqs, seq)
         found = index < len(self.seqs) and self.seqs[index] == seq
         return self[index] if found else None
@@ -106,7 +106,7 @@ class Spooled(Lazy[T]):
         return len(self.seqs)
 
     def item(self, index: int) -> T:
-        """Decode it, unless it is held or was asked for lately."""
+        """Decode the item, unless it is in memory or was accessed lately."""
         if index in self._held:
             return self._held[index]
         if (known := self._recent.get(index)) is not None:
@@ -126,7 +126,7 @@ class Spooled(Lazy[T]):
 
 
 class Subset(Lazy[T]):
-    """Some items of a list, in order, of which no copy is made."""
+    """Some items of a list, in order, without a copy of them."""
 
     def __init__(self, whole: Sequence[T], indices: Sequence[int]) -> None:
         self._whole = whole
@@ -136,7 +136,7 @@ class Subset(Lazy[T]):
         return len(self._indices)
 
     def item(self, index: int) -> T:
-        """The item of the whole list."""
+        """Returns the item of the whole list at this index of the subset."""
         return self._whole[self._indices[index]]
 
 

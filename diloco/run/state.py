@@ -1,9 +1,10 @@
-"""A run as it is at a moment: a `RunStatus`, with what is in it.
+"""A run at one moment: a `RunStatus` with its parts.
 
-That is a `LearnerStatus` for each learner, a `FragmentStatus` for each fragment, and `Finding`s;
-`observed.py` comes to them, and status, page, alerts, trackers and doctor show them. Pure.
+The parts are a `LearnerStatus` for each learner, a `FragmentStatus` for each fragment, and
+`Finding`s; `observed.py` computes them, and status, page, alerts, trackers and doctor show them.
+Pure.
 
-What records say is a fact. What heartbeats say is a learner's word of itself, and may be false.
+Records state facts. Heartbeats are a learner's own claims, and may be false.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,10 +14,10 @@ from typing import Literal, NamedTuple
 
 from diloco.common.storage.tape import InvalidMessage
 
-# Of a learner's updates, so many are looked back on.
+# The number of a learner's last updates that are considered.
 RECENT = 16
 HOUR_S = 3600.0
-# Without a version for so long, and for so many of the usual times between two, no rate is told.
+# Seconds without a version, and multiples of the usual interval, after which no rate is shown.
 QUIET_S, QUIET_ROUNDS = 60.0, 5.0
 
 Severity = Literal["ok", "note", "warning", "error"]
@@ -28,12 +29,12 @@ class Finding:
 
     Attributes:
         about: the subject: "bus", "store", "clock", "learner island-a" ...
-        advice: what to do; "" when there is nothing to do.
-        runbook: path from the repository's root; None when there is nothing to do.
-        evidence: figures that it follows from, where they are not in the sentence.
-        harm: what the learner's updates did to the held-out loss, where that was found out.
-        since: version of a fragment whose round it began with, stored at `since_s` (seconds since
-            the epoch); None: unknown, or it is so now.
+        advice: what to do; "" if nothing needs to be done.
+        runbook: path from the repository's root; None if nothing needs to be done.
+        evidence: figures from which it follows, if they are not in the sentence.
+        harm: effect of the learner's updates on the held-out loss, if that was measured.
+        since: version of the fragment in whose round it began, stored at `since_s` (seconds since
+            the epoch); None: unknown, or it is a present state.
     """
 
     severity: Severity
@@ -48,7 +49,7 @@ class Finding:
 
 
 class Change(NamedTuple):
-    """A change of settings: when, at which version of the fragment that is furthest, and by whom.
+    """A change of settings: its time, the version of the most advanced fragment, and its author.
 
     Attributes:
         changed: one line for each key, `section.key: before -> after`.
@@ -61,7 +62,7 @@ class Change(NamedTuple):
 
 
 class StoodStill(NamedTuple):
-    """The longest recent wait of an update for its version: that version, and its time."""
+    """The longest recent wait of an update for its version: that version, and the waiting time."""
 
     wait_s: float
     version: int
@@ -69,15 +70,16 @@ class StoodStill(NamedTuple):
 
 
 class ShardFigures(NamedTuple):
-    """A learner's newest updates beside the others', by their shards.
+    """A learner's newest updates compared with the others', by their shards.
 
     Attributes:
-        cosine: mean, to the others' in their rounds.
-        still: tensors in which they are next to nothing, and the others' are not.
-        norms: of them in each other tensor, beside the median of the others': logarithms of ratios.
-        lone: how many of them have a few elements far beyond everything that the others have
-            there, and `factor` how far the farthest; of `updates` that were compared.
-        to_zero: median cosine to the parameters: at 1 they are taken straight to zero. None: the
+        cosine: mean cosine to the others' updates in their rounds.
+        still: tensors in which they are close to zero, and the others' are not.
+        norms: their norms in each other tensor, relative to the median of the others': logarithms
+            of ratios.
+        lone: number of updates with a few elements far larger than the others' at the same places;
+            `factor` is the largest ratio, `updates` the number of compared updates.
+        to_zero: median cosine to the parameters: at 1 they shrink straight to zero. None: the
             parameters were not read.
     """
 
@@ -95,9 +97,9 @@ class MergedPoint(NamedTuple):
     """A merged update: its training loss, and its norm relative to the median of its round.
 
     Attributes:
-        version: of its fragment, that its round made.
+        version: version of its fragment that its round made.
         others_loss: median loss of the others in its round; None if it was alone.
-        tokens_per_s: that were credited, at the speed that was seen; 0: unknown.
+        tokens_per_s: credited tokens a second, at the observed speed; 0: unknown.
     """
 
     at_s: float
@@ -109,11 +111,11 @@ class MergedPoint(NamedTuple):
 
 
 class Throughput(NamedTuple):
-    """The rates of a learner's newest merged updates, by records alone.
+    """The rates of a learner's newest merged updates, from records alone.
 
     Attributes:
-        tokens_per_s: median; `updates_per_s`: how often one is merged.
-        tokens_change, updates_change: how many times as much as before; 1 where little was before.
+        tokens_per_s: median; `updates_per_s`: merged updates a second.
+        tokens_change, updates_change: the rates relative to those before; 1 if little was before.
     """
 
     tokens_per_s: float
@@ -132,13 +134,13 @@ class Delays(NamedTuple):
 
     @property
     def said(self) -> str:
-        """Mean and worst, in words."""
+        """Mean and worst delay as text."""
         mean = f"{self.mean_steps:.1f} steps ({self.mean_s:.1f} s)"
         return f"{mean}, {self.worst_steps:.1f} at worst ({self.worst_s:.1f} s)"
 
 
 def delays_of(waits: Iterable[tuple[float, float]]) -> Delays | None:
-    """The delays of several waits, each in seconds and in steps; None without waits."""
+    """Returns the delays of several (seconds, steps); None if there are none."""
     found = [*waits]
     if not found:
         return None
@@ -150,11 +152,11 @@ class UpdateAnswer(NamedTuple):
     """The answer to an update: rejected for a reason, or merged with staleness and loss.
 
     Attributes:
-        less: in which ways a merged one counts for far less than it claims.
+        less: the ways in which a merged update counts for far less than it claims.
         norm: relative to the median of its round.
         others_loss: median loss of the others in its round; None if it was alone.
         wait: from its announcement to its version, by the server, in seconds and in its steps.
-        tokens: that a merged one claims; `credited`: that it counts for.
+        tokens: tokens that a merged update claims; `credited`: tokens that it counts for.
     """
 
     reason: str = ""
@@ -173,46 +175,47 @@ class LearnerStatus:
     """One learner, at a moment.
 
     Attributes:
-        state: "quarantined" whatever it does, else "left", "failed" or "silent", else its own word.
-        why: the reason of its quarantine, where the tape still says it.
-        incarnation: its newest life; `lives`: how many were read.
+        state: "quarantined" in any case, else "left", "failed" or "silent", else the state that its
+            heartbeat states.
+        why: the reason of its quarantine, if the tape still has it.
+        incarnation: its newest life; `lives`: the number of lives read.
         sudden_ends: lives that another followed although they had not left, within the last hour,
-            or that before the run's end.
-        left: its newest life has ended on purpose; `finished`: not before the run was stopped.
-        failed: an error has ended it, by its own word; `silent`: it was not heard of for
+            or within the hour before the run's end.
+        left: its newest life has left on purpose; `finished`: it did so after the run's stop.
+        failed: its heartbeat states that an error ended it; `silent`: no heartbeat came for
             `quorum.liveness_timeout_s`.
         live: an owner waits for it, or has its last update; None: no record knows its newest life.
-        superseded: an earlier life of it that goes on beside the newest; 0: none.
+        superseded: an earlier life of it that still runs beside the newest; 0: none.
         heard_s: age of its newest heartbeat; None: its newest life sent none.
-        trouble: its own word, as are `local_step` to `bytes_down`.
-        merged: updates that records merged, of those read; `rejected` likewise.
-        tokens: credited of what was merged, on the mean over the fragments.
-        reasons: how many were rejected, by reason; `less`: how many of those merged count for less
-            than they claim, by what: "steps" that there was no time for, "weight" far above the
-            others', "norm" far above the others'.
+        trouble: from its heartbeat, as are `local_step` to `bytes_down`.
+        merged: updates that records merged, among those read; `rejected` likewise.
+        tokens: tokens credited for merged updates, averaged over the fragments.
+        reasons: rejected updates by reason; `less`: merged updates that count for less than they
+            claim, by limit: "steps" without the time for them, "weight" or "norm" far above the
+            others'.
         offences: the most that any fragment counts; see `bounds.quarantine_offences`.
         staleness: mean of its last updates, in versions; None before any was merged.
-        wait: of those, from announcement to version.
-        delay: its own word of its last updates, from the step that sent one to the one that had
-            the answer; None before any. `adoption` likewise of the last versions, from the record
-            to the step that adopted it.
-        merged_loss: median of them, `norm` likewise: what was merged, not what it says.
-        recent: what became of its last updates; `beside`: of the last that were merged together
-            with somebody else's.
+        wait: of those updates, from announcement to version.
+        delay: from its heartbeat: of its last updates, from the step that sent one to the step that
+            had the answer; None before any. `adoption`: of the last versions, from the record to
+            the step that adopted it.
+        merged_loss: median loss of its last merged updates, `norm` likewise; both from records.
+        recent: answers to its last updates; `beside`: to the last that were merged together with
+            other learners'.
         trend: its merged updates, spread over all that was read.
-        shards: what those of its newest updates say; None: they were not read, or are gone.
-        release: its program, packages and platform, as its join says.
-        errors: that ended its last lives, by their own words.
+        shards: figures from the shards of its newest updates; None: not read, or missing.
+        release: its program, packages and platform, from its join.
+        errors: the errors that ended its last lives, from their heartbeats.
         twins: times when an earlier life of it still ran although a newer had joined.
-        views: version and time of each check by which it held another view than the run's.
-        upload_s: median time that its last updates took from their bytes to the last shard stored.
-        ahead_s: of its clock before the server's, by its newest heartbeat; None: it says none.
+        views: version and time of each check in which its view differed from the run's.
+        upload_s: median time of its last updates from their encoding to the last shard stored.
+        ahead_s: seconds by which its clock is ahead of the server's; None: unknown.
         throughput: None before enough was merged.
-        invalid: its newest messages that are none of the protocol's, of `invalids`.
-        step_s: seconds of a step by its updates' own word, and by when they were announced, as
-            medians of the newest; None before there are enough.
-        sent_s: since it announced an update or joined; None: nobody knows.
-        missed: rounds of others' work without work of it, of the fragment where they are fewest.
+        invalid: its newest messages that are not of the protocol, of `invalids` in all.
+        step_s: seconds of a step as its updates claim, and as their announcements show, as medians
+            of the newest; None before there are enough.
+        sent_s: seconds since it announced an update or joined; None: unknown.
+        missed: rounds of the others without its work, of the fragment where they are fewest.
     """
 
     name: str
@@ -280,7 +283,7 @@ class LearnerStatus:
         first: MergedPoint | None = None,
         since_s: float | None = None,
     ) -> Finding:
-        """A finding on the learner, which began with its `first` such update, or at a time."""
+        """Returns a finding on this learner, which began with update `first`, or at `since_s`."""
         return Finding(
             severity=severity,
             about=f"learner {self.name}",
@@ -298,12 +301,12 @@ class FragmentStatus:
     """One fragment, at a moment.
 
     Attributes:
-        owner: who has its lease, if somebody; `free`: nobody has, and there is something to do.
-        refused_by: aggregators that serve it no more: its objects gave them other digests.
-        waiting: updates that are not answered yet; the first of them came `waiting_s` ago.
+        owner: the aggregator that has its lease, or None; `free`: none has, and there is work.
+        refused_by: aggregators that no longer serve it: its objects gave them other digests.
+        waiting: updates without an answer; the first of them came `waiting_s` ago.
         version_s: age of its newest record.
-        round_updates: merged by its newest version, which took `round_s`, of the `live_learners`
-            that were there then.
+        round_updates: number merged by its newest version, which took `round_s`, of the
+            `live_learners` at that time.
     """
 
     fragment: int
@@ -325,21 +328,21 @@ class RunStatus:
     """A run at a moment; times are ages in seconds.
 
     Attributes:
-        current: False where the bus is away: all is as it was at `as_of_s` (seconds since the
-            epoch), for nobody can say who has gone silent since.
-        whole: counts are of the whole tape, and not of its end alone.
-        quiet_s: age of the tape's newest message; `stopping_s`: of the word that it stops, or of
-            a newer record.
+        current: False if the bus is unreachable: the status is that of `as_of_s` (seconds since the
+            epoch), and it is unknown who has become silent since.
+        whole: counts are of the whole tape, not of its end alone.
+        quiet_s: age of the tape's newest message; `stopping_s`: of its stop message, or of a newer
+            record.
         strangers: learners whose newest heartbeat is of a life that never joined, and that life.
         staleness: mean of recently merged updates, in versions; `round_size`: their mean number.
-        wait: of those, from announcement to version; None before any.
-        usual_wait_s: median over those rounds of the mean wait of their updates; 0 of none.
+        wait: of those updates, from announcement to version; None before any.
+        usual_wait_s: median over those rounds of their updates' mean wait; 0 without any.
         delay, adoption: of all learners, as theirs.
         stall_fraction: share of the learners' time that synchronization took from training.
         stood_still: None before any version was made of updates.
-        takeovers: times within the last hour when a fragment came to another aggregator process.
-        changes: the newest of the settings.
-        stored: findings on what the store has, where somebody has looked.
+        takeovers: times within the last hour when a fragment passed to another aggregator process.
+        changes: the newest changes of the settings.
+        stored: findings on the store, if it was checked.
         findings: on its health, good and bad.
     """
 
@@ -382,12 +385,12 @@ class RunStatus:
     findings: tuple[Finding, ...] = ()
 
     def learner(self, name: str) -> LearnerStatus | None:
-        """The learner of a name."""
+        """Returns the learner of a name, or None."""
         return next((one for one in self.learners if one.name == name), None)
 
     @property
     def pace(self) -> str:
-        """Versions made a minute; or the time without one, where that is unusual."""
+        """The versions made a minute; or the time without one, if that is unusual."""
         newest_s = min((one.version_s for one in self.fragments), default=0.0)
         if newest_s > QUIET_S and newest_s * self.versions_per_s > QUIET_ROUNDS:
             return f"nothing for {newest_s:,.0f} s"
@@ -395,10 +398,10 @@ class RunStatus:
 
     @property
     def alerts(self) -> tuple[Finding, ...]:
-        """The findings that ask for something."""
+        """The findings that ask for action."""
         return tuple(one for one in self.findings if one.severity in ("warning", "error"))
 
 
 def share(part_s: float, whole_s: float) -> float:
-    """Part over whole, both as a learner claims them: 1 at most, 0 where the whole is 0."""
+    """Returns part over whole, both claimed by a learner: at most 1, and 0 if the whole is 0."""
     return min(part_s / whole_s, 1.0) if whole_s else 0.0

@@ -1,8 +1,8 @@
 """A run's tape as columns of numbers, for figures: read once, message by message.
 
-A row is 8 bytes a column, so a run of 100,000 versions is some hundred megabytes at most; the
-messages themselves are let go as they pass. What garbage collection has trimmed from the tape is
-not in it; the totals, which records carry, are whole.
+A row is 8 bytes a column, so a run of 100,000 versions is some hundred megabytes at most; messages
+are dropped once they are read. Messages that garbage collection has trimmed from the tape are
+missing; the totals, which records carry, are complete.
 """
 
 import contextlib
@@ -36,11 +36,11 @@ from diloco.run.watch import read_heartbeats
 
 Column = npt.NDArray[np.float64]
 
-# Rejected updates and events that are kept word for word; all of them are counted.
+# The most rejected updates and events that are kept in full; all of them are counted.
 WORDS = 500
-# Cosines are taken of at most about so many rounds, evenly over the run.
+# About the most rounds whose cosines are computed, evenly over the run.
 COSINES = 8000
-# Of an update what its manifest says, and of a merged one what the record does.
+# Columns of an update from its manifest, and of a merged one from the record.
 SENT = ("tokens", "steps", "position", "loss", "step_time_s")
 TAKEN = ("staleness", "weight", "discount", "clip", "norm", "tokens", "steps", "loss")
 # Messages between two calls of `progress`.
@@ -62,11 +62,11 @@ class Columns:
         return len(self._values) // len(self._index)
 
     def __getitem__(self, name: str) -> Column:
-        """A column, float64 [rows]."""
+        """Returns a column, float64 [rows]."""
         return self._rows()[:, self._index[name]].copy()
 
     def newest(self, count: int) -> dict[str, Column]:
-        """The last `count` rows or fewer, by column."""
+        """Returns the last `count` rows or fewer, by column."""
         rows = self._rows()[-count:]
         return {name: rows[:, place].copy() for name, place in self._index.items()}
 
@@ -80,7 +80,7 @@ class Columns:
 
 
 class RejectionRow(NamedTuple):
-    """A rejected update, in words."""
+    """A rejected update: names and texts of one row."""
 
     at_s: float
     learner: str
@@ -93,8 +93,8 @@ class RejectionRow(NamedTuple):
 class Incarnation:
     """A life of a learner: one incarnation.
 
-    `left_s` is None unless it said that it leaves; `position` is where its data had come to then.
-    `merged_s` is when its first update was merged.
+    `left_s` is None unless it published a leave; `position` is its data position then. `merged_s`
+    is when its first update was merged.
     """
 
     learner: str
@@ -115,12 +115,12 @@ class TimeSeries:
         updates: first announcements of updates. `position` in batches, after it; a row is of one
             update, or of as many as `updates` says (`condense`).
         rounds: records that made a version by merging. `live`: learners that were live then;
-            `tokens`: merged by all rounds of the fragment so far; `down_bytes`: what a learner
-            reads for it; `seq`: the record's in the stream.
+            `tokens`: merged by all rounds of the fragment so far; `down_bytes`: bytes that a
+            learner reads for it; `seq`: sequence of the record in the stream.
         inputs: merged updates. `round` is a row of `rounds`.
-        cosines: of sampled rounds, weighted mean over pairs of inputs and over tensors.
+        cosines: for sampled rounds, the weighted mean over pairs of inputs and over tensors.
         versions: every record that made a version, with rollbacks, as (seq, fragment, time).
-        totals: of each fragment, by its newest record.
+        totals: totals of each fragment, by its newest record.
         extent: the part of the tape that was read, and from where on nothing is missing.
     """
 
@@ -162,51 +162,51 @@ class TimeSeries:
 
     @property
     def trimmed(self) -> bool:
-        """Whether garbage collection has taken something from the tape."""
+        """Whether garbage collection has removed messages from the tape."""
         return self.extent.whole_from > 1
 
     @property
     def fragments(self) -> int:
-        """P."""
+        """The number of fragments, P."""
         return len(self.layout.fragments)
 
     @property
     def begins_s(self) -> float:
-        """When what is shown begins: the first join, or where a trimmed tape becomes whole."""
+        """When the series begins: at the first join, or where a trimmed tape becomes whole."""
         if self.trimmed:
             return self.extent.whole_s
         return min([life.joined_s for life in self.lives], default=self.extent.last_s)
 
     @property
     def ends_s(self) -> float:
-        """When it ends: the run's end, or the last sign of it."""
+        """When the series ends: at the run's end, or its last message or heartbeat."""
         beats = [beat.heard_at_s for beat in self.beats.values()]
         return self.ended_s or max([self.extent.last_s, *beats])
 
     def rejected_for(self) -> Counter[str]:
-        """Rejected updates by reason."""
+        """Returns the number of rejected updates by reason."""
         found: Counter[str] = Counter()
         for (reason, _), count in self.refusal_reasons.items():
             found[reason] += count
         return found
 
     def tokens_merged(self) -> float:
-        """Tokens credited to the model; each is in every fragment, so it is their mean."""
+        """Returns the tokens credited to the model, as the mean over fragments: each has all."""
         return sum(t.tokens_credited for t in self.totals.values()) / max(self.fragments, 1)
 
 
 async def read_time_series(
     context: RunContext, created_s: float, progress: Callable[[int, int], None] | None = None
 ) -> TimeSeries:
-    """The time series on a run's tape up to now.
+    """Read a run's tape up to now as a time series.
 
     Args:
-        context: the run's.
+        context: the run's context.
         created_s: when the run was created.
-        progress: called now and then with messages read, and how many there are about.
+        progress: called at intervals with the messages read, and about how many there are.
 
     Raises:
-        BusError, StoreUnavailableError: bus or store are away.
+        BusError, StoreUnavailableError: bus or store are unreachable.
     """
     series = TimeSeries(context.run, context.settings, context.layout, created_s)
     last = await context.bus.last_sequence(context.tape)
@@ -224,8 +224,8 @@ class Builder:
     """Adds a tape's messages to a time series, in their order.
 
     Args:
-        series: to be filled.
-        epoch: of the tape.
+        series: the time series to fill.
+        epoch: epoch of the tape.
     """
 
     def __init__(self, series: TimeSeries, epoch: int) -> None:
@@ -243,7 +243,7 @@ class Builder:
         ]
 
     def look_at(self, messages: int) -> None:
-        """Read the cosines of about `COSINES` rounds, spread over a tape of `messages` messages."""
+        """Sample the cosines of about `COSINES` rounds, over a tape of `messages` messages."""
         self._every = 1 + messages // (5 * COSINES)
 
     def take(self, item: Item) -> None:
@@ -275,7 +275,7 @@ class Builder:
             self._series.events.append(act)
 
     def _change(self, message: wire.Settings) -> None:
-        with contextlib.suppress(WireError):  # Nobody can follow it.
+        with contextlib.suppress(WireError):  # Invalid settings have no effect.
             self._series.settings = changed_settings(self._created, message)
 
     def _index(self, learner: str) -> int:
@@ -302,7 +302,7 @@ class Builder:
             return
         sender = (manifest.learner, manifest.incarnation, manifest.fragment)
         if manifest.seq <= self._announced.get(sender, 0):
-            return  # It was announced before.
+            return  # A repeated announcement.
         self._announced[sender] = manifest.seq
         self._series.updates.add(
             self._index(manifest.learner),
@@ -360,7 +360,7 @@ class Builder:
                 series.cosines.add(record.fragment, at_s, cosine)
 
     def _take(self, fragment: int, taken: wire.Input, row: int, at_s: float) -> None:
-        # What its sender claims is no work that anybody has seen.
+        # The credited work, not the sender's claim.
         columns = ("tokens_credited" if name == "tokens" else name for name in TAKEN)
         wait_s = max(0.0, at_s - taken.announced_at_s)
         life = self._lives.get((taken.learner, taken.incarnation))
@@ -378,19 +378,19 @@ class Builder:
         )
 
 
-# Long time series in few rows, so that who follows a run without end holds no more of it than this:
-# neighbouring updates of a learner and fragment become one row. Tokens, steps and bytes are their
-# sums, time and place in the data the later one's, the worst wait the longest, all else the mean.
-# So sums stay exact, and curves lose detail that no screen shows.
+# Long time series in few rows, so that following a run without end takes bounded memory:
+# neighbouring updates of a learner and fragment become one row. Tokens, steps and bytes are summed,
+# time and data position are the later one's, the worst wait is the longest, all else the mean. So
+# sums stay exact, and curves lose detail that no screen shows.
 SUMS = frozenset({"tokens", "steps", "bytes", "updates"})
 LATER = frozenset({"time_s", "position", "round"})
 LONGEST = frozenset({"worst_wait_s"})
-# Of updates sent and of updates merged, each.
+# The most rows of updates sent, and of updates merged.
 MOST_ROWS = 200_000
 
 
 def condense(series: TimeSeries, most_rows: int = MOST_ROWS) -> bool:
-    """Halve the tables of updates that have more rows than this; returns whether there were any."""
+    """Halve the tables of updates with more than `most_rows`; returns whether there were any."""
     keys = {"updates": ("learner", "incarnation", "fragment"), "inputs": ("learner", "fragment")}
     done = False
     for name, key in keys.items():
@@ -402,7 +402,7 @@ def condense(series: TimeSeries, most_rows: int = MOST_ROWS) -> bool:
 
 
 def _halved(columns: dict[str, Column], key: tuple[str, ...]) -> dict[str, Column]:
-    """Rows of the same key two by two, in order of time."""
+    """Merge rows of the same key two by two, in order of time."""
     order = np.lexsort([columns["time_s"], *(columns[name] for name in reversed(key))])
     sorted_rows = {name: values[order] for name, values in columns.items()}
     changed = np.zeros(len(order), bool)

@@ -1,4 +1,4 @@
-"""A run as it is now, read from the end of its tape, heartbeats and leases, and followed."""
+"""Reads a run's present state from the end of its tape, heartbeats and leases, and follows it."""
 
 import asyncio
 import contextlib
@@ -43,11 +43,11 @@ from diloco.run.newest_objects import looked_at
 from diloco.run.observed import Observed
 from diloco.run.state import Finding, RunStatus
 
-# Messages at the end of the tape that are read where a part of it will do.
+# Messages at the end of the tape that are read if a part of it suffices.
 WINDOW = 2000
 NEVER_S = math.inf
-# Who asks how a run is waits for the store so long. Who follows it looks into the store so often,
-# and for no more than this share of the time.
+# Seconds that a single status waits for the store; seconds between two checks of the store when
+# following, and the largest share of the time that they take.
 FIRST_LOOK_S, STORE_S, STORE_SHARE = 1.0, 20.0, 0.05
 
 
@@ -55,13 +55,13 @@ class Watch:
     """Follows the state of a run, from some point of its tape on.
 
     Args:
-        context: the run's.
-        beside: is given each message of the tape that is read, too.
-        heard: is given each heartbeat that is followed, too.
+        context: the run's context.
+        beside: is called with each message of the tape that is read, too.
+        heard: is called with each heartbeat that is followed, too.
 
     Attributes:
-        observed: the state of the run, from what was read.
-        changed: set with whatever is read.
+        observed: the state of the run, from the messages read.
+        changed: set whenever a message is read.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Watch:
         self.observed = Observed(context.run, context.epoch, context.settings, copied=copied)
 
     async def first_seq(self) -> int:
-        """The first sequence of the part of the tape that shows the run's present state."""
+        """Returns the first sequence of the part of the tape that shows the run's present state."""
         context = self._context
         return max(1, await context.bus.last_sequence(context.tape) - WINDOW)
 
@@ -94,11 +94,11 @@ class Watch:
                 record, seq = await last_record(self._context, fragment)
                 self.observed.note_record(Recorded(record, seq, record.closed_at_s))
         await self.caught_up()
-        # An ended run stays as it is, so that it is judged once, and with patience.
+        # An ended run does not change, so it is judged once, without a time limit.
         return await self.look_into_store(NEVER_S if self.observed.ended else FIRST_LOOK_S)
 
     async def caught_up(self) -> RunStatus:
-        """The run once all of its tape was read, with its heartbeats and leases."""
+        """Read heartbeats and leases after the tape; returns the run's status."""
         context, observed = self._context, self.observed
         if not observed.from_start:
             observed.settings, _ = await effective_settings(context)
@@ -109,9 +109,9 @@ class Watch:
         return await self.now()
 
     async def follow(self, start_seq: int | None = None, *, store: bool = False) -> None:
-        """Go on from there, or from a sequence; returns once the run has ended.
+        """Follow the tape from the last position, or from `start_seq`; returns at the run's end.
 
-        With `store` the store is looked into as well, now and then.
+        With `store`, checks the store at intervals as well.
         """
         if self.observed.ended:
             return
@@ -151,7 +151,7 @@ class Watch:
                     self._heard(beat, message.time_s)
 
     async def now(self) -> RunStatus:
-        """The run as it is now; where the bus is away, as it was."""
+        """Returns the run's present status; if the bus is unreachable, the last known one."""
         context, observed = self._context, self.observed
         try:
             observed.leases, observed.aggregators = await read_leases(context)
@@ -173,11 +173,11 @@ class Watch:
     async def look_into_store(
         self, within_s: float = NEVER_S, *, objects: bool = True
     ) -> RunStatus:
-        """The run as the bus last told of it, with findings on the store, which may be away.
+        """Check the store; returns the last known status with findings on it.
 
         Args:
-            within_s: after so long no more shards are read.
-            objects: look at objects of versions too, and not only at the newest rounds' shards.
+            within_s: seconds after which no more shards are read.
+            objects: check objects of versions too, not only the newest rounds' shards.
         """
         context, observed = self._context, self.observed
         rounds = [*observed.rounds]
@@ -188,7 +188,7 @@ class Watch:
         call, stored = context.runtime.call, list[Finding]()
         try:
             observed.shards = await call(shard_figures, context, rounds, within_s)
-            # The run of a copy may have gone on, and its store with it.
+            # The run of a copy may have advanced, and its store too.
             if objects and not observed.copied:
                 look = partial(looked_at, context.store, context.run, rounds, newest)
                 stored = await call(look)
@@ -198,7 +198,7 @@ class Watch:
         return self._run(current=True)
 
     def as_it_was(self) -> RunStatus:
-        """The run as the bus last told of it."""
+        """Returns the last known status, marked as not current."""
         return self._run(current=False)
 
     def _run(self, *, current: bool) -> RunStatus:
@@ -209,14 +209,14 @@ class Watch:
 
 
 def heartbeat(message: Message) -> wire.Heartbeat | None:
-    """The heartbeat in a message, if it comes from the learner that its subject names."""
+    """Returns the heartbeat in a message, if it comes from the learner that its subject names."""
     with contextlib.suppress(WireError):
         return decode_as(wire.Heartbeat, message.subject, message.payload)
     return None
 
 
 async def read_heartbeats(context: RunContext, learners: Iterable[str]) -> dict[str, LastHeartbeat]:
-    """The newest heartbeat of each of these learners that is still kept."""
+    """Returns the newest stored heartbeat of each of these learners."""
     found: dict[str, LastHeartbeat] = {}
     for learner in learners:
         subject = names.heartbeat(context.run, learner)
@@ -227,7 +227,7 @@ async def read_heartbeats(context: RunContext, learners: Iterable[str]) -> dict[
 
 
 async def read_leases(context: RunContext) -> tuple[dict[int, wire.Lease], list[wire.Lease]]:
-    """Read the leases: of the owner of each fragment, and of each live aggregator."""
+    """Read the leases: each fragment's owner's, and each live aggregator's."""
     owners: dict[int, wire.Lease] = {}
     aggregators: list[wire.Lease] = []
     with contextlib.suppress(StreamMissingError):
@@ -243,9 +243,9 @@ async def read_leases(context: RunContext) -> tuple[dict[int, wire.Lease], list[
 
 
 async def _standing(bus: Bus, run: str) -> AsyncIterator[Message]:
-    """The keys of a bucket of leases; whatever ends meanwhile may be missing."""
+    """Yields the keys of a bucket of leases; those that expire meanwhile may be missing."""
     stream, subjects = names.leases_stream(run), names.leases_subjects(run)
-    # Not the stream's last sequence: that key may have expired, and would be waited for in vain.
+    # Not the stream's last sequence: that key may have expired, and the wait for it would not end.
     last = await bus.last(stream, subjects[0])
     if last is None:
         return
@@ -259,22 +259,22 @@ async def _standing(bus: Bus, run: str) -> AsyncIterator[Message]:
 
 
 def is_bus(target: str) -> bool:
-    """Whether this is the URL of a bus, and no run."""
+    """True if `target` is the URL of a bus, not a run."""
     return "://" in target and not Path(target).exists()
 
 
 def bus_section(target: str | None) -> BusSection:
-    """The bus of a URL, of a run's file, or the default."""
+    """Returns the bus section for a URL, for a run's file, or the default."""
     if target is None:
         return BusSection()
     return BusSection(url=target) if is_bus(target) else load_config(find_config(target)).bus
 
 
 async def read_runs(section: BusSection) -> list[RunStatus]:
-    """Every run of a bus, the one with the newest record first; of learners only who is merged.
+    """Returns every run of a bus, the one with the newest record first; only merged learners.
 
     Raises:
-        BusUnavailableError: it is away.
+        BusUnavailableError: it is unreachable.
         BusError: the bus does not permit this.
     """
     bus = await jetstream.connect(
@@ -298,7 +298,7 @@ async def read_runs(section: BusSection) -> list[RunStatus]:
 
 
 async def _read(bus: Bus, run: str) -> RunStatus:
-    """A run by the last messages of its subjects."""
+    """Returns the status of a run from the last messages of its subjects."""
     specification = await load_specification(bus, run)
     settings, stream = parse_settings(specification.settings), names.tape_stream(run)
     records = [names.record(run, index) for index in range(settings.sync.fragments)]

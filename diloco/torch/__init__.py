@@ -1,4 +1,4 @@
-"""PyTorch: a module trains in its own loop, and takes part in a run.
+"""PyTorch: a module trains in a custom loop, and takes part in a run.
 
     with diloco.torch.join("run.toml", learner="a", module=model, table=TABLE) as island:
         island.restore(optimizer)
@@ -6,7 +6,7 @@
             loss = train_step(batch_at(island.position))
             island.step(loss=loss, save=optimizer)
 
-JAX stays on the CPU of this process, and synchronizes what the module's tensors hold.
+JAX stays on the CPU of this process, and synchronizes the values of the module's tensors.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ __all__ = ["Leaf", "TorchLearner", "create", "join", "load"]
 
 
 class TorchLearner(TensorLearner):
-    """A PyTorch loop's place in a run; `join` makes it.
+    """A PyTorch loop's membership in a run, made by `join`.
 
     Attributes:
         check: raises a ParametersError if the module's parameters are not those that joined.
@@ -57,10 +57,10 @@ class TorchLearner(TensorLearner):
         metrics: Mapping[str, Any] | None = None,
         save: torch.optim.Optimizer | None = None,
     ) -> None:
-        """Take a step boundary; as of `diloco.models.frameworks.loop.TensorLearner`.
+        """Take a step boundary; as `diloco.models.frameworks.loop.TensorLearner`.
 
         Args:
-            loss: of the step, a tensor that may still be computing: it is read a step later.
+            loss: loss of the step, a tensor that may still be computing: it is read a step later.
             metrics: further scalars of that step by name.
             save: the optimizer, of whose state checkpoints are made.
         """
@@ -82,14 +82,14 @@ def join(
 ) -> Iterator[TorchLearner]:
     """Join a run with a module's parameters; as `diloco.join`.
 
-    Within the block, processes that a DataLoader starts are spawned: JAX's threads would leave
-    locks behind in those that are forked.
+    Within the block, the worker processes of a DataLoader are spawned: forked ones would inherit
+    locks that JAX's threads hold.
 
     Args:
         file: the run's TOML file.
         learner: name of this learner in the run.
-        module: its parameters that require gradients are the run's; they are changed in place.
-            In a process group each rank joins, with a module behind `fully_shard` or in
+        module: its parameters that require gradients are the run's; they are changed in place. In a
+            process group each rank joins, with a module wrapped by `fully_shard` or in
             DistributedDataParallel.
         table: the run's leaf for each parameter, by the parameter's name in the module.
         tokens_per_step: as of `diloco.join`.

@@ -1,4 +1,4 @@
-"""A callback by which Lightning's `Trainer` takes part in a run.
+"""A callback with which Lightning's `Trainer` takes part in a run.
 
 `trainer = Trainer(callbacks=[DilocoCallback("run.toml", learner="a")], ...)`
 """
@@ -14,7 +14,7 @@ from diloco.torch.trainers import TrainerLoop, follow_clock
 
 
 class DilocoCallback(Callback):  # type: ignore[misc] # of an untyped package
-    """A Lightning `Trainer`'s place in a run, for as long as `fit` trains.
+    """Makes a Lightning `Trainer` a learner of a run, for as long as `fit` trains.
 
     Args and errors as of `diloco.torch.transformers.DilocoCallback`.
     """
@@ -26,15 +26,15 @@ class DilocoCallback(Callback):  # type: ignore[misc] # of an untyped package
         self._stepped = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """This learner's entry in a trainer's checkpoint."""
+        """Returns this learner's entry for a trainer's checkpoint."""
         return self._loop.state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take this learner's entry of the checkpoint that training resumes from."""
+        """Take this learner's entry from the checkpoint from which training resumes."""
         self._resumed = state_dict
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Join the run, and see that the data is this learner's own."""
+        """Join the run, and ensure that this learner reads data of its own."""
         loop, loader = self._loop, trainer.train_dataloader
         check_workers(loader)
         if not loop.own_data:
@@ -53,31 +53,31 @@ class DilocoCallback(Callback):  # type: ignore[misc] # of an untyped package
         self._follow_clock(trainer)
 
     def on_train_batch_start(self, *_: Any) -> None:
-        """Train on with the learner's own parameters."""
+        """Put the learner's own parameters back into the module."""
         self._loop.hide()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any
     ) -> None:
-        """Take the run's step boundary, where the optimizer has taken a step."""
+        """Take the run's step boundary, if the optimizer has taken a step."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         self._losses += [] if loss is None else [loss]
         if trainer.global_step == self._stepped:
             return
         self._stepped, losses = trainer.global_step, self._losses
         self._losses = []
-        # Lightning has divided each one by the number of batches.
+        # Lightning has divided each loss by the number of batches.
         if self._loop.step(losses, summed=pl_module.automatic_optimization):
             trainer.should_stop = True
             trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = 0
         self._follow_clock(trainer)
 
     def on_validation_start(self, *_: Any) -> None:
-        """Show what all learners share; the next step hides it."""
+        """Put the global parameters into the module; the next training batch removes them."""
         self._loop.show()
 
     def on_train_end(self, *_: Any) -> None:
-        """Leave the run; the module is the run's newest."""
+        """Leave the run; the module then has its newest parameters."""
         self._loop.end()
 
     def on_exception(
@@ -86,7 +86,7 @@ class DilocoCallback(Callback):  # type: ignore[misc] # of an untyped package
         pl_module: LightningModule,  # noqa: ARG002
         exception: BaseException,
     ) -> None:
-        """Leave in order where somebody asked for it; else end as by a crash."""
+        """Leave in order after an interrupt or exit; after other exceptions, end as by a crash."""
         if isinstance(exception, KeyboardInterrupt | SystemExit):
             self._loop.end()
         else:

@@ -1,4 +1,4 @@
-"""The order in which a learner reads examples: its own, and on from where the run has it."""
+"""The order in which a learner reads examples: its own order, from its position on."""
 
 import math
 import zlib
@@ -14,18 +14,18 @@ from diloco.common.protocol.errors import ConfigError
 class LearnerOrder(Sampler):  # type: ignore[misc] # torch is not there for mypy
     """Endless epochs, each a permutation that follows from seed, learner and the epoch's number.
 
-    Each pass gives the examples of as many steps as an epoch has, from `position` on.
+    Each pass yields the examples of as many steps as an epoch has, from `position` on.
 
     Args:
         examples: the number of examples.
         learner: name of the learner whose order it is.
         step: examples that a step trains on.
-        steps: in an epoch.
-        position: steps that are behind the learner.
-        skipped: steps that the first pass gives before `position`, since its reader skips them.
-        seed: the same one gives the same orders.
-        part: this rank's number, and of how many ranks: each pass gives the examples of that one
-            in turn, and begins anew at its end where they do not come out even.
+        steps: steps in an epoch.
+        position: returns the number of steps that are done.
+        skipped: steps before `position` that the first pass yields, since its reader skips them.
+        seed: equal seeds give equal orders.
+        part: this rank's number and the number of ranks: each pass yields the examples of this rank
+            in turn, and repeats some at its end if they do not divide evenly.
     """
 
     def __init__(
@@ -77,15 +77,15 @@ def give_order(
     trained: int = 0,
     seed: int = 0,
 ) -> None:
-    """Have a trainer's shuffled loader read in the learner's own order.
+    """Make a trainer's shuffled loader read in the learner's own order.
 
     Args:
-        loader: the trainer's.
+        loader: the trainer's loader.
         learner: as of `LearnerOrder`.
         accumulated: batches in a step.
         position: as of `LearnerOrder`.
-        batches: in an epoch; None: all that the loader has.
-        trained: steps by the trainer's own count; those of the epoch that it begins in it skips.
+        batches: batches in an epoch; None: all that the loader has.
+        trained: steps by the trainer's own count; it skips those in the epoch where it begins.
         seed: as of `LearnerOrder`.
 
     Raises:
@@ -93,12 +93,12 @@ def give_order(
     """
     sampler: Any = getattr(loader, "batch_sampler", None)
     ranks = 1
-    if hasattr(sampler, "num_processes"):  # accelerate's, which gives ranks batches, or parts
+    if hasattr(sampler, "num_processes"):  # accelerate's: each rank gets batches, or parts
         ranks = 1 if sampler.split_batches else sampler.num_processes
         sampler = sampler.batch_sampler
     order: Any = getattr(sampler, "sampler", None)
     part = (0, 1)
-    if isinstance(order, DistributedSampler):  # Lightning's, which gives ranks examples
+    if isinstance(order, DistributedSampler):  # Lightning's: each rank gets examples
         ranks, part = order.num_replicas, (order.rank, order.num_replicas)
         shuffles = order.shuffle and order.dataset is loader.dataset
     else:

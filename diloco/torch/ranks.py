@@ -1,8 +1,8 @@
 """A module over several processes: each rank is a host of one learner (ADR 21), with its shards.
 
-FSDP2 gives a rank a part of each parameter (DTensor), DDP the whole. JAX sees the same: a device of
-its CPU for each rank, in the same mesh, and arrays cut as the parameters are. So each rank reads,
-encodes, uploads and fetches its own part, as rank 0 has planned, which alone speaks to the run.
+FSDP2 gives a rank a part of each parameter (DTensor), DDP the whole. JAX has a CPU device for each
+rank, in the same mesh, and arrays sharded as the parameters are. So each rank reads, encodes,
+uploads and fetches its own part, as rank 0 plans, which alone speaks to the run.
 """
 
 import socket
@@ -25,14 +25,14 @@ from diloco.torch.tensors import ModuleTensors
 
 
 class RankTensors(ModuleTensors):
-    """A rank's parts of a module's parameters, by their names there.
+    """A rank's parts of a module's parameters, by their names in the module.
 
     Args:
-        module: behind `fully_shard`, or in DistributedDataParallel.
+        module: wrapped by `fully_shard`, or in DistributedDataParallel.
         replicated: as of `diloco.torch.join`.
 
     Raises:
-        ConfigError: a parameter is of each rank's own, or ranks divide it in a way JAX has not.
+        ConfigError: a parameter differs by rank, or is divided in a way that JAX does not have.
     """
 
     def __init__(self, module: torch.nn.Module, *, replicated: bool = False) -> None:
@@ -63,7 +63,7 @@ class RankTensors(ModuleTensors):
         self._plan = {name: _plan(one) for name, one in self._parameters.items()}
 
     def sharding(self, name: str) -> NamedSharding:
-        """The sharding of a parameter; whole on all ranks where it cannot be cut equally."""
+        """Returns a parameter's sharding; replicated on all ranks if it cannot be cut equally."""
         one = self._parameters[name]
         cuts: list[tuple[str, ...]] = [()] * one.dim()
         for axis, placement in zip(self._mesh.axis_names, self._plan[name], strict=False):
@@ -76,7 +76,7 @@ class RankTensors(ModuleTensors):
         return NamedSharding(self._mesh, PartitionSpec(*(names or None for names in cuts)))
 
     def check(self) -> None:
-        """Refuse parameters that are others, or lie otherwise, than when this learner joined.
+        """Refuse parameters that changed their tensors or placements since this learner joined.
 
         Raises:
             ParametersError: the parameters differ.
@@ -91,7 +91,7 @@ class RankTensors(ModuleTensors):
                 )
 
     def _local(self, name: str) -> torch.Tensor:
-        """This rank's part, to be read; a collective where it is not cut equally."""
+        """Returns this rank's part for reading; a collective if it is not cut equally."""
         self._reshard()
         one = self._parameters[name].detach()
         if not isinstance(one, DTensor):
@@ -109,7 +109,7 @@ class RankTensors(ModuleTensors):
             one.to_local().copy_(_part(values, one))
 
     def _reshard(self) -> None:
-        """Let go of what a forward without a backward has gathered and the next one would use."""
+        """Drop parameters gathered in a forward without a backward, or the next would use them."""
         for one in self._sharded:
             one.reshard()
 
@@ -122,7 +122,7 @@ def _plan(one: Any) -> tuple[Any, ...]:
 
 
 def _part(values: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """This rank's part of a whole tensor, which ranks divide unequally."""
+    """Returns this rank's part of a whole tensor that the ranks divide unequally."""
     for axis, placement in enumerate(like.placements):
         if placement.is_shard():
             ranks, own = like.device_mesh.size(axis), like.device_mesh.get_local_rank(axis)
@@ -135,7 +135,7 @@ def _meet() -> None:
     """Begin JAX's distributed runtime over the ranks, each with one device of its CPU.
 
     Raises:
-        ConfigError: the ranks are on several machines, and nothing says where rank 0 is.
+        ConfigError: the ranks are on several machines, and no setting gives rank 0's address.
     """
     if jax.distributed.is_initialized():
         return
@@ -150,7 +150,7 @@ def _meet() -> None:
             hint="start them by torchrun, or set MASTER_ADDR to rank 0's address on all",
         )
     address = f"{first}:{told[0][1]}"
-    # It would take SIGTERM for itself, by which a learner is asked to leave.
+    # JAX's service would catch SIGTERM, by which a learner is asked to leave.
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(

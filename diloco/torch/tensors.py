@@ -1,4 +1,4 @@
-"""Tensors of PyTorch as arrays on the host: a module's parameters, an optimizer's state."""
+"""PyTorch's tensors as arrays on the host: a module's parameters, an optimizer's state."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -22,12 +22,12 @@ _DTYPES = {
 
 
 class ModuleTensors:
-    """The parameters of a module that require gradients, by their names there.
+    """The parameters of a module that require gradients, by their names in the module.
 
-    They come from and go to CUDA on a stream of their own.
+    They are copied from and to CUDA on a stream of their own.
 
     Raises:
-        ConfigError: one is of a dtype that is not synchronized.
+        ConfigError: a parameter has a dtype that is not synchronized.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -42,23 +42,23 @@ class ModuleTensors:
         self._stream: Any = None
 
     def shapes(self) -> Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]:
-        """Shape and dtype of each."""
+        """Returns the shape and dtype of each parameter."""
         return {
             name: (tuple(one.shape), _DTYPES[one.dtype]) for name, one in self._parameters.items()
         }
 
     def read(self, name: str) -> np.ndarray:
-        """A parameter's values; waits for the device, where they are on one."""
+        """Returns a parameter's values; waits for its device."""
         values = self._local(name)
         with self._aside(values):
             values = values.to("cpu")
-        if values.dtype == torch.bfloat16:  # which NumPy does not know
+        if values.dtype == torch.bfloat16:  # NumPy has no bfloat16
             return np.asarray(values.view(torch.int16)).view(ml_dtypes.bfloat16)
         return np.asarray(values)
 
     def write(self, name: str, values: np.ndarray) -> None:
         """Set a parameter's values, in place."""
-        own = np.require(values, requirements=("C", "W"))  # as torch wants them
+        own = np.require(values, requirements=("C", "W"))  # as torch requires
         if own.dtype == ml_dtypes.bfloat16:
             given = torch.from_numpy(own.view(np.int16)).view(torch.bfloat16)
         else:
@@ -68,10 +68,10 @@ class ModuleTensors:
             self._set(name, given)
 
     def check(self) -> None:
-        """Check, where ranks divide the parameters, that they are those that joined."""
+        """Check that parameters divided by ranks are still those that joined; here, do nothing."""
 
     def _local(self, name: str) -> torch.Tensor:
-        """This process's part of a parameter."""
+        """Returns this process's part of a parameter."""
         return self._parameters[name].detach()
 
     def _set(self, name: str, values: torch.Tensor) -> None:
@@ -79,7 +79,7 @@ class ModuleTensors:
 
     @contextlib.contextmanager
     def _aside(self, tensor: torch.Tensor) -> Any:
-        """Copies of CUDA's tensors: behind what computes them, on another stream."""
+        """Run the block's copies on another CUDA stream, after the tensor's computation."""
         if tensor.device.type != "cuda":
             yield
             return
@@ -89,12 +89,12 @@ class ModuleTensors:
         self._stream.wait_stream(computing)
         with torch.cuda.stream(self._stream):
             yield
-        # What computes next sees the copy.
+        # Later computations wait for the copy.
         computing.wait_stream(self._stream)
 
 
 def state_of(optimizer: torch.optim.Optimizer) -> State:
-    """Tensors of a PyTorch optimizer, for checkpoints, by number of the parameter and name."""
+    """Returns a PyTorch optimizer's tensors for a checkpoint, by parameter number and name."""
     return {
         f"{number}/{name}": _array(_own(value))
         for number, slots in optimizer.state_dict()["state"].items()
@@ -105,10 +105,10 @@ def state_of(optimizer: torch.optim.Optimizer) -> State:
 
 @contextlib.contextmanager
 def begun(optimizer: torch.optim.Optimizer) -> Iterator[tuple[State, Callable[[State], None]]]:
-    """Give the shape of the optimizer's state, and a function that takes a state of that shape.
+    """Yields the shapes of the optimizer's state, and a function that takes such a state.
 
-    PyTorch makes the state in the first step: here by one without a rate or gradients, which
-    moves nothing. It is forgotten again unless a state is taken.
+    PyTorch creates the state in the first step: this takes one without learning rate or gradients,
+    which moves nothing. The state is cleared again unless one is taken.
     """
     taken = False
 
@@ -141,7 +141,7 @@ def begun(optimizer: torch.optim.Optimizer) -> Iterator[tuple[State, Callable[[S
 
 
 def _own(value: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor that ranks divide."""
+    """Returns this rank's part of a tensor that ranks divide."""
     return value.to_local() if isinstance(value, DTensor) else value
 
 

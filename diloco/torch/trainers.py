@@ -1,6 +1,6 @@
-"""A place in a run for loops that others own: what all callbacks share.
+"""A learner inside a training loop of another library: the code that all callbacks share.
 
-The adapters (`transformers.py`, `lightning.py`) say which of their events is which call here.
+The adapters (`transformers.py`, `lightning.py`) map their events to calls of this module.
 """
 
 import atexit
@@ -21,13 +21,13 @@ from diloco.torch import TorchLearner, join
 
 
 class TrainerLoop:
-    """A trainer's place in a run, from one call of its training to the end of it.
+    """A trainer's membership in a run, from the begin of one training to its end.
 
     Args:
         file: the run's TOML file.
         learner: name of this learner in the run.
         table, tokens_per_step: as of `diloco.torch.join`.
-        own_data: no other learner has this one's data, whatever order it is read in.
+        own_data: no other learner has this learner's data, in whatever order it is read.
 
     Attributes:
         life: closed when training ends.
@@ -51,7 +51,7 @@ class TrainerLoop:
 
     @property
     def island(self) -> TorchLearner:
-        """The place in the run.
+        """The membership in the run.
 
         Raises:
             DilocoError: training has not begun.
@@ -75,14 +75,14 @@ class TrainerLoop:
         """Join the run: the module takes its newest version.
 
         Args:
-            module: the one that is trained.
-            checkpoint: the entry that `state` gave to the trainer's checkpoint, if it resumes.
+            module: the module that is trained.
+            checkpoint: this loop's entry in the trainer's checkpoint, if it resumes from one.
             replicated: as of `diloco.torch.join`.
 
         Raises:
             ConfigError: the checkpoint is another learner's.
         """
-        self.fail(None)  # of a training that raised, and told nobody
+        self.fail(None)  # left by a training that raised without telling its callbacks
         mine = self.state()
         if checkpoint and dict(checkpoint) != mine:
             raise ConfigError(
@@ -100,24 +100,24 @@ class TrainerLoop:
             replicated=replicated,
         )
         self._joined = self.life.enter_context(joining)
-        # Threads stand still when the interpreter ends, and leaving would wait for them.
+        # Threads do not run when the interpreter ends, and leaving would wait for them.
         atexit.register(self.fail, None)
         self.life.callback(atexit.unregister, self.fail)
-        # Whoever saves while it trains saves what all share.
+        # A save during training saves the global parameters.
         saved = module.module if isinstance(module, DistributedDataParallel) else module
         hook = saved.register_state_dict_pre_hook(lambda *_: self.show())
         self.life.callback(hook.remove)
 
     def state(self) -> dict[str, str]:
-        """This loop's entry in a trainer's checkpoint; the position comes from the run."""
+        """Returns this loop's entry for a trainer's checkpoint; the position comes from the run."""
         return {"run": load_config(Path(self._file)).run.name, "learner": self.learner}
 
     def step(self, losses: list[Any], *, summed: bool) -> bool:
         """Note a step of the optimizer; returns whether training is to end.
 
         Args:
-            losses: of its batches.
-            summed: the step's loss is their sum, and not their mean.
+            losses: losses of its batches.
+            summed: the step's loss is their sum, not their mean.
 
         Raises:
             ConfigError: `losses` is empty.
@@ -135,18 +135,18 @@ class TrainerLoop:
             return self.island.done
 
     def show(self) -> None:
-        """Let the module be what all learners share, until `hide`."""
+        """Put the global parameters into the module, until `hide`."""
         if self.trains and not self._shown:
             self._view.enter_context(self.island.viewed())
             self._shown = True
 
     def hide(self) -> None:
-        """Let the module be this learner's own again."""
+        """Put the learner's own parameters back into the module."""
         self._view.close()
         self._shown = False
 
     def check_shown(self) -> None:
-        """Refuse an evaluation that saw this learner's own parameters.
+        """Refuse an evaluation of this learner's own parameters.
 
         Raises:
             ConfigError: the evaluation saw them.
@@ -162,7 +162,8 @@ class TrainerLoop:
         """Leave the run in order.
 
         Args:
-            keep: the module stays as it is, such as the best one; else it is the run's newest.
+            keep: the module stays as it is, such as the best one; else it gets the newest
+                parameters.
         """
         if not self.trains:
             return
@@ -177,7 +178,7 @@ class TrainerLoop:
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
-        """End the life on any error in the block: trainers tell their callbacks of none."""
+        """End the life on any error in the block; trainers tell their callbacks of none."""
         try:
             yield
         except BaseException as error:
@@ -185,7 +186,7 @@ class TrainerLoop:
             raise
 
     def fail(self, error: BaseException | None) -> None:
-        """End as by a crash: nothing is sent any more."""
+        """End as by a crash, without sending anything."""
         if self.trains:
             self._joined = None
             self.hide()
@@ -195,7 +196,7 @@ class TrainerLoop:
 
 
 def follow_clock(schedule: Any, global_step: int) -> None:
-    """Have a schedule that is a function of the step go by the run's clock."""
+    """Set a learning-rate schedule that is a function of the step to the run's clock."""
     if isinstance(schedule, LambdaLR) and schedule.last_epoch != global_step:
         schedule.last_epoch = global_step - 1
         with warnings.catch_warnings():  # of a schedule that moves before the first step

@@ -1,4 +1,4 @@
-"""A callback by which transformers' `Trainer` takes part in a run.
+"""A callback with which transformers' `Trainer` takes part in a run.
 
 `trainer = Trainer(model, args, callbacks=[DilocoCallback("run.toml", learner="a")], ...)`
 """
@@ -18,18 +18,19 @@ STATE = "diloco"
 
 
 class DilocoCallback(TrainerCallback):  # type: ignore[misc] # of an untyped package
-    """A `Trainer`'s place in a run: it joins when training begins, and leaves when that ends.
+    """Makes a `Trainer` a learner of a run: it joins when training begins, and leaves at its end.
 
     Args:
         file: the run's TOML file.
         learner: name of this learner in the run.
         options: `table` and `tokens_per_step` as of `diloco.torch.join`; `own_data=True`: no other
-            learner has this one's data, which is read in the trainer's order.
+            learner has this learner's data, which is read in the trainer's order.
 
     Raises:
         ConfigError: when training begins: all learners would get the same batches; it resumes from
-            another's checkpoint; one process trains on several devices, or shards the model.
-        RunMismatchError: then, too: the model's parameters are not those of the run.
+            another learner's checkpoint; one process trains on several devices, or shards the
+            model.
+        RunMismatchError: when training begins: the model's parameters are not those of the run.
     """
 
     def __init__(self, file: str | Path, *, learner: str, **options: Any) -> None:
@@ -38,7 +39,7 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc] # of an untyped pac
         self._summed, self._ranks = False, 1
 
     def __enter__(self) -> Self:
-        """For a process that outlives a failed training, such as a notebook's: `with callback:`."""
+        """Support `with callback:`, for a notebook, which outlives a failed training."""
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
@@ -52,7 +53,7 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc] # of an untyped pac
         control: TrainerControl,  # noqa: ARG002 - as all events have it
         **given: Any,
     ) -> None:
-        """Join the run, and see that the data is this learner's own."""
+        """Join the run, and ensure that this learner reads data of its own."""
         ranks = args.world_size
         if args.n_gpu > 1 or (ranks > 1 and (args.fsdp or args.deepspeed)):
             raise ConfigError(
@@ -61,7 +62,7 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc] # of an untyped pac
                 hint="start a process for each device by torchrun, without fsdp and deepspeed; or"
                 " show the Trainer one device, such as by CUDA_VISIBLE_DEVICES=0",
             )
-        # Over how many ranks the tokens are counted that a loss is divided by.
+        # The number of ranks over which the tokens are counted by which a loss is divided.
         self._ranks = ranks if args.average_tokens_across_devices else 1
         loop, module, loader = self._loop, given["model"], given["train_dataloader"]
         check_workers(loader)
@@ -88,16 +89,16 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc] # of an untyped pac
             return
         loss = outputs.get("loss") if isinstance(outputs, dict) else next(iter(outputs))
         if isinstance(loss, Tensor) and not loss.dim():
-            # As transformers' models take it: a batch's part of the mean over all tokens.
+            # transformers' models return a batch's part of the mean over all tokens.
             self._summed = named.get("num_items_in_batch") is not None
             self._losses.append(loss.detach() * (self._ranks if self._summed else 1))
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Train on with the learner's own parameters."""
+        """Put the learner's own parameters back into the model."""
         self._loop.hide()
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        """Let no step be taken from parameters that were shown between two of its batches."""
+        """Put the learner's own parameters back, if an evaluation between batches changed them."""
         self._loop.hide()
 
     def on_step_end(
@@ -114,10 +115,10 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc] # of an untyped pac
             control.should_save = args.save_strategy != "no"
         follow_clock(given["lr_scheduler"], self._loop.island.global_step)
         if control.should_evaluate or control.should_save:
-            self._loop.show()  # on all ranks, of which one saves
+            self._loop.show()  # on all ranks, though only one saves
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
-        """Show what all learners share: to evaluate, to save, and to compare with the best."""
+        """Put the global parameters into the model, for evaluating, saving and comparing it."""
         self._loop.show()
 
     def on_evaluate(
@@ -128,7 +129,7 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc] # of an untyped pac
         metrics: dict[str, float],
         **_: Any,
     ) -> None:
-        """Tell the run what was measured.
+        """Report the evaluation's loss to the run.
 
         Raises:
             ConfigError: it was measured on this learner's own parameters.
@@ -144,6 +145,6 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc] # of an untyped pac
         control: TrainerControl,  # noqa: ARG002 - as all events have it
         **_: Any,
     ) -> None:
-        """Leave the run; the model is the run's newest, or the best if the trainer loaded that."""
+        """Leave the run; the model gets its newest parameters, or keeps the best if loaded."""
         best = args.load_best_model_at_end and state.best_model_checkpoint is not None
         self._loop.end(keep=best)

@@ -1,1 +1,1 @@
-"""Code that all commands share: naming a run, settings on the command line."""
+"""The code that all commands share: naming a run, settings on the command line."""

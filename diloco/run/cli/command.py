@@ -1,7 +1,7 @@
-"""Functions and records of options as commands of the command line.
+"""Turns functions and records of options into commands.
 
-A record of options is a frozen dataclass whose fields are annotated as Typer wants them: each
-option is declared once, and travels as one value from the command line to the code that obeys it.
+A record of options is a frozen dataclass whose fields are annotated as Typer requires: each option
+is declared once, and travels as one value from the command line to the code that uses it.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ F = TypeVar("F", bound=Callable[..., int | None])
 
 
 def group(summary: str | None = None) -> typer.Typer:
-    """A group of commands; one without a summary becomes part of the group it is added to."""
+    """Returns a group of commands; one without a summary merges into the group it is added to."""
     return typer.Typer(help=summary, no_args_is_help=True)
 
 
@@ -28,9 +28,9 @@ def command(
 ) -> Callable[[F], F]:
     """Make a function a command of `app`; its docstring is the command's help.
 
-    Parameters are options, and the fields of a parameter that is a record of options are. What
-    the function returns is the exit status; None is 0. Of what is logged, `logs` and what is worse
-    is shown. A daemon says that itself, and its failure on files keeps its trace.
+    Parameters are options, and so are the fields of a parameter that is a record of options. The
+    function returns the exit status; None is 0. Log entries of level `logs` and above are shown. A
+    daemon sets its own level, and keeps the trace of an error on files.
     """
 
     def add(function: F) -> F:
@@ -41,7 +41,7 @@ def command(
 
 
 def _told(function: F, logs: str) -> F:
-    """A function that logs from a level on, and whose trouble with files is a failure in words."""
+    """Returns a function that logs from `logs` on, and reports errors on files as failures."""
 
     @functools.wraps(function)
     def run(*given: Any, **named: Any) -> int | None:
@@ -78,7 +78,7 @@ def _runner(function: Callable[..., int | None]) -> Callable[..., None]:
 def _flatten(
     function: Callable[..., Any],
 ) -> tuple[list[inspect.Parameter], dict[str, type[Any]]]:
-    """Flatten records among a command's parameters into options; also return which were records."""
+    """Flatten records among a command's parameters into options; also returns their classes."""
     hints = typing.get_type_hints(function, include_extras=True)
     parameters: list[inspect.Parameter] = []
     records: dict[str, type[Any]] = {}

@@ -1,4 +1,4 @@
-"""Failure reports of a command or daemon: on standard error, in the journal, and to systemd."""
+"""Reports failures of a command or daemon: on standard error, in the journal, and to systemd."""
 
 import errno
 import os
@@ -14,7 +14,7 @@ from diloco.common.protocol.errors import DilocoError
 
 
 def as_failure(error: OSError) -> DilocoError | None:
-    """The failure to report for a full disk or an unusable path; None for a possible bug."""
+    """Returns the failure to report for a full disk or unusable path; None for a possible bug."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" at {error.filename!r}" if error.filename else ""
         return DilocoError(
@@ -30,7 +30,7 @@ def as_failure(error: OSError) -> DilocoError | None:
 
 
 def full_output(error: Exception) -> DilocoError | None:
-    """The failure to report if this error means that standard output is on a full disk."""
+    """Returns the failure to report if `error` means that standard output is on a full disk."""
     if isinstance(error, OSError) and error.filename is None:
         return as_failure(error)
     return None
@@ -39,7 +39,7 @@ def full_output(error: Exception) -> DilocoError | None:
 def tell_failure(error: DilocoError) -> None:
     """Print an error of the project and its hint."""
     tell_error(service_manager(), error.message, error.hint)
-    # Not wrapped: a path cut in two cannot be found again.
+    # Not wrapped: a path must stay in one piece.
     console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
     console.print(log.errors(f"error: {error.message}"), style="red")
     if error.hint:
@@ -47,7 +47,7 @@ def tell_failure(error: DilocoError) -> None:
 
 
 def tell_bug(error: Exception) -> None:
-    """Print an error that nobody foresaw, with its trace."""
+    """Print an unexpected exception, with its trace."""
     tell_error(service_manager(), f"{type(error).__name__}: {error}", "its trace is in the journal")
     text = "".join(traceback.format_exception(error)).rstrip()
     print(log.errors(text), file=sys.stderr, flush=True)  # noqa: T201 - the last words

@@ -1,4 +1,4 @@
-"""Folders that the command line names."""
+"""Makes folders that the command line names."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from diloco.common.protocol.errors import ConfigError
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, and those above it; one that is there is no error.
+    """Make a folder and its parents; an existing one is no error.
 
     Raises:
         ConfigError: the folder cannot be made there.

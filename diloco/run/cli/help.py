@@ -1,4 +1,4 @@
-"""`diloco --help` on one screen, in the order of a day; and what old commands are called now."""
+"""`diloco --help` on one screen, in the order of use; and the new names of former commands."""
 
 from typing import Any, ClassVar
 
@@ -7,7 +7,7 @@ from typer.core import TyperGroup
 from diloco.common.protocol.errors import ConfigError
 from diloco.run.cli.command import group
 
-# A command of an earlier commit, and what is typed now.
+# A former command, and its present name.
 FORMER = {
     "archive": "diloco bundle RUN FILE; then diloco run delete RUN --bundle FILE",
     "auth guard": "diloco host guard DIR RUN",
@@ -34,15 +34,15 @@ FORMER = {
     "unbundle": "diloco restore FILE --logs DIR",
 }
 
-# Several rooms add to it.
+# Several packages add commands to it.
 host = group("Set up machines: systemd units, a fleet's variables, a guard.")
 
 
 class Parted(TyperGroup):
-    """The program's commands, which its help shows part by part.
+    """The program's commands, which its help shows in parts.
 
     Attributes:
-        parts: a part's title, and its commands.
+        parts: the title of a part, and its commands.
     """
 
     parts: ClassVar[dict[str, tuple[str, ...]]]
@@ -53,10 +53,10 @@ class Parted(TyperGroup):
         self.commands = {name: self.commands[name] for part in self.parts.values() for name in part}
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that arguments begin with.
+        """Find the command with which the arguments begin.
 
         Raises:
-            ConfigError: the command has another name now.
+            ConfigError: the command has a new name.
         """
         for old in (" ".join(args[:2]), args[0]):
             if old in FORMER:
@@ -69,7 +69,7 @@ class Parted(TyperGroup):
         """Write a line for each command and option."""
         formatter.write_usage(ctx.command_path, "[OPTIONS] COMMAND ...")
         formatter.write(f"\n{self.help}\n")
-        # Of the columns two are a margin, and two part a name from its sentence.
+        # Two columns are a margin, and two separate a name from its sentence.
         room = formatter.width - max(map(len, self.commands)) - 4
         for title, names in self.parts.items():
             with formatter.section(title):

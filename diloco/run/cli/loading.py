@@ -1,4 +1,4 @@
-"""Ctrl-C waits while JAX is being loaded."""
+"""Defers Ctrl-C while JAX is being loaded."""
 
 import signal
 import threading

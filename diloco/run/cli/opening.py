@@ -1,12 +1,12 @@
-"""A run as the operator names it.
+"""Opens a run that an operator names.
 
-RUN is its TOML file; or the folder of a local run; or the run's name on a bus, which `use_place`
-or the environment (DILOCO_BUS_URL, DILOCO_STORE_URL) says; or, where a command only reads, a
-bundle, beside its store if it was made without objects.
+RUN is its TOML file; or the folder of a local run; or the run's name on a bus, given by `use_place`
+or the environment (DILOCO_BUS_URL, DILOCO_STORE_URL); or, if a command only reads, a bundle, with
+the run's store if it was made without objects.
 
-Settings are those of the run's specification; in what the file differs from them is for the
-command to judge. A local run that has ended has no nats-server any more: one is started on its
-folder for as long as the command lasts.
+Settings are those of the run's specification; the command judges where the file differs from them.
+A local run that has ended has no nats-server any more: one is started on its folder for as long as
+the command lasts.
 """
 
 import asyncio
@@ -61,21 +61,21 @@ from diloco.common.storage.store import ObjectStore, open_store
 from diloco.common.storage.tape import RunContext, load_specification
 
 CONNECT_S = 5.0
-# How long the server of a local run may take to answer before it counts as ended.
+# Seconds without an answer after which the server of a local run counts as ended.
 LOCAL_CONNECT_S = 2.0
-# Keys of the section `learner` that are folders, below that of a local run.
+# Keys of the section `learner` that are folders, below the folder of a local run.
 FOLDERS = ("checkpoint_dir",)
 
 
 class RunLocation(NamedTuple):
-    """The bus and store of runs given by name; None: as environment or defaults say."""
+    """The bus and store of runs given by name; None: from the environment, or the defaults."""
 
     bus_url: str | None = None
     store_url: str | None = None
 
 
 class _Given:
-    """The command line's word on it."""
+    """The location that the command line gave."""
 
     place = RunLocation()
 
@@ -86,15 +86,15 @@ def use_place(place: RunLocation) -> None:
 
 
 def place() -> RunLocation:
-    """The location that `use_place` was given, for another process of the same command."""
+    """Returns the location set by `use_place`, for another process of the same command."""
     return _Given.place
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenRun:
-    """A run, connected: the file it was named by, what its tape says it is, and its parts.
+    """A connected run: the file that names it, its specification, and its context.
 
-    `bundle` is the file that it is read from; None for a run on a bus.
+    `bundle` is the file from which it is read; None for a run on a bus.
     """
 
     config: Config
@@ -109,15 +109,15 @@ class OpenRun:
 
     @property
     def copy(self) -> bool:
-        """Whether its tape is a copy, whose run and store may have gone on."""
+        """Whether its tape is a copy, whose run and store may have advanced since."""
         return self.bundle is not None and not self.bundle.has_objects
 
 
 def find_config(target: str | Path) -> Path:
-    """The configuration file of RUN.
+    """Returns the configuration file of RUN.
 
     Raises:
-        ConfigError: there is nothing of that name, or a folder that holds no local run.
+        ConfigError: nothing has that name, or it is a folder without a local run.
     """
     path = Path(target)
     if path.is_dir():
@@ -131,12 +131,12 @@ def find_config(target: str | Path) -> Path:
 
 
 def run_config(target: str | Path) -> Config:
-    """The configuration of RUN: where its bus and its store are, and what its file says of it.
+    """Returns the configuration of RUN: its bus, its store, and the rest of its file.
 
-    Of a run that is given by name or as a bundle, only bus and store are known.
+    For a run given by name or as a bundle, only bus and store are known.
 
     Raises:
-        ConfigError: there is nothing of that name, or the file cannot be understood.
+        ConfigError: nothing has that name, or the file is invalid.
     """
     path, place = Path(target), _Given.place
     if is_bundle(path):
@@ -157,7 +157,7 @@ def run_config(target: str | Path) -> Config:
 
 
 def at_home(config: Config, folder: Path) -> Config:
-    """The configuration of a local run whose folder may have been moved or copied since."""
+    """Returns the configuration of a local run whose folder may have been moved or copied."""
     stored = Path(config.store.url)
     home, here = stored.parent, folder.absolute()
     local = (here / "nats").is_dir() and (here / stored.name).is_dir()
@@ -178,7 +178,7 @@ def at_home(config: Config, folder: Path) -> Config:
 
 
 def placed(run: str, *, stored: bool) -> Config:
-    """A configuration with the bus, and if `stored` the store, of command line or environment."""
+    """Returns a configuration with the bus, and if `stored` the store, of the command line."""
     place = _Given.place
     if not stored:
         place = place._replace(store_url=place.store_url or store_url() or "none")
@@ -186,7 +186,7 @@ def placed(run: str, *, stored: bool) -> Config:
 
 
 def _placed(run: str, place: RunLocation) -> Config:
-    """A configuration that says where a run is, and nothing of the run but its name."""
+    """Returns a configuration that holds a run's location and name, and nothing else of it."""
     document: dict[str, dict[str, Any]] = {"run": {"name": run, "steps": 1}}
     if place.bus_url is not None:
         document["bus"] = {"url": place.bus_url}
@@ -213,18 +213,18 @@ async def open_run(
     """Connect to a run for as long as the block lasts.
 
     Args:
-        target: RUN, as the module says.
-        name: who asks, as the server's monitoring shows it.
-        reads: nothing is written, so that a bundle will do.
-        salvage: take what is whole of a file that is damaged.
-        credentials: a file for NATS, over the one that the configuration names.
+        target: RUN, as the module defines it.
+        name: the connection's name in the server's monitoring.
+        reads: nothing is written, so that a bundle suffices.
+        salvage: take the intact parts of a damaged file.
+        credentials: a file for NATS, instead of the one that the configuration names.
 
     Raises:
-        ConfigError: no such file or folder, or the file cannot be understood.
+        ConfigError: no such file or folder, or the file is invalid.
         RunMissingError: the bus has no such run.
         RunIncompleteError: it is being created.
-        RunMismatchError: the store has not.
-        BusUnavailableError, StoreUnavailableError: bus or store are away.
+        RunMismatchError: the store has no such run.
+        BusUnavailableError, StoreUnavailableError: bus or store are unreachable.
     """
     path = Path(target)
     config = run_config(target)
@@ -241,7 +241,7 @@ async def open_run(
             bus, specification = await _find(stack, path, config, name)
         if bundle is not None and bundle.has_objects:
             store: ObjectStore = BundleStore(bundle)
-            # Ages in it are those of when it was made.
+            # Ages in a bundle are as of its making.
             made_s = float(bundle.header["made_s"])
             runtime = Runtime(clock=lambda: made_s)
         else:
@@ -273,23 +273,23 @@ async def open_run(
 
 
 def operator_context(opened: OpenRun) -> Context:
-    """The context that the aggregator's functions need, in the operator's name."""
+    """Returns the context that the aggregator's functions need, in the operator's name."""
     parts = {field.name: getattr(opened.context, field.name) for field in fields(RunContext)}
     return Context(**parts, name=who())
 
 
 def who() -> str:
-    """The person who gives a command, as the tape names them."""
+    """Returns the user who gives a command, as the tape names them."""
     user = pwd.getpwuid(os.geteuid()).pw_name
     return f"operator {user}@{socket.gethostname()}"
 
 
 def _open_file(stack: AsyncExitStack, path: Path, *, reads: bool, salvage: bool) -> Bundle:
-    """A bundle, for as long as the stack lasts.
+    """Open a bundle for as long as the stack lasts.
 
     Raises:
-        ConfigError: the command wants more than to read.
-        IntegrityError: it is damaged.
+        ConfigError: the command does more than read.
+        IntegrityError: the bundle is damaged.
     """
     if not reads:
         raise ConfigError(
@@ -304,13 +304,13 @@ def _open_file(stack: AsyncExitStack, path: Path, *, reads: bool, salvage: bool)
 async def _find(
     stack: AsyncExitStack, target: Path, config: Config, name: str
 ) -> tuple[Bus, wire.Specification]:
-    """A connection to the server that has the run; one of our own if it is an ended local run."""
+    """Connect to the server that has the run; starts one for an ended local run."""
     ended = target / "nats"
     if not is_folder_of_server(ended):
         return await _connect(stack, config, config.bus.url, name, CONNECT_S)
     port = urllib.parse.urlsplit(config.bus.url).port
-    # What answers at that address may be the server of another folder: of the one that this was
-    # copied from, or of whoever has come by the port since.
+    # Another server may answer at that address: that of the folder from which this one was copied,
+    # or one that uses the port since.
     if is_served(ended):
         try:
             return await _connect(stack, config, config.bus.url, name, LOCAL_CONNECT_S)
@@ -327,7 +327,7 @@ async def _find(
             port = None
     # Threads of the loop's pool last as long as the loop, and so does a server started by one.
     server = NatsServer(ended, port=port if port and is_free(port) else None)
-    # At an interpreter's end there is no pool any more.
+    # At the interpreter's end the pool no longer exists.
     stack.callback(server.stop)
     await asyncio.to_thread(server.start)
     return await _connect(stack, config, server.url, name, CONNECT_S)

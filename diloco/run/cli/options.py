@@ -13,7 +13,7 @@ Run = Annotated[
         "(diloco --bus URL --store URL COMMAND NAME)",
     ),
 ]
-# Of commands that only read.
+# For commands that only read.
 RunOrTape = Annotated[
     str,
     typer.Argument(

@@ -1,4 +1,4 @@
-"""The output of commands: sentences, tables, and colours."""
+"""Prints the output of commands: sentences, tables, progress."""
 
 import json
 import sys
@@ -16,38 +16,38 @@ from rich.table import Table
 from diloco.common.protocol.errors import ConfigError
 from diloco.run.cli.units import human_bytes
 
-# Of a learner's state, and of a finding's severity.
+# Colours of a learner's state, and of a finding's severity.
 STATE_STYLES = {
     "training": "green", "paused": "cyan", "flushing": "cyan", "done": "dim", "starting": "yellow",
     "left": "dim", "quarantined": "bold red",
 }  # fmt: skip
 SEVERITY_STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
 
-# Between two lines on work that takes long.
+# Seconds between two lines on progress.
 LINE_S = 10.0
-# Is told how much of how much is done.
+# Takes the amount done, and the amount in all.
 Hear = Callable[[int, int], None]
 
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """Show on a terminal that something takes its time: on standard error, and gone afterwards."""
+    """Show on standard error, while the block lasts, that work is in progress."""
     with Console(stderr=True).status(f"{what} ..."):
         yield
 
 
 @contextmanager
 def progress(what: str, *, in_bytes: bool = False) -> Iterator[Hear]:
-    """Show on standard error how far work has come; a thread's work ends when its block is left.
+    """Show progress on standard error; leaving the block ends the work of a thread that reports.
 
-    Without a terminal it is told of now and then.
+    Without a terminal, prints a line at intervals.
 
     Args:
         what: the work.
         in_bytes: whether it is counted in bytes.
 
     Yields:
-        Hears how much of how much is done.
+        A function that takes the amount done, and the amount in all.
     """
     left, console = threading.Event(), Console(stderr=True, soft_wrap=True, highlight=False)
     said_at, count = time.monotonic(), human_bytes if in_bytes else "{:,}".format
@@ -75,7 +75,7 @@ def say(text: str) -> None:
 
 
 def say_plainly(text: str) -> None:
-    """Print a sentence as it is, brackets and all."""
+    """Print a sentence literally, brackets included."""
     Console().print(text, soft_wrap=True, highlight=False, markup=False)
 
 
@@ -85,10 +85,10 @@ def say_json(document: Any) -> None:
 
 
 def confirm(question: str) -> None:
-    """Ask, and go on only after yes.
+    """Ask a question; return only if the answer is yes.
 
     Raises:
-        ConfigError: no terminal is there to answer on.
+        ConfigError: there is no terminal to answer on.
         typer.Abort: the answer is no.
     """
     try:
@@ -107,14 +107,14 @@ def confirm(question: str) -> None:
 def plain_table(
     *columns: str, words: Container[str] = (), title: str | None = None, wraps: bool = False
 ) -> Table:
-    """A table without lines.
+    """Returns a table without lines.
 
     Args:
-        columns: their titles. The first one, and those that `words` has, stand at the left; all
+        columns: their titles. The first column, and those in `words`, are aligned left; all
             others are figures.
         words: titles of further columns that hold names or sentences.
-        title: of the table.
-        wraps: whether long cells go on in a next line, rather than be cut off.
+        title: title of the table.
+        wraps: whether long cells wrap to a next line, rather than be cut.
     """
     made = Table(
         title=title, title_justify="left", title_style="bold", caption_justify="left", box=None,

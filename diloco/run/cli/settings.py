@@ -1,4 +1,4 @@
-"""Settings on the command line: --set, and lists of fragments."""
+"""Reads settings on the command line: --set, and lists of fragments."""
 
 import tomllib
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from diloco.common.protocol.errors import ConfigError
 
 
 def assign(document: dict[str, Any], assignment: str) -> None:
-    """Set one key: section.key=value, the value as TOML or else as plain text.
+    """Set one key by section.key=value; the value is TOML, or else plain text.
 
     Raises:
         ConfigError: the text is not an assignment.
@@ -37,7 +37,7 @@ def assign(document: dict[str, Any], assignment: str) -> None:
 
 
 def parse_assigned(document: Mapping[str, object]) -> RunSettings:
-    """The settings of a run after assignments.
+    """Parse the settings of a run after assignments.
 
     Raises:
         ConfigError: no setting of that name, or no such value.
@@ -52,7 +52,7 @@ def parse_assigned(document: Mapping[str, object]) -> RunSettings:
 
 
 def parse_fragments(text: str) -> frozenset[int]:
-    """Fragments from a list such as 0-11 or 0,3,5-7.
+    """Parse a list of fragments such as 0-11 or 0,3,5-7.
 
     Raises:
         ConfigError: the text is not such a list.

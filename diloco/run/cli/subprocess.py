@@ -1,7 +1,7 @@
-"""Work in a process of its own, which frees the memory of all that it loads.
+"""Runs work in a process of its own, whose end frees the memory of all that it loads.
 
-A user's task brings JAX and more, some 170 MiB, and its first evaluation another 50. The doctor and
-the report need it for a moment, and themselves they read a tape of any length.
+A user's task loads JAX and more, some 170 MiB, and its first evaluation another 50. The doctor and
+the report need it briefly, while they themselves read a tape of any length.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ def call_isolated(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -
     """Call a function of a user's task, in another process unless JAX is loaded here already.
 
     Raises:
-        TaskError: the process ended by itself, as by a library that aborts.
+        TaskError: the process ended without an answer, as by a library that aborts.
     """
     if "jax" in sys.modules:
         return function(*args, **kwargs)
@@ -39,7 +39,7 @@ def call_isolated(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -
 def call_isolated_heard(
     hear: Hear, function: Callable[Concatenate[Hear, P], T], *args: P.args, **kwargs: P.kwargs
 ) -> T:
-    """As `call_isolated`, of a function that tells its first argument how far it has come."""
+    """As `call_isolated`, for a function that reports its progress to its first argument."""
     if "jax" in sys.modules:
         return function(hear, *args, **kwargs)
     return _in_process(hear, function, args, kwargs)
@@ -60,11 +60,11 @@ def _in_process(
 
 
 def _started(work: Callable[..., None], *args: Any) -> tuple[BaseProcess, Connection]:
-    """A process that does this, with the other end of its pipe."""
+    """Start a process that calls `work`; returns it with our end of the pipe."""
     ours, theirs = _SPAWN.Pipe()
     process = _SPAWN.Process(target=work, args=(theirs, *args))
-    # Ctrl-C is for this process: the other one inherits that it is blocked, and ends with this.
-    # The helper of multiprocessing unblocks it where it starts, so that has to be before.
+    # Ctrl-C is for this process: the other inherits the blocked signal, and ends with this one.
+    # multiprocessing's helper unblocks the signal when it starts, so it must be started before.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -76,10 +76,10 @@ def _started(work: Callable[..., None], *args: Any) -> tuple[BaseProcess, Connec
 
 
 def _heard(pipe: Connection, hear: Hear | None = None) -> Any:
-    """The answer of the other process.
+    """Wait for the other process's answer.
 
     Raises:
-        TaskError: it ended by itself.
+        TaskError: it ended without one.
     """
     try:
         while isinstance(word := pipe.recv(), tuple):
@@ -103,13 +103,13 @@ def _answer(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """In the other process: send tuples of how far it is, and at last [result, error]."""
+    """In the other process: send progress as tuples, and at last [result, error]."""
     first = [lambda done, total: pipe.send((done, total))] if heard else []
     pipe.send(_result(function, *first, *args, **kwargs))
 
 
 def _result(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-    """[What it returns, None], or [None, the error]."""
+    """Call a function; returns [its result, None], or [None, the error]."""
     try:
         return [function(*args, **kwargs), None]
     except Exception as error:  # noqa: BLE001 - raised where it is waited for
@@ -117,11 +117,11 @@ def _result(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any
 
 
 class Isolated:
-    """An object of a user's task in another process, made there at once; here if JAX is loaded.
+    """An object of a user's task, made at once in another process; in this one if JAX is loaded.
 
     Args:
         kind: its class, as "module:name": loaded where it is made.
-        args: of the class.
+        args: arguments of the class.
     """
 
     def __init__(self, kind: str, *args: Any) -> None:
@@ -133,17 +133,16 @@ class Isolated:
             self._process, self._pipe = _started(_serve, kind, args)
 
     def call(self, method: str, *args: Any, within_s: float | None = None) -> Any:
-        """Call a method of it; blocks. In this process a call may take longer than `within_s`.
+        """Call a method of the object; blocks. `within_s` does not limit a call in this process.
 
         Raises:
-            TaskError: the process ended by itself, or the answer did not come in time; then it is
-                ended.
+            TaskError: the process ended, or did not answer in time and was ended.
         """
         with self._lock:
             if self._process is None:
                 self._made = self._made or _made(self._kind, self._args)
                 return getattr(self._made, method)(*args)
-            with contextlib.suppress(OSError):  # What has ended is told of below.
+            with contextlib.suppress(OSError):  # A process that has ended is reported below.
                 self._pipe.send((method, args))
             if not self._pipe.poll(within_s):
                 self._process.kill()
@@ -151,7 +150,7 @@ class Isolated:
             return _heard(self._pipe)
 
     def close(self) -> None:
-        """End the process, if there is one; whoever waits for an answer gets an error."""
+        """End the process, if there is one; a caller that waits for an answer gets an error."""
         if self._process is not None:
             self._process.kill()
             self._process.join()
@@ -174,7 +173,7 @@ def _serve(pipe: Connection, kind: str, args: Sequence[Any]) -> None:
 
 
 def _sendable(error: Exception) -> Exception:
-    """The error, or its words where it cannot be made again of its bytes, as a task's own may."""
+    """Returns the error, or a `TaskError` with its text if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))  # noqa: S301 - its own bytes
     except Exception:  # noqa: BLE001 - the class is the task's, and may do anything

@@ -1,10 +1,10 @@
-"""Numbers as people read them: bytes, counts and times in fitting units."""
+"""Formats numbers for people: bytes, counts and times in fitting units."""
 
 from typing import NamedTuple
 
 
 class Unit(NamedTuple):
-    """A divisor for numbers, and the name of the unit."""
+    """A unit: the divisor of numbers, and its name."""
 
     scale: float
     name: str
@@ -16,28 +16,28 @@ _BYTES = (Unit(1e12, "TB"), Unit(1e9, "GB"), Unit(1e6, "MB"), Unit(1e3, "kB"), U
 
 
 def time_unit(longest_s: float) -> Unit:
-    """The unit for times up to this number of seconds."""
+    """Returns the unit for times up to `longest_s`."""
     return next((unit for unit in _TIMES if longest_s >= 3 * unit.scale), _TIMES[-1])
 
 
 def count_unit(greatest: float) -> Unit:
-    """The unit for counts up to this one: k, M, G or T."""
+    """Returns the unit for counts up to `greatest`: k, M, G or T."""
     return next((unit for unit in _TOKENS if greatest >= unit.scale), _TOKENS[-1])
 
 
 def byte_unit(greatest: float) -> Unit:
-    """The unit for sizes up to this number of bytes."""
+    """Returns the unit for sizes up to `greatest` bytes."""
     return next((unit for unit in _BYTES if greatest >= unit.scale), _BYTES[-1])
 
 
 def human_count(count: float) -> str:
-    """1234567 as '1.23 M'."""
+    """Format 1234567 as '1.23 M'."""
     unit = count_unit(abs(count))
     return f"{count / unit.scale:.3g} {unit.name}".rstrip() if unit.name else f"{count:.0f}"
 
 
 def human_bytes(count: float) -> str:
-    """1234567 as '1.2 MB'."""
+    """Format 1234567 as '1.2 MB'."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -46,7 +46,7 @@ def human_bytes(count: float) -> str:
 
 
 def human_time(seconds: float) -> str:
-    """5000 as '1 h 23 min'."""
+    """Format 5000 seconds as '1 h 23 min'."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     if seconds < 600:
@@ -59,7 +59,7 @@ def human_time(seconds: float) -> str:
 
 
 def age(seconds: float) -> str:
-    """Seconds as '3 s', '5 min' or '2 h'."""
+    """Format seconds as '3 s', '5 min' or '2 h'."""
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"

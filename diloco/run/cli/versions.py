@@ -1,4 +1,4 @@
-"""Versions as an operator names them: by number, checkpoint, time or age."""
+"""Finds versions that an operator names: by number, checkpoint, time or age."""
 
 import re
 from datetime import UTC, datetime
@@ -15,10 +15,10 @@ UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 async def find_targets(
     context: RunContext, to: str, *, option: str = "--to"
 ) -> dict[int, Recorded]:
-    """The record of each fragment that versions, a checkpoint's name or a time stand for.
+    """Returns each fragment's record for versions, a checkpoint's name, a time or an age.
 
     Raises:
-        ConfigError: `to` cannot be understood, or is beyond what the tape has.
+        ConfigError: `to` is invalid, or earlier than the tape.
     """
     count = len(context.layout.fragments)
     if re.fullmatch(r"\d{4}-\d{12}", to):
@@ -47,7 +47,7 @@ async def find_targets(
 
 
 def parse_time(text: str, now_s: float, option: str) -> float:
-    """Seconds since the epoch of a time, or of so long ago.
+    """Parse a time or an age; returns seconds since the epoch.
 
     Raises:
         ConfigError: the text is neither of them.

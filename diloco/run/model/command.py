@@ -77,7 +77,7 @@ def sample(
 
 @dataclass(frozen=True, kw_only=True)
 class FollowOptions:
-    """Options on following a run."""
+    """Options for following a run."""
 
     to: Annotated[Path, typer.Option("--to", help="folder of the versions", metavar="DIR")]
     form: Annotated[

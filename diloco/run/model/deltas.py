@@ -1,12 +1,12 @@
-"""A folder of whole versions, and between them of what changed: lossless, in bfloat16.
+"""A folder of whole versions, with lossless deltas between them, in bfloat16.
 
     DIR/weight_v000012   the twelfth version here: whole, or the bits that differ from the eleventh
-    DIR/.whole-000012    the newest, whole: what the next one is compared with
+    DIR/.whole-000012    the newest version, whole, to compare the next one with
 
-It is the form that `/pull_weights` of SGLang reads, by which slime and miles bring versions to
-their engines: a whole version is a folder of `--format hf`; a delta has the same files, in which a
-tensor is the exclusive or of its bytes, compressed, with a checksum of the bytes that it leads to.
-Whoever has version n - 1 applies delta n; whoever has not begins with a whole one.
+`/pull_weights` of SGLang reads this form, by which slime and miles bring versions to their engines:
+a whole version is a folder of `--format hf`; a delta has the same files, in which a tensor is the
+exclusive or of its bytes, compressed, with a checksum of the resulting bytes. A reader with version
+n - 1 applies delta n; any other begins with a whole version.
 """
 
 import asyncio
@@ -24,14 +24,14 @@ from diloco.common.protocol.errors import ConfigError
 from diloco.run.model.follow import Following, ModelChange
 from diloco.run.model.serving import FolderRules, ServedFolder, sync_files
 
-# Between two whole versions.
+# The most deltas between two whole versions.
 WHOLE_EVERY = 32
 _INDEX = "model.safetensors.index.json"
 _FORM = {"delta_encoding": "xor", "compression_format": "zstd", "checksum_format": "xxh3-128"}
 
 
 class DeltaFolder(ServedFolder):
-    """Writes each version as its difference from the one before, and some of them whole."""
+    """Writes each version as its difference from the one before, and some versions whole."""
 
     async def _write(self, change: ModelChange) -> Path:  # noqa: ARG002 - has numbers of its own
         home, compress = self._rules.folder, _compressor()
@@ -41,7 +41,7 @@ class DeltaFolder(ServedFolder):
         await self._write_files(whole, "hf", "bfloat16")
         about = "about.json"
         if before.exists() and (before / about).read_text() == (whole / about).read_text():
-            shutil.rmtree(whole)  # this process was started again
+            shutil.rmtree(whole)  # this process was restarted
             return _version(home, last)
         path = _version(home, last + 1)
         part = path.with_name(path.name + ".part")
@@ -51,13 +51,13 @@ class DeltaFolder(ServedFolder):
             shutil.copytree(whole, part, copy_function=os.link)
         await asyncio.to_thread(sync_files, part)
         part.rename(path)
-        for other in home.glob(".whole-*"):  # one more, where an earlier process was killed
+        for other in home.glob(".whole-*"):  # one more, if an earlier process was killed
             if other != whole:
                 shutil.rmtree(other)
         return path
 
     def _drop_old(self, newest: Path) -> None:
-        """Delete what precedes the newest whole version that leads to all that is to stay."""
+        """Delete the versions before the whole one from which all kept versions follow."""
         numbers = sorted(_number(path) for path in newest.parent.glob("weight_v??????"))
         wanted = numbers[-self._rules.keep :][0]
         roots = [one for one in numbers if one <= wanted and not _is_delta(newest.parent, one)]
@@ -67,7 +67,7 @@ class DeltaFolder(ServedFolder):
 
 
 def served_folder(model: Following, rules: FolderRules) -> ServedFolder:
-    """The folder of a form; errors as of `ServedFolder`."""
+    """Returns the writer of a folder in the form of the rules; errors as of `ServedFolder`."""
     return (DeltaFolder if rules.form == "deltas" else ServedFolder)(model, rules)
 
 
@@ -95,7 +95,7 @@ def write_delta(
 
 
 def _read(path: Path) -> tuple[dict[str, dict[str, list[int]]], np.ndarray]:
-    """The places of a file's tensors among its data; the data, uint8."""
+    """Returns the places of a file's tensors within its data, and the data, uint8."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))

@@ -1,4 +1,4 @@
-"""A run's global model as files: parameters, layout, settings, and what they are the model of."""
+"""Writes a run's global model to files: parameters, layout, settings, and their origin."""
 
 import asyncio
 import json
@@ -35,10 +35,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 def check_target(
     folder: Path, form: str = "safetensors", dtype: str | None = None, *, merge: bool = False
 ) -> None:
-    """Refuse what cannot be written, before anything is computed.
+    """Refuse a target that cannot be written, before anything is computed.
 
     Raises:
-        ConfigError: no such format, or the folder is there and holds something.
+        ConfigError: no such format, or the folder exists and is not empty.
     """
     if form not in FORMATS:
         raise ConfigError(f"--format {form!r}: expected {', '.join(FORMATS)}")
@@ -72,25 +72,25 @@ async def write_model(
     `model.safetensors` or the folder `model` (orbax) has the parameters by the task's names, and
     leaves that are not synchronized as the run began with them. `layout.json` has the layout,
     `settings.toml` the settings, `about.json` the run, versions, digests and global step. In the
-    format `hf` the run's task writes what others load, and `about.json` is beside it.
+    format `hf` the run's task writes files for other programs, beside `about.json`.
 
     Args:
-        folder: is made.
-        form: of `FORMATS`.
-        context: of the run.
-        views: of every fragment, float32 [N].
-        records: that made them.
+        folder: made by this function.
+        form: one of `FORMATS`.
+        context: the run's context.
+        views: view of every fragment, float32 [N].
+        records: the records that made them.
         settings: those in force when the views were made, if not the specification's.
-        dtype: of `DTYPES`, that floats are written in; for the format `hf`.
-        merge: adapters are added to their base, of the format `hf`.
+        dtype: one of `DTYPES`, in which floats are written; for the format `hf`.
+        merge: adapters are added to their base, in the format `hf`.
 
     Raises:
         ConfigError: it cannot be written, or the task has no such format.
-        IntegrityError: the base that is merged into is not the run's.
+        IntegrityError: the base to merge into is not the run's.
     """
     check_target(folder, form, dtype, merge=merge)
     settings = settings or context.settings
-    # By the layout alone: what is exported needs neither the task nor its data.
+    # By the layout alone: exporting needs neither the task nor its data.
     arrays = arrays_of(context.layout, [views[fragment] for fragment in sorted(views)])
     specification = await load_specification(context.bus, context.run)
     arrays |= await held_leaves(context, specification)
@@ -118,7 +118,7 @@ async def write_model(
 
 
 def _share_weights(folder: Path) -> None:
-    """Give weights the mode of the files beside them: safetensors lets nobody else read its own."""
+    """Give weights the mode of the files beside them: safetensors makes its files private."""
     mode = (folder / "about.json").stat().st_mode
     for path in folder.glob("*.safetensors"):
         path.chmod(mode)
@@ -157,7 +157,7 @@ def _write_params(folder: Path, form: str, arrays: Arrays) -> None:
 
 
 def _nested(arrays: Arrays) -> dict[str, Any]:
-    """Arrays in dictionaries by the parts of their names, as a task's tree has them."""
+    """Returns arrays in nested dictionaries by the parts of their names, as in a task's tree."""
     tree: dict[str, Any] = {}
     for name, array in arrays.items():
         *folders, last = name.split("/")
@@ -182,16 +182,16 @@ def _write_for_others(
 
     Args:
         folder: new, or empty.
-        context: of the run.
-        settings: that name the task.
+        context: the run's context.
+        settings: the settings that name the task.
         arrays: parameters by name, those that the run stores.
         constants: the object that names the leaves that are not synchronized.
-        dtype: that floats are written in.
+        dtype: dtype in which floats are written.
         merge: adapters are added to their base.
 
     Raises:
         ConfigError: it cannot be written, or the task has no such format.
-        IntegrityError: the base that is merged into is not the run's.
+        IntegrityError: the base to merge into is not the run's.
     """
     from diloco.learner.contract import model_of
 
@@ -225,7 +225,7 @@ def _merging(files: "Files") -> Callable[[Path, dict[str, Any], str], None]:
 
 
 def _base_of(task: "Task", context: RunContext, constants: str | None) -> dict[str, Any]:
-    """The leaves that learners load by themselves, which are compared with the run's."""
+    """Returns the leaves that learners load themselves, after comparing them with the run's."""
     from diloco.learner.tensors.tree import loaded_frozen
 
     loaded = loaded_frozen(task)
@@ -245,7 +245,7 @@ def run_export(
     *,
     merge: bool = False,
 ) -> None:
-    """Write a run's global model, as it is or as it was.
+    """Write a run's newest or an earlier global model.
 
     Raises:
         DilocoError: it cannot be written, or is no longer stored.

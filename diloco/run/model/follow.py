@@ -1,4 +1,4 @@
-"""`diloco.follow`: every version of a run's model in Python, as it is made; without JAX."""
+"""`diloco.follow`: yields every version of a run's model in Python, as it is made; without JAX."""
 
 import asyncio
 import fnmatch
@@ -33,9 +33,9 @@ from diloco.run.model.whole import FollowRules, check_rules
 
 T = TypeVar("T")
 
-# What leaves come as: rounded once from the float32 view, or the delta as it is stored.
+# Forms of leaves: rounded once from the float32 view, or the stored delta.
 Form = Literal["float32", "bfloat16", "codes"]
-# Between two looks whether a tape that is gone is there again.
+# Seconds between two checks for the new tape of a run.
 TAPE_RETRY_S = 5.0
 _GONE = (
     "it was deleted, or its NATS server is away or lost its disk: runbooks/restore-from-bucket.md"
@@ -44,14 +44,14 @@ _GONE = (
 
 @dataclass(frozen=True, kw_only=True)
 class LeafCodes:
-    """The stored delta of some rows of a leaf: to be added to their float32 values.
+    """The stored delta of some rows of a leaf, to be added to their float32 values.
 
     Attributes:
-        codec, block: of the codes; docs/protocol.md has their form.
+        codec, block: codec and block size of the codes; docs/protocol.md has their form.
         scales: bfloat16, one for each block; none for the float codecs.
-        codes: of whole blocks; each of `groups` begins a block, and is padded to whole ones.
+        codes: codes of whole blocks; each of `groups` begins a block, and is padded to whole ones.
         groups: the number of groups, of `group_size` elements.
-        shape: of the rows.
+        shape: shape of the rows.
     """
 
     codec: Codec
@@ -63,21 +63,21 @@ class LeafCodes:
     shape: tuple[int, ...]
 
     def decode(self) -> np.ndarray:
-        """The differences, float32 [*shape]."""
+        """Returns the differences, float32 [*shape]."""
         values = decode_numpy(self.codec, Encoded(self.scales, self.codes), self.block)
         return values.reshape(self.groups, -1)[:, : self.group_size].reshape(self.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeafRows:
-    """Rows of a leaf that have changed; the whole leaf where `rows` are all of it.
+    """Rows of a leaf that have changed; if `rows` are all rows, the whole leaf.
 
     Attributes:
-        name: of the leaf.
-        rows: along the first axis; of a leaf without axes `...`, all of it.
-        shape: of the whole leaf; `dtype` is its own in the run.
-        values: the new values of the rows; None where `codes` are.
-        codes: in the form "codes", what is to be added; None after a jump, which gives values.
+        name: name of the leaf.
+        rows: along the first axis; `...` for a leaf without axes.
+        shape: shape of the whole leaf; `dtype` is its own in the run.
+        values: the new values of the rows; None if `codes` are given.
+        codes: in the form "codes", the delta to be added; None after a jump, which gives values.
     """
 
     name: str
@@ -89,7 +89,7 @@ class LeafRows:
 
 
 class FragmentVersion(NamedTuple):
-    """A fragment at a version: its view has this digest, which its record names."""
+    """A fragment at a version, whose record names this digest of the view."""
 
     fragment: int
     version: int
@@ -104,12 +104,12 @@ class ModelChange:
     Attributes:
         event: "version"; "rollback": the run went back to an earlier state; "epoch": it was
             resumed from its bucket, perhaps at an earlier state. Leaves are the newest values.
-        version: of the one fragment; of the whole model that of its last fragment.
-        fragment: its index; None: this is one version of all that are followed.
-        fragments: those whose view has changed.
+        version: version of the one fragment; for the whole model that of its last fragment.
+        fragment: its index; None: this is one version of all followed fragments.
+        fragments: the fragments whose view has changed.
         global_step: the run's clock.
         closed_at_s: when the last of its rounds closed, seconds since the epoch.
-        epoch: of the run.
+        epoch: epoch of the run.
     """
 
     event: Literal["version", "rollback", "epoch"]
@@ -124,7 +124,7 @@ class ModelChange:
 
     @property
     def digest(self) -> str:
-        """The view's digest of the one fragment, or of the first."""
+        """The digest of the fragment's view; of several, the first one's."""
         return self.fragments[0].digest
 
     @property
@@ -132,7 +132,7 @@ class ModelChange:
         """The changed leaves, piece by piece, each an array of its own.
 
         Raises:
-            ConfigError: the next change was asked for meanwhile: these values are gone.
+            ConfigError: the next change was taken meanwhile, which replaced these values.
         """
         for part in self.fragments:
             for piece in self._following.pieces(part.fragment):
@@ -140,13 +140,13 @@ class ModelChange:
 
 
 class Following:
-    """A run that is followed; `diloco.follow` makes it.
+    """A run that is followed, made by `diloco.follow`.
 
     A context manager and an iterator, either ordinary or asynchronous. The iteration ends with the
     run, or at the version to stay at.
 
     Attributes:
-        ended: the run has.
+        ended: whether the run has ended.
     """
 
     def __init__(
@@ -195,10 +195,10 @@ class Following:
         return change
 
     async def take_async(self, within_s: float | None = None) -> ModelChange | None:
-        """The next change; None if none comes within the time, or the run has ended.
+        """Wait for the next change; None if none comes within the time, or the run has ended.
 
         Raises:
-            DilocoError: the bus refuses; the run's last version is damaged or gone.
+            DilocoError: the bus refuses; the run's last version is damaged or missing.
         """
         if self._pending is None:
             self._pending = asyncio.ensure_future(self._advance())
@@ -233,7 +233,7 @@ class Following:
         return change
 
     def take(self, within_s: float | None = None) -> ModelChange | None:
-        """As `take_async`; 0: what is ready now."""
+        """As `take_async`; with 0, returns only a change that is ready now."""
         return self._call(self.take_async(within_s))
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -248,11 +248,11 @@ class Following:
             waits.cancel()
             raise
 
-    # What is known
+    # The state of the following
 
     @property
     def run(self) -> OpenRun:
-        """The run: its file's settings, its specification and context."""
+        """The open run, with its file's settings, its specification and its context."""
         if self._opened is None:
             raise _not_open()
         return self._opened
@@ -264,7 +264,7 @@ class Following:
 
     @property
     def behind(self) -> Lag:
-        """The lag behind the tape of the newest change handed out, in versions and seconds."""
+        """The lag of the last returned change behind the tape, in versions and seconds."""
         return Lag(0, 0.0) if self._follower is None else self._follower.lag()
 
     @property
@@ -273,25 +273,25 @@ class Following:
         return 0 if self._follower is None else self._follower.read_bytes
 
     def standing(self) -> dict[int, Recorded]:
-        """The record of every fragment that is followed, as of the newest change."""
+        """Returns the record of every followed fragment, as of the newest change."""
         assert self._follower is not None
         return self._follower.standing()
 
     def pieces(self, fragment: int) -> list[Piece]:
-        """The pieces of a fragment that are of leaves that are followed."""
+        """Returns the pieces of a fragment that belong to followed leaves."""
         layout = self.run.context.layout
         names = _chosen(layout, self._patterns)
         return [piece for piece in layout.fragments[fragment].pieces if piece.tensor in names]
 
     def view(self, fragment: int) -> np.ndarray:
-        """The view of a fragment of the newest change, float32 [N]."""
+        """Returns a fragment's view as of the newest change, float32 [N]."""
         assert self._follower is not None
         return self._follower.view(fragment)
 
     def rows_of(
         self, change: ModelChange, fragment: int, piece: Piece, encoded: Encoded | None
     ) -> LeafRows:
-        """A piece of a change; errors as `ModelChange.leaves`."""
+        """Returns the leaf rows of one piece of a change; errors as `ModelChange.leaves`."""
         if change is not self._newest or self._pending is not None:
             raise ConfigError(
                 f"the values of version {change.version} are gone: a later change was asked for",
@@ -314,7 +314,7 @@ class Following:
             codes=codes,
         )
 
-    # How it goes on
+    # The next change
 
     async def _open(self) -> None:
         credentials = None if self._credentials is None else str(self._credentials)
@@ -338,7 +338,7 @@ class Following:
         self._opened = opened
 
     async def _advance(self) -> Advance | None:
-        """The next change of this tape, or of the one that comes after it."""
+        """Wait for the next change of this tape, or of the one that follows it."""
         while True:
             if self._follower is None:
                 raise _not_open()
@@ -349,7 +349,7 @@ class Following:
                 await self._reopen()
 
     async def _reopen(self) -> None:
-        """Open the run again, once its tape is there."""
+        """Open the run again, once it has a new tape."""
         self._resumed = True
         logger = self.run.context.logger
         while True:
@@ -400,21 +400,21 @@ def follow(
     form: Form = "float32",
     stay_at: int | None = None,
 ) -> Following:
-    """Follow a run: its newest version, then every one that is made, verified.
+    """Follow a run: yields its newest version, then every one that is made, verified.
 
     Args:
         run: its TOML file, the folder of a local run, a run's name, or a bundle.
-        credentials: file of a reader's (`diloco auth add-reader`), over those that the run's file
-            names.
+        credentials: a reader's file (`diloco auth add-reader`), instead of those that the run's
+            file names.
         leaves: a name, a pattern such as "layers/*", or several; None: all.
-        whole: hand out one version of all fragments at once; else each fragment as it comes.
-        every: versions between two that are handed out, at least.
-        form: of the leaves: float32 as the view is, bfloat16, or "codes": the stored delta, of
+        whole: give one version of all fragments at once; else each fragment as it comes.
+        every: least number of versions between two that are given.
+        form: form of the leaves: float32 as the view is, bfloat16, or "codes": the stored delta, of
             one fragment and version at a time.
-        stay_at: the last version that is handed out.
+        stay_at: the last version that is given.
 
     Raises:
-        ConfigError: options that do not go together.
+        ConfigError: options that exclude each other.
     """
     if form not in get_args(Form):
         raise ConfigError(f"form={form!r}: expected {', '.join(get_args(Form))}")
@@ -452,7 +452,7 @@ def check_role(path: str | None) -> None:
 
 
 def fragments_of(layout: Layout, patterns: Sequence[str] | None) -> tuple[int, ...]:
-    """The fragments that have some of the leaves.
+    """Returns the fragments that hold parts of these leaves.
 
     Raises:
         ConfigError: the run has no leaf of a name, or of a pattern.

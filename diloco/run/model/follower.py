@@ -1,9 +1,9 @@
-"""A follower: the views of a run, version after version, each verified, at no cost for the run.
+"""A follower: yields the views of a run, version after version, verified, at no cost for the run.
 
-It reads the tape by one consumer of its own, which the server forgets when it goes, and says
-nothing there. What it has missed it catches up on as learners do (`catchup.py`); one that reads
-more slowly than records are made goes on from the newest. It keeps the views alone, and one
-fragment's more while that moves.
+It reads the tape by one consumer of its own, which the server forgets when it disconnects, and
+publishes nothing. It catches up on missed records as learners do (`catchup.py`); if it reads more
+slowly than records are made, it skips to the newest. It keeps the views alone, and one fragment's
+more while that moves.
 """
 
 import asyncio
@@ -45,15 +45,15 @@ from diloco.run.model.whole import (
 
 T = TypeVar("T")
 
-# So far back the records are looked through for a whole version to begin with.
+# The most records that are searched back for a whole version to begin with.
 MOST_BACK = 64
-# After so many records it is looked whether the newest version is further than that away.
+# Records after which the distance to the newest version is checked against this number.
 MOST_BEHIND = 16
 _LOST = (ObjectMissingError, IntegrityError, WireError)
 
 
 class Lag(NamedTuple):
-    """The lag of a follower behind the tape: 0 and 0 once it has handed out all of it."""
+    """The lag of a follower behind the tape: 0 and 0 once it has handed out all changes."""
 
     versions: int
     seconds: float
@@ -64,8 +64,8 @@ class Advance(NamedTuple):
 
     Attributes:
         heard: their records.
-        rolled_back: the run went back since the one before.
-        encoded: the delta that led there, of a fragment that took one step.
+        rolled_back: whether the run was rolled back since the last change.
+        encoded: the delta of a fragment that advanced by one step; else None.
     """
 
     heard: tuple[HeardRecord, ...]
@@ -74,7 +74,7 @@ class Advance(NamedTuple):
 
     @property
     def records(self) -> tuple[wire.Record, ...]:
-        """The records alone."""
+        """The records without their sequences and times."""
         return tuple(one.record for one in self.heard if one.record is not None)
 
 
@@ -82,13 +82,13 @@ class Follower:
     """Follows one tape of a run; use it as an asynchronous context.
 
     Args:
-        context: the run's.
+        context: the run's context.
         rules: the fragments and versions to hand out.
         carried: the fragments of a follower of an earlier tape.
 
     Attributes:
-        ended: the run's end has been read.
-        read_bytes: of objects, so far.
+        ended: whether the run's end has been read.
+        read_bytes: bytes of objects read so far.
     """
 
     def __init__(
@@ -119,8 +119,8 @@ class Follower:
             await cancel(self._reading)
 
     def carried(self) -> list[FollowedFragment]:
-        """The fragments with which a follower of a later tape begins."""
-        # Of these records none is on that tape; a view may be the one that goes on there.
+        """Returns the fragments with which a follower of a later tape begins."""
+        # None of these records is on the new tape; a view may be the one with which it begins.
         return [
             FollowedFragment(
                 one.index,
@@ -132,11 +132,11 @@ class Follower:
         ]
 
     def view(self, fragment: int) -> np.ndarray:
-        """The view of a fragment as it was handed out last, float32 [N]; good until `advance`."""
+        """Returns a fragment's view as last handed out, float32 [N]; valid until `advance`."""
         return self._of(fragment).view
 
     def standing(self) -> dict[int, Recorded]:
-        """The record of each fragment's view."""
+        """Returns the record of each fragment's view."""
         found = {one.index: one.history[0] for one in self._fragments}
         return {
             index: Recorded(heard.record, heard.record_seq, heard.stored_at_s)
@@ -145,7 +145,7 @@ class Follower:
         }
 
     def lag(self) -> Lag:
-        """The lag behind the tape of the newest change handed out."""
+        """Returns the lag behind the tape of the newest change handed out."""
         found = self._target() or ()
         behind = [
             (heard.record.version - one.given.version, heard.stored_at_s)
@@ -163,11 +163,11 @@ class Follower:
         )
 
     async def advance(self) -> Advance | None:
-        """The next change, as soon as there is one; None once there will be none.
+        """Wait for the next change; None once no more follow.
 
         Raises:
             NewTapeError: the run was resumed on a new tape.
-            DilocoError: the bus refuses; the last version is damaged or gone.
+            DilocoError: the bus refuses; the last version is damaged or missing.
         """
         while True:
             self._moved.clear()
@@ -187,17 +187,17 @@ class Follower:
                 await self._wait()
 
     async def rest(self, for_s: float) -> None:
-        """Wait some seconds; while records are heard, at most until they end or fail."""
+        """Wait `for_s` seconds; less if the reading of records ends or fails meanwhile."""
         assert self._reading is not None
         if self._behind:
             await asyncio.sleep(for_s)
         elif for_s > 0:
             await asyncio.wait([self._reading], timeout=for_s)
 
-    # What is to be handed out
+    # The target: the records to hand out
 
     def _target(self) -> tuple[HeardRecord, ...] | None:
-        """The records that would be handed out now, whether or not they were already."""
+        """Returns the records to hand out now, whether or not they were handed out already."""
         rules = self._rules
         histories = [one.history for one in self._fragments]
         if rules.whole:
@@ -212,7 +212,7 @@ class Follower:
         return tuple(found)
 
     def _can_be_had(self, target: Sequence[HeardRecord]) -> bool:
-        """Whether enough has changed since what was handed out, and none of it was refused."""
+        """True if enough has changed since the last change, and no part of it has failed."""
         return any(self._is_due(heard) for heard in target) and not self._refused(target)
 
     def _is_due(self, heard: HeardRecord) -> bool:
@@ -226,7 +226,7 @@ class Follower:
         return record.version - given.version >= self._rules.every or last or back
 
     def _refused(self, target: Sequence[HeardRecord]) -> bool:
-        """Whether a part of it could not be had, and nothing newer has come."""
+        """True if a part of the target could not be read, and nothing newer has come."""
         return any(
             heard.record_seq <= self._of(heard.record.fragment).refused_seq
             for heard in target
@@ -247,10 +247,10 @@ class Follower:
             self._reading.result()
         await self._moved.wait()
 
-    # How it is had
+    # Moving to the target
 
     async def _to_whole(self, target: Sequence[HeardRecord]) -> Advance | None:
-        """The fragments at a whole version; None if a part of it cannot be had."""
+        """Move all fragments to a whole version; None if a part of it cannot be read."""
         for one, heard in zip(self._fragments, target, strict=True):
             while one.adopted.record_seq < heard.record_seq:
                 if await self._move(one, heard) is None:
@@ -263,7 +263,7 @@ class Follower:
         return self._give(moved, None)
 
     async def _one_step(self) -> Advance | None:
-        """The fragment that waits longest, moved."""
+        """Move the fragment that has waited longest."""
         due = [
             (self._of(heard.record.fragment), heard)
             for heard in self._target() or ()
@@ -297,7 +297,7 @@ class Follower:
         return Advance(tuple(heard), back, encoded) if heard else None
 
     async def _move(self, one: FollowedFragment, upto: HeardRecord) -> ViewStep | None:
-        """One move of a fragment towards a record; None if the record's view cannot be had."""
+        """Take one step of a fragment towards a record; None if the record's view is unreadable."""
         waiting = [each for each in one.waiting if each.record_seq <= upto.record_seq]
         move = next_move(one.adopted, [UnfetchedRecord(w.record_seq, w.record) for w in waiting])
         assert move is not None  # `upto` can be read.
@@ -325,7 +325,7 @@ class Follower:
         return step
 
     async def _read_ahead(self) -> bool:
-        """Read one step of what the next whole version will have; False if none is there yet."""
+        """Read one step of the next whole version's parts; False if there is none yet."""
         *others, last = self._fragments
         if not self._rules.whole or self._rules.every > 1 or last.given.version < 0:
             return False
@@ -341,14 +341,14 @@ class Follower:
         return False
 
     async def _reload(self, one: FollowedFragment, upto: HeardRecord) -> ViewStep:
-        """The view of a record from what is stored; what is slow to show is waited for."""
+        """Load the view of a record from stored objects; waits for a store that lags."""
         assert upto.record is not None
         try:
             loaded = await load_recorded(self._context, upto.record, upto.record_seq)
         except IntegrityError as error:
             if one.history[-1].record_seq == upto.record_seq:
                 raise
-            # Newer ones are there: collected, most likely.
+            # There are newer records: this one's objects were most likely collected.
             raise IntegrityError(error.message, hint=error.hint) from error
         return ViewStep(loaded.view, loaded.read_bytes, None)
 
@@ -362,13 +362,13 @@ class Follower:
             why=str(error),
         )
 
-    # What the tape says
+    # Reading the tape
 
     async def _find_newest(self) -> None:
-        """Know the newest records, whatever was made since the last one that was heard."""
+        """Find the newest records, whatever was made since the last one that was read."""
         context, rules = self._context, self._rules
         self._settings, self._settings_seq = await self._retry(lambda: effective_settings(context))
-        # Asked first: of a run that has ended the last records are known to be the last.
+        # Asked first: if the run has ended, the records read now are the last.
         self.ended = (
             await self._retry(lambda: context.bus.last(context.tape, names.end(context.run)))
             is not None
@@ -389,7 +389,7 @@ class Follower:
                 return
 
     async def _go_to(self, version: int) -> None:
-        """Set the follower to a version that the run has had, and end there."""
+        """Set the follower to an earlier version of the run, and end there."""
         from diloco.aggregator.rollback import find_versions
 
         found = await find_versions(self._context, dict.fromkeys(self._rules.fragments, version))
@@ -400,7 +400,7 @@ class Follower:
         self._rules = self._rules._replace(stay_at=None)
 
     async def _back(self) -> bool:
-        """Read one earlier record of what is not yet of a whole version; False if there is none."""
+        """Read one earlier record, if those read make no whole version; False if there is none."""
         last = self._fragments[-1]
         found = False
         for one in [one for one in self._fragments if one.starts_after(last)] or [last]:
@@ -415,7 +415,7 @@ class Follower:
         return found
 
     async def _catch_up(self) -> None:
-        """Look for newer versions without hearing each record; listen again once there are none."""
+        """Check for newer versions without reading each record; read on once there are none."""
         await self._find_newest()
         target = self._target()
         if target is None or not self._can_be_had(target):
@@ -428,9 +428,9 @@ class Follower:
         self._reading.add_done_callback(lambda _: self._moved.set())
 
     async def _read_tape(self, start_seq: int) -> None:
-        """Hear records until the run's end, or until the newest are too far away to be reached so.
+        """Read records until the run's end, or until the newest is too far ahead.
 
-        None where all that is followed is known already.
+        Returns at once if the records of all followed fragments are known already.
         """
         if self.ended:
             return
@@ -449,7 +449,7 @@ class Follower:
                 if count % MOST_BEHIND == 0 and await self._is_far_behind():
                     self._behind = True
                     return
-        # A file ends with its tape, as a run does with its end.
+        # In a file the end of the tape is the end of the run.
         self.ended = True
 
     async def _is_far_behind(self) -> bool:
@@ -458,7 +458,7 @@ class Follower:
         try:
             newest, _ = await self._retry(lambda: last_record(self._context, last.index))
         except _LOST:
-            return False  # It is passed over once it is reached.
+            return False  # It is skipped when reading reaches it.
         return heard is not None and newest.version - heard.version > MOST_BEHIND
 
     async def _take(self, message: Message) -> None:
@@ -466,7 +466,7 @@ class Follower:
             case names.Subject(kind="end"):
                 self.ended = True
             case names.Subject(kind="settings") if message.seq > self._settings_seq:
-                with contextlib.suppress(WireError):  # Nobody can follow it.
+                with contextlib.suppress(WireError):  # Invalid settings have no effect.
                     self._settings = parse_changed(self._context.settings, message)
                     self._settings_seq = message.seq
             case names.Subject(kind="record", fragment=int(fragment)) if (
@@ -478,7 +478,7 @@ class Follower:
         self._moved.set()
 
     async def _heard(self, message: Message) -> HeardRecord:
-        """A record of the tape; its body may be damaged or gone."""
+        """Read a record of the tape; its body may be damaged or missing."""
         record: wire.Record | None = None
         try:
             record = slim(await self._retry(lambda: read_record(self._context, message)))

@@ -1,4 +1,4 @@
-"""`diloco.load`: a run's global parameters in Python, without its task or an accelerator."""
+"""`diloco.load`: reads a run's global parameters in Python, without its task or an accelerator."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def load(run: str | Path, *, like: Any = None) -> Any:
-    """The newest global parameters of a run, as NumPy arrays.
+    """Read the newest global parameters of a run, as NumPy arrays.
 
     Args:
         run: its TOML file, the folder of a local run, a run's name, or a bundle.
@@ -27,7 +27,7 @@ def load(run: str | Path, *, like: Any = None) -> Any:
 
     Raises:
         RunMismatchError: `like` is another model's.
-        DilocoError: no such run; bus or store are away; what is stored is damaged.
+        DilocoError: no such run; bus or store are unreachable; an object is damaged.
     """
     arrays, unstored = run_to_end(_load(run))
     return arrays if like is None else _fill(like, arrays, unstored)
@@ -40,7 +40,7 @@ async def _load(run: str | Path) -> tuple[Arrays, set[str]]:
 
 
 async def global_arrays(context: RunContext, specification: wire.Specification) -> Arrays:
-    """The newest global parameters, and the leaves that the run holds, by name.
+    """Read the newest global parameters, and the leaves that the run holds, by name.
 
     Raises:
         DilocoError: as `diloco.common.storage.views.load_view`.
@@ -52,11 +52,11 @@ async def global_arrays(context: RunContext, specification: wire.Specification) 
 
 
 async def held_leaves(context: RunContext, specification: wire.Specification) -> Arrays:
-    """The leaves that a run holds, as it began with them; not those that learners load themselves.
+    """Read the leaves that a run holds as it began with them; not those that learners load.
 
     Raises:
         IntegrityError: a leaf is damaged.
-        ObjectMissingError: a leaf is gone.
+        ObjectMissingError: a leaf is missing.
     """
     if specification.constants is None:
         return {}
@@ -69,7 +69,7 @@ async def held_leaves(context: RunContext, specification: wire.Specification) ->
 
 
 def arrays_of(layout: Layout, views: Sequence[np.ndarray]) -> Arrays:
-    """The tensors that the views of all fragments make, in their own dtypes."""
+    """Returns the tensors made of all fragments' views, in the tensors' dtypes."""
     import ml_dtypes  # noqa: F401 - so that NumPy knows bfloat16
 
     arrays = {
@@ -86,7 +86,7 @@ def arrays_of(layout: Layout, views: Sequence[np.ndarray]) -> Arrays:
 
 
 def piece_values(piece: Piece, view: np.ndarray) -> np.ndarray:
-    """A piece's values, without the padding of its segments."""
+    """Returns a piece's values from its fragment's view, without padding."""
     padded = view[piece.offset : piece.offset + piece.stride]
     groups = padded.reshape(piece.groups, piece.group_stride)[:, : piece.group_size]
     return groups.reshape(piece.shape)
@@ -95,7 +95,7 @@ def piece_values(piece: Piece, view: np.ndarray) -> np.ndarray:
 def _fill(like: Any, arrays: Arrays, unstored: set[str]) -> Any:
     from diloco.learner.tensors import tree
 
-    # What the run does not store, since each learner loads it itself, stays as it is.
+    # Leaves that the run does not store, since each learner loads them, stay as they are.
     own = {name: leaf for name, leaf in tree.by_name(like).items() if name in unstored}
     arrays = own | arrays
     if wrong := sorted(set(tree.by_name(like)) ^ set(arrays)):

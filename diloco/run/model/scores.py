@@ -1,7 +1,7 @@
-"""Scores of a run's global view on its task's held-out data: newest, earlier, and as it moves.
+"""Scores a run's global view on its task's held-out data: the newest, earlier ones, or all.
 
-Scores are kept in the run's store, so that a report still has those of views that garbage
-collection has taken.
+Scores are kept in the run's store, so that a report has those of views that garbage collection has
+taken.
 """
 
 import asyncio
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
     from diloco.learner.task import Task, TaskScores
     from diloco.run.model.view import GlobalModel
 
-# Kept scores that are read, evenly over the run.
+# The number of stored scores that are read, evenly over the run.
 KEPT = 400
-# Of the text that a view writes beside its score, where its task can: pieces, and how it is drawn.
+# The text that is sampled with a score, if the task can: its pieces, and how it is drawn.
 PIECES, TEMPERATURE = 240, 0.7
 MOST_TEXT = 2000
 
 
 class Pace(NamedTuple):
-    """The pace at which a run is scored while it moves.
+    """The pace at which a run in progress is scored.
 
     Attributes:
         every_s: shortest time between the beginnings of two scores.
-        share: of the time, at most, in which it scores.
+        share: largest share of the time that scoring takes.
     """
 
     every_s: float
@@ -56,22 +56,22 @@ class Scorer:
     """Scores views of a run.
 
     Args:
-        context: the run's.
-        task: the run's.
-        model: of both.
+        context: the run's context.
+        task: the run's task.
+        model: builds the task's parameters from views.
     """
 
     def __init__(self, context: RunContext, task: "Task", model: "GlobalModel") -> None:
         self._context = context
         self._task = task
         self._model = model
-        # Of each fragment the last one: the next version is one delta away.
+        # The last view of each fragment: the next version is one delta away.
         self._views: dict[int, tuple[str, np.ndarray]] = {}
 
     @classmethod
     async def of_run(cls, context: RunContext) -> "Scorer":
-        """A scorer with the run's task; errors as `model_of` and `GlobalModel.of_run`."""
-        # Who only reads kept scores needs no JAX.
+        """Returns a scorer with the run's task; errors as `model_of` and `GlobalModel.of_run`."""
+        # Reading stored scores needs no JAX.
         from diloco.learner.contract import model_of
         from diloco.run.model.view import GlobalModel
 
@@ -90,17 +90,17 @@ class Scorer:
         return await self._score(records, seqs, [item.view for item in loaded])
 
     async def of(self, records: Sequence[wire.Record], seqs: Sequence[int]) -> wire.Score:
-        """Score the view after these records, one of each fragment, which stand at `seqs`.
+        """Score the view after these records, one of each fragment, stored at `seqs`.
 
         Raises:
-            ObjectMissingError: garbage collection has taken what it is made of.
-            IntegrityError: what is stored does not give the recorded digest.
+            ObjectMissingError: garbage collection has taken an object of the view.
+            IntegrityError: the stored objects do not give the recorded digest.
         """
         views = [await self._view(record) for record in records]
         return await self._score(records, seqs, views)
 
     async def _view(self, record: wire.Record) -> np.ndarray:
-        """The view after a record; errors as `of`."""
+        """Returns the view after a record; errors as `of`."""
         digest, view = self._views.get(record.fragment, ("", np.empty(0, np.float32)))
         if digest != record.view_digest:
             found = None
@@ -141,19 +141,19 @@ class Scorer:
         found = scores(self._task.evaluate(params))
         if write is None:
             return found, ""
-        # The same beginning and the same key each time: what differs is the model.
+        # The same prompt and the same key each time: only the model differs.
         pieces = write(params, "", jax.random.key(0), TEMPERATURE)
         return found, "".join(itertools.islice(pieces, PIECES))[:MOST_TEXT]
 
     async def follow(self, tell: Callable[[wire.Score], Awaitable[None]], pace: Pace) -> None:
-        """Score the newest whole version, and again as it moves; returns once the run has ended.
+        """Score the newest whole version, and later ones at this pace; returns at the run's end.
 
         Args:
             tell: takes each score.
             pace: the pace of scoring.
 
         Raises:
-            DilocoError: as `Follower.advance`, or what `tell` raises.
+            DilocoError: as `Follower.advance`, or raised by `tell`.
         """
         fragments = tuple(range(len(self._context.layout.fragments)))
         async with Follower(self._context, FollowRules(fragments)) as follower:
@@ -168,10 +168,10 @@ class Scorer:
 
 
 async def keep(context: RunContext, score: wire.Score) -> None:
-    """Put a score into the run's store; the same again is harmless.
+    """Put a score into the run's store; repeating this is harmless.
 
     Raises:
-        StoreError: the store is away, or does not permit it.
+        StoreError: the store is unreachable, or does not permit it.
     """
     data = wire.encode(score)
     name = names.score_object(context.run, score.epoch, score.global_step, shards.digest(data))
@@ -181,15 +181,15 @@ async def keep(context: RunContext, score: wire.Score) -> None:
 async def read_scores(
     context: RunContext, known: dict[str, wire.Score] | None = None, *, thinned: bool = False
 ) -> list[wire.Score]:
-    """Scores that were kept, of this epoch, in order of time.
+    """Read the stored scores of this epoch, in order of time.
 
     Args:
-        context: the run's.
+        context: the run's context.
         known: scores that were read before, by object; new ones are added.
-        thinned: to about `KEPT`, evenly over the run.
+        thinned: read about `KEPT`, evenly over the run.
 
     Raises:
-        StoreError: the store is away.
+        StoreError: the store is unreachable.
     """
     reading = _read_stored(context, thinned=thinned, known=known)
     found = {score.record_seqs: score async for score in reading}
@@ -197,10 +197,10 @@ async def read_scores(
 
 
 async def read_losses(context: RunContext) -> dict[tuple[int, ...], float]:
-    """Loss of every score that was kept, by the sequences of its records; of several the newest.
+    """Read the losses of all stored scores, by the sequences of their records; the newest counts.
 
     Raises:
-        StoreError: the store is away.
+        StoreError: the store is unreachable.
     """
     return {score.record_seqs: score.loss async for score in _read_stored(context)}
 
@@ -215,7 +215,7 @@ async def _read_stored(
             if score is None:
                 data = await context.runtime.call(context.store.get, info.name)
                 if not info.name.endswith(f"-{shards.digest(data)}"):
-                    continue  # Edited or damaged: it can be made again.
+                    continue  # Edited or damaged: it can be recomputed.
                 score = wire.decode(wire.Score, data)
             if known is not None:
                 known[info.name] = score
@@ -224,15 +224,15 @@ async def _read_stored(
 
 
 async def scores_of(context: RunContext, series: TimeSeries, points: int) -> list[wire.Score]:
-    """Scores spread over a run: those that were kept, and of views that the store still has.
+    """Returns scores spread over a run: stored ones, and new ones of views that still exist.
 
     Args:
-        context: the run's.
+        context: the run's context.
         series: the run's tape as a time series.
-        points: the number to have; none are made where one was kept nearby.
+        points: the number to have; no score is computed near a stored one.
 
     Raises:
-        DilocoError: as `Scorer.of_run`; the store is away.
+        DilocoError: as `Scorer.of_run`; the store is unreachable.
     """
     scores = await read_scores(context, thinned=True)
     made = await score_at(context, unscored(series, scores, points))
@@ -242,11 +242,11 @@ async def scores_of(context: RunContext, series: TimeSeries, points: int) -> lis
 def unscored(
     series: TimeSeries, scores: Sequence[wire.Score], points: int
 ) -> list[tuple[int, ...]]:
-    """Versions spread over a run that have no score nearby: the sequences of their records.
+    """Returns versions spread over a run without a score nearby, as sequences of their records.
 
     Args:
         series: the run's tape as a time series.
-        scores: those that were kept.
+        scores: the stored scores.
         points: the number of scores to have.
     """
     known = {score.record_seqs for score in scores}
@@ -259,15 +259,15 @@ async def score_at(
     versions: Sequence[tuple[int, ...]],
     hear: Callable[[int, int], None] | None = None,
 ) -> list[wire.Score]:
-    """Scores of versions that the store still has, each given as `unscored` does.
+    """Score versions that the store still has, each given as `unscored` does.
 
     Args:
-        context: the run's.
+        context: the run's context.
         versions: the versions to score.
-        hear: hears how many of how many were looked at.
+        hear: takes the number done, and the number in all.
 
     Raises:
-        DilocoError: as `Scorer.of_run`; the store is away.
+        DilocoError: as `Scorer.of_run`; the store is unreachable.
     """
     if not versions:
         return []
@@ -276,7 +276,7 @@ async def score_at(
     except ModuleNotFoundError as error:
         if error.name not in ("jax", "jaxlib"):
             raise
-        return []  # Where there is no JAX, those that others kept are all there are.
+        return []  # Without JAX there are only the stored scores.
     made = []
     for done, seqs in enumerate(versions, 1):
         with contextlib.suppress(ObjectMissingError, IntegrityError):
@@ -288,9 +288,9 @@ async def score_at(
 
 
 def _missing(series: TimeSeries, scores: Sequence[wire.Score], points: int) -> list[float]:
-    """Times of versions, evenly over all, that have no score nearby."""
+    """Returns times of versions, evenly spread, that have no score nearby."""
     times_s = series.versions["time_s"]
-    # Before all fragments have one there is no view.
+    # There is no view until all fragments have a version.
     first, last = min(series.fragments, times_s.size) - 1, times_s.size - 1
     points = min(points, int(times_s.size))
     wanted = np.linspace(first, last, points) if points > 1 else np.full(points, float(last))
@@ -304,7 +304,7 @@ def _missing(series: TimeSeries, scores: Sequence[wire.Score], points: int) -> l
 
 
 def _standing(series: TimeSeries, at_s: float) -> tuple[int, ...] | None:
-    """Sequences of the records of all fragments that stood at a time; None if it is too early."""
+    """Returns the sequences of all fragments' records at a time; None if it is too early."""
     table = series.versions
     fragment, seq = table["fragment"], table["seq"]
     old = table["time_s"] <= at_s + 1e-6
@@ -318,7 +318,7 @@ def _standing(series: TimeSeries, at_s: float) -> tuple[int, ...] | None:
 
 
 async def record_at(context: RunContext, fragment: int, seq: int) -> wire.Record:
-    """The record of a fragment at a sequence of the tape.
+    """Read a fragment's record at a sequence of the tape.
 
     Raises:
         ObjectMissingError: it, or its body, was collected.
@@ -344,7 +344,7 @@ async def run_evaluate(
     """Score RUN's view and print it; arguments as the command's options.
 
     Raises:
-        DilocoError: no such run; bus or store are away; the task cannot be built.
+        DilocoError: no such run; bus or store are unreachable; the task cannot be built.
     """
     if pace is not None and version is not None:
         raise ConfigError("--follow scores what is new, --version what was: give one of them")
@@ -374,7 +374,7 @@ async def run_evaluate(
         elif pace is not None:
             logger.info("started", every_s=pace.every_s)
             if keeps and not await read_scores(run.context, thinned=True):
-                # The curve begins where the run does, if that is still there.
+                # The curve begins with the run, if its first version is still stored.
                 with contextlib.suppress(ConfigError, ObjectMissingError):
                     await tell(await _of_version(scorer, run.context, "0"))
             await scorer.follow(tell, pace)
@@ -391,7 +391,7 @@ async def _of_version(scorer: Scorer, context: RunContext, version: str) -> wire
 
 
 def sentence(score: wire.Score) -> str:
-    """A score in words, for rich."""
+    """Returns a score as a sentence, with rich's markup."""
     low, high = min(score.versions), max(score.versions)
     versions = str(low) if low == high else f"{low}-{high}"
     return (
@@ -402,7 +402,7 @@ def sentence(score: wire.Score) -> str:
 
 
 def by_slice(score: wire.Score) -> Table:
-    """The figures of each slice of the held-out data."""
+    """Returns a table of each slice's figures."""
     names = [*dict.fromkeys(name for part in score.slices.values() for name in part)]
     shown = plain_table("slice", *names)
     for slice_name, part in score.slices.items():

@@ -1,11 +1,11 @@
-"""Gives a server of models the newest whole version of a run: as a folder, or in engines.
+"""Serves the newest whole version of a run to inference: as a folder, or in engines.
 
     DIR/0-000000000120   epoch and version; as `diloco export` writes them. The run's last set of
-                         fragments is 0-000000000120-last where that has the same number
-    DIR/latest           a link to the newest: always to a whole one
+                         fragments is 0-000000000120-last if that has the same number
+    DIR/latest           a link to the newest, which is always complete
 
-A folder is written beside the others, brought to the disk, and only then takes its name; the link
-moves in one step. So whatever ends the process leaves a link to a whole version.
+A folder is written beside the others, synced to the disk, and only then gets its name; the link
+moves in one step. So after any end of the process the link names a complete version.
 """
 
 import asyncio
@@ -36,9 +36,9 @@ LATEST = "latest"
 FORMS = ("hf", "safetensors", "deltas")
 _PART = ".part"
 _VERSION = re.compile(r"\d+-\d{12}(-last)?")
-# Names that an ended process may have left: no other file of the folder is touched.
+# Names of this process's own files: no other file of the folder is touched.
 _LEFT = re.compile(rf"({_VERSION.pattern}|weight_v\d{{6}}|{LATEST}){re.escape(_PART)}")
-# Between two looks at how far behind it is.
+# Seconds between two measurements of the lag.
 LOOK_S = 1.0
 
 
@@ -46,10 +46,10 @@ class FolderRules(NamedTuple):
     """The rules of a folder with a run's newest versions.
 
     Attributes:
-        folder: is made.
-        form: of `FORMS`.
-        keep: newest versions that stay.
-        command: run after each version, with its folder as the last word.
+        folder: made if missing.
+        form: one of `FORMS`.
+        keep: number of newest versions that are kept.
+        command: run after each version, with its folder as the last argument.
     """
 
     folder: Path
@@ -59,7 +59,7 @@ class FolderRules(NamedTuple):
 
 
 class ServedFolder:
-    """A folder that has the newest versions of a run that is followed.
+    """Keeps a folder with the newest versions of a followed run.
 
     Raises:
         ConfigError: no such form or command, nothing to keep, or the folder cannot be made.
@@ -77,7 +77,7 @@ class ServedFolder:
             shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
 
     async def take(self, change: ModelChange) -> Path:
-        """Write a version, let `latest` be it, and run the command; returns its folder.
+        """Write a version, point `latest` to it, and run the command; returns its folder.
 
         Raises:
             ConfigError: it cannot be written, or the task has no such format.
@@ -104,7 +104,7 @@ class ServedFolder:
         return bool(json.loads((path / "about.json").read_text())["view_digests"] == digests)
 
     async def _write_files(self, path: Path, form: str, dtype: str | None = None) -> None:
-        """Write the model as it is; the folder takes its name once it is on the disk."""
+        """Write the present model; the folder gets its name once it is on the disk."""
         part = path.with_name(path.name + _PART)
         context, at = self._model.run.context, self._model.standing()
         records = {fragment: one.record for fragment, one in at.items()}
@@ -114,7 +114,7 @@ class ServedFolder:
         part.rename(path)
 
     def _drop_old(self, newest: Path) -> None:
-        """Delete all but the newest versions, by when they came: a new epoch may go back."""
+        """Delete all but the newest versions, in order of writing: a new epoch may go back."""
         others = (path for path in self._rules.folder.iterdir() if path != newest)
         found = [path for path in others if _VERSION.fullmatch(path.name)]
         found.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
@@ -122,7 +122,7 @@ class ServedFolder:
             self._remove(path)
 
     def _remove(self, path: Path) -> None:
-        # Its name goes first, so that no half of it can be taken for a version.
+        # It is renamed first, so that an incomplete folder never looks like a version.
         shutil.rmtree(path.rename(path.with_name(path.name + _PART)))
 
     async def _tell(self, path: Path) -> None:
@@ -153,7 +153,7 @@ def _words_of(command: str | None) -> list[str]:
 
 
 def sync_files(folder: Path) -> None:
-    """Bring a folder's files to the disk."""
+    """Sync a folder's files to the disk."""
     for path in folder.rglob("*"):
         if path.is_file():
             _sync_folder(path)
@@ -177,7 +177,7 @@ def serve_folder(
     """Keep the folder that `make` makes until the run ends or a signal asks for the end.
 
     Raises:
-        DilocoError: what stops it for good, with what to do.
+        DilocoError: an error that no retry can mend, with advice.
     """
     probes = make_probes(Runtime().retries, run=run)
     with serving(section, probes), contextlib.suppress(AskedToStopError):
@@ -229,34 +229,34 @@ def show_lag(model: Following, counted: Metrics) -> None:
 
 
 class EngineSink(Protocol):
-    """Four calls by which an engine takes weights: one for each rank or replica.
+    """The four calls by which an engine takes weights: one sink for each rank or replica.
 
-    `init` comes once, before all. Between `start` and `finish` the engine generates nothing: it
-    holds a part of a version. `finish` lets it generate again, with what it had computed from
-    earlier weights (caches of keys and values, of prefixes) gone.
+    `init` comes once, before all. Between `start` and `finish` the engine must not generate, since
+    it holds a part of a version. `finish` lets it generate again, after it has dropped what it
+    computed from earlier weights (caches of keys and values, of prefixes).
     """
 
     def init(self, layout: Layout) -> None:
         """Take the names, shapes and dtypes of all leaves."""
 
     def start(self, version: int) -> None:
-        """Stop generating; a version follows."""
+        """Stop generating, since a version follows."""
 
     def update(self, leaf: LeafRows) -> None:
         """Take some rows of a leaf."""
 
     def finish(self, version: int) -> None:
-        """Generate with this version: every engine has all of it."""
+        """Generate with this version, which all engines have completely."""
 
 
 def feed(model: Following, engines: Sequence[EngineSink]) -> Iterator[ModelChange]:
-    """Bring each version to all engines before any of them serves it; yields it then.
+    """Bring each version to all engines before any of them serves it; yields it afterwards.
 
-    An engine that raises leaves all of them stopped: none has served the version. To begin again,
-    call it with another `diloco.follow`: all engines get the newest version then.
+    If an engine raises, all stay stopped and none has served the version. To restart, call this
+    with another `diloco.follow`: all engines then get the newest version.
 
     Args:
-        model: opened, of whole versions.
+        model: an open follower of whole versions.
         engines: ranks and replicas.
     """
     layout = model.run.context.layout

@@ -1,4 +1,4 @@
-"""The global model: views of all fragments as a task's parameters."""
+"""The global model: the views of all fragments as a task's parameters."""
 
 import asyncio
 import itertools
@@ -30,10 +30,10 @@ class GlobalModel:
     """Builds a task's parameters from the views of fragments.
 
     Args:
-        layout: the run's.
-        task: the run's.
-        held: leaves that are not synchronized, as the run began with them, by name; what is not
-            among them the task loads.
+        layout: the run's layout.
+        task: the run's task.
+        held: leaves that are not synchronized, as the run began with them, by name; the task loads
+            all others.
     """
 
     def __init__(self, layout: Layout, task: Task, held: Arrays) -> None:
@@ -48,7 +48,7 @@ class GlobalModel:
     async def of_run(
         cls, context: RunContext, task: Task, specification: wire.Specification | None = None
     ) -> Self:
-        """A model with the leaves that the run holds; without a specification, the bus is asked.
+        """Returns a model with the leaves that the run holds; reads the specification if not given.
 
         Raises:
             IntegrityError: a leaf is damaged.
@@ -58,17 +58,17 @@ class GlobalModel:
         return cls(context.layout, task, await held_leaves(context, specification))
 
     def params(self, views: Sequence[np.ndarray]) -> Params:
-        """Parameters of the views of all fragments, float32 [N]."""
+        """Returns the task's parameters made of the views of all fragments, float32 [N]."""
         arrays = arrays_of(self._layout, views)
         leaves = {name: jax.device_put(leaf) for name, leaf in arrays.items()}
         return tree.join(tree.from_names(self._synced, leaves), self._held)
 
 
 class ScoredTask:
-    """A run's task as it is judged, in a process of its own (`Isolated`).
+    """Evaluates a run's task in a process of its own (`Isolated`).
 
     Args:
-        settings: of the run.
+        settings: the run's settings.
 
     Raises:
         TaskError: the task cannot be built here.
@@ -81,7 +81,7 @@ class ScoredTask:
         self._views: list[np.ndarray] = []
 
     def digest(self) -> str:
-        """The digest of the task's layout."""
+        """Returns the digest of the task's layout."""
         return tree.task_layout(self._task, self._settings.sync).digest
 
     def hold(self, layout: Layout, held: Arrays) -> None:
@@ -93,7 +93,7 @@ class ScoredTask:
         self._views.append(view)
 
     def losses(self) -> dict[str, float]:
-        """Held-out losses of the model with the views that were seen, as `TaskScores.losses`."""
+        """Returns the model's held-out losses with the views taken, as `TaskScores.losses`."""
         assert self._model is not None
         views, self._views = self._views, []
         return scores(self._task.evaluate(self._model.params(views))).losses()
@@ -102,11 +102,11 @@ class ScoredTask:
 async def held_out_scorer(
     context: RunContext, specification: wire.Specification
 ) -> Callable[[Sequence[np.ndarray]], dict[str, float]]:
-    """Gives the views' held-out losses, as `TaskScores.losses`; the bus may be away by now.
+    """Returns a function from views to held-out losses, as `TaskScores.losses`; it needs no bus.
 
     Raises:
         TaskError: the task cannot be built here.
-        IntegrityError, ObjectMissingError: what the run began with cannot be read.
+        IntegrityError, ObjectMissingError: the run's held leaves cannot be read.
     """
     task = await asyncio.to_thread(model_of, context.settings)
     model = await GlobalModel.of_run(context, task, specification)
@@ -114,7 +114,7 @@ async def held_out_scorer(
 
 
 async def load_params(context: RunContext, task: Task) -> tuple[Params, list[wire.Record]]:
-    """The run's newest global view as parameters, and the records it was taken from.
+    """Returns the run's newest global view as parameters, and the records of its fragments.
 
     Raises:
         RunMismatchError, IntegrityError, DilocoError: as `diloco.common.storage.views.load_view`.
@@ -128,11 +128,11 @@ async def load_params(context: RunContext, task: Task) -> tuple[Params, list[wir
 async def run_sample(
     target: str, prompt: str, *, length: int, temperature: float, seed: int, follow: bool = False
 ) -> None:
-    """Print a prompt and what follows it; arguments as the command's options.
+    """Print a prompt and the text generated after it; arguments as the command's options.
 
     Raises:
         TaskError: the run's task has no `sample`.
-        DilocoError: no such run; bus or store are away.
+        DilocoError: no such run; bus or store are unreachable.
     """
     async with open_run(target, name="sample", reads=True) as run:
         context = run.context

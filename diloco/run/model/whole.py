@@ -1,9 +1,10 @@
-"""The records that make one version of the whole model. Pure.
+"""Chooses the records that make one version of the whole model. Pure.
 
 Fragments make their versions at different moments, and a rollback leaves them with different
-numbers. What they share is the run's clock. So a whole version is one of the last fragment, at a
-clock S, and of every other fragment the newest at S or before: version n of each, while H stays
-and nothing is rolled back. It is whole once no fragment can have another version at S or before.
+numbers. They share the run's clock. So a whole version consists of a version of the last fragment,
+at a clock S, and of every other fragment's newest version at S or before: version n of each, while
+H stays and nothing is rolled back. It is whole once no fragment can make another version at S or
+before.
 """
 
 from collections.abc import Sequence
@@ -18,19 +19,19 @@ from diloco.common.protocol.errors import ConfigError
 from diloco.common.protocol.layout import next_step
 from diloco.common.storage.catchup import Adopted
 
-# Records of a fragment that wait; of more the older half is dropped, and a stored view is read.
+# The most waiting records of a fragment: beyond, the older half is dropped, and a stored view read.
 MOST_WAITING = 512
 _NOTHING = Adopted(0, -1, "")
 
 
 class FollowRules(NamedTuple):
-    """The fragments and versions that are handed out.
+    """The fragments and versions to hand out.
 
     Attributes:
-        fragments: indexes of those that are followed, ascending.
+        fragments: indexes of the followed fragments, ascending.
         whole: one version of them all at once; else one fragment at a time.
-        every: versions between two that are handed out, at least.
-        stay_at: the version that is the last; None: the run's last.
+        every: least number of versions between two that are handed out.
+        stay_at: the last version to hand out; None: the run's last.
     """
 
     fragments: tuple[int, ...]
@@ -40,7 +41,7 @@ class FollowRules(NamedTuple):
 
 
 def check_rules(rules: FollowRules, fragments: int) -> None:
-    """Refuse what cannot be followed.
+    """Refuse invalid rules.
 
     Raises:
         ConfigError: nothing is followed, or an option is out of its range.
@@ -54,12 +55,12 @@ def check_rules(rules: FollowRules, fragments: int) -> None:
 
 
 class HeardRecord(NamedTuple):
-    """A record as a follower keeps it; None if it cannot be read.
+    """A record as a follower keeps it; `record` is None if it cannot be read.
 
     Attributes:
         record_seq: its stream sequence.
-        stored_at_s: when the tape had it, seconds since the epoch.
-        record: the fields of it that lead to a view.
+        stored_at_s: when the tape stored it, seconds since the epoch.
+        record: the fields that lead to a view.
     """
 
     record_seq: int
@@ -69,7 +70,7 @@ class HeardRecord(NamedTuple):
 
 @dataclass
 class FollowedFragment:
-    """One fragment: its view, its records from the adopted one on, and what was handed out."""
+    """One fragment: its view, its records from the adopted one on, and the version handed out."""
 
     index: int
     view: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
@@ -80,16 +81,16 @@ class FollowedFragment:
 
     @property
     def waiting(self) -> list[HeardRecord]:
-        """The records behind the adopted one."""
+        """The records after the adopted one."""
         return [one for one in self.history if one.record_seq > self.adopted.record_seq]
 
     def starts_after(self, other: "FollowedFragment") -> bool:
-        """Whether the oldest of its records is later, by the run's clock, than another's."""
+        """True if the oldest of its records is later, by the run's clock, than the other's."""
         own, its = self.history[0].record, other.history[0].record
         return own is not None and its is not None and own.global_step > its.global_step
 
     def hear(self, heard: HeardRecord) -> None:
-        """Take the next record of the tape; one that was taken before is passed over."""
+        """Add the next record of the tape; one that was added before is ignored."""
         if self.history and heard.record_seq <= self.history[-1].record_seq:
             return
         self.history.append(heard)
@@ -104,7 +105,7 @@ class FollowedFragment:
 
 
 def slim(record: wire.Record) -> wire.Record:
-    """A record without its entries on learners, which grow with the fleet."""
+    """Returns a record without its entries on learners, which grow with the fleet."""
     policy = record.policy.model_copy(
         update={"members": (), "marks": (), "quarantined": (), "allowances": (), "credits": ()}
     )
@@ -119,13 +120,13 @@ def choose_whole(
     ended: bool,
     most: int | None = None,
 ) -> tuple[HeardRecord, ...] | None:
-    """The newest whole version: a record of each history, in their order; None if there is none.
+    """Choose the newest whole version: a record of each history, in order; None if there is none.
 
     Args:
         histories: each fragment's records, oldest first.
-        settings: that the run follows now.
-        ended: the run has: the newest version of each fragment is its last.
-        most: nothing newer than this version of the last fragment.
+        settings: the run's settings now.
+        ended: the run has ended: the newest version of each fragment is its last.
+        most: the greatest allowed version of the last fragment.
     """
     lives = [_since_rollback(one) for one in histories]
     if not all(lives):
@@ -144,7 +145,7 @@ def choose_whole(
 
 
 def _since_rollback(history: Sequence[HeardRecord]) -> list[HeardRecord]:
-    """The readable records from the newest rollback on."""
+    """Returns the readable records from the newest rollback on."""
     life: list[HeardRecord] = []
     for one in history:
         if one.record is None:
@@ -160,7 +161,7 @@ def _newest_at(life: Sequence[HeardRecord], clock: int) -> HeardRecord | None:
 
 
 def following(settings: RunSettings, newest: HeardRecord) -> float:
-    """The run's clock at the version after a fragment's newest; infinite if there is none.
+    """Returns the run's clock at a fragment's next version; infinite if there is none.
 
     At the run's last step a fragment may have several versions, until one is its final one.
     """
