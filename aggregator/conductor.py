@@ -38,7 +38,7 @@ def stop_reason(settings: RunSettings, newest: dict[int, NewestRecord]) -> str |
 
 @dataclass
 class Conductor:
-    """Follows the tape until the run has ended."""
+    """Follows the tape, and publishes the run's `stop` and `end` when they are due."""
 
     context: Context
     _settings: RunSettings = field(init=False)

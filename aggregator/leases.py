@@ -53,7 +53,7 @@ def _now_s() -> float:
 
 
 class Leases:
-    """One aggregator's leases.
+    """Acquires, renews and releases one aggregator's leases of fragments.
 
     Args:
         context: the aggregator's context.

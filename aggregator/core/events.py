@@ -28,7 +28,7 @@ class Departed(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """Event: a learner's message on the tape that it sends no more updates of this fragment."""
+    """Event: a learner has announced that it sends no more updates of this fragment."""
 
     stored_at_s: float
     stream_seq: int
@@ -72,7 +72,7 @@ class Changed(NamedTuple):
 
 
 class Quarantined(NamedTuple):
-    """Event: the tape puts a learner in quarantine, or with `active` False releases it."""
+    """Event: a message on the tape quarantines a learner, or releases it (`active` is False)."""
 
     stored_at_s: float
     stream_seq: int
@@ -166,7 +166,7 @@ class Merge(NamedTuple):
 
 
 class Discard(NamedTuple):
-    """Effect: drop the round's sum; the updates in it are read again."""
+    """Effect: drop the round's sum; its updates are read again."""
 
 
 class OpenRound(NamedTuple):

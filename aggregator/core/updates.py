@@ -9,7 +9,7 @@ from diloco.common.protocol import wire
 
 
 class UpdateId(NamedTuple):
-    """The name of an update among those of this machine's fragment."""
+    """Identifies an update among those of the machine's fragment."""
 
     learner: str
     incarnation: int

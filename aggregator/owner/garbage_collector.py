@@ -267,7 +267,7 @@ async def trim_tape(context: RunContext, trims: Iterable[Trim]) -> None:
 
 
 async def delete(context: RunContext, objects: Sequence[str]) -> None:
-    """Deletes objects.
+    """Deletes objects from the store, in batches off the event loop.
 
     Raises:
         StoreError: the store is away, or does not permit it.

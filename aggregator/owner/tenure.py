@@ -248,7 +248,7 @@ class Tenure:
         await self._tasks.stop()
 
     def tell(self, event: events.Liveness) -> None:
-        """Gives the machine a change of liveness; if the queue is full, it is dropped for now."""
+        """Gives the machine a change of liveness; drops the change while the queue is full."""
         if not self._queue.full():
             self._queue.put_nowait((event, None))
 

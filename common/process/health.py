@@ -167,7 +167,7 @@ class Starting:
         self._thread = threading.Thread(target=self._tell, name="starting", daemon=True)
 
     def begin(self) -> None:
-        """Begins to report."""
+        """Starts the thread that reports."""
         self._thread.start()
 
     def over(self) -> None:

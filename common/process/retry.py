@@ -22,7 +22,7 @@ from diloco.common.protocol.errors import BusError, DilocoError, StoreError
 
 
 class Clock:
-    """Seconds since the epoch: the wall clock's when it was made, and the monotonic seconds since.
+    """A clock that nobody can set: the wall clock's time when made, plus monotonic seconds.
 
     Args:
         wall: returns seconds since the epoch; called once.

@@ -169,7 +169,7 @@ class Tasks:
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def start(self, work: Coroutine[object, object, None]) -> None:
-        """Runs `work` concurrently."""
+        """Runs `work` concurrently, until it ends or `stop` cancels it."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)

@@ -85,7 +85,7 @@ def next_move(adopted: Adopted, waiting: Sequence[UnfetchedRecord]) -> FetchMove
 
 
 def delta_of(record: wire.Record, record_seq: int) -> Change:
-    """Returns the change by the delta of a record that has one, from the view before it."""
+    """Returns the change from the previous view to that of `record`, by the record's delta."""
     assert record.delta is not None
     return Change(record.fragment, record_seq, record.view_digest, None, (record.delta,))
 

@@ -27,7 +27,7 @@ def host_provision(
         typer.Option("--out", help="the file of variables to write", metavar="PATH"),
     ] = Path("infra/terraform/terraform.tfvars.json"),
 ) -> int:
-    """Checks a fleet's file as `diloco check` does, and writes the variables for Terraform."""
+    """Check a fleet's file as `diloco check` does, and write the variables for Terraform."""
     checked = say_findings(file)
     if checked.refused:
         return Exit.FAILED

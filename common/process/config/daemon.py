@@ -53,7 +53,7 @@ class BusSection(Section):
 
 
 class StoreSection(Section):
-    """The object store."""
+    """The settings of the object store."""
 
     url: str = Field(
         description="a bucket of a kind in docs/stores.md, such as `gs://bucket/prefix`, or"
@@ -248,7 +248,7 @@ class AggregatorSection(Section):
 
 
 class GcSection(Section):
-    """How much garbage collection keeps beyond what recovery needs."""
+    """The settings of garbage collection: what it keeps beyond the needs of recovery."""
 
     enabled: bool = Field(
         default=True,

@@ -108,7 +108,7 @@ class TaskSection(Section):
 
 
 class SyncSection(Section):
-    """How learners send updates and adopt versions."""
+    """The settings by which learners send updates and adopt versions."""
 
     interval_steps: Steps = Field(
         default=24, description="H: inner steps between two updates of a fragment"

@@ -74,7 +74,7 @@ Several = Annotated[tuple[Item, ...], Field(fail_fast=True)]
 
 
 def note(text: str) -> str:
-    """Returns a sentence for people as a message holds it: printable, and of bounded length.
+    """Returns a sentence for a message's field for people: printable, and of bounded length.
 
     The sentence may quote a sender, who chose the quotation's length and characters.
     """

@@ -171,7 +171,7 @@ class MemoryBroker:
     def create_stream(
         self, stream: str, subjects: list[str], limits: StreamLimits, first_seq: int = 1
     ) -> None:
-        """Implements `Bus.create_stream`."""
+        """Creates a stream, as `Bus.create_stream`."""
         check_patterns(subjects)
         check_limits(limits)
         old = self._streams.get(stream)
@@ -185,7 +185,7 @@ class MemoryBroker:
         self._streams[stream] = _Stream(stream, list(subjects), limits, first_seq)
 
     def remove_stream(self, stream: str) -> None:
-        """Implements `Bus.remove_stream`."""
+        """Removes a stream, as `Bus.remove_stream`."""
         self._streams.pop(stream, None)
 
     def publish(
@@ -196,7 +196,7 @@ class MemoryBroker:
         expected_last: int | None,
         ttl_s: float | None = None,
     ) -> int:
-        """Implements `Bus.publish`."""
+        """Publishes a message, as `Bus.publish`."""
         check_subject(subject)
         for stream in self._streams.values():
             if any(subject_matches(s, subject) for s in stream.subjects):
@@ -220,7 +220,7 @@ class MemoryBroker:
         limits: StreamLimits,
         messages: Iterable[Message],
     ) -> int:
-        """Implements `Bus.restore`."""
+        """Creates a stream from exported messages, as `Bus.restore`."""
         if stream in self._streams:
             raise stream_exists(stream)
         self.create_stream(stream, subjects, limits)
