@@ -201,7 +201,7 @@ def require_grain() -> None:
             hint="pip install 'diloco[grain]'",
         ) from error
     if not flags.FLAGS.is_parsed():
-        # grain looks for flags of its own there, and our command line is not absl's.
+        # grain parses flags of its own there, and our command line is not absl's.
         flags.FLAGS.mark_as_parsed()
 
 

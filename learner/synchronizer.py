@@ -47,7 +47,7 @@ EMA = 0.1
 # The number of last updates over which heartbeats report the delay.
 DELAYS = 16
 _METRIC = re.compile(METRIC_NAME)
-# Steps whose losses are remembered; an update of more has the mean of these.
+# Steps whose losses are remembered; an update of more steps has the mean of these.
 REMEMBERED = 1 << 16
 
 

@@ -74,7 +74,7 @@ def _needed_for(record: wire.Record, *, oldest: bool) -> Iterator[wire.ObjectRef
 
 
 def newer_objects(history: History, listed: Iterable[str]) -> Iterator[str]:
-    """Yields names of objects of versions and checkpoints beyond the tape's end.
+    """Yields the names of objects of versions and checkpoints beyond the tape's end.
 
     Args:
         history: the tape; read after the store was listed, or once the run has ended.
@@ -118,7 +118,7 @@ def newer_than(
     listed: Sequence[str],
     last_seq: int,
 ) -> Iterator[str]:
-    """Yields names of objects of versions and checkpoints beyond the end of a tape.
+    """Yields the names of objects of versions and checkpoints beyond the end of a tape.
 
     Args:
         run: its name.

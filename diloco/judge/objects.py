@@ -54,7 +54,7 @@ class Listing:
         self._added.extend((_hash(name), size_bytes))
 
     def _table(self) -> npt.NDArray[np.int64]:
-        """Returns rows of (hash, size), sorted by hash, each hash once."""
+        """Returns the rows of (hash, size), sorted by hash, each hash once."""
         if self._added:
             new = np.frombuffer(self._added, np.int64).reshape(-1, 2)
             rows = np.concatenate([self._rows, new])
@@ -259,7 +259,7 @@ def _check_named(
 
 
 def _other_names(history: History) -> Iterator[str]:
-    """Yields names of objects that the tape names outside of records' own fields."""
+    """Yields the names of objects that the tape names outside of records' own fields."""
     for _, manifest in history.manifests:
         yield from (shard.name for shard in manifest.shards)
     yield from history.bodies

@@ -21,7 +21,7 @@ LISTED = 3
 
 
 def newest_checkpoint(store: ObjectStore, run: str) -> tuple[str, float] | None:
-    """Returns name and time of the newest complete checkpoint; None without one.
+    """Returns the name and time of the newest complete checkpoint; None without one.
 
     Raises:
         StoreError: the store cannot be read.

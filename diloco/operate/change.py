@@ -188,7 +188,7 @@ async def mark(target: str) -> checkpoint.Marked:
 
 @dataclasses.dataclass(frozen=True)
 class Resumed:
-    """The result of a resumption: the run's new tape."""
+    """The checkpoint from which a run was resumed, its new tape's epoch, and its versions."""
 
     checkpoint: str
     epoch: int

@@ -210,7 +210,7 @@ async def timed(target: str, work: Callable[[], Awaitable[T]], options: "TimerOp
 
 
 async def status(target: str, options: "TimerOptions") -> int:
-    """Returns the exit status after the work is done."""
+    """Returns the exit status of a timer's work; with `until_end`, whether the run has ended."""
     if not options.until_end:
         return Exit.ENDED
     async with open_run(target, reads=True) as opened:

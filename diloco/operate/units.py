@@ -22,7 +22,7 @@ from diloco.run.cli.folders import make_folder
 SYSTEMD = Path("/etc/systemd/system")
 # Folders of the files that are not units, by the end of their names.
 BESIDE = {"-sysusers.conf": Path("/etc/sysusers.d"), "-tmpfiles.conf": Path("/etc/tmpfiles.d")}
-# Units with ProtectHome= do not see what is below these.
+# Units with ProtectHome= do not see files below these.
 HOMES = ("/home", "/root", "/run/user")
 # Suffix of the copy of an edited file, which systemd does not read.
 KEPT = ".edited"
@@ -238,7 +238,7 @@ def _write(path: Path, text: str) -> None:
         ) from error
 
 
-# What is in the files
+# The files' contents
 
 
 def render(options: UnitOptions, programs: Path) -> dict[str, str]:

@@ -122,7 +122,7 @@ def compare(prices: Prices, regions: Sequence[str], made: Plan) -> list[DailyCos
 
 
 def aggregator_cores(prices: Prices, made: Plan) -> int:
-    """Returns the cores of the smallest machine that holds the model, or of the largest."""
+    """Returns the cores of the smallest machine that holds the model; if none, of the largest."""
     needed = made.memory_bytes + REST_BYTES
     fitting = (cores for cores in prices.aggregator_cores if cores * CORE_GB * 10**9 >= needed)
     return next(fitting, max(prices.aggregator_cores))

@@ -30,7 +30,7 @@ US_REGIONS = ["us-central1", "us-east1", "us-east4", "us-west1"]
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The model in question; `step_tokens` is 0 if no task gives it.
+    """The model to plan for; `step_tokens` is 0 if no task gives it.
 
     `sizes_of` returns its fragments' bytes under a run's settings. A token passes
     `active_parameters`; None: all.

@@ -201,7 +201,7 @@ def byte_core_s(*, tls: bool) -> float:
 
 
 def cores(sized: RoundTraffic, updates: float, interval_s: float, *, tls: bool) -> int:
-    """Returns the number of the aggregator's cores if they are busy for half of the time."""
+    """Returns the cores that the aggregator needs, if they are to be busy for half of the time."""
     return max(1, math.ceil(core_s(sized, updates, tls=tls) / interval_s / BUSY))
 
 

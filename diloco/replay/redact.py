@@ -75,7 +75,7 @@ def _names_of(key: str, value: Any) -> Iterator[str]:
 
 
 def _ref(name: str, data: bytes) -> dict[str, Any]:
-    """Returns name, size and checksum of an object whose bytes have changed."""
+    """Returns the name, size and checksum of an object whose bytes have changed."""
     return {
         "name": f"{name.rpartition('-')[0]}-{shards.digest(data)}",
         "size_bytes": len(data),

@@ -272,7 +272,7 @@ def learners_of(history: History, moment: Moment) -> list[str]:
 
 
 def sentences(history: History, found: Scored, gone: int, damaged: int) -> list[str]:
-    """Returns sentences on the largest rises and their rounds."""
+    """Returns sentences on the largest rises of the loss, with their rounds."""
     told = []
     for rise, before, after in found.rises(RISES):
         if rise <= 0:
@@ -295,7 +295,7 @@ def sentences(history: History, found: Scored, gone: int, damaged: int) -> list[
 
 
 def table(found: Scored) -> Table:
-    """Returns a table of about 20 scores over the run, and the largest rise."""
+    """Returns a table of about 20 scores over the run, and of the largest rise of the loss."""
     indices = found.indices.tolist()
     kept = {indices[0], indices[-1], *indices[:: 1 + len(indices) // 20]}
     for rise, before, after in found.rises(1):

@@ -289,7 +289,7 @@ async def read_runs(section: BusSection) -> list[RunStatus]:
         for stream in await bus.streams():
             run = stream.removeprefix("diloco-")
             if run != stream and names.valid_name(run):
-                # What has no specification is none of ours, or is being created.
+                # A run without a specification is not ours, or being created.
                 with contextlib.suppress(RunMissingError, WireError):
                     runs.append(await _read(bus, run))
     finally:
@@ -306,7 +306,7 @@ async def _read(bus: Bus, run: str) -> RunStatus:
     last = [await bus.last(stream, subject) for subject in subjects]
     observed = Observed(run, specification.epoch, settings)
     for message in sorted((one for one in last if one is not None), key=lambda one: one.seq):
-        # The body of a large record is in the store, which is not asked here.
+        # The body of a large record is in the store, which is not read here.
         body = decode(message.subject, message.payload)
         size_bytes = len(message.payload)
         observed.take(Entry(message.seq, message.time_s, message.subject, body, size_bytes))

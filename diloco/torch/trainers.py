@@ -178,7 +178,7 @@ class TrainerLoop:
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
-        """End the life on any error in the block; trainers tell their callbacks of none."""
+        """End the life on any error in the block, since trainers do not pass errors on."""
         try:
             yield
         except BaseException as error:

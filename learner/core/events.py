@@ -8,7 +8,7 @@ from diloco.common.protocol.layout import Layout
 
 
 # The rules are an argument of every call and no part of the state: the run's settings may change
-# at any message, and what the state says must not depend on which were in force before.
+# at any message, and the state's meaning must not depend on earlier settings.
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyncRules:
     """The run's settings that the core needs."""
@@ -71,8 +71,8 @@ class Ready(NamedTuple):
     made_at_s: float = 0.0
 
 
-# The one event that is a boundary. It is given after the step whose work it counts, so that an
-# update which is sent at it covers that step.
+# The only event that is a boundary. It comes after the step whose work it counts, so that an
+# update sent at this boundary covers that step.
 class Stepped(NamedTuple):
     """An inner step was taken over `tokens` tokens; `steps` is 0 for the flush after the end."""
 

@@ -3,17 +3,17 @@
 Rules of this file:
 - `step(rules, state, event) -> (state, effects)` is the whole interface; no IO, clock, randomness,
   threads or logging, and no arrays: effects name what the training loop does to its tensors.
-- One update of a fragment is in flight at most. It is resolved by the first record whose mark of
-  this incarnation reaches its seq, merged or rejected; until then nothing more of that fragment
-  is sent, and steps taken meanwhile wait for the next update.
+- One update of a fragment is in flight at most. A record's mark of an incarnation is the highest
+  seq that is resolved, merged or rejected. The first record whose mark reaches an update's seq
+  resolves it; until then no other update of the fragment is sent, and its steps wait for the next.
 - Only `Stepped` gives `Adopt` and `Send`: tensors change at step boundaries alone.
 
 Invariants that the rules below keep, by the names that comments use:
-- *sent once*: each step's work enters exactly one update, or is let go by an overwrite, a
+- *sent once*: each step's work enters exactly one update, or is dropped by an overwrite, a
   blend or a rollback. Per fragment, tokens done = sent + unsent at every boundary.
 - *exact base*: an update is taken against the view that its manifest names, bit for bit.
-- *answered*: what is in flight ends in a record, or in the end of the run: it is announced until
-  then, and nothing forgets it.
+- *answered*: a record, or the end of the run, resolves every update in flight, which is announced
+  until then and never forgotten.
 - *never waits*: no event makes a step wait for a peer, the aggregator, NATS or the store, but in
   lockstep mode.
 """
@@ -186,7 +186,7 @@ def unsent(state: State) -> dict[int, int]:
     for index, fragment in enumerate(state.fragments):
         flying = fragment.in_flight
         steps = unsent_of(state, fragment).steps
-        # Counted as sent at its boundary, but nobody can merge what is not announced.
+        # An update counts as sent at its boundary, but can be merged only once it is announced.
         if flying is not None and not flying.announced_at_s:
             steps += flying.steps
         if steps:
@@ -196,7 +196,7 @@ def unsent(state: State) -> dict[int, int]:
 
 def _on_stepped(rules: SyncRules, state: State, event: Stepped) -> Result:
     done = Work(state.done.steps + event.steps, state.done.tokens + event.tokens)
-    # First the work, then what follows of it: what is sent below covers the step just taken.
+    # The work is counted first: an update that is sent below covers the step just taken.
     state = replace(state, done=done, since_clock=state.since_clock + event.steps)
     effects: list[Effect] = []
     fragments = []
@@ -234,7 +234,7 @@ def _adopt(
         # A rollback sets theta to the view: q is gone from theta with everything else, and to add
         # it when its rejection comes would bring work back that the operator has undone.
         void = ready.rolled_back or (flying is not None and flying.void)
-        # Only where the view has the update: a rejected one's work is lost already.
+        # Only where the view has the update: a rejected update's work is lost already.
         blended = (
             _blends(rules, index)
             and flying is not None
@@ -245,8 +245,8 @@ def _adopt(
         effects.append(Adopt(ready, resolved and not void, blended))
         if blended:
             fragment = _with_share(rules, state, fragment)
-        # What is let go counts as sent, or the next manifest would claim tokens whose work is in
-        # no tensor any more.
+        # Dropped work counts as sent, or the next manifest would claim tokens whose work is in no
+        # tensor any more.
         if ready.rolled_back or (_overwrites(rules, index) and ready.version > fragment.version):
             fragment = fragment._replace(sent=state.done)
         # A void update stays in flight: the aggregator will answer it, and until then no update
@@ -291,12 +291,12 @@ def _send(
     flying = fragment.in_flight
     if flying is not None:
         # From the last announcement, not from the boundary: an upload that takes minutes is not
-        # announced twice for it. What is not announced at all is still being retried elsewhere.
+        # announced twice for it. An update that is not announced yet is being retried elsewhere.
         waited_s = now_s - flying.announced_at_s
         if not flying.announced_at_s or waited_s < rules.reannounce_timeout_s:
             return fragment
-        # A new attempt number: the server drops what has the message id of an earlier one. The
-        # update is the same, so that whoever has both takes one of them (sent once).
+        # A new attempt number: the server drops a message with an earlier message id. The update is
+        # the same, so that an aggregator that reads both takes one of them (sent once).
         again = flying._replace(announced_at_s=now_s, attempt=flying.attempt + 1)
         effects.append(Republish(index, flying.seq, again.attempt))
         return fragment._replace(in_flight=again)
@@ -308,10 +308,10 @@ def _send(
     # An update of no steps would weigh nothing and still take a place in a round.
     if work.steps == 0:
         return fragment._replace(final=True) if ending else fragment
-    # An open round takes what is there, so that slow learners come into phase with fast ones. Not
-    # below `min_steps`: so short an update costs its upload and says little. Not in lockstep, whose
-    # updates all cover the same steps. `open_version` above the version adopted means that its
-    # round may still be open; a round whose record has come is over.
+    # An open round draws an update early, so that slow learners come into phase with fast ones. Not
+    # below `min_steps`: so short an update is not worth its upload. Not in lockstep, whose updates
+    # all cover the same steps. `open_version` above the adopted version means that its round may
+    # still be open; once its record has come, the round is over.
     opened = (
         fragment.open_version > fragment.version
         and work.steps >= rules.min_steps
@@ -373,8 +373,8 @@ def _on_ready(_rules: SyncRules, state: State, event: Ready) -> Result:
 
 
 def _on_round_opened(rules: SyncRules, state: State, event: RoundOpened) -> Result:
-    # It came as a broadcast, which anybody on the bus's core subjects may have sent: a wrong number
-    # must not end a learner.
+    # The event came as a broadcast, which any client of the bus may have sent: a wrong number must
+    # not end a learner.
     if not 0 <= event.fragment < len(state.fragments):
         return state, ()
     fragment = state.fragments[event.fragment]
@@ -392,8 +392,8 @@ def _in_phase(rules: SyncRules, state: State, index: int, fragment: FragmentStat
     after an outage, every update would come too early for its round by the same number of steps.
     """
     flying, done = fragment.in_flight, state.done.steps
-    # Where versions overwrite, what is due counts from the version already. And whoever is slow
-    # must still be drawn in by a round that opens, or it would miss every second one.
+    # Where versions overwrite, `due_steps` counts from the version already. And a slow learner must
+    # still be drawn in by a round that opens, or it would miss every second one.
     if flying is None or not flying.announced_at_s or _overwrites(rules, index):
         return fragment
     if fragment.due_steps < 2 * rules.min_steps:
@@ -408,7 +408,7 @@ def _in_phase(rules: SyncRules, state: State, index: int, fragment: FragmentStat
 def _on_published(_rules: SyncRules, state: State, event: Published) -> Result:
     fragment = state.fragments[event.fragment]
     flying = fragment.in_flight
-    # A record may resolve an update before word comes that its manifest is on the tape.
+    # A record may resolve an update before the event that its manifest is on the tape.
     if flying is None or flying.seq != event.seq:
         return state, ()
     since = flying.waits_from if flying.announced_at_s else state.done.steps

@@ -1,11 +1,11 @@
 """A learner's checkpoints: the state of its inner optimizer, and the counters beside it.
 
 On disk a checkpoint is a folder that orbax writes; in the object store, and on each disk of a
-learner of several hosts, it is one safetensors file, which is safe to read from anybody. All hold
-the same: one array for each leaf of the state (of a host, for each piece of a leaf), named by its
-number in JAX's order, and `Facts`, which say what those arrays must be.
-Nothing is built from names in the data: a checkpoint fills the tree that the task's own optimizer
-gives, or it is refused.
+learner of several hosts, it is one safetensors file, which is safe to read from untrusted sources.
+All hold the same: one array for each leaf of the state (of a host, for each piece of a leaf), named
+by its number in JAX's order, and `Facts`, which specify those arrays.
+Names in the data define no structure: a checkpoint that does not fit the tree of the task's own
+optimizer is refused.
 """
 
 import contextlib
@@ -291,7 +291,7 @@ class Folder:
         with _refused():
             from orbax import checkpoint as ocp
 
-            # orbax cannot store what has no elements.
+            # orbax cannot store an array without elements.
             stored = {key: array for key, array in checkpoint.arrays.items() if array.size}
             parts = {"facts": ocp.args.JsonSave(checkpoint.facts.model_dump(mode="json"))}
             if stored:

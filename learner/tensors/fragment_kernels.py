@@ -7,8 +7,8 @@ are cut over the learner's mesh as the tensor is; where a cut would go through a
 cut along another axis. So each device encodes what it holds, and codes do not depend on the mesh.
 
 Per fragment a learner holds theta (its leaves), the view V it last adopted, and the codes of the
-update in flight, q dequantized. What is not yet sent is V - q - theta, with what quantization lost
-before: error feedback (docs/design/design.md, "Each step's work is sent once"):
+update in flight, q dequantized. The unsent work is V - q - theta, which includes earlier errors of
+quantization: error feedback (docs/design/design.md, "Each step's work is sent once"):
 
     send       codes = Q(V - theta)             settle     theta += q
     apply      V' = V + deQ(delta); theta += V' - V
@@ -17,10 +17,10 @@ before: error feedback (docs/design/design.md, "Each step's work is sent once"):
     blend      theta -= (1 - a) (theta - V' - (theta - V at the send)), before it is settled
 
 Each of the first three is one program, shared by fragments whose pieces have the same shapes:
-learners restart often, and compiling is what they would wait for. (Of a large fragment, to send is
-several: `MOST_AT_ONCE`.) V' is bit for bit the aggregator's: a product of code and scale is exact,
-so V + code x scale is rounded once however it is compiled. A blend's product is not, so its sum
-is a program of its own.
+learners restart often, and would wait for the compiler. (Sending a large fragment takes several
+programs: `MOST_AT_ONCE`.) V' equals the aggregator's bit for bit: a product of code and scale is
+exact, so V + code x scale is rounded once however it is compiled. A blend's product is not exact,
+so its sum is a separate program.
 
 Arrays that an operation replaces are donated: the caller must not touch them again.
 """

@@ -90,8 +90,8 @@ def muon(
     """Muon (arXiv 2502.16982) without learning rate: the caller multiplies by -learning rate.
 
     A matrix moves along the nearest orthogonal matrix to its momentum, scaled so that an entry's
-    root mean square is that of AdamW's direction. What is no matrix of a layer (embedding, head,
-    vectors) moves by Adam. Clipping and decay are those of `adamw`.
+    root mean square is that of AdamW's direction. Tensors that are not matrices of a layer
+    (embedding, head, vectors) move by Adam. Clipping and decay are those of `adamw`.
     State: one tensor like each matrix, two like each other tensor, of their dtypes.
 
     Args:

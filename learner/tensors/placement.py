@@ -62,7 +62,7 @@ class Placement(NamedTuple):
         if isinstance(leaf, jax.Array) and leaf.sharding == self.inner[name]:
             return leaf
         if not isinstance(leaf, jax.Array):
-            # The host's array stays the caller's; what is put on a device is donated.
+            # The host's array stays the caller's; its copy on the device is donated.
             leaf = np.array(leaf)
         placed: jax.Array = jax.device_put(leaf, self.inner[name])
         return placed

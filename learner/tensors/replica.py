@@ -1,8 +1,8 @@
 """One learner's tensors: its parameters, the view of each fragment, the updates in flight.
 
 Arrays live on the learner's devices, cut over its mesh, and are donated from operation to
-operation; whoever holds an old one may not use it again. Only the training loop's thread calls
-this, and on every host of a learner in the same order.
+operation: a donated array may not be used again. Only the training loop's thread calls this
+module, on every host of a learner in the same order.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -182,7 +182,7 @@ class Replica:
         ownership, view = self._ownership[fragment], self._views[fragment]
         if len(ownership.owned) * ownership.block != self._sizes[fragment]:
             return None
-        # The next adoption takes the memory of what lies on the devices.
+        # The next adoption reuses the memory of the view on the devices.
         copy = copied(view) if self._anchor is None else view
         return lambda: shards.digest(ownership.gather(copy).reshape(-1))
 

@@ -28,7 +28,7 @@ from diloco.learner.task import (
 
 
 class Division(NamedTuple):
-    """The division of a task's leaves by kind, in their order.
+    """A task's leaves by kind, as marks in the leaves' order.
 
     Attributes:
         trained: for each leaf, whether the inner optimizer moves it.
@@ -53,7 +53,7 @@ class Division(NamedTuple):
 
 
 def division_of(task: Task, shapes: Params) -> Division:
-    """Returns the division of a task's parameters."""
+    """Divide a task's leaves by kind: trained, synchronized, local."""
     hint = hint_of(task, shapes)
     kinds = [kind_of(tensor, hint) for tensor in tensors_of(shapes)]
     return Division(

@@ -52,7 +52,7 @@ class GrantedShares:
         self._changed = threading.Condition()
 
     def divide(self, sizes: Sizes) -> None:
-        """Begin to hold shares of epochs of these sizes."""
+        """Begin to hold shares of epochs that are divided into `sizes`."""
 
     def at(self, position: int) -> Holding | None:
         """Wait for the holding that has the batch at `position`; None if the loop is to end.
@@ -116,7 +116,7 @@ class Claims(GrantedShares):
         self._moved = asyncio.Event()
 
     def divide(self, sizes: Sizes) -> None:
-        """Begin to claim shares of epochs of these sizes.
+        """Begin to claim shares of epochs that are divided into `sizes`.
 
         Raises:
             DilocoError: the data is divided already.

@@ -67,7 +67,7 @@ class Room:
             return False
 
     def take(self, size_bytes: int) -> None:
-        """Count `size_bytes` as taken."""
+        """Count `size_bytes` more as waiting on the devices."""
         with self._lock:
             self.taken_bytes += size_bytes
 
@@ -98,7 +98,7 @@ async def load(context: Context, fragment: int) -> Loaded:
 
 
 def start_at(loaded: Loaded) -> Start:
-    """Returns the core's start for a fragment of which the learner has loaded this version."""
+    """Returns the core's `Start` for a fragment, from its loaded version."""
     record = loaded.record
     return Start(record.version, record.view_digest, loaded.record_seq, record.global_step)
 

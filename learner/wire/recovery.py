@@ -177,7 +177,7 @@ class Saver:
 
 # --- Looking
 
-# Incarnation and local step: what the parts of one checkpoint of several hosts have in common.
+# Incarnation and local step, which the hosts' parts of one checkpoint have in common.
 CheckpointId = tuple[int, int]
 
 

@@ -261,7 +261,7 @@ class Chain:
         due_s = time_up_s(life)
         if due_s is None or self.late_s is None:
             return
-        # The event that brought the time forward came no earlier than the last time told.
+        # The event that made the timer earlier came no earlier than the last event.
         due_s = max(due_s, life.now_s)
         if seen.at_s > due_s + self.late_s:
             life.breach("overdue", seen.what, f"by {due_s}", seen.at_s)

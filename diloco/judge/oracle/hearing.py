@@ -1,4 +1,4 @@
-"""A fragment's owner hears the tape: joins, leaves, manifests, settings, quarantines."""
+"""Applies the tape's messages to an owner: joins, leaves, manifests, settings, quarantines."""
 
 from diloco.common.process.config import RunSettings, settings_of
 from diloco.common.protocol import names, wire

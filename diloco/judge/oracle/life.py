@@ -76,18 +76,19 @@ Phase = Literal["idle", "open", "grace", "cut"]
 
 @dataclass
 class OwnerLife:
-    """The owner's knowledge, and its present round.
+    """The knowledge of a fragment's owner, an aggregator, and its present round.
 
     Attributes:
         settings: the settings in force.
         memory: its memory of learners and averages.
         known_seq: sequence up to which an earlier life has counted averages and allowances.
         again: allowances for messages that the earlier life has read, as this life reads them.
-        now_s: the last time that it was told.
+        now_s: the last time that an event gave it.
         storing: the kind of the record being stored, "" for none: no other begins until it is
             stored.
-        cut: reason and finality of a cut round; `cut_seq` is set once the leader has answered, who
-            was asked when the tape had been read up to `asked_seq`.
+        cut: reason and finality of a round that is being cut: the owner asks the stream's leader
+            for the fragment's last update when it has read the tape up to `asked_seq`, and waits
+            for updates up to the answer, `cut_seq`.
         due: the record that must be made now.
     """
 

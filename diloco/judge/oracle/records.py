@@ -26,7 +26,7 @@ STANDS = (
 
 
 def contents(record: wire.Record) -> Contents:
-    """Returns the contents of the version after a record."""
+    """Returns the digests and the global step of the version after a record."""
     return record.view_digest, record.outer_digest, record.global_step
 
 

@@ -18,7 +18,7 @@ from diloco.judge.oracle.finding import Violation
 
 
 class _ReadShare(NamedTuple):
-    """A learner's share: its batch `first` is read at a position, and it ends at another."""
+    """A learner's share of the data, from batch `first` at position `start` to position `stop`."""
 
     share: int
     first: int

@@ -230,7 +230,7 @@ def _as_seen(subject: str) -> str:
 
 
 def run_account(run: str) -> str:
-    """Returns the name of a run's account, which with a '_' begins its parties' accounts' names."""
+    """Returns the name of a run's account, with which its parties' accounts' names begin."""
     return f"diloco-{run}"
 
 

@@ -256,7 +256,7 @@ class LocalRun:
 
     @property
     def _folder(self) -> str:
-        """Returns the run's folder, quoted for a shell."""
+        """The run's folder, quoted for a shell."""
         return shlex.quote(str(self.config_path.parent))
 
     def _hung_up(self, stop: asyncio.Event) -> None:

@@ -98,7 +98,7 @@ class FollowedFragment:
             del self.history[1 : MOST_WAITING // 2]
 
     def adopt(self, newest: HeardRecord, record: wire.Record, view: np.ndarray) -> None:
-        """Adopt the view of a record that was heard."""
+        """Adopt the view of one of its records."""
         self.view = view
         self.adopted = Adopted(newest.record_seq, record.version, record.view_digest)
         self.history = [one for one in self.history if one.record_seq >= newest.record_seq]

@@ -1,8 +1,8 @@
-"""Turns the findings of many looks at a run into alerts that fire and resolve once. Pure.
+"""Turns the findings of repeated checks into alerts that fire and resolve once. Pure.
 
 An alert has a subject and a runbook, such as "learner a" and runbooks/lagging-learner.md: all
-findings with both are one alert. Its sentences may change from look to look, as the seconds in them
-do.
+findings with both are one alert. Its sentences may change from check to check, as the seconds in
+them do.
 """
 
 import hashlib
@@ -114,12 +114,12 @@ class AlertLedger:
     def look(
         self, findings: Iterable[Finding], now_s: float, *, blind: bool = False
     ) -> list[Notice]:
-        """Take the findings of a look; returns the notices to send. A rise of severity is sent too.
+        """Take the findings of a check; returns the notices to send, also of a risen severity.
 
         Args:
-            findings: those of the look.
+            findings: those of the check.
             now_s: its time, seconds since the epoch.
-            blind: the look could not see everything: alerts without a finding may still hold.
+            blind: the check could not see everything: alerts without a finding may still hold.
         """
         found = alerts(findings, now_s)
         notices = []

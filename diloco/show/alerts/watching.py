@@ -237,10 +237,10 @@ class Watcher:
         await asyncio.Event().wait()
 
     def look(self, findings: Sequence[Finding]) -> None:
-        """Report what is new after a look."""
+        """Send notices of the changes that a check's findings bring."""
         now_s = self._runtime.clock()
         if is_blind(findings):
-            # A look that cannot see the run shows neither silent learners nor problems that ended.
+            # A check that cannot see the run shows neither silent learners nor problems that ended.
             away = [one for one in findings if one.runbook in AWAY]
             self._say(self._ledger.look(away, now_s, blind=True))
         else:
@@ -273,7 +273,7 @@ class Watcher:
 
 
 def is_blind(findings: Sequence[Finding]) -> bool:
-    """True if the findings come from a look that could not see the run."""
+    """True if the findings come from a check that could not see the run."""
     return any(one.runbook in AWAY and one.severity == "error" for one in findings)
 
 

@@ -46,7 +46,7 @@ def report(
     """
     from diloco.show.page.report import run_report
 
-    # On standard output stands the file alone, for scripts.
+    # Standard output has the file's path alone, for scripts.
     Console().print(str(run_report(runs, out=out, evaluations=evaluations)), soft_wrap=True)
 
 

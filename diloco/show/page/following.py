@@ -129,7 +129,7 @@ class LiveRun:
 
     @property
     def moved(self) -> tuple[int, int]:
-        """Returns a value that changes when there is something new to draw."""
+        """A value that changes when there is something new to draw."""
         return self._taken, len(self._scores)
 
     async def catch_up(self) -> None:

@@ -128,7 +128,7 @@ class Board:
             return True
 
     def leave(self) -> None:
-        """Count a reader less."""
+        """Stop counting a reader."""
         with self._changed:
             self._readers -= 1
 
@@ -184,7 +184,7 @@ def _listen(board: Board, port: int | None) -> "_PageServer":
 class _PageServer(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
-    # A client whose connection finds no room among those not yet accepted waits for seconds.
+    # A client waits for seconds if the queue of unaccepted connections is full.
     request_queue_size = MOST_CONNECTIONS
 
     def __init__(self, board: Board, port: int) -> None:

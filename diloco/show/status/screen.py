@@ -78,7 +78,7 @@ async def _follow(watch: Watch, run: RunStatus, console: Console) -> None:
 
 
 def picture(run: RunStatus) -> RenderableType:
-    """Returns the run for a terminal."""
+    """Render the run's status for a terminal."""
     parts: list[RenderableType] = [_alerts(run.alerts), Text()] if run.alerts else []
     parts += [_summary(run), Text()]
     learners = _worth_a_look(run.learners)
