@@ -1,5 +1,6 @@
 """Models beside transformers itself: `make test-models`, which names the oracle's Python."""
 
+import functools
 import json
 import os
 import shlex
@@ -16,6 +17,7 @@ import pytest
 from diloco.common.protocol.errors import ConfigError
 from diloco.learner.task import Variables
 from diloco.learner.tensors import tree
+from diloco.learner.tensors.inner_step import make_inner_step
 from diloco.models.decoders import checkpoint, model
 from diloco.models.decoders.config import parse_config
 from diloco.models.decoders.lora import LoraOptions, read_lora, with_adapters
@@ -49,6 +51,34 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
     asked("checkpoints", folder)
     return folder
+
+
+# One of each family that differs in kind: the short form.
+SIX = ("llama-3.1", "qwen3", "gemma2", "gemma3", "qwen3-moe", "mixtral")
+
+
+def test_six_families_are_read_take_a_step_and_come_back(tmp_path):
+    """Logits are transformers' as they begin, and those of the step's parameters as exported."""
+    asked("checkpoints", tmp_path, *SIX)
+    found = {}
+    for case in SIX:
+        config, params = loaded(tmp_path / case)
+        seen, compute = tokens(case, config.vocab), model.Compute(dtype="float32")
+        logits = jax.jit(functools.partial(model.logits_of, config, compute=compute))
+        wanted = np.load(tmp_path / case / "expected.npz")["logits"]
+        assert apart(logits(params, seen), wanted) <= 2 * TOLERANCE, case
+
+        task = tiny.task_of(tmp_path, tmp_path / case)
+        batch, state = next(task.batches("a", 0)), task.optimizer.init(params)
+        step = make_inner_step(task)
+        params, *_ = step(params, state, batch, np.int32(9), np.uint32(0))
+        task.files.write(tmp_path / "out" / case, tree.by_name(params), "float32")
+        found[case] = logits(params, tokens("any", config.vocab))
+        assert apart(logits(params, seen), wanted) > 1e-3  # it was moved
+    asked("exported", *(tmp_path / "out" / case for case in SIX))
+    for case in SIX:
+        there = np.load(tmp_path / "out" / case / "logits.npz")["logits"]
+        assert apart(found[case], there) <= 2 * TOLERANCE, case
 
 
 def loaded(folder):
