@@ -20,7 +20,7 @@ from diloco.learner.tensors import tree
 from diloco.learner.tensors.inner_step import make_inner_step
 from diloco.models.decoders import checkpoint, model
 from diloco.models.decoders.config import parse_config
-from diloco.models.decoders.lora import LoraOptions, read_lora, with_adapters
+from diloco.models.decoders.lora import EXPERTS, LoraOptions, read_lora, with_adapters
 from diloco.run.model.load import load
 from tests.models import tiny
 from tests.models.cases import CASES
@@ -181,6 +181,9 @@ def test_what_a_run_exports_is_its_model_in_transformers(made, case, tmp_path):
     assert apart(found, wanted) <= TOLERANCE
     _, first = loaded(made / case)
     assert apart(params["norm"], np.asarray(first["norm"])) > 1e-3  # it was trained
+    asked("generate", tmp_path / "out")
+    told = np.load(tmp_path / "out" / "generated.npz")["tokens"]
+    np.testing.assert_array_equal(told, greedy(tmp_path / "out"))
 
 
 def greedy(folder):
@@ -217,14 +220,24 @@ def test_transformers_generates_with_each_version_that_a_follower_brings(made, t
 
 
 DENSE, ATTENTION = ("q", "o", "up", "down"), ("q", "o")
+GATE_UP, OUT = "expert_gate_up", "expert_down"
 
 
 @pytest.mark.parametrize(
-    ("case", "names"), [("llama-3.1", DENSE), ("gemma3-4b", DENSE), ("mixtral", ATTENTION)]
+    ("case", "names"),
+    [
+        ("llama-3.1", DENSE),
+        ("gemma3-4b", DENSE),
+        ("mixtral", ATTENTION),
+        ("mixtral", ("v", GATE_UP, OUT)),
+        ("qwen3-moe", (GATE_UP,)),
+    ],
 )
 def test_an_exported_adapter_is_the_runs_model_in_peft(made, case, names, tmp_path):
     """Beside its base in peft, and merged in transformers alone: the run's global view."""
-    lora = {"rank": 4, "alpha": 6, "targets": [f"{name}_proj" for name in names]}
+    theirs = {name: module for module, name in EXPERTS.items()}
+    targets = [theirs.get(name, f"{name}_proj") for name in names]
+    lora = {"rank": 4, "alpha": 6, "targets": targets}
     more = [f"task.options.lora.{name}={json.dumps(value)}" for name, value in lora.items()]
     train(made / case, tmp_path, *more)
     base, run = made / case, tmp_path / "run"
