@@ -47,9 +47,12 @@ def diloco(*words):
 
 
 @pytest.fixture(scope="session")
-def made(tmp_path_factory):
+def made(request, tmp_path_factory):
+    """Checkpoints of the cases that are asked for."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    asked("checkpoints", folder)
+    given = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    cases = {params["case"] for params in given if "case" in params} - set(REFUSED)
+    asked("checkpoints", folder, "llama-3.1", *sorted(cases))
     return folder
 
 
