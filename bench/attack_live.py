@@ -469,7 +469,8 @@ class SpanOutcome(NamedTuple):
     `cores` are those in use: by the run with the liar, by the other, by the machine; and its load.
     `rate` and `alone_loss` are the other's: versions a second, and held-out. `said` is what
     `diloco why` says of the liar, `accused` what it says of honest ones, and
-    `named_after_s` the seconds after which status named the liar.
+    `named_after_s` the seconds after which status named the liar; `why_s` those that `diloco why`
+    took.
     """
 
     name: str
@@ -483,6 +484,7 @@ class SpanOutcome(NamedTuple):
     said: str = ""
     accused: tuple[str, ...] = ()
     named_after_s: float = math.nan
+    why_s: float = math.nan
 
 
 def play(folder: Path, attacks: Sequence[str], span_s: float, trust: str) -> list[SpanOutcome]:
@@ -533,10 +535,12 @@ async def _compare(
             after = await losses()
             loss = after[1] / after[0] / (before[1] / before[0]) - 1
             before = after
-            said, accused = await lied.why(liar_name(len(found)))
             outcome = _outcome(span, alone, lied, loss, after[0])
             named_s, _ = lied.named.get(liar_name(len(found)), (math.nan, ""))
-            outcome = outcome._replace(said=said, accused=accused)
+            began_s = time.monotonic()
+            said, accused = await lied.why(liar_name(len(found)))
+            took_s = time.monotonic() - began_s
+            outcome = outcome._replace(said=said, accused=accused, why_s=took_s)
             found.append(outcome._replace(named_after_s=named_s - span.began_s))
             print(json.dumps(found[-1]), file=sys.stderr, flush=True)
         for run in opened:
@@ -602,7 +606,7 @@ def rows(attacks: Sequence[str], span_s: float, trusts: Sequence[str]) -> Iterat
             found[trust] = play(Path(folder), attacks, span_s, trust)
     cells = (
         "versions a second, % | honest updates, % | loss, % | cores: with, without, machine; load"
-        " | named after, s | `diloco why` of the liar; **of the honest**"
+        " | named after, s | `diloco why`: s; of the liar; **of the honest**"
     )
     yield f"| the liar beside three | {' | '.join(f'{trust}: {cells}' for trust in trusts)} |"
     yield f"|{' --- |' * (1 + 6 * len(trusts))}"
@@ -620,7 +624,7 @@ def _cells(one: SpanOutcome) -> str:
     wrong = f" ({one.wrong})" if one.wrong else ""
     accused = f" **{'; '.join(one.accused)}**" if one.accused else ""
     named = f"{one.named_after_s:.0f}" if math.isfinite(one.named_after_s) else "-"
-    told = f"{named} | {one.said or '-'}{accused}"
+    told = f"{named} | {one.why_s:.0f}: {one.said or '-'}{accused}"
     return f"{rates} | {100 * one.loss:+.1f} | {used}{wrong} | {told}"
 
 

@@ -199,11 +199,13 @@ class VirtualOwner(VirtualFragment):
         self.decide(events.Fetched(self.world.time.now_s, update, self.payloads[update].norm))
 
     def _commit(self, commit: Commit) -> None:
-        world, state = self.world, commit.state
+        world, state, settings = self.world, commit.state, self.world.settings
         assert not state.rejected, state.rejected
         digest, payload = state.view_digest, None
         if commit.what == "version":
-            part = rounds.step_share(state, participation=world.settings.outer.participation)
+            part = rounds.step_share(
+                state, participation=settings.outer.participation, robust=settings.robust
+            )
             with _merging():
                 made = self.arrays.close_round(state.admitted, part)
             self.inputs += [taken.staleness for taken in state.admitted]

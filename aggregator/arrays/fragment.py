@@ -207,7 +207,7 @@ class FragmentArrays:
 
         Args:
             admitted: the updates that the machine considers merged, in order.
-            share: f of `outer.participation`; 1 for a whole step.
+            share: of a full outer step, as `rounds.step_share` returns it.
         """
         assert self._sum is not None
         assert [merged.admitted for merged in self._merged] == list(admitted)
@@ -422,11 +422,11 @@ def _fresh_state(settings: RunSettings, grid: Grid) -> State:
 
 
 def step_size(settings: RunSettings, share: float) -> tuple[float, float]:
-    """Returns learning rate and momentum of an outer step for a round with `share` of the fleet."""
+    """Returns learning rate and momentum of an outer step of `share` (`rounds.step_share`)."""
     section = settings.outer
     if share < 1:
         return outer.participation(section.learning_rate, section.momentum, share)
-    return section.learning_rate, section.momentum
+    return section.learning_rate * share, section.momentum
 
 
 def make_input(admitted: Admitted, coefficients: bytes, unit: int) -> wire.Input:

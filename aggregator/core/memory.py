@@ -26,8 +26,9 @@ from diloco.common.protocol.reasons import is_offence
 
 # The number of these rules, in each record and in each life's first observation. With rules 0 a
 # round opened with pace; 1 believed learners' claims; 2 used the median's pace; 3 counted time in
-# transit as slowness. A record of other rules cannot be decided again by these.
-RULES = 4.0
+# transit as slowness; 4 had one rate for rounds of any size. A record of other rules cannot be
+# decided again by these.
+RULES = 5.0
 
 
 def beginning(

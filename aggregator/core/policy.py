@@ -144,6 +144,16 @@ def robust_quorum(live: int, version: int) -> int:
     return max(math.ceil(2 * live / 3), 1 if version else 3)
 
 
+# The default rate suits a mean of so many updates; longer steps were tried up to so many.
+SHORT_MEAN, LARGEST_MEAN = 5, 8
+
+
+def mean_growth(senders: int) -> float:
+    """Returns the factor that makes up for how short a mean of updates is (ADR 81)."""
+    # The parts that updates do not share shrink with the root of their number.
+    return math.sqrt(min(max(senders, SHORT_MEAN), LARGEST_MEAN) / SHORT_MEAN)
+
+
 def pace_s(rules: FragmentRules, fastest_s: float, interval_steps: int | None = None) -> float:
     """Returns the shortest time between two rounds of a fragment: H steps of the fastest learner.
 

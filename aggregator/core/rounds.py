@@ -53,11 +53,15 @@ def has_next(rules: FragmentRules, state: State) -> bool:
     return _next_step(rules, state) <= rules.steps
 
 
-def step_share(state: State, *, participation: bool) -> float:
-    """Returns the share of a full outer step that the round takes, in (0, 1]."""
+def step_share(state: State, *, participation: bool, robust: bool) -> float:
+    """Returns the share of a full outer step that the round takes, above 0.
+
+    At most 1, except with `run.trust = "others"`, where the mean of many updates is short.
+    """
     # A learner alone in a round takes only its share of a step, even without `participation`.
-    alone = len(state.admitted.senders) == 1
-    return share(state) if participation or alone else 1.0
+    senders = len(state.admitted.senders)
+    part = share(state) if participation or senders == 1 else 1.0
+    return part * policy.mean_growth(senders) if robust else part
 
 
 def share(state: State) -> float:

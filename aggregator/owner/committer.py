@@ -146,7 +146,9 @@ async def make_version(context: Context, arrays: FragmentArrays, state: State) -
         state: the machine's state when the round closed.
     """
     settings = arrays.own_settings
-    part = rounds.step_share(state, participation=settings.outer.participation)
+    part = rounds.step_share(
+        state, participation=settings.outer.participation, robust=settings.robust
+    )
     with timing(context.metrics, context.runtime.clock, "merge"):
         made = await context.runtime.call(arrays.close_round, state.admitted, part)
     due = (state.version + 1) % settings.sync.snapshot_interval_versions == 0

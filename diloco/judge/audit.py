@@ -5,6 +5,7 @@ from its oldest record on. `remake_and_compare.py` and `objects.py` check the st
 """
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -39,6 +40,7 @@ class Objects:
         needed: number of objects that recovery and learners need, of `needed_bytes` in all.
         collected: number of missing objects that garbage collection may have removed.
         orphans: bytes of each object below the run's prefix that nothing on the tape names.
+        invented: number of those that each learner stored under lives that it never began.
         newer: bytes of each object of a version beyond the tape's end.
         remade: versions that were merged again, and gave their digests.
         read: objects of versions whose bytes were compared.
@@ -49,6 +51,7 @@ class Objects:
     needed_bytes: int = 0
     collected: int = 0
     orphans: dict[str, int] = field(default_factory=dict)
+    invented: Counter[str] = field(default_factory=Counter)
     newer: dict[str, int] = field(default_factory=dict)
     remade: int = 0
     read: int = 0

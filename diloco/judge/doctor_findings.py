@@ -126,6 +126,15 @@ def objects(found: Objects, *, deep: bool) -> Iterator[Finding]:
             advice="" if found.newer else "garbage collection removes them later",
             runbook=ORPHANED_OBJECTS,
         )
+    for learner, count in sorted(found.invented.items()):
+        yield Finding(
+            severity="warning",
+            about=f"learner {learner}",
+            sentence=f"{count:,} objects below its prefix are of lives that it never began: it is "
+            "misconfigured or lies",
+            advice="nothing depends on them; look at its machine, or revoke its credentials",
+            runbook=ORPHANED_OBJECTS,
+        )
 
 
 def rules(found: Audit) -> Iterator[Finding]:

@@ -5,6 +5,7 @@ have taken; it reads no object. `remake_and_compare.py` compares their contents.
 """
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
@@ -218,7 +219,22 @@ def check_objects(history: History, before: Listing | None = None) -> Objects:
         and not name.startswith(kept)
         and (before is None or name in before)
     }
+    if not found.newer:
+        found.invented = _invented(history, found.orphans)
     return found
+
+
+def _invented(history: History, orphans: Iterable[str]) -> Counter[str]:
+    """Returns the number of each learner's objects under lives that no join began."""
+    sent = (names.parse_shard(history.run, name) for name in orphans)
+    return Counter(
+        one.learner
+        for one in sent
+        if one is not None
+        and one.epoch == history.specification.epoch
+        and one.incarnation >= history.whole_from
+        and one.incarnation not in history.lives(one.learner)
+    )
 
 
 def _unknown(history: History, known: Listing) -> Callable[[str], bool]:

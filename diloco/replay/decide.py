@@ -145,7 +145,9 @@ def _inputs_and_step(history: History, commit: Commit, record: wire.Record) -> d
     state = commit.state
     settings = history.settings_at(state.settings_seq)
     settings = settings_of(settings, history.layout, record.fragment)
-    part = rounds.step_share(state, participation=settings.outer.participation)
+    part = rounds.step_share(
+        state, participation=settings.outer.participation, robust=settings.robust
+    )
     learning_rate, momentum = step_size(settings, part)
     inputs = inputs_again(state.admitted, record)
     return {"inputs": inputs, "learning_rate": learning_rate, "momentum": momentum}

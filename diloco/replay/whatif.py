@@ -328,7 +328,9 @@ def _redecided(history: History, fragment: int, chain: Chain, change: Change) ->
         settings = change(history.settings_at(made.settings_seq))
         settings = settings_of(settings, history.layout, fragment)
         state = made.commit.state
-        part = rounds.step_share(state, participation=settings.outer.participation)
+        part = rounds.step_share(
+            state, participation=settings.outer.participation, robust=settings.robust
+        )
         admitted = tuple(state.admitted)
         found.append(VersionPlan(made.at_s, fragment, admitted, part, settings))
     for _, record in chain[1:]:

@@ -10,7 +10,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 
 import ml_dtypes
 import numpy as np
@@ -292,8 +292,9 @@ class _Compared:
             self.to_zero.append(float(to_zero[row]))
 
     def figures(self) -> ShardFigures:
-        # Rounds in which the others' norms have faded tell nothing.
+        # Rounds in which the others' norms have faded tell nothing, nor do few rounds.
         told = {tensor: _not_faded(squares) for tensor, squares in self.squares.items()}
+        told = {tensor: rounds for tensor, rounds in told.items() if len(rounds) >= FEWEST}
         # The median, since in some rounds another update may be far larger than all.
         still = [
             tensor
@@ -301,18 +302,20 @@ class _Compared:
             if median(own - STILL**2 * others for own, others in squares) < 0
         ]
         norms = {
-            tensor: median(0.5 * math.log(own / others) for own, others in squares)
+            tensor: _agreed([0.5 * math.log(own / others) for own, others in squares])
             for tensor, squares in told.items()
             # A tensor that only this learner's data uses is not compared.
             if tensor not in still and all(own > 0 and others > 0 for own, others in squares)
         }
         factor, tensor = max(self.factors, default=(0.0, ""))
+        # A fault of an hour ago may be repaired.
+        newest = self.cosines[:NEWEST]
         return ShardFigures(
-            # A fault of an hour ago may be repaired.
-            fmean(self.cosines[:NEWEST]), len(self.cosines),
+            fmean(newest), len(self.cosines),
             tuple(still) if len(still) < len(self.squares) else (),
             norms, len(self.factors), factor, tensor,
             median(self.to_zero) if self.to_zero else None,
+            stdev(newest) / len(newest) ** 0.5,
         )  # fmt: skip
 
 
@@ -320,6 +323,12 @@ def _not_faded(squares: Sequence[tuple[float, float]]) -> list[tuple[float, floa
     """Returns squared norms of a learner and the others, without rounds where theirs are tiny."""
     longest = max(others for _, others in squares)
     return [(own, others) for own, others in squares if others >= FADED**2 * longest]
+
+
+def _agreed(values: Sequence[float]) -> float:
+    """Returns the value that three of four reach, or 0 where they lie on both sides of it."""
+    ordered, few = sorted(values), len(values) // 4
+    return max(ordered[few], 0.0) + min(ordered[-1 - few], 0.0)
 
 
 def _one_strays(cosines: Matrix) -> bool:

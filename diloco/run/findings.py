@@ -87,7 +87,7 @@ def judged(run: RunStatus, settings: RunSettings, *, copied: bool = False) -> It
     yield from _taken_up(run, patience_s(settings))
     # What it was created with the doctor judges: nobody wants to hear of it for weeks.
     yield from (one for one in configuration(settings, run.changes) if one.since_s is not None)
-    yield from _waits(run, settings.sync.overlap_steps)
+    yield from _waits(run, settings.sync.interval_steps)
     yield from _fragments(run, settings)
     yield from _quiet(run, settings)
     if run.state != "ended" and not copied:
@@ -378,8 +378,11 @@ def _back(line: str) -> str:
 # Fragments
 
 
-def _waits(run: RunStatus, overlap_steps: int) -> Iterator[Finding]:
-    """A finding on updates that wait for their version longer than tau: learners train past it."""
+def _waits(run: RunStatus, interval_steps: int) -> Iterator[Finding]:
+    """Yields a finding on updates that wait for their version longer than an interval.
+
+    Until then the version is there before the next update is due, and who is quicker waits.
+    """
     wait = run.wait
     if wait is None:
         return
@@ -388,15 +391,15 @@ def _waits(run: RunStatus, overlap_steps: int) -> Iterator[Finding]:
         f"{wait.worst_steps:.1f} at worst"
     )
     # As a rule, and not once: what was sent while no aggregator lived has waited for it.
-    if wait.mean_steps <= overlap_steps or run.usual_wait_s < WAIT_LEAST_S:
+    if run.usual_wait_steps <= interval_steps or run.usual_wait_s < WAIT_LEAST_S:
         yield Finding(severity="ok", about="rounds", sentence=f"updates wait {long}")
         return
     yield Finding(
         severity="warning",
         about="rounds",
-        sentence=f"updates wait {long}; sync.overlap_steps is {overlap_steps}",
+        sentence=f"updates wait {long}; sync.interval_steps is {interval_steps}",
         advice="compare the learners' speeds and uploads and the aggregator's load; learners that "
-        "differ need more of sync.overlap_steps, or a smaller quorum",
+        "differ need more of sync.interval_steps, or a smaller quorum",
         runbook=LAGGING_LEARNER,
     )
 

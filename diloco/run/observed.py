@@ -290,9 +290,8 @@ class Observed:
             bytes_down=sum(one.bytes_down for one in spent),
             staleness=sum(one.staleness for one in self._recent) / max(1, merged),
             wait=delays_of(wait for one in self._recent for wait in one.waits),
-            usual_wait_s=median(
-                [fmean(took_s for took_s, _ in one.waits) for one in self._recent] or [0.0]
-            ),
+            usual_wait_s=self._usual_wait(0),
+            usual_wait_steps=self._usual_wait(1),
             delay=_over_all([one.delay for one in learners]),
             adoption=_over_all([one.adoption for one in learners]),
             round_size=merged / max(1, len(self._recent)),
@@ -311,6 +310,10 @@ class Observed:
             learners=learners,
             fragments=tuple(self._fragment(index, now_s) for index in sorted(self.records)),
         )
+
+    def _usual_wait(self, unit: int) -> float:
+        """Returns the usual round's mean wait, in seconds or steps."""
+        return median([fmean(wait[unit] for wait in one.waits) for one in self._recent] or [0.0])
 
     def _takeovers(self, until_s: float) -> tuple[float, ...]:
         """When the fragment was taken up that was so most often, but for its first owner."""

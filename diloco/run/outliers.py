@@ -29,6 +29,8 @@ from diloco.run.shard_outliers import direction, explained, lone, still, tensors
 from diloco.run.state import Finding, LearnerStatus, MergedPoint, Throughput
 
 UPGRADE = "runbooks/upgrade.md"
+# Losses that differ by less than this part of the highest are all small.
+MATERIAL = 0.01
 # A shorter upload or adoption is no trouble, whatever the others' take.
 UPLOAD_S, ADOPTION_S = 0.5, 1.0
 
@@ -117,6 +119,10 @@ def _loss(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Findi
         return
     losses = Comparison(of_loss(one), [of_loss(other) for other in others])
     middle = losses.middle
+    # In its rounds another may be the odd one; and a hundredth of what a loss was is no difference.
+    highest = max((abs(point.loss) for point in one.trend), default=0.0)
+    if far * (losses.own - middle) <= MATERIAL * highest * abs(far):
+        return
     first = began(
         one.trend,
         lambda point: (

@@ -5,6 +5,7 @@ Pure.
 
 import math
 from collections.abc import Iterator, Sequence
+from statistics import median
 
 from diloco.run.comparison import (
     FEWEST,
@@ -17,7 +18,7 @@ from diloco.run.comparison import (
     of_loss,
     tail,
 )
-from diloco.run.state import Finding, LearnerStatus
+from diloco.run.state import Finding, LearnerStatus, Severity
 
 COSINE_FLOOR = 0.05
 # Beside the others' agreement with each other a learner's is less than this part of it, or against
@@ -55,7 +56,7 @@ def explained(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[F
             LOSS_SPIKE,
             evidence=f"cosine to zero {pulls}, to the others' updates {_cosine(one):.2f}",
         )
-    cosines = Comparison(_cosine(one), [_cosine(other) for other in others])
+    cosines = _cosines(one, others)
     if _is_against(cosines) and climbed(one):
         yield one.told(
             f"its loss has climbed to {of_loss(one):.4g}, and its updates point against the "
@@ -79,11 +80,12 @@ def _is_against(cosines: Comparison) -> bool:
 def direction(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
     """The finding on updates that point elsewhere than the others', which agree."""
     assert one.shards is not None
-    cosines = Comparison(_cosine(one), [_cosine(other) for other in others])
+    cosines = _cosines(one, others)
     middle = cosines.middle
     if middle <= 0 or cosines.own >= APART * middle or not cosines.far(COSINE_FLOOR):
         return
     far, against = _above(one), _is_against(cosines)
+    severity: Severity = "warning"
     where = "against the others'" if against else "elsewhere"
     advice = "compare its batches and its targets with the others'"
     if far >= math.log(HIGHER):
@@ -93,6 +95,8 @@ def direction(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[F
         )
     elif far <= -math.log(HIGHER):
         cause = "its loss is below theirs: it trains on the same few batches over and over"
+    elif not against and _is_slow(one, others):
+        cause, severity = "its optimizer has come less far, or it trains on other data", "note"
     elif not against:
         cause = "it may train on other data or labels"
     elif far >= math.log(NOT_LOWER):
@@ -108,7 +112,19 @@ def direction(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[F
         f"{middle:.2f}: {cause}"
     )
     figures = f"cosine {cosines}{f', loss {losses}' if far else ''}"
-    yield one.told(sentence, advice, LOSS_SPIKE, evidence=figures)
+    yield one.told(sentence, advice, LOSS_SPIKE, severity=severity, evidence=figures)
+
+
+def _is_slow(one: LearnerStatus, others: Sequence[LearnerStatus]) -> bool:
+    """Returns whether it is credited less than half of the tokens a second that the others are."""
+    own, *theirs = (each.trend[-1].tokens_per_s if each.trend else 0.0 for each in (one, *others))
+    return 0 < 2 * own < median(theirs)
+
+
+def _cosines(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Comparison:
+    """Returns its cosine to the others' updates in its rounds, beside those of the others."""
+    error = one.shards.error if one.shards is not None else 0.0
+    return Comparison(_cosine(one), [_cosine(other) for other in others], error)
 
 
 def _cosine(one: LearnerStatus) -> float:

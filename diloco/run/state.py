@@ -73,10 +73,10 @@ class ShardFigures(NamedTuple):
     """A learner's newest updates compared with the others', by their shards.
 
     Attributes:
-        cosine: mean cosine to the others' updates in their rounds.
+        cosine: mean cosine to the others' updates in their rounds; `error` is its standard error.
         still: tensors in which they are close to zero, and the others' are not.
-        norms: their norms in each other tensor, relative to the median of the others': logarithms
-            of ratios.
+        norms: their norms in each other tensor, relative to the median of the others': logarithm
+            of the ratio that three of four rounds reach.
         lone: number of updates with a few elements far larger than the others' at the same places;
             `factor` is the largest ratio, `updates` the number of compared updates.
         to_zero: median cosine to the parameters: at 1 they shrink straight to zero. None: the
@@ -91,6 +91,7 @@ class ShardFigures(NamedTuple):
     factor: float = 0.0
     tensor: str = ""
     to_zero: float | None = None
+    error: float = 0.0
 
 
 class MergedPoint(NamedTuple):
@@ -336,7 +337,8 @@ class RunStatus:
         strangers: learners whose newest heartbeat is of a life that never joined, and that life.
         staleness: mean of recently merged updates, in versions; `round_size`: their mean number.
         wait: of those updates, from announcement to version; None before any.
-        usual_wait_s: median over those rounds of their updates' mean wait; 0 without any.
+        usual_wait_s, usual_wait_steps: medians over those rounds of their updates' mean wait; 0
+            without any.
         delay, adoption: of all learners, as theirs.
         stall_fraction: share of the learners' time that synchronization took from training.
         stood_still: None before any version was made of updates.
@@ -367,6 +369,7 @@ class RunStatus:
     staleness: float
     wait: Delays | None
     usual_wait_s: float
+    usual_wait_steps: float
     delay: Delays | None
     adoption: Delays | None
     round_size: float

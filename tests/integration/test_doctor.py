@@ -392,6 +392,17 @@ def test_an_orphan_is_a_note(copied: World) -> None:
     assert "runbooks/orphaned-objects.md" in {note.runbook for note in findings(report, "note")}
 
 
+def test_objects_of_a_life_that_nobody_began_name_their_learner(copied: World) -> None:
+    store = open_store(str(copied.store))
+    for seq in (1, 2):
+        store.put(names.shards_prefix(copied.name, "learner-1", 0, 0, 10**15, seq) + "0", b"")
+    report = asyncio.run(examine(str(copied.folder)))
+    told = [(one.about, one.sentence) for one in findings(report, "warning")]
+    assert [(about, "2 objects" in sentence) for about, sentence in told] == [
+        ("learner learner-1", True)
+    ]
+
+
 def test_what_is_stored_while_the_tape_is_read_is_no_orphan(copied: World, tape: Tape) -> None:
     beside = copy.copy(tape)
     beside.store = open_store(str(copied.store))

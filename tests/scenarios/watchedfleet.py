@@ -99,7 +99,8 @@ class WatchedFleet(World):
 
     def note(self, owner: VirtualOwner, commit: Commit, base: Any) -> None:
         """A record was made, from the arrays `base`."""
-        share = rounds.step_share(commit.state, participation=False)
+        robust = self.settings.robust
+        share = rounds.step_share(commit.state, participation=False, robust=robust)
         record = record_of(owner.rules, commit, digest_of(commit.state.version)).model_copy(
             update={"learning_rate": share * self.settings.outer.learning_rate}
         )

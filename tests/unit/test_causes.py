@@ -1,15 +1,17 @@
 """Causes have names: what a tape and shards say of a learner, an aggregator and a setting."""
 
+import math
+
 import numpy as np
 import pytest
-from records import make_input, make_record
+from records import make_input, make_member, make_record
 from runlab import RUN, Lab
 
 from diloco.common.protocol import names, wire
 from diloco.common.storage.tape import Entry, Recorded
 from diloco.replay.blame_learners import Effect, Effects, Sentence, judge
 from diloco.replay.why_screen import accusations, leaks
-from diloco.run.agreement import ComparedRound
+from diloco.run.agreement import ComparedRound, _Compared
 from diloco.run.findings import judged, patience_s
 from diloco.run.observed import Observed
 from diloco.run.state import ShardFigures
@@ -217,6 +219,18 @@ def test_longer_updates_have_no_lone_elements_for_that():
     assert [*round_of_all(spoil).lone] == [0, 0, 0]
 
 
+@pytest.mark.parametrize(
+    ("factors", "told"),
+    [((9, 9, 9, 1), [9]), ((9, 9, 1, 1), [1]), ((0.1, 9, 9, 9), [9]), ((0.2, 0.1, 0.1, 1), [0.2])],
+)
+def test_a_part_is_as_long_as_three_of_four_rounds_say(factors, told):
+    """At a schedule's end, single rounds of honest learners are many times as long."""
+    found = _Compared()
+    found.cosines = [0.5] * 4
+    found.squares = {"w": [(factor**2, 1.0) for factor in factors], "few": [(81.0, 1.0)] * 3}
+    assert found.figures().norms == {"w": pytest.approx(math.log(told[0]))}
+
+
 def figures(**fields):
     return ShardFigures(cosine=0.5, updates=32, **fields)
 
@@ -277,6 +291,34 @@ def test_a_sign_and_a_decay_are_told_apart_by_where_the_parameters_go(
     seen.shards = {"a": own, "b": other, "c": other}
     found = [one.rpartition(": ")[2] for one in said(seen, "learner a") if ": " in one]
     assert found == ([cause] if cause else ["it may train on other data or labels"])
+
+
+def test_a_loss_above_the_others_is_not_called_low_for_one_that_diverges_beside_it(seen):
+    losses = {"a": 0.5, "c": 0.05, "b": 0.0017, "d": 0.0017}
+    for version in range(1, 33):
+        inputs = tuple(
+            make_input(learner=name, loss=losses[name]) for name in ("ac", "bd")[version % 2]
+        )
+        seen.note_record(Recorded(make_record(version=version, inputs=inputs), version, 1.0))
+    told = {
+        name: [one for one in said(seen, f"learner {name}") if "loss" in one] for name in "abcd"
+    }
+    assert [name for name in "abcd" if told[name]] == ["a"]
+
+
+@pytest.mark.parametrize(("speed", "severity"), [(0.4, "note"), (0.6, "warning")])
+def test_who_is_slow_may_point_elsewhere(seen, speed, severity):
+    members = [make_member("a", speed), make_member("b", 1.0), make_member("c", 1.0)]
+    policy = make_record().policy.model_copy(update={"members": tuple(members)})
+    for version in range(1, 17):
+        inputs = tuple(make_input(learner=name) for name in "abc")
+        record = make_record(version=version, inputs=inputs, policy=policy)
+        seen.note_record(Recorded(record, version, 1.0))
+    seen.shards = {"a": figures()._replace(cosine=0.1), "b": figures(), "c": figures()}
+    [found] = [
+        one for one in judged(seen.run(1000.0), seen.settings) if "point elsewhere" in one.sentence
+    ]
+    assert (found.about, found.severity) == ("learner a", severity)
 
 
 DATA = "other data or labels, or on shifted targets"

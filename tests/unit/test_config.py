@@ -57,7 +57,7 @@ def test_a_name_a_length_and_a_store_are_enough():
 def test_whose_the_learners_are_decides_the_merge_and_its_usual_step():
     own, others = make(), make(run={"name": "r", "steps": 100, "trust": "others"})
     assert (own.merge, own.outer.learning_rate) == ("rda", 0.9)
-    assert (others.merge, others.outer.learning_rate) == ("centered_clipping", 1.2)
+    assert (others.merge, others.outer.learning_rate) == ("centered_clipping", 1.25)
     said = {"name": "r", "steps": 100, "trust": "others"}
     assert make(run=said, outer={"learning_rate": 0.9}).outer.learning_rate == 0.9
     again = RunSettings.model_validate(others.settings().model_dump())

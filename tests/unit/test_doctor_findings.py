@@ -278,13 +278,13 @@ def test_updates_that_waited_once_for_an_aggregator_are_no_warning() -> None:
     assert "260.0 at worst" in finding.sentence
 
 
-# Tau is two steps of the run.
+# An interval is 24 steps of the run.
 @pytest.mark.parametrize(
     ("waits_s", "steps_per_s", "severity"),
-    [((0.5, 1.4), 2.0, "ok"), ((0.6, 3.0), 2.0, "warning"), ((0.5, 0.9), 50.0, "ok")],
-    ids=["within tau", "past tau", "messages alone"],
+    [((0.6, 3.0), 2.0, "ok"), ((9.0, 18.0), 2.0, "warning"), ((0.5, 0.9), 50.0, "ok")],
+    ids=["within an interval", "past an interval", "messages alone"],
 )
-def test_updates_that_wait_for_longer_than_tau(
+def test_updates_that_wait_for_longer_than_an_interval(
     waits_s: tuple[float, ...], steps_per_s: float, severity: str
 ) -> None:
     seen = waited(*waits_s, steps_per_s=steps_per_s)

@@ -1,8 +1,10 @@
 """Honest fleets with arrays and objects, in virtual time: status and why accuse nobody of them.
 
-python tests/unit/test_honest_fleets.py [FLEETS]     so many of each kind; who is accused
+python tests/unit/test_honest_fleets.py [FLEETS]          so many of each kind; who is accused
+python tests/unit/test_honest_fleets.py [FLEETS] half     half of one's labels are wrong; is it named?
 """
 
+import dataclasses
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -138,17 +140,53 @@ def test_bits_that_turn_over_in_memory_are_told_from_what_is_honest() -> None:
     assert any("its memory has errors" in one for one in said)
 
 
+def half_wrong(build: Any) -> Any:
+    """Builds the same task, in which half of the labels of learner-2 are others'."""
+
+    def mixed(labels: Any, rng: np.random.Generator) -> Any:
+        given = np.asarray(labels)
+        wrong = rng.random(
+            given.shape if given.ndim < 2 or given.dtype.kind == "i" else (len(given), 1)
+        )
+        turned = (
+            -given
+            if given.dtype.kind == "f"
+            else rng.permutation(given.reshape(-1)).reshape(given.shape)
+        )
+        return np.where(wrong < 0.5, turned, given)
+
+    def planted(**which: Any) -> Task:
+        task = build(**which)
+
+        def batches(learner: str, position: int) -> Iterator[Any]:
+            for at, batch in enumerate(task.batches(learner, position)):
+                rng = np.random.default_rng([7, position + at])
+                if learner != "learner-2":
+                    yield batch
+                elif isinstance(batch, dict):
+                    yield batch | {"y": mixed(batch["y"], rng)}
+                else:
+                    yield (batch[0], mixed(batch[1], rng), *batch[2:])
+
+        return dataclasses.replace(task, batches=batches)
+
+    return planted
+
+
 def main() -> None:
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 1
+    if half := "half" in sys.argv:
+        TASKS.update({name: half_wrong(build) for name, build in TASKS.items()})
     accused = runs = 0
     for kind in KINDS:
         for seed in range(count):
             task = [*TASKS][seed % len(TASKS)]
             fragments = (2, 12)[seed // len(TASKS) % 2]
             said = of_learners(accusations(fleet(task, kind, fragments, seed)))
+            said = [one for one in said if not half or "learner-2" in one]
             runs, accused = runs + 1, accused + bool(said)
             print(kind, task, fragments, seed, *said, sep="\n  " if said else " ", flush=True)
-    print(f"{accused} of {runs} honest runs accused")
+    print(f"in {accused} of {runs} runs somebody is accused" + " who is wrong" * half)
 
 
 if __name__ == "__main__":

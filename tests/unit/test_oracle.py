@@ -3,16 +3,20 @@
 import asyncio
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from runlab import Lab
 
+from diloco.aggregator.core import policy
+from diloco.aggregator.core.rounds import step_share
 from diloco.aggregator.rollback import find_versions, roll_back
 from diloco.aggregator.settings import change_settings
 from diloco.common.protocol import wire
 from diloco.common.storage.tape import Entry, effective_settings, load_specification, read_tape
-from diloco.judge.oracle import RULES, Oracle, Remaker
+from diloco.judge.oracle import RULES, Oracle, Remaker, numbers
 
 WHOLE = {"enabled": False}
 # Everything that arithmetic can be, each at least once.
@@ -318,6 +322,15 @@ def test_a_trimmed_tape_is_judged_from_where_all_is_known(eventful_tape):
     oracle = ask(lab, [tape[0], *tape[at:]])
     assert oracle.findings == []
     assert oracle.chains[0].followed > 3
+
+
+def test_a_mean_of_more_learners_takes_a_longer_step_where_they_may_lie():
+    state: Any = SimpleNamespace(admitted=SimpleNamespace(senders=set("abcdef")))
+    taken = [step_share(state, participation=False, robust=robust) for robust in (0, 1)]
+    assert taken == [1.0, pytest.approx(1.2**0.5)]
+    grown = [numbers.growth(learners) for learners in range(1, 65)]
+    assert [policy.mean_growth(learners) for learners in range(1, 65)] == pytest.approx(grown)
+    assert (grown[:5], grown[7:]) == ([1.0] * 5, [pytest.approx(1.6**0.5)] * 57)
 
 
 def test_every_rule_has_its_line_in_the_runbook():

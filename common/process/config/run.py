@@ -203,7 +203,7 @@ class SyncSection(Section):
 
 
 # An average is shorter than the updates; with this learning rate its steps are as long as RDA's.
-ROBUST_LEARNING_RATE = 1.2
+ROBUST_LEARNING_RATE = 1.25
 
 
 class OuterSection(Section):
@@ -214,7 +214,8 @@ class OuterSection(Section):
     )
     learning_rate: Annotated[float, Field(gt=0)] = Field(
         default=0.9,
-        description='outer learning rate; by default 1.2 where `run.trust` is `"others"`',
+        description='outer learning rate; where `run.trust` is `"others"` by default 1.25, and more'
+        " in rounds of more than five learners: times sqrt(min(n, 8) / 5)",
     )
     momentum: Annotated[float, Field(ge=0, lt=1)] = Field(
         default=0.9, description="outer momentum; unused by `sgd`"

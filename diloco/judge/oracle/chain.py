@@ -15,7 +15,7 @@ from diloco.judge.oracle.rounds import recorded, time_up_s
 from diloco.judge.oracle.watching import watch
 
 # The version of these rules, which an owner states as its life begins.
-RULES = 4.0
+RULES = 5.0
 # The number of observations after which a record is due.
 OBSERVATIONS = 1 << 13
 

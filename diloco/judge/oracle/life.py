@@ -200,9 +200,13 @@ class OwnerLife:
         return held / (held + away) if held else 1.0
 
     def step_share(self) -> float:
-        """Returns the outer step's factor: `share` for one learner or `participation`, else 1."""
-        alone = len(self.merged_learners()) == 1
-        return self.share() if alone or self.settings.outer.participation else 1.0
+        """Returns the outer step's factor: `share` for one learner or `participation`, else 1.
+
+        With `run.trust = "others"` it grows from six learners on, up to eight.
+        """
+        there = len(self.merged_learners())
+        part = self.share() if there == 1 or self.settings.outer.participation else 1.0
+        return part * numbers.growth(there) if self.settings.robust else part
 
     def position(self, *, without_sum: bool) -> int:
         """Returns the lowest sequence that the next record leaves unresolved."""

@@ -215,7 +215,7 @@ def _step_size(life: OwnerLife, record: wire.Record) -> Iterator[RuleBreach]:
     outer = life.settings.outer
     share = life.step_share()
     rate = outer.learning_rate * share
-    momentum = outer.momentum**share
+    momentum = outer.momentum ** min(share, 1.0)
     if not near(rate, record.learning_rate):
         yield RuleBreach("settings", "learning_rate", rate, record.learning_rate)
     if not near(momentum, record.momentum):
