@@ -38,7 +38,7 @@ class Background:
         self._failed: BaseException | None = None
 
     def call(self, coroutine: Coroutine[Any, Any, T], within_s: float | None = None) -> T:
-        """Run a coroutine and wait for its result.
+        """Runs a coroutine and waits for its result.
 
         Raises:
             TimeoutError: it takes longer than `within_s`; it is cancelled.
@@ -47,7 +47,7 @@ class Background:
         return asyncio.run_coroutine_threadsafe(limited, self.loop).result()
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine beside training, until it ends or this life does."""
+        """Runs a coroutine beside training, until it ends or this life does."""
         self.loop.call_soon_threadsafe(self._begin, coroutine)
 
     def events(self, wait_s: float = 0.0) -> list[Arrived]:
@@ -68,16 +68,16 @@ class Background:
             return arrived
 
     def post(self, event: Event, payload: Decoded = NOTHING) -> None:
-        """Hand an event to the training loop; may be called from any thread."""
+        """Hands an event to the training loop; may be called from any thread."""
         self._arrived.put(Arrived(event, payload))
 
     def fail(self, error: BaseException) -> None:
-        """End this life with `error`, at the training loop's next check; from any thread."""
+        """Ends this life with `error`, at the training loop's next check; from any thread."""
         self._failed = error
         self._arrived.put(error)
 
     def check(self) -> None:
-        """Raise the error that ends this life, if there is one; takes no event.
+        """Raises the error that ends this life, if there is one; takes no event.
 
         Raises:
             BaseException: the error that ended a part of the background.
@@ -86,7 +86,7 @@ class Background:
             raise self._failed
 
     def close(self) -> None:
-        """Cancel all tasks that still run."""
+        """Cancels all tasks that still run."""
         self.call(cancel(*self._tasks))
 
     def _begin(self, coroutine: Coroutine[Any, Any, None]) -> None:
@@ -132,12 +132,12 @@ class Answers:
     _told_outrun: bool = False
 
     def announced(self, now_s: float) -> None:
-        """Note that an update is on the tape."""
+        """Notes that an update is on the tape."""
         if self.since_s is None:
             self.since_s = now_s
 
     def heard(self, health: Health, logger: log.Logger) -> None:
-        """Note that a record came: an aggregator is at work."""
+        """Notes that a record came: an aggregator is at work."""
         self.since_s = None
         if self.told:
             self.told = False
@@ -145,7 +145,7 @@ class Answers:
             logger.info("answered")
 
     def look(self, now_s: float, longest_s: float, health: Health, logger: log.Logger) -> None:
-        """Report once that no record has come for longer than a round takes."""
+        """Reports once that no record has come for longer than a round takes."""
         if self.told or self.since_s is None or now_s - self.since_s < longest_s:
             return
         self.told = True
@@ -156,7 +156,7 @@ class Answers:
         logger.warning("unanswered", waited_s=waited_s, advice=ADVICE)
 
     def covered(self, fragment: int, steps: int, settings: RunSettings, logger: log.Logger) -> None:
-        """Note an update of `steps` steps; warn once if the loop is much faster than the rounds."""
+        """Notes an update of `steps` steps; warns once if the loop outruns the rounds by far."""
         interval_steps = self.interval_steps or settings.sync.interval_steps
         long = steps >= LONG * interval_steps
         self._long[fragment] = self._long.get(fragment, 0) + 1 if long else 0
@@ -198,14 +198,14 @@ class Preparation:
     """An attempt to bring a change onto the other hosts' devices; done at once without any."""
 
     async def ready(self) -> None:
-        """Wait until all other hosts have the change.
+        """Waits until all other hosts have the change.
 
         Raises:
             ObjectMissingError, IntegrityError: as a host reports.
         """
 
     def drop(self) -> None:
-        """Tell the workers that the change is not adopted, so that they free its tensors."""
+        """Tells the workers that the change is not adopted, so that they free its tensors."""
 
 
 class Alone:
@@ -224,21 +224,21 @@ class Alone:
         return False
 
     def say(self, message: Any) -> None:
-        """Send a `hosts.messages` message to the others; may be called from any thread."""
+        """Sends a `hosts.messages` message to the others; may be called from any thread."""
 
     def write(self, message: Any) -> None:
-        """Send a message to all other hosts; on the event loop."""
+        """Sends a message to all other hosts; on the event loop."""
 
     def tell(self, boundary: Boundary) -> None:
-        """Send a boundary to the other hosts; may be called from any thread."""
+        """Sends a boundary to the other hosts; may be called from any thread."""
 
     def give_up(self, _error: DilocoError) -> None:
-        """Tell the other hosts the error that ends this life; may be called from any thread."""
+        """Tells the other hosts the error that ends this life; may be called from any thread."""
 
     def prepare(self, _change: Change) -> Preparation:
-        """Ask the other hosts to bring a change onto their devices; on the event loop."""
+        """Asks the other hosts to bring a change onto their devices; on the event loop."""
         return Preparation()
 
     async def stored(self, _fragment: int, _seq: int) -> tuple[wire.Shard, ...]:
-        """Wait until the other hosts have stored their shards of an update; returns the shards."""
+        """Waits until the other hosts have stored their shards of an update; returns the shards."""
         return ()

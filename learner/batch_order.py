@@ -187,7 +187,7 @@ class GrainData:
 
 
 def require_grain() -> None:
-    """Raise an error that says what to install, if grain is not installed.
+    """Raises an error that says what to install, if grain is not installed.
 
     Raises:
         TaskError: grain is not installed.
@@ -206,7 +206,7 @@ def require_grain() -> None:
 
 
 def _begin_worker(_index: int, _count: int) -> None:
-    """Keep a reading process off the accelerators."""
+    """Keeps a reading process off the accelerators."""
     keep_off_accelerators()
     if "jax" in sys.modules:
         jax.config.update("jax_platforms", "cpu")

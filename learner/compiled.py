@@ -45,7 +45,7 @@ class CompiledPrograms:
 
     @contextlib.contextmanager
     def compiling(self, what: str | None) -> Iterator[None]:
-        """Compile within the block, one process at a time among those with equal programs.
+        """Compiles within the block, one process at a time among those with equal programs.
 
         A program that cannot be read from the folder is compiled and cached again.
 
@@ -70,7 +70,7 @@ class CompiledPrograms:
             self.logger.warning("cache_unusable", error=troubles[0], advice=ADVICE)
 
     def _drop(self, damaged: Iterable[str]) -> None:
-        """Delete programs that cannot be read, since JAX does not replace an existing file."""
+        """Deletes programs that cannot be read, since JAX does not replace an existing file."""
         if self.folder is None:
             return
         for name in damaged:
@@ -79,7 +79,7 @@ class CompiledPrograms:
 
 
 def keep_programs(given: str | None, logger: log.Logger) -> CompiledPrograms:
-    """Have JAX keep compiled programs on disk; call it before anything is compiled.
+    """Has JAX keep compiled programs on disk; call it before anything is compiled.
 
     Args:
         given: a folder; None: the folder of JAX's own settings, or the user's cache.
@@ -115,7 +115,7 @@ def _machine() -> str:
 
 
 def _bound(root: Path) -> None:
-    """Delete programs beyond `MOST_BYTES`, the least recently used first."""
+    """Deletes programs beyond `MOST_BYTES`, the least recently used first."""
     found = []
     for path in root.glob("*/*-cache"):
         with contextlib.suppress(FileNotFoundError):  # another process may delete it too

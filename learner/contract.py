@@ -40,7 +40,7 @@ _METRIC = re.compile("[a-zA-Z][a-zA-Z0-9_]{0,39}")
 
 
 def load_task(build: str, *, steps: int, seed: int, options: dict[str, Any]) -> Task:
-    """Import a task, build it and check it against the contract.
+    """Imports a task, builds it and checks it against the contract.
 
     Args:
         build: "package.module:function"; modules of the current directory can be imported.
@@ -58,7 +58,7 @@ def load_task(build: str, *, steps: int, seed: int, options: dict[str, Any]) -> 
 
 
 def build_task(build: str, *, steps: int, seed: int, options: dict[str, Any]) -> Task:
-    """Import and build a task, without drawing a batch; arguments and errors as of `load_task`."""
+    """Imports and builds a task, but draws no batch; arguments and errors as of `load_task`."""
     function = function_of(build)
     arguments = _bind(build, function, {"steps": steps, "seed": seed}, options)
     task = function(**arguments)
@@ -96,7 +96,7 @@ def _named(settings: RunSettings, options: Mapping[str, Any] | None) -> dict[str
 
 
 def check_task(task: Task, *, steps: int) -> None:
-    """Check a task without allocating parameters; draws two batches.
+    """Checks a task without allocating parameters; draws two batches.
 
     Raises:
         TaskError: the task breaks a rule of the contract.
@@ -153,7 +153,7 @@ def function_of(build: str) -> Callable[..., Any]:
 
 
 def _look_here() -> str:
-    """Put the current folder on the import path; returns the folder."""
+    """Puts the current folder on the import path; returns the folder."""
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
@@ -295,7 +295,7 @@ def _equal(one: Batch, other: Batch) -> bool:
 
 
 def _check_parts(task: Task, batch: Batch) -> None:
-    """Check that a batch's rows can be divided for gradient accumulation."""
+    """Checks that a batch's rows can be divided for gradient accumulation."""
     for leaf in jax.tree.leaves(batch):
         if np.ndim(leaf) and np.shape(leaf)[0] % task.accumulate:
             raise TaskError(

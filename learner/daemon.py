@@ -26,7 +26,7 @@ from diloco.learner.train import TaskProgram
 
 
 def serve(config: Config, learner: str) -> None:
-    """Run a learner until the run ends or a signal asks it to leave.
+    """Runs a learner until the run ends or a signal asks it to leave.
 
     Raises:
         DilocoError: an error that no retry can mend, with advice.
@@ -66,7 +66,7 @@ def serve(config: Config, learner: str) -> None:
 
 
 def _end_before_it_began(config: Config, learner: str, probes: Probes, why: str) -> None:
-    """Report to systemd a start and a clean end, although no life began."""
+    """Reports to systemd a start and a clean end, although no life began."""
     logger = log.get(run=config.run.name, learner=learner)
     logger.info("left", why=why)
     probes.start.over()
@@ -84,7 +84,7 @@ def _equal(config: Config, learner: str) -> str | None:
 
 
 def _configure(config: Config, learner: str) -> CompiledPrograms:
-    """Configure JAX before it searches for devices; returns the cache of compiled programs.
+    """Configures JAX before it searches for devices; returns the cache of compiled programs.
 
     The hosts of a learner of several hosts meet here.
 
@@ -137,7 +137,7 @@ def _configure(config: Config, learner: str) -> CompiledPrograms:
 
 @contextlib.contextmanager
 def _together() -> Iterator[None]:
-    """Make all hosts of a learner end together, whatever the reason."""
+    """Makes all hosts of a learner end together, whatever the reason."""
     try:
         yield
     except BaseException as error:

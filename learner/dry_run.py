@@ -152,7 +152,7 @@ def stand_in(section: LearnerSection) -> LearnerSection:
 def dry_run(
     config: Config, learner: str, *, hosts: int = 1, devices: list[Any] | None = None
 ) -> DryRun:
-    """Compile a learner's programs; returns what they need.
+    """Compiles a learner's programs; returns what they need.
 
     Args:
         config: the learner's configuration.
@@ -408,7 +408,7 @@ class CompiledProgram(NamedTuple):
 def programs(
     function: Callable[..., Any], *given: Any, touched: Mapping[str, int]
 ) -> list[CompiledProgram]:
-    """Compile, for shapes with shardings, the programs that a call of `function` starts in order.
+    """Compiles, for shapes with shardings, the programs that a call of `function` starts in order.
 
     Each is compiled by itself, as JAX does when the function is called with arrays, and takes the
     results of the earlier ones with their shardings.

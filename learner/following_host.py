@@ -37,7 +37,7 @@ from diloco.learner.wire.recovery import Restored, readable_parts
 
 @contextlib.contextmanager
 def follow(host: Host) -> Iterator[Life]:
-    """Begin a learner's life on a host that host 0 directs; the block's end closes it."""
+    """Begins a learner's life on a host that host 0 directs; the block's end closes it."""
     background = host.background
     with ExitStack() as stack:
         address, secret = exchange_secret("")

@@ -72,7 +72,7 @@ LAST_WORD_S = 3.0
 
 @contextlib.contextmanager
 def lead(host: Host) -> Iterator[Life]:
-    """Begin a learner's life on the host that speaks to the run; the block's end closes it."""
+    """Begins a learner's life on the host that speaks to the run; the block's end closes it."""
     background = host.background
     host.probes.health.begin_phase("connecting to NATS")
     with ExitStack() as stack:
@@ -105,7 +105,7 @@ def lead(host: Host) -> Iterator[Life]:
 
 @contextlib.contextmanager
 def _telling_why(life: Life) -> Iterator[None]:
-    """Send the run the error that ends a life; otherwise the learner would just fall silent."""
+    """Sends the run the error that ends a life; otherwise the learner would just fall silent."""
     try:
         yield
     except SupersededError:
@@ -142,7 +142,7 @@ async def _has_ended(host: Host, bus: Bus) -> bool:
 
 
 def _meet(host: Host, stack: ExitStack) -> Coordinator:
-    """Wait for this learner's workers; returns the coordinator connected to them."""
+    """Waits for this learner's workers; returns the coordinator connected to them."""
     background = host.background
     address = host.config.learner.coordinator or meeting_place() or "127.0.0.1"
     interface = socket.gethostname() if address == "auto" else address.split(":")[0]
@@ -164,7 +164,7 @@ async def _coordinator(listener: Listener, secret: str, host: Host) -> Coordinat
 
 
 def _check_run(context: Context, specification: wire.Specification) -> None:
-    """Refuse a run other than this configuration's.
+    """Refuses a run other than this configuration's.
 
     Raises:
         RunMismatchError: settings or layout differ.
@@ -180,7 +180,7 @@ def _leading_life(
     held: Params,
     peers: Alone,
 ) -> Life:
-    """Prepare a life up to its first step: versions, programs, the join, the data position."""
+    """Prepares a life up to its first step: versions, programs, the join, the data position."""
     background = host.background
     layout, constants_object = context.layout.digest, specification.constants
     peers.say(messages.Begin(epoch=context.epoch, layout=layout, constants=constants_object))
@@ -282,7 +282,7 @@ def _publish_and_adopt(
     peers: Alone,
     life: Joined,
 ) -> Publisher:
-    """Begin to follow the records and to send heartbeats; returns the publisher of updates."""
+    """Begins to follow the records and to send heartbeats; returns the publisher of updates."""
     background = host.background
     uploader = Uploader(context, tensors, hosts=peers.hosts)
     publisher = Publisher(context, background.post, uploader, peers, life)
@@ -299,7 +299,7 @@ def _publish_and_adopt(
 
 
 def _load_views(host: Host, context: Context, peers: Alone) -> tuple[Replica, tuple[Start, ...]]:
-    """Load the newest view of every fragment; returns the replica, and the versions as starts."""
+    """Loads the newest view of every fragment; returns the replica, and the versions as starts."""
     starts: list[Start] = []
 
     def views() -> Iterator[np.ndarray]:
@@ -352,7 +352,7 @@ def _leave(
     synchronizer: Synchronizer,
     shares: Claims,
 ) -> str:
-    """Announce the end of this life, within the drain timeout; returns the reason for the end."""
+    """Announces the end of this life, within the drain timeout; returns the reason for the end."""
     lost = sync.unsent(planner.state)
     if lost and not planner.state.ended:
         context.logger.warning("left_unsent", fragments=len(lost), steps=sum(lost.values()))
@@ -366,7 +366,7 @@ def _leave(
 
 
 async def say_end(publisher: Publisher, shares: Claims, position: int) -> None:
-    """Publish that this life ends, and the position of its data."""
+    """Publishes that this life ends, and the position of its data."""
     # In this order: the leave comes before the end of the claims.
     await publisher.leave(position)
     await shares.end(position)

@@ -99,7 +99,7 @@ class Learner:
         return self._synchronizer.replica.viewed()
 
     def settle(self, params: Params) -> None:
-        """Continue with `params`, the loop's equal values; the arrays held before are freed."""
+        """Continues with `params`, the loop's equal values; the arrays held before are freed."""
         self._params = params
         self._synchronizer.replica.trained = self._trained()
 
@@ -139,7 +139,7 @@ class Learner:
             asked_s = time.perf_counter()
 
     def divide(self, data: Shared) -> Holder:
-        """Begin to claim shares of the data's epochs; returns the holder to pass to `data.claimed`.
+        """Begins to claim shares of the data's epochs; returns the holder for `data.claimed`.
 
         Raises:
             DilocoError: shares are held already.
@@ -162,7 +162,7 @@ class Learner:
         metrics: Mapping[str, Any] | None = None,
         save: Any = None,
     ) -> Params:
-        """Take a step boundary: adopt versions that have arrived, send updates that are due.
+        """Takes a step boundary: adopts versions that have arrived, sends updates that are due.
 
         Does not wait, except for versions in lockstep mode, and while an operator has paused the
         run.
@@ -212,7 +212,7 @@ class Learner:
         return self._params
 
     def evaluated(self, figures: Mapping[str, float]) -> None:
-        """Report the loop's measurements on held-out data, by name, in this learner's heartbeats.
+        """Reports the loop's measurements on held-out data, by name, in this learner's heartbeats.
 
         Raises:
             DilocoError: a name or a figure is invalid, or there are too many.
@@ -221,11 +221,11 @@ class Learner:
         self._synchronizer.meter.show(named)
 
     def leave(self) -> None:
-        """Ask this learner to leave the run, on all its hosts; `done` follows. From any thread."""
+        """Asks this learner to leave the run, on all its hosts; `done` follows. From any thread."""
         self._asked.set()
 
     def finish(self) -> None:
-        """Send unsent work, within the drain timeout, and leave the run."""
+        """Sends unsent work, within the drain timeout, and leaves the run."""
         synchronizer = self._synchronizer
         self._read_loss()
         if not self.done:
@@ -240,7 +240,7 @@ class Learner:
         self._life.leave()
 
     def _checkpoint(self) -> None:
-        """Make a checkpoint of the loop's last `save`, if this learner keeps checkpoints."""
+        """Makes a checkpoint of the loop's last `save`, if this learner keeps checkpoints."""
         saver = self._synchronizer.saver
         if saver is not None:
             state = self._save() if callable(self._save) else self._save
@@ -264,7 +264,7 @@ class Learner:
         return tree.split(self._params, self._synced)[0] if self._held else self._params
 
     def _compare(self) -> None:
-        """Compare the parameters with `like` by names and shapes; trees may differ in kind alone.
+        """Compares the parameters with `like` by names and shapes; trees may differ in kind alone.
 
         Raises:
             ParametersError: the parameters differ.
@@ -325,7 +325,7 @@ def join(
     tokens_per_step: int | None = None,
     warm_up: Callable[[Params], object] | None = None,
 ) -> Iterator[Learner]:
-    """Join a run, for as long as the block lasts.
+    """Joins a run, for as long as the block lasts.
 
     Leaving the block sends unsent work, within `learner.drain_timeout_s`. So does
     KeyboardInterrupt, before it is raised again. After any other exception nothing is sent: the
@@ -372,7 +372,7 @@ def join(
 def joined(
     config: Config, member: Member, asked: threading.Event, runtime: Runtime, probes: Probes
 ) -> Iterator[Learner]:
-    """Join a run as `join` does, for a process that has its own signals and probes."""
+    """Joins a run as `join` does, for a process that has its own signals and probes."""
     warn_of_unused_accelerators(config.run.name, member)
     with alive(config, member, asked, runtime, probes) as life:
         life.begin()
@@ -391,7 +391,7 @@ def joined(
 def alive(
     config: Config, member: Member, asked: threading.Event, runtime: Runtime, probes: Probes
 ) -> Iterator[Life]:
-    """Begin a life and the tasks that run beside it; the block's end ends them."""
+    """Begins a life and the tasks that run beside it; the block's end ends them."""
     hanging = _Hanging(config.learner.drain_timeout_s)
     with contextlib.closing(hanging), running_loop() as loop:
         host = Host(
@@ -418,7 +418,7 @@ def member_of(
     tokens_per_step: int | None,
     warm_up: Callable[[Params], object] | None,
 ) -> Member:
-    """Make the loop's `Member`; arguments and errors as of `join`."""
+    """Makes the loop's `Member`; arguments and errors as of `join`."""
     check_name(learner)
     return Member.of(
         like,
@@ -441,7 +441,7 @@ class _Hanging:
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
-        """Raise the cause of a broken collective, if a host's loss is reported within seconds."""
+        """Raises the cause of a broken collective, if a host's loss is reported within seconds."""
         try:
             yield
         except jax.errors.JaxRuntimeError as error:
@@ -453,7 +453,7 @@ class _Hanging:
             raise self._gone from error
 
     def begin(self, error: BaseException) -> None:
-        """Start the timer that ends this process, since `error` says that a host is gone."""
+        """Starts the timer that ends this process, since `error` says that a host is gone."""
         self._gone = self._gone or error
         self._told.set()
         # JAX aborts a process whose host 0 is gone, within a second, with its traces.
@@ -462,13 +462,13 @@ class _Hanging:
         self._timers.append(end_if_hanging(status_of(error), within_s=within_s, why=error))
 
     def close(self) -> None:
-        """Stop the timers, since the loop has ended."""
+        """Stops the timers, since the loop has ended."""
         for timer in self._timers:
             timer.cancel()
 
 
 def check_name(learner: str) -> None:
-    """Refuse what is not a valid learner name.
+    """Refuses what is not a valid learner name.
 
     Raises:
         ConfigError: the text is not a name.
@@ -505,7 +505,7 @@ def _tokens_per_step(config: Config, learner: str, given: int | None) -> int:
 
 
 def warn_of_unused_accelerators(run: str, member: Member) -> None:
-    """Warn of accelerators that JAX could use, unless the user keeps it on the CPU."""
+    """Warns of accelerators that JAX could use, unless the user keeps it on the CPU."""
     in_jax = any(sharding is not None for sharding in member.shardings.values())
     if not in_jax or wants_cpu() or jax.default_backend() != "cpu":
         return

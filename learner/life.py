@@ -94,7 +94,7 @@ class Host:
     naming_lost: Callable[[], AbstractContextManager[None]]
 
     def starting(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine of the start; returns its result.
+        """Runs a coroutine of the start; returns its result.
 
         Raises:
             AskedToStopError: the start is given up.
@@ -102,7 +102,7 @@ class Host:
         return self.background.call(unless_asked(coroutine, self.gives_up))
 
     def wait_for(self, what: str, function: Callable[..., T], *args: object) -> T:
-        """Call a blocking function of the start, retrying transient faults; returns its result.
+        """Calls a blocking function of the start, retrying transient faults; returns its result.
 
         Raises:
             AskedToStopError: the start is given up.
@@ -117,7 +117,7 @@ class Host:
         )
 
     def open_store(self) -> ObjectStore:
-        """Open the run's store; retries, since its folder may not be mounted yet."""
+        """Opens the run's store; retries, since its folder may not be mounted yet."""
         section = self.config.store
         return self.wait_for(
             "opening the store", lambda: open_store(section.url, emulator=section.emulator)
@@ -139,7 +139,7 @@ class Host:
         return found
 
     def context(self, bus: Bus, store: ObjectStore, layout: Layout, epoch: int) -> Context:
-        """Make the context that the parts of a life share."""
+        """Makes the context that the parts of a life share."""
         learner = self.member.learner
         logger = log.get(run=self.settings.run.name, learner=learner)
         return Context(
@@ -180,7 +180,7 @@ class Life:
     last_word: Callable[[], None] = lambda: None
 
     def begin(self) -> None:
-        """Tell the run's daemons that this learner trains from now on."""
+        """Tells the run's daemons that this learner trains from now on."""
         manager, synchronizer = self.host.probes.manager, self.synchronizer
         health, meter = self.context.health, synchronizer.meter
         watchdog_timeout_s = self.host.config.learner.watchdog_timeout_s
@@ -194,7 +194,7 @@ class Life:
         tell(manager, READY="1")
 
     async def _progress(self, meter: Meter) -> None:
-        """Report training to a terminal, whenever there is something new; never returns."""
+        """Reports training to a terminal, whenever there is something new; never returns."""
         known = -1
         while True:
             await asyncio.sleep(PROGRESS_S)
@@ -212,7 +212,7 @@ class Life:
             )
 
     def leave(self) -> None:
-        """End the life in order: leave the run, finish the checkpoint, log why."""
+        """Ends the life in order: leaves the run, finishes the checkpoint, logs why."""
         tell_stopping(self.host.probes.manager)
         why = self.leave_run()
         if self.synchronizer.saver is not None:
@@ -222,7 +222,7 @@ class Life:
 
 
 def ended_early() -> None:
-    """Raise the error of a host whose loop ended early: the other hosts cannot take a step.
+    """Raises the error of a host whose loop ended early: the other hosts cannot take a step.
 
     Raises:
         HostLostError: always.
@@ -235,7 +235,7 @@ def ended_early() -> None:
 
 
 def prove_store(host: Host, context: Context) -> None:
-    """Store an object before joining, since a learner that cannot send would train in vain.
+    """Stores an object before joining, since a learner that cannot send would train in vain.
 
     Raises:
         StoreError: the store does not permit it.
@@ -283,7 +283,7 @@ def _slice(held: Frozen, loaded: Mapping[str, Any], name: str, index: Index) -> 
 
 
 def compile_programs(host: Host, replica: Replica, held: Params) -> None:
-    """Compile step and synchronization on copies, before this learner joins the run."""
+    """Compiles step and synchronization on copies, before this learner joins the run."""
     if jax.process_count() > 1:
         host.probes.health.begin_phase("waiting for the learner's other hosts")
         open_groups(host.member.shardings.values(), partial(wait_for_hosts, PHASE_S))
@@ -327,7 +327,7 @@ def patient_fetch(host: Host, context: Context) -> PatientFetch:
 
 
 def log_restored(context: Context, found: Restored, where: str) -> None:
-    """Log the part of a checkpoint from which a host of several resumes."""
+    """Logs the part of a checkpoint from which a host of several resumes."""
     context.logger.info(
         "checkpoint_restored",
         where=where,
@@ -340,7 +340,7 @@ def log_restored(context: Context, found: Restored, where: str) -> None:
 def make_saver(
     host: Host, context: Context, folder: CheckpointFolder | None, incarnation: int
 ) -> Saver | None:
-    """Make the writer of this life's checkpoints, if the learner keeps any."""
+    """Makes the writer of this life's checkpoints, if the learner keeps any."""
     if folder is None:
         return None
     return Saver(context, host.config.learner, folder, incarnation, own_part())
@@ -363,7 +363,7 @@ def make_replica(host: Host, context: Context, views: Any) -> Replica:
 
 
 def show_series(counted: Metrics, learner: Synchronizer, state: sync.State) -> None:
-    """Set a learner's metrics; `state` is its core's state."""
+    """Sets a learner's metrics; `state` is its core's state."""
     meter, traffic = learner.meter, learner.meter.traffic
     each = learner.tokens_per_step
     delay, adoption = mean_and_worst(meter.delays), mean_and_worst(meter.adoptions)

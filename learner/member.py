@@ -79,7 +79,7 @@ class Member:
         return make_layout(tensors, fragments=fragments, block=block, hint=self.hint)
 
     def check(self, layout: Layout) -> None:
-        """Refuse a run of another model.
+        """Refuses a run of another model.
 
         Raises:
             RunMismatchError: names the tensors that differ.

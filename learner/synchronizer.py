@@ -52,7 +52,7 @@ REMEMBERED = 1 << 16
 
 
 def scalar_of(value: Any, what: str) -> float:
-    """Convert a scalar from the loop to a float; `what` names it in errors.
+    """Converts a scalar from the loop to a float; `what` names it in errors.
 
     Raises:
         DilocoError: the value is not a number.
@@ -85,7 +85,7 @@ def loss_of(value: Any) -> float:
 
 
 def figures_of(figures: Mapping[str, Any], when: str = "") -> dict[str, float]:
-    """Convert a loop's figures to floats, by name; errors begin with `when`.
+    """Converts a loop's figures to floats, by name; errors begin with `when`.
 
     Raises:
         DilocoError: the figures have no names, or one is not a number.
@@ -124,7 +124,7 @@ class Losses:
         self._newest: Any = None
 
     def stepped(self, before: float | None, newest: Any) -> None:
-        """Note a step with loss `newest`; `before` is the loss of the step before, known by now."""
+        """Notes a step with loss `newest`; `before` is the previous step's loss, known by now."""
         if before is not None:
             self._known.append(before)
         self._newest = newest
@@ -173,7 +173,7 @@ class Meter:
     _began_s: float = field(default_factory=time.perf_counter)
 
     def stepped(self, took_s: float, tokens: int, loss: float | None) -> None:
-        """Count a step; the first one, which may compile, gives no time."""
+        """Counts a step; the first one, which may compile, gives no time."""
         self.local_step += 1
         self.tokens += tokens
         self.run_s = time.perf_counter() - self._began_s
@@ -185,7 +185,7 @@ class Meter:
                 self.show({"mfu": self.tokens_per_s / self.full_tokens_per_s})
 
     def measured(self, metrics: Mapping[str, Any]) -> None:
-        """Take further scalars of the step before into moving averages."""
+        """Takes further scalars of the step before into moving averages."""
         averages = {}
         for name, value in figures_of(metrics, f"at step {self.local_step}, ").items():
             before = self.metrics.get(name)
@@ -193,7 +193,7 @@ class Meter:
         self.show(averages)
 
     def show(self, figures: Mapping[str, float]) -> None:
-        """Put these numbers into heartbeats, without those that are not finite.
+        """Puts these numbers into heartbeats, without those that are not finite.
 
         Raises:
             DilocoError: a heartbeat cannot hold them.
@@ -213,22 +213,22 @@ class Meter:
         self.metrics = every
 
     def answered(self, steps: int, took_s: float) -> None:
-        """Note the steps and seconds from an update's send to the adoption of its answer."""
+        """Notes the steps and seconds from an update's send to the adoption of its answer."""
         # A new one, since the heartbeat may be reading the old.
         self.delays = (*self.delays[1 - DELAYS :], (steps, max(0.0, took_s)))
 
     def adopted(self, took_s: float) -> None:
-        """Note the seconds from the making of a version to its adoption."""
+        """Notes the seconds from the making of a version to its adoption."""
         steps = took_s / self.step_time_s if self.step_time_s else 0.0
         self.adoptions = (*self.adoptions[1 - DELAYS :], (max(0.0, steps), max(0.0, took_s)))
 
     def stalled(self, took_s: float) -> None:
-        """Add seconds that training waited for synchronization; called also after the last step."""
+        """Adds seconds that training waited for synchronization, also after the last step."""
         self.stall_s += took_s
         self.run_s = time.perf_counter() - self._began_s
 
     def paused(self, took_s: float) -> None:
-        """Exclude seconds in which the run was paused from the measured time."""
+        """Excludes seconds in which the run was paused from the measured time."""
         self._began_s += took_s
 
     def view(self) -> HealthView:
@@ -287,7 +287,7 @@ class Inbox(Protocol):
 
 
 def never() -> bool:
-    """Return False, as a predicate for `asked_to_leave` or `checkpoint_due`."""
+    """Returns False, as a predicate for `asked_to_leave` or `checkpoint_due`."""
     return False
 
 
@@ -327,13 +327,13 @@ class Planner:
         return sync.clock(self.rules, self.state)
 
     def payload(self, fragment: int, record_seq: int) -> Any:
-        """Take a record's tensors, once, which makes room for others."""
+        """Takes a record's tensors, once, which makes room for others."""
         payload = self._payloads.pop((fragment, record_seq))
         payload.release()
         return payload.tensors
 
     def give_up(self) -> None:
-        """Note that the loop ended before the planned step, which does not count."""
+        """Notes that the loop ended before the planned step, which does not count."""
         assert not self.lookahead
         if self._then == "step":
             self._then = "hold"
@@ -410,7 +410,7 @@ class Boundaries(Protocol):
         """Returns the next boundary."""
 
     def payload(self, fragment: int, record_seq: int) -> Delta | PendingView | None:
-        """Take a record's tensors on the devices, once."""
+        """Takes a record's tensors on the devices, once."""
 
 
 @dataclass
@@ -448,7 +448,7 @@ class Synchronizer:
         return TrainingProgress(meter.local_step, tokens, self.position, meter.global_step)
 
     def turn(self, trained: Callable[[], Params] | None = None) -> Boundary:
-        """Take a step boundary: get the plan, and carry it out.
+        """Takes a step boundary: gets the plan, and carries it out.
 
         Args:
             trained: returns the loop's parameters after the step.

@@ -71,7 +71,7 @@ class Holder(Protocol):
         """The epoch of the run's tape; the data's epochs start over with each tape."""
 
     def at(self, position: int) -> Holding | None:
-        """Wait for the holding with the batch at `position`; None if no batch is wanted now."""
+        """Waits for the holding with the batch at `position`; None if no batch is wanted now."""
 
 
 class Shared(Protocol):
@@ -95,13 +95,13 @@ class Files(Protocol):
         """The folder with the run's first parameters, if the task names one."""
 
     def read(self, folder: Path) -> Mapping[str, Any]:
-        """Read a folder's leaves, by the parameters' names.
+        """Reads a folder's leaves, by the parameters' names.
 
         Leaves have a shape, and are sliced by rows of their first axis.
         """
 
     def write(self, folder: Path, leaves: Mapping[str, Any], dtype: str) -> None:
-        """Write a new folder with parameters by name, with floats as `dtype`."""
+        """Writes a new folder with parameters by name, with floats as `dtype`."""
 
 
 @runtime_checkable
@@ -247,7 +247,7 @@ class Task:
         return params_shapes(self)
 
     def evaluated(self, params: Params, batch: Batch, key: jax.Array) -> Evaluated:
-        """Call the loss on a batch; returns its result in one form.
+        """Calls the loss on a batch; returns its result in one form.
 
         Raises:
             TaskError: the result has an invalid form.
@@ -292,12 +292,12 @@ _METRIC, _SLICE = re.compile(METRIC_NAME), re.compile(SLICE_NAME)
 
 
 def held_out_loss(task: Task, params: Params) -> float:
-    """Evaluate a task's `params`; returns the loss on held-out data."""
+    """Evaluates a task's `params`; returns the loss on held-out data."""
     return scores(task.evaluate(params)).figures["loss"]
 
 
 def scores(said: float | Metrics) -> TaskScores:
-    """Parse the value that `evaluate` returned.
+    """Parses the value that `evaluate` returned.
 
     Raises:
         TaskError: the loss is missing, a score is not a number, or a slice has no data.
@@ -333,7 +333,7 @@ def _slice(name: Any, said: Any, loss: float) -> dict[str, float]:
 
 
 def _figures(said: Metrics, of: str) -> dict[str, float]:
-    """Convert scalars to floats by name; `of` names their data in errors."""
+    """Converts scalars to floats by name; `of` names their data in errors."""
     if "loss" not in said:
         raise TaskError(
             f"Task.evaluate returned no loss{of}, but {', '.join(map(str, said)) or 'nothing'}",
@@ -386,7 +386,7 @@ def is_floating(leaf: Any) -> bool:
 
 
 def check_dtype(name: str, dtype: Any) -> None:
-    """Refuse a leaf whose dtype a run cannot store.
+    """Refuses a leaf whose dtype a run cannot store.
 
     Raises:
         TaskError: the leaf has such a dtype.
@@ -454,7 +454,7 @@ Dtype = Literal["float32", "bfloat16"]
 
 
 def checked_options(task: str, hint: str) -> Callable[[Callable[P, "Task"]], Callable[P, "Task"]]:
-    """Decorate a `build`: its options must have the annotated types; no value is converted.
+    """Decorates a `build`: its options must have the annotated types; no value is converted.
 
     Args:
         task: the task's name in errors.

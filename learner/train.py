@@ -36,7 +36,7 @@ class TaskProgram:
         self._key = island.key()
 
     def compile(self) -> None:
-        """Compile the inner step, before there are parameters; further calls do nothing."""
+        """Compiles the inner step, before there are parameters; further calls do nothing."""
         if self._step is not None:
             return
         island, numbers = self._island, (np.int32(0), np.uint32(0), self._key)
@@ -46,7 +46,7 @@ class TaskProgram:
             self._step = step.lower(*lying, *numbers).compile()
 
     def train(self, learner: Learner, speed: float = 1.0) -> None:
-        """Train until the run stops or this learner is asked to leave.
+        """Trains until the run stops or this learner is asked to leave.
 
         Args:
             learner: its membership in the run.
@@ -104,7 +104,7 @@ class SignCheck:
         self._sum = 0.0
 
     def look(self, descent: float) -> None:
-        """Take a step's descent, 0 where nothing moved.
+        """Takes a step's descent, 0 where nothing moved.
 
         Raises:
             TaskError: the optimizer goes uphill.
@@ -137,7 +137,7 @@ class GradientWatch:
         self._warned: set[str] = set()
 
     def look(self, still: jax.Array) -> None:
-        """Take a step's marks of zero gradients; reads those of `STILL_STEPS` steps at once."""
+        """Takes a step's marks of zero gradients; reads those of `STILL_STEPS` steps at once."""
         self._seen.append(still)
         if len(self._seen) < STILL_STEPS:
             return
@@ -173,6 +173,6 @@ def _saved(island: Island, params: Params, state: Any) -> Any:
 
 
 def _slow_down(params: Params, began_s: float, speed: float) -> None:
-    """Sleep so that the step takes 1 / speed of its time, as a slower machine would."""
+    """Sleeps so that the step takes 1 / speed of its time, as a slower machine would."""
     jax.block_until_ready(params)
     time.sleep((time.perf_counter() - began_s) * (1 / speed - 1))

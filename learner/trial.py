@@ -38,7 +38,7 @@ class Trial:
     facts: list[tuple[str, str]] = field(default_factory=list)
 
     def refuse(self, error: Exception | SystemExit) -> None:
-        """Note an error that would end a learner; the task's own exceptions become `TaskError`."""
+        """Notes an error that would end a learner; the task's own exceptions become `TaskError`."""
         if isinstance(error, SystemExit):
             error = TaskError(f"the task ends its process: SystemExit({error.code!r})")
         elif not isinstance(error, DilocoError):
@@ -47,7 +47,7 @@ class Trial:
 
 
 def tried(config: Config, learner: str, steps: int) -> Trial:
-    """Build a run's task, check it against its contract, and take a few steps."""
+    """Builds a run's task, checks it against its contract, and takes a few steps."""
     trial, settings = Trial(), config.settings()
     trial.warned += warnings(settings)
     try:
@@ -86,7 +86,7 @@ def _describe(trial: Trial, task: Task, layout: Layout) -> None:
 
 
 def _train(trial: Trial, task: Task, learner: str, seed: int, steps: int) -> None:
-    """Take a few steps, and evaluate on held-out data."""
+    """Takes a few steps, and evaluates on held-out data."""
     try:
         params = jax.jit(task.init)(jax.random.key(seed))
         outcomes = list(_steps(trial, task, params, learner, steps))
@@ -165,7 +165,7 @@ def _judge(trial: Trial, task: Task, outcomes: list[StepOutcome]) -> None:
 
 
 def _compare_learners(trial: Trial, task: Task, learner: str) -> None:
-    """Warn if learners of different names draw the same batch, unless they claim shares."""
+    """Warns if learners of different names draw the same batch, unless they claim shares."""
     if task.shared is not None:
         return
     one, other = (next(task.batches(name, 0)) for name in (learner, f"{learner}-2"))

@@ -90,7 +90,7 @@ class Audit:
 
 
 def audit(history: History, *, deep: bool = False) -> Audit:
-    """Check a tape against its rules; blocks.
+    """Checks a tape against its rules; blocks.
 
     Args:
         history: the tape.

@@ -109,13 +109,13 @@ Further = Callable[[RunContext, History, Isolated, list[Finding]], Awaitable[lis
 
 
 def _not_told(_report: Report, _doing: str) -> None:
-    """Ignore progress: the default of `told`."""
+    """Ignores progress: the default of `told`."""
 
 
 async def examine(
     target: str, *, deep: bool = False, told: Told = _not_told, further: Further | None = None
 ) -> Report:
-    """Read a run, or a configuration, and report its health.
+    """Reads a run, or a configuration, and reports its health.
 
     Args:
         target: RUN, as `diloco.run.cli.opening` takes it.
@@ -208,7 +208,7 @@ def _no_run(config: Config, error: DilocoError, store: ObjectStore | None) -> It
 
 
 def _probe_store(config: Config) -> tuple[ObjectStore | None, list[Finding]]:
-    """Write, read and delete an object; returns the store, if it exists, and the findings."""
+    """Writes, reads and deletes an object; returns the store, if it exists, and the findings."""
     name = f"{config.run.name}/doctor/{secrets.token_hex(8)}"
     store = None
     try:
@@ -244,7 +244,7 @@ def _round_trip(store: ObjectStore, name: str) -> None:
 
 
 async def _probe_bus(context: RunContext) -> list[Finding]:
-    """Publish a line among the rejected copies, and compare the server's clock with ours."""
+    """Publishes a line among the rejected copies, and compares the server's clock with ours."""
     subject = names.rejected(context.run, "doctor")
     probe = wire.Rejection(
         fragment=-1, learner="doctor", incarnation=0, seq=0, reason="probe", detail="diloco doctor"
@@ -275,7 +275,7 @@ async def _probe_bus(context: RunContext) -> list[Finding]:
 
 
 def _compare(run: OpenRun) -> list[Finding]:
-    """Compare the file with the run's specification."""
+    """Compares the file with the run's specification."""
     ours = fitted(run.config.settings(), run.context.layout)
     found = [
         Finding(
@@ -295,7 +295,7 @@ def _compare(run: OpenRun) -> list[Finding]:
 
 
 def _try_task(task: Isolated, build: str, layout: str | None = None) -> list[Finding]:
-    """Check that the task can be built here, and gives the run's layout."""
+    """Checks that the task can be built here, and gives the run's layout."""
     try:
         digest = task.call("digest")
     except (DilocoError, ImportError, OSError) as error:
@@ -321,7 +321,7 @@ def _try_task(task: Isolated, build: str, layout: str | None = None) -> list[Fin
 
 
 def _task_of(config: Config) -> list[Finding]:
-    """Check that the task of a run that is not created yet can be built here."""
+    """Checks that the task of a run that is not created yet can be built here."""
     task = Isolated("diloco.run.model.view:ScoredTask", config.settings())
     try:
         return _try_task(task, config.task.build)
@@ -338,7 +338,7 @@ class _Way(NamedTuple):
 
 
 async def _examine_run(report: Report, run: OpenRun, task: Isolated, way: _Way) -> list[Finding]:
-    """Examine tape, learners, fragments and objects; puts findings into the report as they come."""
+    """Examines tape, learners, fragments and objects; fills the report with findings meanwhile."""
     context, known = run.context, report.findings
 
     def told(findings: Iterable[Finding], doing: str) -> None:
@@ -415,7 +415,7 @@ class _Inspection(NamedTuple):
 async def _look(
     context: RunContext, told: Callable[[Iterable[Finding], str], None], *, deep: bool
 ) -> _Inspection:
-    """Read tape and store; again if something was wrong and the run has moved on meanwhile."""
+    """Reads tape and store; again if something was wrong and the run has moved on meanwhile."""
     for look in range(1, LOOKS + 1):
         before = await read_listing(context)
         watch = Watch(context)
@@ -445,7 +445,7 @@ async def _look(
 
 
 def show(report: Report, console: Console) -> None:
-    """Print the whole report."""
+    """Prints the whole report."""
     console.print(picture(report))
 
 

@@ -39,7 +39,7 @@ LOST_SHARE, LOST_LEAST = 0.5, 0.1
 
 
 def aggregator_clocks(history: History) -> Iterator[Finding]:
-    """Find aggregators whose clocks closed records after the server had stored them."""
+    """Finds aggregators whose clocks closed records after the server had stored them."""
     ahead: dict[str, float] = {}
     for chain in history.records.values():
         for seq, record in chain[-RECENT:]:
@@ -87,7 +87,7 @@ def stores_nothing(stream: str, error: str) -> Finding:
 
 
 def readers(filled: Filled) -> Iterator[Finding]:
-    """Find a number of the tape's readers that is near the server's limit."""
+    """Finds a number of the tape's readers that is near the server's limit."""
     most = filled.max_readers or USUAL_READERS
     if filled.readers < NEARLY_FULL * most:
         return
@@ -151,7 +151,7 @@ def rules(found: Audit) -> Iterator[Finding]:
 
 
 def ruined(scores: Sequence[wire.Score]) -> Iterator[Finding]:
-    """Find held-out losses, of all data or of slices, that rose by a large part of their fall.
+    """Finds held-out losses, of all data or of slices, that rose by a large part of their fall.
 
     Args:
         scores: the stored scores, in order of time.
@@ -178,7 +178,7 @@ def ruined(scores: Sequence[wire.Score]) -> Iterator[Finding]:
 
 
 def _risen(about: str, losses: Sequence[tuple[float, int]]) -> Iterator[Finding]:
-    """Find a rise in a series of (loss, global step), in order."""
+    """Finds a rise in a series of (loss, global step), in order."""
     if len(losses) < FEWEST_SCORES:
         return
     (first, _), (newest, at), (best, best_at) = losses[0], losses[-1], min(losses)

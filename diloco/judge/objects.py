@@ -51,7 +51,7 @@ class Listing:
                 self.picked.append(name)
 
     def add(self, name: str, size_bytes: int = 0) -> None:
-        """Add an object; it replaces one of the same name."""
+        """Adds an object; it replaces one of the same name."""
         self._added.extend((_hash(name), size_bytes))
 
     def _table(self) -> npt.NDArray[np.int64]:
@@ -98,7 +98,7 @@ def _hash(name: str) -> int:
 
 
 async def read_listing(context: RunContext) -> Listing:
-    """List the run's objects, with the names of those that may be newer than a tape read later.
+    """Lists the run's objects, with the names of those that may be newer than a tape read later.
 
     Raises:
         BusError, StoreError: bus or store are unreachable.
@@ -113,7 +113,7 @@ async def read_listing(context: RunContext) -> Listing:
 def list_now(
     store: ObjectStore, run: str, picked: Callable[[str], bool] = lambda _: False
 ) -> Listing:
-    """List a run's present objects; blocks.
+    """Lists a run's present objects; blocks.
 
     Raises:
         StoreError: the store cannot be listed.
@@ -187,7 +187,7 @@ def all_named(history: History) -> Iterator[wire.ObjectRef | wire.Shard]:
 
 
 def check_objects(history: History, before: Listing | None = None) -> Objects:
-    """Compare a listing of the store with the tape.
+    """Compares a listing of the store with the tape.
 
     Args:
         history: the tape.
@@ -255,7 +255,7 @@ def _check_named(
     there: Listing,
     wanted: Mapping[str, tuple[int, wire.ObjectRef | wire.Shard]],
 ) -> None:
-    """Find needed objects that are missing, or have another size."""
+    """Finds needed objects that are missing, or have another size."""
     standing = missing_objects(history, there)
     for name, ref in {r.name: r for r in all_named(history) if r.name in amiss}.items():
         seq = wanted[name][0] if name in wanted else 0
@@ -295,7 +295,7 @@ READ_BYTES = 64 << 20
 
 
 def check_bytes(history: History, found: Objects) -> None:
-    """Read the newest objects of versions, and compare their bytes with records; blocks.
+    """Reads the newest objects of versions, and compares their bytes with records; blocks.
 
     A running learner reads a delta once, so a later damage stays unnoticed until a learner joins or
     the run is replayed. Other checks report objects that cannot be read.

@@ -33,7 +33,7 @@ Progress = Callable[[int, int], None]
 
 
 def remake(history: History, found: Objects, progress: Progress | None = None) -> None:
-    """Read every stored object, and recompute every version; adds breaches to `found`.
+    """Reads every stored object, and recomputes every version; adds breaches to `found`.
 
     Raises:
         StoreUnavailableError: the store is unreachable.
@@ -95,7 +95,7 @@ class FragmentRemaker:
         return self.arrays.view
 
     def take(self, seq: int, record: wire.Record) -> None:
-        """Bring the arrays to a record, and compare.
+        """Brings the arrays to a record, and compares.
 
         Raises:
             IntegrityError: an object is damaged, or does not give the recorded digests; remaking
@@ -142,7 +142,7 @@ class FragmentRemaker:
         self.remade += 1
 
     def load(self, seq: int, record: wire.Record) -> None:
-        """Load the arrays that a version has stored; they stay None if an object was collected.
+        """Loads the arrays that a version has stored; they stay None if an object was collected.
 
         Raises:
             IntegrityError: an object is damaged, or missing though needed.
@@ -155,7 +155,7 @@ class FragmentRemaker:
             self.missing = self.missing or error.message
 
     def _check_delta(self, record: wire.Record, delta: Encoded) -> None:
-        """Check that the stored delta, which learners apply, is the one that moved this view."""
+        """Checks that the stored delta, which learners apply, is the one that moved this view."""
         assert record.delta is not None
         history = self._history
         codec = sync_of(
@@ -171,7 +171,7 @@ class FragmentRemaker:
             get_object(self._history.store, record.delta)
 
     def _check_stored(self, record: wire.Record, arrays: FragmentArrays) -> None:
-        """Check that the stored view and outer state are those of the version."""
+        """Checks that the stored view and outer state are those of the version."""
         for ref, data in (
             (record.snapshot, arrays.view_object()),
             (record.outer, arrays.outer_object()),
@@ -189,7 +189,7 @@ class FragmentRemaker:
 
 
 def load_arrays(history: History, record: wire.Record) -> FragmentArrays:
-    """Load the arrays that a record has stored.
+    """Loads the arrays that a record has stored.
 
     Raises:
         IntegrityError, ObjectMissingError: they are damaged, not the record's, or missing.
@@ -224,7 +224,7 @@ def merge_round(
     admitted: Sequence[Admitted],
     share: float,
 ) -> None:
-    """Take the outer step of a hypothetical round with these inputs; without any, do nothing.
+    """Takes the outer step of a hypothetical round with these inputs; without any, does nothing.
 
     Raises:
         ObjectMissingError, WireError: an update is missing or damaged.

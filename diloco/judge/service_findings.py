@@ -67,7 +67,7 @@ def checkpoints(
 
 
 def store_owner(store: ObjectStore) -> Iterator[Finding]:
-    """Find folders of a local store that belong to another user."""
+    """Finds folders of a local store that belong to another user."""
     if not isinstance(store, DirectoryStore):
         return
     root = store.root
@@ -86,7 +86,7 @@ def store_owner(store: ObjectStore) -> Iterator[Finding]:
 
 
 def store_fence(store: ObjectStore, *, credentials: bool) -> Iterator[Finding]:
-    """Warn of a folder as store if the run's parties have credentials of their own."""
+    """Warns of a folder as store if the run's parties have credentials of their own."""
     if credentials and isinstance(store, DirectoryStore):
         yield Finding(
             severity="warning",
@@ -109,7 +109,7 @@ def _owned_by_others(root: Path) -> Iterator[Path]:
 
 
 def probed_as(store: ObjectStore) -> str:
-    """Describe the user that writes to a local store in this process; "" for other stores."""
+    """Describes the user that writes to a local store in this process; "" for other stores."""
     if not isinstance(store, DirectoryStore):
         return ""
     uid, owner = os.geteuid(), store.root.stat().st_uid

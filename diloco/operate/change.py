@@ -46,7 +46,7 @@ class Preview:
 
 
 async def preview(target: str, assignments: Sequence[str]) -> Preview:
-    """Preview the effect of `change`.
+    """Previews the effect of `change`.
 
     Raises:
         ConfigError: no setting of that name, no such value, or a fixed setting.
@@ -88,7 +88,7 @@ def _rates(created: RunSettings, old: int, new: int) -> list[str]:
 
 
 async def change(target: str, assignments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Change settings of a run; returns the changes, and warnings about the new settings.
+    """Changes settings of a run; returns the changes, and warnings about the new settings.
 
     Raises:
         ConfigError: no setting of that name, no such value, or a fixed setting.
@@ -103,7 +103,7 @@ async def change(target: str, assignments: Sequence[str]) -> tuple[list[str], li
 
 
 async def quarantine(target: str, name: str, *, active: bool, reason: str) -> None:
-    """Quarantine a learner if `active`, else release it.
+    """Quarantines a learner if `active`, else releases it.
 
     Raises:
         RunMismatchError: no learner of that name has joined the run.
@@ -121,7 +121,7 @@ async def quarantine(target: str, name: str, *, active: bool, reason: str) -> No
 
 
 async def end(target: str) -> int:
-    """End a run early, in order; returns the run's clock.
+    """Ends a run early, in order; returns the run's clock.
 
     Raises:
         RunMismatchError: no such run, or it has stopped.
@@ -143,7 +143,7 @@ class RollbackMove:
 
 
 async def plan_rollback(target: str, to: str) -> list[RollbackMove]:
-    """Plan a rollback; returns each fragment's move.
+    """Plans a rollback; returns each fragment's move.
 
     Args:
         target: RUN.
@@ -161,7 +161,7 @@ async def plan_rollback(target: str, to: str) -> list[RollbackMove]:
 
 
 async def roll_back(target: str, moves: Sequence[RollbackMove]) -> list[wire.Record]:
-    """Roll a run back; returns each fragment's new record.
+    """Rolls a run back; returns each fragment's new record.
 
     Raises:
         RunMismatchError: the run has stopped.
@@ -177,7 +177,7 @@ async def roll_back(target: str, moves: Sequence[RollbackMove]) -> list[wire.Rec
 
 
 async def mark(target: str) -> checkpoint.Marked:
-    """Make a checkpoint of a run.
+    """Makes a checkpoint of a run.
 
     Raises:
         RunMismatchError: no such run.
@@ -196,7 +196,7 @@ class Resumed:
 
 
 async def resume(target: str, name: str | None) -> Resumed:
-    """Begin a new tape for a run from a checkpoint in its store.
+    """Begins a new tape for a run from a checkpoint in its store.
 
     Raises:
         ConfigError: there is no such checkpoint.
@@ -235,7 +235,7 @@ async def resume(target: str, name: str | None) -> Resumed:
 
 
 async def show(target: str, *, created: bool, json: bool) -> None:
-    """Print a run's settings, those of now or those that it was created with.
+    """Prints a run's settings, those of now or those that it was created with.
 
     Raises:
         DilocoError: there is no such run.

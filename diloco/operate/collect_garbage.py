@@ -72,7 +72,7 @@ class TapeFacts(NamedTuple):
 
 
 async def collect(target: str, *, dry_run: bool) -> GarbageFound:
-    """Find a run's garbage, and remove it unless `dry_run`.
+    """Finds a run's garbage, and removes it unless `dry_run`.
 
     Raises:
         RunMismatchError: the run was resumed on a newer tape.
@@ -122,7 +122,7 @@ async def find(context: RunContext, section: GcSection) -> GarbageFound:
 
 
 def _listing(context: RunContext) -> StoreListing:
-    """List all objects that belong to a fragment; blocks."""
+    """Lists all objects that belong to a fragment; blocks."""
     stored = StoreListing(defaultdict(list), set())
     for info in context.store.list(names.learners_prefix(context.run)):
         shard = names.parse_shard(context.run, info.name)
@@ -136,7 +136,7 @@ def _listing(context: RunContext) -> StoreListing:
 
 
 async def _hear(context: RunContext) -> TapeFacts:
-    """Read the tape, keeping facts and no messages."""
+    """Reads the tape, keeping facts and no messages."""
     heard = TapeFacts(defaultdict(list), {}, defaultdict(list), Extent())
     async for item in read_tape(context):
         heard.extent.take(item)
@@ -189,7 +189,7 @@ T = TypeVar("T")
 
 
 async def timed(target: str, work: Callable[[], Awaitable[T]], options: "TimerOptions") -> T:
-    """Run `work` once NATS and the store are reachable; reports to systemd while it waits.
+    """Runs `work` once NATS and the store are reachable; reports to systemd while it waits.
 
     Raises:
         DilocoError: raised by `work`, or the last transient fault when the time was over.

@@ -39,7 +39,7 @@ from diloco.operate.streams import make_streams
 
 
 def create(file: str | Path, params: Params, *, hint: Hint = default_hint) -> None:
-    """Create the run of a TOML file, which begins with these parameters.
+    """Creates the run of a TOML file, which begins with these parameters.
 
     A run that exists already is completed. The file needs no `[task]`: learners join from custom
     training loops.
@@ -60,7 +60,7 @@ def create(file: str | Path, params: Params, *, hint: Hint = default_hint) -> No
 
 
 def create_from(config: Config, source: Path | None, *, tasked: bool = True) -> Layout:
-    """Create the run of `config` and return its layout; one that exists already is completed.
+    """Creates the run of `config` and returns its layout; one that exists already is completed.
 
     Args:
         config: the whole configuration.
@@ -127,7 +127,7 @@ def _lying(task: Task, leaves: Mapping[str, Any]) -> Params:
 
 
 def create_with(config: Config, params: Params, hint: Hint = default_hint) -> Layout:
-    """Create a run without a task, which begins with these parameters; returns its layout.
+    """Creates a run without a task, which begins with these parameters; returns its layout.
 
     Raises:
         DilocoError: an error with advice.
@@ -137,7 +137,7 @@ def create_with(config: Config, params: Params, hint: Hint = default_hint) -> La
 
 
 def begin(config: Config, params: Params, hint: Hint) -> Layout:
-    """Create the run of `config` with these parameters as version 0; returns its layout."""
+    """Creates the run of `config` with these parameters as version 0; returns its layout."""
     sync, tensors = config.sync, tree.tensors_of(params)
     layout = make_layout(tensors, fragments=sync.fragments, block=sync.block, hint=hint)
     tree.check_wide(layout)
@@ -147,7 +147,7 @@ def begin(config: Config, params: Params, hint: Hint) -> Layout:
 
 
 def check_storable(layout: Layout) -> None:
-    """Refuse fragments whose outer state cannot be stored: msgpack limits an array's bytes.
+    """Refuses fragments whose outer state cannot be stored: msgpack limits an array's bytes.
 
     Raises:
         ConfigError: a fragment is too large.
@@ -190,7 +190,7 @@ async def create_run(
     runtime: Runtime,
     loaded: Collection[str] = (),
 ) -> None:
-    """Make the streams, store layout and held leaves, publish the specification, commit version 0.
+    """Makes the streams, stores layout and held leaves, publishes the specification and version 0.
 
     Args:
         settings: the settings that define the run.
@@ -258,7 +258,7 @@ def _flatten(layout: Layout, fragment: int, leaves: Mapping[str, Any]) -> np.nda
 
 
 def _check_finite(layout: Layout, leaves: Mapping[str, Any]) -> None:
-    """Refuse first parameters that are not finite, since no learner could send from them.
+    """Refuses first parameters that are not finite, since no learner could send from them.
 
     Raises:
         TaskError: a value is infinite or not a number, in float32.
@@ -279,7 +279,7 @@ def _check_finite(layout: Layout, leaves: Mapping[str, Any]) -> None:
 
 
 async def _check_unused(bus: Bus, store: ObjectStore, runtime: Runtime, run: str) -> None:
-    """Refuse a store that holds objects of a run of that name whose tape is lost.
+    """Refuses a store that holds objects of a run of that name whose tape is lost.
 
     Raises:
         RunMismatchError: a new run's objects would collide with the old one's.

@@ -52,7 +52,7 @@ class Belongings:
 
 
 async def check_bundled(target: str, file: Path) -> None:
-    """Read a bundle back, and compare it with the run.
+    """Reads a bundle back, and compares it with the run.
 
     Raises:
         IntegrityError: the bundle is damaged, or lacks a part of the run's tape.
@@ -72,7 +72,7 @@ async def check_bundled(target: str, file: Path) -> None:
 
 
 async def belongings(target: str, *, going_on: bool) -> Belongings:
-    """List the belongings of a run.
+    """Lists the belongings of a run.
 
     Args:
         target: RUN.
@@ -109,7 +109,7 @@ async def _streams(opened: OpenRun) -> dict[str, int]:
 
 
 async def remove(target: str, found: Belongings) -> None:
-    """Remove a run.
+    """Removes a run.
 
     Raises:
         DilocoError: bus or store are unreachable, or do not permit it.

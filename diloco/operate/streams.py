@@ -17,7 +17,7 @@ def tape_limits(streams: BusSection) -> StreamLimits:
 
 
 async def make_streams(bus: Bus, run: str, streams: BusSection, epoch: int = 0) -> None:
-    """Make the streams of a run's epoch; existing streams stay."""
+    """Makes the streams of a run's epoch; existing streams stay."""
     tape = tape_limits(streams)
     small = tape._replace(max_bytes=0, keep_old=False)
     ops = small._replace(max_age_s=streams.ops_max_age_s, max_bytes=streams.ops_max_bytes)

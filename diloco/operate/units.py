@@ -126,7 +126,7 @@ class UnitOptions:
 
 
 def install_units(wanted: UnitOptions) -> tuple[list[Path], dict[Path, Path]]:
-    """Write the units; returns the files written, or to be written, and the copies of edited ones.
+    """Writes the units; returns the files written, or to be written, and the copies of edited ones.
 
     Raises:
         ConfigError: programs that units cannot start, edited files, no such unit, or a folder that
@@ -192,7 +192,7 @@ def _edited(files: Mapping[Path, str]) -> list[Path]:
 
 
 def _check_programs(folder: Path) -> Path:
-    """Check the folder of programs; returns it with symbolic links resolved.
+    """Checks the folder of programs; returns it with symbolic links resolved.
 
     A unit thus stays with its release when a link moves to another.
     """

@@ -193,7 +193,7 @@ def make_plan(
     seed: int = 0,
     updates: int = UPDATES,
 ) -> Plan:
-    """Forecast a run on a fleet.
+    """Forecasts a run on a fleet.
 
     Args:
         settings: settings of the run.
@@ -267,7 +267,7 @@ def _simulated(
     horizon_s: float,
     rng: np.random.Generator,
 ) -> RoundTotals:
-    """Simulate the fleet's rounds; one update stands for several of equally fast learners.
+    """Simulates the fleet's rounds; one update stands for several of equally fast learners.
 
     Reading it takes as long as reading all of them, so that a round has the same times.
     """
@@ -329,7 +329,7 @@ def _horizon_s(fleet: Fleet, rounds_s: float) -> float:
 
 
 def _learners(fleet: Fleet, horizon_s: float, rng: np.random.Generator) -> list[Trace]:
-    """Simulate when each learner trains; its rounds account for the work that crashes lose."""
+    """Simulates when each learner trains; its rounds account for the work that crashes lose."""
     if fleet.outages is None:
         return [plan_outages.always(horizon_s) for _ in fleet.islands]
     restart_s = fleet.learner_restart_s
@@ -415,7 +415,7 @@ def _decoupled(
 def _data_parallel(
     fleet: Fleet, parameters: int, rng: np.random.Generator
 ) -> tuple[System, System]:
-    """Simulate one job over all islands, at the slowest one's pace: rigid, and elastic."""
+    """Simulates one job over all islands, at the slowest one's pace: rigid, and elastic."""
     slowest_s = max(island.step_s for island in fleet.islands)
     step_s = plan_traffic.data_parallel_step_s(
         slowest_s,

@@ -76,7 +76,7 @@ def read_model(options: PlanOptions, settings: RunSettings) -> Model:
 
 
 def read_fleet(options: PlanOptions, step_tokens: int) -> Fleet:
-    """Read the fleet from the options; `step_tokens` are the task's, 0 if no task gives them."""
+    """Reads the fleet from the options; `step_tokens` are the task's, 0 if no task gives them."""
     count = options.learners
     chips = _chips(options.chips or str(count), count)
     tokens = [step_tokens or 1] * count
@@ -176,7 +176,7 @@ def read_regions(options: PlanOptions, prices: Prices) -> tuple[str, ...]:
 
 
 def _each(option: str, text: str, count: int, parse: Callable[[str, str], T]) -> list[T]:
-    """Parse one value for each learner; a single value is for all."""
+    """Parses one value for each learner; a single value is for all."""
     values = [parse(option, part) for part in text.split(",")]
     if len(values) not in {1, count}:
         raise ConfigError(
@@ -223,7 +223,7 @@ def _number(
     bounds: tuple[float, float],
     expected: str,
 ) -> float:
-    """Parse a number with an optional unit behind it."""
+    """Parses a number with an optional unit behind it."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]?)", text.strip())
     if found and found[2] in units:
         value = float(found[1]) * units[found[2]]

@@ -77,7 +77,7 @@ def intervals(
     *,
     seed: int = 0,
 ) -> list[Interval]:
-    """Forecast the fleet for each H of `INTERVALS` and the run's own, without failures."""
+    """Forecasts the fleet for each H of `INTERVALS` and the run's own, without failures."""
     fleet = replace(fleet, outages=None)
     chosen = sorted({*INTERVALS, settings.sync.interval_steps})
     return [

@@ -128,7 +128,7 @@ class _Line:
         self.shares.append(share)
 
     def stop(self, at_s: float, step_s: float) -> None:
-        """Stop training at `at_s`; the step in progress is lost."""
+        """Stops training at `at_s`; the step in progress is lost."""
         trained_s = at_s - self.times_s[-1]
         self.begin(self.times_s[-1] + trained_s // step_s * step_s, 0.0)
 
@@ -149,7 +149,7 @@ def simulate(
     elastic: bool,
     step_s: float = 1.0,
 ) -> Trace:
-    """Simulate a job of `chips` chips until `horizon_s`; all slices are there at the beginning."""
+    """Simulates a job of `chips` chips until `horizon_s`; all slices are there at the beginning."""
     slices = max(1, round(chips / outages.slice_chips))
     job = _Job(slices, chips / slices / outages.mtbi_s, step_s, horizon_s)
     return (_elastic if elastic else _rigid)(outages, job, rng).trace(horizon_s)
@@ -165,7 +165,7 @@ def _fails_after_s(outages: Outages, failures_per_s: float, rng: np.random.Gener
 def _failures(
     outages: Outages, failures_per_s: float, span_s: float, rng: np.random.Generator
 ) -> int:
-    """Draw the number of slices that fail within a span in which the job is stopped."""
+    """Draws the number of slices that fail within a span in which the job is stopped."""
     if not outages.merge_s:
         return int(rng.poisson(failures_per_s * span_s))
     draws = round(span_s / outages.merge_s)
@@ -234,7 +234,7 @@ def _rigid(outages: Outages, job: _Job, rng: np.random.Generator) -> _Line:
 
 
 def _fail(line: _Line, outages: Outages, at_s: float, step_s: float) -> None:
-    """Stop a rigid job, which loses its training since its checkpoint."""
+    """Stops a rigid job, which loses its training since its checkpoint."""
     began_s = line.times_s[-1]
     line.stop(at_s, step_s)
     line.deaths_s.append(at_s)

@@ -25,7 +25,7 @@ KEYS: Final = ("interval_steps", "fragments", "min_steps")
 
 
 def write_interval(path: Path, settings: RunSettings, found: list[Interval]) -> str:
-    """Set H in the file to the smallest that the links carry; returns a sentence on the changes.
+    """Sets H in the file to the smallest that the links carry; returns a sentence on the changes.
 
     Args:
         path: the run's file.
@@ -87,7 +87,7 @@ COUNTS = (1, 2, 4, 8, 16, 32)
 
 
 def run_plan(options: PlanOptions) -> None:
-    """Print the plan, and draw it if the options say so.
+    """Prints the plan, and draws it if the options say so.
 
     Raises:
         ConfigError: an option or the file is invalid, or an output cannot be written.

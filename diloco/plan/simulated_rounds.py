@@ -157,7 +157,7 @@ def simulate(
     horizon_s: float,
     rng: np.random.Generator,
 ) -> RoundTotals:
-    """Simulate the rounds of one fragment until `horizon_s`.
+    """Simulates the rounds of one fragment until `horizon_s`.
 
     Args:
         settings: settings of the run.
@@ -342,7 +342,7 @@ class _Learner:
         self._plan_lives()
 
     def _plan_lives(self) -> None:
-        """Plan the learner's joins and deaths, and the silences in which no round waits for it."""
+        """Plans the learner's joins and deaths, and the silences in which no round waits for it."""
         trace = self._worker.trace
         silent_s = self._owner.rules.quorum.liveness_timeout_s
         self._timeline.at(0.0, self._join)
@@ -375,7 +375,7 @@ class _Learner:
         self.state = None
 
     def let_go(self, *, kept: bool) -> None:
-        """Count the tokens of a life that is over; if `kept`, work off the tape is not lost."""
+        """Counts the tokens of a life that is over; if `kept`, work off the tape is not lost."""
         if self.state is None:
             return
         self._owner.trained += self.state.done.tokens
@@ -393,7 +393,7 @@ class _Learner:
             self._plan_boundary()
 
     def feed(self) -> None:
-        """Give the core the steps that were trained since the last call."""
+        """Gives the core the steps that were trained since the last call."""
         if self.state is None:
             return
         steps, tokens = self.work.at(self._timeline.now_s)
@@ -409,7 +409,7 @@ class _Learner:
         self._waiting = sync.must_wait(self._rules, state)
 
     def _plan_boundary(self) -> None:
-        """Schedule the boundary at which the fragment is due."""
+        """Schedules the boundary at which the fragment is due."""
         assert self.state is not None
         fragment = self.state.fragments[0]
         if fragment.in_flight is None:
@@ -449,7 +449,7 @@ class _Learner:
         self._owner.announce(manifest)
 
     def hear_of_round(self, version: int) -> None:
-        """Note an open round; without an update in flight, look at it at the next step boundary."""
+        """Notes an open round; without an update in flight, the next boundary looks at it."""
         if self.state is None:
             return
         if self.state.fragments[0].in_flight is None:
@@ -460,11 +460,11 @@ class _Learner:
             self._tell(RoundOpened(0, version))
 
     def hear_of_record(self, ready: Ready) -> None:
-        """Note a record; the learner has its version once the delta is downloaded."""
+        """Notes a record; the learner has its version once the delta is downloaded."""
         self._timeline.after(self._worker.download_s, self._adopt, self.incarnation, ready)
 
     def _adopt(self, incarnation: int, ready: Ready) -> None:
-        """Take a version that has arrived; it takes effect at the next step boundary."""
+        """Takes a version that has arrived; it takes effect at the next step boundary."""
         if self.state is None or self.incarnation != incarnation:
             return
         flying = self.state.fragments[0].in_flight

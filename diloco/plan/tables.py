@@ -239,7 +239,7 @@ SHOWN = 0.95
 
 
 def draw(plans: list[Plan], asked: Plan, path: Path) -> None:
-    """Draw goodput and uptime, and the Gbit/s of a site's link, over the number of learners.
+    """Draws goodput and uptime, and the Gbit/s of a site's link, over the number of learners.
 
     Args:
         plans: by ascending number of learners.

@@ -49,17 +49,17 @@ class Timeline:
         return self._calls[0][0] if self._calls else NEVER_S
 
     def at(self, at_s: float, call: Callable[..., None], *args: Any) -> None:
-        """Schedule a call at a time; calls at the same time run in the order of scheduling."""
+        """Schedules a call at a time; calls at the same time run in the order of scheduling."""
         self._order += 1
         planned: _Call = (max(at_s, self.now_s), self._order, partial(call, *args))
         heapq.heappush(self._calls, planned)
 
     def after(self, wait_s: float, call: Callable[..., None], *args: Any) -> None:
-        """Schedule a call after a delay."""
+        """Schedules a call after a delay."""
         self.at(self.now_s + wait_s, call, *args)
 
     def advance(self) -> None:
-        """Run the next scheduled call."""
+        """Runs the next scheduled call."""
         self.now_s, _, call = heapq.heappop(self._calls)
         call()
 
@@ -89,11 +89,11 @@ class VirtualFragment:
         self._shards = _shards(rules)
 
     def perform(self, effect: Effect) -> None:
-        """Perform an effect of the machine, which learns the result by `decide`."""
+        """Performs an effect of the machine, which learns the result by `decide`."""
         raise NotImplementedError
 
     def decide(self, event: events.Event) -> None:
-        """Give the machine an event, and perform its effects."""
+        """Gives the machine an event, and performs its effects."""
         if self.state.phase == "closing" and not isinstance(event, events.Made):
             # As a fragment's owner does: its machine gets no event until the version is made.
             self._held.append(event)
@@ -107,18 +107,18 @@ class VirtualFragment:
             self.timeline.at(due_s, self._ring, due_s)
 
     def join(self, learner: str, incarnation: int) -> Start:
-        """Begin a learner's life; returns the version that it begins with."""
+        """Begins a learner's life; returns the version that it begins with."""
         self.decide(events.Joined(self.timeline.now_s, incarnation, learner))
         state = self.state
         return Start(state.version, state.view_digest, state.record_seq, state.global_step)
 
     def announce(self, manifest: wire.Manifest) -> None:
-        """Put an update on the tape."""
+        """Puts an update on the tape."""
         self.newest_seq = self.timeline.next_seq()
         self.decide(events.Announced(self.timeline.now_s, self.newest_seq, manifest))
 
     def made(self, digest: str) -> None:
-        """Tell the machine that its version is made, and then the events that came meanwhile."""
+        """Tells the machine that its version is made, and then the events that came meanwhile."""
         self.decide(events.Made(self.timeline.now_s, digest))
         while self._held and self.state.phase != "closing":
             self.decide(self._held.popleft())

@@ -47,7 +47,7 @@ ABOUT, PACKAGES, LOGS = "about.json", "packages.txt", "logs/"
 
 
 def run_bundle(target: str, path: Path, wanted: BundleOptions) -> None:
-    """Write a bundle, and print its contents.
+    """Writes a bundle, and prints its contents.
 
     Raises:
         DilocoError: there is no such run, or the file exists.
@@ -134,7 +134,7 @@ async def _part(context: RunContext, wanted: BundleOptions) -> TapeRange:
 
 
 async def _begin(context: RunContext, fragment: int, first: int, part: TapeRange) -> None:
-    """Leave out the messages before a fragment's newest stored state up to version `first`.
+    """Leaves out the messages before a fragment's newest stored state up to version `first`.
 
     Raises:
         ConfigError: no state is stored that early.
@@ -213,7 +213,7 @@ class _Copy:
         self._last_seq = 0
 
     async def tape(self, part: TapeRange) -> None:
-        """Write every message of a part of the tape."""
+        """Writes every message of a part of the tape."""
         context = self._context
         async for message in _messages(context, part):
             item = await read_item(context, message)
@@ -241,7 +241,7 @@ class _Copy:
         return told
 
     def _need(self, item: Item) -> None:
-        """Note the objects that a message names."""
+        """Notes the objects that a message names."""
         run = self._context.run
         if getattr(item, "stored", None) is not None:
             self._needed.add(item.stored.name)  # type: ignore[union-attr]
@@ -266,7 +266,7 @@ class _Copy:
                 )
 
     async def heartbeats(self) -> None:
-        """Write heartbeats and rejections, as far as they are stored."""
+        """Writes heartbeats and rejections, as far as they are stored."""
         context, subjects = self._context, names.ops_subjects(self._context.run)
         with contextlib.suppress(StreamMissingError):
             stream = names.ops_stream(context.run)
@@ -275,7 +275,7 @@ class _Copy:
                 self._writer.ops(told)
 
     async def needed(self, there: Sequence[str], *, newer: bool) -> None:
-        """Write the objects that the tape needs, and with `newer` those beyond its end."""
+        """Writes the objects that the tape needs, and with `newer` those beyond its end."""
         context, wanted = self._context, self._needed
         if newer:
             newest, last_seq = self._newest, self._last_seq
@@ -292,7 +292,7 @@ class _Copy:
         )
 
     async def objects(self, wanted: Iterable[str]) -> None:
-        """Write these objects into the bundle."""
+        """Writes these objects into the bundle."""
         for name in wanted:
             await self._context.runtime.call(self._object, self._context.store, name)
 
@@ -304,7 +304,7 @@ class _Copy:
             self._writer.object(name, data)
 
     async def collected(self) -> None:
-        """Note the messages that garbage collection has trimmed while the objects were copied."""
+        """Notes the messages that garbage collection has trimmed while the objects were copied."""
         for fragment, oldest_seq in self._oldest.items():
             subject = names.record(self._context.run, fragment)
             oldest = await first_message(self._context, subject)

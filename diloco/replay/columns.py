@@ -34,7 +34,7 @@ class TupleColumns(Lazy[Row]):
             self.append(row)
 
     def append(self, row: Row) -> None:
-        """Append one row."""
+        """Appends one row."""
         self._values.extend(self._place(one) if isinstance(one, str) else one for one in row)
 
     def _place(self, text: str) -> int:

@@ -88,7 +88,7 @@ class Versions:
 
 
 def check_readable(history: History) -> None:
-    """Refuse a tape that has a fragment without a readable record.
+    """Refuses a tape that has a fragment without a readable record.
 
     Raises:
         IntegrityError: it was written by another release, or is damaged.
@@ -112,7 +112,7 @@ def check_readable(history: History) -> None:
 def tape_of(
     history: History, listing: Listing, *, window_s: float, now_s: float, lost: str = ""
 ) -> Tape:
-    """Compare a tape with the listing of its store: which objects are missing.
+    """Compares a tape with the listing of its store: which objects are missing.
 
     Args:
         history: the tape.
@@ -156,7 +156,7 @@ def tape_of(
 
 
 def _newest_decisions(history: History) -> Iterator[Breach]:
-    """Find newest records that do not follow from the tape: no later record has their digest."""
+    """Finds newest records that do not follow from the tape: no later record has their digest."""
     for fragment in history.records:
         found = decide_newest(history, fragment)
         if found is not None and found.outcome == "different":

@@ -22,7 +22,7 @@ NEAR = 32
 
 
 def decide(history: History, fragment: int, chain: Chain) -> Iterator[Decision]:
-    """Decide a fragment's records again; the first record is the basis of the others.
+    """Decides a fragment's records again; the first record is the basis of the others.
 
     Args:
         history: the tape.
@@ -39,7 +39,7 @@ def decide(history: History, fragment: int, chain: Chain) -> Iterator[Decision]:
 
 
 def decide_newest(history: History, fragment: int) -> Decision | None:
-    """Decide a fragment's newest record again, since no record after it carries its digest.
+    """Decides a fragment's newest record again, since no record after it carries its digest.
 
     The basis is one of the `NEAR` records before it. None if an operator made the newest record, or
     the settings of one of them are no longer on the tape.

@@ -29,7 +29,7 @@ class DecisionCounts:
     different: list[Decision] = field(default_factory=list)
 
     def take(self, decision: Decision) -> None:
-        """Count the next decision."""
+        """Counts the next decision."""
         self.outcomes[decision.outcome] += 1
         if decision.outcome == "unknown":
             self.reasons[decision.why] += 1
@@ -38,7 +38,7 @@ class DecisionCounts:
 
 
 def tell(history: History, chosen: Mapping[int, Chain], console: Console, *, as_json: bool) -> int:
-    """Decide again and print the comparison; returns the exit status."""
+    """Decides again and prints the comparison; returns the exit status."""
     found = DecisionCounts()
     for fragment, chain in chosen.items():
         for decision in decide(history, fragment, chain):
@@ -96,7 +96,7 @@ def _tell_json(history: History, found: DecisionCounts, said: Verdict) -> None:
 
 
 def show_decision(decision: Decision, console: Console) -> None:
-    """Print a decision that differs: each field, as recorded and as decided now."""
+    """Prints a decision that differs: each field, as recorded and as decided now."""
     record = decision.record
     console.print(
         f"[bold red]fragment {record.fragment}, {record.what} {record.version}[/] (record "

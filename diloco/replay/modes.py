@@ -43,7 +43,7 @@ from diloco.show.page.markup import check_name
 
 
 def run_replay(target: str, options: Options, console: Console | None = None) -> int:
-    """Run the mode that the options ask for; returns the exit status.
+    """Runs the mode that the options ask for; returns the exit status.
 
     0 if everything equals the record, 1 if a part differs, 2 if a part could not be checked.
 
@@ -57,7 +57,7 @@ def run_replay(target: str, options: Options, console: Console | None = None) ->
 
 
 def _check(options: Options) -> None:
-    """Refuse options that exclude each other.
+    """Refuses options that exclude each other.
 
     Raises:
         ConfigError: names them.

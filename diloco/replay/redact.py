@@ -146,7 +146,7 @@ class Redactor:
         return separator.join(self.name(token) for token in name.split(separator))
 
     def message(self, message: Message, record: bytes | None = None) -> tuple[Message, bytes]:
-        """Redact a message of the tape, and the record that it points to, if it does.
+        """Redacts a message of the tape, and the record that it points to, if it does.
 
         Args:
             message: the original.
@@ -193,13 +193,13 @@ class Redactor:
         return bytes(msgpack.packb(fields))
 
     def positions(self, name: str, data: bytes) -> tuple[str, bytes]:
-        """Redact the object with data positions; call this before redacting the specification."""
+        """Redacts the object with data positions; call this before redacting the specification."""
         body = self._body(data)
         self._refs[name] = _ref(self.path(name), body)
         return str(self._refs[name]["name"]), body
 
     def object(self, name: str, data: bytes) -> tuple[str, bytes]:
-        """Redact an object: only scores and checkpoints contain names."""
+        """Redacts an object: only scores and checkpoints contain names."""
         if name.startswith(names.scores_prefix(self.run)):
             body = self._body(data)
             stem = self.path(name).rpartition("-")[0]

@@ -106,7 +106,7 @@ class _Rerun:
                     self._expect(told.at_s, events.Liveness(told.at_s, *about))
 
     def run(self) -> list[RemadeVersion]:
-        """Run all events, and the timers due after the last."""
+        """Runs all events, and the timers due after the last."""
         while self._coming or self._due_s() is not None:
             at_s = self._coming[0][0] if self._coming else float("inf")
             due_s = self._due_s()
@@ -146,7 +146,7 @@ class _Rerun:
             self._step(event)
 
     def _roll_back(self, record: wire.Record) -> None:
-        """Roll back as an operator did; the round's merged updates are read and judged again."""
+        """Rolls back as an operator did; the round's merged updates are read and judged again."""
         version = self.state.version + 1
         self._stood.append((self._now_s, version))
         again = awaiting(self.state)._replace(

@@ -20,7 +20,7 @@ MOST_MISSING = 100_000_000
 
 
 def run_restore(path: Path, config: Path | None, *, objects: bool) -> None:
-    """Put a bundle's tape on a server that does not have the run; with `objects`, its objects too.
+    """Puts a bundle's tape on a server that does not have the run; with `objects`, its objects too.
 
     Raises:
         DilocoError: the file is not a whole bundle, or the server has the run already.
@@ -40,7 +40,7 @@ def run_restore(path: Path, config: Path | None, *, objects: bool) -> None:
 
 
 def _check_gaps(bundle: Bundle) -> None:
-    """Refuse a tape that lacks most messages, since each gap must be filled and deleted.
+    """Refuses a tape that lacks most messages, since each gap must be filled and deleted.
 
     Raises:
         IntegrityError: it lacks too many.
@@ -78,7 +78,7 @@ async def _restore(bundle: Bundle, place: Config, *, objects: bool) -> int:
 
 
 def put_objects(bundle: Bundle, store: ObjectStore) -> None:
-    """Store the objects of a bundle; existing objects stay.
+    """Stores the objects of a bundle; existing objects stay.
 
     Raises:
         ObjectExistsError: the store has an object of the same name with other bytes.
@@ -89,7 +89,7 @@ def put_objects(bundle: Bundle, store: ObjectStore) -> None:
 
 
 def run_unpack(path: Path, folder: Path) -> None:
-    """Write the logs and notes of a bundle into a new folder.
+    """Writes the logs and notes of a bundle into a new folder.
 
     Raises:
         ConfigError: the folder exists.

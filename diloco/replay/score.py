@@ -72,7 +72,7 @@ class Scored:
         self._has = np.zeros(len(moments), bool)
 
     def put(self, index: int, loss: float) -> None:
-        """Store the loss of a moment."""
+        """Stores the loss of a moment."""
         self._losses[index], self._has[index] = loss, True
 
     @property
@@ -185,7 +185,7 @@ async def run_score(
     options: Options,
     console: Console,
 ) -> int:
-    """Score the run's models and print the result; returns the exit status.
+    """Scores the run's models and prints the result; returns the exit status.
 
     Raises:
         ConfigError: there is nothing to score.
@@ -244,7 +244,7 @@ async def _all(chains: Mapping[int, Chain], every: Moments, scores: _Scores, hea
 async def _bisected(
     chains: Mapping[int, Chain], every: Moments, scores: _Scores, hear: Hear
 ) -> Scored:
-    """Score moments with stored states first; then halve the largest rise, down to one round."""
+    """Scores moments with stored states first; then halves the largest rise, down to one round."""
     found = Scored(every)
     wanted = sorted({*np.flatnonzero(every.column("stored")).tolist(), 0, len(every) - 1})
     for done, index in enumerate(wanted):
@@ -318,7 +318,7 @@ def came_along(count: int) -> str:
 
 
 def tell_json(history: History, found: Scored, kept: int) -> None:
-    """Print every score, the number of scores kept before, and the largest rises, as JSON."""
+    """Prints every score, the number of scores kept before, and the largest rises, as JSON."""
     points = [
         {
             **{key: value for key, value in moment._asdict().items() if key != "stored"},
@@ -337,7 +337,7 @@ def tell_json(history: History, found: Scored, kept: int) -> None:
 
 
 def draw(run: str, found: Scored, path: Path) -> None:
-    """Draw the held-out loss over the run's clock, as a page.
+    """Draws the held-out loss over the run's clock, as a page.
 
     Raises:
         ConfigError: the page cannot be written.

@@ -49,7 +49,7 @@ class Selection:
 
 
 def run_show(target: str, what: str) -> None:
-    """Print the round, update or object that WHAT names.
+    """Prints the round, update or object that WHAT names.
 
     Raises:
         ConfigError: the run has nothing of that name.
@@ -66,7 +66,7 @@ async def _show(target: str, what: str) -> list[str]:
 
 
 def find(history: History, what: str) -> Selection:
-    """Find the messages that WHAT names.
+    """Finds the messages that WHAT names.
 
     Raises:
         ConfigError: the run has nothing of that name.

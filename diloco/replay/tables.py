@@ -99,7 +99,7 @@ class Past:
         atexit.register(self.close)
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on another thread's loop, since notebooks have a loop on this one."""
+        """Runs a coroutine on another thread's loop, since notebooks have a loop on this one."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def __enter__(self) -> Self:
@@ -109,7 +109,7 @@ class Past:
         self.close()
 
     def close(self) -> None:
-        """Close bus, store and file; closing twice is harmless."""
+        """Closes bus, store and file; closing twice is harmless."""
         atexit.unregister(self.close)
         if not self._loop.is_closed():
             self._call(self._opened.aclose())
@@ -186,7 +186,7 @@ class Past:
 
 
 def open(run: str | Path) -> Past:  # noqa: A001 - `diloco.open`, as `tarfile.open`
-    """Open a run's past, for scripts and notebooks; arguments and errors as `Past`."""
+    """Opens a run's past, for scripts and notebooks; arguments and errors as `Past`."""
     return Past(run)
 
 
@@ -207,7 +207,7 @@ def _name(piece: Piece, shapes: Mapping[str, tuple[int, ...]]) -> str:
 
 
 def _again(history: History, seq: int, record: wire.Record) -> np.ndarray:
-    """Recompute the view after a round, from the newest stored state before it.
+    """Recomputes the view after a round, from the newest stored state before it.
 
     Raises:
         ConfigError: no state is stored.

@@ -109,7 +109,7 @@ class VerifyProgress:
         return 0
 
     def note(self, fragment: int, seq: int, record: wire.Record) -> None:
-        """Note that all versions up to a record with a stored state equal their records."""
+        """Notes that all versions up to a record with a stored state equal their records."""
         self._reached[fragment] = (seq, record.outer_digest)
         if self._path is not None:
             partial = self._path.with_name(f"{self._path.name}.partial")
@@ -158,7 +158,7 @@ def verify(
     *,
     keep_views: bool = False,
 ) -> Verified:
-    """Recompute the versions of these chains, and compare them.
+    """Recomputes the versions of these chains, and compares them.
 
     Args:
         history: the tape.
@@ -197,7 +197,7 @@ def _is_version(record: wire.Record) -> bool:
 
 
 def _take(found: Verified, remaker: FragmentRemaker, seq: int, record: wire.Record) -> None:
-    """Recompute the next record's version if possible, and count the result."""
+    """Recomputes the next record's version if possible, and counts the result."""
     began, versions = remaker.arrays is not None, found.versions
     found.records += 1
     try:
@@ -255,7 +255,7 @@ class _ReadAhead:
         self.get_range, self.delete = store.get_range, store.delete
 
     def expect(self, names: Iterable[str]) -> None:
-        """Begin to read objects that will be needed."""
+        """Begins to read objects that will be needed."""
         for name in names:
             if name not in self._coming:
                 self._coming[name] = self._pool.submit(self._store.get, name)
@@ -272,7 +272,7 @@ class _ReadAhead:
         return data
 
     def forget(self) -> None:
-        """Cancel the reads in advance."""
+        """Cancels the reads in advance."""
         for coming in self._coming.values():
             coming.cancel()
         self._coming = {}

@@ -119,7 +119,7 @@ class Without(NamedTuple):
 
 
 def parse_without(text: str) -> Without:
-    """Parse `NAME`, `NAME@VERSION` or `NAME@FROM-TO`.
+    """Parses `NAME`, `NAME@VERSION` or `NAME@FROM-TO`.
 
     Raises:
         ConfigError: the text has none of these forms.
@@ -140,7 +140,7 @@ def make_plan(
     assignments: Sequence[str],
     without: Sequence[Without] = (),
 ) -> MergePlan:
-    """Plan the merges of a run with other settings or without some updates.
+    """Plans the merges of a run with other settings or without some updates.
 
     Raises:
         ConfigError: a setting that cannot be replayed, or nothing is left to merge.
@@ -367,13 +367,13 @@ class _Models:
             self.follow(*chain[0])
 
     def follow(self, seq: int, record: wire.Record) -> None:
-        """Move the recorded model by the next record of its fragment."""
+        """Moves the recorded model by the next record of its fragment."""
         self.was[record.fragment].take(seq, record)
         if (record.fragment, record.version) in self._kept and record.what != "verdict":
             self._kept[record.fragment, record.version] = copy_arrays(self.would[record.fragment])
 
     def make(self, made: VersionPlan) -> None:
-        """Move the other model by the next round of its fragment."""
+        """Moves the other model by the next round of its fragment."""
         arrays = self.would[made.fragment]
         if made.restored_version is not None:
             kept = self._kept[made.fragment, made.restored_version]
@@ -406,7 +406,7 @@ def _under(
 async def play(
     context: RunContext, history: History, plan: MergePlan, points: int, progress: Progress
 ) -> Result:
-    """Merge both runs; evaluate both models at the beginning and at `points` later times.
+    """Merges both runs; evaluates both models at the beginning and at `points` later times.
 
     Raises:
         DilocoError: an update or a view cannot be read.
@@ -486,7 +486,7 @@ def _staleness(found: Sequence[int]) -> float:
 
 
 def draw(plan: MergePlan, result: Result, path: Path) -> None:
-    """Draw both models' held-out loss over the run's clock, as a page.
+    """Draws both models' held-out loss over the run's clock, as a page.
 
     Raises:
         ConfigError: the page cannot be written.

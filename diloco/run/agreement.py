@@ -40,7 +40,7 @@ FLOAT_BYTES = 4
 
 
 def mean_cosine(record: wire.Record, radial_S: npt.NDArray[np.bool_]) -> float | None:
-    """Compute the mean cosine between the inputs of a round from the record alone.
+    """Computes the mean cosine between the inputs of a round from the record alone.
 
     With a = w S the share of an input and A the accumulated sum of unit vectors a u, it is, of a
     segment, (|A|^2 - sum a^2) / ((sum a)^2 - sum a^2): the mean over pairs, weighted by shares.
@@ -119,7 +119,7 @@ class ComparedRound:
         return np.asarray(self.products / np.maximum(np.outer(norms, norms), least))
 
     def add(self, values_UxN: Matrix, start: int, parameters_N: Vector | None = None) -> None:
-        """Add the next elements, from `start` in the fragment on, and the parameters there."""
+        """Adds the next elements, from `start` in the fragment on, and the parameters there."""
         self.products += values_UxN @ values_UxN.T
         if parameters_N is not None:
             self._along += values_UxN @ parameters_N
@@ -187,7 +187,7 @@ def compare_round(
     *,
     parameters: bool = False,
 ) -> ComparedRound | None:
-    """Compare the first `INPUTS` updates of a round; fewer if shards are large. Blocks.
+    """Compares the first `INPUTS` updates of a round; fewer if shards are large. Blocks.
 
     With `parameters`, also compare them with the stored view on which the round's version is based;
     it may be some versions old, which changes no direction that matters here. None if updates are
@@ -237,7 +237,7 @@ class Pairs:
         self._points: dict[str, list[tuple[float, float]]] = defaultdict(list)
 
     def add(self, record: wire.Record, cosines: Matrix) -> None:
-        """Add the cosines of a round."""
+        """Adds the cosines of a round."""
         rows = [self._index[taken.learner] for taken in record.inputs[: len(cosines)]]
         self._sums[np.ix_(rows, rows)] += cosines
         self._counts[np.ix_(rows, rows)] += 1
@@ -340,7 +340,7 @@ def _one_strays(cosines: Matrix) -> bool:
 def shard_figures(
     context: RunContext, rounds: Sequence[wire.Record], within_s: float = math.inf
 ) -> dict[str, ShardFigures]:
-    """Compare each learner's updates with the others', by the shards of these rounds. Blocks.
+    """Compares each learner's updates with the others', by the shards of these rounds. Blocks.
 
     Reads the newest rounds, up to `ROUND_BYTES` and `within_s`; once a learner's updates point
     elsewhere than the others', also the parameters of `NEWEST` rounds. Rounds whose shards are

@@ -39,7 +39,7 @@ PATIENCE = 3
 
 
 def contradictions(run: RunStatus, settings: RunSettings) -> Iterator[Finding]:
-    """Find learners whose statements are false, or whose messages break the protocol."""
+    """Finds learners whose statements are false, or whose messages break the protocol."""
     for one in run.learners:
         yield from _cut(one)
         yield from _invalid(one, run.as_of_s)
@@ -52,7 +52,7 @@ def contradictions(run: RunStatus, settings: RunSettings) -> Iterator[Finding]:
 
 
 def _cut(one: LearnerStatus) -> Iterator[Finding]:
-    """Find updates that count for less than they claim."""
+    """Finds updates that count for less than they claim."""
     count = len(one.recent)
     # A learner that was busy for a while claims no more in all than it did.
     credited = sum(answer.credited for answer in one.recent)
@@ -68,7 +68,7 @@ def _cut(one: LearnerStatus) -> Iterator[Finding]:
 
 
 def _invalid(one: LearnerStatus, now_s: float) -> Iterator[Finding]:
-    """Find messages that cannot be read, or are too long for their kind."""
+    """Finds messages that cannot be read, or are too long for their kind."""
     if len(one.invalid) < LEAST or one.invalid[-1].time_s < now_s - HOUR_S:
         return
     last, first = one.invalid[-1], one.invalid[0]
@@ -85,7 +85,7 @@ def _invalid(one: LearnerStatus, now_s: float) -> Iterator[Finding]:
 
 
 def _step_time(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
-    """Find step times far longer than the time available, or a tiny part of it."""
+    """Finds step times far longer than the time available, or a tiny part of it."""
     if one.step_s is None:
         return
     told_s, took_s = one.step_s
@@ -106,7 +106,7 @@ def _step_time(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[
 def _nothing_sent(
     one: LearnerStatus, others: Sequence[LearnerStatus], settings: RunSettings
 ) -> Iterator[Finding]:
-    """Find a learner that claims to train, but sends no update."""
+    """Finds a learner that claims to train, but sends no update."""
     if one.state != "training" or one.sent_s is None or one.missed < PATIENCE:
         return
     known = [other.step_time_s for other in others if other.step_time_s > 0 and other.merged]

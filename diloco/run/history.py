@@ -86,7 +86,7 @@ class Entries(Spooled[Entry]):
         self._sizes = array("i")
 
     def take(self, entry: Entry, place: int) -> None:
-        """Add the next message, whose bytes begin at `place` in the spool."""
+        """Adds the next message, whose bytes begin at `place` in the spool."""
         if entry.subject not in self._ids:
             self._ids[entry.subject] = len(self._names)
             self._names.append(entry.subject)
@@ -149,7 +149,7 @@ class History:
     end: tuple[int, wire.End] | None = None
 
     def __post_init__(self) -> None:
-        """Make the lists that lie in the spool, unless they come from another history."""
+        """Makes the lists that lie in the spool, unless they come from another history."""
         if self.entries is None:
             self.entries = Entries(self.spool, self.times_s)
             self.manifests = _manifests(self.spool)
@@ -180,7 +180,7 @@ class History:
         return self.whole_from > 1
 
     def take(self, item: Item) -> None:
-        """Add the tape's next message."""
+        """Adds the tape's next message."""
         self.extent.take(item)
         self.times_s.add(item.seq, item.time_s)
         if isinstance(item, InvalidMessage):
@@ -247,7 +247,7 @@ class History:
         self.garbage.append(InvalidMessage(entry.seq, entry.time_s, entry.subject, why))
 
     def let_go_of_messages(self) -> None:
-        """Drop all but records and times, after all other messages were used.
+        """Drops all but records and times, after all other messages were used.
 
         Their indexes take most of the memory for a long tape.
         """
@@ -343,7 +343,7 @@ def answered(record: wire.Record, taken: wire.Input | wire.Rejected) -> Sent:
 async def read_history(
     context: RunContext, beside: Callable[[Item], None] | None = None
 ) -> History:
-    """Read a run's tape up to now; passes each message to `beside`, too.
+    """Reads a run's tape up to now; passes each message to `beside`, too.
 
     Raises:
         RunMismatchError: there is no such run.
@@ -402,7 +402,7 @@ def act_of(body: wire.Body, at_s: float) -> Event | None:
 
 
 def _change(changed: Sequence[str]) -> str:
-    """Describe a change of settings; a pause has a sentence of its own."""
+    """Describes a change of settings; a pause has a sentence of its own."""
     if len(changed) == 1 and changed[0] in _PAUSES:
         return _PAUSES[changed[0]]
     return f"settings changed: {'; '.join(changed) or 'carried over from the tape before'}"

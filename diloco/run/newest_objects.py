@@ -58,7 +58,7 @@ class BytesRead:
     def wrong(self, limit_bytes: int) -> Iterator[tuple[str, str]]:
         """Yields (place, fault) of each object whose bytes are not those stored by its maker.
 
-        Objects that are missing are skipped.
+        Objects that are missing or unreadable are skipped.
 
         Raises:
             StoreUnavailableError: the store is unreachable.
@@ -137,7 +137,7 @@ def breach(rule: str, told: Sequence[str], runbook: str, about: str = "store") -
 
 
 def deleted(store: ObjectStore, run: str) -> Iterator[Finding]:
-    """Find objects whose files were deleted from a folder that still has their bytes."""
+    """Finds objects whose files were deleted from a folder that still has their bytes."""
     if not isinstance(store, DirectoryStore):
         return
     gone: dict[str, list[str]] = defaultdict(list)

@@ -31,7 +31,7 @@ class Spool:
         self._end = self._flushed = 0
 
     def put(self, data: bytes) -> int:
-        """Append an item; returns the offset where it begins."""
+        """Appends an item; returns the offset where it begins."""
         place = self._end
         self._file.write(_SIZE.pack(len(data)))
         self._file.write(data)
@@ -54,7 +54,7 @@ class Lazy(Sequence[T]):
     """A list whose items are made on access; its slices are not copies."""
 
     def item(self, index: int) -> T:
-        """Make the item at an index of 0 or more."""
+        """Makes the item at an index of 0 or more."""
         raise NotImplementedError
 
     @overload
@@ -90,7 +90,7 @@ class Spooled(Lazy[T]):
         self._recent_bytes = 0
 
     def add(self, seq: int, place: int, item: T | None = None) -> None:
-        """Append the item that begins at offset `place`; a given `item` stays in memory."""
+        """Appends the item that begins at offset `place`; a given `item` stays in memory."""
         if item is not None:
             self._held[len(self.seqs)] = item
         self.seqs.append(seq)
@@ -106,7 +106,7 @@ class Spooled(Lazy[T]):
         return len(self.seqs)
 
     def item(self, index: int) -> T:
-        """Decode the item, unless it is in memory or was accessed lately."""
+        """Decodes the item, unless it is in memory or was accessed lately."""
         if index in self._held:
             return self._held[index]
         if (known := self._recent.get(index)) is not None:
@@ -148,7 +148,7 @@ class Times(Mapping[int, float]):
         self._times_s = array("d")
 
     def add(self, seq: int, time_s: float) -> None:
-        """Add the time of the next message."""
+        """Adds the time of the next message."""
         self._seqs.append(seq)
         self._times_s.append(time_s)
 

@@ -55,7 +55,7 @@ class Columns:
         self._values = array("d")
 
     def add(self, *row: float) -> None:
-        """Append a row; one value for each column."""
+        """Appends a row; one value for each column."""
         self._values.extend(row)
 
     def __len__(self) -> int:
@@ -71,7 +71,7 @@ class Columns:
         return {name: rows[:, place].copy() for name, place in self._index.items()}
 
     def replace(self, columns: dict[str, Column]) -> None:
-        """Replace all rows by these."""
+        """Replaces all rows by these."""
         rows = np.stack([columns[name] for name in self._index], axis=1)
         self._values = array("d", np.ascontiguousarray(rows, np.float64).tobytes())
 
@@ -198,7 +198,7 @@ class TimeSeries:
 async def read_time_series(
     context: RunContext, created_s: float, progress: Callable[[int, int], None] | None = None
 ) -> TimeSeries:
-    """Read a run's tape up to now as a time series.
+    """Reads a run's tape up to now as a time series.
 
     Args:
         context: the run's context.
@@ -243,11 +243,11 @@ class Builder:
         ]
 
     def look_at(self, messages: int) -> None:
-        """Sample the cosines of about `COSINES` rounds, over a tape of `messages` messages."""
+        """Samples the cosines of about `COSINES` rounds, over a tape of `messages` messages."""
         self._every = 1 + messages // (5 * COSINES)
 
     def take(self, item: Item) -> None:
-        """Add the tape's next message."""
+        """Adds the tape's next message."""
         self._series.extent.take(item)
         match item:
             case InvalidMessage():
@@ -390,7 +390,7 @@ MOST_ROWS = 200_000
 
 
 def condense(series: TimeSeries, most_rows: int = MOST_ROWS) -> bool:
-    """Halve the tables of updates with more than `most_rows`; returns whether there were any."""
+    """Halves the tables of updates with more than `most_rows`; returns whether there were any."""
     keys = {"updates": ("learner", "incarnation", "fragment"), "inputs": ("learner", "fragment")}
     done = False
     for name, key in keys.items():
@@ -402,7 +402,7 @@ def condense(series: TimeSeries, most_rows: int = MOST_ROWS) -> bool:
 
 
 def _halved(columns: dict[str, Column], key: tuple[str, ...]) -> dict[str, Column]:
-    """Merge rows of the same key two by two, in order of time."""
+    """Merges rows of the same key two by two, in order of time."""
     order = np.lexsort([columns["time_s"], *(columns[name] for name in reversed(key))])
     sorted_rows = {name: values[order] for name, values in columns.items()}
     changed = np.zeros(len(order), bool)

@@ -84,7 +84,7 @@ class Watch:
         return max(1, await context.bus.last_sequence(context.tape) - WINDOW)
 
     async def begin(self, start_seq: int | None = None) -> RunStatus:
-        """Read the tape to its end, from `start_seq` (1: all of it), else from `first_seq`."""
+        """Reads the tape to its end, from `start_seq` (1: all of it), else from `first_seq`."""
         self._next_seq = start_seq or await self.first_seq()
         self.observed.from_start = self._next_seq == 1
         async for item in read_tape(self._context, self._next_seq):
@@ -98,7 +98,7 @@ class Watch:
         return await self.look_into_store(NEVER_S if self.observed.ended else FIRST_LOOK_S)
 
     async def caught_up(self) -> RunStatus:
-        """Read heartbeats and leases after the tape; returns the run's status."""
+        """Reads heartbeats and leases after the tape; returns the run's status."""
         context, observed = self._context, self.observed
         if not observed.from_start:
             observed.settings, _ = await effective_settings(context)
@@ -109,7 +109,7 @@ class Watch:
         return await self.now()
 
     async def follow(self, start_seq: int | None = None, *, store: bool = False) -> None:
-        """Follow the tape from the last position, or from `start_seq`; returns at the run's end.
+        """Follows the tape from the last position, or from `start_seq`; returns at the run's end.
 
         With `store`, checks the store at intervals as well.
         """
@@ -129,7 +129,7 @@ class Watch:
             await cancel(beats, looking)
 
     def take(self, item: Item) -> None:
-        """Note the tape's next message.
+        """Notes the tape's next message.
 
         Raises:
             IntegrityError, RunMismatchError: as `check_record`.
@@ -173,7 +173,7 @@ class Watch:
     async def look_into_store(
         self, within_s: float = NEVER_S, *, objects: bool = True
     ) -> RunStatus:
-        """Check the store; returns the last known status with findings on it.
+        """Checks the store; returns the last known status with findings on it.
 
         Args:
             within_s: seconds after which no more shards are read.
@@ -227,7 +227,7 @@ async def read_heartbeats(context: RunContext, learners: Iterable[str]) -> dict[
 
 
 async def read_leases(context: RunContext) -> tuple[dict[int, wire.Lease], list[wire.Lease]]:
-    """Read the leases: each fragment's owner's, and each live aggregator's."""
+    """Reads the leases: each fragment's owner's, and each live aggregator's."""
     owners: dict[int, wire.Lease] = {}
     aggregators: list[wire.Lease] = []
     with contextlib.suppress(StreamMissingError):

@@ -44,7 +44,7 @@ class TorchLearner(TensorLearner):
     check: Callable[[], None] = staticmethod(lambda: None)
 
     def restore(self, state: torch.optim.Optimizer) -> None:
-        """Load the optimizer's state from the last checkpoint, if there is one."""
+        """Loads the optimizer's state from the last checkpoint, if there is one."""
         with begun(state) as (like, take):
             found = super().restore(like)
             if found is not like:
@@ -57,7 +57,7 @@ class TorchLearner(TensorLearner):
         metrics: Mapping[str, Any] | None = None,
         save: torch.optim.Optimizer | None = None,
     ) -> None:
-        """Take a step boundary; as `diloco.models.frameworks.loop.TensorLearner`.
+        """Takes a step boundary; as `diloco.models.frameworks.loop.TensorLearner`.
 
         Args:
             loss: loss of the step, a tensor that may still be computing: it is read a step later.
@@ -80,7 +80,7 @@ def join(
     tokens_per_step: int | None = None,
     replicated: bool = False,
 ) -> Iterator[TorchLearner]:
-    """Join a run with a module's parameters; as `diloco.join`.
+    """Joins a run with a module's parameters; as `diloco.join`.
 
     Within the block, the worker processes of a DataLoader are spawned: forked ones would inherit
     locks that JAX's threads hold.
@@ -135,10 +135,10 @@ def create(
     table: Table | None = None,
     hint: Hint = default_hint,
 ) -> None:
-    """Create the run of a TOML file, which begins with a module's parameters."""
+    """Creates the run of a TOML file, which begins with a module's parameters."""
     create_tensors(file, ModuleTensors(module), table=table, hint=hint)
 
 
 def load(run: str | Path, module: torch.nn.Module, *, table: Table | None = None) -> None:
-    """Copy the newest global parameters of a run into a module."""
+    """Copies the newest global parameters of a run into a module."""
     load_tensors(run, ModuleTensors(module), table=table)

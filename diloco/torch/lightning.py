@@ -30,11 +30,11 @@ class DilocoCallback(Callback):  # type: ignore[misc] # of an untyped package
         return self._loop.state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take this learner's entry from the checkpoint from which training resumes."""
+        """Takes this learner's entry from the checkpoint from which training resumes."""
         self._resumed = state_dict
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Join the run, and ensure that this learner reads data of its own."""
+        """Joins the run, and ensure that this learner reads data of its own."""
         loop, loader = self._loop, trainer.train_dataloader
         check_workers(loader)
         if not loop.own_data:
@@ -53,13 +53,13 @@ class DilocoCallback(Callback):  # type: ignore[misc] # of an untyped package
         self._follow_clock(trainer)
 
     def on_train_batch_start(self, *_: Any) -> None:
-        """Put the learner's own parameters back into the module."""
+        """Puts the learner's own parameters back into the module."""
         self._loop.hide()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any
     ) -> None:
-        """Take the run's step boundary, if the optimizer has taken a step."""
+        """Takes the run's step boundary, if the optimizer has taken a step."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         self._losses += [] if loss is None else [loss]
         if trainer.global_step == self._stepped:
@@ -73,11 +73,11 @@ class DilocoCallback(Callback):  # type: ignore[misc] # of an untyped package
         self._follow_clock(trainer)
 
     def on_validation_start(self, *_: Any) -> None:
-        """Put the global parameters into the module; the next training batch removes them."""
+        """Puts the global parameters into the module; the next training batch removes them."""
         self._loop.show()
 
     def on_train_end(self, *_: Any) -> None:
-        """Leave the run; the module then has its newest parameters."""
+        """Leaves the run; the module then has its newest parameters."""
         self._loop.end()
 
     def on_exception(
@@ -86,7 +86,7 @@ class DilocoCallback(Callback):  # type: ignore[misc] # of an untyped package
         pl_module: LightningModule,  # noqa: ARG002
         exception: BaseException,
     ) -> None:
-        """Leave in order after an interrupt or exit; after other exceptions, end as by a crash."""
+        """Leaves in order after an interrupt or exit; after other exceptions, as in a crash."""
         if isinstance(exception, KeyboardInterrupt | SystemExit):
             self._loop.end()
         else:

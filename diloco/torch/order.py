@@ -77,7 +77,7 @@ def give_order(
     trained: int = 0,
     seed: int = 0,
 ) -> None:
-    """Make a trainer's shuffled loader read in the learner's own order.
+    """Makes a trainer's shuffled loader read in the learner's own order.
 
     Args:
         loader: the trainer's loader.
@@ -126,7 +126,7 @@ def give_order(
 
 
 def check_workers(loader: Any) -> None:
-    """Refuse a loader that forks its workers under JAX's threads.
+    """Refuses a loader that forks its workers under JAX's threads.
 
     Raises:
         ConfigError: the loader forks its workers.

@@ -76,7 +76,7 @@ class RankTensors(ModuleTensors):
         return NamedSharding(self._mesh, PartitionSpec(*(names or None for names in cuts)))
 
     def check(self) -> None:
-        """Refuse parameters that changed their tensors or placements since this learner joined.
+        """Refuses parameters that changed their tensors or placements since this learner joined.
 
         Raises:
             ParametersError: the parameters differ.
@@ -109,7 +109,7 @@ class RankTensors(ModuleTensors):
             one.to_local().copy_(_part(values, one))
 
     def _reshard(self) -> None:
-        """Drop parameters gathered in a forward without a backward, or the next would use them."""
+        """Drops parameters gathered in a forward without a backward, or the next would use them."""
         for one in self._sharded:
             one.reshard()
 
@@ -132,7 +132,7 @@ def _part(values: torch.Tensor, like: DTensor) -> torch.Tensor:
 
 
 def _meet() -> None:
-    """Begin JAX's distributed runtime over the ranks, each with one device of its CPU.
+    """Begins JAX's distributed runtime over the ranks, each with one device of its CPU.
 
     Raises:
         ConfigError: the ranks are on several machines, and no setting gives rank 0's address.

@@ -57,7 +57,7 @@ class ModuleTensors:
         return np.asarray(values)
 
     def write(self, name: str, values: np.ndarray) -> None:
-        """Set a parameter's values, in place."""
+        """Sets a parameter's values, in place."""
         own = np.require(values, requirements=("C", "W"))  # as torch requires
         if own.dtype == ml_dtypes.bfloat16:
             given = torch.from_numpy(own.view(np.int16)).view(torch.bfloat16)
@@ -68,7 +68,7 @@ class ModuleTensors:
             self._set(name, given)
 
     def check(self) -> None:
-        """Check that parameters divided by ranks are still those that joined; here, do nothing."""
+        """Does nothing: only parameters that are divided by ranks need a check."""
 
     def _local(self, name: str) -> torch.Tensor:
         """Returns this process's part of a parameter."""
@@ -79,7 +79,7 @@ class ModuleTensors:
 
     @contextlib.contextmanager
     def _aside(self, tensor: torch.Tensor) -> Any:
-        """Run the block's copies on another CUDA stream, after the tensor's computation."""
+        """Runs the block's copies on another CUDA stream, after the tensor's computation."""
         if tensor.device.type != "cuda":
             yield
             return

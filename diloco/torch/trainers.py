@@ -72,7 +72,7 @@ class TrainerLoop:
         *,
         replicated: bool = False,
     ) -> None:
-        """Join the run: the module takes its newest version.
+        """Joins the run: the module takes its newest version.
 
         Args:
             module: the module that is trained.
@@ -113,7 +113,7 @@ class TrainerLoop:
         return {"run": load_config(Path(self._file)).run.name, "learner": self.learner}
 
     def step(self, losses: list[Any], *, summed: bool) -> bool:
-        """Note a step of the optimizer; returns whether training is to end.
+        """Notes a step of the optimizer; returns whether training is to end.
 
         Args:
             losses: losses of its batches.
@@ -135,18 +135,18 @@ class TrainerLoop:
             return self.island.done
 
     def show(self) -> None:
-        """Put the global parameters into the module, until `hide`."""
+        """Puts the global parameters into the module, until `hide`."""
         if self.trains and not self._shown:
             self._view.enter_context(self.island.viewed())
             self._shown = True
 
     def hide(self) -> None:
-        """Put the learner's own parameters back into the module."""
+        """Puts the learner's own parameters back into the module."""
         self._view.close()
         self._shown = False
 
     def check_shown(self) -> None:
-        """Refuse an evaluation of this learner's own parameters.
+        """Refuses an evaluation of this learner's own parameters.
 
         Raises:
             ConfigError: the evaluation saw them.
@@ -159,7 +159,7 @@ class TrainerLoop:
                 )
 
     def end(self, *, keep: bool = False) -> None:
-        """Leave the run in order.
+        """Leaves the run in order.
 
         Args:
             keep: the module stays as it is, such as the best one; else it gets the newest
@@ -178,7 +178,7 @@ class TrainerLoop:
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
-        """End the life on any error in the block, since trainers do not pass errors on."""
+        """Ends the life on any error in the block, since trainers do not pass errors on."""
         try:
             yield
         except BaseException as error:
@@ -186,7 +186,7 @@ class TrainerLoop:
             raise
 
     def fail(self, error: BaseException | None) -> None:
-        """End as by a crash, without sending anything."""
+        """Ends as by a crash, without sending anything."""
         if self.trains:
             self._joined = None
             self.hide()
@@ -196,7 +196,7 @@ class TrainerLoop:
 
 
 def follow_clock(schedule: Any, global_step: int) -> None:
-    """Set a learning-rate schedule that is a function of the step to the run's clock."""
+    """Sets a learning-rate schedule that is a function of the step to the run's clock."""
     if isinstance(schedule, LambdaLR) and schedule.last_epoch != global_step:
         schedule.last_epoch = global_step - 1
         with warnings.catch_warnings():  # of a schedule that moves before the first step

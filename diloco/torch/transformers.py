@@ -39,11 +39,11 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc] # of an untyped pac
         self._summed, self._ranks = False, 1
 
     def __enter__(self) -> Self:
-        """Support `with callback:`, for a notebook, which outlives a failed training."""
+        """Supports `with callback:`, for a notebook, which outlives a failed training."""
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        """End as by a crash if training has not ended: Trainer tells no callback of an error."""
+        """Ends as by a crash if training has not ended: Trainer tells no callback of an error."""
         self._loop.fail(error)
 
     def on_train_begin(
@@ -53,7 +53,7 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc] # of an untyped pac
         control: TrainerControl,  # noqa: ARG002 - as all events have it
         **given: Any,
     ) -> None:
-        """Join the run, and ensure that this learner reads data of its own."""
+        """Joins the run, and ensure that this learner reads data of its own."""
         ranks = args.world_size
         if args.n_gpu > 1 or (ranks > 1 and (args.fsdp or args.deepspeed)):
             raise ConfigError(
@@ -94,11 +94,11 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc] # of an untyped pac
             self._losses.append(loss.detach() * (self._ranks if self._summed else 1))
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Put the learner's own parameters back into the model."""
+        """Puts the learner's own parameters back into the model."""
         self._loop.hide()
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        """Put the learner's own parameters back, if an evaluation between batches changed them."""
+        """Puts the learner's own parameters back, if an evaluation between batches changed them."""
         self._loop.hide()
 
     def on_step_end(
@@ -108,7 +108,7 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc] # of an untyped pac
         control: TrainerControl,
         **given: Any,
     ) -> None:
-        """Take the run's step boundary, once for each step of the optimizer."""
+        """Takes the run's step boundary, once for each step of the optimizer."""
         losses, self._losses = self._losses, []
         if self._loop.step(losses, summed=self._summed):
             control.should_training_stop = True
@@ -118,7 +118,7 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc] # of an untyped pac
             self._loop.show()  # on all ranks, though only one saves
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
-        """Put the global parameters into the model, for evaluating, saving and comparing it."""
+        """Puts the global parameters into the model, for evaluating, saving and comparing it."""
         self._loop.show()
 
     def on_evaluate(
@@ -129,7 +129,7 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc] # of an untyped pac
         metrics: dict[str, float],
         **_: Any,
     ) -> None:
-        """Report the evaluation's loss to the run.
+        """Reports the evaluation's loss to the run.
 
         Raises:
             ConfigError: it was measured on this learner's own parameters.
@@ -145,6 +145,6 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc] # of an untyped pac
         control: TrainerControl,  # noqa: ARG002 - as all events have it
         **_: Any,
     ) -> None:
-        """Leave the run; the model gets its newest parameters, or keeps the best if loaded."""
+        """Leaves the run; the model gets its newest parameters, or keeps the best if loaded."""
         best = args.load_best_model_at_end and state.best_model_checkpoint is not None
         self._loop.end(keep=best)

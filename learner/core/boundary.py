@@ -60,7 +60,7 @@ class Post(Protocol):
     """Hands an event and its arrays to the training loop."""
 
     def __call__(self, event: Event, payload: Decoded = NOTHING) -> None:
-        """Hand over `event` with `payload`; may be called from the background thread."""
+        """Hands over `event` with `payload`; may be called from the background thread."""
 
 
 # --- Out

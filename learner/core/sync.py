@@ -220,7 +220,7 @@ def _on_stepped(rules: SyncRules, state: State, event: Stepped) -> Result:
 def _adopt(
     rules: SyncRules, state: State, index: int, fragment: FragmentState, effects: list[Effect]
 ) -> FragmentState:
-    """Adopt all records that are ready, in order.
+    """Adopts all records that are ready, in order.
 
     Where views overwrite parameters, the steps not sent by then are lost and no longer counted
     (paper §3: counters of p reset).
@@ -263,7 +263,7 @@ def _adopt(
 
 
 def _with_share(rules: SyncRules, state: State, fragment: FragmentState) -> FragmentState:
-    """Drop a share of the unsent work: no manifest claims it, and no update waits for it.
+    """Drops a share of the unsent work: no manifest claims it, and no update waits for it.
 
     The steps are whole, rounded up, so that a manifest claims no more than its tensors hold; but
     one step stays, or there would be nothing to send when it is due.
@@ -287,7 +287,7 @@ def _send(
     now_s: float,
     effects: list[Effect],
 ) -> FragmentState:
-    """Start an update if the fragment is due; announce an update again that no record resolves."""
+    """Starts an update if the fragment is due; announces again one that no record resolves."""
     flying = fragment.in_flight
     if flying is not None:
         # From the last announcement, not from the boundary: an upload that takes minutes is not
@@ -386,7 +386,7 @@ def _on_round_opened(rules: SyncRules, state: State, event: RoundOpened) -> Resu
 
 
 def _in_phase(rules: SyncRules, state: State, index: int, fragment: FragmentState) -> FragmentState:
-    """Delay the fragment's next update by the steps that the one in flight waited for its round.
+    """Delays the fragment's next update by the steps that the one in flight waited for its round.
 
     Rounds are paced from round to round, but `due_steps` counts from the update: without this,
     after an outage, every update would come too early for its round by the same number of steps.

@@ -70,7 +70,7 @@ class Listener:
         return f"{host}:{port}"
 
     async def meet(self, hosts: int, secret: str) -> dict[int, WorkerConnection]:
-        """Wait until all workers of `hosts` hosts are connected; then accept no more.
+        """Waits until all workers of `hosts` hosts are connected; then accepts no more.
 
         Raises:
             HostLostError: a worker did not connect.
@@ -99,7 +99,7 @@ class Listener:
 
 
 async def listen(interface: str) -> Listener:
-    """Begin to listen for workers."""
+    """Begins to listen for workers."""
     came: asyncio.Queue[tuple[Hello, WorkerConnection]] = asyncio.Queue()
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -139,7 +139,7 @@ class _Attempt(Preparation):
         self._answers = answers
 
     async def ready(self) -> None:
-        """Wait until all workers have the change on their devices.
+        """Waits until all workers have the change on their devices.
 
         Raises:
             ObjectMissingError, IntegrityError: as a worker reports.
@@ -152,7 +152,7 @@ class _Attempt(Preparation):
         self._coordinator.forget(self._number)
 
     def drop(self) -> None:
-        """Have the workers free the attempt's tensors."""
+        """Has the workers free the attempt's tensors."""
         self._coordinator.forget(self._number)
         self._coordinator.write(Drop(attempt=self._number))
 
@@ -194,49 +194,49 @@ class Coordinator(Alone):
         return self._leave_asked
 
     def say(self, message: HostMessage) -> None:
-        """Send a message to all workers; may be called from any thread."""
+        """Sends a message to all workers; may be called from any thread."""
         self._loop.call_soon_threadsafe(self.write, message)
 
     def tell(self, boundary: Boundary) -> None:
-        """Send the workers a boundary; after the last one, they may end."""
+        """Sends the workers a boundary; after the last one, they may end."""
         if boundary.then == "end":
             self._loop.call_soon_threadsafe(self._let_go)
         self.say(Turn(boundary=boundary))
 
     def give_up(self, error: DilocoError) -> None:
-        """Tell the workers what ends this life; may be called from any thread."""
+        """Tells the workers what ends this life; may be called from any thread."""
         self._loop.call_soon_threadsafe(self._let_go)
         self.say(ending_of(error))
 
     def write(self, message: HostMessage) -> None:
-        """Send a message to all workers; on the loop."""
+        """Sends a message to all workers; on the loop."""
         data = frame(message)
         for connection in self._connections.values():
             connection.writer.write(data)
 
     def prepare(self, change: Change) -> _Attempt:
-        """Ask the workers to bring a change onto their devices."""
+        """Asks the workers to bring a change onto their devices."""
         number = next(self._numbers)
         answers = self._attempts[number] = self._answers()
         self.write(Prepare(attempt=number, change=change))
         return _Attempt(self, number, answers)
 
     def forget(self, attempt: int) -> None:
-        """Forget an attempt: answers to it that still come are dropped."""
+        """Forgets an attempt: answers to it that still come are dropped."""
         self._attempts.pop(attempt, None)
 
     async def stored(self, fragment: int, seq: int) -> tuple[wire.Shard, ...]:
-        """Wait until all workers have stored their shards of an update; returns the shards."""
+        """Waits until all workers have stored their shards of an update; returns the shards."""
         found = await self._stored[fragment, seq].all
         del self._stored[fragment, seq]
         return tuple(shard for part in found for shard in part)
 
     async def checkpoints(self) -> list[set[CheckpointId]]:
-        """Wait for all workers' lists of the checkpoints of which they have their parts."""
+        """Waits for all workers' lists of the checkpoints of which they have their parts."""
         return [set(found) for found in await self._have.all]
 
     async def close(self) -> None:
-        """End all connections."""
+        """Ends all connections."""
         self._ended = True
         for connection in self._connections.values():
             connection.writer.close()

@@ -208,7 +208,7 @@ def unframe(data: bytes) -> HostMessage:
 
 
 def _named(value: Any) -> Any:
-    """Turn messages, nested records and named tuples into maps of their fields."""
+    """Turns messages, nested records and named tuples into maps of their fields."""
     if isinstance(value, BaseModel):
         return {name: _named(getattr(value, name)) for name in type(value).model_fields}
     if hasattr(value, "_asdict"):
@@ -228,7 +228,7 @@ _MEETINGS: Final = itertools.count(1)
 
 
 def wait_for_hosts(within_s: float = MEET_S) -> None:
-    """Wait until all hosts of this learner have called this function equally often.
+    """Waits until all hosts of this learner have called this function equally often.
 
     A collective cannot replace it: between CPUs the first collective of a group of devices must
     find its peers within 30 s (gloo's fixed limit), whatever the hosts still load or compile.
@@ -256,7 +256,7 @@ def meeting_place() -> str | None:
 
 
 def exchange_secret(address: str) -> tuple[str, str]:
-    """Send host 0's address and a secret to every host, by a collective of JAX.
+    """Sends host 0's address and a secret to every host, by a collective of JAX.
 
     Args:
         address: where host 0 listens; the other hosts' value is ignored.
@@ -283,7 +283,7 @@ def end_if_hanging(
     within_s: float = HANGING_S,
     why: BaseException | None = None,
 ) -> threading.Timer:
-    """End this process after `within_s`, even if it hangs in JAX's collective or shutdown.
+    """Ends this process after `within_s`, even if it hangs in JAX's collective or shutdown.
 
     Only callers of the training loop use it; owners of a connection raise `HostLostError`.
 
@@ -315,7 +315,7 @@ def host_gone(who: str) -> HostLostError:
 
 
 async def read_message(reader: asyncio.StreamReader) -> HostMessage:
-    """Read the next message.
+    """Reads the next message.
 
     Raises:
         WireError: the bytes are not a message of this release.

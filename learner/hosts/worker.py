@@ -70,11 +70,11 @@ class HostLink:
         self._task = loop.create_task(self._listen(reader))
 
     def tell(self, message: HostMessage) -> None:
-        """Send a message to host 0; may be called from any thread."""
+        """Sends a message to host 0; may be called from any thread."""
         self._loop.call_soon_threadsafe(self._writer.write, frame(message))
 
     def receive(self, kind: type[M]) -> M:
-        """Wait for host 0's next message that is not in `requests`; it must be of `kind`.
+        """Waits for host 0's next message that is not in `requests`; it must be of `kind`.
 
         Raises:
             HostLostError: host 0 is gone.
@@ -88,12 +88,12 @@ class HostLink:
         return message
 
     def fail(self, error: BaseException) -> None:
-        """End this life with `error`, at the training loop's next check."""
+        """Ends this life with `error`, at the training loop's next check."""
         self._failed = error
         self._inbox.put(error)
 
     def check(self) -> None:
-        """Raise the error that ends this life, if there is one; takes no message.
+        """Raises the error that ends this life, if there is one; takes no message.
 
         Raises:
             BaseException: the error that ends it.
@@ -102,7 +102,7 @@ class HostLink:
             raise self._failed
 
     async def close(self) -> None:
-        """End the connection."""
+        """Ends the connection."""
         self._ended = True
         await cancel(self._task)
         self._writer.close()
@@ -135,7 +135,7 @@ class HostLink:
 async def connect(
     host: int, address: str, secret: str, lost: Callable[[BaseException], None]
 ) -> HostLink:
-    """Connect to host 0 as host number `host`; `lost` as in `HostLink`."""
+    """Connects to host 0 as host number `host`; `lost` as in `HostLink`."""
     name, _, port = address.rpartition(":")
     async with asyncio.timeout(MEET_S):
         reader, writer = await asyncio.open_connection(name, int(port))
@@ -206,19 +206,19 @@ class Worker:
         return self._link.receive(Turn).boundary
 
     def payload(self, fragment: int, record_seq: int) -> Any:
-        """Take the tensors of a record, once; host 0 plans it when all have them."""
+        """Takes the tensors of a record, once; host 0 plans this when all hosts have them."""
         held = self._held.pop((fragment, record_seq), None)
         return None if held is None else held.tensors
 
     def say(self, word: Outgoing | Republish | Done) -> None:
-        """Store this host's shards of an update; host 0 sends all messages."""
+        """Stores this host's shards of an update; host 0 sends all messages."""
         if isinstance(word, Outgoing):
             self._spawn(self._store(word))
 
     # On the event loop
 
     async def serve(self) -> None:
-        """Carry out host 0's requests beside training; never returns."""
+        """Carries out host 0's requests beside training; never returns."""
         try:
             while True:
                 self._take(await self._link.requests.get())
@@ -266,7 +266,7 @@ class Worker:
 
 
 def check_same(what: str, here: str, there: str) -> None:
-    """Refuse to train if `what` differs between this host (`here`) and host 0 (`there`).
+    """Refuses to train if `what` differs between this host (`here`) and host 0 (`there`).
 
     Raises:
         ConfigError: the two differ.

@@ -194,7 +194,7 @@ def _checked(like: Any, checkpoint: HostCheckpoint) -> list[np.ndarray]:
 
 
 def check_facts(facts: Facts, like: Any, *, run: str, layout: str, learner: str) -> None:
-    """Refuse a checkpoint of another run, model, optimizer or learner before its arrays are read.
+    """Refuses a checkpoint of another run, model, optimizer or learner before its arrays are read.
 
     Raises:
         CheckpointError: names the difference.
@@ -270,7 +270,7 @@ class Folder:
         }
 
     def _array(self, number: int, key: str) -> np.ndarray:
-        """Read one array by itself: orbax logs an error for each of several, if one is damaged."""
+        """Reads one array by itself: orbax logs an error for each of several, if one is damaged."""
         with _refused():
             from orbax import checkpoint as ocp
 
@@ -283,7 +283,7 @@ class Folder:
             return np.asarray(found["state"][key])
 
     def write(self, checkpoint: HostCheckpoint) -> int:
-        """Write the next checkpoint, whole or not at all; returns its number.
+        """Writes the next checkpoint, whole or not at all; returns its number.
 
         Raises:
             CheckpointError: the checkpoint could not be written.
@@ -412,7 +412,7 @@ def pack(checkpoint: HostCheckpoint) -> bytes:
 
 
 def unpack(data: bytes) -> HostCheckpoint:
-    """Unpack a checkpoint from an object's bytes, which are untrusted; checks nothing.
+    """Unpacks a checkpoint from an object's bytes, which are untrusted; checks nothing.
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
@@ -490,7 +490,7 @@ def _parse(text: str) -> Facts:
 
 @contextlib.contextmanager
 def _refused() -> Iterator[None]:
-    """Turn any exception over a damaged checkpoint or a full disk into a `CheckpointError`."""
+    """Turns any exception over a damaged checkpoint or a full disk into a `CheckpointError`."""
     try:
         yield
     except CheckpointError:

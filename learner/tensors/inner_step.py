@@ -154,7 +154,7 @@ def _gradient(
 
 
 def _in_parts(leaf: Any, parts: int) -> jax.Array:
-    """Reshape rows [B, ...] to [B / parts, parts, ...]: each part has rows of every device."""
+    """Reshapes rows [B, ...] to [B / parts, parts, ...]: each part has rows of every device."""
     rows = jnp.asarray(leaf)
     return jnp.reshape(rows, (-1, parts, *rows.shape[1:])) if rows.ndim else rows
 

@@ -65,7 +65,7 @@ def single(device: Any = None) -> Mesh:
 
 
 def constrain(values: jax.Array, *axes: Any) -> jax.Array:
-    """Constrain an activation's sharding: one item of a `PartitionSpec` for each leading axis.
+    """Constrains an activation's sharding: one item of a `PartitionSpec` for each leading axis.
 
     Returns `values` unchanged outside of a mesh, and within `shard_map`, whose body is per device.
     """
@@ -340,7 +340,7 @@ class BatchPlacer:
 
 @contextlib.contextmanager
 def within(mesh: Mesh, precision: str | None = None) -> Iterator[None]:
-    """Trace programs under the mesh and this precision of matrix products within the block."""
+    """Traces programs under the mesh and this precision of matrix products within the block."""
     with jax.set_mesh(mesh), jax.default_matmul_precision(precision or "default"):
         yield
 
@@ -349,7 +349,7 @@ def within(mesh: Mesh, precision: str | None = None) -> Iterator[None]:
 
 
 def open_groups(shardings: Iterable[Sharding | None], meet: Callable[[], None]) -> None:
-    """Have all hosts open their collectives' connections, in every group over which a mesh may sum.
+    """Has all hosts open their collectives' connections, in every group over which a mesh may sum.
 
     Between CPUs the first collective of a group must find its peers within 30 s, and hosts may take
     longer than that to compile the same program. Later collectives wait for half an hour.

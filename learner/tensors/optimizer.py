@@ -54,7 +54,7 @@ def adamw(
     eps: float = 1e-8,
     hint: Hint = default_hint,
 ) -> optax.GradientTransformation:
-    """AdamW (arXiv 1711.05101) without learning rate: the caller multiplies by -learning rate.
+    """Returns AdamW (arXiv 1711.05101) without learning rate: callers multiply by minus the rate.
 
     The update is Adam's direction of the clipped gradient plus weight_decay * θ, so that the
     decay is scaled by the learning rate too. Only matrices decay: a tensor with at least two
@@ -87,7 +87,7 @@ def muon(
     hint: Hint = default_hint,
     matrices: MatrixHint | None = None,
 ) -> optax.GradientTransformation:
-    """Muon (arXiv 2502.16982) without learning rate: the caller multiplies by -learning rate.
+    """Returns Muon (arXiv 2502.16982) without learning rate: callers multiply by minus the rate.
 
     A matrix moves along the nearest orthogonal matrix to its momentum, scaled so that an entry's
     root mean square is that of AdamW's direction. Tensors that are not matrices of a layer
@@ -132,7 +132,7 @@ def direction_by(
 
 
 def matrices_by_hint(hint: Hint) -> MatrixHint:
-    """Derive a `MatrixHint` from a `TensorHint`: two axes beside the stacked ones are a matrix.
+    """Derives a `MatrixHint` from a `TensorHint`: two axes beside the stacked ones are a matrix.
 
     Averaged tensors have no matrices: embeddings are averaged, and their rows learn independently.
     """
@@ -306,7 +306,7 @@ def orthogonalized(
 def _each_on_a_device(
     function: Callable[[jax.Array], jax.Array], matrices_NxIxO: jax.Array
 ) -> jax.Array:
-    """Apply `function` to whole matrices dealt out over devices; restore the sharding afterwards.
+    """Applies `function` to whole matrices dealt out over devices; restores their sharding.
 
     One axis of the mesh moves at a time, which the compiler does in place: for several at once it
     would gather the matrices.
@@ -322,7 +322,7 @@ def _each_on_a_device(
 
 
 def _newton_schulz(matrix_IxO: jax.Array, coefficients: jax.Array) -> jax.Array:
-    """Take five steps of x -> a x + b (x x') x + c (x x')² x: singular values come close to 1."""
+    """Takes five steps of x -> a x + b (x x') x + c (x x')² x: singular values come close to 1."""
     a, b, c = coefficients.astype(matrix_IxO.dtype)
     wide = matrix_IxO.shape[0] <= matrix_IxO.shape[1]
     x: jax.Array = matrix_IxO if wide else matrix_IxO.T

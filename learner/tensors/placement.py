@@ -198,7 +198,7 @@ class Ownership:
     parts: tuple[_OwnedPiece, ...]
 
     def collect(self, codes: Codes) -> Encoded:
-        """Copy this host's owned rows of an update from the devices: scales [n], codes [n, items].
+        """Copies this host's owned rows of an update to the host: scales [n], codes [n, items].
 
         Waits for the devices.
         """
@@ -210,7 +210,7 @@ class Ownership:
         )
 
     def gather(self, arrays: Sequence[jax.Array]) -> np.ndarray:
-        """Copy the owned rows from `arrays` of blocks, one for each piece of the fragment."""
+        """Copies the owned rows from `arrays` of blocks, one for each piece of the fragment."""
         items = arrays[0].shape[len(self.parts[0].placed.grid) :]
         rows = np.empty((len(self.owned), *items), arrays[0].dtype)
         for part, array in zip(self.parts, arrays, strict=True):
@@ -226,7 +226,7 @@ class Ownership:
         return rows
 
     def place(self, rows: Encoded) -> Codes:
-        """Put this host's blocks of a version delta on its devices; `rows` has one row for each."""
+        """Puts this host's blocks of a version delta on its devices; `rows` has a row for each."""
         scaled = bool(np.size(rows.scales))
         codes_NxI = np.asarray(rows.codes).reshape(len(self.held), -1)
         placed = []
@@ -237,14 +237,14 @@ class Ownership:
         return tuple(placed)
 
     def place_view(self, view_N: np.ndarray) -> tuple[jax.Array, ...]:
-        """Put this host's blocks of a view on its devices; the view is whole, float32 [N]."""
+        """Puts this host's blocks of a view on its devices; the view is whole, float32 [N]."""
         rows = view_N.reshape(-1, self.block)
         if len(self.held) != len(rows):
             rows = rows[self.held]
         return tuple(self._place(part, rows, copy=True) for part in self.parts)
 
     def _place(self, part: _OwnedPiece, rows: np.ndarray, *, copy: bool = False) -> jax.Array:
-        """Put a piece's rows on the devices; on CPU they may share memory, unless `copy`."""
+        """Puts a piece's rows on the devices; on CPU they may share memory, unless `copy`."""
         sides = tuple(stop - start for start, stop in part.box)
         items = rows.shape[1:]
         mine = rows[part.held : part.held + math.prod(sides)].reshape(*sides, *items)

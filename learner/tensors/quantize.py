@@ -45,7 +45,7 @@ Combine = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def encode(codec: Codec, values_N: Array, block: int) -> Encoded:
-    """Quantize a vector, in a few compiled kernels that follow each other on the device.
+    """Quantizes a vector, in a few compiled kernels that follow each other on the device.
 
     Args:
         codec: one of `CODECS`.
@@ -59,7 +59,7 @@ def encode(codec: Codec, values_N: Array, block: int) -> Encoded:
 def encode_blocks(
     codec: Codec, new: tuple[Array, ...], old: tuple[Array, ...] | None = None
 ) -> tuple[Encoded, ...]:
-    """Quantize arrays of blocks, or their differences, all in the same three kernels.
+    """Quantizes arrays of blocks, or their differences, all in the same three kernels.
 
     The result equals that of vectors bit for bit; no intermediate array is stored.
 
@@ -80,7 +80,7 @@ def encode_blocks(
 
 @partial(jax.jit, static_argnames=("codec", "block"))
 def decode_blocks(codec: Codec, encoded: Encoded, block: int) -> jax.Array:
-    """Dequantize an array of blocks, as `decode` does a vector; float32 [*G, block]."""
+    """Dequantizes an array of blocks, as `decode` does a vector; float32 [*G, block]."""
     codes = jnp.asarray(encoded.codes)
     if codec not in GREATEST_CODE:
         return codes.astype(jnp.float32)
@@ -97,7 +97,7 @@ def _lanes_of(block: int) -> int:
 
 
 def _fold(rows: jax.Array, combine: Combine) -> jax.Array:
-    """Reduce the lanes of each block, [*G, lanes], to one value, [*G]; traced into a kernel."""
+    """Reduces the lanes of each block, [*G, lanes], to one value, [*G]; traced into a kernel."""
     lanes = rows.shape[-1]
     while lanes > 1:
         lanes //= 2
@@ -106,7 +106,7 @@ def _fold(rows: jax.Array, combine: Combine) -> jax.Array:
 
 
 def _reduce_to_lanes(values: jax.Array, combine: Combine, lanes: int) -> jax.Array:
-    """Reduce each block of [*G, block] to a few lanes, [*G, lanes]; traced into a kernel.
+    """Reduces each block of [*G, block] to a few lanes, [*G, lanes]; traced into a kernel.
 
     `combine` is over integers and leaves zero as it is. XLA on CPU reduces a row of memory one
     element after the other, but several rows to one, and halves of rows, in vectors. The two must
@@ -124,7 +124,7 @@ def _reduce_to_lanes(values: jax.Array, combine: Combine, lanes: int) -> jax.Arr
 
 
 def _pad(values: jax.Array, before: int, after: int) -> jax.Array:
-    """Add zeros before and after the last axis."""
+    """Adds zeros before and after the last axis."""
     widths = [(0, 0, 0)] * (values.ndim - 1) + [(before, after, 0)]
     return jax.lax.pad(values, np.zeros((), values.dtype), widths)
 
@@ -147,7 +147,7 @@ def _differences(new: tuple[jax.Array, ...], old: tuple[jax.Array | None, ...]) 
 def _float_codes(
     new: tuple[jax.Array, ...], old: tuple[jax.Array | None, ...], *, codec: Codec
 ) -> tuple[Encoded, ...]:
-    """Convert to the codec's dtype: too small becomes 0, too large the greatest; NaN, inf stay."""
+    """Converts to the codec's dtype: too small becomes 0, too large the greatest; NaN, inf stay."""
     limit = np.float32(GREATEST_VALUE)
     encoded = []
     for values in _differences(new, old):
@@ -225,7 +225,7 @@ def _codes(
 
 
 def _codes_int4(quotients: jax.Array) -> jax.Array:
-    """Pack the halves of each block into low and high nibbles; uint8 [*G, block / 2]."""
+    """Packs the halves of each block into low and high nibbles; uint8 [*G, block / 2]."""
     codes = _round_int4(quotients)
     half = quotients.shape[-1] // 2
     return (codes[..., :half] | (codes[..., half:] << 4)).astype(jnp.uint8)

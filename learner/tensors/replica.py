@@ -92,7 +92,7 @@ class Replica:
         self.trained = self._tree(self._placement.outward(leaves))
 
     def send(self, fragment: int) -> Codes:
-        """Encode a fragment's unsent work, and keep the codes as the update in flight."""
+        """Encodes a fragment's unsent work, and keeps the codes as the update in flight."""
         kernels = self._kernels[fragment]
         leaves = self._placement.inward(_part(self._leaves(), kernels))
         codes = kernels.send(leaves, self._view(fragment))
@@ -110,15 +110,15 @@ class Replica:
         return self._ownership[fragment].held
 
     def collect(self, fragment: int, codes: Codes) -> Encoded:
-        """Copy the part of an update that this host uploads to the host; waits for the devices."""
+        """Copies this host's owned part of an update from the devices; waits for them."""
         return self._ownership[fragment].collect(codes)
 
     def place(self, fragment: int, rows: Encoded) -> Delta:
-        """Put a version delta on this host's devices; `rows` has its held blocks."""
+        """Puts a version delta on this host's devices; `rows` has its held blocks."""
         return Delta(self._ownership[fragment].place(rows))
 
     def place_view(self, fragment: int, view: np.ndarray) -> PendingView:
-        """Put a whole view, float32 [N], on the devices."""
+        """Puts a whole view, float32 [N], on the devices."""
         return PendingView(self._ownership[fragment].place_view(view))
 
     def adopt(
@@ -129,7 +129,7 @@ class Replica:
         resolved: bool,
         blended: bool = False,
     ) -> None:
-        """Move view and parameters to a record's version; drop the update in flight if resolved.
+        """Moves view and parameters to a record's version; drops the update in flight if resolved.
 
         Args:
             fragment: its index.
@@ -155,7 +155,7 @@ class Replica:
         self._take(leaves, part)
 
     def roll_back(self, fragment: int, view: PendingView) -> None:
-        """Set view and parameters to those of a rollback; forget the update in flight."""
+        """Sets view and parameters to those of a rollback; forgets the update in flight."""
         kernels = self._kernels[fragment]
         leaves = self._leaves()
         self._in_flight.pop(fragment, None)
@@ -187,7 +187,7 @@ class Replica:
         return lambda: shards.digest(ownership.gather(copy).reshape(-1))
 
     def warm_up(self) -> None:
-        """Compile every operation on copies, so that no training step waits for a compiler."""
+        """Compiles every operation on copies, so that no training step waits for a compiler."""
         for index, kernels in enumerate(self._kernels):
             ownership = self._ownership[index]
             part = _part(self._leaves(), kernels)
@@ -201,7 +201,7 @@ class Replica:
             jax.block_until_ready(kernels.settle(copies, codes))
 
     def _take(self, leaves: dict[str, Any], part: Leaves) -> None:
-        """Replace a fragment's part of the parameters."""
+        """Replaces a fragment's part of the parameters."""
         self.trained = self._tree(leaves | self._placement.outward(part))
 
     def _leaves(self) -> dict[str, Any]:

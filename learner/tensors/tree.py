@@ -53,7 +53,7 @@ class Division(NamedTuple):
 
 
 def division_of(task: Task, shapes: Params) -> Division:
-    """Divide a task's leaves by kind: trained, synchronized, local."""
+    """Divides a task's leaves by kind: trained, synchronized, local."""
     hint = hint_of(task, shapes)
     kinds = [kind_of(tensor, hint) for tensor in tensors_of(shapes)]
     return Division(
@@ -95,7 +95,7 @@ def tensors_of(params: Params) -> list[Tensor]:
 
 
 def check_wide(layout: Layout) -> None:
-    """Refuse float64 where JAX has none enabled: JAX would silently make float32 of it.
+    """Refuses float64 where JAX has none enabled: JAX would silently make float32 of it.
 
     Raises:
         TaskError: a synchronized leaf is float64.

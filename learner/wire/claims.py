@@ -52,10 +52,10 @@ class GrantedShares:
         self._changed = threading.Condition()
 
     def divide(self, sizes: Sizes) -> None:
-        """Begin to hold shares of epochs that are divided into `sizes`."""
+        """Begins to hold shares of epochs that are divided into `sizes`."""
 
     def at(self, position: int) -> Holding | None:
-        """Wait for the holding that has the batch at `position`; None if the loop is to end.
+        """Waits for the holding that has the batch at `position`; None if the loop is to end.
 
         Raises:
             DilocoError: what ends this life meanwhile.
@@ -71,7 +71,7 @@ class GrantedShares:
             return found
 
     def grant(self, holding: Holding, end: int) -> None:
-        """Add a granted holding, which ends before position `end`; callable from any thread."""
+        """Adds a granted holding, which ends before position `end`; callable from any thread."""
         with self._changed:
             self._granted.append((holding, end))
             self._changed.notify_all()
@@ -116,7 +116,7 @@ class Claims(GrantedShares):
         self._moved = asyncio.Event()
 
     def divide(self, sizes: Sizes) -> None:
-        """Begin to claim shares of epochs that are divided into `sizes`.
+        """Begins to claim shares of epochs that are divided into `sizes`.
 
         Raises:
             DilocoError: the data is divided already.
@@ -138,12 +138,12 @@ class Claims(GrantedShares):
         return found
 
     async def end(self, position: int) -> None:
-        """End this learner's claims at `position`, if it ever claimed a share."""
+        """Ends this learner's claims at `position`, if it ever claimed a share."""
         if self._sizes is not None:
             await self._say(self._sizes, "end", position)
 
     async def _follow(self) -> None:
-        """Read the claims of all learners; never returns."""
+        """Reads the claims of all learners; never returns."""
         context = self._context
         subjects = [names.claim(context.run, "*")]
         async for message in context.bus.read(context.tape, subjects, 1):
@@ -157,7 +157,7 @@ class Claims(GrantedShares):
             self._moved.set()
 
     async def _hold(self, sizes: Sizes) -> None:
-        """Claim the share at the position that is read, and the next one; never returns."""
+        """Claims the share at the position that is read, and the next one; never returns."""
         learner, granted = self._context.learner, 0
         await self._say(sizes, "begin", self._position)
         self._check(sizes)
@@ -179,7 +179,7 @@ class Claims(GrantedShares):
                 await self._moved.wait()
 
     def _check(self, sizes: Sizes) -> None:
-        """Refuse sizes other than the run's.
+        """Refuses sizes other than the run's.
 
         Raises:
             RunMismatchError: the operator, or the tape's first claim, divides an epoch otherwise.
@@ -193,7 +193,7 @@ class Claims(GrantedShares):
             )
 
     async def _publish(self, subject: str, payload: bytes, msg_id: str) -> int:
-        """Publish a claim, once; returns its sequence.
+        """Publishes a claim, once; returns its sequence.
 
         Raises:
             AccessDeniedError: the learner's credentials are of a release without claims.
@@ -227,7 +227,7 @@ class Claims(GrantedShares):
     async def _say(
         self, sizes: Sizes, what: What, position: int, share: int = 0, first: int = 0
     ) -> None:
-        """Publish a claim, and wait until it is read back."""
+        """Publishes a claim, and waits until it is read back."""
         context, life = self._context, self._life
         word = wire.Claim(
             run=context.run,

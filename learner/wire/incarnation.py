@@ -38,7 +38,7 @@ class Joined(NamedTuple):
 
 
 async def join(context: Context, host: str, platform: str = "") -> Joined:
-    """Begin a life; `host` and `platform` tell people on what machine it runs."""
+    """Begins a life; `host` and `platform` tell people on what machine it runs."""
     message = wire.Join(
         run=context.run,
         learner=context.learner,
@@ -73,7 +73,7 @@ async def _last_error(context: Context) -> str:
 
 
 async def _say_two(context: Context, life: Joined) -> None:
-    """Publish a leave for a life that is superseded: the tape then shows two processes of one name.
+    """Publishes a leave for a superseded life: the tape then shows two processes of one name.
 
     The leave has no data position, since only the newer life's position counts.
     """
@@ -89,7 +89,7 @@ async def _say_two(context: Context, life: Joined) -> None:
 
 
 async def end_when_superseded(context: Context, life: Joined) -> None:
-    """Wait until another process joins under this learner's name; never returns.
+    """Waits until another process joins under this learner's name; never returns.
 
     Raises:
         SupersededError: another process has joined.
@@ -140,7 +140,7 @@ class _Joining:
         self._doubt = False
 
     async def attempt(self) -> int:
-        """Publish the join, unless an earlier attempt is stored; returns its sequence."""
+        """Publishes the join, unless an earlier attempt is stored; returns its sequence."""
         if self._doubt and (standing := await self._look()):
             return standing
         self.ids.append(self._context.runtime.new_id())

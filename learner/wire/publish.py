@@ -69,12 +69,12 @@ class Uploader:
         self._slices: dict[tuple[int, int], tuple[wire.Slice, ...]] = {}
 
     async def store(self, incarnation: int, send: Send, codes: Any) -> UploadResult:
-        """Store this host's shards of an update."""
+        """Stores this host's shards of an update."""
         context = self._context
         packed: _Packed | None = None
 
         def begin() -> _Packed:
-            """Pack the shards; store a single one here, since changing threads costs as much."""
+            """Packs the shards; stores a single one here, since changing threads costs as much."""
             nonlocal packed
             if packed is None:
                 packed = _Packed(self._pack(incarnation, send, codes), context.runtime.clock())
@@ -89,7 +89,7 @@ class Uploader:
         return UploadResult(tuple(shard for shard, _ in found.shards), found.encoded_at_s)
 
     async def _retry(self, function: Callable[[], T]) -> T:
-        """Call a blocking function off the event loop until no transient fault meets it."""
+        """Calls a blocking function off the event loop until no transient fault meets it."""
         context = self._context
         return await context.runtime.retry(
             "storing a shard", lambda: context.runtime.call(function), logger=context.logger
@@ -152,7 +152,7 @@ class Uploader:
 
 
 def _check_finite(rows: Encoded, fragment: Fragment) -> None:
-    """Refuse to send values that are infinite or NaN: their blocks' scales, or codes, show it.
+    """Refuses to send values that are infinite or NaN: their blocks' scales, or codes, show it.
 
     This is not checked at the step, which would have to wait for the devices.
 
@@ -203,7 +203,7 @@ class Publisher:
         self._announcing: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def say(self, word: Outgoing | Republish | Done) -> None:
-        """Publish a message of the training loop."""
+        """Publishes a message of the training loop."""
         match word:
             case Outgoing():
                 await self.send(word)
@@ -213,7 +213,7 @@ class Publisher:
                 await self.leave(position, fragments)
 
     async def leave(self, position: int, fragments: tuple[int, ...] = ()) -> None:
-        """End this life, or only the sending of `fragments`."""
+        """Ends this life, or only the sending of `fragments`."""
         context, life = self._context, self._life
         message = wire.Leave(
             run=context.run,
@@ -225,7 +225,7 @@ class Publisher:
         await _publish(context, names.leave(context.run, context.learner), message)
 
     async def send(self, outgoing: Outgoing) -> None:
-        """Store an update's shards, publish its manifest, and tell the training loop."""
+        """Stores an update's shards, publishes its manifest, and tells the training loop."""
         context, send, life = self._context, outgoing.send, self._life
         began_s = context.runtime.clock()
         storing = self._uploader.store(life.incarnation, send, outgoing.codes)
@@ -283,7 +283,7 @@ class Publisher:
             context.metrics.observe(metrics.SENDING, took_s, part)
 
     async def republish(self, again: Republish) -> None:
-        """Announce again an update that no record has resolved for long.
+        """Announces again an update that no record has resolved for long.
 
         Does nothing while the update, or a newer one, is still being announced: a restarted
         learner's data resumes behind the last manifest of each subject, so no older manifest may
@@ -299,7 +299,7 @@ class Publisher:
             context.answers.look(now_s, longest_s, context.health, context.logger)
 
     async def beat(self, state: Callable[[], wire.Heartbeat], every_s: float) -> None:
-        """Send a heartbeat every `every_s` seconds, for ever; a lost one is not repeated."""
+        """Sends a heartbeat every `every_s` seconds, for ever; a lost one is not repeated."""
         context = self._context
         subject = names.heartbeat(context.run, context.learner)
         stored_at_s, warned = context.runtime.clock(), False
@@ -320,7 +320,7 @@ class Publisher:
             await asyncio.sleep(every_s)
 
     async def last_word(self, beat: wire.Heartbeat) -> None:
-        """Send a last heartbeat, which says how this learner ended.
+        """Sends a last heartbeat, which says how this learner ended.
 
         Raises:
             BusError: the bus does not take it.

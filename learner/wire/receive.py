@@ -67,12 +67,12 @@ class Room:
             return False
 
     def take(self, size_bytes: int) -> None:
-        """Count `size_bytes` more as waiting on the devices."""
+        """Counts `size_bytes` more as waiting on the devices."""
         with self._lock:
             self.taken_bytes += size_bytes
 
     def give_back(self, size_bytes: int) -> None:
-        """Give back the bytes of an adopted version, from any thread; wakes `freed`."""
+        """Gives back the bytes of an adopted version, from any thread; wakes `freed`."""
         with self._lock:
             self.taken_bytes -= size_bytes
             wake, self._wake = self._wake, None
@@ -80,13 +80,13 @@ class Room:
             wake()
 
     async def freed(self) -> None:
-        """Wait until room is given back, after a version did not fit."""
+        """Waits until room is given back, after a version did not fit."""
         await self._freed.wait()
         self._freed.clear()
 
 
 async def load(context: Context, fragment: int) -> Loaded:
-    """Load and verify the newest version of a fragment, with which a learner begins.
+    """Loads and verifies the newest version of a fragment, with which a learner begins.
 
     A stale replica may give an older version; the records after it are then read in order.
     """
@@ -119,7 +119,7 @@ class VersionFetcher:
         self._tensors = tensors
 
     async def fetch(self, change: Change) -> Any:
-        """Fetch the tensors of a change onto this host's devices.
+        """Fetches the tensors of a change onto this host's devices.
 
         Raises:
             ObjectMissingError: garbage collection has taken an object.
@@ -130,7 +130,7 @@ class VersionFetcher:
         return await self._context.runtime.call(self._view, change, change.snapshot)
 
     async def place(self, loaded: Loaded) -> Any:
-        """Put a view that is loaded already on this host's devices."""
+        """Puts a view that is loaded already on this host's devices."""
         place = self._tensors.place_view
         return await self._context.runtime.call(place, loaded.record.fragment, loaded.view)
 
@@ -199,7 +199,7 @@ class Receiver:
         self._ahead_s = math.inf
 
     async def follow(self) -> None:
-        """Hand over records, settings and the run's stop as they come; never returns."""
+        """Hands over records, settings and the run's stop as they come; never returns."""
         try:
             await all_of(
                 *(self._follow_fragment(fragment) for fragment in range(len(self._adopted))),
@@ -267,7 +267,7 @@ class Receiver:
     async def _take(
         self, fragment: int, move: FetchMove | None, covered: Sequence[UnfetchedRecord]
     ) -> int:
-        """Fetch the tensors of a move and hand them over; returns the newest sequence covered."""
+        """Fetches the tensors of a move, hands them over; returns the newest sequence covered."""
         newest = covered[-1]
         if move is not None:
             assert newest.record is not None
@@ -286,7 +286,7 @@ class Receiver:
         return loaded.record_seq
 
     async def _moved(self, move: FetchMove) -> Decoded:
-        """Fetch the tensors of a move, after taking room for them.
+        """Fetches the tensors of a move, after taking room for them.
 
         Raises:
             ObjectMissingError: an object was collected.
@@ -309,7 +309,7 @@ class Receiver:
         return Decoded(tensors, partial(self._room.give_back, size_bytes))
 
     async def _prepare(self, change: Change) -> Any:
-        """Fetch a change onto the devices of all hosts; returns this host's tensors."""
+        """Fetches a change onto the devices of all hosts; returns this host's tensors."""
         preparation = self._peers.prepare(change)
         try:
             tensors = await self._fetcher.fetch(change)
@@ -320,7 +320,7 @@ class Receiver:
         return tensors
 
     async def _reload(self, fragment: int, record_seq: int) -> tuple[Loaded, Decoded]:
-        """Load the newest view, of record `record_seq` or later, onto the devices of all hosts.
+        """Loads the newest view, of record `record_seq` or later, onto the devices of all hosts.
 
         Returns no tensors if the view is already adopted, since a view would overwrite the training
         since. Retries with growing pauses while a stale replica answers or a host cannot read the
@@ -352,7 +352,7 @@ class Receiver:
         return loaded, self._decoded(tensors, size_bytes)
 
     async def _spread(self, loaded: Loaded) -> Any:
-        """Put a loaded view on the devices of all hosts; returns this host's tensors.
+        """Puts a loaded view on the devices of all hosts; returns this host's tensors.
 
         Raises:
             HostFetchError: another host cannot read the view, or an object is gone meanwhile.
@@ -412,7 +412,7 @@ class Receiver:
 
 
 async def follow_run(context: Context, post: Post) -> None:
-    """Hand over settings, stop, end and round announcements as they come; never returns."""
+    """Hands over settings, stop, end and round announcements as they come; never returns."""
     run = context.run
     # One reader for each subject, so that the server can restrict what a learner reads. The order
     # between subjects does not matter here.
@@ -422,7 +422,7 @@ async def follow_run(context: Context, post: Post) -> None:
 
 
 async def _follow_subject(context: Context, post: Post, subject: str) -> None:
-    """Hand over the last message of one subject, and all that follow.
+    """Hands over the last message of one subject, and all that follow.
 
     The last message may come from a replica that lags, so reading continues in order from it, and
     not from the newest message.

@@ -35,7 +35,7 @@ class PatientFetch(Protocol):
     """Calls a function that reads the store, and repeats the call on a transient fault."""
 
     def __call__(self, what: str, function: Callable[[], T]) -> T:
-        """Call `function` and return its result; the log names `what`."""
+        """Calls `function` and returns its result; the log names `what`."""
 
 
 class TrainingProgress(NamedTuple):
@@ -105,7 +105,7 @@ class Saver:
         return waited_s >= self._section.checkpoint_interval_s and idle
 
     def save(self, state: Any, progress: TrainingProgress) -> None:
-        """Begin to make a checkpoint, after the one that is being made."""
+        """Begins to make a checkpoint, after the one that is being made."""
         self._made_s = time.monotonic()
         copies = checkpoints.copied(state)
         if self._part:
@@ -114,7 +114,7 @@ class Saver:
         self._running = self._worker.submit(self._make, copies, progress, stall_s)
 
     def close(self) -> None:
-        """Wait for the checkpoint that is being made."""
+        """Waits for the checkpoint that is being made."""
         self._worker.shutdown()
 
     def _make(self, copies: Any, progress: TrainingProgress, stall_s: float) -> None:
@@ -151,7 +151,7 @@ class Saver:
             context.health.troubles["checkpoint"] = f"checkpoints fail: {error}"
 
     def _upload(self, checkpoint: HostCheckpoint) -> None:
-        """Put a checkpoint into the store, and delete this learner's older ones beyond the newest.
+        """Puts a checkpoint into the store, and deletes this learner's older ones beyond a few.
 
         Checkpoints with more steps are deleted too: this life did not resume from them.
         """

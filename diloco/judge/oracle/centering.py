@@ -70,7 +70,7 @@ class Centered:
         return middle
 
     def judge(self, record: wire.Record) -> Iterator[tuple[str, str, Any, Any]]:
-        """Compare the numbers that the record states for the round's end with the rules."""
+        """Compares the numbers that the record states for the round's end with the rules."""
         unit = record.inputs[-1].weight_unit
         weights = [math.ldexp(taken.weight, -unit) for taken in record.inputs]
         whole = sum(float(ml_dtypes.bfloat16(weight)) for weight in weights)

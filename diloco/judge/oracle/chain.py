@@ -71,19 +71,19 @@ class Chain:
         self._garbled: set[int] = set()
 
     def hear(self, entry: Entry) -> None:
-        """Take the tape's next message."""
+        """Takes the tape's next message."""
         self._stopped = self._stopped or isinstance(entry.body, wire.Stop)
         if concerns(entry, self.fragment):
             self._heard.append(entry)
 
     def pass_over(self, message: InvalidMessage) -> None:
-        """Note a message of the tape that is not of the protocol."""
+        """Notes a message of the tape that is not of the protocol."""
         self._garbled.add(message.seq)
         if concerns(message, self.fragment):
             self._heard.append(message)
 
     def missing_before(self, seq: int) -> None:
-        """Note that the tape lacks messages before `seq`, if no record has been judged yet.
+        """Notes that the tape lacks messages before `seq`, if no record has been judged yet.
 
         Garbage collection takes a fragment's messages only from before its oldest record.
         """
@@ -91,11 +91,11 @@ class Chain:
             self._whole_from = seq
 
     def lose(self, seq: int) -> None:
-        """Note a record that cannot be read: judging restarts with the next one."""
+        """Notes a record that cannot be read: judging restarts with the next one."""
         self.base, self._life, self._whole_from = None, None, seq + 1
 
     def judge(self, record: wire.Record, seq: int) -> list[Violation]:
-        """Judge the fragment's next record."""
+        """Judges the fragment's next record."""
         breaches = list(self._judge(record, seq))
         about = f"fragment {self.fragment} version {record.version}"
         if breaches:
@@ -133,7 +133,7 @@ class Chain:
             yield from self._decision(base, record)
 
     def _first(self, record: wire.Record, seq: int) -> Iterator[RuleBreach]:
-        """Check the first record of a fragment that the tape has."""
+        """Checks the first record of a fragment that the tape has."""
         found = (record.epoch, record.layout)
         if found != (self._epoch, self._layout.digest):
             yield RuleBreach("chain", "epoch, layout", (self._epoch, self._layout.digest), found)
@@ -182,7 +182,7 @@ class Chain:
         self.followed += 1
 
     def _follow(self, base: wire.Record, record: wire.Record) -> str:
-        """Advance the owner's life to this record; returns why that is impossible, or ""."""
+        """Advances the owner's life to this record; returns why that is impossible, or ""."""
         if record.policy.rules != RULES:
             return "another release decided it, by other rules"
         for count, seen in enumerate(record.observations, 1):
@@ -203,7 +203,7 @@ class Chain:
         return ""
 
     def _observe(self, seen: wire.Observation, record: wire.Record, count: int) -> bool:
-        """Apply one observation; returns False if the record was due before it."""
+        """Applies one observation; returns False if the record was due before it."""
         life = self._life
         assert life is not None
         self._hear_until(life, seen.after_seq)
@@ -220,7 +220,7 @@ class Chain:
         return True
 
     def _begin(self, base: wire.Record, seen: wire.Observation) -> str:
-        """Begin a life from the record before; returns why that is impossible, or ""."""
+        """Begins a life from the record before; returns why that is impossible, or ""."""
         settings = self._settings_at(base.policy.settings_seq)
         if base.position < self._whole_from or settings is None:
             return "the tape is trimmed before it"
@@ -229,7 +229,7 @@ class Chain:
         return ""
 
     def _go_on(self, base: wire.Record, seen: wire.Observation) -> str:
-        """Continue a life from a record at which no update waited; returns why not, or ""."""
+        """Continues a life from a record at which no update waited; returns why not, or ""."""
         if base.position <= base.policy.seen_seq:
             return "updates were waiting when the record before was made"
         settings = self._settings_at(base.policy.settings_seq)
@@ -248,7 +248,7 @@ class Chain:
         return bisect_left(self._heard, seq, key=lambda entry: entry.seq)
 
     def _hear_until(self, life: OwnerLife, seq: int) -> None:
-        """Hear the tape up to `seq`, or until a record is due."""
+        """Hears the tape up to `seq`, or until a record is due."""
         at = self._index(self._next_seq)
         while at < len(self._heard) and self._heard[at].seq <= seq and life.due is None:
             entry = self._heard[at]
@@ -267,7 +267,7 @@ class Chain:
             life.breach("overdue", seen.what, f"by {due_s}", seen.at_s)
 
     def _check_cut(self, life: OwnerLife, seen: wire.Observation) -> None:
-        """Check that the leader's answer is an update, and no older than the updates read before.
+        """Checks that the leader's answer is an update, and no older than the updates read before.
 
         Before means when the leader was asked: updates read until its answer may be newer.
         """

@@ -78,7 +78,7 @@ class _LearnerData:
     left: tuple[int, int] | None = None
 
     def join(self, incarnation: int) -> None:
-        """Begin a life."""
+        """Begins a life."""
         self.incarnation, self.left = incarnation, None
         self.least, self.most = self.said, max(self.said, self.late)
 
@@ -114,7 +114,7 @@ class Data:
         self._whole_from = 1
 
     def missing_before(self, seq: int) -> None:
-        """Note that messages before `seq` are missing, announcements among them."""
+        """Notes that messages before `seq` are missing, announcements among them."""
         self._whole_from = seq
 
     def in_flight(self) -> Iterator[tuple[str, Unanswered]]:
@@ -125,7 +125,7 @@ class Data:
                     yield life.update(seq), waiting
 
     def take(self, body: wire.Body, seq: int) -> Iterator[Violation]:
-        """Follow a join, leave, manifest or quarantine; lives of an older tape are ignored."""
+        """Follows a join, leave, manifest or quarantine; lives of an older tape are ignored."""
         match body:
             case wire.Join():
                 self._learners[body.learner].join(seq)
@@ -220,7 +220,7 @@ class Data:
         return sent.position, sent.position
 
     def begin(self, record: wire.Record) -> None:
-        """Begin with a fragment's oldest record, or with the first after an unreadable one."""
+        """Begins with a fragment's oldest record, or with the first after an unreadable one."""
         answered = {(mark.learner, mark.incarnation): mark.seq for mark in record.policy.marks}
         due = []
         for life, sent in self._sent.items():
@@ -240,7 +240,7 @@ class Data:
             self._floors[record.fragment] = [record.policy.floor]
 
     def resolve(self, record: wire.Record, seq: int, *, followed: bool) -> Iterator[Violation]:
-        """Check that each update that a record answers was sent, and had no answer before.
+        """Checks that each update that a record answers was sent, and had no answer before.
 
         `followed`: its decision was checked, so updates below its position need no check here.
         """

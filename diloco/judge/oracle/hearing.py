@@ -27,7 +27,7 @@ def concerns(item: Entry | InvalidMessage, fragment: int) -> bool:
 
 
 def hear(life: OwnerLife, created: RunSettings, entry: Entry | InvalidMessage) -> None:
-    """Have the owner read the next message of the tape that concerns it."""
+    """Has the owner read the next message of the tape that concerns it."""
     if isinstance(entry, InvalidMessage):
         life.read_seq = max(life.read_seq, entry.seq)
         _pays(life, names.subject_learner(entry.subject) or "", entry)
@@ -141,7 +141,7 @@ def _is_dropped(life: OwnerLife, manifest: wire.Manifest) -> bool:
 
 
 def _pays(life: OwnerLife, learner: str, message: Entry | InvalidMessage) -> bool:
-    """Take a message's price from its sender's allowance; returns False if it must be dropped.
+    """Takes a message's price from its sender's allowance; returns False if it must be dropped.
 
     Messages that an earlier life has read are paid from an allowance of their own.
     """

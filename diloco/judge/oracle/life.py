@@ -126,7 +126,7 @@ class OwnerLife:
         return self.layout.fragments[self.fragment].averaged
 
     def breach(self, rule: str, name: str, expected: object, found: object) -> None:
-        """Note that the record's value `found` breaks a rule, which demands `expected`."""
+        """Notes that the record's value `found` breaks a rule, which demands `expected`."""
         self.breaches.append(RuleBreach(rule, name, expected, found))
 
     # Questions
@@ -224,7 +224,7 @@ class OwnerLife:
     # Changes
 
     def discard_sum(self) -> None:
-        """Let the merged updates wait again, as if unread."""
+        """Lets the merged updates wait again, as if unread."""
         for one in self.merged:
             self.waiting[update_id(one.manifest)] = WaitingUpdate(
                 one.manifest, one.stream_seq, one.announced_at_s, one.credit
@@ -232,12 +232,12 @@ class OwnerLife:
         self.merged = []
 
     def refuse(self, manifest: wire.Manifest, stream_seq: int, reason: str) -> None:
-        """Reject an update in the next record."""
+        """Rejects an update in the next record."""
         self.waiting.pop(update_id(manifest), None)
         self.refused.append(DueRejection(manifest, stream_seq, reason))
 
     def charge(self, manifest: wire.Manifest, stream_seq: int) -> None:
-        """Take a rejection's price from its sender's allowance, unless an earlier life did."""
+        """Takes a rejection's price from its sender's allowance, unless an earlier life did."""
         if stream_seq > self.known_seq:
             left, at_s = self.memory.allowances[manifest.learner]
             self.memory.allowances[manifest.learner] = (left - numbers.REJECTION + 1, at_s)
@@ -249,7 +249,7 @@ def update_id(manifest: wire.Manifest) -> UpdateId:
 
 
 def begin(layout: Layout, settings: RunSettings, record: wire.Record, at_s: float) -> OwnerLife:
-    """Begin a life from a record; times later than `at_s` (a fast clock's) become `at_s`."""
+    """Begins a life from a record; times later than `at_s` (a fast clock's) become `at_s`."""
     memory = PolicyMemory.of(record.policy)
     memory.closed_at_s = min(memory.closed_at_s, at_s)
     memory.stopping_at_s = min(memory.stopping_at_s, at_s)

@@ -105,7 +105,7 @@ class PolicyMemory:
         )
 
     def waited_for(self) -> dict[str, MemberRecord]:
-        """Live learners that are not quarantined: the run's end and lockstep wait for these."""
+        """Returns live learners without quarantine: the run's end and lockstep wait for these."""
         return {
             name: member
             for name, member in self.members.items()
@@ -121,7 +121,7 @@ class PolicyMemory:
         }
 
     def took_part(self, norms: Mapping[str, float]) -> None:
-        """Note the end of a round in which these learners had work, with their norms by step."""
+        """Notes the end of a round in which these learners had work, with their norms by step."""
         here = self.waited_for()
         for name, member in self.members.items():
             if name in norms:
@@ -134,7 +134,7 @@ class PolicyMemory:
         return [member.step_time_s for member in self.waited_for().values()]
 
     def change(self, learner: str, **fields: Any) -> None:
-        """Set these fields of a learner's `MemberRecord`."""
+        """Sets these fields of a learner's `MemberRecord`."""
         self.members[learner] = self.members[learner]._replace(**fields)
 
     def answered(self, update: UpdateId) -> bool:
@@ -162,7 +162,7 @@ class PolicyMemory:
         return member.incarnation if member else 0
 
     def resolve(self, update: UpdateId, stream_seq: int, reason: str | None) -> None:
-        """Note that a record answers an update: merged (no reason), or rejected."""
+        """Notes that a record answers an update: merged (no reason), or rejected."""
         self.marks[update[:2]] = (update.seq, stream_seq)
         # All earlier updates of that life are resolved too, even if the life is soon forgotten.
         for owed in [one for one in self.credits if one[:2] == update[:2]]:
@@ -175,7 +175,7 @@ class PolicyMemory:
         self.members[update.learner] = member._replace(offences=max(0, offences))
 
     def forget_old_lives(self) -> None:
-        """Keep the marks of each learner's newest lives, counting those not joined separately."""
+        """Keeps the marks of each learner's newest lives, counting those not joined separately."""
         kept: dict[tuple[str, bool], list[int]] = {}
         for learner, life in self.marks:
             kept.setdefault((learner, life > self._joined(learner)), []).append(life)

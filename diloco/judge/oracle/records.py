@@ -37,7 +37,7 @@ def resolved(record: wire.Record) -> Iterator[wire.Input | wire.Rejected]:
 
 
 def link(base: wire.Record, base_seq: int, record: wire.Record) -> Iterator[RuleBreach]:
-    """Check that versions follow each other and that each record names the one before it."""
+    """Checks that versions follow each other and that each record names the one before it."""
     moves = record.what in ("version", "restore")
     yield from _equal(
         "chain",
@@ -62,7 +62,7 @@ def link(base: wire.Record, base_seq: int, record: wire.Record) -> Iterator[Rule
 
 def clock(settings: RunSettings | None, base: wire.Record, record: wire.Record
 ) -> Iterator[RuleBreach]:  # fmt: skip
-    """Compare the run's clock with the rules; `settings` is None if the tape no longer has them."""
+    """Compares the run's clock with the rules; `settings` is None if no longer on the tape."""
     expected = base.global_step
     if record.what == "version":
         if settings is None:
@@ -79,7 +79,7 @@ def answers(
     announced: Callable[[int], tuple[wire.Manifest, float] | None],
     whole_from: int,
 ) -> Iterator[RuleBreach]:
-    """Compare a record's statements on updates with their manifests.
+    """Compares a record's statements on updates with their manifests.
 
     Args:
         record: not the first of its fragment.
@@ -112,7 +112,7 @@ def answers(
 
 
 def names(record: wire.Record) -> Iterator[RuleBreach]:
-    """Check that stored objects are of the versions that the record states."""
+    """Checks that stored objects are of the versions that the record states."""
     told = [
         ("view", record.snapshot_version, record.snapshot),
         ("outer", record.outer_version, record.outer),
@@ -127,7 +127,7 @@ def names(record: wire.Record) -> Iterator[RuleBreach]:
 
 
 def sums(base: wire.Record, record: wire.Record) -> Iterator[RuleBreach]:
-    """Check the totals, which include what this record resolves."""
+    """Checks the totals, which include what this record resolves."""
     before, now = base.totals, record.totals
     taken, not_taken = record.inputs, record.rejected
     expected = {
@@ -145,7 +145,7 @@ def sums(base: wire.Record, record: wire.Record) -> Iterator[RuleBreach]:
 
 
 def decision(life: OwnerLife, close: Close, record: wire.Record) -> Iterator[RuleBreach]:
-    """Compare a record's decisions with the rules', before the owner's state is advanced by it."""
+    """Compares a record's decisions with the rules', before the owner's state is advanced by it."""
     made = close.what == "version"
     yield from _equal(
         "round",
@@ -169,7 +169,7 @@ def decision(life: OwnerLife, close: Close, record: wire.Record) -> Iterator[Rul
 
 
 def remembered(life: OwnerLife, record: wire.Record) -> Iterator[RuleBreach]:
-    """Check the memory after the record; `life` has taken the record in already."""
+    """Checks the memory after the record; `life` has taken the record in already."""
     expected = life.memory.copy()
     expected.seen_seq = max(life.read_seq, life.known_seq)
     expected.credits = life.credits(without_sum=record.what == "verdict")
@@ -178,7 +178,7 @@ def remembered(life: OwnerLife, record: wire.Record) -> Iterator[RuleBreach]:
 
 
 def _inputs(life: OwnerLife | None, record: wire.Record) -> Iterator[RuleBreach]:
-    """Compare a record's inputs, their order and their weights with the rules."""
+    """Compares a record's inputs, their order and their weights with the rules."""
     merged = life.merged if life is not None else []
     expected = [(*update_id(one.manifest), one.stream_seq) for one in merged]
     found = [(i.learner, i.incarnation, i.seq, i.stream_seq) for i in record.inputs]
@@ -211,7 +211,7 @@ def _rejected(life: OwnerLife, record: wire.Record) -> Iterator[RuleBreach]:
 
 
 def _step_size(life: OwnerLife, record: wire.Record) -> Iterator[RuleBreach]:
-    """Check the outer step's size: a round with a share of the fleet takes that share of it."""
+    """Checks the outer step's size: a round with a share of the fleet takes that share of it."""
     outer = life.settings.outer
     share = life.step_share()
     rate = outer.learning_rate * share
@@ -225,7 +225,7 @@ def _step_size(life: OwnerLife, record: wire.Record) -> Iterator[RuleBreach]:
 def objects(
     settings: RunSettings | None, base: wire.Record, base_seq: int, record: wire.Record
 ) -> Iterator[RuleBreach]:
-    """Check which snapshot, deltas and outer state the record names: its own, or earlier ones.
+    """Checks which snapshot, deltas and outer state the record names: its own, or earlier ones.
 
     If `settings` is None, as the tape no longer has them, the record itself says which of both.
     """
@@ -255,7 +255,7 @@ def objects(
 
 
 def _whole(record: wire.Record) -> Iterator[RuleBreach]:
-    """Check a record that must name a view and an outer state of its own version."""
+    """Checks a record that must name a view and an outer state of its own version."""
     yield from _equal(
         "objects",
         ("snapshot_version", record.version, record.snapshot_version),
@@ -268,7 +268,7 @@ def _whole(record: wire.Record) -> Iterator[RuleBreach]:
 def restore(
     base: wire.Record, versions: Mapping[int, Contents], record: wire.Record
 ) -> Iterator[RuleBreach]:
-    """Check a rollback: it has an earlier version's contents, and changes the floor alone."""
+    """Checks a rollback: it has an earlier version's contents, and changes the floor alone."""
     expected = PolicyMemory.of(base.policy)
     expected.floor = record.version
     for name, wanted, found in expected.differences(PolicyMemory.of(record.policy)):

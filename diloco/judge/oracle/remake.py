@@ -126,7 +126,7 @@ class Remaker:
     def judge(
         self, settings: RunSettings, base: wire.Record | None, record: wire.Record, seq: int
     ) -> list[Violation]:
-        """Recompute the arrays that a fragment's next record names; returns the violations."""
+        """Recomputes the arrays that a fragment's next record names; returns the violations."""
         if record.what == "verdict":
             return []
         about = f"fragment {record.fragment} version {record.version}"
@@ -217,7 +217,7 @@ class Remaker:
     def _move_view(
         self, settings: RunSettings, arrays: Arrays, record: wire.Record
     ) -> Iterator[tuple[str, str, Any, Any]]:
-        """Move the view by the stored delta, and check that this is theta - view, quantized."""
+        """Moves the view by the stored delta, and checks that this is theta - view, quantized."""
         assert record.delta is not None
         codec: Codec = settings.sync.delta_codec
         block, size = settings.sync.block, arrays.view.size
@@ -245,7 +245,7 @@ def make_grid(settings: RunSettings, layout: Layout, fragment: int) -> BlockGrid
 def read_update(
     get: Callable[[str], bytes], grid: BlockGrid, codec: Codec, entries: Sequence[wire.Shard]
 ) -> Encoded:
-    """Read an update's blocks into their places, comparing each object with its manifest.
+    """Reads an update's blocks into their places, comparing each object with its manifest.
 
     Raises:
         ObjectMissingError, IntegrityError, WireError: an object is missing, or not the manifest's.
@@ -272,14 +272,14 @@ def read_update(
 
 
 def _norm(taken: wire.Input, norms_S: Doubles) -> Iterator[tuple[str, str, Any, Any]]:
-    """Check an input's recorded norm, which must be that of its codes as they came."""
+    """Checks an input's recorded norm, which must be that of its codes as they came."""
     norm = math.sqrt(float(np.square(norms_S).sum()))
     if not math.isclose(norm, taken.norm, rel_tol=NORM_ERROR):
         yield "weight", f"norm of {taken.learner}", norm, taken.norm
 
 
 def _units(record: wire.Record) -> Iterator[tuple[str, str, Any, Any]]:
-    """Check that each input's unit follows from the weights up to it."""
+    """Checks that each input's unit follows from the weights up to it."""
     found = [taken.weight_unit for taken in record.inputs]
     wanted: list[int] = []
     for taken in record.inputs:
@@ -412,7 +412,7 @@ def _step(
     factors_S: Vector,
     record: wire.Record,
 ) -> None:
-    """Take the outer step: descent along the merged outer gradient, by the outer optimizer."""
+    """Takes the outer step: descent along the merged outer gradient, by the outer optimizer."""
     g = (total.reshape(-1, grid.block) * grid.blocks(factors_S)[:, None]).reshape(-1)
     if grid.centered:
         g = _about_the_center(grid, arrays, g, record)
@@ -428,7 +428,7 @@ def _step(
 
 
 def _about_the_center(grid: BlockGrid, arrays: Arrays, g: Vector, record: wire.Record) -> Vector:
-    """Add the kept share of the center to the merge, which becomes the next round's center."""
+    """Adds the kept share of the center to the merge, which becomes the next round's center."""
     kept_S = np.frombuffer(record.kept, np.float32)
     center = arrays.state["center"].reshape(-1, grid.block)
     g = g + (center * grid.blocks(kept_S)[:, None]).reshape(-1)
@@ -440,7 +440,7 @@ def _about_the_center(grid: BlockGrid, arrays: Arrays, g: Vector, record: wire.R
 def _delayed(
     settings: RunSettings, state: dict[str, npt.NDArray[Any]], g: Vector, momentum: float
 ) -> Vector:
-    """Return the step of delayed Nesterov, whose momentum is refreshed every N-th time."""
+    """Returns the step of delayed Nesterov, whose momentum is refreshed every N-th time."""
     delay, fraction = settings.outer.delay_rounds, settings.outer.delay_fraction
     inverse = np.float32(1 / delay)
     state["arrivals"] = state["arrivals"] + 1

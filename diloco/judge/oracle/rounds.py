@@ -39,7 +39,7 @@ def opens_at_s(life: OwnerLife) -> float | None:
 
 
 def settle(life: OwnerLife) -> None:
-    """Advance the round: it opens, reaches its quorum, is complete, or closes."""
+    """Advances the round: it opens, reaches its quorum, is complete, or closes."""
     if life.due is not None:
         return
     _empty(life)
@@ -56,7 +56,7 @@ def settle(life: OwnerLife) -> None:
 
 
 def _empty(life: OwnerLife) -> None:
-    """Return to idle if all announcements of the round failed: then it has not opened."""
+    """Returns to idle if all announcements of the round failed: then it has not opened."""
     asking = life.cut is not None and (life.cut[1] or not life.cut_at_s)
     waits = any(not one.passed for one in life.waiting.values())
     if not (asking or life.merged or waits):
@@ -97,7 +97,7 @@ def _all_announced(life: OwnerLife) -> bool:
 
 
 def _end_run(life: OwnerLife) -> None:
-    """End the run after the stop, once no update waits and the earlier lives' tape is reread."""
+    """Ends the run after the stop, once no update waits and the earlier lives' tape is reread."""
     if life.waiting or life.storing or life.read_seq < life.known_seq:
         return
     awaited = {name for name, member in life.memory.waited_for().items() if not member.final}
@@ -108,7 +108,7 @@ def _end_run(life: OwnerLife) -> None:
 
 
 def _count(life: OwnerLife) -> None:
-    """Count announcements towards the quorum, which is lost again if they fall away."""
+    """Counts announcements towards the quorum, which is lost again if they fall away."""
     quorum, there = life.settings.quorum, len(life.memory.awaited())
     lockstep = life.settings.sync.mode == "lockstep"
     needed = quorum.min_learners if lockstep else max(1, min(quorum.min_learners, there))
@@ -139,7 +139,7 @@ def _close(life: OwnerLife, reason: str, *, final: bool = False) -> None:
 
 
 def time_is_up(life: OwnerLife) -> None:
-    """Handle a timer: stop waiting for the round's missing updates, or ask the stream's leader."""
+    """Handles a timer: stops waiting for missing updates, or asks the stream's leader."""
     if life.cut is not None:
         for one in life.unread():
             one.passed = True
@@ -158,7 +158,7 @@ def _cut(life: OwnerLife, reason: str, *, final: bool = False) -> None:
 
 
 def recorded(life: OwnerLife, close: Close) -> None:
-    """Update the life after it has decided a record: the next round begins while it is stored."""
+    """Updates the life after it has decided a record: the next round begins while it is stored."""
     memory = life.memory
     if close.what == "version":
         answers = list(life.resolved())

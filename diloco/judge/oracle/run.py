@@ -69,7 +69,7 @@ class Oracle:
         self._stop_seq = self._end_seq = 0
 
     def take(self, item: Item) -> list[Violation]:
-        """Judge the tape's next message; returns its violations."""
+        """Judges the tape's next message; returns its violations."""
         if item.seq != self._last_seq + 1 and (self._last_seq or not begins_tape(item.seq)):
             for chain in self.chains:
                 chain.missing_before(item.seq)
@@ -89,7 +89,7 @@ class Oracle:
         return found
 
     def close(self) -> None:
-        """Judge the work that an ended run leaves open; call it at the end of the tape."""
+        """Judges the work that an ended run leaves open; call it at the end of the tape."""
         for chain in self.chains:
             if chain.base is None:
                 about = f"fragment {chain.fragment}"
@@ -140,7 +140,7 @@ class Oracle:
             yield from self._remaker.judge(settings, base, record, seq)
 
     def _quarantine(self, word: wire.Quarantine, seq: int) -> Iterator[Violation]:
-        """Check that an aggregator quarantines a learner only after enough offences in a record."""
+        """Checks that an aggregator quarantines a learner only for enough recorded offences."""
         limit = self._created.bounds.quarantine_offences
         if (
             not word.active

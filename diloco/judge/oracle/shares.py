@@ -55,7 +55,7 @@ class Shares:
         self._merged: dict[tuple[int, int], list[BatchRange]] = defaultdict(list)
 
     def take(self, body: wire.Body, seq: int) -> Iterator[Violation]:
-        """Take a claim or a manifest."""
+        """Takes a claim or a manifest."""
         match body:
             case wire.Claim():
                 self._claim(body, seq)
@@ -119,7 +119,7 @@ class Shares:
             yield Violation("shares", seq, about, "steps", count, manifest.steps)
 
     def resolve(self, record: wire.Record, seq: int) -> Iterator[Violation]:
-        """Check that a record merges only batches that the fragment does not have yet."""
+        """Checks that a record merges only batches that the fragment does not have yet."""
         for one in record.inputs:
             update = (one.learner, one.incarnation, record.fragment, one.seq)
             for span in self._covers.pop(update, ()):
@@ -161,7 +161,7 @@ def wrong_claim(
 def _wrong_shards(
     settings: RunSettings, layout: Layout, epoch: int, manifest: wire.Manifest
 ) -> str | None:
-    """Check that shards hold all blocks once, under the sender's prefix, in the codec's sizes."""
+    """Checks that shards hold all blocks once, under the sender's prefix, in the codec's sizes."""
     sync, size = settings.sync, layout.fragments[manifest.fragment].size
     ranges = shard_ranges(size, sync.block, sync.shard_elements)
     longest = max(stop - start for start, stop in ranges) // sync.block

@@ -16,7 +16,7 @@ ROUNDING_S = 1e-6
 
 
 def watch(life: OwnerLife, seen: wire.Observation, record: wire.Record) -> None:
-    """Apply an observation of `record` to an owner's life, or note that it breaks a rule."""
+    """Applies an observation of `record` to an owner's life, or notes that it breaks a rule."""
     life.now_s = seen.at_s
     handler = _WATCH.get(seen.what)
     if handler is None:
@@ -68,7 +68,7 @@ def _reject(life: OwnerLife, one: WaitingUpdate, reason: str) -> None:
 
 
 def _failed(life: OwnerLife, seen: wire.Observation, record: wire.Record) -> None:
-    """Reject an update whose objects failed; checks only that its reason is one of objects."""
+    """Rejects an update whose objects failed; checks only that its reason is one of objects."""
     one = _waiting(life, seen)
     if one is None:
         return
@@ -83,7 +83,7 @@ def _failed(life: OwnerLife, seen: wire.Observation, record: wire.Record) -> Non
 
 
 def _broke(life: OwnerLife, seen: wire.Observation, _record: wire.Record) -> None:
-    """Discard the sum that an update broke; reject an update that alone breaks it twice."""
+    """Discards the sum that an update broke; rejects an update that alone breaks it twice."""
     one = _waiting(life, seen)
     if one is None:
         return
@@ -145,7 +145,7 @@ def _committed(life: OwnerLife, seen: wire.Observation, _record: wire.Record) ->
 
 
 def _tick(_life: OwnerLife, _seen: wire.Observation, _record: wire.Record) -> None:
-    """Take the observation's time only."""
+    """Takes the observation's time only."""
 
 
 _WATCH: dict[str, Callable[[OwnerLife, wire.Observation, wire.Record], None]] = {

@@ -64,7 +64,7 @@ def init(
     streams_at: Path | None = None,
     max_file_bytes: int = 10 << 30,
 ) -> tuple[Path, list[Path]]:
-    """Create a run's folder; returns the operator's credentials and the servers' configurations.
+    """Creates a run's folder; returns the operator's credentials and the servers' configurations.
 
     Args:
         folder: made; must not hold such files yet.
@@ -95,7 +95,7 @@ def init(
 
 
 def add(folder: Path, name: str, role: Role, processes: int = PROCESSES) -> Path:
-    """Make credentials for a new identity; it can connect once the servers have reloaded.
+    """Makes credentials for a new identity; it can connect once the servers have reloaded.
 
     Up to `processes` processes can connect with them at once.
 
@@ -118,7 +118,7 @@ def add(folder: Path, name: str, role: Role, processes: int = PROCESSES) -> Path
 
 
 def revoke(folder: Path, name: str) -> None:
-    """Remove an identity; the servers disconnect it once they have reloaded.
+    """Removes an identity; the servers disconnect it once they have reloaded.
 
     Raises:
         ConfigError: no identity has that name.
@@ -203,7 +203,7 @@ def _save(folder: Path, state: _State) -> None:
 
 
 def _write(path: Path, data: bytes, *, secret: bool = False) -> None:
-    """Write a file whole or not at all; a secret file is never readable by others."""
+    """Writes a file whole or not at all; a secret file is never readable by others."""
     part = path.with_name(f".{path.name}.part")
     part.unlink(missing_ok=True)
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if secret else 0o644)
@@ -247,7 +247,7 @@ def _in_url(host: str) -> str:
 
 
 def _write_certificates(folder: Path, run: str, hosts: list[str]) -> None:
-    """Write an authority, and a certificate for each server, for clients and for other servers."""
+    """Writes an authority, and a certificate for each server, for clients and for other servers."""
     folder.mkdir(mode=0o700, exist_ok=True)
     authority_key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"diloco {run} authority")])

@@ -54,7 +54,7 @@ class Rates:
         return Rates(self.most_per_s, self.most_bytes_per_s)
 
     def count(self, sender: str, at_s: float, size_bytes: int = 0, messages: int = 1) -> bool:
-        """Count messages of `sender`; returns whether it now exceeds a limit."""
+        """Counts messages of `sender`; returns whether it now exceeds a limit."""
         sent = self._sent.setdefault(sender, deque())
         sent.append((at_s, messages, size_bytes))
         while sent[0][0] <= at_s - SPAN_S:
@@ -87,7 +87,7 @@ def reload_command(folder: Path, given: str | None) -> list[str]:
 async def guard(
     folder: Path, target: str, *, rates: Rates, reload: list[str], monitors: tuple[str, ...]
 ) -> None:
-    """Watch the tape, consumers and connections, and revoke parties that flood; never returns.
+    """Watches the tape, consumers and connections, and revokes parties that flood; never returns.
 
     Raises:
         ConfigError: RUN cannot be opened, or `diloco auth init` did not make the folder.
@@ -118,7 +118,7 @@ async def guard(
 
 
 async def revoke(folder: Path, target: str, name: str, reload: list[str]) -> None:
-    """Revoke one identity, have the servers reload, and remove its consumers.
+    """Revokes one identity, has the servers reload, and removes its consumers.
 
     Raises:
         ConfigError: no identity has that name, RUN cannot be opened, or no server reloads.
@@ -135,7 +135,7 @@ async def revoke(folder: Path, target: str, name: str, reload: list[str]) -> Non
 
 
 async def cut_off(context: RunContext, folder: Path, name: str, reload: list[str]) -> str | None:
-    """Revoke an identity, have the servers reload, and remove its consumers.
+    """Revokes an identity, has the servers reload, and removes its consumers.
 
     Returns the reload's error, "" for none; None if the identity no longer exists.
     """
@@ -159,7 +159,7 @@ async def watch(
     revoke: Callable[[str], Awaitable[None]],
     monitors: Iterable[str] = (),
 ) -> None:
-    """Call `revoke` with the name of each party that exceeds the limits; never returns."""
+    """Calls `revoke` with the name of each party that exceeds the limits; never returns."""
     await all_of(
         _watch_tape(context, rates.anew(), revoke),
         _watch_consumers(context, rates.anew(), revoke),
@@ -187,7 +187,7 @@ async def _watch_tape(
 async def _watch_consumers(
     context: RunContext, rates: Rates, revoke: Callable[[str], Awaitable[None]]
 ) -> None:
-    """Count the consumers that each party makes; a consumer's name names its party."""
+    """Counts the consumers that each party makes; a consumer's name names its party."""
     async for subject, _ in context.bus.listen(f"{_CREATED}.*.*"):
         role, *rest = subject.rpartition(".")[2].split("_")
         if role in _REVOKED and rest and rates.count(rest[0], context.runtime.clock()):
@@ -204,7 +204,7 @@ class AccountTraffic(NamedTuple):
 async def _watch_accounts(
     context: RunContext, rates: Rates, revoke: Callable[[str], Awaitable[None]], url: str
 ) -> None:
-    """Count the messages and bytes that each account sends over its connections to a server."""
+    """Counts the messages and bytes that each account sends over its connections to a server."""
     before, told = dict[str, AccountTraffic](), False
     while True:
         now = dict[str, AccountTraffic]()
@@ -242,7 +242,7 @@ def accounts(url: str, run: str) -> dict[str, AccountTraffic]:
 
 
 def _run(command: list[str]) -> str:
-    """Run the command that makes the servers reload; returns its error, "" for none."""
+    """Runs the command that makes the servers reload; returns its error, "" for none."""
     try:
         done = subprocess.run(  # noqa: S603 - the operator's own command
             command, capture_output=True, text=True, timeout=COMMAND_S, check=False

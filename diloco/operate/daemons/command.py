@@ -199,7 +199,7 @@ def _learner_config(options: LearnerOptions) -> "Config":
 def _load(
     path: Path, level: str, *, connects: bool = True, **options: Mapping[str, object]
 ) -> "Config":
-    """Load the file, with the options of the command line in its sections: section={key: value}."""
+    """Loads the file; `options` of the command line replace its keys: section={key: value}."""
     log.configure(level)
     from diloco.common.process.config import load_config, make_config
 

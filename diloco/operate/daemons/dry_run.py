@@ -22,7 +22,7 @@ ABSENT: Final = {"tpu": (tpu_devices, "v6e:2x4"), "cuda": (gpu_devices, "h100:1"
 
 
 def run_dry(config: Config, options: LearnerOptions) -> None:
-    """Print the figures of a dry run.
+    """Prints the figures of a dry run.
 
     Raises:
         DilocoError: as the learner itself, except for errors of the bus and the store.
@@ -50,7 +50,7 @@ def run_dry(config: Config, options: LearnerOptions) -> None:
 
 
 def _configure(config: Config, hosts: int, devices: int | None) -> Config:
-    """Configure JAX before it searches for devices; returns the configuration for its devices.
+    """Configures JAX before it searches for devices; returns the configuration for its devices.
 
     Raises:
         ConfigError: JAX has found its devices already.
@@ -82,7 +82,7 @@ def as_json(figures: DryRun, bandwidth: float) -> dict[str, Any]:
 
 
 def show(console: Console, figures: DryRun, bandwidth: float) -> None:
-    """Print the figures of a dry run as tables."""
+    """Prints the figures of a dry run as tables."""
     mesh = " x ".join(f"{axis} {size}" for axis, size in figures.mesh.items())
     active = figures.active_parameters
     console.print(

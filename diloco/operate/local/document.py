@@ -99,13 +99,13 @@ KEPT = ("learners", "mesh", "hosts", "aggregators", "cpu", "source")
 
 
 def note(folder: Path, options: LocalOptions) -> None:
-    """Store the options that a resumption needs."""
+    """Stores the options that a resumption needs."""
     kept = {name: getattr(options, name) for name in KEPT}
     (folder / FILE).write_text(json.dumps(kept) + "\n")
 
 
 def write_config(folder: Path, document: Mapping[str, Any]) -> Path:
-    """Write the run's file; returns its path."""
+    """Writes the run's file; returns its path."""
     path = folder / CONFIG
     path.write_text(tomli_w.dumps(document))
     return path

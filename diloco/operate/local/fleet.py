@@ -110,7 +110,7 @@ class LocalDaemons:
         return sum(daemon.restarts for daemon in self.daemons.values())
 
     def adopt(self, server: NatsServer) -> None:
-        """Watch a running server: restart it if it dies; the reaper ends it if we die."""
+        """Watches a running server: restarts it if it dies; the reaper ends it if we die."""
         self._server = server
         self._watch_server()
 
@@ -127,7 +127,7 @@ class LocalDaemons:
         spare: bool = False,
         yields: bool = False,
     ) -> Daemon:
-        """Start `diloco ARGUMENTS...` under a name, with a log file of its own.
+        """Starts `diloco ARGUMENTS...` under a name, with a log file of its own.
 
         Several lists of arguments are the hosts of one learner: each host has a process, NAME.HOST,
         which is told its number and host 0's address, at a new port in each life.
@@ -175,7 +175,7 @@ class LocalDaemons:
             os.setpriority(os.PRIO_PROCESS, process.running.pid, NICE)
 
     def kill(self, name: str) -> str:
-        """SIGKILL a daemon and start it again; returns the name of the killed process, for people.
+        """Kills a daemon by SIGKILL and restarts it; returns the name of the killed process.
 
         Of a learner of several hosts the last host is killed. The others end automatically then,
         and `look_after` restarts all of them.
@@ -192,7 +192,7 @@ class LocalDaemons:
         return name
 
     def end(self, name: str) -> None:
-        """SIGKILL a daemon, with all its hosts."""
+        """Kills a daemon by SIGKILL, with all its hosts."""
         for process in self.daemons[name].processes:
             self._kill(process)
 
@@ -202,12 +202,12 @@ class LocalDaemons:
             self._collect(process)
 
     def start_again(self, name: str) -> None:
-        """Restart a daemon that was ended."""
+        """Restarts a daemon that was ended."""
         self.daemons[name].restarts += 1
         self._spawn(self.daemons[name])
 
     def look_after(self, *names: str) -> None:
-        """Note daemons that have ended; restart those that have failed: all, if none is named.
+        """Notes daemons that have ended; restarts those that have failed: all, if none is named.
 
         Raises:
             DilocoError: a daemon fails again and again; the end of its log is shown.
@@ -254,7 +254,7 @@ class LocalDaemons:
         self.start_again(daemon.name)
 
     def _give_up(self, daemon: Daemon, failed: Process) -> None:
-        """Do not restart a daemon any more; the run continues if another like it runs.
+        """Does not restart a daemon any more; the run continues if another like it runs.
 
         Raises:
             DilocoError: there is no other.
@@ -281,7 +281,7 @@ class LocalDaemons:
         self._reaper.forget(process.running.pid)
 
     def stop(self, *, within_s: float) -> None:
-        """Ask all daemons to end, learners first; kill those that do not end within `within_s`."""
+        """Asks all daemons to end, learners first; kills any that still run after `within_s`."""
         order = sorted(
             self.daemons.values(), key=lambda daemon: daemon.name.startswith("aggregator")
         )

@@ -116,7 +116,7 @@ class Hardware(NamedTuple):
 
 
 def divide(found: Accelerators, wanted: Mapping[str, Hardware]) -> dict[str, tuple[Share, ...]]:
-    """Divide accelerators among the processes of each learner.
+    """Divides accelerators among the processes of each learner.
 
     Raises:
         ConfigError: there are too few accelerators.
@@ -148,7 +148,7 @@ def _whole(found: Accelerators, wanted: Mapping[str, Hardware]) -> dict[str, tup
 def _processes(
     found: Accelerators, learner: str, mine: Sequence[str], hosts: int
 ) -> tuple[Share, ...]:
-    """Divide one learner's accelerators among its processes."""
+    """Divides one learner's accelerators among its processes."""
     if found.kind == "tpu" and (hosts > 1 or len(mine) not in TPU_BOUNDS):
         raise ConfigError(
             f"{learner} would have {found.count(len(mine))} in {hosts} process(es); one process "
@@ -171,7 +171,7 @@ def _processes(
 
 
 def _parts(found: Accelerators, learners: Sequence[str]) -> dict[str, tuple[Share, ...]]:
-    """Give learners parts of GPUs' memory, in turn over the GPUs."""
+    """Gives learners parts of GPUs' memory, in turn over the GPUs."""
     gpus = len(found.names)
     sharing = [len(learners[index::gpus]) for index in range(gpus)]
     most = max(sharing)
@@ -226,7 +226,7 @@ def count_learners(learners: int | None, mesh: str | None, hosts: str | None) ->
 def set_hardware(
     section: dict[str, Any], names: Sequence[str], mesh: str | None, hosts: str | None
 ) -> dict[str, Hardware]:
-    """Put the meshes of --mesh into the section `learner`; returns each learner's hardware.
+    """Puts the meshes of --mesh into the section `learner`; returns each learner's hardware.
 
     If a list is not given, the hardware follows from the section.
 

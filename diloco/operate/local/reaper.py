@@ -13,7 +13,7 @@ from typing import Self
 
 
 def main() -> None:
-    """Note the processes that the writer names; once it is gone, kill those that still run."""
+    """Notes the processes that the writer names; once it is gone, kill those that still run."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     alive: set[int] = set()
     for line in sys.stdin:
@@ -36,11 +36,11 @@ class Reaper:
         )
 
     def watch(self, pid: int) -> None:
-        """Have the reaper end this process if it outlives us."""
+        """Has the reaper end this process if it outlives us."""
         self._write(f"+{pid}\n")
 
     def forget(self, pid: int) -> None:
-        """Tell the reaper that this process has ended."""
+        """Tells the reaper that this process has ended."""
         self._write(f"-{pid}\n")
 
     def _write(self, line: str) -> None:

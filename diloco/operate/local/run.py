@@ -69,7 +69,7 @@ class _Kill:
 
 
 def run_local(options: LocalOptions) -> int:
-    """Run or resume a local run; returns 0 once the run has ended, 130 after Ctrl-C.
+    """Runs or resumes a local run; returns 0 once the run has ended, 130 after Ctrl-C.
 
     Raises:
         DilocoError: wrong options, or a daemon that cannot work; nothing to resume, or it runs.
@@ -116,7 +116,7 @@ def _learner_names(options: LocalOptions) -> list[str]:
 
 
 def _check_unused(run_dir: Path) -> None:
-    """Refuse a folder that is not empty.
+    """Refuses a folder that is not empty.
 
     Raises:
         ConfigError: it is not a folder, not empty, or cannot be read or named.
@@ -148,7 +148,7 @@ def _place(
     document: dict[str, Any],
     hardware: dict[str, Hardware],
 ) -> dict[str, Hardware]:
-    """Assign the machine's accelerators to the learners, if there are any; prints the assignment.
+    """Assigns the machine's accelerators to the learners, if there are any; prints the assignment.
 
     Raises:
         ConfigError: there are too few.
@@ -223,7 +223,7 @@ class LocalRun:
     _began_s: float = field(default_factory=time.monotonic)
 
     async def go(self) -> int:
-        """Create the run, train it, print the summary; returns the exit status."""
+        """Creates the run, trains it, prints the summary; returns the exit status."""
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -260,7 +260,7 @@ class LocalRun:
         return shlex.quote(str(self.config_path.parent))
 
     def _hung_up(self, stop: asyncio.Event) -> None:
-        """Stop the run after its terminal was closed; further output is discarded."""
+        """Stops the run after its terminal was closed; further output is discarded."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for descriptor in (1, 2):
             if os.isatty(descriptor):
@@ -302,7 +302,7 @@ class LocalRun:
         self._save_picture(self._frame(watch), summary)
 
     def _page(self, opened: OpenRun) -> AbstractAsyncContextManager[str]:
-        """Serve the run's page, on the usual port or any free one, until this command ends."""
+        """Serves the run's page, on the usual port or any free one, until this command ends."""
         again = f"diloco dashboard {self._folder}"
         run = LiveRun(opened.context, opened.specification.created_at_s)
         return served(run, port=None, again=again)
@@ -320,7 +320,7 @@ class LocalRun:
         return True
 
     async def _create(self) -> None:
-        """Create the run; its daemons start meanwhile, and wait for it."""
+        """Creates the run; its daemons start meanwhile, and wait for it."""
         source = ["--from", self.options.source] if self.options.source else []
         command = ["run", "create", "--config", str(self.config_path), *source]
         self.fleet.start(CREATE, command)
@@ -329,13 +329,13 @@ class LocalRun:
             await self._end_of(CREATE)
 
     async def _end_of(self, name: str) -> None:
-        """Wait for one process to end, so that its failure is reported before others'."""
+        """Waits for one process to end, so that its failure is reported before others'."""
         while not self.fleet.daemons[name].ended:
             await asyncio.sleep(0.05)
             self.fleet.look_after(name)
 
     def _start_scores(self) -> None:
-        """Start scoring the model beside the run, at the lowest priority."""
+        """Starts scoring the model beside the run, at the lowest priority."""
         command = ["evaluate", str(self.config_path), "--follow", "--json"]
         pace = ["--every-s", str(SCORE_S), "--share", str(SCORE_SHARE)]
         self.fleet.start(SCORES, [*command, *pace], yields=True)
@@ -362,7 +362,7 @@ class LocalRun:
         return ["--metrics-port", str(next(ports))] if self.config.metrics.port else []
 
     async def _watch(self, watch: Watch) -> None:
-        """Show the run until its end is on the tape."""
+        """Shows the run until its end is on the tape."""
         following = asyncio.ensure_future(watch.follow())
         shown_s = 0.0
         live = Live(console=self.console, auto_refresh=False, transient=False)
@@ -417,7 +417,7 @@ class LocalRun:
         )
 
     async def _wait_for_daemons(self) -> None:
-        """Wait until all daemons have ended after the run's end; `stop` ends the others."""
+        """Waits until all daemons have ended after the run's end; `stop` ends the others."""
         deadline_s = time.monotonic() + STOP_S
         while time.monotonic() < deadline_s:
             self.fleet.look_after()
@@ -454,7 +454,7 @@ class LocalRun:
             say_json(summary)
 
     def _save_picture(self, frame: screen.Picture, summary: dict[str, Any]) -> None:
-        """Save the last screen of the run as screen.svg in its folder."""
+        """Saves the last screen of the run as screen.svg in its folder."""
         paper = Console(record=True, width=screen.WIDTH, file=io.StringIO(), force_terminal=True)
         paper.print(screen.picture(frame))
         paper.print(screen.sentence(summary))

@@ -80,7 +80,7 @@ def _far(frame: Picture) -> Iterator[tuple[str, float]]:
 
 
 def picture(frame: Picture) -> RenderableType:
-    """Render the run's figures for a terminal."""
+    """Renders the run's figures for a terminal."""
     return Panel(
         Group(_progress(frame), _learners(frame), _run(frame)),
         title=f"[bold]diloco[/] · run {frame.run}",

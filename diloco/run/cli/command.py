@@ -26,7 +26,7 @@ def group(summary: str | None = None) -> typer.Typer:
 def command(
     app: typer.Typer, name: str | None = None, *, daemon: bool = False, logs: str = "error"
 ) -> Callable[[F], F]:
-    """Make a function a command of `app`; its docstring is the command's help.
+    """Makes a function a command of `app`; its docstring is the command's help.
 
     Parameters are options, and so are the fields of a parameter that is a record of options. The
     function returns the exit status; None is 0. Log entries of level `logs` and above are shown. A
@@ -78,7 +78,7 @@ def _runner(function: Callable[..., int | None]) -> Callable[..., None]:
 def _flatten(
     function: Callable[..., Any],
 ) -> tuple[list[inspect.Parameter], dict[str, type[Any]]]:
-    """Flatten records among a command's parameters into options; also returns their classes."""
+    """Flattens records among a command's parameters into options; also returns their classes."""
     hints = typing.get_type_hints(function, include_extras=True)
     parameters: list[inspect.Parameter] = []
     records: dict[str, type[Any]] = {}

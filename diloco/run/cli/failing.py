@@ -37,7 +37,7 @@ def full_output(error: Exception) -> DilocoError | None:
 
 
 def tell_failure(error: DilocoError) -> None:
-    """Print an error of the project and its hint."""
+    """Prints an error of the project and its hint."""
     tell_error(service_manager(), error.message, error.hint)
     # Not wrapped: a path must stay in one piece.
     console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
@@ -47,7 +47,7 @@ def tell_failure(error: DilocoError) -> None:
 
 
 def tell_bug(error: Exception) -> None:
-    """Print an unexpected exception, with its trace."""
+    """Prints an unexpected exception, with its trace."""
     tell_error(service_manager(), f"{type(error).__name__}: {error}", "its trace is in the journal")
     text = "".join(traceback.format_exception(error)).rstrip()
     print(log.errors(text), file=sys.stderr, flush=True)  # noqa: T201 - the last words

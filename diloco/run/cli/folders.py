@@ -6,7 +6,7 @@ from diloco.common.protocol.errors import ConfigError
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and its parents; an existing one is no error.
+    """Makes a folder and its parents; an existing one is no error.
 
     Raises:
         ConfigError: the folder cannot be made there.

@@ -48,12 +48,12 @@ class Parted(TyperGroup):
     parts: ClassVar[dict[str, tuple[str, ...]]]
 
     def __init__(self, **attributes: Any) -> None:
-        """Sort the commands."""
+        """Sorts the commands."""
         super().__init__(**attributes)
         self.commands = {name: self.commands[name] for part in self.parts.values() for name in part}
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command with which the arguments begin.
+        """Finds the command with which the arguments begin.
 
         Raises:
             ConfigError: the command has a new name.
@@ -66,7 +66,7 @@ class Parted(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write a line for each command and option."""
+        """Writes a line for each command and option."""
         formatter.write_usage(ctx.command_path, "[OPTIONS] COMMAND ...")
         formatter.write(f"\n{self.help}\n")
         # Two columns are a margin, and two separate a name from its sentence.

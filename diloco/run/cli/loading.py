@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def interrupts_wait() -> Iterator[None]:
-    """Hold back a Ctrl-C until the block ends; then raise `KeyboardInterrupt`.
+    """Holds back a Ctrl-C until the block ends; then raises `KeyboardInterrupt`.
 
     A Ctrl-C while JAX is being loaded would abort the process, or be lost. Blocking the signal in
     this thread would not help: a thread of a library that does not block it would receive it.

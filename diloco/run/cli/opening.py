@@ -81,7 +81,7 @@ class _Given:
 
 
 def use_place(place: RunLocation) -> None:
-    """Set the location of runs given by name, and of stores of bundles without objects."""
+    """Sets the location of runs given by name, and of stores of bundles without objects."""
     _Given.place = place
 
 
@@ -210,7 +210,7 @@ async def open_run(
     salvage: bool = False,
     credentials: str | None = None,
 ) -> AsyncIterator[OpenRun]:
-    """Connect to a run for as long as the block lasts.
+    """Connects to a run for as long as the block lasts.
 
     Args:
         target: RUN, as the module defines it.
@@ -285,7 +285,7 @@ def who() -> str:
 
 
 def _open_file(stack: AsyncExitStack, path: Path, *, reads: bool, salvage: bool) -> Bundle:
-    """Open a bundle for as long as the stack lasts.
+    """Opens a bundle for as long as the stack lasts.
 
     Raises:
         ConfigError: the command does more than read.
@@ -304,7 +304,7 @@ def _open_file(stack: AsyncExitStack, path: Path, *, reads: bool, salvage: bool)
 async def _find(
     stack: AsyncExitStack, target: Path, config: Config, name: str
 ) -> tuple[Bus, wire.Specification]:
-    """Connect to the server that has the run; starts one for an ended local run."""
+    """Connects to the server that has the run; starts one for an ended local run."""
     ended = target / "nats"
     if not is_folder_of_server(ended):
         return await _connect(stack, config, config.bus.url, name, CONNECT_S)

@@ -31,14 +31,14 @@ Hear = Callable[[int, int], None]
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """Show on standard error, while the block lasts, that work is in progress."""
+    """Shows on standard error, while the block lasts, that work is in progress."""
     with Console(stderr=True).status(f"{what} ..."):
         yield
 
 
 @contextmanager
 def progress(what: str, *, in_bytes: bool = False) -> Iterator[Hear]:
-    """Show progress on standard error; leaving the block ends the work of a thread that reports.
+    """Shows progress on standard error; leaving the block ends the work of a thread that reports.
 
     Without a terminal, prints a line at intervals.
 
@@ -70,22 +70,22 @@ def progress(what: str, *, in_bytes: bool = False) -> Iterator[Hear]:
 
 
 def say(text: str) -> None:
-    """Print a sentence that may have rich's markup; never wrapped, so that paths stay whole."""
+    """Prints a sentence that may have rich's markup; never wrapped, so that paths stay whole."""
     Console().print(text, soft_wrap=True, highlight=False)
 
 
 def say_plainly(text: str) -> None:
-    """Print a sentence literally, brackets included."""
+    """Prints a sentence literally, brackets included."""
     Console().print(text, soft_wrap=True, highlight=False, markup=False)
 
 
 def say_json(document: Any) -> None:
-    """Print a result for scripts, on a line of its own."""
+    """Prints a result for scripts, on a line of its own."""
     print(json.dumps(document), flush=True)  # noqa: T201 - the result itself
 
 
 def confirm(question: str) -> None:
-    """Ask a question; return only if the answer is yes.
+    """Asks a question; returns only if the answer is yes.
 
     Raises:
         ConfigError: there is no terminal to answer on.

@@ -9,7 +9,7 @@ from diloco.common.protocol.errors import ConfigError
 
 
 def assign(document: dict[str, Any], assignment: str) -> None:
-    """Set one key by section.key=value; the value is TOML, or else plain text.
+    """Sets one key by section.key=value; the value is TOML, or else plain text.
 
     Raises:
         ConfigError: the text is not an assignment.
@@ -37,7 +37,7 @@ def assign(document: dict[str, Any], assignment: str) -> None:
 
 
 def parse_assigned(document: Mapping[str, object]) -> RunSettings:
-    """Parse the settings of a run after assignments.
+    """Parses the settings of a run after assignments.
 
     Raises:
         ConfigError: no setting of that name, or no such value.
@@ -52,7 +52,7 @@ def parse_assigned(document: Mapping[str, object]) -> RunSettings:
 
 
 def parse_fragments(text: str) -> frozenset[int]:
-    """Parse a list of fragments such as 0-11 or 0,3,5-7.
+    """Parses a list of fragments such as 0-11 or 0,3,5-7.
 
     Raises:
         ConfigError: the text is not such a list.

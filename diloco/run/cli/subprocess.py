@@ -26,7 +26,7 @@ _SPAWN: Final = get_context("spawn")
 
 
 def call_isolated(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call a function of a user's task, in another process unless JAX is loaded here already.
+    """Calls a function of a user's task, in another process unless JAX is loaded here already.
 
     Raises:
         TaskError: the process ended without an answer, as by a library that aborts.
@@ -60,7 +60,7 @@ def _in_process(
 
 
 def _started(work: Callable[..., None], *args: Any) -> tuple[BaseProcess, Connection]:
-    """Start a process that calls `work`; returns it with our end of the pipe."""
+    """Starts a process that calls `work`; returns it with our end of the pipe."""
     ours, theirs = _SPAWN.Pipe()
     process = _SPAWN.Process(target=work, args=(theirs, *args))
     # Ctrl-C is for this process: the other inherits the blocked signal, and ends with this one.
@@ -76,7 +76,7 @@ def _started(work: Callable[..., None], *args: Any) -> tuple[BaseProcess, Connec
 
 
 def _heard(pipe: Connection, hear: Hear | None = None) -> Any:
-    """Wait for the other process's answer.
+    """Waits for the other process's answer.
 
     Raises:
         TaskError: it ended without one.
@@ -103,13 +103,13 @@ def _answer(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """In the other process: send progress as tuples, and at last [result, error]."""
+    """Sends progress as tuples, and at last [result, error], from the other process."""
     first = [lambda done, total: pipe.send((done, total))] if heard else []
     pipe.send(_result(function, *first, *args, **kwargs))
 
 
 def _result(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-    """Call a function; returns [its result, None], or [None, the error]."""
+    """Calls a function; returns [its result, None], or [None, the error]."""
     try:
         return [function(*args, **kwargs), None]
     except Exception as error:  # noqa: BLE001 - raised where it is waited for
@@ -133,7 +133,7 @@ class Isolated:
             self._process, self._pipe = _started(_serve, kind, args)
 
     def call(self, method: str, *args: Any, within_s: float | None = None) -> Any:
-        """Call a method of the object; blocks. `within_s` does not limit a call in this process.
+        """Calls a method of the object; blocks. `within_s` does not limit a call in this process.
 
         Raises:
             TaskError: the process ended, or did not answer in time and was ended.
@@ -150,7 +150,7 @@ class Isolated:
             return _heard(self._pipe)
 
     def close(self) -> None:
-        """End the process, if there is one; a caller that waits for an answer gets an error."""
+        """Ends the process, if there is one; a caller that waits for an answer gets an error."""
         if self._process is not None:
             self._process.kill()
             self._process.join()
@@ -163,7 +163,7 @@ def _made(kind: str, args: Sequence[Any]) -> Any:
 
 
 def _serve(pipe: Connection, kind: str, args: Sequence[Any]) -> None:
-    """In the other process: make an object, and answer calls of its methods until the pipe ends."""
+    """Makes an object in the other process, and answers its calls until the pipe ends."""
     made, raised = _result(_made, kind, args)
     with contextlib.suppress(EOFError):
         while True:

@@ -31,13 +31,13 @@ def byte_unit(greatest: float) -> Unit:
 
 
 def human_count(count: float) -> str:
-    """Format 1234567 as '1.23 M'."""
+    """Formats 1234567 as '1.23 M'."""
     unit = count_unit(abs(count))
     return f"{count / unit.scale:.3g} {unit.name}".rstrip() if unit.name else f"{count:.0f}"
 
 
 def human_bytes(count: float) -> str:
-    """Format 1234567 as '1.2 MB'."""
+    """Formats 1234567 as '1.2 MB'."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -46,7 +46,7 @@ def human_bytes(count: float) -> str:
 
 
 def human_time(seconds: float) -> str:
-    """Format 5000 seconds as '1 h 23 min'."""
+    """Formats 5000 seconds as '1 h 23 min'."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     if seconds < 600:
@@ -59,7 +59,7 @@ def human_time(seconds: float) -> str:
 
 
 def age(seconds: float) -> str:
-    """Format seconds as '3 s', '5 min' or '2 h'."""
+    """Formats seconds as '3 s', '5 min' or '2 h'."""
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"

@@ -47,7 +47,7 @@ async def find_targets(
 
 
 def parse_time(text: str, now_s: float, option: str) -> float:
-    """Parse a time or an age; returns seconds since the epoch.
+    """Parses a time or an age; returns seconds since the epoch.
 
     Raises:
         ConfigError: the text is neither of them.

@@ -24,7 +24,7 @@ from diloco.common.protocol.errors import ConfigError
 from diloco.run.model.follow import Following, ModelChange
 from diloco.run.model.serving import FolderRules, ServedFolder, sync_files
 
-# The most deltas between two whole versions.
+# Versions from one whole version to the next.
 WHOLE_EVERY = 32
 _INDEX = "model.safetensors.index.json"
 _FORM = {"delta_encoding": "xor", "compression_format": "zstd", "checksum_format": "xxh3-128"}
@@ -57,7 +57,7 @@ class DeltaFolder(ServedFolder):
         return path
 
     def _drop_old(self, newest: Path) -> None:
-        """Delete the versions before the whole one from which all kept versions follow."""
+        """Deletes the versions before the whole one from which all kept versions follow."""
         numbers = sorted(_number(path) for path in newest.parent.glob("weight_v??????"))
         wanted = numbers[-self._rules.keep :][0]
         roots = [one for one in numbers if one <= wanted and not _is_delta(newest.parent, one)]
@@ -74,7 +74,7 @@ def served_folder(model: Following, rules: FolderRules) -> ServedFolder:
 def write_delta(
     older: Path, newer: Path, folder: Path, number: int, compress: Callable[[bytes], bytes]
 ) -> None:
-    """Write the difference between two folders of safetensors files with the same tensors."""
+    """Writes the difference between two folders of safetensors files with the same tensors."""
     folder.mkdir()
     places: dict[str, str] = {}
     for path in sorted(newer.glob("*.safetensors")):

@@ -35,7 +35,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 def check_target(
     folder: Path, form: str = "safetensors", dtype: str | None = None, *, merge: bool = False
 ) -> None:
-    """Refuse a target that cannot be written, before anything is computed.
+    """Refuses a target that cannot be written, before anything is computed.
 
     Raises:
         ConfigError: no such format, or the folder exists and is not empty.
@@ -67,7 +67,7 @@ async def write_model(
     dtype: str | None = None,
     merge: bool = False,
 ) -> None:
-    """Write the model that the views of all fragments make.
+    """Writes the model that the views of all fragments make.
 
     `model.safetensors` or the folder `model` (orbax) has the parameters by the task's names, and
     leaves that are not synchronized as the run began with them. `layout.json` has the layout,
@@ -118,7 +118,7 @@ async def write_model(
 
 
 def _share_weights(folder: Path) -> None:
-    """Give weights the mode of the files beside them: safetensors makes its files private."""
+    """Gives weights the mode of the files beside them: safetensors makes its files private."""
     mode = (folder / "about.json").stat().st_mode
     for path in folder.glob("*.safetensors"):
         path.chmod(mode)
@@ -178,7 +178,7 @@ def _write_for_others(
     dtype: str,
     merge: bool,
 ) -> None:
-    """Write a run's parameters with its task's `files`.
+    """Writes a run's parameters with its task's `files`.
 
     Args:
         folder: new, or empty.
@@ -245,7 +245,7 @@ def run_export(
     *,
     merge: bool = False,
 ) -> None:
-    """Write a run's newest or an earlier global model.
+    """Writes a run's newest or an earlier global model.
 
     Raises:
         DilocoError: it cannot be written, or is no longer stored.

@@ -195,7 +195,7 @@ class Following:
         return change
 
     async def take_async(self, within_s: float | None = None) -> ModelChange | None:
-        """Wait for the next change; None if none comes within the time, or the run has ended.
+        """Waits for the next change; None if none comes within the time, or the run has ended.
 
         Raises:
             DilocoError: the bus refuses; the run's last version is damaged or missing.
@@ -237,7 +237,7 @@ class Following:
         return self._call(self.take_async(within_s))
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the thread's loop; an interrupt cancels it."""
+        """Runs a coroutine on the thread's loop; an interrupt cancels it."""
         if self._loop is None:
             coroutine.close()
             raise _not_open()
@@ -338,7 +338,7 @@ class Following:
         self._opened = opened
 
     async def _advance(self) -> Advance | None:
-        """Wait for the next change of this tape, or of the one that follows it."""
+        """Waits for the next change of this tape, or of the one that follows it."""
         while True:
             if self._follower is None:
                 raise _not_open()
@@ -349,7 +349,7 @@ class Following:
                 await self._reopen()
 
     async def _reopen(self) -> None:
-        """Open the run again, once it has a new tape."""
+        """Opens the run again, once it has a new tape."""
         self._resumed = True
         logger = self.run.context.logger
         while True:
@@ -400,7 +400,7 @@ def follow(
     form: Form = "float32",
     stay_at: int | None = None,
 ) -> Following:
-    """Follow a run: yields its newest version, then every one that is made, verified.
+    """Follows a run: yields its newest version, then every one that is made, verified.
 
     Args:
         run: its TOML file, the folder of a local run, a run's name, or a bundle.
@@ -437,7 +437,7 @@ def _not_open() -> ConfigError:
 
 
 def check_role(path: str | None) -> None:
-    """Refuse the credentials of a daemon, which may write.
+    """Refuses the credentials of a daemon, which may write.
 
     Raises:
         ConfigError: the credentials are a learner's or an aggregator's.

@@ -163,7 +163,7 @@ class Follower:
         )
 
     async def advance(self) -> Advance | None:
-        """Wait for the next change; None once no more follow.
+        """Waits for the next change; None once no more follow.
 
         Raises:
             NewTapeError: the run was resumed on a new tape.
@@ -187,7 +187,7 @@ class Follower:
                 await self._wait()
 
     async def rest(self, for_s: float) -> None:
-        """Wait `for_s` seconds; less if the reading of records ends or fails meanwhile."""
+        """Waits `for_s` seconds; less if the reading of records ends or fails meanwhile."""
         assert self._reading is not None
         if self._behind:
             await asyncio.sleep(for_s)
@@ -250,7 +250,7 @@ class Follower:
     # Moving to the target
 
     async def _to_whole(self, target: Sequence[HeardRecord]) -> Advance | None:
-        """Move all fragments to a whole version; None if a part of it cannot be read."""
+        """Moves all fragments to a whole version; None if a part of it cannot be read."""
         for one, heard in zip(self._fragments, target, strict=True):
             while one.adopted.record_seq < heard.record_seq:
                 if await self._move(one, heard) is None:
@@ -263,7 +263,7 @@ class Follower:
         return self._give(moved, None)
 
     async def _one_step(self) -> Advance | None:
-        """Move the fragment that has waited longest."""
+        """Moves the fragment that has waited longest."""
         due = [
             (self._of(heard.record.fragment), heard)
             for heard in self._target() or ()
@@ -297,7 +297,7 @@ class Follower:
         return Advance(tuple(heard), back, encoded) if heard else None
 
     async def _move(self, one: FollowedFragment, upto: HeardRecord) -> ViewStep | None:
-        """Take one step of a fragment towards a record; None if the record's view is unreadable."""
+        """Takes one step of a fragment towards a record; None if its view cannot be read."""
         waiting = [each for each in one.waiting if each.record_seq <= upto.record_seq]
         move = next_move(one.adopted, [UnfetchedRecord(w.record_seq, w.record) for w in waiting])
         assert move is not None  # `upto` can be read.
@@ -325,7 +325,7 @@ class Follower:
         return step
 
     async def _read_ahead(self) -> bool:
-        """Read one step of the next whole version's parts; False if there is none yet."""
+        """Reads one step of the next whole version's parts; False if there is none yet."""
         *others, last = self._fragments
         if not self._rules.whole or self._rules.every > 1 or last.given.version < 0:
             return False
@@ -341,7 +341,7 @@ class Follower:
         return False
 
     async def _reload(self, one: FollowedFragment, upto: HeardRecord) -> ViewStep:
-        """Load the view of a record from stored objects; waits for a store that lags."""
+        """Loads the view of a record from stored objects, which may be older ones."""
         assert upto.record is not None
         try:
             loaded = await load_recorded(self._context, upto.record, upto.record_seq)
@@ -365,7 +365,7 @@ class Follower:
     # Reading the tape
 
     async def _find_newest(self) -> None:
-        """Find the newest records, whatever was made since the last one that was read."""
+        """Finds the newest records, whatever was made since the last one that was read."""
         context, rules = self._context, self._rules
         self._settings, self._settings_seq = await self._retry(lambda: effective_settings(context))
         # Asked first: if the run has ended, the records read now are the last.
@@ -389,7 +389,7 @@ class Follower:
                 return
 
     async def _go_to(self, version: int) -> None:
-        """Set the follower to an earlier version of the run, and end there."""
+        """Sets the follower to an earlier version of the run, and ends there."""
         from diloco.aggregator.rollback import find_versions
 
         found = await find_versions(self._context, dict.fromkeys(self._rules.fragments, version))
@@ -400,7 +400,7 @@ class Follower:
         self._rules = self._rules._replace(stay_at=None)
 
     async def _back(self) -> bool:
-        """Read one earlier record, if those read make no whole version; False if there is none."""
+        """Reads one earlier record, if those read make no whole version; False if there is none."""
         last = self._fragments[-1]
         found = False
         for one in [one for one in self._fragments if one.starts_after(last)] or [last]:
@@ -415,7 +415,7 @@ class Follower:
         return found
 
     async def _catch_up(self) -> None:
-        """Check for newer versions without reading each record; read on once there are none."""
+        """Checks for newer versions without reading each record; reads on once there are none."""
         await self._find_newest()
         target = self._target()
         if target is None or not self._can_be_had(target):
@@ -428,7 +428,7 @@ class Follower:
         self._reading.add_done_callback(lambda _: self._moved.set())
 
     async def _read_tape(self, start_seq: int) -> None:
-        """Read records until the run's end, or until the newest is too far ahead.
+        """Reads records until the run's end, or until the newest is too far ahead.
 
         Returns at once if the records of all followed fragments are known already.
         """
@@ -478,7 +478,7 @@ class Follower:
         self._moved.set()
 
     async def _heard(self, message: Message) -> HeardRecord:
-        """Read a record of the tape; its body may be damaged or missing."""
+        """Reads a record of the tape; its body may be damaged or missing."""
         record: wire.Record | None = None
         try:
             record = slim(await self._retry(lambda: read_record(self._context, message)))

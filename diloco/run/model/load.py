@@ -19,7 +19,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def load(run: str | Path, *, like: Any = None) -> Any:
-    """Read the newest global parameters of a run, as NumPy arrays.
+    """Reads the newest global parameters of a run, as NumPy arrays.
 
     Args:
         run: its TOML file, the folder of a local run, a run's name, or a bundle.
@@ -40,7 +40,7 @@ async def _load(run: str | Path) -> tuple[Arrays, set[str]]:
 
 
 async def global_arrays(context: RunContext, specification: wire.Specification) -> Arrays:
-    """Read the newest global parameters, and the leaves that the run holds, by name.
+    """Reads the newest global parameters, and the leaves that the run holds, by name.
 
     Raises:
         DilocoError: as `diloco.common.storage.views.load_view`.
@@ -52,7 +52,7 @@ async def global_arrays(context: RunContext, specification: wire.Specification) 
 
 
 async def held_leaves(context: RunContext, specification: wire.Specification) -> Arrays:
-    """Read the leaves that a run holds as it began with them; not those that learners load.
+    """Reads the leaves that a run holds as it began with them; not those that learners load.
 
     Raises:
         IntegrityError: a leaf is damaged.

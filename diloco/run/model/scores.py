@@ -79,7 +79,7 @@ class Scorer:
         return cls(context, task, await GlobalModel.of_run(context, task))
 
     async def newest(self) -> wire.Score:
-        """Score the newest view.
+        """Scores the newest view.
 
         Raises:
             DilocoError: as `diloco.common.storage.views.load_view`.
@@ -90,7 +90,7 @@ class Scorer:
         return await self._score(records, seqs, [item.view for item in loaded])
 
     async def of(self, records: Sequence[wire.Record], seqs: Sequence[int]) -> wire.Score:
-        """Score the view after these records, one of each fragment, stored at `seqs`.
+        """Scores the view after these records, one of each fragment, stored at `seqs`.
 
         Raises:
             ObjectMissingError: garbage collection has taken an object of the view.
@@ -146,7 +146,7 @@ class Scorer:
         return found, "".join(itertools.islice(pieces, PIECES))[:MOST_TEXT]
 
     async def follow(self, tell: Callable[[wire.Score], Awaitable[None]], pace: Pace) -> None:
-        """Score the newest whole version, and later ones at this pace; returns at the run's end.
+        """Scores the newest whole version, and later ones at this pace; returns at the run's end.
 
         Args:
             tell: takes each score.
@@ -168,7 +168,7 @@ class Scorer:
 
 
 async def keep(context: RunContext, score: wire.Score) -> None:
-    """Put a score into the run's store; repeating this is harmless.
+    """Puts a score into the run's store; repeating this is harmless.
 
     Raises:
         StoreError: the store is unreachable, or does not permit it.
@@ -181,7 +181,7 @@ async def keep(context: RunContext, score: wire.Score) -> None:
 async def read_scores(
     context: RunContext, known: dict[str, wire.Score] | None = None, *, thinned: bool = False
 ) -> list[wire.Score]:
-    """Read the stored scores of this epoch, in order of time.
+    """Reads the stored scores of this epoch, in order of time.
 
     Args:
         context: the run's context.
@@ -197,7 +197,7 @@ async def read_scores(
 
 
 async def read_losses(context: RunContext) -> dict[tuple[int, ...], float]:
-    """Read the losses of all stored scores, by the sequences of their records; the newest counts.
+    """Reads the losses of all stored scores, by the sequences of their records; the newest counts.
 
     Raises:
         StoreError: the store is unreachable.
@@ -259,7 +259,7 @@ async def score_at(
     versions: Sequence[tuple[int, ...]],
     hear: Callable[[int, int], None] | None = None,
 ) -> list[wire.Score]:
-    """Score versions that the store still has, each given as `unscored` does.
+    """Scores versions that the store still has, each given as `unscored` does.
 
     Args:
         context: the run's context.
@@ -318,7 +318,7 @@ def _standing(series: TimeSeries, at_s: float) -> tuple[int, ...] | None:
 
 
 async def record_at(context: RunContext, fragment: int, seq: int) -> wire.Record:
-    """Read a fragment's record at a sequence of the tape.
+    """Reads a fragment's record at a sequence of the tape.
 
     Raises:
         ObjectMissingError: it, or its body, was collected.
@@ -341,7 +341,7 @@ async def run_evaluate(
     keeps: bool,
     json: bool,
 ) -> None:
-    """Score RUN's view and print it; arguments as the command's options.
+    """Scores RUN's view and prints it; arguments as the command's options.
 
     Raises:
         DilocoError: no such run; bus or store are unreachable; the task cannot be built.

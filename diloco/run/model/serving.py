@@ -77,7 +77,7 @@ class ServedFolder:
             shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
 
     async def take(self, change: ModelChange) -> Path:
-        """Write a version, point `latest` to it, and run the command; returns its folder.
+        """Writes a version, points `latest` to it, and runs the command; returns its folder.
 
         Raises:
             ConfigError: it cannot be written, or the task has no such format.
@@ -104,7 +104,7 @@ class ServedFolder:
         return bool(json.loads((path / "about.json").read_text())["view_digests"] == digests)
 
     async def _write_files(self, path: Path, form: str, dtype: str | None = None) -> None:
-        """Write the present model; the folder gets its name once it is on the disk."""
+        """Writes the present model; the folder gets its name once it is on the disk."""
         part = path.with_name(path.name + _PART)
         context, at = self._model.run.context, self._model.standing()
         records = {fragment: one.record for fragment, one in at.items()}
@@ -114,7 +114,7 @@ class ServedFolder:
         part.rename(path)
 
     def _drop_old(self, newest: Path) -> None:
-        """Delete all but the newest versions, in order of writing: a new epoch may go back."""
+        """Deletes all but the newest versions, in order of writing: a new epoch may go back."""
         others = (path for path in self._rules.folder.iterdir() if path != newest)
         found = [path for path in others if _VERSION.fullmatch(path.name)]
         found.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
@@ -153,7 +153,7 @@ def _words_of(command: str | None) -> list[str]:
 
 
 def sync_files(folder: Path) -> None:
-    """Sync a folder's files to the disk."""
+    """Syncs a folder's files to the disk."""
     for path in folder.rglob("*"):
         if path.is_file():
             _sync_folder(path)
@@ -174,7 +174,7 @@ def _sync_folder(path: Path) -> None:
 def serve_folder(
     model: Following, make: Callable[[], ServedFolder], run: str, section: MetricsSection
 ) -> None:
-    """Keep the folder that `make` makes until the run ends or a signal asks for the end.
+    """Keeps the folder that `make` makes until the run ends or a signal asks for the end.
 
     Raises:
         DilocoError: an error that no retry can mend, with advice.
@@ -218,7 +218,7 @@ async def _look(model: Following, probes: Probes) -> None:
 
 
 def show_lag(model: Following, counted: Metrics) -> None:
-    """Set the metrics of a follower's lag."""
+    """Sets the metrics of a follower's lag."""
     lag = model.behind
     counted.set(metrics.BEHIND, lag.seconds)
     counted.set(metrics.BEHIND_VERSIONS, lag.versions)
@@ -237,20 +237,20 @@ class EngineSink(Protocol):
     """
 
     def init(self, layout: Layout) -> None:
-        """Take the names, shapes and dtypes of all leaves."""
+        """Takes the names, shapes and dtypes of all leaves."""
 
     def start(self, version: int) -> None:
-        """Stop generating, since a version follows."""
+        """Stops generating, since a version follows."""
 
     def update(self, leaf: LeafRows) -> None:
-        """Take some rows of a leaf."""
+        """Takes some rows of a leaf."""
 
     def finish(self, version: int) -> None:
-        """Generate with this version, which all engines have completely."""
+        """Generates with this version, which all engines have completely."""
 
 
 def feed(model: Following, engines: Sequence[EngineSink]) -> Iterator[ModelChange]:
-    """Bring each version to all engines before any of them serves it; yields it afterwards.
+    """Brings each version to all engines before any of them serves it; yields it afterwards.
 
     If an engine raises, all stay stopped and none has served the version. To restart, call this
     with another `diloco.follow`: all engines then get the newest version.

@@ -85,11 +85,11 @@ class ScoredTask:
         return tree.task_layout(self._task, self._settings.sync).digest
 
     def hold(self, layout: Layout, held: Arrays) -> None:
-        """Take the arguments of `GlobalModel`, before the first view."""
+        """Takes the arguments of `GlobalModel`, before the first view."""
         self._model = GlobalModel(layout, self._task, held)
 
     def see(self, view: np.ndarray) -> None:
-        """Take the view of the next fragment, float32 [N]."""
+        """Takes the view of the next fragment, float32 [N]."""
         self._views.append(view)
 
     def losses(self) -> dict[str, float]:
@@ -128,7 +128,7 @@ async def load_params(context: RunContext, task: Task) -> tuple[Params, list[wir
 async def run_sample(
     target: str, prompt: str, *, length: int, temperature: float, seed: int, follow: bool = False
 ) -> None:
-    """Print a prompt and the text generated after it; arguments as the command's options.
+    """Prints a prompt and the text generated after it; arguments as the command's options.
 
     Raises:
         TaskError: the run's task has no `sample`.

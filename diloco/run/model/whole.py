@@ -41,7 +41,7 @@ class FollowRules(NamedTuple):
 
 
 def check_rules(rules: FollowRules, fragments: int) -> None:
-    """Refuse invalid rules.
+    """Refuses invalid rules.
 
     Raises:
         ConfigError: nothing is followed, or an option is out of its range.
@@ -90,7 +90,7 @@ class FollowedFragment:
         return own is not None and its is not None and own.global_step > its.global_step
 
     def hear(self, heard: HeardRecord) -> None:
-        """Add the next record of the tape; one that was added before is ignored."""
+        """Adds the next record of the tape; one that was added before is ignored."""
         if self.history and heard.record_seq <= self.history[-1].record_seq:
             return
         self.history.append(heard)
@@ -98,7 +98,7 @@ class FollowedFragment:
             del self.history[1 : MOST_WAITING // 2]
 
     def adopt(self, newest: HeardRecord, record: wire.Record, view: np.ndarray) -> None:
-        """Adopt the view of one of its records."""
+        """Adopts the view of one of its records."""
         self.view = view
         self.adopted = Adopted(newest.record_seq, record.version, record.view_digest)
         self.history = [one for one in self.history if one.record_seq >= newest.record_seq]
@@ -120,7 +120,7 @@ def choose_whole(
     ended: bool,
     most: int | None = None,
 ) -> tuple[HeardRecord, ...] | None:
-    """Choose the newest whole version: a record of each history, in order; None if there is none.
+    """Chooses the newest whole version: a record of each history, in order; None if there is none.
 
     Args:
         histories: each fragment's records, oldest first.

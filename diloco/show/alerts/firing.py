@@ -114,7 +114,7 @@ class AlertLedger:
     def look(
         self, findings: Iterable[Finding], now_s: float, *, blind: bool = False
     ) -> list[Notice]:
-        """Take the findings of a check; returns the notices to send, also of a risen severity.
+        """Takes the findings of a check; returns the notices to send, also of a risen severity.
 
         Args:
             findings: those of the check.
@@ -149,7 +149,7 @@ class AlertLedger:
         return [Notice(seen.alert, seen.gone_s)] if seen.told else []
 
     def end(self, now_s: float) -> list[Notice]:
-        """Resolve all firing alerts, since the run has ended; returns the notices."""
+        """Resolves all firing alerts, since the run has ended; returns the notices."""
         told = [seen.alert for seen in self._seen.values() if seen.told]
         self._seen.clear()
         return [Notice(alert, now_s) for alert in told]
@@ -159,7 +159,7 @@ class AlertLedger:
         return [seen.alert for seen in self._seen.values() if seen.told]
 
     def restore(self, told: Iterable[Mapping[str, Any]]) -> None:
-        """Restore the alerts that another process has reported, from the fields of each.
+        """Restores the alerts that another process has reported, from the fields of each.
 
         Raises:
             KeyError, TypeError, ValueError: the fields are not those of alerts.
@@ -171,7 +171,7 @@ class AlertLedger:
 
 
 def alerts(findings: Iterable[Finding], now_s: float) -> Mapping[Key, Alert]:
-    """Group findings of at least a warning into alerts, one for each subject and runbook."""
+    """Groups findings of at least a warning into alerts, one for each subject and runbook."""
     found: dict[Key, Alert] = {}
     for one in findings:
         if one.severity != "warning" and one.severity != "error":

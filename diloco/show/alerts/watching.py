@@ -49,7 +49,7 @@ ASKED_S = 3.0
 
 
 def try_webhook(target: str, url: str | None) -> int:
-    """Post a test alert, and its end, to the webhook; returns the exit status.
+    """Posts a test alert, and its end, to the webhook; returns the exit status.
 
     Raises:
         ConfigError: there is no webhook.
@@ -82,7 +82,7 @@ def find_webhook(url: str | None) -> Webhook | None:
 
 
 def watch_run(target: str, options: "WatchOptions", url: str | None, *, json: bool) -> int:
-    """Watch a run until it ends or a signal comes; returns 1 if alerts were not delivered.
+    """Watches a run until it ends or a signal comes; returns 1 if alerts were not delivered.
 
     Raises:
         DilocoError: there is no such run, or the webhook's URL is invalid.
@@ -120,7 +120,7 @@ async def _watch(
 
 
 async def _until_asked(watcher: "Watcher") -> bool:
-    """Watch until the run ends or a signal comes; returns whether the run has ended."""
+    """Watches until the run ends or a signal comes; returns whether the run has ended."""
     loop, asked = asyncio.get_running_loop(), asyncio.Event()
     on_signals(lambda: loop.call_soon_threadsafe(asked.set))
     work, stop = asyncio.ensure_future(watcher.run()), asyncio.ensure_future(asked.wait())
@@ -174,7 +174,7 @@ class Watcher:
         self._opened = False
 
     async def run(self) -> None:
-        """Watch the run until its end.
+        """Watches the run until its end.
 
         Raises:
             DilocoError: there is no such run, and there was none when the watch began.
@@ -187,7 +187,7 @@ class Watcher:
         self._say(self._ledger.end(self._runtime.clock()))
 
     async def _until_away(self) -> bool:
-        """Watch until the run ends, or bus or store are unreachable; returns whether it ended."""
+        """Watches until the run ends, or bus or store are unreachable; returns whether it ended."""
         try:
             async with open_run(self._target, name="watch", reads=True) as opened:
                 watch = Watch(opened.context)
@@ -225,7 +225,7 @@ class Watcher:
             await cancel(following, examining)
 
     async def _examine(self) -> None:
-        """Run the doctor at intervals; sooner while it reports problems."""
+        """Runs the doctor at intervals; sooner while it reports problems."""
         while self._options.doctor_s:
             report = await examine(self._target)
             if not is_blind(report.findings):
@@ -237,7 +237,7 @@ class Watcher:
         await asyncio.Event().wait()
 
     def look(self, findings: Sequence[Finding]) -> None:
-        """Send notices of the changes that a check's findings bring."""
+        """Sends notices of the changes that a check's findings bring."""
         now_s = self._runtime.clock()
         if is_blind(findings):
             # A check that cannot see the run shows neither silent learners nor problems that ended.
@@ -256,7 +256,7 @@ class Watcher:
             part.replace(self._kept)
 
     def _restore(self) -> None:
-        """Restore the alerts that the process before has reported.
+        """Restores the alerts that the process before has reported.
 
         Raises:
             ConfigError: the file is not one of this command's.

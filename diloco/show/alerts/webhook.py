@@ -69,7 +69,7 @@ class Webhook:
             self._auth = requests.auth.HTTPBasicAuth(urllib.parse.unquote(user), secret)
 
     def post(self, document: dict[str, Any]) -> None:
-        """Post one message.
+        """Posts one message.
 
         Raises:
             WebhookError: the receiver did not take it.
@@ -135,7 +135,7 @@ class Outbox:
         self._undelivered = 0
 
     def add(self, notice: Notice) -> None:
-        """Queue a notice behind those that wait; with too many, the oldest is dropped."""
+        """Queues a notice behind those that wait; with too many, the oldest is dropped."""
         if self._waiting.full():
             self._waiting.get_nowait()
             self._waiting.task_done()
@@ -143,7 +143,7 @@ class Outbox:
         self._undelivered += 1
 
     async def close(self, within_s: float) -> int:
-        """Wait at most `within_s` for deliveries; returns the number of undelivered notices."""
+        """Waits at most `within_s` for deliveries; returns the number of undelivered notices."""
         idle = asyncio.ensure_future(self._waiting.join())
         await asyncio.wait([idle, self._work], timeout=within_s, return_when="FIRST_COMPLETED")
         await cancel(idle, self._work)

@@ -327,7 +327,7 @@ def band(found: Binned) -> PlotMark:
 
 
 def _quantiles(rows: dict[str, Column], title: str, x: Axis) -> Panel:
-    """Draw each named row as a thin bar (5-95 %), a thick one (25-75 %) and a dot at the median."""
+    """Draws each row as a thin bar (5-95 %), a thick one (25-75 %) and a dot at the median."""
     known = [(place, values) for place, values in enumerate(rows.values()) if values.size]
     at = np.asarray([place for place, _ in known], np.float64)
     quantiles = [np.quantile(values, (0.05, 0.25, 0.5, 0.75, 0.95)) for _, values in known]

@@ -87,7 +87,7 @@ class LiveRun:
         self.failure: Exception | None = None
 
     async def follow(self) -> None:
-        """Read the tape, and follow it, until cancelled."""
+        """Reads the tape, and follows it, until cancelled."""
         scoring = asyncio.ensure_future(self._follow_scores())
         try:
             while not await self._followed():  # noqa: ASYNC110 - what is away tells nobody
@@ -98,7 +98,7 @@ class LiveRun:
             await cancel(scoring)
 
     async def _followed(self) -> bool:
-        """Follow from the last position; returns False once bus or store are unreachable."""
+        """Follows from the last position; returns False once bus or store are unreachable."""
         try:
             if self.progress is not None:
                 await self.catch_up()
@@ -133,7 +133,7 @@ class LiveRun:
         return self._taken, len(self._scores)
 
     async def catch_up(self) -> None:
-        """Read the tape up to its newest message.
+        """Reads the tape up to its newest message.
 
         Raises:
             BusError, StoreUnavailableError: bus or store are unreachable.
@@ -168,7 +168,7 @@ class LiveRun:
 
 @asynccontextmanager
 async def served(run: LiveRun, *, port: int | None, again: str) -> AsyncIterator[str]:
-    """Serve a run's page while the block lasts; yields its address.
+    """Serves a run's page while the block lasts; yields its address.
 
     Args:
         run: the run to show.
@@ -204,7 +204,7 @@ class LivePage:
         self._drawn_s = self._next_s = 0.0
 
     async def keep(self) -> None:
-        """Follow the run and draw its page, until cancelled."""
+        """Follows the run and draws its page, until cancelled."""
         following = asyncio.ensure_future(self._run.follow())
         try:
             while True:
@@ -218,7 +218,7 @@ class LivePage:
             await cancel(following)
 
     async def _try_to_show(self) -> None:
-        """Draw the run; on an error, say so on the page and leave its figures as they were."""
+        """Draws the run; on an error, says so on the page and leaves its figures as they were."""
         try:
             await self._show()
         except Exception as error:  # noqa: BLE001 - told on the page, and tried again
@@ -241,7 +241,7 @@ class LivePage:
         self._next_s = began_s + max(FIGURES_S, (time.monotonic() - began_s) / SHARE)
 
     def _say(self, status: RunStatus | None, failure: Exception | None) -> None:
-        """Set the page's own status: a word, and a sentence if it needs one."""
+        """Sets the page's own status: a word, and a sentence if it needs one."""
         kind, word, sentence = "", "reading the tape", ""
         as_of_s = self._run.context.runtime.clock()
         if status is not None:
@@ -260,7 +260,7 @@ class LivePage:
 
 
 def run_dashboard(target: str | None, port: int | None) -> None:
-    """Serve RUN's page until Ctrl-C or SIGTERM; arguments as the command's options.
+    """Serves RUN's page until Ctrl-C or SIGTERM; arguments as the command's options.
 
     Raises:
         DilocoError: no such run; bus or store are unreachable; the port is in use.

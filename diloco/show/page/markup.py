@@ -150,12 +150,12 @@ def asset(name: str) -> str:
 
 
 def write_figure(title: str, panels: Sequence[Panel], path: Path) -> None:
-    """Write a page of one figure; errors as `write`."""
+    """Writes a page of one figure; errors as `write`."""
     write(path, saved_page(title, NOTHING, [section("figure", "Figure", panels=panels)]))
 
 
 def write_curves(title: str, marks: Sequence[PlotMark], y: str, path: Path) -> None:
-    """Write a page of curves over the run's clock; errors as `write`.
+    """Writes a page of curves over the run's clock; errors as `write`.
 
     Args:
         title: title of the page.
@@ -168,7 +168,7 @@ def write_curves(title: str, marks: Sequence[PlotMark], y: str, path: Path) -> N
 
 
 def check_name(path: Path | None) -> None:
-    """Refuse a file name that does not end in .html; None is allowed.
+    """Refuses a file name that does not end in .html; None is allowed.
 
     Raises:
         ConfigError: it does not end in .html.
@@ -181,7 +181,7 @@ def check_name(path: Path | None) -> None:
 
 
 def write(path: Path, html: str) -> Path:
-    """Write a page; returns its path.
+    """Writes a page; returns its path.
 
     Raises:
         ConfigError: it cannot be written, or its name does not end in .html.

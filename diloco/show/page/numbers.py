@@ -35,7 +35,7 @@ class Binned(NamedTuple):
 
 
 def binned(x: Column, y: Column, bins: int = POINTS) -> Binned:
-    """Compute 10 %, 50 % and 90 % quantiles of `y` in bins of equal numbers of values along `x`.
+    """Computes 10 %, 50 % and 90 % quantiles of `y` in bins of equal numbers of values along `x`.
 
     There are at most `bins`, and fewer if a bin would hold less than a dozen values.
     """
@@ -50,7 +50,7 @@ def binned(x: Column, y: Column, bins: int = POINTS) -> Binned:
 
 
 def grouped(keys: Column, values: Column, count: int) -> list[Column]:
-    """Group values by their keys, 0 to `count` - 1; each group keeps its order."""
+    """Groups values by their keys, 0 to `count` - 1; each group keeps its order."""
     order = np.argsort(keys, kind="stable")
     return np.split(values[order], np.searchsorted(keys[order], np.arange(1, count)))
 
@@ -87,7 +87,7 @@ class Shown:
         return f"time since the {since} ({self.unit.name})"
 
     def since(self, times_s: Column) -> Column:
-        """Convert times in seconds since the epoch to places on the time axis."""
+        """Converts times in seconds since the epoch to places on the time axis."""
         return (times_s - self.begin_s) / self.unit.scale
 
     def edges(self) -> Column:

@@ -38,7 +38,7 @@ Stage = Callable[[str, int, int], None]
 
 
 def run_report(targets: Sequence[str], *, out: Path | None, evaluations: int) -> Path:
-    """Write the page of a run, or of several; returns the file.
+    """Writes the page of a run, or of several; returns the file.
 
     Args:
         targets: RUN of each, as `diloco.run.cli.opening` takes it.
@@ -67,7 +67,7 @@ def run_report(targets: Sequence[str], *, out: Path | None, evaluations: int) ->
 
 @contextmanager
 def staging() -> Iterator[Stage]:
-    """Show a report's progress on a terminal."""
+    """Shows a report's progress on a terminal."""
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("opening the run", total=None)
@@ -97,7 +97,7 @@ def _footer() -> Markup:
 def gather(
     target: str, evaluations: int, stage: Stage, *, pairs: bool = True
 ) -> tuple[Shown, RunStatus]:
-    """Read the numbers that the page shows; arguments and errors as `run_report`.
+    """Reads the numbers that the page shows; arguments and errors as `run_report`.
 
     Without `pairs` no updates are compared.
     """
@@ -113,7 +113,7 @@ def gather(
 def score_versions(
     hear: Hear, target: str, at: RunLocation, versions: Sequence[tuple[int, ...]]
 ) -> list[wire.Score]:
-    """Score versions as `score_at`, in a new process that loads the run, JAX and the task."""
+    """Scores versions as `score_at`, in a new process that loads the run, JAX and the task."""
     log.configure("error")
     keep_off_accelerators()
     use_place(at)

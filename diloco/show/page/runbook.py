@@ -44,7 +44,7 @@ def render(name: str) -> str:
 
 
 def _keep_links(token: Token, known: frozenset[str]) -> None:
-    """Keep links to other runbooks; drop those to other files of the repository."""
+    """Keeps links to other runbooks; drops those to other files of the repository."""
     depth: list[bool] = []
     for part in token.children or []:
         if part.type == "link_open":

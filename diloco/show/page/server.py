@@ -88,17 +88,17 @@ class Board:
         return self._readers > 0
 
     def show(self, parts: Mapping[str, Markup]) -> None:
-        """Replace parts of the page; equal parts are not sent again."""
+        """Replaces parts of the page; equal parts are not sent again."""
         for name, part in parts.items():
             self._hang(name, "part", json.dumps(part).encode())
 
     def show_learners(self, learners: Callable[[int, str], Markup]) -> None:
-        """Set the function that makes learners' pages; open pages request theirs again."""
+        """Sets the function that makes learners' pages; open pages request theirs again."""
         self.learners = learners
         self._hang("learners", "drawn", b"%d" % self._number)
 
     def say(self, said: Mapping[str, Any]) -> None:
-        """Show the page's own status."""
+        """Shows the page's own status."""
         self._hang("", "state", json.dumps(said).encode())
 
     def _hang(self, name: str, event: str, data: bytes) -> None:
@@ -109,18 +109,18 @@ class Board:
                 self._changed.notify_all()
 
     def clear(self) -> None:
-        """Remove all parts, which grow stale while no page is open."""
+        """Removes all parts, which grow stale while no page is open."""
         with self._changed:
             self._frames.clear()
 
     def close(self) -> None:
-        """Close the board: readers that wait return."""
+        """Closes the board: readers that wait return."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def enter(self, most: int) -> bool:
-        """Count a reader; returns False if there are `most` already."""
+        """Counts a reader; returns False if there are `most` already."""
         with self._changed:
             if self._readers >= most or self._closed:
                 return False
@@ -128,12 +128,12 @@ class Board:
             return True
 
     def leave(self) -> None:
-        """Stop counting a reader."""
+        """Stops counting a reader."""
         with self._changed:
             self._readers -= 1
 
     def after(self, number: int, within_s: float) -> list[PageEvent] | None:
-        """Wait for events newer than `number`; none after `within_s`, None on a closed board."""
+        """Waits for events newer than `number`; none after `within_s`, None on a closed board."""
         ends_s = time.monotonic() + within_s
         with self._changed:
             while not self._closed:
@@ -147,7 +147,7 @@ class Board:
 
 @contextmanager
 def serving(board: Board, port: int | None) -> Iterator[str]:
-    """Serve the page while the block lasts; yields its address.
+    """Serves the page while the block lasts; yields its address.
 
     Args:
         board: the contents of the page.
@@ -194,7 +194,7 @@ class _PageServer(ThreadingHTTPServer):
         self._answered: dict[socket.socket, None] = {}  # the oldest first
 
     def process_request(self, request: socket.socket, client_address: object) -> None:  # type: ignore[override]
-        """Give the connection a thread; with too many, close the slowest connection."""
+        """Gives the connection a thread; with too many, closes the slowest connection."""
         with self._lock:
             if len(self._answered) >= MOST_CONNECTIONS:
                 oldest = next(iter(self._answered))
@@ -205,19 +205,19 @@ class _PageServer(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: socket.socket, client_address: object) -> None:  # type: ignore[override]
-        """Answer the connection's request; its end frees its place."""
+        """Answers the connection's request; its end frees its place."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self.keep(request)
 
     def keep(self, request: socket.socket) -> None:
-        """Exempt a connection from being closed: it is an open page, or has ended."""
+        """Exempts a connection from being closed: it is an open page, or has ended."""
         with self._lock:
             self._answered.pop(request, None)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Ignore a broken connection."""
+        """Ignores a broken connection."""
 
 
 class _PageHandler(BaseHTTPRequestHandler):
@@ -227,7 +227,7 @@ class _PageHandler(BaseHTTPRequestHandler):
     sys_version = ""
 
     def do_GET(self) -> None:
-        """Answer the request, unless another site or name made it."""
+        """Answers the request, unless another site or name made it."""
         if not self._is_own():
             self.send_error(HTTPStatus.FORBIDDEN, explain="ask for http://127.0.0.1 or localhost")
             return
@@ -267,7 +267,7 @@ class _PageHandler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", kind)
 
     def end_headers(self) -> None:
-        """Add the headers that restrict what the browser may do with the page."""
+        """Adds the headers that restrict what the browser may do with the page."""
         for name, value in HEADERS.items():
             self.send_header(name, value)
         super().end_headers()
@@ -280,7 +280,7 @@ class _PageHandler(BaseHTTPRequestHandler):
         self._send("html", found.encode())
 
     def _events(self) -> None:
-        """Send the stream of events until the page or the server is closed."""
+        """Sends the stream of events until the page or the server is closed."""
         board = self.server.board
         if not board.enter(MOST_PAGES):
             self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, "too many pages are open")
@@ -307,4 +307,4 @@ class _PageHandler(BaseHTTPRequestHandler):
                     self.wfile.write(b"event: alive\ndata: {}\n\n")
 
     def log_message(self, *_: object) -> None:
-        """Log nothing for requests."""
+        """Logs nothing for requests."""

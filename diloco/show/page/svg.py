@@ -39,7 +39,7 @@ def element(tag: str, attributes: Mapping[str, object] | None = None, *children:
 
 
 def joined(*children: str) -> Markup:
-    """Join children of an element; escapes those that are not markup."""
+    """Joins children of an element; escapes those that are not markup."""
     return Markup(
         "".join(
             child if isinstance(child, Markup) else escape(child.translate(_CONTROL))
@@ -61,7 +61,7 @@ def data_block(value: Any) -> Markup:
 
 
 def short(value: float | None) -> float | None:
-    """Round to five significant digits; None for None, infinite or NaN."""
+    """Rounds to five significant digits; None for None, infinite or NaN."""
     return float(f"{value:.5g}") if value is not None and math.isfinite(value) else None
 
 

@@ -43,7 +43,7 @@ WIDE = 10_000
 
 
 def show_status(target: str, *, once: bool, json: bool) -> None:
-    """Show RUN until it ends or Ctrl-C; with `once` or `json` only its present state.
+    """Shows RUN until it ends or Ctrl-C; with `once` or `json` only its present state.
 
     Raises:
         DilocoError: no such run, or bus or store are unreachable; so do all functions here.
@@ -78,7 +78,7 @@ async def _follow(watch: Watch, run: RunStatus, console: Console) -> None:
 
 
 def picture(run: RunStatus) -> RenderableType:
-    """Render the run's status for a terminal."""
+    """Renders the run's status for a terminal."""
     parts: list[RenderableType] = [_alerts(run.alerts), Text()] if run.alerts else []
     parts += [_summary(run), Text()]
     learners = _worth_a_look(run.learners)
@@ -183,7 +183,7 @@ class Fitted:
         self._caption = caption
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Render the table with as many of its columns as fit."""
+        """Renders the table with as many of its columns as fit."""
         wide = options.update(width=WIDE)
         tables = (self._table(self._spare[:count]) for count in range(len(self._spare) + 1))
         made = next(tables)
@@ -264,7 +264,7 @@ def _alerts(alerts: Sequence[Finding]) -> Table:
 
 
 def show_learners(target: str, *, json: bool) -> None:
-    """Print each learner's figures from the whole tape."""
+    """Prints each learner's figures from the whole tape."""
     found = asyncio.run(look_at_learners(target))
     if json:
         say_json([asdict(one) for one in found])
@@ -324,12 +324,12 @@ def _refusals(one: LearnerStatus) -> str:
 
 
 def _norm(norm: float) -> str:
-    """Format a norm relative to its round's median, so that even a diverging one stays short."""
+    """Formats a norm relative to its round's median, so that even a diverging one stays short."""
     return f"{norm:.2f}" if norm < MUCH else f"{norm:.2g}"
 
 
 def spark(values: Sequence[float], width: int = WIDTH) -> str:
-    """Draw values as a line of `width` characters, from the least value to the greatest."""
+    """Draws values as a line of `width` characters, from the least value to the greatest."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""
@@ -362,7 +362,7 @@ def trends(learners: Sequence[LearnerStatus], title: str) -> Fitted:
 
 
 def show_history(target: str, *, everything: bool, json: bool) -> None:
-    """Print the acts on a run; with `everything` also learners that join and leave."""
+    """Prints the acts on a run; with `everything` also learners that join and leave."""
     events = asyncio.run(look_back(target, everything=everything))
     if json:
         say_json([asdict(event) for event in events])
@@ -381,7 +381,7 @@ async def look_back(target: str, *, everything: bool) -> list[Event]:
 
 
 def show_runs(target: str | None, *, json: bool) -> None:
-    """Print the runs of a bus: of a URL, of a run's file, or of the default."""
+    """Prints the runs of a bus: of a URL, of a run's file, or of the default."""
     runs = asyncio.run(read_runs(bus_section(target)))
     if json:
         say_json([asdict(one) for one in runs])

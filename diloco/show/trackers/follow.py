@@ -32,10 +32,10 @@ class Sink(Protocol):
     """Takes a run's figures, for one tracker."""
 
     def write(self, point: MetricsPoint) -> None:
-        """Store a point."""
+        """Stores a point."""
 
     def close(self) -> None:
-        """Flush all points that are not stored yet."""
+        """Flushes all points that are not stored yet."""
 
 
 class TensorBoard:
@@ -49,12 +49,12 @@ class TensorBoard:
         self._writer: Any = SummaryWriter(str(folder))
 
     def write(self, point: MetricsPoint) -> None:
-        """Store a point."""
+        """Stores a point."""
         for name, value in point.values.items():
             self._writer.add_scalar(name, value, point.step, point.at_s)
 
     def close(self) -> None:
-        """Flush all points that are not stored yet."""
+        """Flushes all points that are not stored yet."""
         self._writer.close()
 
 
@@ -85,11 +85,11 @@ class Wandb:
         self._run.define_metric("*", step_metric="global_step")
 
     def write(self, point: MetricsPoint) -> None:
-        """Store a point."""
+        """Stores a point."""
         self._run.log({**point.values, "global_step": point.step})
 
     def close(self) -> None:
-        """Flush all points that are not stored yet."""
+        """Flushes all points that are not stored yet."""
         self._run.finish()
 
 
@@ -143,7 +143,7 @@ class Tracker:
         self.written = 0
 
     async def follow(self, *, once: bool) -> None:
-        """Follow the run until its end, or up to the newest message."""
+        """Follows the run until its end, or up to the newest message."""
         for fragment in range(len(self._context.layout.fragments)):
             record, _ = await last_record(self._context, fragment)
             self._points.reached(record.global_step)
@@ -159,7 +159,7 @@ class Tracker:
         await self._scores()
 
     def close(self) -> None:
-        """Flush all points that are not stored yet."""
+        """Flushes all points that are not stored yet."""
         for sink in self._sinks:
             sink.close()
 
@@ -206,7 +206,7 @@ class Points:
         self._tokens: dict[int, int] = {}
 
     def reached(self, step: int) -> None:
-        """Note the global step that records have reached: learners' figures get no later step."""
+        """Notes the global step that records have reached: learners' figures get no later step."""
         self._furthest = max(step, self._furthest or 0)
 
     def of_entry(self, entry: Entry) -> Iterator[MetricsPoint]:
