@@ -16,5 +16,6 @@ while wait "$step"; status=$?; kill -0 "$step" 2>/dev/null; do :; done
 case "$status" in
     0) [ -n "$leaving" ] || exit 0 ;;                  # the run has ended
     2 | 65 | 72 | 73 | 76 | 77) exit "$status" ;;      # what no restart mends
+    1 | 126 | 127) [ "$SECONDS" -ge 300 ] || exit "$status" ;;  # an error at once comes again
 esac
 scontrol requeue "$SLURM_JOB_ID"

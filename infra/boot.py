@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from diloco.infra.cloud import Google
-from diloco.infra.cloud_units import ACCELERATORS, KEEPER, LIVEZ, LOGS, UNITS, data_units
 from diloco.infra.ended import DROP_IN
 from diloco.infra.release import ReleaseRefused, Releases, Run, run_command, say, write
+from diloco.infra.unit_texts import ACCELERATORS, KEEPER, LIVEZ, LOGS, UNITS, data_units
 
 _AGAIN_S = 60.0
 # The units of the machine itself that are started in addition to LOGS.

@@ -29,7 +29,7 @@ from diloco.common.storage import checkpoint_files
 from diloco.common.storage.bus import jetstream
 from diloco.common.storage.store import open_store
 from diloco.common.storage.tape import Recorded, effective_settings, last_record
-from diloco.operate.streams import make_streams
+from diloco.operate.make_streams import make_streams
 from diloco.run.cli.opening import find_config, open_run, operator_context, who
 from diloco.run.cli.settings import assign, parse_assigned
 from diloco.run.cli.versions import find_targets

@@ -234,7 +234,7 @@ def run_checkpoint(run: shared.Run, timer: TimerOptions) -> int:
     The checkpoint is in the object store; `diloco run resume` starts from it. Training continues.
     """
     from diloco.operate.change import mark
-    from diloco.operate.collect_garbage import status, timed
+    from diloco.operate.run_garbage import status, timed
 
     with working("storing the newest versions"):
         marked = asyncio.run(timed(run, lambda: mark(run), timer))
@@ -312,7 +312,7 @@ def run_gc(
     Aggregators do this themselves (`gc.enabled`); this command also removes what no aggregator
     tracks, such as shards of learners that left long ago. Training may continue meanwhile.
     """
-    from diloco.operate.collect_garbage import collect, status, table, timed
+    from diloco.operate.run_garbage import collect, status, table, timed
 
     with working("looking for garbage" if dry_run else "collecting garbage"):
         found = asyncio.run(timed(run, lambda: collect(run, dry_run=dry_run), timer))

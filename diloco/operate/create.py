@@ -35,7 +35,7 @@ from diloco.learner.contract import run_task
 from diloco.learner.task import Params, Task
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.tree import loaded_frozen
-from diloco.operate.streams import make_streams
+from diloco.operate.make_streams import make_streams
 
 
 def create(file: str | Path, params: Params, *, hint: Hint = default_hint) -> None:

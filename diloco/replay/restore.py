@@ -11,7 +11,7 @@ from diloco.common.storage.bundle import Bundle, BundleStore, open_bundle
 from diloco.common.storage.bus import jetstream
 from diloco.common.storage.bus.protocol import stream_exists
 from diloco.common.storage.store import ObjectStore, open_store
-from diloco.operate.streams import make_streams, tape_limits
+from diloco.operate.make_streams import make_streams, tape_limits
 from diloco.run.cli.opening import placed
 from diloco.run.cli.screen import say, working
 

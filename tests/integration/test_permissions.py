@@ -43,7 +43,7 @@ from diloco.common.storage.store import MemoryStore
 from diloco.common.storage.tape import RunContext, publish_once
 from diloco.operate.auth import files as auth
 from diloco.operate.auth import guard
-from diloco.operate.streams import make_streams
+from diloco.operate.make_streams import make_streams
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
 RUN = "fenced"

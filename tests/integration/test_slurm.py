@@ -186,6 +186,19 @@ def test_what_no_restart_mends_is_not_requeued(cluster: Cluster, new_world: Any)
     assert "missing.toml" in said(world)
 
 
+def test_an_error_at_once_is_not_requeued(cluster: Cluster, new_world: Any) -> None:
+    world = new_world(create=False)
+    program = world.folder / "bin" / "diloco"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\necho a traceback; exit 1\n")
+    program.chmod(0o755)
+    cluster.environment["PATH"] = f"{program.parent}:{cluster.environment['PATH']}"
+    job = cluster.submit(world, world.config_path, "a")
+    eventually(lambda: cluster.job(job)["JobState"] == "FAILED", "it ends")
+    assert cluster.job(job)["ExitCode"] == "1:0"
+    assert cluster.job(job)["Restarts"] == "0"
+
+
 def test_tasks_without_a_coordinator_are_refused(cluster: Cluster, new_world: Any) -> None:
     world = new_world()
     learner = ("diloco", "learner", "--config", world.config_path, "--learner", "a")

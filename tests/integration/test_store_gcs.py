@@ -340,7 +340,7 @@ def test_a_service_that_asks_for_a_pause_gets_it(
     server: GcsServer, store: GcsStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paused: list[float] = []
-    monkeypatch.setattr("diloco.common.storage.store.gcs.faults.time.sleep", paused.append)
+    monkeypatch.setattr("diloco.common.storage.store.gcs.retries.time.sleep", paused.append)
     server.fail("status", status=429, headers={"Retry-After": "7"}, times=2)
     store.put("o", SMALL)
     assert paused.count(7) == 2

@@ -15,8 +15,8 @@ from test_machine_properties import ACTIONS, History, OneLearner, name_of
 from diloco.aggregator.core import events
 from diloco.common.protocol import names, wire
 from diloco.common.storage.tape import Entry, InvalidMessage, record_digest
-from diloco.judge.oracle.chain import Chain
 from diloco.judge.oracle.finding import Violation
+from diloco.judge.oracle.fragment_judge import Chain
 
 HISTORIES = 60
 EVENTS = 600

@@ -10,8 +10,8 @@ from tempfile import TemporaryDirectory
 
 import jax.numpy as jnp
 import numpy as np
+from simactor import Actor
 from simchain import Violation
-from simfaults import Actor
 
 from diloco.common.process.config import LearnerSection
 from diloco.learner.background import Context

@@ -1,317 +1,215 @@
-"""One life of a process in the simulation, and what may go wrong with it.
-
-An actor has its own clients of bus and store (`simbus.py`, `simstore.py`), its own clock and its
-own chance, and counts what it does to the world: it can be killed at its k-th effect, before or
-after it. It can be paused for any time and then goes on with the state it had.
-"""
+"""The faults that strike a simulated run, each at times that its seed draws, until calm comes."""
 
 import asyncio
+import itertools
 import random
-import sys
-from collections.abc import Callable, Coroutine
-from contextvars import copy_context
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
-from simbus import ActorBus
-from simloop import ACTOR
-from simstore import ActorStore
+from simactor import Actor
+from simadmission import LIAR
+from simhostile import Liar
+from simoperator import Command
+from simtensors import Light
+from simworld import ended
 
-from diloco.common.process.retry import Clock, Runtime
-from diloco.common.protocol.errors import (
-    AccessDeniedError,
-    DilocoError,
-    IntegrityError,
-    RunIncompleteError,
-    RunMismatchError,
-    WireError,
-)
+from diloco.aggregator.context import Context
+from diloco.aggregator.core.members import LIVES
+from diloco.common.protocol import wire
 
 if TYPE_CHECKING:
-    from simworld import World
+    from simrun import Scenario
+
+# How often an operator who might end the run does.
+ENDED_EARLY = 0.2
 
 
-class Killed(BaseException):
-    """The actor is dead: raised at everything it still tries."""
+class DrawnFaults:
+    """Strikes the processes of a scenario; its plan has the kinds and the chance of each."""
 
+    def __init__(self, scenario: "Scenario") -> None:
+        self._scenario = scenario
+        self.plan, self.world = scenario.plan, scenario.world
 
-@dataclass(frozen=True, kw_only=True)
-class Faults:
-    """How often single operations go wrong: probabilities, and mean durations in seconds.
+    def begin(self) -> list[asyncio.Future[None]]:
+        """Begin the plan's kinds of faults, a task for each kind."""
+        kinds = {
+            "crash": self._crash,
+            "pause": self._pause,
+            "partition": self._cut,
+            "membership": self._ask_to_leave,
+            "operator": self._operate,
+            "clock_step": self._set_clock,
+            "twin": self._start_twin,
+            "commands": self._command_more,
+            "life": self._lead_a_life,
+            "disk_full": self._fill_disks,
+            "revoked": self._revoke,
+            "tail_lost": self._lose_tail,
+            "crash_loop": self._loop_crashing,
+        }
+        if isinstance(self.world.tensors, Light):
+            kinds["hostile"] = self._lie
+        return [
+            asyncio.ensure_future(strike(self.plan.rng(kind)))
+            for kind, strike in kinds.items()
+            if self.plan.has(kind)
+        ]
 
-    Attributes:
-        delay: of an operation, a delivery or an answer that takes `delay_s`.
-        lost_request: nothing happens, and an error comes.
-        lost_answer: it happens, and an error comes.
-        late_request: an error comes, and it happens `late_s` later: it lay in a client's buffer.
-        duplicate: it happens, and an error comes after the duplicate window has passed, so that
-            sending it again stores it twice.
-        redelivered: a reader gets a message again that it had.
-        lost_broadcast: nobody hears it.
-        stale_read: a learner's `last` is answered by a replica that is up to `stale_messages`
-            behind; others ask the stream's leader.
-        false_answer: of a compare-and-swap, as of a cluster: one that was stored is answered as
-            refused, and one that is refused, though it was tried before, as stored.
-        rot: a learner's shard is damaged as soon as it is stored.
-        rot_version: what an aggregator stores of a version is.
-        rot_message: a learner's manifest cannot be decoded once it is stored.
-        rot_record: a record cannot be, soon after it was read by those who wait for it.
-        store_refused, store_lost_answer: as for requests, of the store.
-        store_slow: a call takes `slow_s`.
-        host_loss: a learner of several hosts loses one while they store an update.
-        removed: a shard that an aggregator has read is removed by its sender, unless it is kept.
-        interleaved: what a collector awaits takes so long that the tape moves meanwhile.
-        late_object: `get` of others misses an object for `visible_s` after `put` returned.
-    """
+    def _somebody(self, rng: random.Random) -> Actor:
+        return rng.choice(list(self.world.actors))
 
-    delay: float = 0.0
-    delay_s: float = 0.05
-    lost_request: float = 0.0
-    lost_answer: float = 0.0
-    late_request: float = 0.0
-    late_s: float = 3.0
-    duplicate: float = 0.0
-    redelivered: float = 0.0
-    lost_broadcast: float = 0.0
-    stale_read: float = 0.0
-    stale_messages: int = 20
-    false_answer: float = 0.0
-    rot: float = 0.0
-    rot_version: float = 0.0
-    rot_message: float = 0.0
-    rot_record: float = 0.0
-    store_refused: float = 0.0
-    store_lost_answer: float = 0.0
-    store_slow: float = 0.0
-    slow_s: float = 2.0
-    host_loss: float = 0.0
-    removed: float = 0.0
-    interleaved: float = 0.0
-    late_object: float = 0.0
-    visible_s: float = 1.0
+    async def _every(self, rng: random.Random, mean_s: float) -> None:
+        await asyncio.sleep(rng.expovariate(self.plan.intensity / mean_s))
+        while not self.world.actors:  # noqa: ASYNC110 - virtual time
+            await asyncio.sleep(0.1)
 
+    async def _crash(self, rng: random.Random) -> None:
+        mean_s = rng.choice([5.0, 15.0, 40.0])
+        while True:
+            await self._every(rng, mean_s)
+            self.world.injected["crash"] += 1
+            self._somebody(rng).kill()
 
-CALM = Faults()
-# Mean time that a collector waits between two of its steps; versions are made meanwhile.
-INTERLEAVED_S = 3.0
+    async def _pause(self, rng: random.Random) -> None:
+        mean_s = rng.choice([5.0, 20.0])
+        while True:
+            await self._every(rng, mean_s)
+            self.world.injected["pause"] += 1
+            self._somebody(rng).pause(rng.choice([0.5, 5.0, 15.0]) * rng.uniform(0.5, 2))
 
+    async def _cut(self, rng: random.Random) -> None:
+        mean_s = rng.choice([5.0, 20.0])
+        while True:
+            await self._every(rng, mean_s)
+            self.world.injected["partition"] += 1
+            victim, sides = self._somebody(rng), rng.choice(["bus", "store", "both"])
+            until_s = self.world.loop.now_s + rng.uniform(0.5, 12.0)
+            self.world.note(victim, "cut off", f"{sides} until {until_s:.1f} s")
+            if sides != "store":
+                victim.bus_cut_until_s = until_s
+            if sides != "bus":
+                victim.store_cut_until_s = until_s
 
-def _collects() -> bool:
-    """Whether what runs now is a collection of garbage: an owner's, or an operator's."""
-    task = asyncio.current_task()
-    name = getattr(task.get_coro(), "__qualname__", "") if task else ""
-    return name in ("Collector.work", "Operator.collect")
+    async def _set_clock(self, rng: random.Random) -> None:
+        """Somebody sets a machine's clock, by moments or by hours, and never back again."""
+        mean_s = rng.choice([5.0, 20.0])
+        while True:
+            await self._every(rng, mean_s)
+            self.world.injected["clock_step"] += 1
+            victim = self._somebody(rng)
+            by_s = rng.choice([-1, 1]) * 10 ** rng.uniform(0, 4)
+            self.world.set_by_s[victim.name] += by_s
+            self.world.note(victim, "clock set", f"by {by_s:+.1f} s")
 
+    async def _operate(self, rng: random.Random) -> None:
+        """An operator changes settings, goes back, and marks checkpoints."""
+        at = self._scenario.operator
+        await self._give_commands(rng, "operator", [at.change, at.roll_back, at.mark])
 
-class ActorLog:
-    """An actor's logger: into the trace; what is logged with a traceback must not be."""
+    async def _command_more(self, rng: random.Random) -> None:
+        """An operator shuts learners out, lets them in again, and collects garbage."""
+        at = self._scenario.operator
+        await self._give_commands(rng, "commands", [at.shut_out, at.release, at.collect])
 
-    def __init__(self, actor: "Actor", about: str = "") -> None:
-        self._actor = actor
-        self._about = about
+    async def _lead_a_life(self, rng: random.Random) -> None:
+        """An operator makes the run longer and shorter, holds it for a while, or ends it early."""
+        at = self._scenario.operator
+        while True:
+            await self._every(rng, 20.0)
+            self.world.injected["life"] += 1
+            act = rng.choice([at.lengthen, at.lengthen, at.pause, at.pause, self._end_rarely])
+            await at.command(act, rng)
+            if act == at.pause:
+                await asyncio.sleep(rng.uniform(0.5, 20.0))
+                await at.command(at.proceed, rng)
 
-    def bind(self, **fields: Any) -> "ActorLog":
-        return ActorLog(self._actor, " ".join(f"{key} {value}" for key, value in fields.items()))
+    async def _end_rarely(self, context: Context, rng: random.Random) -> None:
+        if rng.random() < ENDED_EARLY:
+            await self._scenario.operator.end(context, rng)
 
-    def info(self, event: str, **fields: Any) -> None:
-        world = self._actor.world
-        if world.trace is not None:
-            what = " ".join(f"{key}={value}" for key, value in fields.items())
-            world.note(self._actor, event, f"{self._about} {what}")
-
-    debug = warning = error = info
-
-    def exception(self, event: str, **fields: Any) -> None:
-        self.info(event, **fields)
-        self._actor.world.on_exception(self._actor, event, sys.exc_info()[1])
-
-
-class Actor:
-    """One life of a process.
-
-    Args:
-        name: of the process.
-        world: in which it lives.
-        faults: of its operations.
-        offset_s, drift: of its clock, against the world's.
-        reads_replicas: it may read from a replica of a stream that is behind, as learners do.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        world: "World",
-        faults: Faults = CALM,
-        *,
-        offset_s: float = 0.0,
-        drift: float = 0.0,
-        reads_replicas: bool = False,
+    async def _give_commands(
+        self, rng: random.Random, kind: str, commands: Sequence[Command]
     ) -> None:
-        self.name = name
-        self.world = world
-        self.faults = faults
-        self.reads_replicas = reads_replicas
-        self.offset_s = offset_s
-        self.drift = drift
-        self.operations = 0
-        self.kill_at: int | None = None
-        self.killed_before = True
-        self.dead = False
-        # Before its daemon knows its run; and of one that goes on with a server that is lost.
-        self.starting = False
-        self.outlived = False
-        self.awake_since_s = 0.0
-        # Of a process of an earlier release.
-        self.earlier = False
-        self.bus_cut_until_s = 0.0
-        self.store_cut_until_s = 0.0
-        self.tasks: list[asyncio.Task[Any]] = []
-        # Ids of what it tried to publish.
-        self.tried: set[str | None] = set()
-        self.rng = random.Random(f"{world.seed}-{name}-{world.lives}")
-        world.lives += 1
-        world.actors[self] = None
-        self._context = copy_context()
-        self._context.run(ACTOR.set, self)
-        self.bus = ActorBus(self)
-        self.store = ActorStore(self)
-        self.logger = ActorLog(self)
-        self.clock = Clock(self.wall_clock, self.monotonic)
-        self.runtime = Runtime(
-            clock=self.clock,
-            offload=self._offload,
-            rng=self.rng,
-            new_id=lambda: f"{self.rng.getrandbits(128):032x}",
-        )
-
-    def monotonic(self) -> float:
-        """Seconds since the machine was started, as its oscillator counts them."""
-        return self.world.loop.now_s * (1 + self.drift)
-
-    def wall_clock(self) -> float:
-        """Seconds since the epoch as this machine has them now; somebody may set it."""
-        since_s = self.monotonic() - self.world.loop.now_s
-        return self.world.clock() + since_s + self.offset_s + self.world.set_by_s[self.name]
-
-    # Faults
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether anything that it awaits may take time."""
-        return bool(self.faults.delay or self.faults.interleaved)
-
-    def hit(self, rate: float, kind: str) -> bool:
-        """Whether a fault of this rate happens now; counted if it does."""
-        if rate and self.rng.random() < rate:
+        while True:
+            await self._every(rng, 25.0)
             self.world.injected[kind] += 1
-            return True
-        return False
+            await self._scenario.operator.command(rng.choice(commands), rng)
 
-    def lasting(self, mean_s: float) -> float:
-        return self.rng.expovariate(1 / mean_s)
+    async def _loop_crashing(self, rng: random.Random) -> None:
+        """A learner dies whenever it has announced something, faster than its first update is read."""
+        world = self.world
+        world.announced = partial(self._crash_soon, rng)
+        while True:
+            await self._every(rng, 15.0)
+            victim = rng.choice(self._scenario.learners).name
+            world.injected["crash_loop"] += 1
+            world.note(self._somebody(rng), "crash loop", victim)
+            self._scenario.looping[victim] = LIVES + rng.randint(1, 3)
 
-    async def delay(self) -> None:
-        """Take some time now and then, and find out whether one still lives."""
-        if self.hit(self.faults.delay, "delay"):
-            await asyncio.sleep(self.lasting(self.faults.delay_s))
-        if (
-            self.faults.interleaved
-            and _collects()
-            and self.hit(self.faults.interleaved, "interleaved")
-        ):
-            await asyncio.sleep(self.lasting(INTERLEAVED_S))
-        self.check()
+    def _crash_soon(self, rng: random.Random, manifest: wire.Manifest) -> None:
+        world, left = self.world, self._scenario.looping[manifest.learner]
+        if not left:
+            return
+        if left > LIVES:
+            # What the first lives have sent is slow to read.
+            until_s = world.loop.now_s + rng.uniform(10.0, 60.0)
+            world.store.slow_until_s |= {shard.name: until_s for shard in manifest.shards}
+        self._scenario.looping[manifest.learner] -= 1
+        dying = {manifest.learner} if left > 1 else {"aggregator", "one", "two", "three"}
+        for actor in [one for one in world.actors if one.name in dying]:
+            actor.later(rng.uniform(0.0, 0.3), actor.kill)
 
-    async def _offload(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        faults = self.faults
-        if self.is_slow:
-            await self.delay()
-        else:
-            self.check()
-        if self.hit(faults.store_slow, "store_slow"):
-            await asyncio.sleep(self.lasting(faults.slow_s))
-            self.check()
-        result = function(*args, **kwargs)
-        if self.is_slow:
-            await self.delay()
-        return result
+    async def _fill_disks(self, rng: random.Random) -> None:
+        """The disk of the bus's server or of the store is full for a while."""
+        while True:
+            await self._every(rng, 20.0)
+            self.world.injected["disk_full"] += 1
+            for what in rng.choice([("bus",), ("store",), ("bus", "store")]):
+                self.world.full_until_s[what] = self.world.loop.now_s + rng.uniform(0.5, 20.0)
 
-    def check(self) -> None:
-        """Refuse to go on once this actor is dead."""
-        if self.dead:
-            raise Killed
+    async def _revoke(self, rng: random.Random) -> None:
+        """Somebody's credentials are revoked, and given again after a while."""
+        while True:
+            await self._every(rng, 20.0)
+            name = self._somebody(rng).name
+            if name == "operator":
+                continue
+            self.world.injected["revoked"] += 1
+            self.world.revoke(name)
+            await asyncio.sleep(rng.uniform(0.5, 20.0))
+            self.world.revoked.discard(name)
 
-    def may_end_with(self, error: BaseException) -> bool:
-        """Whether a process may end with an error, to be started again."""
-        amiss = self.world.damaged or self.name == self.world.bad
-        if amiss and isinstance(error, IntegrityError | WireError):
-            return True
-        if self.reads_replicas and isinstance(error, RunIncompleteError):
-            return (
-                True  # A replica that is behind knew of no record for as long as it has patience.
-            )
-        if isinstance(error, AccessDeniedError) or (
-            self.world.tail_lost and isinstance(error, DilocoError)
-        ):
-            return True
-        if self.starting:
-            return isinstance(error, RunMismatchError) or getattr(error, "retry", False)
-        return self.outlived and isinstance(error, DilocoError)
+    async def _lose_tail(self, rng: random.Random) -> None:
+        """Once: from there on the tape itself cannot be judged."""
+        await self._every(rng, 30.0)
+        self.world.injected["tail_lost"] += 1
+        self.world.lose_tail(rng.choice([1, 2, 5]))
 
-    def bus_is_cut(self) -> bool:
-        away = self.outlived and self.world.without_server
-        return away or self.world.loop.now_s < self.bus_cut_until_s
+    async def _lie(self, rng: random.Random) -> None:
+        """A hostile learner, which comes back whenever its process has ended."""
+        positions = itertools.count(1)
+        while True:
+            await self._scenario.opened()
+            context = self.world.learner_context(Actor(LIAR, self.world))
+            actor = context.bus.actor
+            self._scenario.begin(actor)
+            actor.spawn(Liar(context, self.world, rng, positions).live())
+            await ended(actor)
+            await asyncio.sleep(rng.uniform(0.1, 6.0))
 
-    def store_is_cut(self) -> bool:
-        return self.world.loop.now_s < self.store_cut_until_s
+    async def _start_twin(self, rng: random.Random) -> None:
+        """Somebody starts a second process with a learner's name."""
+        while True:
+            await self._every(rng, 30.0)
+            self.world.injected["twin"] += 1
+            twin = self._scenario.learner(rng.randrange(self.plan.learners))
+            self._scenario.learners.append(twin)
+            self._scenario.start_learning(twin)
 
-    def effect(self, what: str, name: str, action: Callable[[], Any]) -> Any:
-        """Do something to the world, unless this is the effect that the actor dies at."""
-        self.check()
-        self.operations += 1
-        self.world.note(self, what, name)
-        if self.operations == self.kill_at:
-            self.world.injected["crash_at_effect"] += 1
-            if not self.killed_before:
-                action()
-            self.kill()
-            raise Killed
-        return action()
-
-    def later(self, after_s: float, action: Callable[[], Any]) -> None:
-        """Do something to the world later, whether this actor lives or not; refusals are lost."""
-
-        def act() -> None:
-            try:
-                action()
-            except DilocoError:
-                self.world.note(self, "refused", "what came late")
-
-        self.world.loop.call_later(after_s, act, context=self.world.context)
-
-    # Life
-
-    def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
-        """Run something as a part of this process."""
-        task = self.world.loop.create_task(coroutine, context=self._context)
-        self.tasks.append(task)
-        return task
-
-    def kill(self) -> None:
-        """End this life, as SIGKILL does: nothing it still tries reaches the world."""
-        self.dead = True
-        self.world.actors.pop(self, None)
-        self.world.note(self, "killed", "")
-        self.world.loop.thaw(self)
-        if self.world.power_fails:
-            self.world.store.cut_power(self)
-        for task in self.tasks:
-            task.cancel()
-
-    def pause(self, for_s: float) -> None:
-        """Stop this process for a while, as SIGSTOP and SIGCONT do."""
-        loop = self.world.loop
-        self.world.note(self, "paused", f"{for_s:.1f} s")
-        loop.freeze(self)
-        self.awake_since_s = loop.now_s + for_s
-        loop.call_later(for_s, loop.thaw, self, context=self.world.context)
+    async def _ask_to_leave(self, rng: random.Random) -> None:
+        while True:
+            await self._every(rng, 20.0)
+            self.world.injected["membership"] += 1
+            rng.choice(self._scenario.learners).leave_asked = True

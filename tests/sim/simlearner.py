@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from simactor import Actor, Killed
 from simaveraged import Life
 from simchain import Violation
 from simdisk import Disk
-from simfaults import Actor, Killed
 from simmesh import MeshUploader
 from simtensors import TOKENS
 from simworld import World, ended

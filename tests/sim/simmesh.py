@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
-from simfaults import Actor, Killed
+from simactor import Actor, Killed
 from simtensors import LightReplica
 
 from diloco.common.protocol.quantization import Encoded

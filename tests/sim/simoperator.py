@@ -5,8 +5,8 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
+from simactor import Actor
 from simchain import Violation
-from simfaults import Actor
 
 from diloco.aggregator import checkpoint, rollback
 from diloco.aggregator import settings as run_settings
@@ -16,7 +16,7 @@ from diloco.aggregator.owner.quarantine import quarantine, quarantined_learners
 from diloco.common.process.config import parse_settings
 from diloco.common.protocol.errors import DilocoError, IntegrityError
 from diloco.common.storage.tape import effective_settings
-from diloco.operate.collect_garbage import find
+from diloco.operate.run_garbage import find
 
 if TYPE_CHECKING:
     from simworld import World

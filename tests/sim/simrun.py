@@ -11,23 +11,21 @@ import itertools
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
 
+from simactor import CALM, Actor
 from simadmission import LIAR
 from simchain import Violation
 from simdisk import Disk
-from simfaults import CALM, Actor
-from simhostile import Liar
+from simfaults import DrawnFaults
 from simlearner import SimLearner
-from simoperator import Command, Operator
+from simoperator import Operator
 from simtensors import Ledger, Light, Numbers
 from simtrial import Outcome, Trial, faults, settings
 from simworld import World, ended
 
-from diloco.aggregator.context import Context
-from diloco.aggregator.core.members import LIVES
 from diloco.common.process.config import BusSection, GcSection
 from diloco.common.protocol import wire
 from diloco.common.protocol.errors import ObjectMissingError
@@ -41,8 +39,6 @@ PATIENCE_S = 1800.0
 SUPERSEDED_S = 45.0
 # For so long nobody takes a step of a run that is paused.
 PAUSED_S = 15.0
-# How often an operator who might end the run does.
-ENDED_EARLY = 0.2
 # For how long a run whose objects are damaged is watched without faults.
 STANDSTILL_S = 30.0
 # How often the operator looks in calm whether somebody is shut out.
@@ -71,7 +67,7 @@ class Scenario:
             share_expiry_s=plan.rng("expiry").choice([4.0, 8.0, 20.0]),
         )
         # Learners that die as soon as they have announced something, and how often they still will.
-        self._looping: Counter[str] = Counter()
+        self.looping: Counter[str] = Counter()
         if plan.has("bad_machine"):
             self.world.bad = "two"
         self.world.power_fails = plan.has("power_cut")
@@ -85,9 +81,10 @@ class Scenario:
         later = self.world.settings.robust
         self._mixed = plan.has("releases") and not (later or plan.has("bodies"))
         self.operator = Operator(
-            self.world, [f"learner-{index}" for index in range(plan.learners)], self._begin
+            self.world, [f"learner-{index}" for index in range(plan.learners)], self.begin
         )
-        self.learners = [self._learner(index) for index in range(plan.learners)]
+        self._work: list[asyncio.Future[None]] = []
+        self.learners = [self.learner(index) for index in range(plan.learners)]
 
     def _tensors(self) -> Light | Ledger | Numbers:
         if self.plan.dense:
@@ -109,7 +106,7 @@ class Scenario:
             return wire.RECORD_BYTES
         return self.plan.rng("bodies").choice([1, 1500, 3000])
 
-    def _learner(self, index: int) -> SimLearner:
+    def learner(self, index: int) -> SimLearner:
         step_s = 1.0
         if self.plan.has("speeds"):
             step_s = self.plan.rng(f"speed-{index}").choice([0.5, 1.0, 1.0, 3.0])
@@ -120,7 +117,7 @@ class Scenario:
         disk = Disk(self.plan.rng(f"disk-{index}")) if self.plan.has("checkpoints") else None
         return SimLearner(self.world, index, step_s=step_s, hosts=hosts, disk=disk)
 
-    def _begin(self, actor: Actor) -> None:
+    def begin(self, actor: Actor) -> None:
         """What is peculiar to one life."""
         actor.faults = CALM if self.calm else self.world.faults
         if self.plan.has("skew"):
@@ -147,33 +144,13 @@ class Scenario:
         if plan.has("rivals"):
             names["rival"] = None  # It asks nobody, and believes that it owns everything.
             world.injected["rivals"] += 1
-        self._work = work = [
-            asyncio.ensure_future(self._keep_aggregating(*item)) for item in names.items()
-        ]
-        work += [asyncio.ensure_future(self._keep_learning(learner)) for learner in self.learners]
+        work = self._work
+        work += [asyncio.ensure_future(self._keep_aggregating(*item)) for item in names.items()]
+        for learner in self.learners:
+            self.start_learning(learner)
         if plan.has("resume"):
             work.append(asyncio.ensure_future(self._lose_the_server(plan.rng("resume"))))
-        trouble = [
-            asyncio.ensure_future(make(plan.rng(kind)))
-            for kind, make in (
-                ("crash", self._crash),
-                ("pause", self._pause),
-                ("partition", self._cut),
-                ("membership", self._ask_to_leave),
-                ("operator", self._operate),
-                ("clock_step", self._set_clock),
-                ("twin", self._start_twin),
-                ("commands", self._command_more),
-                ("life", self._lead_a_life),
-                ("disk_full", self._fill_disks),
-                ("revoked", self._revoke),
-                ("tail_lost", self._lose_tail),
-                ("crash_loop", self._loop_crashing),
-            )
-            if plan.has(kind)
-        ]
-        if plan.has("hostile") and isinstance(world.tensors, Light):
-            trouble.append(asyncio.ensure_future(self._lie(plan.rng("hostile"))))
+        trouble = DrawnFaults(self).begin()
         await asyncio.sleep(plan.minutes * 60 * FAULTY)
         for task in trouble:
             task.cancel()
@@ -198,7 +175,7 @@ class Scenario:
         self.world.full_until_s = {"bus": 0.0, "store": 0.0}
         self.world.revoked.clear()
         self.world.store.slow_until_s.clear()
-        self._looping.clear()
+        self.looping.clear()
 
     # Processes
 
@@ -206,28 +183,32 @@ class Scenario:
         rng = self.plan.rng(f"restarts-{name}")
 
         while True:
-            await self._opened()
+            await self.opened()
             actor = self.world.aggregator(name, lease_ttl_s)
-            self._begin(actor)
+            self.begin(actor)
             await ended(actor)
             if not actor.dead:
                 return
             await asyncio.sleep(rng.uniform(0.0, 4.0))
 
+    def start_learning(self, learner: SimLearner) -> None:
+        """Begin a learner's lives, one after the other."""
+        self._work.append(asyncio.ensure_future(self._keep_learning(learner)))
+
     async def _keep_learning(self, learner: SimLearner) -> None:
         rng = self.plan.rng(f"restarts-{learner.name}")
         if self.plan.has("membership") and rng.random() < 0.3:
             await asyncio.sleep(rng.uniform(0, self.plan.minutes * 30))
-        await self._opened()
-        while not await learner.live(self._begin) or learner.leave_asked:
+        await self.opened()
+        while not await learner.live(self.begin) or learner.leave_asked:
             if learner.superseded:
                 return
             await asyncio.sleep(self._away_s(learner, rng))
-            await self._opened()
+            await self.opened()
 
     def _away_s(self, learner: SimLearner, rng: random.Random) -> float:
         """For how long a learner whose life has ended stays away: longer than others wait, at times."""
-        if self._looping[learner.name]:
+        if self.looping[learner.name]:
             return rng.uniform(0.05, 0.3)
         long = self.plan.has("shares") and not self.calm and rng.random() < 0.3
         return rng.uniform(6.0, 40.0) if long else rng.uniform(0.1, 6.0)
@@ -238,68 +219,10 @@ class Scenario:
         longest_s = self.plan.minutes * 30
         return rng.uniform(0.5, longest_s) if self.plan.has("outlived") and survives else None
 
-    async def _opened(self) -> None:
+    async def opened(self) -> None:
         """Wait until processes may start: not while there is no server."""
         while self.closed:  # noqa: ASYNC110 - virtual time
             await asyncio.sleep(0.1)
-
-    # Trouble
-
-    def _somebody(self, rng: random.Random) -> Actor:
-        return rng.choice(list(self.world.actors))
-
-    async def _every(self, rng: random.Random, mean_s: float) -> None:
-        await asyncio.sleep(rng.expovariate(self.plan.intensity / mean_s))
-        while not self.world.actors:  # noqa: ASYNC110 - virtual time
-            await asyncio.sleep(0.1)
-
-    async def _crash(self, rng: random.Random) -> None:
-        mean_s = rng.choice([5.0, 15.0, 40.0])
-        while True:
-            await self._every(rng, mean_s)
-            self.world.injected["crash"] += 1
-            self._somebody(rng).kill()
-
-    async def _pause(self, rng: random.Random) -> None:
-        mean_s = rng.choice([5.0, 20.0])
-        while True:
-            await self._every(rng, mean_s)
-            self.world.injected["pause"] += 1
-            self._somebody(rng).pause(rng.choice([0.5, 5.0, 15.0]) * rng.uniform(0.5, 2))
-
-    async def _cut(self, rng: random.Random) -> None:
-        mean_s = rng.choice([5.0, 20.0])
-        while True:
-            await self._every(rng, mean_s)
-            self.world.injected["partition"] += 1
-            victim, sides = self._somebody(rng), rng.choice(["bus", "store", "both"])
-            until_s = self.world.loop.now_s + rng.uniform(0.5, 12.0)
-            self.world.note(victim, "cut off", f"{sides} until {until_s:.1f} s")
-            if sides != "store":
-                victim.bus_cut_until_s = until_s
-            if sides != "bus":
-                victim.store_cut_until_s = until_s
-
-    async def _set_clock(self, rng: random.Random) -> None:
-        """Somebody sets a machine's clock, by moments or by hours, and never back again."""
-        mean_s = rng.choice([5.0, 20.0])
-        while True:
-            await self._every(rng, mean_s)
-            self.world.injected["clock_step"] += 1
-            victim = self._somebody(rng)
-            by_s = rng.choice([-1, 1]) * 10 ** rng.uniform(0, 4)
-            self.world.set_by_s[victim.name] += by_s
-            self.world.note(victim, "clock set", f"by {by_s:+.1f} s")
-
-    async def _operate(self, rng: random.Random) -> None:
-        """An operator changes settings, goes back, and marks checkpoints."""
-        at = self.operator
-        await self._give_commands(rng, "operator", [at.change, at.roll_back, at.mark])
-
-    async def _command_more(self, rng: random.Random) -> None:
-        """An operator shuts learners out, lets them in again, and collects garbage."""
-        at = self.operator
-        await self._give_commands(rng, "commands", [at.shut_out, at.release, at.collect])
 
     async def _let_everybody_in(self, rng: random.Random) -> None:
         """The operator comes back, who was killed between two words: nobody stays shut out."""
@@ -307,22 +230,6 @@ class Scenario:
             if self.world.checkers.admission.shut_out():
                 await self.operator.command(self.operator.release, rng)
             await asyncio.sleep(RETURNS_S)
-
-    async def _lead_a_life(self, rng: random.Random) -> None:
-        """An operator makes the run longer and shorter, holds it for a while, or ends it early."""
-        at = self.operator
-        while True:
-            await self._every(rng, 20.0)
-            self.world.injected["life"] += 1
-            act = rng.choice([at.lengthen, at.lengthen, at.pause, at.pause, self._end_rarely])
-            await at.command(act, rng)
-            if act == at.pause:
-                await asyncio.sleep(rng.uniform(0.5, 20.0))
-                await at.command(at.proceed, rng)
-
-    async def _end_rarely(self, context: Context, rng: random.Random) -> None:
-        if rng.random() < ENDED_EARLY:
-            await self.operator.end(context, rng)
 
     async def _check_paused(self, rng: random.Random) -> None:
         """In calm nobody takes a step while the run is paused, and it ends once it is not."""
@@ -341,64 +248,6 @@ class Scenario:
         while not (proceeds or world.checkers.stopped):
             proceeds = await at.command(at.proceed, rng)
             await asyncio.sleep(1.0)
-
-    async def _give_commands(
-        self, rng: random.Random, kind: str, commands: Sequence[Command]
-    ) -> None:
-        while True:
-            await self._every(rng, 25.0)
-            self.world.injected[kind] += 1
-            await self.operator.command(rng.choice(commands), rng)
-
-    async def _loop_crashing(self, rng: random.Random) -> None:
-        """A learner dies whenever it has announced something, faster than its first update is read."""
-        world = self.world
-        world.announced = partial(self._crash_soon, rng)
-        while True:
-            await self._every(rng, 15.0)
-            victim = rng.choice(self.learners).name
-            world.injected["crash_loop"] += 1
-            world.note(self._somebody(rng), "crash loop", victim)
-            self._looping[victim] = LIVES + rng.randint(1, 3)
-
-    def _crash_soon(self, rng: random.Random, manifest: wire.Manifest) -> None:
-        world, left = self.world, self._looping[manifest.learner]
-        if not left:
-            return
-        if left > LIVES:
-            # What the first lives have sent is slow to read.
-            until_s = world.loop.now_s + rng.uniform(10.0, 60.0)
-            world.store.slow_until_s |= {shard.name: until_s for shard in manifest.shards}
-        self._looping[manifest.learner] -= 1
-        dying = {manifest.learner} if left > 1 else {"aggregator", "one", "two", "three"}
-        for actor in [one for one in world.actors if one.name in dying]:
-            actor.later(rng.uniform(0.0, 0.3), actor.kill)
-
-    async def _fill_disks(self, rng: random.Random) -> None:
-        """The disk of the bus's server or of the store is full for a while."""
-        while True:
-            await self._every(rng, 20.0)
-            self.world.injected["disk_full"] += 1
-            for what in rng.choice([("bus",), ("store",), ("bus", "store")]):
-                self.world.full_until_s[what] = self.world.loop.now_s + rng.uniform(0.5, 20.0)
-
-    async def _revoke(self, rng: random.Random) -> None:
-        """Somebody's credentials are revoked, and given again after a while."""
-        while True:
-            await self._every(rng, 20.0)
-            name = self._somebody(rng).name
-            if name == "operator":
-                continue
-            self.world.injected["revoked"] += 1
-            self.world.revoke(name)
-            await asyncio.sleep(rng.uniform(0.5, 20.0))
-            self.world.revoked.discard(name)
-
-    async def _lose_tail(self, rng: random.Random) -> None:
-        """Once: from there on the tape itself cannot be judged."""
-        await self._every(rng, 30.0)
-        self.world.injected["tail_lost"] += 1
-        self.world.lose_tail(rng.choice([1, 2, 5]))
 
     def _check_adopted(self) -> None:
         """Who trains on when the tape has lost messages has views that stand on it."""
@@ -424,27 +273,6 @@ class Scenario:
             if (name, incarnation) in living and digest not in standing[fragment]:
                 what = f"trains on a view of fragment {fragment} that no record has: {digest}"
                 world.fail(Violation("unnoticed", name, what))
-
-    async def _lie(self, rng: random.Random) -> None:
-        """A hostile learner, which comes back whenever its process has ended."""
-        positions = itertools.count(1)
-        while True:
-            await self._opened()
-            context = self.world.learner_context(Actor(LIAR, self.world))
-            actor = context.bus.actor
-            self._begin(actor)
-            actor.spawn(Liar(context, self.world, rng, positions).live())
-            await ended(actor)
-            await asyncio.sleep(rng.uniform(0.1, 6.0))
-
-    async def _start_twin(self, rng: random.Random) -> None:
-        """Somebody starts a second process with a learner's name."""
-        while True:
-            await self._every(rng, 30.0)
-            self.world.injected["twin"] += 1
-            twin = self._learner(rng.randrange(self.plan.learners))
-            self.learners.append(twin)
-            self._work.append(asyncio.ensure_future(self._keep_learning(twin)))
 
     async def _check_superseded(self) -> None:
         """Of two processes with one name, one ends once nothing keeps the word from it."""
@@ -485,12 +313,6 @@ class Scenario:
             await asyncio.sleep(rng.uniform(0.1, 5.0))
             resumed = await self.operator.command(self.operator.resume, rng)
         self.closed = False
-
-    async def _ask_to_leave(self, rng: random.Random) -> None:
-        while True:
-            await self._every(rng, 20.0)
-            self.world.injected["membership"] += 1
-            rng.choice(self.learners).leave_asked = True
 
 
 @cache

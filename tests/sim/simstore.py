@@ -13,7 +13,7 @@ from diloco.common.protocol.shards import Data
 from diloco.common.storage.store import MemoryStore, ObjectInfo
 
 if TYPE_CHECKING:
-    from simfaults import Actor
+    from simactor import Actor
 
 
 class SimStore(MemoryStore):

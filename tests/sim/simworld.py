@@ -1,7 +1,7 @@
 """A run in virtual time: the production aggregator and learner code on a faulty bus and store.
 
 Everything that happens follows from the settings and the seed. `simcheck.py` watches every
-message and object; `simfaults.py` has what may go wrong, `simtensors.py` what stands for tensors.
+message and object; `simactor.py` has what may go wrong, `simtensors.py` what stands for tensors.
 """
 
 import asyncio
@@ -14,10 +14,10 @@ from typing import Any
 
 import jax.numpy as jnp
 import structlog
+from simactor import CALM, Actor, Faults
 from simbus import SimBroker
 from simchain import Violation
 from simcheck import Checkers
-from simfaults import CALM, Actor, Faults
 from simloop import StuckError, VirtualLoop
 from simstore import SimStore
 from simtensors import Ledger, Light, Numbers
@@ -41,7 +41,7 @@ from diloco.common.storage.share_claims import Sizes
 from diloco.common.storage.tape import place_on_tape
 from diloco.learner.background import Context as LearnerContext
 from diloco.operate.create import create_run
-from diloco.operate.streams import make_streams
+from diloco.operate.make_streams import make_streams
 
 EPOCH_S = 1_000_000.0
 # Events kept for the trace of a failure.

@@ -183,7 +183,7 @@ def collected_by_command():
         newest = dict.fromkeys(lives, wire.GREATEST)
         return garbage.Announcers(newest, set())
 
-    return mock.patch("diloco.operate.collect_garbage.Announcers", fleet)
+    return mock.patch("diloco.operate.run_garbage.Announcers", fleet)
 
 
 def shards_of_others():

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from simfaults import CALM, Actor, Faults
+from simactor import CALM, Actor, Faults
 from simlearner import SimLearner
 from simtensors import Ledger, Light
 from simworld import World, ended

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 from small_release import archive_of
 
-from diloco.infra import boot, cloud_units, release
+from diloco.infra import boot, livez, release, unit_texts
 from diloco.infra.cloud import Google
 
 ROOT = Path(__file__).parents[2]
@@ -187,11 +187,11 @@ def test_a_learner_waits_for_its_data_which_its_machine_copies(
 ) -> None:
     machine.boot()
     units = machine.root / "etc/systemd/system"
-    assert not (units / cloud_units.DATA_UNIT).exists()
+    assert not (units / unit_texts.DATA_UNIT).exists()
     cloud.parameters["data"] = "gs://my-data/tokens"
     machine.boot()
-    unit = (units / cloud_units.DATA_UNIT).read_text()
-    assert f"/opt/diloco/bin/diloco data copy gs://my-data/tokens {cloud_units.DATA};" in unit
+    unit = (units / unit_texts.DATA_UNIT).read_text()
+    assert f"/opt/diloco/bin/diloco data copy gs://my-data/tokens {unit_texts.DATA};" in unit
     after = (units / "diloco-learner@.service.d/50-data.conf").read_text()
     assert after == "[Unit]\nRequires=diloco-data.service\nAfter=diloco-data.service\n"
 
@@ -226,20 +226,20 @@ def test_nothing_is_fetched_but_the_release(machine: Machine, word: str) -> None
 
 def test_a_learners_machine_answers_health_checks_first(machine: Machine, cloud: Cloud) -> None:
     commands = machine.boot()
-    units = f"{cloud_units.LOGS} {cloud_units.LIVEZ}"
+    units = f"{unit_texts.LOGS} {unit_texts.LIVEZ}"
     assert commands[:2] == ["systemctl daemon-reload", f"systemctl enable --now {units}"]
-    unit = (machine.root / "etc/systemd/system" / cloud_units.LIVEZ).read_text()
+    unit = (machine.root / "etc/systemd/system" / unit_texts.LIVEZ).read_text()
     (folder,) = re.findall(r"^WorkingDirectory=(\S+)$", unit, re.MULTILINE)
     template = (ROOT / "infra/terraform/startup.py.tftpl").read_text()
     assert f'home = pathlib.Path("{folder}")' in template
     cloud.parameters |= {"role": "aggregator", "units": ["diloco-aggregator.service"]}
     said = " ".join(machine.boot())
-    assert cloud_units.LIVEZ not in said
-    assert cloud_units.LOGS in said
+    assert unit_texts.LIVEZ not in said
+    assert unit_texts.LOGS in said
 
 
 def test_the_answer_to_health_checks() -> None:
-    server = cloud_units.livez_server("127.0.0.1", 0)
+    server = livez.livez_server("127.0.0.1", 0)
     thread = threading.Thread(target=server.serve_forever, args=[0.01])
     thread.start()
     url = f"http://127.0.0.1:{server.server_port}"
@@ -255,7 +255,7 @@ def test_the_answer_to_health_checks() -> None:
 
 def test_terraform_asks_where_machines_answer() -> None:
     text = (ROOT / "infra/terraform/main.tf").read_text()
-    assert re.findall(r"livez_port\s+= (\d+)", text) == [str(cloud_units.LIVEZ_PORT)]
+    assert re.findall(r"livez_port\s+= (\d+)", text) == [str(livez.LIVEZ_PORT)]
 
 
 def test_a_second_boot_installs_nothing_and_disturbs_nobody(machine: Machine) -> None:
@@ -474,7 +474,7 @@ LATER = {"UTC", "tomllib", "StrEnum", "Self", "file_digest", "TaskGroup", "Excep
 
 
 @pytest.mark.parametrize(
-    "name", ["boot", "cloud", "cloud_units", "ended", "join", "keeper", "logs", "release"]
+    "name", ["boot", "cloud", "ended", "join", "keeper", "livez", "logs", "release", "unit_texts"]
 )
 def test_what_runs_before_a_release_is_there_needs_no_later_python_and_no_package(
     name: str,

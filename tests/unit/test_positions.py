@@ -27,7 +27,7 @@ from diloco.common.storage.tape import (
     store_positions,
 )
 from diloco.judge.audit import audit
-from diloco.operate.streams import make_streams
+from diloco.operate.make_streams import make_streams
 from diloco.replay.redact import Redactor, names_in
 from diloco.run.history import read_history
 

@@ -56,7 +56,7 @@ def loaded_by(code: str) -> list[str]:
         EVERY_HELP,
         "import diloco.show.status.screen",
         "from diloco import follow; import diloco.run.model.follow",
-        "import diloco.operate.local.run, diloco.operate.auth.guard, diloco.operate.collect_garbage, diloco.replay.restore",
+        "import diloco.operate.local.run, diloco.operate.auth.guard, diloco.operate.run_garbage, diloco.replay.restore",
     ],
     ids=["package", "names", "help", "look", "follow", "others"],
 )

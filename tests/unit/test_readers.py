@@ -36,7 +36,7 @@ from diloco.learner.core.events import (
 from diloco.learner.tensors.replica import Delta, PendingView, Replica
 from diloco.learner.wire.receive import WAITING_VIEWS, Receiver, VersionFetcher, start_at
 from diloco.learner.wire.receive import load as load_newest
-from diloco.operate.streams import make_streams
+from diloco.operate.make_streams import make_streams
 
 ODD = 3 * SNAPSHOT_EVERY + 1  # one version after its third snapshot
 

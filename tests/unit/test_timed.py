@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from diloco.common.protocol.errors import BusUnavailableError, StoreError
-from diloco.operate.collect_garbage import timed
 from diloco.operate.command import TimerOptions
+from diloco.operate.run_garbage import timed
 
 
 class Work:

@@ -20,7 +20,7 @@ from diloco.common.storage.store import open_store
 from diloco.common.storage.tape import decode
 from diloco.judge.evidence import newer_objects
 from diloco.judge.objects import read_listing
-from diloco.operate.collect_garbage import find
+from diloco.operate.run_garbage import find
 from diloco.replay.coverage import Versions, sentences, tape_of
 from diloco.replay.modes import run_replay
 from diloco.replay.options import Options

@@ -15,9 +15,9 @@ from diloco.common.storage.tape import (
     changed_settings,
 )
 from diloco.judge.oracle import numbers
-from diloco.judge.oracle.chain import Chain
 from diloco.judge.oracle.data import Data
 from diloco.judge.oracle.finding import Violation
+from diloco.judge.oracle.fragment_judge import Chain
 from diloco.judge.oracle.remake import Remaker
 from diloco.judge.oracle.shares import Shares
 

@@ -23,11 +23,6 @@ from diloco.learner.tensors.mesh import parts_along
 from diloco.models.decoders.attention import ROWS
 from diloco.models.decoders.config import Experts
 
-# What stands beside a layer's tensors: halves of adapters by the tensors that they adapt, as `lora`
-# names them. Gate and up of an expert are one there.
-ADAPTERS, GATE_UP, OUT = "adapters", "expert_gate_up", "expert_down"
-DOWN, UP = "a", "b"  # the two halves, as leaves are named; lora_A and lora_B elsewhere
-
 Activation = Callable[[jax.Array], jax.Array]
 
 
@@ -67,7 +62,8 @@ def mixed(
         x_BxLxD: tokens.
         layer: its tensors, "router" [D, E] and three of experts.
     """
-    matrices = [layer["router"].astype(x_BxLxD.dtype), *_adapted(layer, x_BxLxD.dtype)]
+    matrices = [layer[name] for name in ("router", "expert_gate", "expert_up", "expert_down")]
+    matrices = [matrix.astype(x_BxLxD.dtype) for matrix in matrices]
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.manual_axes:
         return _mixed(experts, activation, x_BxLxD, *matrices)
@@ -87,23 +83,6 @@ def mixed(
         out_specs=(PartitionSpec(rows), Load(everywhere, everywhere)),
         check_vma=False,
     )(x_BxLxD, *matrices)
-    return found
-
-
-def _adapted(layer: Mapping[str, Any], dtype: Any) -> list[jax.Array]:
-    """Gate, up and down of experts, to which the products of adapters' halves are added."""
-    found = [layer[name].astype(dtype) for name in ("expert_gate", "expert_up", OUT)]
-    halves = layer.get(ADAPTERS, {})
-
-    def product(name: str) -> jax.Array:
-        added: jax.Array = halves[name][DOWN].astype(dtype) @ halves[name][UP].astype(dtype)
-        return added
-
-    if GATE_UP in halves:
-        gate_ExDxF, up_ExDxF = jnp.split(product(GATE_UP), 2, axis=-1)
-        found = [found[0] + gate_ExDxF, found[1] + up_ExDxF, found[2]]
-    if OUT in halves:
-        found[2] += product(OUT)
     return found
 
 

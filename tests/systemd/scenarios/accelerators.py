@@ -23,7 +23,7 @@ from rig import (
 
 CHIP = Path("/dev/vfio/7")
 LAY_OUT = """
-from diloco.infra.cloud_units import ACCELERATORS
+from diloco.infra.unit_texts import ACCELERATORS
 from diloco.infra.release import write
 from pathlib import Path
 

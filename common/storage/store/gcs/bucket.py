@@ -14,7 +14,8 @@ from google.cloud import storage
 from requests.adapters import HTTPAdapter
 
 from diloco.common.protocol.shards import Data, crc32c
-from diloco.common.storage.store.gcs.faults import TransientRetries, header, our_errors
+from diloco.common.storage.store.gcs.faults import header, our_errors
+from diloco.common.storage.store.gcs.retries import TransientRetries
 from diloco.common.storage.store.protocol import object_unreadable
 
 ENDPOINT = "https://storage.googleapis.com"

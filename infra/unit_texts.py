@@ -1,17 +1,11 @@
-"""Units that run on a machine of Google Cloud, independent of its release and started before it.
+"""Texts of the units of a machine of Google Cloud that start before its release.
 
-They answer health checks, send logs to Cloud Logging, and on one machine of a run they are the
-keeper of its groups. They run this program with the system's own Python:
-infra/terraform/startup.py.tftpl.
+They answer health checks (`livez.py`), send logs to Cloud Logging (`logs.py`), and on one machine
+of a run they are the keeper of its groups (`keeper.py`). They run this program with the system's
+own Python: infra/terraform/startup.py.tftpl.
 """
 
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
 PROGRAM = "/usr/local/lib/diloco"
-# The port of Google's health checks of the machine, as in infra/terraform. They do not check the
-# daemon, which may compile, wait, have failed or ended: a new machine would not help with that.
-LIVEZ_PORT = 9463
 LIVEZ = "diloco-livez.service"
 LOGS = "diloco-logs.service"
 KEEPER = "diloco-keeper.service"
@@ -58,7 +52,7 @@ WantedBy=multi-user.target
 UNITS = {
     LIVEZ: _UNIT.format(
         what="Answers health checks of this machine",
-        module="cloud_units",
+        module="livez",
         more="",
         families="AF_INET AF_INET6",
     ),
@@ -133,25 +127,3 @@ def data_units(place: str) -> dict[str, str]:
         f"etc/systemd/system/{DATA_UNIT}": _DATA_UNIT.format(place=place),
         "etc/systemd/system/diloco-learner@.service.d/50-data.conf": _AFTER_DATA,
     }
-
-
-class _Livez(BaseHTTPRequestHandler):
-    timeout = 10.0
-
-    def do_GET(self) -> None:
-        lives = self.path.partition("?")[0] == "/livez"
-        self.send_response(HTTPStatus.OK if lives else HTTPStatus.NOT_FOUND)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        """Logs nothing, as health checks are no events."""
-
-
-def livez_server(address: str = "", port: int = LIVEZ_PORT) -> ThreadingHTTPServer:
-    """Returns a server for health checks, which succeed if it answers at all."""
-    return ThreadingHTTPServer((address, port), _Livez)
-
-
-if __name__ == "__main__":
-    livez_server().serve_forever()

@@ -8,7 +8,7 @@ from diloco.common.process.config import GcSection
 from diloco.common.protocol import names
 from diloco.common.storage.store import ObjectInfo
 from diloco.common.storage.views import load_view
-from diloco.operate.collect_garbage import GarbageFound, find, table
+from diloco.operate.run_garbage import GarbageFound, find, table
 
 NOW = GcSection(replay_window_s=0, keep_checkpoints=1)
 

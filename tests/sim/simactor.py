@@ -1,0 +1,317 @@
+"""One life of a process in the simulation, and what may go wrong with it.
+
+An actor has its own clients of bus and store (`simbus.py`, `simstore.py`), its own clock and its
+own chance, and counts what it does to the world: it can be killed at its k-th effect, before or
+after it. It can be paused for any time and then goes on with the state it had.
+"""
+
+import asyncio
+import random
+import sys
+from collections.abc import Callable, Coroutine
+from contextvars import copy_context
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from simbus import ActorBus
+from simloop import ACTOR
+from simstore import ActorStore
+
+from diloco.common.process.retry import Clock, Runtime
+from diloco.common.protocol.errors import (
+    AccessDeniedError,
+    DilocoError,
+    IntegrityError,
+    RunIncompleteError,
+    RunMismatchError,
+    WireError,
+)
+
+if TYPE_CHECKING:
+    from simworld import World
+
+
+class Killed(BaseException):
+    """The actor is dead: raised at everything it still tries."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Faults:
+    """How often single operations go wrong: probabilities, and mean durations in seconds.
+
+    Attributes:
+        delay: of an operation, a delivery or an answer that takes `delay_s`.
+        lost_request: nothing happens, and an error comes.
+        lost_answer: it happens, and an error comes.
+        late_request: an error comes, and it happens `late_s` later: it lay in a client's buffer.
+        duplicate: it happens, and an error comes after the duplicate window has passed, so that
+            sending it again stores it twice.
+        redelivered: a reader gets a message again that it had.
+        lost_broadcast: nobody hears it.
+        stale_read: a learner's `last` is answered by a replica that is up to `stale_messages`
+            behind; others ask the stream's leader.
+        false_answer: of a compare-and-swap, as of a cluster: one that was stored is answered as
+            refused, and one that is refused, though it was tried before, as stored.
+        rot: a learner's shard is damaged as soon as it is stored.
+        rot_version: what an aggregator stores of a version is.
+        rot_message: a learner's manifest cannot be decoded once it is stored.
+        rot_record: a record cannot be, soon after it was read by those who wait for it.
+        store_refused, store_lost_answer: as for requests, of the store.
+        store_slow: a call takes `slow_s`.
+        host_loss: a learner of several hosts loses one while they store an update.
+        removed: a shard that an aggregator has read is removed by its sender, unless it is kept.
+        interleaved: what a collector awaits takes so long that the tape moves meanwhile.
+        late_object: `get` of others misses an object for `visible_s` after `put` returned.
+    """
+
+    delay: float = 0.0
+    delay_s: float = 0.05
+    lost_request: float = 0.0
+    lost_answer: float = 0.0
+    late_request: float = 0.0
+    late_s: float = 3.0
+    duplicate: float = 0.0
+    redelivered: float = 0.0
+    lost_broadcast: float = 0.0
+    stale_read: float = 0.0
+    stale_messages: int = 20
+    false_answer: float = 0.0
+    rot: float = 0.0
+    rot_version: float = 0.0
+    rot_message: float = 0.0
+    rot_record: float = 0.0
+    store_refused: float = 0.0
+    store_lost_answer: float = 0.0
+    store_slow: float = 0.0
+    slow_s: float = 2.0
+    host_loss: float = 0.0
+    removed: float = 0.0
+    interleaved: float = 0.0
+    late_object: float = 0.0
+    visible_s: float = 1.0
+
+
+CALM = Faults()
+# Mean time that a collector waits between two of its steps; versions are made meanwhile.
+INTERLEAVED_S = 3.0
+
+
+def _collects() -> bool:
+    """Whether what runs now is a collection of garbage: an owner's, or an operator's."""
+    task = asyncio.current_task()
+    name = getattr(task.get_coro(), "__qualname__", "") if task else ""
+    return name in ("Collector.work", "Operator.collect")
+
+
+class ActorLog:
+    """An actor's logger: into the trace; what is logged with a traceback must not be."""
+
+    def __init__(self, actor: "Actor", about: str = "") -> None:
+        self._actor = actor
+        self._about = about
+
+    def bind(self, **fields: Any) -> "ActorLog":
+        return ActorLog(self._actor, " ".join(f"{key} {value}" for key, value in fields.items()))
+
+    def info(self, event: str, **fields: Any) -> None:
+        world = self._actor.world
+        if world.trace is not None:
+            what = " ".join(f"{key}={value}" for key, value in fields.items())
+            world.note(self._actor, event, f"{self._about} {what}")
+
+    debug = warning = error = info
+
+    def exception(self, event: str, **fields: Any) -> None:
+        self.info(event, **fields)
+        self._actor.world.on_exception(self._actor, event, sys.exc_info()[1])
+
+
+class Actor:
+    """One life of a process.
+
+    Args:
+        name: of the process.
+        world: in which it lives.
+        faults: of its operations.
+        offset_s, drift: of its clock, against the world's.
+        reads_replicas: it may read from a replica of a stream that is behind, as learners do.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        world: "World",
+        faults: Faults = CALM,
+        *,
+        offset_s: float = 0.0,
+        drift: float = 0.0,
+        reads_replicas: bool = False,
+    ) -> None:
+        self.name = name
+        self.world = world
+        self.faults = faults
+        self.reads_replicas = reads_replicas
+        self.offset_s = offset_s
+        self.drift = drift
+        self.operations = 0
+        self.kill_at: int | None = None
+        self.killed_before = True
+        self.dead = False
+        # Before its daemon knows its run; and of one that goes on with a server that is lost.
+        self.starting = False
+        self.outlived = False
+        self.awake_since_s = 0.0
+        # Of a process of an earlier release.
+        self.earlier = False
+        self.bus_cut_until_s = 0.0
+        self.store_cut_until_s = 0.0
+        self.tasks: list[asyncio.Task[Any]] = []
+        # Ids of what it tried to publish.
+        self.tried: set[str | None] = set()
+        self.rng = random.Random(f"{world.seed}-{name}-{world.lives}")
+        world.lives += 1
+        world.actors[self] = None
+        self._context = copy_context()
+        self._context.run(ACTOR.set, self)
+        self.bus = ActorBus(self)
+        self.store = ActorStore(self)
+        self.logger = ActorLog(self)
+        self.clock = Clock(self.wall_clock, self.monotonic)
+        self.runtime = Runtime(
+            clock=self.clock,
+            offload=self._offload,
+            rng=self.rng,
+            new_id=lambda: f"{self.rng.getrandbits(128):032x}",
+        )
+
+    def monotonic(self) -> float:
+        """Seconds since the machine was started, as its oscillator counts them."""
+        return self.world.loop.now_s * (1 + self.drift)
+
+    def wall_clock(self) -> float:
+        """Seconds since the epoch as this machine has them now; somebody may set it."""
+        since_s = self.monotonic() - self.world.loop.now_s
+        return self.world.clock() + since_s + self.offset_s + self.world.set_by_s[self.name]
+
+    # Faults
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether anything that it awaits may take time."""
+        return bool(self.faults.delay or self.faults.interleaved)
+
+    def hit(self, rate: float, kind: str) -> bool:
+        """Whether a fault of this rate happens now; counted if it does."""
+        if rate and self.rng.random() < rate:
+            self.world.injected[kind] += 1
+            return True
+        return False
+
+    def lasting(self, mean_s: float) -> float:
+        return self.rng.expovariate(1 / mean_s)
+
+    async def delay(self) -> None:
+        """Take some time now and then, and find out whether one still lives."""
+        if self.hit(self.faults.delay, "delay"):
+            await asyncio.sleep(self.lasting(self.faults.delay_s))
+        if (
+            self.faults.interleaved
+            and _collects()
+            and self.hit(self.faults.interleaved, "interleaved")
+        ):
+            await asyncio.sleep(self.lasting(INTERLEAVED_S))
+        self.check()
+
+    async def _offload(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        faults = self.faults
+        if self.is_slow:
+            await self.delay()
+        else:
+            self.check()
+        if self.hit(faults.store_slow, "store_slow"):
+            await asyncio.sleep(self.lasting(faults.slow_s))
+            self.check()
+        result = function(*args, **kwargs)
+        if self.is_slow:
+            await self.delay()
+        return result
+
+    def check(self) -> None:
+        """Refuse to go on once this actor is dead."""
+        if self.dead:
+            raise Killed
+
+    def may_end_with(self, error: BaseException) -> bool:
+        """Whether a process may end with an error, to be started again."""
+        amiss = self.world.damaged or self.name == self.world.bad
+        if amiss and isinstance(error, IntegrityError | WireError):
+            return True
+        if self.reads_replicas and isinstance(error, RunIncompleteError):
+            return (
+                True  # A replica that is behind knew of no record for as long as it has patience.
+            )
+        if isinstance(error, AccessDeniedError) or (
+            self.world.tail_lost and isinstance(error, DilocoError)
+        ):
+            return True
+        if self.starting:
+            return isinstance(error, RunMismatchError) or getattr(error, "retry", False)
+        return self.outlived and isinstance(error, DilocoError)
+
+    def bus_is_cut(self) -> bool:
+        away = self.outlived and self.world.without_server
+        return away or self.world.loop.now_s < self.bus_cut_until_s
+
+    def store_is_cut(self) -> bool:
+        return self.world.loop.now_s < self.store_cut_until_s
+
+    def effect(self, what: str, name: str, action: Callable[[], Any]) -> Any:
+        """Do something to the world, unless this is the effect that the actor dies at."""
+        self.check()
+        self.operations += 1
+        self.world.note(self, what, name)
+        if self.operations == self.kill_at:
+            self.world.injected["crash_at_effect"] += 1
+            if not self.killed_before:
+                action()
+            self.kill()
+            raise Killed
+        return action()
+
+    def later(self, after_s: float, action: Callable[[], Any]) -> None:
+        """Do something to the world later, whether this actor lives or not; refusals are lost."""
+
+        def act() -> None:
+            try:
+                action()
+            except DilocoError:
+                self.world.note(self, "refused", "what came late")
+
+        self.world.loop.call_later(after_s, act, context=self.world.context)
+
+    # Life
+
+    def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+        """Run something as a part of this process."""
+        task = self.world.loop.create_task(coroutine, context=self._context)
+        self.tasks.append(task)
+        return task
+
+    def kill(self) -> None:
+        """End this life, as SIGKILL does: nothing it still tries reaches the world."""
+        self.dead = True
+        self.world.actors.pop(self, None)
+        self.world.note(self, "killed", "")
+        self.world.loop.thaw(self)
+        if self.world.power_fails:
+            self.world.store.cut_power(self)
+        for task in self.tasks:
+            task.cancel()
+
+    def pause(self, for_s: float) -> None:
+        """Stop this process for a while, as SIGSTOP and SIGCONT do."""
+        loop = self.world.loop
+        self.world.note(self, "paused", f"{for_s:.1f} s")
+        loop.freeze(self)
+        self.awake_since_s = loop.now_s + for_s
+        loop.call_later(for_s, loop.thaw, self, context=self.world.context)
