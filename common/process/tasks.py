@@ -130,8 +130,9 @@ async def first_of(*coroutines: Coroutine[object, object, None]) -> None:
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
+        for task in tasks:
+            if task in done:
+                task.result()
     finally:
         await cancel(*tasks)
 
@@ -149,13 +150,14 @@ async def cancel(*tasks: "asyncio.Future[Any]") -> None:
     """Cancels tasks, and waits until they have ended.
 
     It cancels repeatedly if need be: `asyncio.wait_for` of Python 3.11 and nats-py each forget a
-    cancellation that comes at the wrong moment, and the task would go on for ever.
+    cancellation that comes at the wrong moment, and the task would go on for ever. Tasks are
+    cancelled in the order given: the order of a set follows from addresses, and a simulation would
+    differ from one run of its seed to the next.
     """
-    pending = {task for task in tasks if not task.done()}
-    while pending:
+    while pending := [task for task in tasks if not task.done()]:
         for task in pending:
             task.cancel()
-        _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
+        await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
     for task in tasks:
         if not task.cancelled():
             task.exception()  # Read, as asyncio else logs it.
@@ -165,13 +167,13 @@ class Tasks:
     """A set of concurrent coroutines; must be made in a running event loop."""
 
     def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], None] = {}  # in the order of their start
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def start(self, work: Coroutine[object, object, None]) -> None:
         """Runs `work` concurrently, until it ends or `stop` cancels it."""
         task = asyncio.ensure_future(work)
-        self._tasks.add(task)
+        self._tasks[task] = None
         task.add_done_callback(self._done)
 
     async def failure(self) -> None:
@@ -183,6 +185,6 @@ class Tasks:
         await cancel(*self._tasks)
 
     def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+        self._tasks.pop(task, None)
         if not task.cancelled() and (error := task.exception()) and not self._broken.done():
             self._broken.set_exception(error)

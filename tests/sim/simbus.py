@@ -25,7 +25,7 @@ from diloco.common.storage.bus import (
 )
 
 if TYPE_CHECKING:
-    from simfaults import Actor
+    from simactor import Actor
 
 # Messages that a reader may get again.
 REDELIVERED = 64
@@ -201,7 +201,10 @@ class SimBroker(MemoryBroker):
     def silence(self) -> None:
         """Nobody is told of what still comes: this server is no more."""
         for patterns in self._patterns.values():
-            for reader in {reader for found in patterns.values() for reader in found.readers}:
+            # A set is ordered by addresses, and the same seed would differ each time.
+            for reader in dict.fromkeys(
+                one for found in patterns.values() for one in found.readers
+            ):
                 reader.wake()
         self._hear = lambda _stream, _message: None
         self._trimming = lambda _stream, _subject, _below_seq: None
