@@ -21,7 +21,7 @@ NAMED = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """A training loop's parameters, and its facts for the run.
+    """A training loop as a member of a run: its parameters, and its properties.
 
     Attributes:
         learner: its name.

@@ -410,7 +410,7 @@ class Boundaries(Protocol):
         """Returns the next boundary."""
 
     def payload(self, fragment: int, record_seq: int) -> Delta | PendingView | None:
-        """Takes a record's tensors on the devices, once."""
+        """Takes a record's tensors from the devices where they wait, once."""
 
 
 @dataclass

@@ -86,7 +86,7 @@ class DilocoCallback(Callback):  # type: ignore[misc] # of an untyped package
         pl_module: LightningModule,  # noqa: ARG002
         exception: BaseException,
     ) -> None:
-        """Leaves in order after an interrupt or exit; after other exceptions, as in a crash."""
+        """Leaves in order after an interrupt or exit; any other exception counts as a crash."""
         if isinstance(exception, KeyboardInterrupt | SystemExit):
             self._loop.end()
         else:

@@ -206,7 +206,7 @@ class Worker:
         return self._link.receive(Turn).boundary
 
     def payload(self, fragment: int, record_seq: int) -> Any:
-        """Takes the tensors of a record, once; host 0 plans this when all hosts have them."""
+        """Takes a record's tensors, once; host 0 plans the adoption when all hosts have them."""
         held = self._held.pop((fragment, record_seq), None)
         return None if held is None else held.tensors
 
