@@ -286,7 +286,7 @@ def test_a_store(tmp_path: Path) -> None:
         opening,
         ('    "gs": _open_gcs,\n', '    "gs": _open_gcs,\n    "mem": _open_shared,\n'),
     )
-    tree.before(opening, "# By the scheme", '''
+    tree.before(opening, "# For each URL scheme", '''
         def _open_shared(url: str, _: bool, __: bool) -> ObjectStore:
             from diloco.common.storage.store.shared import open_shared
 
