@@ -80,8 +80,7 @@ def lead(host: Host) -> Iterator[Life]:
         stack.callback(lambda: background.call(bus.close()))
         host.probes.health.begin_phase("reading the run")
         specification = host.starting(_specification(host, bus))
-        # With several hosts the workers must learn of the end too, which they do later, as of any
-        # end.
+        # With several hosts the workers must learn of the end too, which they do later.
         alone = jax.process_count() == 1
         if alone and host.starting(_has_ended(host, bus)):
             raise RunEndedError(host.config.run.name)

@@ -75,8 +75,7 @@ class Host:
 
     Attributes:
         asked_to_leave: returns whether this learner was asked to end.
-        gives_up: returns whether the start is to end for that; hosts that have met end together,
-            later.
+        gives_up: returns whether the start is to end for that; hosts that have met end later.
         lost_host: is called, on the event loop, when another host is gone; this process may hang
             in a collective then.
         naming_lost: a context in which the error of a broken collective becomes `HostLostError`.

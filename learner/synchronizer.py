@@ -132,8 +132,7 @@ class Losses:
     def mean(self, steps: int) -> Callable[[], float]:
         """Returns a function that computes the mean loss of the last `steps`; it may wait.
 
-        It raises an error if a loss is not finite, so an update over such a step is never
-        announced.
+        It raises an error for a loss that is not finite: such an update is never announced.
         """
         known = list(self._known)[max(0, len(self._known) + 1 - steps) :]
         newest = self._newest

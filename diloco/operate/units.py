@@ -192,10 +192,7 @@ def _edited(files: Mapping[Path, str]) -> list[Path]:
 
 
 def _check_programs(folder: Path) -> Path:
-    """Checks the folder of programs; returns it with symbolic links resolved.
-
-    A unit thus stays with its release when a link moves to another.
-    """
+    """Checks the folder of programs; returns it without symbolic links, which may move."""
     program = folder / "diloco"
     if not program.is_file() or not program.stat().st_mode & stat.S_IXUSR:
         raise ConfigError(

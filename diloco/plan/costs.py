@@ -112,10 +112,7 @@ class DailyCost(NamedTuple):
 
 
 def compare(prices: Prices, regions: Sequence[str], made: Plan) -> list[DailyCost]:
-    """Returns the costs of a regional bucket beside the aggregator, and of a multi-region one.
-
-    The cheaper one comes first.
-    """
+    """Returns the costs of a regional bucket and of a multi-region one, the cheapest first."""
     regional = [_regional(prices, regions, place, made) for place in sorted(set(regions))]
     best = min(regional, key=lambda cost: cost.total)
     return sorted([best, _multi_region(prices, regions, made)], key=lambda cost: cost.total)

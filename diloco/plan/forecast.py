@@ -146,15 +146,13 @@ class Plan:
     """The forecast of a run: rates, waits, bytes and needs of its aggregators.
 
     Attributes:
-        cores: cores of all aggregators, busy for half of the time; `memory_bytes` is the least
-            memory.
+        cores: of all aggregators, busy for half of the time; `memory_bytes` is their least memory.
         busy_cores: cores that are busy on average in the simulated rounds.
         retained_bytes: bytes in the store after garbage collection.
         aggregator_gbit: Gbit/s of the aggregators' links, each way, for a version of every fragment
             in H steps; snapshots included.
         close_s: from a round's close to its record, once its updates are read.
-        interval_s: time between two versions of a fragment; `participants` is the number of updates
-            in one.
+        interval_s: time between two versions of a fragment; `participants` counts updates in one.
         wait_s: mean and worst wait of an update for its round; `adoption_s` those of a version for
             its learners; `fastest_s` is a step's time of the fastest learner.
         late_share: share of the updates that missed the round for which they were sent.

@@ -108,10 +108,7 @@ def _interval(
 
 
 def _full(fleet: Fleet, sized: RoundTraffic, steps: int, aggregator_gbit: float) -> float:
-    """Returns the used share of the busiest link.
-
-    A learner sends at its own steps' pace, and reads at the fastest learner's.
-    """
+    """Returns the used share of the busiest link; reads are at the fastest learner's pace."""
     fastest_s = min(island.step_s for island in fleet.islands)
     shares = [aggregator_gbit / fleet.aggregator_gbit]
     for island in fleet.islands:

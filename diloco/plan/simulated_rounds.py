@@ -86,8 +86,7 @@ class RoundTotals:
         committed_s: time of each version; `merged` is the number of its updates.
         staleness: staleness of each merged update, in versions, in their order.
         waits_s: seconds of each merged update from its announcement to the close of its round.
-        adoptions_s: seconds of each version at each learner, from its record to the boundary that
-            adopts it.
+        adoptions_s: seconds of each version at each learner, from its record to its adoption.
         reads: updates that the aggregator read.
         reasons: the number of rounds that closed for each reason.
         kept: share of the trained tokens that was merged, or in flight at the end.

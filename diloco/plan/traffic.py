@@ -32,8 +32,7 @@ MANIFEST_BYTES, SHARD_BYTES = 600, 160
 # Of a record: of itself, for each learner that its fragment knows, and for each update in it beside
 # the update's shards (`python -m bench.rounds events`).
 RECORD_BYTES, LEARNER_BYTES, INPUT_BYTES = 1000, 327, 225
-# Share of its cores that an aggregator should use on average: the rest is for bursts, recovery,
-# and other work.
+# Share of its cores that an aggregator should use on average: the rest is for bursts, recovery.
 BUSY = 0.5
 # Updates whose payloads are in memory at once while a fragment's round is open.
 PAYLOADS = 2
@@ -48,8 +47,7 @@ class RoundTraffic:
         fragments: P.
         update_bytes: bytes of one learner's updates; `update_objects` counts their shards, and
             `update_gets` the requests that read them.
-        delta_bytes: bytes of the versions' deltas, one object a fragment; `delta_gets` counts the
-            requests that read them.
+        delta_bytes: bytes of the versions' deltas, one object a fragment; `delta_gets` likewise.
         snapshot_bytes: bytes of the views and outer states, two objects a fragment every
             `snapshot_interval_versions` versions.
         resident_bytes: bytes of the aggregator's arrays.
@@ -225,8 +223,7 @@ def retained_bytes(
 ) -> float:
     """Returns the bytes in the store after garbage collection with a replay window of `window_s`.
 
-    Objects are kept from a snapshot before the window on, and at least from the older of the two
-    newest.
+    Objects are kept from a snapshot before the window on, and from the older of the two newest.
     """
     versions = max(window_s / interval_s, sized.snapshot_interval_versions)
     versions += sized.snapshot_interval_versions / 2

@@ -131,8 +131,8 @@ class VirtualFragment:
         prefix = names.shards_prefix(
             rules.run, learner, rules.fragment, rules.epoch, incarnation, send.seq
         )
-        # Not validated: the cores' own values are valid, and validation takes longer than all else
-        # here.
+        # Not validated: the cores' own values are valid, and validation would take most of the
+        # time.
         return wire.Manifest.model_construct(
             run=rules.run,
             learner=learner,

@@ -2,8 +2,7 @@
 
 The updates and their times are those of the tape: learners do not react. Two things that depend on
 the machine's own answers are carried over: an update's base becomes the version that was newest
-when its learner's base was made, and a learner announces its next update once the one before is
-resolved.
+when the recorded base was made, and a learner announces an update once its last is resolved.
 
 Pure: times come from the tape.
 """

@@ -62,8 +62,7 @@ class VersionStep:
     Attributes:
         before, after: values of the fragment, by tensor; a part of one is `name[start:stop]`.
         updates: in the order in which they were merged.
-        again: a function that merges the round again in this process, for a debugger, and returns
-            the parameters.
+        again: merges the round again in this process, for a debugger; returns the parameters.
     """
 
     record: wire.Record

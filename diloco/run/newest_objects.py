@@ -56,9 +56,7 @@ class BytesRead:
         self._store, self._every = store, every
 
     def wrong(self, limit_bytes: int) -> Iterator[tuple[str, str]]:
-        """Yields (place, fault) of each object whose bytes are not those stored by its maker.
-
-        Objects that are missing or unreadable are skipped.
+        """Yields (place, fault) of each readable object with other bytes than its maker stored.
 
         Raises:
             StoreUnavailableError: the store is unreachable.

@@ -1,8 +1,7 @@
 """A run at one moment: a `RunStatus` with its parts.
 
 The parts are a `LearnerStatus` for each learner, a `FragmentStatus` for each fragment, and
-`Finding`s; `observed.py` computes them, and status, page, alerts, trackers and doctor show them.
-Pure.
+`Finding`s; `observed.py` computes them; status, page, alerts, trackers and doctor use them. Pure.
 
 Records state facts. Heartbeats are a learner's own claims, and may be false.
 """
@@ -176,8 +175,7 @@ class LearnerStatus:
     """One learner, at a moment.
 
     Attributes:
-        state: "quarantined" in any case, else "left", "failed" or "silent", else the state that its
-            heartbeat states.
+        state: "quarantined" in any case, else "left", "failed", "silent", or as its heartbeat says.
         why: the reason of its quarantine, if the tape still has it.
         incarnation: its newest life; `lives`: the number of lives read.
         sudden_ends: lives that another followed although they had not left, within the last hour,

@@ -162,8 +162,7 @@ class TrainerLoop:
         """Leaves the run in order.
 
         Args:
-            keep: the module stays as it is, such as the best one; else it gets the newest
-                parameters.
+            keep: the module stays, such as the best one; else it gets the newest parameters.
         """
         if not self.trains:
             return

@@ -28,8 +28,7 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc] # of an untyped pac
 
     Raises:
         ConfigError: when training begins: all learners would get the same batches; it resumes from
-            another learner's checkpoint; one process trains on several devices, or shards the
-            model.
+            another learner's checkpoint; a process trains on several devices or shards the model.
         RunMismatchError: when training begins: the model's parameters are not those of the run.
     """
 

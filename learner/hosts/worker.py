@@ -46,8 +46,7 @@ class HostLink:
     Args:
         loop: the event loop.
         reader, writer: the streams of the connection.
-        lost: is called, on the loop, with the reason why host 0 is gone; this process may hang in
-            a collective then.
+        lost: is called, on the loop, if host 0 is gone, with the reason; the process may now hang.
 
     Attributes:
         requests: `Prepare`, `Granted` and `Drop`, in order, for the event loop.

@@ -60,9 +60,8 @@ def make_inner_step(
     """Returns the jitted inner step, an `InnerStep`; parameters and optimizer state are donated.
 
     The learning rate follows the run's global step, also for a learner that is slow or joined late.
-    The loss's PRNG key follows the data position, so that a restart draws the same numbers. All
-    that differs between learners is an argument of the step: equal learners compile the same
-    program.
+    The loss's PRNG key follows the data position, so that a restart draws the same numbers. What
+    differs between learners is an argument: equal learners compile the same program.
 
     Args:
         task: the run's task.

@@ -227,9 +227,7 @@ def _put_together(pieces_GxIxO: jax.Array, leaf: jax.Array, matrices: Matrices) 
 def warmup_cosine(
     *, steps: int, peak: float, warmup_steps: int | None = None, final_fraction: float = 0.1
 ) -> Callable[[jax.Array | int], jax.Array]:
-    """Returns a schedule: linear warm-up, then half a cosine down to `final_fraction` * `peak`.
-
-    The rate is constant after `steps`.
+    """Returns a rate: linear warm-up, half a cosine to `final_fraction` * `peak`, then constant.
 
     Args:
         steps: length of the run in global steps.

@@ -168,8 +168,7 @@ class _OwnedPiece(NamedTuple):
 
     Attributes:
         placed: the positions of the piece's blocks.
-        box: smallest box around the blocks that the host's devices hold; `held` is the first of
-            its rows.
+        box: smallest box around the host's blocks; `held` is the first of its rows.
         owned: boxes that the host uploads, each on one of its devices; `rows` are the places of
             their blocks among the owned rows.
     """

@@ -211,8 +211,7 @@ class Claims(GrantedShares):
                 " `shares`",
             ) from error
         except SubjectUntakenError:
-            # The stream may have no leader now. With one, it takes the subject if the run has
-            # claims.
+            # The stream may have no leader now. With one, it takes claims, if the run has them.
             await last_at_leader(bus, names.join(context.run, context.learner))
         try:
             return await bus.publish(subject, payload, msg_id=msg_id)

@@ -285,9 +285,8 @@ class Publisher:
     async def republish(self, again: Republish) -> None:
         """Announces again an update that no record has resolved for long.
 
-        Does nothing while the update, or a newer one, is still being announced: a restarted
-        learner's data resumes behind the last manifest of each subject, so no older manifest may
-        follow.
+        Does nothing while the update, or a newer one, is being announced: a restarted learner's
+        data resumes behind the last manifest of each subject, so no older one may follow.
         """
         manifest = self._manifests.get(again.fragment)
         announcing = self._announcing[again.fragment].locked()

@@ -322,9 +322,8 @@ class Receiver:
     async def _reload(self, fragment: int, record_seq: int) -> tuple[Loaded, Decoded]:
         """Loads the newest view, of record `record_seq` or later, onto the devices of all hosts.
 
-        Returns no tensors if the view is already adopted, since a view would overwrite the training
-        since. Retries with growing pauses while a stale replica answers or a host cannot read the
-        view.
+        Returns no tensors for the view already adopted, which would overwrite the training since.
+        Retries with growing pauses while a stale replica answers or a host cannot read the view.
 
         Raises:
             HostFetchError: a host could not read the view for long.

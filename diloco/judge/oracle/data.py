@@ -49,8 +49,7 @@ class _Sent:
     """A life's newest update of a fragment, and its updates without an answer.
 
     `merged_version` is the version that merged the newest one, 0 while none has; `answered` the
-    newest update that a record answers; `covered` the data position up to which it has sent its
-    work.
+    newest update that a record answers; `covered` the data position up to which work is sent.
     """
 
     seq: int = 0
@@ -197,8 +196,7 @@ class Data:
     ) -> tuple[int, float]:
         """Returns the least and greatest first position of an update: the end of the one before it.
 
-        They differ if the learner may have dropped unsent work: by a rollback, an overwrite or a
-        blend.
+        They differ if the learner may have dropped unsent work: by rollback, overwrite or blend.
         """
         floors = self._floors[manifest.fragment]
         if not sent.seq:

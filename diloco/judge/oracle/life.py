@@ -84,8 +84,7 @@ class OwnerLife:
         known_seq: sequence up to which an earlier life has counted averages and allowances.
         again: allowances for messages that the earlier life has read, as this life reads them.
         now_s: the last time that an event gave it.
-        storing: the kind of the record being stored, "" for none: no other begins until it is
-            stored.
+        storing: the kind of the record being stored, until which no other begins; "" for none.
         cut: reason and finality of a round that is being cut: the owner asks the stream's leader
             for the fragment's last update when it has read the tape up to `asked_seq`, and waits
             for updates up to the answer, `cut_seq`.

@@ -12,8 +12,7 @@ each recorded number must be what the rules give, as far as its own rounding all
 - the sum: code x (scale x coefficient), exact in float32, added in the order of the record; values
   below 2^-100 count as 0, and the sum so far is divided where the unit rises;
 - the outer step in float32, one rounding an operation;
-- the delta: master parameters less the old view, quantized; the quantization error stays in the
-  master.
+- the delta: master parameters less the old view, quantized; the error stays in the master.
 """
 
 import math

@@ -20,8 +20,7 @@ from diloco.common.process.credentials import (
 )
 from diloco.common.protocol import names
 
-# Connections of one process: one, and a second while the server has not noticed that the first
-# is dead.
+# Connections of one process: two, since the server may not have noticed that the first is dead.
 _MAX_SUBS = 64
 
 

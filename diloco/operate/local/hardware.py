@@ -1,8 +1,7 @@
 """The hardware of each learner of a local run: devices as a mesh, and processes that share them.
 
-Each learner gets whole accelerators if there are enough. With fewer GPUs than learners, learners
-share them: equal parts of a GPU's memory, its speed divided by demand. A TPU chip serves one
-process.
+Each learner gets whole accelerators if there are enough. If not, learners share GPUs: equal parts
+of a GPU's memory, its speed divided by demand. A TPU chip serves one process.
 """
 
 import math

@@ -3,8 +3,7 @@
 Fragments make their versions at different moments, and a rollback leaves them with different
 numbers. They share the run's clock. So a whole version consists of a version of the last fragment,
 at a clock S, and of every other fragment's newest version at S or before: version n of each, while
-H stays and nothing is rolled back. It is whole once no fragment can make another version at S or
-before.
+H stays and nothing is rolled back. It is whole once no fragment can make another by S.
 """
 
 from collections.abc import Sequence

@@ -26,8 +26,7 @@ from diloco.show.page.svg import NOTHING, Markup
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 8780
 HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
-# The most open pages, beyond which requests are refused; the most other connections, beyond which
-# the oldest is closed.
+# The most open pages (more are refused), and other connections (then the oldest is closed).
 MOST_PAGES, MOST_CONNECTIONS = 16, 64
 # Seconds without reading or writing after which a client counts as gone.
 PATIENCE_S = 15.0

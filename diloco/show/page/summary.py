@@ -14,8 +14,7 @@ from diloco.run.timeseries import TimeSeries
 from diloco.show.page.lanes import Lane
 from diloco.show.page.numbers import Shown, TimeShares, goodput, grouped, spent
 
-# The number of a learner's last updates that medians cover; the factor between losses that counts
-# as far apart.
+# The number of last updates that medians cover; the factor between losses that are far apart.
 RECENT = 16
 FAR = 2.0
 # Rows of a table that can grow with the run.

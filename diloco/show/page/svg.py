@@ -1,8 +1,7 @@
 """Draws figures as SVG: panels of marks over two axes. Pure: equal figures give equal text.
 
 Colours are Okabe and Ito's, which colour-blind people can distinguish; each colour comes with a
-dash, a hatch or a word too. It is both an attribute, for a saved figure, and a class, for the
-page's styles.
+dash, a hatch or a word too. It is an attribute, for saved figures, and a class, for the page.
 """
 
 import json
