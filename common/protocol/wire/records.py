@@ -40,7 +40,7 @@ class Slice(NestedRecord):
         description="blocks along each axis; 1 to 4 axes"
     )
     strides: Annotated[Several[Positive], Field(min_length=1, max_length=MAX_AXES)] = Field(
-        description="of each axis, in blocks; as many as axes"
+        description="distance between neighbours along each axis, in blocks"
     )
 
 
@@ -70,28 +70,32 @@ class Manifest(Body):
     kind: ClassVar[str] = "update"
     run: Name = Field(description="the run")
     learner: Name = Field(description="the learner, as in the subject")
-    epoch: Count = Field(description="of the tape that gave the incarnation")
-    incarnation: Positive = Field(description="the life")
+    epoch: Count = Field(
+        description="epoch of the tape whose join message has the incarnation as its sequence"
+    )
+    incarnation: Positive = Field(
+        description="the learner's incarnation: sequence of its join message"
+    )
     seq: Positive = Field(
-        description="1, 2, 3 ... in each incarnation and fragment; the next only once this one is"
-        " resolved"
+        description="number of the update: 1, 2, 3 ... in each incarnation and fragment; the next"
+        " follows only once this one is resolved"
     )
     fragment: Count = Field(description="the fragment, as in the subject")
     base_version: Count = Field(description="version whose view the outer gradient is anchored on")
-    base_digest: Digest = Field(description="of that view, as its record says")
+    base_digest: Digest = Field(description="digest of that view, from its record")
     held_digest: Digest | None = Field(
         default=None,
-        description="of the view that the learner really holds as that version, computed of what"
-        " lies on its devices every `sync.check_interval_versions`; nil: not computed for this one",
+        description="digest of that version's view as the learner's devices hold it, computed every"
+        " `sync.check_interval_versions`; nil: not computed for this update",
     )
-    layout: Digest = Field(description="the run's")
+    layout: Digest = Field(description="digest of the run's layout")
     codec: Codec = Field(description="the run's `sync.codec`")
     shards: Annotated[Several[Shard], Field(min_length=1, max_length=MAX_SHARDS)] = Field(
         description="1 to 4096, in any order; together they hold each block of the fragment once,"
-        " in at most 8192 slices; none is longer than `sync.shard_elements` cuts them"
+        " in at most 8192 slices; none has more than `sync.shard_elements` elements"
     )
-    tokens: Positive = Field(description="units of work that the update covers")
-    steps: Positive = Field(description="inner steps that it covers")
+    tokens: Positive = Field(description="tokens that the update covers")
+    steps: Positive = Field(description="inner steps that the update covers")
     position: Count = Field(
         description="data position after those steps, in batches of this learner"
     )
@@ -99,10 +103,12 @@ class Manifest(Body):
         description="inner steps of this learner: of this life, and of those before as far as its"
         " checkpoint reached"
     )
-    loss: Loss = Field(description="mean training loss over the steps that it covers")
+    loss: Loss = Field(description="mean training loss over the steps that the update covers")
     step_time_s: Seconds = Field(description="moving average of the time of an inner step")
-    encode_s: Seconds = Field(description="from dispatch to the shards' bytes")
-    upload_s: Seconds = Field(description="from the bytes to the last shard stored")
+    encode_s: Seconds = Field(description="time from the start of encoding to the shards' bytes")
+    upload_s: Seconds = Field(
+        description="time from the shards' bytes until the last one is stored"
+    )
     attempt: Count = Field(
         description="0, and one more each time the same update is announced again"
     )
@@ -131,27 +137,29 @@ class Input(NestedRecord):
     stream_seq: Positive = Field(description="of the manifest in the stream")
     codec: str = Field(description="the manifest's")
     shards: Several[Shard] = Field(description="the manifest's")
-    weight: float = Field(description="of its credited tokens and steps: tokens² / steps")
-    staleness: Count = Field(description="version being built on less base version")
+    weight: float = Field(description="weight in the merge: credited tokens² / credited steps")
+    staleness: Count = Field(description="version that the round builds on, minus `base_version`")
     discount: float = Field(description="S(staleness)")
-    clip: float = Field(description="factor that its norm was shortened by; 1 for none")
-    norm: float = Field(description="L2 norm of the update as it came")
+    clip: float = Field(
+        description="factor that the update was multiplied by to bound its norm; 1: not clipped"
+    )
+    norm: float = Field(description="L2 norm of the update before clipping")
     tokens: Positive = Field(description="the manifest's")
     steps: Positive = Field(description="the manifest's")
     loss: float = Field(description="the manifest's")
     final: bool = Field(description="the manifest's")
     coefficients: bytes = Field(
-        description="bfloat16 per segment, little endian: what code × scale was multiplied by"
+        description="bfloat16 per segment, little endian: the factor of code × scale in the sum"
     )
     weight_unit: PowerOfTwo = Field(
-        description="k: `coefficients` hold weight / 2^k. Not less than that of the input before:"
-        " if it is more, the sum so far is divided by 2 to the power of the difference"
+        description="k: `coefficients` hold weight / 2^k. It is never less than that of the input"
+        " before; if it is more, the sum so far is divided by 2 to the power of the difference"
     )
-    steps_credited: Positive = Field(description="the steps that it counts for")
-    tokens_credited: Positive = Field(description="likewise, of its tokens")
+    steps_credited: Positive = Field(description="inner steps that the update is credited with")
+    tokens_credited: Positive = Field(description="tokens that the update is credited with")
     announced_at_s: float = Field(
-        description="when the server stored the manifest; its version was made when the server"
-        " stored this record"
+        description="when the server stored the manifest. When the server stored this record its"
+        " version was made"
     )
 
     @property
@@ -184,17 +192,17 @@ class Observation(NestedRecord):
     """An input of the fragment's state machine that is not on the tape, in order of arrival."""
 
     what: str = Field(
-        description="of an update: `fetched`, `failed`, `broke` (adding it failed); of a learner:"
-        " `live`, `dead`; of the round: `timer`, `cut` (the leader's answer), `made` (the version"
-        " is made), `committed` (the record before stands); `tick`: the time when a message of the"
-        " tape was read; `resumed`: the machine began from the record before"
+        description="on an update: `fetched`, `failed`, `broke` (adding it to the sum failed); on a"
+        " learner: `live`, `dead`; on the round: `timer`, `cut` (the leader's answer), `made` (its"
+        " version is made), `committed` (the record before this one stands); `tick`: a message of"
+        " the tape was read; `resumed`: the machine began from the record before this one"
     )
     at_s: float = Field(description="when")
     after_seq: Count = Field(
-        description="highest stream sequence that the machine had taken before"
+        description="highest stream sequence that the machine had read by then"
     )
-    learner: str = Field(description="the learner that it is about; empty where it is about none")
-    incarnation: Count = Field(description="its life; 0 where `learner` is empty")
+    learner: str = Field(description="the learner concerned; empty: none")
+    incarnation: Count = Field(description="incarnation of the learner; 0 where `learner` is empty")
     seq: Count = Field(
         description="of the update, for `fetched`, `failed` and `broke`; for `cut` the stream"
         " sequence of the fragment's last update; else 0"
@@ -219,37 +227,37 @@ class Mark(NestedRecord):
 class MemberState(NestedRecord):
     """The state of one learner in the state machine of one fragment."""
 
-    learner: Name = Field(description="who")
-    incarnation: Positive = Field(description="its newest life")
+    learner: Name = Field(description="the learner")
+    incarnation: Positive = Field(description="its newest incarnation")
     live: bool = Field(description="rounds wait for it")
-    left: bool = Field(description="it ended on purpose")
+    left: bool = Field(description="it has left the run by itself")
     final: bool = Field(description="its last update of this fragment is announced")
-    step_time_s: Seconds = Field(description="moving average of what its updates claim")
+    step_time_s: Seconds = Field(description="moving average of `step_time_s` of its manifests")
     weight: float = Field(description="moving average of its updates' weights")
     heard_at_s: float = Field(description="when its last update, or its first join, was stored")
     offences: Count = Field(
-        description="how many more of its updates were rejected for what they are than were merged"
+        description="updates rejected as offences, less merged updates; at least 0"
     )
     tokens_per_step: Measure = Field(
-        description="moving average of what its updates claim; 0: none did"
+        description="moving average of tokens per step of its manifests; 0: unknown"
     )
     read_at_s: float = Field(
         description="when its last update, or its first join, was read; 0: unknown"
     )
     speed: Measure = Field(
-        description="steps a second that it takes, by its own word as far as it is believed: the"
-        " greatest of its last updates, a quarter of which is forgotten with each; 0: unknown",
+        description="inner steps per second, from its manifests as far as they are credited: the"
+        " greatest of its last updates, less a quarter with each update; 0: unknown",
     )
     unused_s: Seconds = Field(
-        description="time that its last update, as credited, can have done without: it counts for"
-        " the next"
+        description="time before its last update that the credited steps did not need; it is added"
+        " to the time of the next update"
     )
     norm: float = Field(
-        description="norm per credited step of its update merged last, as merged; 0: none was",
+        description="norm per credited step of its last merged update, after clipping; 0: none",
     )
     missed: Count = Field(
-        description="rounds in which others had work, since one had work of it; at most 3: then"
-        " rounds do not wait for it",
+        description="rounds without an update of it since the last round that had one; at most 3,"
+        " and then rounds do not wait for it",
     )
 
 
@@ -261,9 +269,9 @@ class Allowance(NestedRecord):
     rejected update takes ten. It may fall below zero; below one, messages are not decoded.
     """
 
-    learner: Name = Field(description="who")
-    left: float = Field(description="how many")
-    at_s: float = Field(description="at this time")
+    learner: Name = Field(description="the learner")
+    left: float = Field(description="updates that it may still announce")
+    at_s: float = Field(description="the time for which `left` holds")
 
 
 class Credit(NestedRecord):
@@ -272,24 +280,27 @@ class Credit(NestedRecord):
     learner: Name = Field(description="whose")
     incarnation: Positive = Field(description="of which life")
     seq: Positive = Field(description="the manifest's")
-    steps: Positive = Field(description="at most those that it claims")
-    tokens: Positive = Field(description="likewise")
-    weight: float = Field(description="that it is merged with")
+    steps: Positive = Field(description="credited inner steps, at most those of the manifest")
+    tokens: Positive = Field(description="credited tokens, at most those of the manifest")
+    weight: float = Field(description="weight in the merge")
 
 
 class PolicyState(NestedRecord):
     """The memory of the fragment's state machine after a record."""
 
     members: Several[MemberState] = Field(description="the learners")
-    marks: Several[Mark] = Field(description="of the last four lives of each learner")
+    marks: Several[Mark] = Field(description="marks of the last four incarnations of each learner")
     quarantined: Several[Name] = Field(description="quarantined learners")
-    allowances: Several[Allowance] = Field(description="of every learner that announced an update")
+    allowances: Several[Allowance] = Field(
+        description="allowances of all learners that have announced an update"
+    )
     seen_seq: Count = Field(
-        description="highest stream sequence that this memory comes from; what lies between"
-        " `position` and it is met again after a recovery, and does not count twice"
+        description="highest stream sequence that this memory counts. A new owner reads the"
+        " messages from `position` up to it once more, and does not count them again"
     )
     floor: Count = Field(
-        description="version of the newest rollback: what builds on an older one is rejected"
+        description="version of the newest rollback: updates with an older base version are"
+        " rejected"
     )
     settings_seq: Count = Field(
         description="stream sequence of the settings in force; 0: the specification's"
@@ -299,9 +310,9 @@ class PolicyState(NestedRecord):
     quorum_s: Seconds = Field(description="moving average: from opening to quorum")
     sync_s: Seconds = Field(description="moving average: from closing to the committed record")
     credits: Several[Credit] = Field(
-        description="what the updates that are met again from `position` on count for"
+        description="credits of the updates that a new owner reads again, from `position` on"
     )
-    rules: float = Field(description="number of the rules by which the machine decides; now 4")
+    rules: float = Field(description="number of the rules that the machine follows; now 4")
 
 
 class Totals(NestedRecord):
@@ -309,11 +320,11 @@ class Totals(NestedRecord):
 
     updates_merged: Count = Field(description="updates merged")
     updates_rejected: Count = Field(description="updates rejected")
-    tokens_merged: Count = Field(description="their tokens")
-    tokens_rejected: Count = Field(description="tokens of the rejected ones")
-    steps_merged: Count = Field(description="inner steps of the merged ones")
+    tokens_merged: Count = Field(description="tokens of the merged updates")
+    tokens_rejected: Count = Field(description="tokens of the rejected updates")
+    steps_merged: Count = Field(description="inner steps of the merged updates")
     tokens_credited: Count = Field(
-        description="tokens that the merged ones count for, and `run.tokens` with them"
+        description="tokens credited to the merged updates; `run.tokens` is compared with this sum"
     )
 
 
@@ -328,16 +339,18 @@ class Record(Body):
         " first"
     )
     run: Name = Field(description="the run")
-    epoch: Count = Field(description="of the tape: all sequences here are of it")
+    epoch: Count = Field(description="epoch of the tape that the sequences in this record are of")
     fragment: Count = Field(description="the fragment")
-    version: Count = Field(description="of the view after this record")
+    version: Count = Field(description="version of the view after this record")
     restored_version: Count | None = Field(
         description="the version whose contents a `restore` repeats; nil for others"
     )
     base_seq: Count = Field(
         description="stream sequence of the fragment's record before this one; 0 for the first"
     )
-    base_digest: str = Field(description="digest of the view before; empty for the first")
+    base_digest: str = Field(
+        description="digest of the view before this record; empty for the first"
+    )
     layout: Digest = Field(description="the run's")
     global_step: Count = Field(
         description="the run's clock: 0 at version 0, the fragment's offset at version 1, H more"
@@ -351,29 +364,30 @@ class Record(Body):
         " `resumed`"
     )
     factors: bytes = Field(
-        description="float32 per segment, little endian: what the sum was multiplied by"
+        description="float32 per segment, little endian: the factor of the sum of the inputs"
     )
-    learning_rate: float = Field(description="of this outer step")
-    momentum: float = Field(description="of this outer step")
+    learning_rate: float = Field(description="outer learning rate of this step")
+    momentum: float = Field(description="outer momentum of this step")
     delta: ObjectRef | None = Field(
-        description="new view less the old one; nil for all but later versions"
+        description="the new view minus the old one; nil at version 0 and where no view changes"
     )
     snapshot: ObjectRef = Field(description="newest stored view")
     snapshot_version: Count = Field(description="its version")
     deltas: Several[ObjectRef] = Field(
-        description="lead from the snapshot to this version, in order"
+        description="deltas from the snapshot to this version, in order"
     )
     outer: ObjectRef = Field(description="newest stored outer state")
     outer_version: Count = Field(description="its version")
     outer_seq: Count = Field(
-        description="stream sequence of the record that committed it; 0: this one"
+        description="stream sequence of the record that committed the outer state; 0: this record"
     )
-    view_digest: Digest = Field(description="of the view after this record")
+    view_digest: Digest = Field(description="digest of the view after this record")
     outer_digest: Digest = Field(
-        description="of master parameters and outer-optimizer state after it"
+        description="digest of master parameters and outer-optimizer state after this record"
     )
     position: Positive = Field(
-        description="lowest stream sequence that is not resolved: a new owner reads from here"
+        description="lowest stream sequence of an update that is not resolved: a new owner reads"
+        " from here"
     )
     totals: Totals = Field(description="sums over all records of the fragment up to this one")
     observations: Several[Observation] = Field(
@@ -385,27 +399,30 @@ class Record(Body):
     quorum_at_s: float = Field(description="when it had its quorum; 0: never")
     closed_at_s: float = Field(description="when it closed")
     merged_at_s: float = Field(
-        description="when its outer step was taken; storing the objects and publishing follow;"
-        " `closed_at_s` where nothing was merged"
+        description="when its outer step was taken, before objects are stored and the record is"
+        " published; `closed_at_s` where nothing was merged"
     )
-    aggregator: str = Field(description="who made the record")
-    attempt_id: str = Field(description="equal to the message id: tells whose record stands")
+    aggregator: str = Field(description="name of the aggregator that made the record")
+    attempt_id: str = Field(
+        description="equal to the message id: by it an aggregator finds whether the record on the"
+        " tape is its own"
+    )
     previous: str = Field(
         description="digest of the fragment's record before this one (base_seq): xxh3-128 of its"
         " fields in the order of this table, without outer_seq, as msgpack; empty for the first",
     )
-    release: str = Field(description="release of its maker")
+    release: str = Field(description="release of the aggregator that made the record")
     lock: str = Field(
-        description="xxh3-128 of the lines `name==version` of the packages that its maker had"
-        " installed of those that it requires",
+        description="xxh3-128 of the lines `name==version` of the required packages that this"
+        " aggregator has installed",
     )
     kept: bytes = Field(
-        description="of a round that was merged by centered clipping: float32 per segment, little"
-        " endian: what of the merge before stays in this one",
+        description="after centered clipping: float32 per segment, little endian: the share of the"
+        " merge before that stays in this one",
     )
     radii: bytes = Field(
-        description="likewise: the radius of each segment for the next round, float32 per segment;"
-        " 0: none is known",
+        description="after centered clipping: float32 per segment: the radius for the next round;"
+        " 0: unknown",
     )
 
 

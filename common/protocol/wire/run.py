@@ -89,18 +89,18 @@ class Join(Body):
     release: Text = Field(default="", description="release of the program that sends it")
     lock: Text = Field(
         default="",
-        description="xxh3-128 of the lines `name==version` of the packages that it has of those"
-        " that it requires",
+        description="xxh3-128 of the lines `name==version` of the required packages that the sender"
+        " has installed",
     )
     platform: Text = Field(
         default="",
-        description="what it trains on, for people; `not a learner`: an aggregator ends a life that"
-        " is silent",
+        description="the platform it trains on, for people; `not a learner`: an aggregator sends"
+        " this to end a silent life",
     )
     before: Text = Field(
         default="",
-        description="the error that ended the life before, as its last heartbeat says; empty: none"
-        " is known",
+        description="the error that ended the learner's life before this one, from its last"
+        " heartbeat; empty: unknown",
     )
 
 
@@ -119,12 +119,14 @@ class Leave(Body):
     learner: Name = Field(description="the learner")
     incarnation: Positive = Field(description="the life")
     position: Count = Field(
-        description="data position, in batches, where its next incarnation resumes"
+        description="data position, in batches, where the learner's next incarnation resumes"
     )
-    fragments: Several[Count] = Field(description="empty: the life ends")
+    fragments: Several[Count] = Field(
+        description="fragments that the learner sends no more; empty: all, the life ends"
+    )
     by: Text = Field(
         default="",
-        description="empty: the learner itself; else `aggregator NAME`, which is not a learner",
+        description="sender: empty: the learner itself; else `aggregator NAME`",
     )
 
 
@@ -141,21 +143,25 @@ class Claim(Body):
     learner: Name = Field(description="the learner, as in the subject")
     incarnation: Positive = Field(description="its life")
     what: Literal["begin", "claim", "end"] = Field(
-        description="`begin`: the life has what earlier ones held; `claim`: it takes a share;"
-        " `end`: what lies behind `position` of all that it holds is free; said by the learner or,"
-        " once it is silent, by an aggregator"
+        description="`begin`: the life takes over the shares of earlier lives; `claim`: it takes a"
+        " share; `end`: of its shares, all batches from `position` on become free. The learner"
+        " sends it, or an aggregator once the learner is silent"
     )
-    shares: Positive = Field(description="of an epoch; as the run says, or its first claim")
-    batches: Positive = Field(description="of a share; as the run says, or its first claim")
+    shares: Positive = Field(
+        description="shares in an epoch, as the run's settings or its first claim say"
+    )
+    batches: Positive = Field(
+        description="batches in a share, as the run's settings or its first claim say"
+    )
     share: Count = Field(description="of `claim`: the share's number; else 0")
-    first: Count = Field(description="of `claim`: its first batch that is free; else 0")
+    first: Count = Field(description="of `claim`: the first free batch of the share; else 0")
     position: Count = Field(
-        description="data position of this learner, in batches: where it reads `first`, or where it"
-        " ends"
+        description="data position of this learner, in batches: of `claim` where it reads `first`,"
+        " of `end` where it stops"
     )
     lost: Several[Count] = Field(
-        description="of `begin` and `end`: for each fragment the batches before `position` that are"
-        " in no update of it, since a life ended in a crash; else empty"
+        description="of `begin` and `end`: for each fragment, how many batches before `position`"
+        " are in no update, as a crash ended a life; else empty"
     )
 
 
@@ -168,8 +174,8 @@ class Settings(Body):
 
     kind: ClassVar[str] = "settings"
     run: Name = Field(description="the run")
-    settings: dict[str, Any] = Field(description="all of them, as in the specification")
-    changed: Several[Text] = Field(description="what is new, for people")
+    settings: dict[str, Any] = Field(description="all settings, as in the specification")
+    changed: Several[Text] = Field(description="the changed settings, for people")
     by: Text = Field(description="who changed them: `operator USER@MACHINE`")
 
 
@@ -182,7 +188,7 @@ class Quarantine(Body):
 
     kind: ClassVar[str] = "quarantine"
     run: Name = Field(description="the run")
-    learner: Name = Field(description="who")
+    learner: Name = Field(description="the learner")
     active: bool = Field(description="true: quarantined; false: released, its offences forgotten")
     reason: Text = Field(description="for people")
     by: Text = Field(description="the aggregator's name, or `operator USER@MACHINE`")
@@ -216,9 +222,9 @@ class CheckpointFile(Body):
 
     kind: ClassVar[str] = "checkpoint_file"
     limit_bytes: ClassVar[int] = 64 << 20
-    name: CheckpointName = Field(description="the checkpoint's")
+    name: CheckpointName = Field(description="name of the checkpoint")
     specification: Specification = Field(
-        description="of the new epoch, with the learners' data positions"
+        description="specification of the new epoch, with the learners' data positions"
     )
     settings: dict[str, Any] = Field(description="the settings in force")
     records: Several[Record] = Field(
@@ -227,7 +233,7 @@ class CheckpointFile(Body):
     )
     created_at_s: Seconds = Field(description="when")
     data_positions: Several[DataPosition] = Field(
-        description="of more than 4096 learners; then the specification has none"
+        description="data positions of more than 4096 learners; the specification then has none"
     )
 
 
@@ -237,7 +243,9 @@ class Stop(Body):
     kind: ClassVar[str] = "stop"
     run: Name = Field(description="the run")
     global_step: Count = Field(description="the run's clock")
-    reason: Text = Field(description="`steps` or `tokens`; another: somebody ended the run early")
+    reason: Text = Field(
+        description="`steps` or `tokens`; any other text: somebody ended the run early"
+    )
     by: Text = Field(description="who stopped it: an aggregator's name, or `operator USER@MACHINE`")
 
 
@@ -259,18 +267,18 @@ class Lease(Body):
     aggregator: Name = Field(description="for people")
     life: Digest = Field(description="128 random bits: tells one process from every other")
     state: Literal["held", "released", "done"] = Field(
-        description="`released`: for whoever takes it; `done`: nothing of the fragment is left to"
-        " do"
+        description="`released`: any aggregator may take it; `done`: no work is left for the"
+        " fragment"
     )
     ttl_s: Seconds = Field(
-        description="time to live, counted from when it was stored; 0 for `done`, which stays"
+        description="time to live, from when the lease was stored; 0 for `done`, which stays"
     )
     pinned: Several[Count] | None = Field(
-        description="the fragments that this aggregator keeps to; nil: it takes its share"
+        description="the only fragments that this aggregator takes; nil: an equal part of all"
     )
     refuses: Several[Count] = Field(
-        description="the fragments that this aggregator serves no more: what is stored of them"
-        " does not give it the recorded digests"
+        description="fragments that this aggregator no longer serves, as it computes other digests"
+        " from the stored objects than those recorded"
     )
 
 
@@ -286,15 +294,20 @@ class Score(Body):
     epoch: Count = Field(description="of the tape")
     versions: Several[Count] = Field(description="of all fragments")
     record_seqs: Several[Positive] = Field(description="sequences of the records that made them")
-    global_step: Count = Field(description="the greatest of those records")
-    tokens: Count = Field(description="merged by then, on average over fragments")
-    at_s: Seconds = Field(description="when the newest of the rounds closed")
-    loss: float = Field(description="the task's, on held-out data")
-    metrics: Figures = Field(default={}, description="what else the task measures there, by name")
+    global_step: Count = Field(description="greatest global step of those records")
+    tokens: Count = Field(description="tokens merged by then, the mean over fragments")
+    at_s: Seconds = Field(description="when the newest of those rounds closed")
+    loss: float = Field(description="the task's loss on held-out data")
+    metrics: Figures = Field(
+        default={}, description="further metrics of the task on that data, by name"
+    )
     slices: FiguresOfSlices = Field(
         default={}, description="loss and metrics of slices of that data, by their names"
     )
-    text: Passage = Field(default="", description="what that view wrote; empty: its task cannot")
+    text: Passage = Field(
+        default="",
+        description="a text that the model wrote with that view; empty: the task has none",
+    )
 
 
 class RoundOpen(Body):
@@ -319,53 +332,55 @@ class Heartbeat(Body):
 
     kind: ClassVar[str] = "heartbeat"
     limit_bytes: ClassVar[int] = LONG_WORD_BYTES
-    learner: Name = Field(description="who")
-    incarnation: Positive = Field(description="its life")
+    learner: Name = Field(description="the learner")
+    incarnation: Positive = Field(description="its incarnation")
     local_step: Count = Field(
         description="inner steps of this learner: of this life, and of those before as far as its"
         " checkpoint reached"
     )
-    global_step: Count = Field(description="the run's clock, as far as it can tell")
-    tokens: Count = Field(description="of this life")
+    global_step: Count = Field(description="the run's clock, as far as the learner knows it")
+    tokens: Count = Field(description="tokens trained in this life")
     loss: Loss | None = Field(description="moving average; null: no step is done yet")
     metrics: Figures = Field(
         default={},
-        description="further scalars of its loss by name, moving averages; and what its loop has"
-        " measured on held-out data, as `held_out_...`",
+        description="further scalars of the task's loss by name, moving averages; and figures that"
+        " the training loop measured on held-out data, as `held_out_...`",
     )
     tokens_per_s: Rate = Field(description="tokens per second, at least 0")
     step_time_s: Seconds = Field(description="moving average")
     stall_s: Seconds = Field(description="time that synchronization took from training")
     data_s: Seconds = Field(
-        default=0.0, description="time that training waited for its batches; no part of `stall_s`"
+        default=0.0, description="time that training waited for batches; not part of `stall_s`"
     )
     run_s: Seconds = Field(description="time since the life began to train")
-    bytes_up: Count = Field(description="stored shards")
-    bytes_down: Count = Field(description="read objects")
-    updates_sent: Count = Field(description="of this life")
+    bytes_up: Count = Field(description="bytes of stored shards")
+    bytes_down: Count = Field(description="bytes of objects read")
+    updates_sent: Count = Field(description="updates sent in this life")
     delay_s: Seconds = Field(
         default=0.0,
-        description="mean over its last 16 updates, from the boundary that cut one off to the one"
-        " that adopted the record with its answer; 0: none was answered",
+        description="mean over the last 16 updates: time from the step boundary that cut an update"
+        " to the boundary that adopted the record answering it; 0: none was answered",
     )
-    worst_delay_s: Seconds = Field(default=0.0, description="the longest of them")
-    delay_steps: Rate = Field(default=0.0, description="likewise, in inner steps of its own")
-    worst_delay_steps: Count = Field(default=0, description="likewise")
+    worst_delay_s: Seconds = Field(default=0.0, description="the longest of these times")
+    delay_steps: Rate = Field(default=0.0, description="as `delay_s`, in this learner's steps")
+    worst_delay_steps: Count = Field(default=0, description="the greatest of these")
     adoption_s: Seconds = Field(
         default=0.0,
-        description="mean over the last 16 versions that it adopted, from the record to the"
-        " boundary that adopted it; 0: none was, or nobody knows",
+        description="mean over the last 16 adopted versions: time from the record to the step"
+        " boundary that adopted it; 0: unknown",
     )
-    worst_adoption_s: Seconds = Field(default=0.0, description="the longest of them")
-    adoption_steps: Rate = Field(default=0.0, description="likewise, in inner steps of its own")
-    worst_adoption_steps: Rate = Field(default=0.0, description="likewise")
-    now_s: Seconds = Field(default=0.0, description="the sender's clock; 0: it says none")
+    worst_adoption_s: Seconds = Field(default=0.0, description="the longest of these times")
+    adoption_steps: Rate = Field(default=0.0, description="as `adoption_s`, in inner steps")
+    worst_adoption_steps: Rate = Field(default=0.0, description="the greatest of these")
+    now_s: Seconds = Field(default=0.0, description="the sender's clock; 0: not sent")
     state: Text = Field(
-        description="`starting`, `training`, `paused`, `flushing`, `leaving`, or `failed`: the last"
-        " word of a life that an error ends; `trouble` says which"
+        description="`starting`, `training`, `paused`, `flushing`, `leaving`, or `failed`: an"
+        " error ends this life, and `trouble` says which"
     )
     trouble: Text = Field(
-        default="", description="what somebody should look at although it trains; empty if nothing"
+        default="",
+        description="a problem that an operator should look at, though training goes on; empty:"
+        " none",
     )
 
 
