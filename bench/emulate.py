@@ -32,8 +32,8 @@ from diloco.aggregator.core.updates import UpdateId, update_id
 from diloco.common.process import cores
 from diloco.common.process.config import RunSettings
 from diloco.common.protocol import shards, wire
+from diloco.common.protocol.codecs import Encoded
 from diloco.common.protocol.layout import Layout
-from diloco.common.protocol.quantization import Encoded
 from diloco.learner.core import sync
 from diloco.learner.core.events import (
     Adopt,

@@ -20,10 +20,10 @@ from diloco.common.protocol import wire
 from diloco.common.protocol.errors import DilocoError
 from diloco.common.storage.catchup import Change
 from diloco.common.storage.tape import RunContext
-from diloco.learner.core.boundary import NOTHING, Arrived, Boundary, Decoded
 from diloco.learner.core.events import (
     Event,
 )
+from diloco.learner.core.handover import NOTHING, Arrived, Boundary, Decoded
 
 T = TypeVar("T")
 

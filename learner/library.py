@@ -39,7 +39,7 @@ from diloco.common.protocol.errors import (
 )
 from diloco.common.protocol.layout import Hint
 from diloco.learner.background import Background
-from diloco.learner.core.boundary import Boundary
+from diloco.learner.core.handover import Boundary
 from diloco.learner.following_host import follow
 from diloco.learner.hosts.messages import HANGING_S, end_if_hanging
 from diloco.learner.leading_host import lead

@@ -25,7 +25,6 @@ from diloco.common.protocol.errors import DilocoError, DivergedError
 from diloco.common.protocol.wire import METRIC_NAME, MOST_METRICS
 from diloco.learner.background import TrafficCounts
 from diloco.learner.core import sync
-from diloco.learner.core.boundary import Arrived, Boundary, Decoded, Done, Outbox, Outgoing, Then
 from diloco.learner.core.events import (
     Adopt,
     Changed,
@@ -38,6 +37,7 @@ from diloco.learner.core.events import (
     Stepped,
     SyncRules,
 )
+from diloco.learner.core.handover import Arrived, Boundary, Decoded, Done, Outbox, Outgoing, Then
 from diloco.learner.task import Params
 from diloco.learner.tensors.replica import Delta, PendingView, Replica
 from diloco.learner.wire.recovery import Saver, TrainingProgress

@@ -24,19 +24,19 @@ from diloco.aggregator.core.events import Fetch
 from diloco.common.process import cores, log, metrics
 from diloco.common.process.tasks import Tasks
 from diloco.common.protocol import shards, slices, wire
+from diloco.common.protocol.codecs import (
+    Encoded,
+    aligned_empty,
+    code_count,
+    code_dtype,
+    scale_count,
+)
 from diloco.common.protocol.errors import (
     ObjectMissingError,
     ObjectTooLargeError,
     ObjectUnreadableError,
     StoreSlowError,
     WireError,
-)
-from diloco.common.protocol.quantization import (
-    Encoded,
-    aligned_empty,
-    code_count,
-    code_dtype,
-    scale_count,
 )
 from diloco.common.protocol.reasons import Reason
 from diloco.common.storage.store import Keeps

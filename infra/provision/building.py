@@ -11,8 +11,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
 from diloco.common.process.config import Config, MeshSection, RunSettings
+from diloco.common.protocol.codecs import encoded_bytes
 from diloco.common.protocol.errors import DilocoError
-from diloco.common.protocol.quantization import encoded_bytes
 from diloco.infra.provision.fleet import FleetFile, FleetFinding, FleetLearner, chips_of, hosts_of
 from diloco.infra.provision.known import Known
 from diloco.infra.unit_texts import DATA

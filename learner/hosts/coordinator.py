@@ -23,7 +23,7 @@ from diloco.common.protocol.errors import (
 )
 from diloco.common.storage.catchup import Change
 from diloco.learner.background import Alone, Preparation
-from diloco.learner.core.boundary import Boundary
+from diloco.learner.core.handover import Boundary
 from diloco.learner.hosts.messages import (
     MEET_S,
     Drop,

@@ -10,10 +10,10 @@ from diloco.common.protocol.errors import ConfigError, IntegrityError, ObjectMis
 from diloco.common.protocol.reasons import Reason
 from diloco.common.storage.catchup import Change
 from diloco.learner.background import Context
-from diloco.learner.core.boundary import Boundary, Done, Outgoing
 from diloco.learner.core.events import (
     Republish,
 )
+from diloco.learner.core.handover import Boundary, Done, Outgoing
 from diloco.learner.hosts.messages import (
     MEET_S,
     Drop,

@@ -36,8 +36,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from diloco.common.protocol.codecs import Codec, Encoded
 from diloco.common.protocol.layout import Layout, Piece, Tensor
-from diloco.common.protocol.quantization import Codec, Encoded
 from diloco.learner.tensors.mesh import Cuts, cuts_of, fit, sharding_of, single
 from diloco.learner.tensors.quantize import decode_blocks, encode_blocks
 

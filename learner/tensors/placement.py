@@ -24,8 +24,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
+from diloco.common.protocol.codecs import Codec, Encoded, code_dtype
 from diloco.common.protocol.layout import Layout
-from diloco.common.protocol.quantization import Codec, Encoded, code_dtype
 from diloco.learner.task import Params
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.fragment_kernels import Codes, Kernels, Placed

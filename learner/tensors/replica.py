@@ -15,8 +15,8 @@ from jax.sharding import NamedSharding
 
 from diloco.common.process.config import SyncSection, sync_of
 from diloco.common.protocol import shards
+from diloco.common.protocol.codecs import Encoded, code_count, code_dtype, scale_count
 from diloco.common.protocol.layout import Layout
-from diloco.common.protocol.quantization import Encoded, code_count, code_dtype, scale_count
 from diloco.learner.task import Params
 from diloco.learner.tensors.checkpoint import copied
 from diloco.learner.tensors.fragment_kernels import Blocks, Codes, Kernels, Leaves, make_kernels

@@ -15,17 +15,17 @@ import numpy as np
 from diloco.common.process import metrics
 from diloco.common.process.config import sync_of
 from diloco.common.protocol import names, shards, slices, wire
+from diloco.common.protocol.codecs import Encoded
 from diloco.common.protocol.errors import DilocoError, DivergedError
 from diloco.common.protocol.layout import Fragment
-from diloco.common.protocol.quantization import Encoded
 from diloco.common.storage.tape import publish_once
 from diloco.learner.background import Alone, Context, longest_round_s
-from diloco.learner.core.boundary import Done, Outgoing, Post
 from diloco.learner.core.events import (
     Published,
     Republish,
     Send,
 )
+from diloco.learner.core.handover import Done, Outgoing, Post
 from diloco.learner.tensors.replica import Replica
 from diloco.learner.wire.incarnation import Joined
 

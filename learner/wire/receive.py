@@ -29,7 +29,6 @@ from diloco.common.storage.catchup import Adopted, Change, FetchMove, UnfetchedR
 from diloco.common.storage.tape import decode_as, get_object, parse_changed, read_record
 from diloco.common.storage.views import Loaded, assemble_view, load_view
 from diloco.learner.background import Alone, Context
-from diloco.learner.core.boundary import NOTHING, Decoded, Post
 from diloco.learner.core.events import (
     Changed,
     End,
@@ -39,6 +38,7 @@ from diloco.learner.core.events import (
     Stop,
     sync_rules,
 )
+from diloco.learner.core.handover import NOTHING, Decoded, Post
 from diloco.learner.tensors.replica import Replica
 
 # Decoded versions may wait for as many bytes as views of the largest fragment: two, so that one is

@@ -36,13 +36,13 @@ ROOT = HERE.parent.parent
 sys.path[:0] = [str(HERE.parent / "integration"), str(ROOT)]
 
 import tomli_w  # noqa: E402
+from chaosfaults import BrokenError, Stage, mount_disk, unmount_disk  # noqa: E402
 from figures import merged_steps, records_in_time, recoveries  # noqa: E402
 from harness import environment, tiny_document  # noqa: E402
 from proxy import Network  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from schedule import make_schedule  # noqa: E402
-from stage import BrokenError, Stage, mount_disk, unmount_disk  # noqa: E402
 
 from diloco.common.process.config import make_config  # noqa: E402
 from diloco.common.process.nats_server import NatsServer  # noqa: E402

@@ -22,13 +22,13 @@ from diloco.common.storage.tape import load_specification
 from diloco.learner.background import Alone
 from diloco.learner.background import Context as LearnerContext
 from diloco.learner.core import sync
-from diloco.learner.core.boundary import NOTHING, Arrived, Decoded
 from diloco.learner.core.events import (
     Adopt,
     Effect,
     Event,
     sync_rules,
 )
+from diloco.learner.core.handover import NOTHING, Arrived, Decoded
 from diloco.learner.leading_host import say_end
 from diloco.learner.synchronizer import HOLD_S, Meter, Planner, Synchronizer
 from diloco.learner.wire.claims import LOOK_S, Claims

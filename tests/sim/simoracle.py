@@ -8,8 +8,8 @@ import numpy as np
 import xxhash
 
 from diloco.common.protocol import wire
+from diloco.common.protocol.codecs import Codec, Encoded
 from diloco.common.protocol.layout import Layout
-from diloco.common.protocol.quantization import Codec, Encoded
 from diloco.common.storage.bus import Message
 from diloco.common.storage.store import ObjectStore
 from diloco.common.storage.tape import read_message, read_positions

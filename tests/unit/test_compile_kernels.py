@@ -11,8 +11,8 @@ from diloco.aggregator.core import policy
 from diloco.aggregator.core.updates import Admitted, UpdateCredit
 from diloco.common.process.config import make_config
 from diloco.common.protocol import shards, slices, wire
+from diloco.common.protocol.codecs import CODECS, Encoded
 from diloco.common.protocol.layout import Tensor, make_layout
-from diloco.common.protocol.quantization import CODECS, Encoded
 from diloco.learner.tensors.quantize import encode
 
 KERNELS = (merge.measure_update, merge.add_updates, outer.advance_blocks)

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from steps import advance_view
 
+from diloco.common.protocol.codecs import CODECS, Encoded, decode_numpy
 from diloco.common.protocol.layout import Layout, Tensor, TensorHint, make_layout
-from diloco.common.protocol.quantization import CODECS, Encoded, decode_numpy
 from diloco.common.protocol.shards import pack, unpack
 from diloco.learner.tensors.fragment_kernels import Kernels, Leaves, make_kernels
 from diloco.learner.tensors.placement import make_ownership

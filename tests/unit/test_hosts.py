@@ -29,7 +29,6 @@ from diloco.common.storage.bus import MemoryBus
 from diloco.common.storage.catchup import Change
 from diloco.common.storage.store import MemoryStore
 from diloco.learner.background import Context
-from diloco.learner.core.boundary import Boundary
 from diloco.learner.core.events import (
     Adopt,
     Finished,
@@ -38,6 +37,7 @@ from diloco.learner.core.events import (
     Send,
     Start,
 )
+from diloco.learner.core.handover import Boundary
 from diloco.learner.hosts import messages
 from diloco.learner.hosts.coordinator import Coordinator, listen
 from diloco.learner.hosts.messages import host_gone

@@ -7,8 +7,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from diloco.common.process.config import MeshSection, make_config
+from diloco.common.protocol.codecs import decode_numpy
 from diloco.common.protocol.errors import ConfigError, TaskError
-from diloco.common.protocol.quantization import decode_numpy
 from diloco.learner.island import Island
 from diloco.learner.tensors import mesh, tree
 from diloco.learner.tensors.fragment_kernels import vector_of

@@ -19,8 +19,8 @@ from diloco.aggregator.core import policy
 from diloco.aggregator.core.updates import Admitted, UpdateCredit
 from diloco.common.process.config import make_config
 from diloco.common.protocol import slices, wire
+from diloco.common.protocol.codecs import CODECS, Encoded, decode_numpy
 from diloco.common.protocol.layout import Tensor, TensorHint, make_layout
-from diloco.common.protocol.quantization import CODECS, Encoded, decode_numpy
 from diloco.learner.tensors.quantize import encode
 
 BLOCK = 16

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from diloco.learner.core import sync
-from diloco.learner.core.boundary import Arrived, Boundary
 from diloco.learner.core.events import (
     Adopt,
     Changed,
@@ -16,6 +15,7 @@ from diloco.learner.core.events import (
     Stop,
     SyncRules,
 )
+from diloco.learner.core.handover import Arrived, Boundary
 from diloco.learner.synchronizer import Planner
 
 RULES = SyncRules(

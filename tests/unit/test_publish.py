@@ -16,11 +16,11 @@ from diloco.common.protocol.layout import Tensor, make_layout
 from diloco.common.storage.bus import MemoryBus, StreamLimits
 from diloco.common.storage.store import MemoryStore
 from diloco.learner.background import Alone, Context
-from diloco.learner.core.boundary import Outgoing
 from diloco.learner.core.events import (
     Republish,
     Send,
 )
+from diloco.learner.core.handover import Outgoing
 from diloco.learner.tensors.replica import Replica
 from diloco.learner.wire.incarnation import join
 from diloco.learner.wire.publish import Publisher, Uploader

@@ -27,12 +27,12 @@ from diloco.common.storage.tape import records_of
 from diloco.common.storage.views import load_view
 from diloco.learner.background import Alone
 from diloco.learner.background import Context as LearnerContext
-from diloco.learner.core.boundary import NOTHING, Decoded
 from diloco.learner.core.events import (
     Event,
     Ready,
     Start,
 )
+from diloco.learner.core.handover import NOTHING, Decoded
 from diloco.learner.tensors.replica import Delta, PendingView, Replica
 from diloco.learner.wire.receive import WAITING_VIEWS, Receiver, VersionFetcher, start_at
 from diloco.learner.wire.receive import load as load_newest

@@ -5,8 +5,8 @@ import pytest
 
 from diloco.common.process.config import SyncSection
 from diloco.common.protocol import shards
+from diloco.common.protocol.codecs import decode_numpy
 from diloco.common.protocol.layout import Tensor, TensorHint, make_layout
-from diloco.common.protocol.quantization import decode_numpy
 from diloco.learner.tensors.replica import Replica
 
 SIZE = 32

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diloco.common.protocol.codecs import CODECS, GREATEST_CODE, decode_numpy
 from diloco.common.protocol.errors import WireError
-from diloco.common.protocol.quantization import CODECS, GREATEST_CODE, decode_numpy
 from diloco.common.protocol.shards import (
     HEADER,
     crc32c,

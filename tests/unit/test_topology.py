@@ -9,8 +9,8 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import SingleDeviceSharding
 
 from diloco.common.process.config import make_config
+from diloco.common.protocol.codecs import Encoded
 from diloco.common.protocol.errors import ConfigError
-from diloco.common.protocol.quantization import Encoded
 from diloco.learner.dry_run import compile_step, device_bytes, dry_run
 from diloco.learner.island import Island
 from diloco.learner.tensors.quantize import decode_blocks

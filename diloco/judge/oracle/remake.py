@@ -28,15 +28,15 @@ import numpy.typing as npt
 
 from diloco.common.process.config import RunSettings, settings_of
 from diloco.common.protocol import shards, slices, wire
-from diloco.common.protocol.errors import IntegrityError, ObjectMissingError, WireError
-from diloco.common.protocol.layout import Layout
-from diloco.common.protocol.quantization import (
+from diloco.common.protocol.codecs import (
     GREATEST_CODE,
     LEAST_SCALE,
     Codec,
     Encoded,
     decode_numpy,
 )
+from diloco.common.protocol.errors import IntegrityError, ObjectMissingError, WireError
+from diloco.common.protocol.layout import Layout
 from diloco.judge.oracle.centering import Centered
 from diloco.judge.oracle.finding import Violation
 

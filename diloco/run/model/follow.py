@@ -15,6 +15,7 @@ import numpy as np
 from diloco.common.process.config import sync_of
 from diloco.common.process.credentials import load_credentials
 from diloco.common.process.tasks import cancel, running_loop
+from diloco.common.protocol.codecs import Codec, Encoded, code_count, decode_numpy
 from diloco.common.protocol.errors import (
     ConfigError,
     DilocoError,
@@ -24,7 +25,6 @@ from diloco.common.protocol.errors import (
     StreamMissingError,
 )
 from diloco.common.protocol.layout import Layout, Piece
-from diloco.common.protocol.quantization import Codec, Encoded, code_count, decode_numpy
 from diloco.common.storage.tape import Recorded, RunContext
 from diloco.run.cli.opening import OpenRun, open_run, run_config
 from diloco.run.model.follower import Advance, Follower, Lag

@@ -16,12 +16,12 @@ import numpy as np
 
 from diloco.common.process.tasks import cancel
 from diloco.common.protocol import names, wire
+from diloco.common.protocol.codecs import Encoded
 from diloco.common.protocol.errors import (
     IntegrityError,
     ObjectMissingError,
     WireError,
 )
-from diloco.common.protocol.quantization import Encoded
 from diloco.common.storage.bus import Message
 from diloco.common.storage.catchup import UnfetchedRecord, next_move
 from diloco.common.storage.tape import (
