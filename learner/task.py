@@ -425,8 +425,8 @@ def hint_of(task: Task, shapes: Params) -> Hint:
 
 
 def hint_of_decoder(name: str, shape: tuple[int, ...]) -> TensorHint:  # noqa: ARG001 - a `Hint`
-    """Returns a decoder's hint: average the embedding, alone in a fragment; norm layers singly."""
-    if name == "embed":
+    """Returns a decoder's hint: average embeddings, each alone in fragments; norm layers singly."""
+    if name in ("embed", "fed_embed"):
         return TensorHint(merge="average", alone=True)
     return TensorHint(norm_axes=1 if name.startswith("layers/") else 0)
 

@@ -84,6 +84,22 @@ MIXTRAL = LLAMA | {
     "router_aux_loss_coef": 0.02,
     "output_router_logits": True,
 }
+GEMMA4 = {
+    "model_type": "gemma4_text",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "global_head_dim": 24,
+    "hidden_size_per_layer_input": 0,
+    "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2,
+    "sliding_window": 32,
+    "final_logit_softcapping": 30.0,
+    "max_position_embeddings": 512,
+}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 CASES: dict[str, dict[str, Any]] = {
@@ -153,6 +169,52 @@ CASES: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": None,
         "query_pre_attn_scalar": 24,
         "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5},
+    },
+    "gemma4-31b": GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    "gemma4-e2b": GEMMA4
+    | {
+        "num_key_value_heads": 1,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "num_kv_shared_layers": 4,
+        "use_double_wide_mlp": True,
+        "rms_norm_eps": 1e-3,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 100,
+    },
+    "gemma4-e4b": GEMMA4
+    | {
+        "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 6,
+        "vocab_size_per_layer_input": 96,
+        "per_layer_config": {
+            str(layer): {"head_dim": 32, "num_key_value_heads": 4} for layer in (1, 3, 4, 5)
+        },
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 200000.0},
+            "sliding_attention": {
+                "rope_type": "proportional",
+                "rope_theta": 3000.0,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-2,
+        "hidden_activation": "silu",
+        "final_logit_softcapping": None,
+        "use_bidirectional_attention": "vision",
+    },
+    "gemma4-26b": GEMMA4
+    | {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention"] + ["full_attention"] * 3,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "enable_moe_block": True,
+        "num_experts": 6,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 24,
     },
     "qwen3-moe": QWEN3_MOE,
     "qwen3-moe-normed": QWEN3_MOE

@@ -1,6 +1,6 @@
 """What transformers computes of tiny checkpoints; the default suite compares with `expected.npz`.
 
-    python tests/models/make_expected.py expected OUT.npz     # samples of every case
+    python tests/models/make_expected.py expected OUT.npz [CASE ...]  # samples of every case
     python tests/models/make_expected.py checkpoints FOLDER   # a checkpoint of every case, and all
     python tests/models/make_expected.py logits FOLDER OUT.npz [ADAPTER]  # of a folder of ours
     python tests/models/make_expected.py generate FOLDER      # greedily; FOLDER/generated.npz
@@ -24,9 +24,11 @@ from weights import GENERATED, PROMPT, ROWS, STRIDE, parts, tokens, weight
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 
-def expected(out: str) -> None:
+def expected(out: str, *cases: str) -> None:
     found = {}
     for case, document in CASES.items():
+        if cases and case not in cases:
+            continue
         with tempfile.TemporaryDirectory() as folder:
             logits, loss, gradient = measured(case, made(case, document, Path(folder)))
         found[f"{case}/logits"] = logits[0, ::ROWS]
@@ -76,11 +78,17 @@ def made(case: str, document: dict, folder: Path):
     config = AutoConfig.from_pretrained(folder)
     model = AutoModelForCausalLM.from_config(config, **EAGER).float().eval()
     with torch.no_grad():
-        for name, values in model.named_parameters():
+        for name, values in stored(model).items():
             for foreign, place in parts(case, name, tuple(values.shape)):
                 part = values[place]
                 part.copy_(torch.from_numpy(weight(case, foreign, tuple(part.shape))))
     return model
+
+
+def stored(model) -> dict:
+    """Parameters, and the buffers that its files have."""
+    buffers = {name: each for name, each in model.named_buffers() if name in model.state_dict()}
+    return dict(model.named_parameters()) | buffers
 
 
 def measured(case: str, model) -> tuple:
@@ -94,8 +102,8 @@ def measured(case: str, model) -> tuple:
         loss = loss + model.router_aux_loss_coef * told.aux_loss
     loss.backward()
     gradient = {
-        foreign: _single(leaf.grad[place])
-        for name, leaf in model.named_parameters()
+        foreign: _single((torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)[place])
+        for name, leaf in stored(model).items()
         for foreign, place in parts(case, name, tuple(leaf.shape))
     }
     return _single(logits), _single(loss), gradient

@@ -139,7 +139,18 @@ def test_a_drawn_shape_that_is_not_computed_is_refused_by_name(case):
         parse_config(ALL[case], source=case)
 
 
-@pytest.mark.parametrize("case", ["llama-3.1", "qwen3-layers", "gemma3-4b", "qwen3-moe", "mixtral"])
+EXPORTED = (
+    "llama-3.1",
+    "qwen3-layers",
+    "gemma3-4b",
+    "qwen3-moe",
+    "mixtral",
+    "gemma4-e2b",
+    "gemma4-26b",
+)
+
+
+@pytest.mark.parametrize("case", EXPORTED)
 def test_what_a_run_exports_is_its_model_in_transformers(made, case, tmp_path):
     """From a folder over two learners, and back: the same logits as the run's global view."""
     train(made / case, tmp_path)
@@ -151,6 +162,10 @@ def test_what_a_run_exports_is_its_model_in_transformers(made, case, tmp_path):
     assert apart(found, wanted) <= TOLERANCE
     _, first = loaded(made / case)
     assert apart(params["norm"], np.asarray(first["norm"])) > 1e-3  # it was trained
+    told = tree.by_name(params)
+    for name, leaf in tree.named_leaves(first):
+        if name.endswith("/scale"):  # a buffer is not
+            np.testing.assert_array_equal(leaf, told[name])
 
 
 def greedy(folder):

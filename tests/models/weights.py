@@ -16,8 +16,13 @@ PROMPT, GENERATED = 16, 24
 def weight(case: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
     """A tensor by its foreign name; attention's have a deviation of 0.3, so that it attends."""
     drawn = _rng(case, name).standard_normal(shape).astype(np.float32)
+    if "scal" in name:
+        return 0.2 * drawn + 1
+    if "gemma4" in case and "q_norm" in name:
+        # Its scores are not scaled: far from these, rounding alone would be 1e-4 of its logits.
+        return 0.05 * drawn + 0.25
     if "norm" in name:
-        return 0.2 * drawn + (0 if "gemma" in case else 1)
+        return 0.2 * drawn + (0 if "gemma" in case and "gemma4" not in case else 1)
     return (0.3 if "self_attn" in name else 0.1) * drawn
 
 

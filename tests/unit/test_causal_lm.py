@@ -18,7 +18,7 @@ from diloco.models.decoders.config import parse_config, read_config
 from diloco.models.decoders.files import HuggingFace
 from diloco.models.decoders.tensors import table
 from tests.models import tiny
-from tests.models.cases import CASES, GEMMA2, GEMMA3, LLAMA, LLAMA3, MISTRAL, QWEN2, QWEN3
+from tests.models.cases import CASES, GEMMA2, GEMMA3, GEMMA4, LLAMA, LLAMA3, MISTRAL, QWEN2, QWEN3
 from tests.models.weights import ROWS, STRIDE, tokens, weight
 
 EXPECTED = Path(__file__).parents[1] / "models" / "expected.npz"
@@ -42,8 +42,7 @@ def arrays_of(case, config):
         each = [
             weight(case, foreign, entry.checkpoint_shape) for foreign in entry.checkpoint_names()
         ]
-        each = [values.T if entry.transposed else values for values in each]
-        found[name] = np.stack(each).reshape(entry.shape)
+        found[name] = np.stack(list(map(entry.from_checkpoint, each))).reshape(entry.shape)
     return found
 
 
@@ -95,7 +94,9 @@ def packed(config, params, rows, segments):
     return np.asarray(model.logits_of(config, params, jnp.asarray(rows), jnp.asarray(segments)))
 
 
-@pytest.mark.parametrize("case", ["llama-3.1", "gemma3"])
+@pytest.mark.parametrize(
+    "case", ["llama-3.1", "gemma3", pytest.param("gemma4-e2b", marks=pytest.mark.long)]
+)
 def test_a_packed_document_sees_itself_alone(case):
     config = parse_config(CASES[case], source=case)
     params = params_of(config, arrays_of(case, config))
@@ -126,6 +127,17 @@ def test_what_is_written_is_read_back(tmp_path, case):
     for name, values in arrays_of(case, config).items():
         np.testing.assert_array_equal(np.asarray(rows[name]), values)
         np.testing.assert_array_equal(rows[name][1:3], values[1:3])
+
+
+def test_keys_of_layers_that_take_others_are_left_out(tmp_path):
+    """Published files have them, and transformers reads none."""
+    folder, config = written(tmp_path, "gemma4-e2b")
+    tensors = load_file(folder / "model.safetensors")
+    unused = {f"model.layers.3.self_attn.{name}.weight" for name in ("k_proj", "v_proj", "k_norm")}
+    assert not unused & tensors.keys()
+    more = tensors | {name: np.zeros(3, np.float32) for name in unused}
+    save_file(more, folder / "model.safetensors")
+    assert checkpoint.read_checkpoint(folder, config).keys() == table(config).keys()
 
 
 def test_a_file_of_mixed_dtypes_is_read(tmp_path):
@@ -175,6 +187,18 @@ def refused(action):
         (GEMMA3 | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         (GEMMA3 | {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         (GEMMA3 | {"layer_types": ["chunked_attention"] * 4}, "layer_types"),
+        (GEMMA4 | {"layer_types": ["sliding_attention"] * 6}, "layer_types"),
+        (GEMMA4 | {"num_kv_shared_layers": 4}, "num_kv_shared_layers"),
+        (GEMMA4 | {"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config"),
+        (GEMMA4 | {"per_layer_config": {n: {"mlp": 8} for n in "25"}}, "per_layer_config"),
+        (GEMMA4 | {"global_head_dim": 23}, "full_attention"),
+        (GEMMA4 | {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+        (GEMMA4 | {"rope_theta": 1000.0}, "rope_theta"),
+        (
+            GEMMA4 | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 90},
+            "vocab_size_per_layer_input",
+        ),
+        (GEMMA4 | {"enable_moe_block": True, "num_experts": 4}, "top_k_experts"),
     ],
 )
 def test_a_key_that_is_not_honoured_is_refused_by_name(document, key):

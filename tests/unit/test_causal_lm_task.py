@@ -23,7 +23,7 @@ from tests.models.tiny import write_tiny
 
 BUILD = "diloco.models.decoders:build"
 END = 3
-# As the model cards count them.
+# As the model cards count them; Gemma 4's text models as transformers does.
 COUNTS = {
     "llama-3.2-1b": 1_235_814_400,
     "llama-3.2-3b": 3_212_749_824,
@@ -40,6 +40,10 @@ COUNTS = {
     "gemma-2-2b": 2_614_341_888,
     "gemma-2-9b": 9_241_705_984,
     "gemma-3-1b": 999_885_952,
+    "gemma-4-e2b": 4_628_569_379,
+    "gemma-4-e4b": 7_463_013_418,
+    "gemma-4-31b": 30_697_345_340,
+    "gemma-4-26b-a4b": 25_233_141_790,
 }
 
 
@@ -204,7 +208,11 @@ def test_every_matrix_of_layers_is_muons():
         config = parse_config(document, source="")
         shapes = jax.eval_shape(lambda key, c=config: model.init_params(c, key), jax.random.key(0))
         apart = {name for name, leaf in tree.named_leaves(shapes) if matrices(name, leaf.shape)}
-        mlp = {"gate", "up", "down"}
-        if config.experts is not None:
-            mlp = {"router", *(f"expert_{name}" for name in mlp)}
-        assert apart == {f"layers/{name}" for name in {"q", "k", "v", "o", *mlp}}
+        vectors = {"scale", "router_scale", "router_gain"}
+        assert apart == {
+            name
+            for name, _ in tree.named_leaves(shapes)
+            if name.startswith("layers/")
+            and not name.endswith(("norm", "_bias"))
+            and name.rpartition("/")[2] not in vectors
+        }

@@ -14,12 +14,13 @@ from diloco.common.process.config import MeshSection
 from diloco.common.protocol.errors import ConfigError, TaskError
 from diloco.learner.tensors.mesh import make_mesh, within
 from diloco.models.decoders import checkpoint, model
-from diloco.models.decoders.config import CONFIG, Experts, config_document, parse_config
+from diloco.models.decoders.config import CONFIG, Experts, parse_config
+from diloco.models.decoders.config_written import config_document
 from diloco.models.decoders.experts import Load, block_rows, by_blocks, by_groups, mixed
 from diloco.models.decoders.files import HuggingFace
 from diloco.models.decoders.lora import LoraOptions, read_lora
 from diloco.models.decoders.task import matrices, partition_of
-from diloco.models.decoders.tensors import table
+from diloco.models.decoders.tensors import multiplied, table
 from tests.models.cases import LLAMA, MIXTRAL, QWEN3, QWEN3_MOE
 
 EXPERTS = Experts(count=6, chosen=2, width=8, normed=True, balance=0.1)
@@ -126,7 +127,7 @@ def test_the_load_says_how_unequal_it_is():
 def test_a_token_is_multiplied_by_its_experts_alone():
     config = parse_config(QWEN3_MOE, source="")
     dense = parse_config(QWEN3 | {"intermediate_size": 2 * 24}, source="")
-    assert config.multiplied == dense.multiplied + config.layers * config.width * 6
+    assert multiplied(config) == multiplied(dense) + config.layers * config.width * 6
 
 
 def test_adapters_stand_beside_attention_while_experts_are_frozen():

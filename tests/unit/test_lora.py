@@ -245,5 +245,9 @@ def test_options_of_other_kinds_are_refused(folders, lora, word):
 def test_all_matrices_of_every_decoder_have_names():
     for document in CASES.values():
         config = parse_config(document, source="")
+        if config.unlike is not None:
+            with pytest.raises(TaskError, match="gemma4_text"):
+                read_lora(LoraOptions(**LORA), config)
+            continue
         count = 7 if config.experts is None else 4
         assert len(read_lora(LoraOptions(**LORA), config).targets) == count

@@ -469,7 +469,8 @@ def test_a_model_family(tmp_path: Path) -> None:
         """
         import jax
         import numpy as np
-        from diloco.models.decoders.config import config_document, parse_config
+        from diloco.models.decoders.config import parse_config
+        from diloco.models.decoders.config_written import config_document
         from diloco.models.decoders.model import hidden_of, init_params
 
         LLAMA = {"model_type": "llama", "vocab_size": 32, "hidden_size": 16, "intermediate_size": 32,

@@ -13,10 +13,18 @@ from diloco.learner.synchronizer import Meter
 from diloco.learner.tensors.utilization import full_tokens_per_s, peak_flops
 from diloco.models.bytes_lm import model
 from diloco.models.decoders.sizes import SIZES, size_named
+from diloco.models.decoders.tensors import operations
 
 ROWS, LENGTH = 2, 64
 # Billions that a token passes, where a name does not say it, as the model cards do.
-ACTIVE = {"qwen3-30b-a3b": 3.3, "mixtral-8x7b": 12.9, "gemma-2-2b": 2.6}
+ACTIVE = {
+    "qwen3-30b-a3b": 3.3,
+    "mixtral-8x7b": 12.9,
+    "gemma-2-2b": 2.6,
+    "gemma-4-e2b": 2.3,
+    "gemma-4-e4b": 4.5,
+    "gemma-4-26b-a4b": 3.8,
+}
 
 
 @pytest.mark.parametrize("mlp", ["swiglu", "gelu"])
@@ -39,8 +47,8 @@ def test_a_published_size_takes_six_operations_for_each_parameter(name):
     named = {"b": 1e9, "m": 1e6}[name[-1]]
     billions = named * (ACTIVE.get(name) or float(name.rpartition("-")[2][:-1]))
     untied = 0 if config.tied else config.vocab * config.width
-    assert config.flops_per_token(length) == pytest.approx(6 * (billions - untied), rel=0.3)
-    windowed = config.flops_per_token(65536) / config.flops_per_token(1)
+    assert operations(config, length) == pytest.approx(6 * (billions - untied), rel=0.3)
+    windowed = operations(config, 65536) / operations(config, 1)
     assert (windowed < 3.0) == any(config.sliding) or config.window is None
 
 

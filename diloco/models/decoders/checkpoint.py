@@ -17,12 +17,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from diloco.common.protocol.errors import ConfigError
-from diloco.models.decoders.config import (
-    CONFIG,
-    DecoderConfig,
-    config_document,
-)
+from diloco.models.decoders.config import CONFIG, DecoderConfig
+from diloco.models.decoders.config_written import config_document
 from diloco.models.decoders.families import FAMILY_FILES
+from diloco.models.decoders.groups import groups_of
 from diloco.models.decoders.tensors import TensorEntry, table
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -90,14 +88,16 @@ class Rows:
         start, stop, step = rows.indices(self.shape[0])
         assert step == 1, rows
         if not entry.stacked:
-            return _read(self._places[0], safe_open(self._places[0].path, "numpy"), rows)
+            place = self._places[0]
+            part = (slice(None), rows) if entry.transposed else rows
+            values = _read(place, safe_open(place.path, "numpy"), part)
+            return values.T if entry.transposed else values
         of_layer = len(self._places) // self.shape[0]
         wanted = self._places[start * of_layer : stop * of_layer]
         opened = {path: safe_open(path, "numpy") for path in {place.path for place in wanted}}
         found = np.empty((len(wanted), *self.shape[entry.stacked :]), np.float32)
         for number, place in enumerate(wanted):
-            values = _read(place, opened[place.path])
-            found[number] = values.T if entry.transposed else values
+            found[number] = entry.from_checkpoint(_read(place, opened[place.path]))
         return found.reshape(stop - start, *self.shape[1:])
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -106,7 +106,7 @@ class Rows:
         return whole if dtype is None else whole.astype(dtype, copy=False)
 
 
-def _read(place: Place, opened: Any, rows: slice = slice(None)) -> np.ndarray:
+def _read(place: Place, opened: Any, rows: Any = slice(None)) -> np.ndarray:
     values: np.ndarray = opened.get_slice(place.tensor)[place.part or rows]
     return values.astype(np.float32)
 
@@ -122,7 +122,7 @@ def read_checkpoint(folder: Path, config: DecoderConfig) -> dict[str, Rows]:
         ConfigError: a file is missing or damaged, or its tensors are another decoder's.
     """
     entries = table(config)
-    places = _one_by_one(_without_head(_textual(_places(folder)), config), config)
+    places = _one_by_one(_needed(_textual(_places(folder)), config), config)
     wanted = {name for entry in entries.values() for name in entry.checkpoint_names()}
     if missing := sorted(wanted - set(places)):
         raise ConfigError(
@@ -217,9 +217,14 @@ def _textual(places: dict[str, Place]) -> dict[str, Place]:
     return {name: each for name, each in places.items() if not name.endswith("rotary_emb.inv_freq")}
 
 
-def _without_head(places: dict[str, Place], config: DecoderConfig) -> dict[str, Place]:
-    """The tensors without the head, where it is a copy of the embedding."""
-    return {n: p for n, p in places.items() if not (config.tied and n == "lm_head.weight")}
+def _needed(places: dict[str, Place], config: DecoderConfig) -> dict[str, Place]:
+    """The tensors without copies: a tied head, and keys and values in layers that take others'."""
+    left_out = {"lm_head.weight"} if config.tied else set()
+    for group in groups_of(config).values():
+        for number in group.numbers if group.config.takes_keys else ():
+            layer = f"model.layers.{number}.self_attn."
+            left_out |= {f"{layer}{name}.weight" for name in ("k_proj", "v_proj", "k_norm")}
+    return {name: place for name, place in places.items() if name not in left_out}
 
 
 def _one_by_one(places: dict[str, Place], config: DecoderConfig) -> dict[str, Place]:
@@ -228,7 +233,7 @@ def _one_by_one(places: dict[str, Place], config: DecoderConfig) -> dict[str, Pl
     transformers can save its own parameters, which hold gate and up of all experts in one tensor.
     """
     files, experts = FAMILY_FILES[config.family].experts, config.experts
-    if files is None or experts is None:
+    if files is None or experts is None or files.matrices is None:
         return places
     gate, up, down = files.matrices
     D, F = config.width, experts.width
@@ -356,8 +361,8 @@ def checkpoint_tensors(
         for layer in layers:
             values = np.asarray(arrays[name] if layer is None else arrays[name][layer])
             for each in values.reshape(-1, *entry.shape[entry.stacked :]):
-                there = each.T if entry.transposed else each
-                yield next(tensors), np.ascontiguousarray(there.astype(dtype))
+                there = entry.to_checkpoint(each).astype(dtype)
+                yield next(tensors), np.ascontiguousarray(there)
 
 
 def _write_tensors(

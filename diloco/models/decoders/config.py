@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from diloco.common.protocol.errors import ConfigError
-from diloco.learner.tensors.utilization import flops_per_token
 from diloco.models.decoders.families import (
     DEFAULTS,
     EXPERT_COUNTS,
@@ -42,6 +41,7 @@ class Experts:
         width: of one, F.
         normed: whether the weights of those that are chosen are divided by their sum.
         balance: the factor of the loss of an unequal load, which is added to the training loss.
+        beside: whether the layer has an MLP too, to whose output theirs is added.
     """
 
     count: int
@@ -49,6 +49,27 @@ class Experts:
     width: int
     normed: bool
     balance: float
+    beside: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Unlike:
+    """The differences between layers that are not all alike (Gemma 4).
+
+    Attributes:
+        full_head_width: K of layers that see everything.
+        full_kv_heads: G of them.
+        full_keys_are_values: their values are their keys, as these are before norm and rotation.
+        shared: number of last layers without keys and values: each takes those of the last layer
+            of its kind that has some.
+        shared_mlp_width: F of these layers.
+    """
+
+    full_head_width: int
+    full_kv_heads: int
+    full_keys_are_values: bool
+    shared: int
+    shared_mlp_width: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,10 +89,18 @@ class DecoderConfig:
         rope: of layers that see everything; `local_rope` of the others.
         logit_cap: logits are at most this, by tanh; None: as they are. `score_cap`: so of scores.
         biased: matrices of a layer that have a bias, by their names here.
-        offset_norms: norms multiply by 1 + w, and embeddings by the root of the width.
+        offset_norms: norms multiply by 1 + w.
+        scaled_embeddings: embeddings are multiplied by the root of their width.
         head_norms: queries and keys are normed, head by head.
+        value_norms: so are values, by a norm without weights.
         post_norms: attention and MLP each end in a norm.
-        experts: in the place of the MLP; None: there are none.
+        scaled_layers: a layer's output is multiplied by a number that is not trained.
+        keys_are_values: there is no matrix of values: keys are, before norm and rotation.
+        takes_keys: there are no keys and values: another layer's are taken.
+        experts: in the place of the MLP, or beside it; None: there are none.
+        fed_width: P of the numbers that each layer is fed of each token besides; 0: none.
+        fed_vocab: rows of the table that they are from.
+        unlike: the differences between layers; None: all are alike.
         positions: that the model was trained for; carried, not honoured.
         tokens: ids of special tokens, as the file names them; carried.
     """
@@ -95,9 +124,17 @@ class DecoderConfig:
     score_cap: float | None = None
     biased: tuple[str, ...] = ()
     offset_norms: bool = False
+    scaled_embeddings: bool = False
     head_norms: bool = False
+    value_norms: bool = False
     post_norms: bool = False
+    scaled_layers: bool = False
+    keys_are_values: bool = False
+    takes_keys: bool = False
     experts: Experts | None = None
+    fed_width: int = 0
+    fed_vocab: int = 0
+    unlike: Unlike | None = None
     positions: int = 0
     # Not hashed: a value may be a list.
     tokens: tuple[tuple[str, Any], ...] = dataclasses.field(default=(), hash=False)
@@ -106,21 +143,6 @@ class DecoderConfig:
     def layers(self) -> int:
         """N."""
         return len(self.sliding)
-
-    @property
-    def multiplied(self) -> int:
-        """Parameters that a token is multiplied with: of all its matrices, the head's too."""
-        heads = (2 * self.heads + 2 * self.kv_heads) * self.head_width
-        mlp = 3 * self.mlp_width
-        if self.experts is not None:
-            mlp = self.experts.count + 3 * self.experts.chosen * self.experts.width
-        return self.layers * self.width * (heads + mlp) + self.vocab * self.width
-
-    def flops_per_token(self, length: int) -> float:
-        """As `Task.flops_per_token`, in rows of `length` tokens."""
-        near = min(length, self.window or length)
-        positions = sum(near if slides else length for slides in self.sliding)
-        return flops_per_token(self.multiplied, self.heads * self.head_width * positions)
 
 
 def read_config(folder: Path) -> DecoderConfig:
@@ -202,6 +224,9 @@ class _Parser:
             )
         rope, local_rope = self._ropes()
         sliding, window = self._sliding(layers)
+        experts = self._experts()
+        unlike = self._unlike(sliding, kv_heads)
+        fed_width = self._natural("hidden_size_per_layer_input")
         scalar = self._number("query_pre_attn_scalar", head_width)
         return DecoderConfig(
             family=self._family,
@@ -213,7 +238,7 @@ class _Parser:
             head_width=head_width,
             norm_eps=self._number("rms_norm_eps"),
             activation=self._activation(),
-            query_scale=scalar**-0.5,
+            query_scale=1.0 if self._files.value_norms else scalar**-0.5,
             tied=bool(self._value("tie_word_embeddings")),
             sliding=sliding,
             window=window,
@@ -223,9 +248,15 @@ class _Parser:
             score_cap=self._cap("attn_logit_softcapping"),
             biased=self._biased(),
             offset_norms=self._files.offset_norms,
+            scaled_embeddings=self._files.scaled_embeddings,
             head_norms=self._files.head_norms,
+            value_norms=self._files.value_norms,
             post_norms=self._files.post_norms,
-            experts=self._experts(),
+            scaled_layers=self._files.scaled_layers,
+            experts=experts,
+            fed_width=fed_width,
+            fed_vocab=self._fed_vocab() if fed_width else 0,
+            unlike=unlike,
             positions=int(self._document.get("max_position_embeddings", 0)),
             tokens=tuple((k, v) for k, v in self._document.items() if k.endswith("_token_id")),
         )
@@ -274,6 +305,9 @@ class _Parser:
             self._refuse(f"{key} must be an int of at least 1, but it is {value!r}", "repair it")
         return int(value)
 
+    def _natural(self, key: str) -> int:
+        return self._count(key) if self._value(key) else 0
+
     def _number(self, key: str, default: Any = None) -> float:
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
@@ -290,13 +324,11 @@ class _Parser:
 
     def _experts(self) -> Experts | None:
         files = self._files.experts
-        if files is None:
+        if files is None or (files.asked_by is not None and not self._value(files.asked_by)):
             return None
-        count, chosen = self._count(files.count), self._count("num_experts_per_tok")
+        count, chosen = self._count(files.count), self._count(files.chosen)
         if chosen > count:
-            self._refuse(
-                f"num_experts_per_tok is {chosen}, but {files.count} is {count}", "repair it"
-            )
+            self._refuse(f"{files.chosen} is {chosen}, but {files.count} is {count}", "repair it")
         balance = self._value("router_aux_loss_coef")
         return Experts(
             count=count,
@@ -304,7 +336,67 @@ class _Parser:
             width=self._count(files.width),
             normed=bool(self._value("norm_topk_prob")) if files.normed is None else files.normed,
             balance=self._number("router_aux_loss_coef") if balance else 0.0,
+            beside=files.asked_by is not None,
         )
+
+    def _unlike(self, sliding: tuple[bool, ...], kv_heads: int) -> Unlike | None:
+        """How layers that see everything, and the last ones, differ from others."""
+        if "num_kv_shared_layers" not in self._files.defaults:
+            return None
+        if sliding[-1]:
+            self._refuse(
+                f"the last of layer_types is {SLIDING}", f"the reference makes it {FULL}: say so"
+            )
+        shared = self._natural("num_kv_shared_layers")
+        if not set(sliding) <= set(sliding[: len(sliding) - shared]):
+            self._refuse(
+                f"num_kv_shared_layers is {shared}, which leaves a kind of layer_types without a"
+                " layer that has keys",
+                "repair it",
+            )
+        keys_are_values = bool(self._value("attention_k_eq_v"))
+        width, own_heads = self._of_full_layers(sliding, kv_heads, keys_are_values)
+        widths = 2 if self._value("use_double_wide_mlp") else 1
+        return Unlike(
+            full_head_width=width,
+            full_kv_heads=own_heads,
+            full_keys_are_values=keys_are_values,
+            shared=shared,
+            shared_mlp_width=widths * self._count("intermediate_size"),
+        )
+
+    def _of_full_layers(
+        self, sliding: tuple[bool, ...], kv_heads: int, keys_are_values: bool
+    ) -> tuple[int, int]:
+        """Width of heads, and number of heads of keys, of layers that see everything."""
+        each = self._document.get("per_layer_config")
+        if each is None:
+            given = self._value("num_global_key_value_heads") if keys_are_values else None
+            heads = kv_heads if given is None else self._count("num_global_key_value_heads")
+            width = self._count("global_head_dim")
+        else:
+            told = [each.get(str(n), {}) for n, slides in enumerate(sliding) if not slides]
+            known = {"head_dim", "num_key_value_heads"}
+            alike = len(each) == len(told) and all(one == told[0] for one in told)
+            if not alike or told[0].keys() - known:
+                self._refuse(
+                    f"per_layer_config is {each!r:.80}",
+                    f"head_dim and num_key_value_heads of all {FULL} layers alike are read",
+                )
+            heads = told[0].get("num_key_value_heads", kv_heads)
+            width = told[0].get("head_dim", self._count("head_dim"))
+        if self._count("num_attention_heads") % heads or width % 2:
+            self._refuse(
+                f"{heads} heads of keys of width {width} in {FULL} layers do not fit",
+                "key heads divide query heads, and heads are of even width",
+            )
+        return width, heads
+
+    def _fed_vocab(self) -> int:
+        rows = self._count("vocab_size_per_layer_input")
+        if rows < self._count("vocab_size"):
+            self._refuse(f"vocab_size_per_layer_input is {rows}, less than vocab_size", "repair it")
+        return rows
 
     def _activation(self) -> str:
         key = "hidden_act" if "hidden_act" in self._files.defaults else "hidden_activation"
@@ -337,6 +429,9 @@ class _Parser:
         """Rotary positions of full and of sliding layers."""
         given = self._document.get("rope_parameters") or {}
         scaling = self._document.get("rope_scaling") or {}
+        if self._files.ropes is not None:
+            both = self._files.ropes | given
+            return self._rope(both[FULL]), self._rope(both[SLIDING])
         theta = self._number("rope_theta")
         if "rope_local_base_freq" not in self._files.defaults:
             rope = self._rope({"rope_theta": theta} | scaling | given)
@@ -365,64 +460,3 @@ class _Parser:
 
 _KINDS = ("rope_type", "type")
 _ANY_MODEL = "DilocoCallback trains any model of transformers (docs/library.md)"
-
-
-def config_document(config: DecoderConfig, dtype: str) -> dict[str, Any]:
-    """The content of a decoder's `config.json`, with both spellings of rotary positions."""
-    files = FAMILY_FILES[config.family]
-    said = _said(config)
-    document: dict[str, Any] = {
-        "architectures": [files.architecture],
-        "model_type": config.family,
-        "dtype": dtype,
-        "attention_dropout": 0.0,
-        **dict(config.tokens),
-        **{key: said[key] for key in sorted(files.known & said.keys())},
-    }
-    if config.positions:
-        document["max_position_embeddings"] = config.positions
-    return document
-
-
-def _said(config: DecoderConfig) -> dict[str, Any]:
-    """Every key that some family has, as this decoder's file would say it."""
-    said: dict[str, Any] = {
-        "vocab_size": config.vocab,
-        "hidden_size": config.width,
-        "intermediate_size": config.mlp_width,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_width,
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tied,
-        "hidden_act": config.activation,
-        "hidden_activation": config.activation,
-        "attention_bias": "o" in config.biased,
-        "mlp_bias": "up" in config.biased,
-        "use_sliding_window": any(config.sliding),
-        "sliding_window": config.window,
-        "layer_types": [SLIDING if slides else FULL for slides in config.sliding],
-        "query_pre_attn_scalar": _scalar(config.query_scale),
-        "final_logit_softcapping": config.logit_cap,
-        "attn_logit_softcapping": config.score_cap,
-        **config.rope.document(),
-    }
-    files = FAMILY_FILES[config.family]
-    if "rope_local_base_freq" in files.defaults:
-        said["rope_local_base_freq"] = config.local_rope.theta
-        parameters = {FULL: config.rope.parameters(), SLIDING: config.local_rope.parameters()}
-        said["rope_parameters"] = parameters
-    if config.experts is not None and files.experts is not None:
-        said["num_experts_per_tok"] = config.experts.chosen
-        said["norm_topk_prob"] = config.experts.normed
-        said["router_aux_loss_coef"] = config.experts.balance
-        said[files.experts.count] = config.experts.count
-        said[files.experts.width] = config.experts.width
-    return said
-
-
-def _scalar(scale: float) -> float | int:
-    """`query_pre_attn_scalar` of a scale; whole where it is."""
-    scalar = scale**-2
-    return round(scalar) if abs(scalar - round(scalar)) < 1e-6 * scalar else scalar

@@ -52,7 +52,11 @@ class Load(NamedTuple):
 
 
 def mixed(
-    experts: Experts, activation: Activation, x_BxLxD: jax.Array, layer: Mapping[str, jax.Array]
+    experts: Experts,
+    activation: Activation,
+    x_BxLxD: jax.Array,
+    layer: Mapping[str, jax.Array],
+    routed_BxLxD: jax.Array | None = None,
 ) -> tuple[jax.Array, Load]:
     """The output of experts for tokens, [B, L, D], and the experts' load.
 
@@ -60,18 +64,22 @@ def mixed(
         experts: their number, and the rule by which they are chosen.
         activation: of the gate.
         x_BxLxD: tokens.
-        layer: its tensors, "router" [D, E] and three of experts.
+        layer: its tensors, "router" [D, E] and those of experts, of which gate and up may be one;
+            and "router_gain" [E], if it has one, by which an expert's weight is multiplied.
+        routed_BxLxD: tokens as the router is given them; None: as experts are.
     """
-    matrices = [layer[name] for name in ("router", "expert_gate", "expert_up", "expert_down")]
-    matrices = [matrix.astype(x_BxLxD.dtype) for matrix in matrices]
+    routed_BxLxD = x_BxLxD if routed_BxLxD is None else routed_BxLxD
+    matrices = [matrix.astype(x_BxLxD.dtype) for matrix in _matrices(layer)]
+    gain_E = layer.get("router_gain", jnp.ones(experts.count))
+    given = (x_BxLxD, routed_BxLxD, gain_E, *matrices)
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.manual_axes:
-        return _mixed(experts, activation, x_BxLxD, *matrices)
+        return _mixed(experts, activation, *given)
     cut = None if experts.width % mesh.shape["tensor"] else "tensor"
     rows = None if x_BxLxD.shape[0] % math.prod(map(parts_along, ROWS)) else ROWS
 
-    def on_each_device(x_BxLxD: jax.Array, *matrices: jax.Array) -> tuple[jax.Array, Load]:
-        y_BxLxD, load = _mixed(experts, activation, x_BxLxD, *matrices)
+    def on_each_device(*given: jax.Array) -> tuple[jax.Array, Load]:
+        y_BxLxD, load = _mixed(experts, activation, *given)
         whole_BxLxD = y_BxLxD if cut is None else jax.lax.psum(y_BxLxD, cut)
         return whole_BxLxD, jax.lax.pmean(load, ROWS)
 
@@ -79,17 +87,30 @@ def mixed(
     everywhere: Any = PartitionSpec()
     found: tuple[jax.Array, Load] = jax.shard_map(
         on_each_device,
-        in_specs=(PartitionSpec(rows), everywhere, inward, inward, outward),
+        in_specs=(*[PartitionSpec(rows)] * 2, everywhere, everywhere, inward, inward, outward),
         out_specs=(PartitionSpec(rows), Load(everywhere, everywhere)),
         check_vma=False,
-    )(x_BxLxD, *matrices)
+    )(*given)
     return found
+
+
+def _matrices(layer: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
+    """Router, and gate, up and down of experts."""
+    if "expert_gate_up" not in layer:
+        return tuple(layer[name] for name in ("router", *(f"expert_{one}" for one in _EACH)))
+    both_Ex2xDxF = layer["expert_gate_up"]
+    return layer["router"], both_Ex2xDxF[:, 0], both_Ex2xDxF[:, 1], layer["expert_down"]
+
+
+_EACH = ("gate", "up", "down")
 
 
 def _mixed(
     experts: Experts,
     activation: Activation,
     x_BxLxD: jax.Array,
+    routed_BxLxD: jax.Array,
+    gain_E: jax.Array,
     router_DxE: jax.Array,
     gate_ExDxF: jax.Array,
     up_ExDxF: jax.Array,
@@ -97,10 +118,12 @@ def _mixed(
 ) -> tuple[jax.Array, Load]:
     """`mixed` of a device's own tokens, by the part of each expert that it has."""
     x_TxD = x_BxLxD.reshape(-1, x_BxLxD.shape[-1])
-    probability_TxE = jax.nn.softmax((x_TxD @ router_DxE).astype(jnp.float32))
+    scores_TxE = routed_BxLxD.reshape(x_TxD.shape) @ router_DxE
+    probability_TxE = jax.nn.softmax(scores_TxE.astype(jnp.float32))
     weight_TxC, chosen_TxC = jax.lax.top_k(probability_TxE, experts.chosen)
     if experts.normed:
         weight_TxC /= jnp.sum(weight_TxC, -1, keepdims=True)
+    weight_TxC *= gain_E[chosen_TxC].astype(jnp.float32)
 
     order_R = jnp.argsort(chosen_TxC.reshape(-1))
     sizes_E = jnp.bincount(chosen_TxC.reshape(-1), length=experts.count)

@@ -8,7 +8,16 @@ from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 Family = Literal[
-    "llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "qwen3_moe", "mixtral"
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "gemma4_text",
+    "qwen3_moe",
+    "mixtral",
 ]
 FAMILIES: tuple[Family, ...] = get_args(Family)
 # (the value of a key, number of layers) -> whether each layer sees the last positions alone.
@@ -108,22 +117,32 @@ def _all_but_some(value: Callable[[str], Any], layers: int) -> list[bool]:
     return [(layer + 1) % every != 0 for layer in range(layers)]
 
 
+def _five_of_six(value: Callable[[str], Any], layers: int) -> list[bool]:
+    """The last one sees everything in any case."""
+    del value
+    return [(layer + 1) % 6 != 0 for layer in range(layers - 1)] + [False]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertFiles:
     """The keys and names by which a family's files describe experts.
 
     Attributes:
-        count: the key of their number; width: of the width of one.
+        count: the key of their number; chosen: of those for a token; width: of the width of one.
         normed: whether a token's weights add up to 1; None: as the key `norm_topk_prob` says.
         module: the module of a layer that has router and experts.
-        matrices: the names of its gate, up and down.
+        matrices: the names of its gate, up and down; None: files have those of all experts as one.
+        asked_by: the key that says whether layers have experts, beside their MLP; None: they have,
+            in its place.
     """
 
     count: str
+    chosen: str = "num_experts_per_tok"
     width: str
     normed: bool | None
     module: str
-    matrices: tuple[str, str, str]
+    matrices: tuple[str, str, str] | None
+    asked_by: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,9 +158,14 @@ class FamilyFiles:
         must_be: values with which a key changes nothing.
         sliding: the rule for layers that slide, where `layer_types` does not say it.
         biased: matrices that have a bias in every checkpoint, by their names here.
-        offset_norms: norms multiply by 1 + w, and embeddings by the root of the width.
+        offset_norms: norms multiply by 1 + w.
+        scaled_embeddings: embeddings are multiplied by the root of their width.
         head_norms: queries and keys are normed, head by head.
+        value_norms: so are values, by a norm without weights; and scores are not scaled.
         post_norms: attention and MLP each end in a norm.
+        scaled_layers: a layer's output is multiplied by a number that is not trained.
+        ropes: rotary positions of each kind of layer, where files do not say them; None: they have
+            the keys of one kind.
         experts: the description of experts; None: each layer has a plain MLP.
     """
 
@@ -153,8 +177,12 @@ class FamilyFiles:
     sliding: Sliding = never
     biased: tuple[str, ...] = ()
     offset_norms: bool = False
+    scaled_embeddings: bool = False
     head_norms: bool = False
+    value_norms: bool = False
     post_norms: bool = False
+    scaled_layers: bool = False
+    ropes: dict[str, dict[str, Any]] | None = None
     experts: ExpertFiles | None = None
 
     @property
@@ -220,6 +248,7 @@ FAMILY_FILES: dict[Family, FamilyFiles] = {
         # The reference takes no notice of it.
         must_be={"hidden_activation": ("gelu_pytorch_tanh",), **_ONE_WAY},
         offset_norms=True,
+        scaled_embeddings=True,
     ),
     "gemma2": FamilyFiles(
         title="Gemma 2",
@@ -237,6 +266,7 @@ FAMILY_FILES: dict[Family, FamilyFiles] = {
         must_be={"hidden_act": ("gelu_pytorch_tanh",), **_ONE_WAY},
         sliding=_all_but_every_second,
         offset_norms=True,
+        scaled_embeddings=True,
         post_norms=True,
     ),
     "gemma3_text": FamilyFiles(
@@ -262,8 +292,71 @@ FAMILY_FILES: dict[Family, FamilyFiles] = {
         },
         sliding=_all_but_some,
         offset_norms=True,
+        scaled_embeddings=True,
         head_norms=True,
         post_norms=True,
+    ),
+    "gemma4_text": FamilyFiles(
+        title="Gemma 4, its text model",
+        architecture="Gemma4ForCausalLM",
+        honoured=frozenset(
+            {
+                "layer_types",
+                "final_logit_softcapping",
+                "per_layer_config",
+                "num_global_key_value_heads",
+                "num_experts",
+                "top_k_experts",
+                "moe_intermediate_size",
+            }
+        ),
+        # Between tokens of text "vision" looks back, as None does.
+        must_be={
+            "use_bidirectional_attention": (None, "vision"),
+            "rope_theta": (None,),
+            "rope_scaling": (None,),
+        },
+        defaults={
+            "vocab_size": 262_144,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "sliding_window": 512,
+            "global_head_dim": 512,
+            "attention_k_eq_v": False,
+            "num_kv_shared_layers": 0,
+            "use_double_wide_mlp": False,
+            "hidden_size_per_layer_input": 256,
+            "vocab_size_per_layer_input": 262_144,
+            "enable_moe_block": False,
+            **_GEMMA,
+        },
+        sliding=_five_of_six,
+        scaled_embeddings=True,
+        head_norms=True,
+        value_norms=True,
+        post_norms=True,
+        scaled_layers=True,
+        ropes={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": 1_000_000.0,
+                "partial_rotary_factor": 0.25,
+            },
+        },
+        experts=ExpertFiles(
+            count="num_experts",
+            chosen="top_k_experts",
+            width="moe_intermediate_size",
+            normed=True,
+            module="experts",
+            matrices=None,
+            asked_by="enable_moe_block",
+        ),
     ),
     "qwen3_moe": FamilyFiles(
         title="Qwen 3, mixtures of experts",

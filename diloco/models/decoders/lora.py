@@ -95,6 +95,13 @@ def read_lora(given: LoraOptions | None, config: DecoderConfig) -> Lora | None:
     """
     if given is None:
         return None
+    if config.unlike is not None:
+        raise TaskError(
+            f"causal_lm: the option 'lora' is for decoders whose layers are alike, but those of"
+            f" {config.family} are not",
+            hint="train all parameters, or adapters of peft under transformers' Trainer"
+            " (docs/library.md)",
+        )
     known = matrices_of(config)
     targets = known if given.targets is None else given.targets
     if unknown := [one for one in targets if one not in known]:

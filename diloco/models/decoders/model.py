@@ -1,13 +1,14 @@
 """A decoder-only transformer of the families of `config`: pure functions over a tree of arrays.
 
 Pre-norm blocks with rotary positions, grouped-query attention and a gated MLP or experts; what else
-a family does is an attribute of its configuration. The blocks are one `lax.scan`.
+a family does is an attribute of its configuration. The blocks run by `groups.scan_layers`.
 
 Documents that are packed into one row are told apart by their segments: none sees another, and
 positions begin at 0 in each. Segment 0 is padding, which nothing is trained on.
 
 Shapes: B batch, L positions (M: positions looked at), D model width, H heads, G heads of keys and
-values, K width of a head, F width of the MLP, V vocabulary, N layers.
+values, K width of a head, F width of the MLP, V vocabulary, N layers, P
+numbers that a layer is fed of each token besides.
 """
 
 import functools
@@ -25,6 +26,7 @@ from diloco.learner.tensors.mesh import constrain, parts_along
 from diloco.models.decoders.attention import ROWS, Kind, by_kind, make_attention
 from diloco.models.decoders.config import DecoderConfig
 from diloco.models.decoders.experts import Load, mixed
+from diloco.models.decoders.groups import FED, SLIDES, Block, Group, KeysAndValues, scan_layers
 from diloco.models.decoders.rope import Rope
 from diloco.models.decoders.tensors import BIAS, table
 
@@ -81,8 +83,11 @@ def init_params(config: DecoderConfig, key: jax.Array) -> Params:
     params: dict[str, Any] = {"layers": {}}
     for number, (name, entry) in enumerate(sorted(table(config).items())):
         leaf = _initial(config, name, entry.shape, jax.random.fold_in(key, number))
-        place, _, last = name.rpartition("/")
-        (params[place] if place else params)[last] = leaf
+        *places, last = name.split("/")
+        branch = params
+        for place in places:
+            branch = branch.setdefault(place, {})
+        branch[last] = leaf
     return params
 
 
@@ -92,7 +97,9 @@ def _initial(config: DecoderConfig, name: str, shape: tuple[int, ...], key: jax.
         return jnp.zeros(shape) if config.offset_norms else jnp.ones(shape)
     if last.endswith(BIAS):
         return jnp.zeros(shape)
-    if name in ("embed", "head"):
+    if last in ("scale", "router_scale", "router_gain"):
+        return jnp.ones(shape)
+    if name in ("embed", "head", "fed_embed"):
         return jax.random.normal(key, shape) * EMBED_STD
     # The two matrices of each layer that write to the residual stream add up to 2N writers.
     writers = 2 * config.layers if last in ("o", "down", "expert_down") else 1
@@ -168,23 +175,44 @@ def forward(
     """
     _check_length(config, tokens_BxL.shape[1])
     x_BxLxD = params["embed"][tokens_BxL].astype(compute.dtype)
-    if config.offset_norms:
+    if config.scaled_embeddings:
         x_BxLxD = x_BxLxD * jnp.asarray(config.width**0.5, compute.dtype)
     x_BxLxD = constrain(x_BxLxD, ROWS)
     if segments_BxL is None:
         segments_BxL = jnp.ones_like(tokens_BxL)
-    near, full = _seen(config, _positions(segments_BxL))
-    attend = make_attention(config, segments_BxL, compute.attention)
+    positions_BxL = _positions(segments_BxL)
 
-    def block(x_BxLxD: jax.Array, scanned: Any) -> tuple[jax.Array, Load | None]:
-        layer, slides = scanned
-        turns = by_kind(config, slides, near, full)
-        return _block(config, x_BxLxD, layer, turns, partial(attend, slides), product)
+    def block_of(group: Group) -> Block:
+        own = group.config
+        near, full = _seen(own, positions_BxL)
+        attend = make_attention(own, segments_BxL, compute.attention)
 
-    step = jax.checkpoint(block, prevent_cse=False) if compute.remat else block
+        def block(x_BxLxD: jax.Array, layer: Any, taken: KeysAndValues | None) -> Any:
+            turns = by_kind(own, layer[SLIDES], near, full)
+            told = partial(attend, layer[SLIDES])
+            x_BxLxD, kept, load = _block(own, x_BxLxD, layer, turns, told, product, taken)
+            return x_BxLxD, kept if group.keeps else None, load
+
+        return jax.checkpoint(block, prevent_cse=False) if compute.remat else block
+
     layers = {**params["layers"], **(beside or {})}
-    x_BxLxD, load = jax.lax.scan(step, x_BxLxD, (layers, jnp.asarray(config.sliding)))
+    fed_NxBxLxP = _fed(config, params, tokens_BxL, x_BxLxD)
+    x_BxLxD, load = scan_layers(config, layers, x_BxLxD, fed_NxBxLxP, block_of)
     return Forward(_norm(config, x_BxLxD, params["norm"]), load)
+
+
+def _fed(
+    config: DecoderConfig, params: Params, tokens_BxL: jax.Array, x_BxLxD: jax.Array
+) -> jax.Array | None:
+    """The numbers that each layer is fed of each token besides (per-layer embeddings)."""
+    if not config.fed_width:
+        return None
+    shape = (*tokens_BxL.shape, config.layers, config.fed_width)
+    rows_BxLxNxP = params["fed_embed"][tokens_BxL].astype(x_BxLxD.dtype).reshape(shape)
+    rows_BxLxNxP = rows_BxLxNxP * jnp.asarray(config.fed_width**0.5, x_BxLxD.dtype)
+    told_BxLxNxP = (x_BxLxD @ params["fed_matrix"].astype(x_BxLxD.dtype)).reshape(shape)
+    told_BxLxNxP = _norm(config, told_BxLxNxP * config.width**-0.5, params["fed_norm"])
+    return jnp.moveaxis((told_BxLxNxP + rows_BxLxNxP) * 2**-0.5, 2, 0)
 
 
 def _check_length(config: DecoderConfig, length: int) -> None:
@@ -228,42 +256,55 @@ def _block(
     turns: _Turns,
     attend: Callable[..., jax.Array],
     product: Product,
-) -> tuple[jax.Array, Load | None]:
-    """One layer, and the load of its experts."""
+    taken: KeysAndValues | None,
+) -> tuple[jax.Array, KeysAndValues, Load | None]:
+    """One layer: its output, its keys and values, and the load of its experts."""
     given_BxLxD = _norm(config, x_BxLxD, layer["attn_norm"])
-    told_BxLxD = _attention(config, given_BxLxD, layer, turns, attend, product)
+    q_BxLxHxK, *own = _heads(config, given_BxLxD, layer, turns, product, taken)
+    y_BxLxHxK = attend(q_BxLxHxK, *own)
+    told_BxLxD = product("o", y_BxLxHxK.reshape(*x_BxLxD.shape[:2], -1), layer)
     if config.post_norms:
         told_BxLxD = _norm(config, told_BxLxD, layer["attn_post_norm"])
     x_BxLxD = constrain(x_BxLxD + told_BxLxD, ROWS)
-    given_BxLxD, load = _norm(config, x_BxLxD, layer["mlp_norm"]), None
-    if config.experts is None:
-        told_BxLxD = _mlp(config, given_BxLxD, layer, product)
-    else:
-        gate = _GATES[config.activation]
-        told_BxLxD, load = mixed(config.experts, gate, given_BxLxD, layer)
+    told_BxLxD, load = _told_each(config, x_BxLxD, layer, product)
     if config.post_norms:
         told_BxLxD = _norm(config, told_BxLxD, layer["mlp_post_norm"])
-    return constrain(x_BxLxD + told_BxLxD, ROWS), load
+    x_BxLxD = constrain(x_BxLxD + told_BxLxD, ROWS)
+    if config.fed_width:
+        gate = _GATES[config.activation](product("fed_gate", x_BxLxD, layer))
+        told_BxLxD = product("fed_up", gate * layer[FED], layer)
+        x_BxLxD = x_BxLxD + _norm(config, told_BxLxD, layer["fed_post_norm"])
+    if config.scaled_layers:
+        x_BxLxD = x_BxLxD * jax.lax.stop_gradient(layer["scale"]).astype(x_BxLxD.dtype)
+    return x_BxLxD, (own[0], own[1]), load
 
 
-def _attention(
+def _heads(
     config: DecoderConfig,
     x_BxLxD: jax.Array,
     layer: Mapping[str, jax.Array],
     turns: _Turns,
-    attend: Callable[..., jax.Array],
     product: Product,
-) -> jax.Array:
+    taken: KeysAndValues | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries [B, L, H, K], and keys and values [B, L, G, K], turned by their positions."""
+
     def heads(name: str) -> jax.Array:
         rows_BxLxHK = constrain(product(name, x_BxLxD, layer), ROWS, None, "tensor")
         return rows_BxLxHK.reshape(*x_BxLxD.shape[:2], -1, config.head_width)
 
-    q_BxLxHxK, k_BxLxGxK, v_BxLxGxK = heads("q"), heads("k"), heads("v")
-    if config.head_norms:
-        q_BxLxHxK = _norm(config, q_BxLxHxK, layer["q_norm"])
-        k_BxLxGxK = _norm(config, k_BxLxGxK, layer["k_norm"])
-    y_BxLxHxK = attend(_rotate(q_BxLxHxK, turns), _rotate(k_BxLxGxK, turns), v_BxLxGxK)
-    return product("o", y_BxLxHxK.reshape(*x_BxLxD.shape[:2], -1), layer)
+    def normed(rows_BxLxHxK: jax.Array, name: str) -> jax.Array:
+        return _norm(config, rows_BxLxHxK, layer[name]) if config.head_norms else rows_BxLxHxK
+
+    q_BxLxHxK = _rotate(normed(heads("q"), "q_norm"), turns)
+    if config.takes_keys:
+        assert taken is not None
+        return q_BxLxHxK, *taken
+    k_BxLxGxK = heads("k")
+    v_BxLxGxK = k_BxLxGxK if config.keys_are_values else heads("v")
+    if config.value_norms:
+        v_BxLxGxK = _norm(config, v_BxLxGxK)
+    return q_BxLxHxK, _rotate(normed(k_BxLxGxK, "k_norm"), turns), v_BxLxGxK
 
 
 def _rotate(x_BxLxHxK: jax.Array, turns: _Turns) -> jax.Array:
@@ -275,6 +316,25 @@ def _rotate(x_BxLxHxK: jax.Array, turns: _Turns) -> jax.Array:
     return jnp.concatenate(turned, axis=-1)
 
 
+def _told_each(
+    config: DecoderConfig, x_BxLxD: jax.Array, layer: Mapping[str, jax.Array], product: Product
+) -> tuple[jax.Array, Load | None]:
+    """The output of the MLP, or of experts, or of both; and the experts' load."""
+    given_BxLxD = _norm(config, x_BxLxD, layer["mlp_norm"])
+    if config.experts is None:
+        return _mlp(config, given_BxLxD, layer, product), None
+    gate = _GATES[config.activation]
+    if not config.experts.beside:
+        return mixed(config.experts, gate, given_BxLxD, layer)
+    dense_BxLxD = _mlp(config, given_BxLxD, layer, product)
+    given_BxLxD = _norm(config, x_BxLxD, layer["experts_norm"])
+    scale_D = layer["router_scale"].astype(x_BxLxD.dtype) * config.width**-0.5
+    routed_BxLxD = _norm(config, x_BxLxD) * scale_D
+    told_BxLxD, load = mixed(config.experts, gate, given_BxLxD, layer, routed_BxLxD)
+    told_BxLxD = _norm(config, told_BxLxD, layer["experts_post_norm"])
+    return _norm(config, dense_BxLxD, layer["dense_post_norm"]) + told_BxLxD, load
+
+
 def _mlp(
     config: DecoderConfig, x_BxLxD: jax.Array, layer: Mapping[str, jax.Array], product: Product
 ) -> jax.Array:
@@ -283,11 +343,13 @@ def _mlp(
     return product("down", constrain(h_BxLxF, ROWS, None, "tensor"), layer)
 
 
-def _norm(config: DecoderConfig, x: jax.Array, weight: jax.Array) -> jax.Array:
+def _norm(config: DecoderConfig, x: jax.Array, weight: jax.Array | None = None) -> jax.Array:
     """`x` over its root mean square along the last axis, scaled: in float32, in x's dtype."""
     x32 = x.astype(jnp.float32)
-    scale = 1 + weight.astype(jnp.float32) if config.offset_norms else weight.astype(jnp.float32)
     root = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + config.norm_eps)
+    if weight is None:
+        return (x32 * root).astype(x.dtype)
+    scale = 1 + weight.astype(jnp.float32) if config.offset_norms else weight.astype(jnp.float32)
     return (x32 * root * scale).astype(x.dtype)
 
 

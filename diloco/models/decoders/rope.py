@@ -15,6 +15,7 @@ _KEYS = {
     "default": (),
     "linear": ("factor",),
     "dynamic": ("factor",),
+    "proportional": (),
     "yarn": ("factor", _ORIGINAL),
     "llama3": (
         "factor",
@@ -25,7 +26,8 @@ _KEYS = {
 }
 KINDS = tuple(_KEYS)
 _OPTIONAL = {
-    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
+    "proportional": ("factor", "partial_rotary_factor"),
+    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
 }
 
 
@@ -38,7 +40,8 @@ class Rope:
         kind: "default"; "linear": all frequencies divided by `factor`; "llama3": low ones are, high
             ones are not, with a ramp between (Llama 3.1); "yarn": so by another ramp, and what is
             turned grows by `amplitude` (arXiv 2309.00071); "dynamic": as "default" in rows of no
-            more positions than the model was trained for.
+            more positions than the model was trained for; "proportional": only the first pairs of
+            a head turn, the share `partial_rotary_factor` of them (Gemma 4).
         scaling: the parameters of the kind, by the names of config.json.
     """
 
@@ -112,6 +115,10 @@ class Rope:
         scaling = dict(self.scaling)
         if self.kind == "linear":
             return (plain_K2 / np.float32(scaling["factor"])).astype(np.float32)
+        if self.kind == "proportional":
+            turning = int(scaling.get("partial_rotary_factor", 1.0) * head_width // 2)
+            plain_K2 = np.where(np.arange(head_width // 2) < turning, plain_K2, np.float32(0))
+            return (plain_K2 / np.float32(scaling.get("factor", 1.0))).astype(np.float32)
         if self.kind == "yarn":
             return _yarn(power_K2, self.theta, scaling)
         return _llama3(plain_K2, **scaling) if self.kind == "llama3" else plain_K2

@@ -61,6 +61,27 @@ def _gemma3(width: int, mlp: int, layers: int, heads: int, kv_heads: int, **othe
     }
 
 
+def _gemma4(
+    width: int, mlp: int, layers: int, heads: int, kv_heads: int, period: int, **other: Any
+) -> Any:
+    """Every so many layers one sees everything."""
+    every = ["sliding_attention"] * (period - 1) + ["full_attention"]
+    return {
+        "model_type": "gemma4_text",
+        "hidden_size": width,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "layer_types": every * (layers // period),
+        "final_logit_softcapping": 30.0,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        **other,
+    }
+
+
 def _plain(
     family: str,
     vocab: int,
@@ -90,6 +111,13 @@ _LARGER_GEMMA = {
     "sliding_window": 1024,
     "max_position_embeddings": 131_072,
     "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+}
+_SMALLER_GEMMA4 = {"max_position_embeddings": 131_072, "sliding_window": 512}
+_LARGER_GEMMA4 = {
+    "max_position_embeddings": 262_144,
+    "sliding_window": 1024,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
 }
 SIZES: dict[str, dict[str, Any]] = {
     "llama-3.2-1b": _llama(2048, 8192, 16, 32, 32.0, tied=True),
@@ -130,6 +158,30 @@ SIZES: dict[str, dict[str, Any]] = {
     ),
     "gemma-3-4b": _gemma3(2560, 10_240, 34, 8, 4, **_LARGER_GEMMA),
     "gemma-3-12b": _gemma3(3840, 15_360, 48, 16, 8, **_LARGER_GEMMA),
+    "gemma-4-e2b": _gemma4(
+        1536,
+        6144,
+        35,
+        8,
+        1,
+        5,
+        **_SMALLER_GEMMA4,
+        num_kv_shared_layers=20,
+        use_double_wide_mlp=True,
+    ),
+    "gemma-4-e4b": _gemma4(2560, 10_240, 42, 8, 2, 6, **_SMALLER_GEMMA4, num_kv_shared_layers=18),
+    "gemma-4-31b": _gemma4(
+        5376, 21_504, 60, 32, 16, 6, **_LARGER_GEMMA4, num_global_key_value_heads=4
+    ),
+    "gemma-4-26b-a4b": _gemma4(
+        2816, 2112, 30, 16, 8, 6, **_LARGER_GEMMA4, num_global_key_value_heads=2
+    )
+    | {
+        "enable_moe_block": True,
+        "num_experts": 128,
+        "top_k_experts": 8,
+        "moe_intermediate_size": 704,
+    },
 }
 
 

@@ -5,7 +5,6 @@ Shapes: as in `model`.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -54,7 +53,7 @@ from diloco.models.decoders.lora import (
 )
 from diloco.models.decoders.model import Compute, forward, head_of, init_params, token_losses
 from diloco.models.decoders.sizes import SIZES, size_named
-from diloco.models.decoders.tensors import LAYERS, table
+from diloco.models.decoders.tensors import LAYERS, active, multiplied, operations, table
 from diloco.models.decoders.tokens import Data, TokenFolders
 
 
@@ -208,7 +207,7 @@ def build(
         evaluate=evaluate,
         tokens_per_batch=batch * length,
         flops_per_token=_flops_per_token(config, adapters, length),
-        active_parameters=_active_parameters(config),
+        active_parameters=None if config.experts is None else active(config),
         optimizer=direction_by(
             optimizer,
             weight_decay=weight_decay,
@@ -245,22 +244,12 @@ def _init(config: DecoderConfig, adapters: Lora | None, dtype: str, key: jax.Arr
     return Variables(trained=trained, frozen=tree.from_names(base, leaves))
 
 
-def _active_parameters(config: DecoderConfig) -> int | None:
-    """As `Task.active_parameters`."""
-    if config.experts is None:
-        return None
-    idle = 1 - config.experts.chosen / config.experts.count
-    sizes = {name: math.prod(entry.shape) for name, entry in table(config).items()}
-    of_experts = sum(size for name, size in sizes.items() if name.startswith(f"{LAYERS}expert_"))
-    return sum(sizes.values()) - round(idle * of_experts)
-
-
 def _flops_per_token(config: DecoderConfig, adapters: Lora | None, length: int) -> float:
     """As `Task.flops_per_token`; backward a frozen matrix, which has no gradient, counts once."""
-    whole = config.flops_per_token(length)
+    whole = operations(config, length)
     if adapters is None:
         return whole
-    return whole - 2.0 * config.multiplied + 6.0 * adapter_count(config, adapters)
+    return whole - 2.0 * multiplied(config) + 6.0 * adapter_count(config, adapters)
 
 
 def _trained_on(config: DecoderConfig, sums: "LossSums") -> tuple[jax.Array, dict[str, jax.Array]]:

@@ -2,9 +2,14 @@
 
 import dataclasses
 import itertools
+import math
 
+import numpy as np
+
+from diloco.learner.tensors.utilization import flops_per_token
 from diloco.models.decoders.config import DecoderConfig
 from diloco.models.decoders.families import FAMILY_FILES
+from diloco.models.decoders.groups import Group, attended, groups_of
 
 LAYERS = "layers/"
 BIAS = "_bias"  # behind the name of a matrix
@@ -20,7 +25,9 @@ class TensorEntry:
             another for the expert's.
         shape: here.
         transposed: whether the last two axes are the other way round there.
-        axes: the kinds of the axes, for partition specifications.
+        axes: the kinds of the axes, for partition specifications. An axis "both" and the one of the
+            matrices' outputs are one there: first all of the first matrix, then of the second.
+        layers: there, the numbers of those that are stacked here.
     """
 
     name: str
@@ -28,6 +35,7 @@ class TensorEntry:
     shape: tuple[int, ...]
     transposed: bool
     axes: tuple[str, ...]
+    layers: tuple[int, ...] = ()
 
     @property
     def stacked(self) -> int:
@@ -37,53 +45,153 @@ class TensorEntry:
     @property
     def checkpoint_shape(self) -> tuple[int, ...]:
         """The shape of one tensor of the checkpoint."""
+        shape = self._turned_shape
+        if "both" not in self.axes:
+            return shape
+        place = self.axes.index("both") - self.stacked
+        return (*shape[:place], shape[place] * shape[place + 1], *shape[place + 2 :])
+
+    @property
+    def _turned_shape(self) -> tuple[int, ...]:
         shape = self.shape[self.stacked :]
-        return shape[::-1] if self.transposed else shape
+        return (*shape[:-2], *shape[:-3:-1]) if self.transposed else shape
+
+    def from_checkpoint(self, values: np.ndarray) -> np.ndarray:
+        """A tensor of the checkpoint as a part of this one."""
+        values = values.reshape(self._turned_shape)
+        return np.swapaxes(values, -1, -2) if self.transposed else values
+
+    def to_checkpoint(self, values: np.ndarray) -> np.ndarray:
+        """A part of this tensor as the checkpoint has it."""
+        there = np.swapaxes(values, -1, -2) if self.transposed else values
+        return there.reshape(self.checkpoint_shape)
 
     def checkpoint_names(self) -> tuple[str, ...]:
         """Names of the checkpoint's tensors that are one tensor here, in their order."""
-        places = itertools.product(*map(range, self.shape[: self.stacked]))
+        counted = map(range, self.shape[1 : self.stacked])
+        places = itertools.product(*([self.layers] if self.stacked else []), *counted)
         return tuple(self.checkpoint_name.format(*place) for place in places)
 
 
 def table(config: DecoderConfig) -> dict[str, TensorEntry]:
     """All tensors of a decoder, by their names here."""
     D, V = config.width, config.vocab
-    queries, keys = config.heads * config.head_width, config.kv_heads * config.head_width
     entries = [
         _whole("embed", "model.embed_tokens.weight", (V, D), ("vocab", "width")),
         _whole("norm", "model.norm.weight", (D,), ("width",)),
-        _matrix(config, "q", "self_attn.q_proj", (D, queries), ("width", "heads")),
-        _matrix(config, "k", "self_attn.k_proj", (D, keys), ("width", "heads")),
-        _matrix(config, "v", "self_attn.v_proj", (D, keys), ("width", "heads")),
-        _matrix(config, "o", "self_attn.o_proj", (queries, D), ("heads", "width")),
-        *_mlp(config),
-        *(_vector(config, name, source) for name, source in _norms(config)),
+        *_fed(config),
     ]
-    biased = {LAYERS + name for name in config.biased}
-    entries += [_bias(entry) for entry in entries if entry.name in biased]
+    for group in groups_of(config).values():
+        entries += _layer(group)
     if not config.tied:
         entries.append(_whole("head", "lm_head.weight", (V, D), ("vocab", "width")))
     return {entry.name: entry for entry in entries}
 
 
-def _mlp(config: DecoderConfig) -> list[TensorEntry]:
+def multiplied(config: DecoderConfig) -> int:
+    """Parameters that a token is multiplied with: of all its matrices, the head's too."""
+    entries = table(config).values()
+    matrices = sum(_used(config, entry) for entry in entries if entry.transposed)
+    return matrices + config.vocab * config.width
+
+
+def active(config: DecoderConfig) -> int:
+    """Parameters that are used for a token: of experts, those of its own."""
+    return sum(_used(config, entry) for entry in table(config).values())
+
+
+def _used(config: DecoderConfig, entry: TensorEntry) -> int:
+    size = math.prod(entry.shape)
+    if config.experts is None or not entry.name.rpartition("/")[2].startswith("expert_"):
+        return size
+    return size * config.experts.chosen // config.experts.count
+
+
+def operations(config: DecoderConfig, length: int) -> float:
+    """As `Task.flops_per_token`, in rows of `length` tokens."""
+    return flops_per_token(multiplied(config), attended(config, length))
+
+
+def _layer(group: Group) -> list[TensorEntry]:
+    config = group.config
+    D = config.width
+    queries, keys = config.heads * config.head_width, config.kv_heads * config.head_width
+    matrices = [_matrix(group, "q", "self_attn.q_proj", (D, queries), ("width", "heads"))]
+    if not config.takes_keys:
+        matrices.append(_matrix(group, "k", "self_attn.k_proj", (D, keys), ("width", "heads")))
+    if not (config.takes_keys or config.keys_are_values):
+        matrices.append(_matrix(group, "v", "self_attn.v_proj", (D, keys), ("width", "heads")))
+    matrices += [
+        _matrix(group, "o", "self_attn.o_proj", (queries, D), ("heads", "width")),
+        *_mlp(group),
+    ]
+    biased = [_bias(entry) for entry in matrices if entry.name.rpartition("/")[2] in config.biased]
+    vectors = [_vector(group, name, source) for name, source in _norms(config)]
+    return [*matrices, *vectors, *_beside(group), *biased]
+
+
+def _fed(config: DecoderConfig) -> list[TensorEntry]:
+    """Tensors that make what each layer is fed of each token besides."""
+    if not config.fed_width:
+        return []
+    D, P = config.width, config.fed_width
+    every = config.layers * P
+    table_name, projection = "embed_tokens_per_layer", "per_layer_model_projection"
+    axes = ("vocab", "width")
+    return [
+        _whole("fed_embed", f"model.{table_name}.weight", (config.fed_vocab, every), axes),
+        dataclasses.replace(
+            _whole("fed_matrix", f"model.{projection}.weight", (D, every), ("width", "heads")),
+            transposed=True,
+        ),
+        _whole("fed_norm", "model.per_layer_projection_norm.weight", (P,), ("head",)),
+    ]
+
+
+def _beside(group: Group) -> list[TensorEntry]:
+    """Tensors of layers that add what they are fed, and that are scaled."""
+    D, P = group.config.width, group.config.fed_width
+    found = []
+    if P:
+        found += [
+            _matrix(group, "fed_gate", "per_layer_input_gate", (D, P), ("width", "heads")),
+            _matrix(group, "fed_up", "per_layer_projection", (P, D), ("heads", "width")),
+            _vector(group, "fed_post_norm", "post_per_layer_input_norm"),
+        ]
+    if group.config.scaled_layers:
+        found.append(_stacked(group, "scale", "layer_scalar", (1,), ("one",)))
+    return found
+
+
+def _mlp(group: Group) -> list[TensorEntry]:
+    config = group.config
     files, experts = FAMILY_FILES[config.family].experts, config.experts
     D, F = config.width, config.mlp_width
+    dense = [
+        _matrix(group, "gate", "mlp.gate_proj", (D, F), ("width", "mlp")),
+        _matrix(group, "up", "mlp.up_proj", (D, F), ("width", "mlp")),
+        _matrix(group, "down", "mlp.down_proj", (F, D), ("mlp", "width")),
+    ]
     if files is None or experts is None:
-        return [
-            _matrix(config, "gate", "mlp.gate_proj", (D, F), ("width", "mlp")),
-            _matrix(config, "up", "mlp.up_proj", (D, F), ("width", "mlp")),
-            _matrix(config, "down", "mlp.down_proj", (F, D), ("mlp", "width")),
-        ]
+        return dense
     E, F = experts.count, experts.width
-    gate, up, down = (f"{files.module}.experts.{{}}.{matrix}" for matrix in files.matrices)
     inward, outward = ("experts", "width", "mlp"), ("experts", "mlp", "width")
+    if files.matrices is None:
+        both = ("experts", "both", "width", "mlp")
+        return [
+            *dense,
+            _matrix(group, "router", "router.proj", (D, E), ("width", "experts")),
+            _stacked(group, "router_scale", "router.scale", (D,), ("width",)),
+            _stacked(group, "router_gain", "router.per_expert_scale", (E,), ("experts",)),
+            _experts(group, "expert_gate_up", "gate_up_proj", (E, 2, D, F), both),
+            _experts(group, "expert_down", "down_proj", (E, F, D), outward),
+        ]
+    gate, up, down = (f"{files.module}.experts.{{}}.{matrix}" for matrix in files.matrices)
     return [
-        _matrix(config, "router", f"{files.module}.gate", (D, E), ("width", "experts")),
-        _matrix(config, "expert_gate", gate, (E, D, F), inward),
-        _matrix(config, "expert_up", up, (E, D, F), inward),
-        _matrix(config, "expert_down", down, (E, F, D), outward),
+        _matrix(group, "router", f"{files.module}.gate", (D, E), ("width", "experts")),
+        _matrix(group, "expert_gate", gate, (E, D, F), inward),
+        _matrix(group, "expert_up", up, (E, D, F), inward),
+        _matrix(group, "expert_down", down, (E, F, D), outward),
     ]
 
 
@@ -99,8 +207,16 @@ def _norms(config: DecoderConfig) -> list[tuple[str, str]]:
         ]
     else:
         norms += [("mlp_norm", "post_attention_layernorm")]
+    if config.experts is not None and config.experts.beside:
+        norms += [
+            ("dense_post_norm", "post_feedforward_layernorm_1"),
+            ("experts_norm", "pre_feedforward_layernorm_2"),
+            ("experts_post_norm", "post_feedforward_layernorm_2"),
+        ]
     if config.head_norms:
-        norms += [("q_norm", "self_attn.q_norm"), ("k_norm", "self_attn.k_norm")]
+        norms.append(("q_norm", "self_attn.q_norm"))
+    if config.head_norms and not config.takes_keys:
+        norms.append(("k_norm", "self_attn.k_norm"))
     return norms
 
 
@@ -108,24 +224,38 @@ def _whole(name: str, source: str, shape: tuple[int, ...], axes: tuple[str, ...]
     return TensorEntry(name=name, checkpoint_name=source, shape=shape, transposed=False, axes=axes)
 
 
-def _matrix(
-    config: DecoderConfig,
-    name: str,
-    source: str,
-    shape: tuple[int, ...],
-    axes: tuple[str, ...],
+def _stacked(
+    group: Group, name: str, source: str, shape: tuple[int, ...], axes: tuple[str, ...]
 ) -> TensorEntry:
     return TensorEntry(
-        name=LAYERS + name,
-        checkpoint_name=f"model.layers.{{}}.{source}.weight",
-        shape=(config.layers, *shape),
-        transposed=True,
+        name=f"{LAYERS}{group.name}/{name}" if group.name else LAYERS + name,
+        checkpoint_name=f"model.layers.{{}}.{source}",
+        shape=(len(group.numbers), *shape),
+        transposed=False,
         axes=("layers", *axes),
+        layers=group.numbers,
     )
 
 
+def _matrix(
+    group: Group, name: str, source: str, shape: tuple[int, ...], axes: tuple[str, ...]
+) -> TensorEntry:
+    return dataclasses.replace(
+        _stacked(group, name, f"{source}.weight", shape, axes), transposed=True
+    )
+
+
+def _experts(
+    group: Group, name: str, source: str, shape: tuple[int, ...], axes: tuple[str, ...]
+) -> TensorEntry:
+    """A tensor of all experts of a layer, which is one in the checkpoint too."""
+    entry = _stacked(group, name, f"experts.{source}", shape, axes)
+    return dataclasses.replace(entry, transposed=True)
+
+
 def _bias(matrix: TensorEntry) -> TensorEntry:
-    return TensorEntry(
+    return dataclasses.replace(
+        matrix,
         name=matrix.name + BIAS,
         checkpoint_name=matrix.checkpoint_name.removesuffix("weight") + "bias",
         shape=(matrix.shape[0], matrix.shape[-1]),
@@ -134,12 +264,8 @@ def _bias(matrix: TensorEntry) -> TensorEntry:
     )
 
 
-def _vector(config: DecoderConfig, name: str, source: str) -> TensorEntry:
+def _vector(group: Group, name: str, source: str) -> TensorEntry:
     of_head = name in ("q_norm", "k_norm")
-    return TensorEntry(
-        name=LAYERS + name,
-        checkpoint_name=f"model.layers.{{}}.{source}.weight",
-        shape=(config.layers, config.head_width if of_head else config.width),
-        transposed=False,
-        axes=("layers", "head" if of_head else "width"),
-    )
+    width = group.config.head_width if of_head else group.config.width
+    axes = ("head",) if of_head else ("width",)
+    return _stacked(group, name, f"{source}.weight", (width,), axes)

@@ -90,6 +90,8 @@ def _check_alike(folder: Path, dense: DecoderConfig, config: DecoderConfig) -> N
     assert config.experts is not None
     fields = [field.name for field in dataclasses.fields(config) if field.name not in _OTHER]
     different = [name for name in fields if getattr(dense, name) != getattr(config, name)]
+    if config.experts.beside:
+        different.append("experts beside the MLP, not in its place")
     if dense.mlp_width != config.experts.width:
         different.append("width of the MLP and of an expert")
     if different:

@@ -1,0 +1,206 @@
+"""Layers of a decoder in groups of like ones, and the loop over them (ADR 98).
+
+A group is a decoder's configuration of its own, whose layers are all alike: its tensors are
+stacked, and attention and blocks are told nothing of the others. Layers run in stages, each a
+`lax.scan` over the shortest sequence of groups that the stage repeats.
+
+Shapes: as in `model`; S layers of a group in one repetition, X repetitions.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from diloco.models.decoders.config import DecoderConfig
+from diloco.models.decoders.experts import Load
+
+SLIDES, FED = "slides", "fed"  # what a layer is given beside its tensors
+# Keys and values of a layer, [B, L, G, K] each.
+KeysAndValues = tuple[jax.Array, jax.Array]
+
+
+class Group(NamedTuple):
+    """Layers that are alike.
+
+    Attributes:
+        name: of the tree of its tensors among those of layers; "": they are the whole of it.
+        config: of a decoder that has these layers alone.
+        numbers: of the layers in the whole decoder.
+        keeps: whether layers of another group take keys and values of these.
+    """
+
+    name: str
+    config: DecoderConfig
+    numbers: tuple[int, ...]
+    keeps: bool
+
+
+# (x [B, L, D], the layer's tensors, keys and values that it takes) -> x, those that it keeps, its
+# experts' load.
+Block = Callable[
+    [jax.Array, Mapping[str, Any], KeysAndValues | None],
+    tuple[jax.Array, KeysAndValues | None, Load | None],
+]
+
+
+class Stage(NamedTuple):
+    """Layers that run in one loop.
+
+    Attributes:
+        names: of the groups of its layers, in one repetition.
+        repeats: X.
+    """
+
+    names: tuple[str, ...]
+    repeats: int
+
+
+@functools.cache
+def groups_of(config: DecoderConfig) -> dict[str, Group]:
+    """The groups of a decoder's layers, by their names."""
+    if config.unlike is None:
+        return {"": Group("", config, tuple(range(config.layers)), keeps=False)}
+    names = _names(config)
+    found = {}
+    for name in dict.fromkeys(names):
+        numbers = tuple(number for number, each in enumerate(names) if each == name)
+        own = _own_config(config, name, len(numbers))
+        keeps = config.unlike.shared > 0 and not own.takes_keys
+        found[name] = Group(name, own, numbers, keeps)
+    return found
+
+
+def stages_of(config: DecoderConfig) -> tuple[Stage, ...]:
+    """The stages of a decoder: first layers with keys of their own, then the others."""
+    if config.unlike is None:
+        return (Stage(("",), config.layers),)
+    names = _names(config)
+    first = len(names) - config.unlike.shared
+    return tuple(_stage(part) for part in (names[:first], names[first:]) if part)
+
+
+def _names(config: DecoderConfig) -> tuple[str, ...]:
+    """The name of each layer's group."""
+    assert config.unlike is not None
+    first = config.layers - config.unlike.shared
+    return tuple(
+        ("sliding" if slides else "full") + (_SHARED if number >= first else "")
+        for number, slides in enumerate(config.sliding)
+    )
+
+
+_SHARED = "_shared"
+
+
+def _stage(names: tuple[str, ...]) -> Stage:
+    for length in range(1, len(names) + 1):
+        repeats, rest = divmod(len(names), length)
+        if not rest and names == names[:length] * repeats:
+            break
+    return Stage(names[:length], repeats)
+
+
+def _own_config(config: DecoderConfig, name: str, layers: int) -> DecoderConfig:
+    unlike = config.unlike
+    assert unlike is not None
+    own = dataclasses.replace(config, unlike=None, sliding=(name.startswith("sliding"),) * layers)
+    if not own.sliding[0]:
+        own = dataclasses.replace(
+            own,
+            head_width=unlike.full_head_width,
+            kv_heads=unlike.full_kv_heads,
+            keys_are_values=unlike.full_keys_are_values,
+        )
+    if name.endswith(_SHARED):
+        own = dataclasses.replace(own, takes_keys=True, mlp_width=unlike.shared_mlp_width)
+    return own
+
+
+def scan_layers(
+    config: DecoderConfig,
+    layers: Mapping[str, Any],
+    x_BxLxD: jax.Array,
+    fed_NxBxLxP: jax.Array | None,
+    block_of: Callable[[Group], Block],
+) -> tuple[jax.Array, Load | None]:
+    """The output of all layers, and the load of their experts, [N, E].
+
+    Args:
+        config: of the decoder.
+        layers: tensors, stacked; of each group by its name, where there are several.
+        x_BxLxD: what the first layer is given.
+        fed_NxBxLxP: what each layer is given of each token besides.
+        block_of: one layer of a group.
+    """
+    groups = groups_of(config)
+    blocks = {name: block_of(group) for name, group in groups.items()}
+    kept: dict[str, KeysAndValues] = {
+        name: _none_yet(group.config, x_BxLxD) for name, group in groups.items() if group.keeps
+    }
+    loads = []
+    for stage in stages_of(config):
+        scanned = {
+            name: _folded(groups[name], layers[name] if name else layers, fed_NxBxLxP, stage)
+            for name in set(stage.names)
+        }
+        takes = groups[stage.names[0]].config.takes_keys
+        step = functools.partial(_step, stage, blocks, kept if takes else {})
+        (x_BxLxD, last), load = jax.lax.scan(step, (x_BxLxD, {} if takes else kept), scanned)
+        kept = last or kept
+        loads.append(jax.tree.map(lambda each: each.reshape(-1, each.shape[-1]), load))
+    if loads[0] is None:
+        return x_BxLxD, None
+    return x_BxLxD, jax.tree.map(lambda *each: jnp.concatenate(each), *loads)
+
+
+def _none_yet(config: DecoderConfig, x_BxLxD: jax.Array) -> KeysAndValues:
+    none = jnp.zeros((*x_BxLxD.shape[:2], config.kv_heads, config.head_width), x_BxLxD.dtype)
+    return none, none
+
+
+def _folded(
+    group: Group, layers: Mapping[str, Any], fed_NxBxLxP: jax.Array | None, stage: Stage
+) -> Any:
+    """A group's tensors and what is given beside them, [X, S, ...] each."""
+    given = {**layers, SLIDES: jnp.asarray(group.config.sliding)}
+    if fed_NxBxLxP is not None:
+        given[FED] = fed_NxBxLxP[jnp.asarray(group.numbers)]
+    return jax.tree.map(lambda each: each.reshape(stage.repeats, -1, *each.shape[1:]), given)
+
+
+def _step(
+    stage: Stage,
+    blocks: Mapping[str, Block],
+    taken: Mapping[str, KeysAndValues],
+    carry: tuple[jax.Array, dict[str, KeysAndValues]],
+    scanned: Mapping[str, Any],
+) -> tuple[tuple[jax.Array, dict[str, KeysAndValues]], Load | None]:
+    """One repetition of a stage; the load of its layers is [layers, E]."""
+    x_BxLxD, kept = carry
+    done = dict.fromkeys(stage.names, 0)
+    loads = []
+    for name in stage.names:
+        place = done[name]
+        layer = jax.tree.map(lambda each, place=place: each[place], scanned[name])
+        x_BxLxD, own, load = blocks[name](x_BxLxD, layer, taken.get(name.removesuffix(_SHARED)))
+        kept = kept if own is None else kept | {name: own}
+        loads.append(load)
+        done[name] += 1
+    if loads[0] is None:
+        return (x_BxLxD, kept), None
+    return (x_BxLxD, kept), jax.tree.map(lambda *each: jnp.stack(each), *loads)
+
+
+def attended(config: DecoderConfig, length: int) -> int:
+    """Products of a query's number with a key's, of a token in all layers of rows of `length`."""
+    total = 0
+    for group in groups_of(config).values():
+        own = group.config
+        near = min(length, own.window or length)
+        positions = sum(near if slides else length for slides in own.sliding)
+        total += own.heads * own.head_width * positions
+    return total
