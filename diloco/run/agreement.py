@@ -10,7 +10,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from statistics import fmean, median, stdev
+from statistics import fmean, median
 
 import ml_dtypes
 import numpy as np
@@ -275,13 +275,14 @@ class _Compared:
     """Figures of one learner over several rounds, the newest first."""
 
     def __init__(self) -> None:
-        self.cosines: list[float] = []
+        self._cosines: list[tuple[float, float]] = []
         self.squares: dict[str, list[tuple[float, float]]] = defaultdict(list)
         self.factors: list[tuple[float, str]] = []
         self.to_zero: list[float] = []
 
     def add(self, round_: ComparedRound, cosines: Matrix, row: int) -> None:
-        self.cosines.append(float(np.delete(cosines[row], row).mean()))
+        length = math.sqrt(round_.products[row, row])
+        self._cosines.append((length, float(np.delete(cosines[row], row).mean())))
         for index, (tensor, _) in enumerate(round_.tensors):
             others = np.median(np.delete(round_.squares[:, index], row))
             self.squares[tensor].append((float(round_.squares[row, index]), float(others)))
@@ -290,6 +291,12 @@ class _Compared:
             self.factors.append((float(round_.factor[row]), name))
         if (to_zero := round_.to_zero) is not None:
             self.to_zero.append(float(to_zero[row]))
+
+    @property
+    def cosines(self) -> list[float]:
+        """Those of the updates that have a length; where a schedule ends, some point nowhere."""
+        longest = max(length for length, _ in self._cosines)
+        return [cosine for length, cosine in self._cosines if length > FADED * longest]
 
     def figures(self) -> ShardFigures:
         # Rounds in which the others' norms have faded tell nothing, nor do few rounds.
@@ -308,14 +315,12 @@ class _Compared:
             if tensor not in still and all(own > 0 and others > 0 for own, others in squares)
         }
         factor, tensor = max(self.factors, default=(0.0, ""))
-        # A fault of an hour ago may be repaired.
-        newest = self.cosines[:NEWEST]
         return ShardFigures(
-            fmean(newest), len(self.cosines),
+            # A fault of an hour ago may be repaired.
+            fmean(self.cosines[:NEWEST]), len(self._cosines),
             tuple(still) if len(still) < len(self.squares) else (),
             norms, len(self.factors), factor, tensor,
             median(self.to_zero) if self.to_zero else None,
-            stdev(newest) / len(newest) ** 0.5,
         )  # fmt: skip
 
 

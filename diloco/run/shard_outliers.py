@@ -56,7 +56,7 @@ def explained(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[F
             LOSS_SPIKE,
             evidence=f"cosine to zero {pulls}, to the others' updates {_cosine(one):.2f}",
         )
-    cosines = _cosines(one, others)
+    cosines = Comparison(_cosine(one), [_cosine(other) for other in others])
     if _is_against(cosines) and climbed(one):
         yield one.told(
             f"its loss has climbed to {of_loss(one):.4g}, and its updates point against the "
@@ -80,7 +80,7 @@ def _is_against(cosines: Comparison) -> bool:
 def direction(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
     """The finding on updates that point elsewhere than the others', which agree."""
     assert one.shards is not None
-    cosines = _cosines(one, others)
+    cosines = Comparison(_cosine(one), [_cosine(other) for other in others])
     middle = cosines.middle
     if middle <= 0 or cosines.own >= APART * middle or not cosines.far(COSINE_FLOOR):
         return
@@ -119,12 +119,6 @@ def _is_slow(one: LearnerStatus, others: Sequence[LearnerStatus]) -> bool:
     """Returns whether it is credited less than half of the tokens a second that the others are."""
     own, *theirs = (each.trend[-1].tokens_per_s if each.trend else 0.0 for each in (one, *others))
     return 0 < 2 * own < median(theirs)
-
-
-def _cosines(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Comparison:
-    """Returns its cosine to the others' updates in its rounds, beside those of the others."""
-    error = one.shards.error if one.shards is not None else 0.0
-    return Comparison(_cosine(one), [_cosine(other) for other in others], error)
 
 
 def _cosine(one: LearnerStatus) -> float:

@@ -72,7 +72,7 @@ class ShardFigures(NamedTuple):
     """A learner's newest updates compared with the others', by their shards.
 
     Attributes:
-        cosine: mean cosine to the others' updates in their rounds; `error` is its standard error.
+        cosine: mean cosine to the others' updates in their rounds.
         still: tensors in which they are close to zero, and the others' are not.
         norms: their norms in each other tensor, relative to the median of the others': logarithm
             of the ratio that three of four rounds reach.
@@ -90,7 +90,6 @@ class ShardFigures(NamedTuple):
     factor: float = 0.0
     tensor: str = ""
     to_zero: float | None = None
-    error: float = 0.0
 
 
 class MergedPoint(NamedTuple):

@@ -226,8 +226,9 @@ def test_longer_updates_have_no_lone_elements_for_that():
 def test_a_part_is_as_long_as_three_of_four_rounds_say(factors, told):
     """At a schedule's end, single rounds of honest learners are many times as long."""
     found = _Compared()
-    found.cosines = [0.5] * 4
+    found._cosines = [(0.0, 0.0), *[(1.0, 0.5)] * 4]
     found.squares = {"w": [(factor**2, 1.0) for factor in factors], "few": [(81.0, 1.0)] * 3}
+    assert found.figures()[:2] == (0.5, 5)  # What is zero points nowhere.
     assert found.figures().norms == {"w": pytest.approx(math.log(told[0]))}
 
 
