@@ -96,7 +96,7 @@ class ProgramCost(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FragmentFigures:
-    """The parameters of one fragment, and each device's cost of a send and an adoption."""
+    """One fragment: its number of parameters; bytes of a device for sending and for adopting it."""
 
     index: int
     elements: int
@@ -233,7 +233,7 @@ def _memory(
 
 
 class FragmentShapes:
-    """A fragment without values: its operations, and the shapes of their arguments.
+    """The compiled operations of a fragment, and the shapes of their arguments.
 
     Attributes:
         leaves: tensors that the fragment has parts of; `view`, `update` and `delta` are its own.
@@ -272,7 +272,7 @@ class FragmentShapes:
         return tuple(map(Encoded, scales, codes))
 
     def measure(self) -> tuple[ProgramCost, ProgramCost]:
-        """Returns the cost of a send, and of an adoption that also settles an update."""
+        """Returns the bytes of a send, and of an adoption that also resolves an update of its own."""
         send, adopt = _sending(self.kernels, self.blends), _adoption(self.kernels, self.sync)
         brought = (self.view, self.delta, self.update) + ((self.view,) if self.blends else ())
         rows = self.rows_bytes()

@@ -138,7 +138,7 @@ def effective_quorum(quorum: QuorumSection, live: int) -> int:
 
 
 def robust_quorum(live: int, version: int) -> int:
-    """Returns two thirds of the live learners; at least three before the first version."""
+    """Returns the quorum of centered clipping: two thirds of `live`, three before version 1."""
     # Else fast learners would be alone in rounds, where liars could be the majority. The first
     # round has no earlier norms to judge by, and the first learner to join may lie.
     return max(math.ceil(2 * live / 3), 1 if version else 3)

@@ -90,7 +90,7 @@ class Spooled(Lazy[T]):
         self._recent_bytes = 0
 
     def add(self, seq: int, place: int, item: T | None = None) -> None:
-        """Appends the item that begins at offset `place`; a given `item` stays in memory."""
+        """Appends the item at byte `place` of the spool; keeps a given `item` in memory too."""
         if item is not None:
             self._held[len(self.seqs)] = item
         self.seqs.append(seq)

@@ -73,10 +73,11 @@ class HostLink:
         self._loop.call_soon_threadsafe(self._writer.write, frame(message))
 
     def receive(self, kind: type[M]) -> M:
-        """Waits for host 0's next message that is not in `requests`; it must be of `kind`.
+        """Waits for host 0's next message, apart from those that `requests` has, and returns it.
 
         Raises:
             HostLostError: host 0 is gone.
+            WireError: the message is not of `kind`.
         """
         message = self._inbox.get()
         if isinstance(message, BaseException):

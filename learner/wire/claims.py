@@ -138,7 +138,7 @@ class Claims(GrantedShares):
         return found
 
     async def end(self, position: int) -> None:
-        """Ends this learner's claims at `position`, if it ever claimed a share."""
+        """Frees this learner's shares of the data from batch `position` on, if it has any."""
         if self._sizes is not None:
             await self._say(self._sizes, "end", position)
 

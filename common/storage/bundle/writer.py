@@ -13,11 +13,11 @@ PIECE_BYTES = 1 << 20
 
 
 class BundleWriter:
-    """Writes a bundle; if its `with` block ends by an error, no file is left.
+    """Writes a bundle, a run in one file; if its `with` block ends by an error, no file is left.
 
     Args:
         path: the file to write.
-        header: "run", "made_s", and "objects": whether the bundle has any objects.
+        header: "run"; "made_s": seconds since the epoch; "objects": whether it has any objects.
 
     Raises:
         ConfigError: the file exists already, or cannot be written.

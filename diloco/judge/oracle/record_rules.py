@@ -26,7 +26,7 @@ STANDS = (
 
 
 def contents(record: wire.Record) -> Contents:
-    """Returns the digests and the global step of the version after a record."""
+    """Returns the digests and the global step of a fragment's version as the record leaves it."""
     return record.view_digest, record.outer_digest, record.global_step
 
 
@@ -79,7 +79,7 @@ def answers(
     announced: Callable[[int], tuple[wire.Manifest, float] | None],
     whole_from: int,
 ) -> Iterator[RuleBreach]:
-    """Compares a record's statements on updates with their manifests.
+    """Compares what a record says of the updates it answers with their manifests.
 
     Args:
         record: not the first of its fragment.
