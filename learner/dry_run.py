@@ -272,7 +272,7 @@ class FragmentShapes:
         return tuple(map(Encoded, scales, codes))
 
     def measure(self) -> tuple[ProgramCost, ProgramCost]:
-        """Returns the bytes of a send, and of an adoption that also resolves an update of its own."""
+        """Returns the bytes of a send, and of an adoption that also resolves an update."""
         send, adopt = _sending(self.kernels, self.blends), _adoption(self.kernels, self.sync)
         brought = (self.view, self.delta, self.update) + ((self.view,) if self.blends else ())
         rows = self.rows_bytes()
