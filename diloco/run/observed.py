@@ -7,16 +7,14 @@ What records say is a fact. What heartbeats say is a learner's word of itself, a
 """
 
 import contextlib
-import math
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import NamedTuple
 
 from diloco.common.process.config import RunSettings
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import WireError
-from diloco.common.protocol.wire import LEARNER_STATES
 from diloco.common.storage.bus import Filled
 from diloco.common.storage.tape import (
     Entry,
@@ -26,22 +24,19 @@ from diloco.common.storage.tape import (
     Recorded,
     changed_settings,
 )
-from diloco.run.contradictions import step_times
 from diloco.run.learner_history import (
     LastHeartbeat,
     LearnerHistory,
     Reading,
     answers,
-    throughput,
-    told_delays,
     usual_norm,
     waits_of,
 )
+from diloco.run.learner_status import Moment, learner_status, over_all, trained_per_s
 from diloco.run.state import (
     HOUR_S,
     RECENT,
     Change,
-    Delays,
     Finding,
     FragmentStatus,
     LearnerStatus,
@@ -292,8 +287,8 @@ class Observed:
             wait=delays_of(wait for one in self._recent for wait in one.waits),
             usual_wait_s=self._usual_wait(0),
             usual_wait_steps=self._usual_wait(1),
-            delay=_over_all([one.delay for one in learners]),
-            adoption=_over_all([one.adoption for one in learners]),
+            delay=over_all([one.delay for one in learners]),
+            adoption=over_all([one.adoption for one in learners]),
             round_size=merged / max(1, len(self._recent)),
             stall_fraction=share(
                 sum(one.stall_s for one in spent), sum(one.run_s for one in spent)
@@ -372,6 +367,14 @@ class Observed:
             for member in recorded.record.policy.members:
                 members[member.learner].append(member)
         unborn: dict[str, int] = {}
+        moment = Moment(
+            now_s=now_s,
+            until_s=self.extent.last_s if self.ended else now_s,
+            whole_s=self.extent.whole_s,
+            stop_seq=self._stopped[0] if self._stopped is not None else 0,
+            liveness_timeout_s=self.settings.quorum.liveness_timeout_s,
+            fragments=len(self.records),
+        )
         found = []
         for name in sorted(self.known.keys() | members.keys() | quarantined):
             known = self.known.get(name, LearnerHistory())
@@ -382,7 +385,7 @@ class Observed:
             if newest or name not in unborn:
                 out = known.word.active if known.word is not None else name in quarantined
                 read = Reading(known, last, newest, members[name], out)
-                found.append(self._learner(name, read, now_s))
+                found.append(learner_status(name, read, moment, self.shards.get(name)))
         return tuple(found), unborn
 
     def _is_unborn(self, life: int, newest: int) -> bool:
@@ -395,105 +398,3 @@ class Observed:
         if not self.copied and 0 < self.last_seq < life:
             return True
         return self.from_start and newest < life <= self.extent.last_seq
-
-    def _learner(self, name: str, read: "Reading", now_s: float) -> LearnerStatus:
-        known, recent = read.known, [*read.known.recent]
-        until_s = self.extent.last_s if self.ended else now_s
-        beat, heard_s = read.beat(now_s)
-        merged = [one for one in recent if not one.reason]
-        left = read.left
-        stop_seq = self._stopped[0] if self._stopped is not None else 0
-        silent = heard_s is None or heard_s > self.settings.quorum.liveness_timeout_s
-        failed = beat is not None and beat.state == "failed"
-        own = beat.state if beat is not None and (failed or not silent) else "silent"
-        own = own if own in (*LEARNER_STATES, "silent") else "unknown"
-        current = [one for one in read.members if one.incarnation == read.newest]
-        sent_at_s = max(known.sent_at_s, self.extent.whole_s)
-        return LearnerStatus(
-            name=name,
-            state="quarantined" if read.quarantined else "left" if left else own,
-            why=known.word.reason if known.word is not None and known.word.active else "",
-            host=known.host,
-            incarnation=read.newest,
-            lives=known.lives,
-            sudden_ends=sum(at_s >= until_s - HOUR_S for at_s in known.sudden_s),
-            left=left,
-            finished=bool(stop_seq) and (not left or known.left_seq > stop_seq),
-            failed=failed,
-            silent=silent,
-            live=any(one.live or one.final for one in current) if current else None,
-            superseded=read.superseded,
-            heard_s=heard_s,
-            trouble=beat.trouble if beat else "",
-            local_step=beat.local_step if beat else 0,
-            loss=beat.loss if beat else None,
-            metrics=beat.metrics if beat else {},
-            tokens_per_s=beat.tokens_per_s if beat and not (silent or left or failed) else 0.0,
-            step_time_s=beat.step_time_s if beat else 0.0,
-            stall_fraction=share(beat.stall_s, beat.run_s) if beat else 0.0,
-            data_fraction=share(beat.data_s, beat.run_s) if beat else 0.0,
-            updates_sent=beat.updates_sent if beat else 0,
-            bytes_up=beat.bytes_up if beat else 0,
-            bytes_down=beat.bytes_down if beat else 0,
-            merged=known.merged,
-            rejected=known.rejected,
-            tokens=known.tokens // max(1, len(self.records)),
-            reasons=dict(known.reasons),
-            less=dict(known.less),
-            offences=max((one.offences for one in read.members), default=0),
-            staleness=fmean(one.staleness for one in merged) if merged else None,
-            wait=delays_of(one.wait for one in merged),
-            delay=told_delays(beat),
-            adoption=told_adoption([beat] if beat else []),
-            merged_loss=median(one.loss for one in merged) if merged else None,
-            norm=median(one.norm for one in merged) if merged else None,
-            recent=tuple(recent),
-            beside=tuple(known.beside),
-            trend=tuple(known.trend.points),
-            shards=self.shards.get(name),
-            release=known.release,
-            errors=tuple(known.errors),
-            twins=tuple(known.twins_s),
-            views=tuple(known.views),
-            upload_s=median(known.uploads_s) if known.uploads_s else None,
-            ahead_s=read.ahead_s,
-            throughput=throughput(known.newest, known.trend.points, known.merged),
-            invalid=tuple(known.invalid),
-            invalids=known.invalids,
-            step_s=step_times(known.told_s, known.took_s),
-            sent_s=until_s - sent_at_s if sent_at_s else None,
-            missed=min((one.missed for one in current), default=0),
-        )
-
-
-def trained_per_s(learners: Sequence[LearnerStatus]) -> float:
-    """Tokens a second of all learners: as each reports, up to what it is credited.
-
-    Of whom too little was merged it counts up to what is credited to the fastest.
-    """
-    credited = [one.throughput.tokens_per_s for one in learners if one.throughput is not None]
-    most = max(credited, default=math.inf)
-    return sum(
-        min(one.tokens_per_s, one.throughput.tokens_per_s if one.throughput else most)
-        for one in learners
-    )
-
-
-def told_adoption(beats: Iterable[wire.Heartbeat]) -> Delays | None:
-    """The time from making versions to adopting them, as heartbeats state it, if any does."""
-    return _over_all(
-        Delays(
-            beat.adoption_s, beat.worst_adoption_s, beat.adoption_steps, beat.worst_adoption_steps
-        )
-        for beat in beats
-        if beat.worst_adoption_s
-    )
-
-
-def _over_all(each: Iterable[Delays | None]) -> Delays | None:
-    """The means' mean and the worst of all."""
-    found = [one for one in each if one is not None]
-    if not found:
-        return None
-    means_s, worst_s, means, worst = zip(*found, strict=True)
-    return Delays(fmean(means_s), max(worst_s), fmean(means), max(worst))

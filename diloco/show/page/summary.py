@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 import numpy as np
 
 from diloco.run.cli.units import age, human_bytes, human_count, human_time
-from diloco.run.observed import told_adoption
+from diloco.run.learner_status import told_adoption
 from diloco.run.state import LearnerStatus
 from diloco.run.timeseries import TimeSeries
 from diloco.show.page.lanes import Lane
