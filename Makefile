@@ -20,6 +20,7 @@ PIECE ?= 9
 PEER ?=
 TORCH ?=
 SHORT ?=
+ORACLE ?=
 HEADLINE ?= runs/headline
 LINK ?= tests/tools/slow_link.py
 KIND ?= cpu
@@ -114,15 +115,19 @@ test-stores: install ## test s3:// and az:// against moto and Azurite, in .venv-
 	@DILOCO_TEST_SERVERS=$(CURDIR)/.venv-stores $(RUN) pytest tests/conformance/test_store.py \
 		tests/integration/test_store_buckets.py $(ARGS)
 
-# The oracle is transformers, in an environment that has nothing of the project.
-test-models: install ## hold models against transformers, in .venv-models; TORCH="torch==..." as test-extras
-	@test -d .venv-models || $(PYTHON) -m venv .venv-models
+# The oracle is transformers, in an environment that has nothing of the project; ORACLE=... is the
+# Python of one that is there.
+test-models: install $(if $(ORACLE),,.venv-models/installed) ## hold models against transformers; TORCH="torch==..." and SHORT=1 as test-extras
+	@DILOCO_TEST_ORACLE=$(abspath $(or $(ORACLE),.venv-models/bin/python)) $(RUN) pytest -rs \
+		$(if $(SHORT),tests/models -k six_families,tests/models tests/integration/test_continue.py) $(ARGS)
+
+.venv-models/installed: locks/oracle.lock locks/torch.lock
+	@$(PYTHON) -m venv .venv-models
 	@.venv-models/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
 		-r locks/oracle.lock
 	@.venv-models/bin/python -m pip install --quiet --disable-pip-version-check \
 		$(if $(TORCH),"$(TORCH)",--no-deps --require-hashes -r locks/torch.lock)
-	@DILOCO_TEST_ORACLE=$(CURDIR)/.venv-models/bin/python $(RUN) pytest -rs tests/models \
-		tests/integration/test_continue.py $(ARGS)
+	@touch $@
 
 # libtpu compiles without a chip; apart, since JAX looks for one wherever it is installed.
 tpu: install ## compile a learner's programs for TPUs that are not here, in .venv-tpu; ARGS="--preset 125m"

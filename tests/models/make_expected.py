@@ -1,8 +1,9 @@
 """What transformers computes of tiny checkpoints; the default suite compares with `expected.npz`.
 
     python tests/models/make_expected.py expected OUT.npz [CASE ...]  # samples of every case
-    python tests/models/make_expected.py checkpoints FOLDER   # a checkpoint of every case, and all
+    python tests/models/make_expected.py checkpoints FOLDER [CASE ...]  # of every case, and all
     python tests/models/make_expected.py logits FOLDER OUT.npz [ADAPTER]  # of a folder of ours
+    python tests/models/make_expected.py exported FOLDER ...  # of each; FOLDER/logits.npz
     python tests/models/make_expected.py generate FOLDER      # greedily; FOLDER/generated.npz
 
 It runs in an environment that has torch and transformers, and nothing of the project.
@@ -39,9 +40,9 @@ def expected(out: str, *cases: str) -> None:
     np.savez_compressed(out, **found)
 
 
-def checkpoints(folder: str) -> None:
+def checkpoints(folder: str, *cases: str) -> None:
     for case, document in (CASES | drawn()).items():
-        if case in REFUSED:
+        if case in REFUSED or (cases and case not in cases):
             continue
         place = Path(folder) / case
         model = made(case, document, place)
@@ -62,6 +63,11 @@ def logits(folder: str, out: str, adapter: str | None = None) -> None:
     seen = torch.from_numpy(tokens("any", model.config.vocab_size)).long()
     with torch.no_grad():
         np.savez(out, logits=model(seen).logits.numpy())
+
+
+def exported(*folders: str) -> None:
+    for folder in folders:
+        logits(folder, str(Path(folder) / "logits.npz"))
 
 
 def generate(folder: str) -> None:
@@ -114,5 +120,5 @@ def _single(values: torch.Tensor) -> np.ndarray:
 
 
 if __name__ == "__main__":
-    known = {one.__name__: one for one in (expected, checkpoints, logits, generate)}
+    known = {one.__name__: one for one in (expected, checkpoints, logits, exported, generate)}
     known[sys.argv[1]](*sys.argv[2:])

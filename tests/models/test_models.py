@@ -1,5 +1,6 @@
 """Models beside transformers itself: `make test-models`, which names the oracle's Python."""
 
+import functools
 import json
 import os
 import shlex
@@ -16,9 +17,10 @@ import pytest
 from diloco.common.protocol.errors import ConfigError
 from diloco.learner.task import Variables
 from diloco.learner.tensors import tree
+from diloco.learner.tensors.inner_step import make_inner_step
 from diloco.models.decoders import checkpoint, model
 from diloco.models.decoders.config import parse_config
-from diloco.models.decoders.lora import LoraOptions, read_lora, with_adapters
+from diloco.models.decoders.lora import EXPERTS, LoraOptions, read_lora, with_adapters
 from diloco.run.model.load import load
 from tests.models import tiny
 from tests.models.cases import CASES
@@ -45,10 +47,41 @@ def diloco(*words):
 
 
 @pytest.fixture(scope="session")
-def made(tmp_path_factory):
+def made(request, tmp_path_factory):
+    """Checkpoints of the cases that are asked for."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    asked("checkpoints", folder)
+    given = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    cases = {params["case"] for params in given if "case" in params} - set(REFUSED)
+    asked("checkpoints", folder, "llama-3.1", *sorted(cases))
     return folder
+
+
+# One of each family that differs in kind: the short form.
+SIX = ("llama-3.1", "qwen3", "gemma2", "gemma3", "qwen3-moe", "mixtral")
+
+
+def test_six_families_are_read_take_a_step_and_come_back(tmp_path):
+    """Logits are transformers' as they begin, and those of the step's parameters as exported."""
+    asked("checkpoints", tmp_path, *SIX)
+    found = {}
+    for case in SIX:
+        config, params = loaded(tmp_path / case)
+        seen, compute = tokens(case, config.vocab), model.Compute(dtype="float32")
+        logits = jax.jit(functools.partial(model.logits_of, config, compute=compute))
+        wanted = np.load(tmp_path / case / "expected.npz")["logits"]
+        assert apart(logits(params, seen), wanted) <= 2 * TOLERANCE, case
+
+        task = tiny.task_of(tmp_path, tmp_path / case)
+        batch, state = next(task.batches("a", 0)), task.optimizer.init(params)
+        step = make_inner_step(task)
+        params, *_ = step(params, state, batch, np.int32(9), np.uint32(0))
+        task.files.write(tmp_path / "out" / case, tree.by_name(params), "float32")
+        found[case] = logits(params, tokens("any", config.vocab))
+        assert apart(logits(params, seen), wanted) > 1e-3  # it was moved
+    asked("exported", *(tmp_path / "out" / case for case in SIX))
+    for case in SIX:
+        there = np.load(tmp_path / "out" / case / "logits.npz")["logits"]
+        assert apart(found[case], there) <= 2 * TOLERANCE, case
 
 
 def loaded(folder):
@@ -166,6 +199,9 @@ def test_what_a_run_exports_is_its_model_in_transformers(made, case, tmp_path):
     for name, leaf in tree.named_leaves(first):
         if name.endswith("/scale"):  # a buffer is not
             np.testing.assert_array_equal(leaf, told[name])
+    asked("generate", tmp_path / "out")
+    told = np.load(tmp_path / "out" / "generated.npz")["tokens"]
+    np.testing.assert_array_equal(told, greedy(tmp_path / "out"))
 
 
 def greedy(folder):
@@ -202,14 +238,24 @@ def test_transformers_generates_with_each_version_that_a_follower_brings(made, t
 
 
 DENSE, ATTENTION = ("q", "o", "up", "down"), ("q", "o")
+GATE_UP, OUT = "expert_gate_up", "expert_down"
 
 
 @pytest.mark.parametrize(
-    ("case", "names"), [("llama-3.1", DENSE), ("gemma3-4b", DENSE), ("mixtral", ATTENTION)]
+    ("case", "names"),
+    [
+        ("llama-3.1", DENSE),
+        ("gemma3-4b", DENSE),
+        ("mixtral", ATTENTION),
+        ("mixtral", ("v", GATE_UP, OUT)),
+        ("qwen3-moe", (GATE_UP,)),
+    ],
 )
 def test_an_exported_adapter_is_the_runs_model_in_peft(made, case, names, tmp_path):
     """Beside its base in peft, and merged in transformers alone: the run's global view."""
-    lora = {"rank": 4, "alpha": 6, "targets": [f"{name}_proj" for name in names]}
+    theirs = {name: module for module, name in EXPERTS.items()}
+    targets = [theirs.get(name, f"{name}_proj") for name in names]
+    lora = {"rank": 4, "alpha": 6, "targets": targets}
     more = [f"task.options.lora.{name}={json.dumps(value)}" for name, value in lora.items()]
     train(made / case, tmp_path, *more)
     base, run = made / case, tmp_path / "run"

@@ -3,10 +3,13 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
+from diloco.learner.contract import load_task
+from diloco.learner.task import Task
 from diloco.learner.tensors.tree import named_leaves
 from diloco.models.decoders import checkpoint, model
 from diloco.models.decoders.config import DecoderConfig, parse_config, read_config
@@ -31,6 +34,19 @@ def write_tiny(folder: Path, files: Sequence[str], tokens: int) -> dict[str, str
     for name in files:
         np.save(folder / "data" / f"{name}.npy", rng.integers(96, size=tokens).astype(np.uint16))
     return {"model": str(folder / "model"), "data": str(folder / "data")}
+
+
+def task_of(folder: Path, model: Path, **options: Any) -> Task:
+    """The task of a checkpoint, on random tokens in `folder`."""
+    data = folder / "data"
+    if not data.exists():
+        data.mkdir()
+        rng = np.random.default_rng(0)
+        for side in ("train", "held_out"):
+            np.save(data / f"{side}.npy", rng.integers(96, size=4_000).astype(np.uint16))
+    given = {"model": str(model), "data": str(data), "length": 32, "batch": 2}
+    options = given | {"learning_rate": 1e-2} | options
+    return load_task("diloco.models.decoders:build", steps=20, seed=0, options=options)
 
 
 def parameter_count(config: DecoderConfig) -> int:

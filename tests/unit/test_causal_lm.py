@@ -242,6 +242,15 @@ def test_tensors_of_another_model_are_refused(tmp_path, change, word):
     assert word in refused(lambda: checkpoint.read_checkpoint(folder, config))
 
 
+def test_a_tensor_of_two_files_is_refused(tmp_path):
+    folder, config = written(tmp_path, file_bytes=20_000)
+    one, other = sorted(folder.glob("*.safetensors"))[:2]
+    name = next(iter(load_file(one)))
+    save_file(load_file(other) | {name: load_file(one)[name]}, other)
+    message = refused(lambda: checkpoint.read_checkpoint(folder, config))
+    assert f"{name!r} is there twice" in message
+
+
 def test_nothing_half_written_is_left(tmp_path):
     config = parse_config(CASES["llama-3"], source="")
     arrays = arrays_of("llama-3", config)

@@ -17,7 +17,7 @@ from diloco.models.decoders import checkpoint, model
 from diloco.models.decoders.config import parse_config
 from diloco.models.decoders.lora import LoraOptions, init_adapters, read_lora, with_adapters
 from tests.models import tiny
-from tests.models.cases import CASES, GEMMA3, LLAMA
+from tests.models.cases import CASES, GEMMA3, LLAMA, QWEN3_MOE
 
 BUILD = "diloco.models.decoders:build"
 LORA = {"rank": 4, "alpha": 6.0}
@@ -25,8 +25,12 @@ LORA = {"rank": 4, "alpha": 6.0}
 
 @pytest.fixture
 def folders(tmp_path):
+    return written(tmp_path, LLAMA)
+
+
+def written(tmp_path, document):
     """A tiny model's folder with tensors, and one of tokens."""
-    config = parse_config(LLAMA, source="")
+    config = parse_config(document, source="")
     params = jax.jit(lambda key: model.init_params(config, key))(jax.random.key(3))
     arrays = {name: np.asarray(leaf) for name, leaf in named_leaves(params)}
     checkpoint.write_checkpoint(tmp_path / "model", config, arrays, file_bytes=20_000)
@@ -189,6 +193,35 @@ def test_what_is_merged_is_a_checkpoint(folders):
     params = tree.from_names(variables.frozen, {n: np.asarray(leaf) for n, leaf in rows.items()})
     found, wanted = plain_logits(config, params, TOKENS), logits_of(config, variables, TOKENS)
     assert np.abs(found - wanted).max() < 1e-5 * np.abs(wanted).max()
+
+
+def test_adapters_of_experts_travel_and_are_merged(tmp_path):
+    """Gate and up are one matrix of each expert, as in peft."""
+    folders = written(tmp_path, QWEN3_MOE | {"num_hidden_layers": 1})
+    given = LORA | {"targets": ["q_proj", "experts.gate_up_proj", "experts.down_proj"]}
+    task = loaded(folders, given)
+    variables = variables_of(task)
+    assert variables.trained["layers"]["expert_gate_up"]["b"].shape == (1, 6, 4, 48)
+    assert tuple(task.partition("layers/expert_down/a", ())) == (None, None, "tensor")
+    task.files.write(folders / "out", leaves_of(variables), "float32")
+    for name, leaf in task.files.read(folders / "out").items():
+        np.testing.assert_array_equal(leaf, leaves_of(variables)[name])
+    document = json.loads((folders / "out" / "adapter_config.json").read_text())
+    assert document["target_modules"] == ["q_proj"]
+    assert document["target_parameters"] == [f"mlp.{name}" for name in given["targets"][1:]]
+
+    task.files.write_merged(folders / "merged", leaves_of(variables), "float32")
+    config, rows = tiny.open_folder(folders / "merged")
+    params = tree.from_names(variables.frozen, {n: np.asarray(leaf) for n, leaf in rows.items()})
+    found, wanted = (
+        plain_logits(config, params, TOKENS),
+        logits_of(config, variables, TOKENS, given),
+    )
+    assert np.abs(found - wanted).max() < 1e-5 * np.abs(wanted).max()
+    base = plain_logits(config, variables.frozen, TOKENS)
+    assert np.abs(wanted - base).max() > 0.01 * np.abs(base).max()
+    with pytest.raises(TaskError, match="down_proj have none"):
+        loaded(folders, {"rank": 4, "dropout": 0.1, "targets": ["experts.down_proj"]})
 
 
 def test_dropout_follows_from_the_key(folders):

@@ -23,6 +23,11 @@ from diloco.learner.tensors.mesh import parts_along
 from diloco.models.decoders.attention import ROWS
 from diloco.models.decoders.config import Experts
 
+# What stands beside a layer's tensors: halves of adapters by the tensors that they adapt, as `lora`
+# names them. Gate and up of an expert are one there.
+ADAPTERS, GATE_UP, OUT = "adapters", "expert_gate_up", "expert_down"
+DOWN, UP = "a", "b"  # the two halves, as leaves are named; lora_A and lora_B elsewhere
+
 Activation = Callable[[jax.Array], jax.Array]
 
 
@@ -69,7 +74,7 @@ def mixed(
         routed_BxLxD: tokens as the router is given them; None: as experts are.
     """
     routed_BxLxD = x_BxLxD if routed_BxLxD is None else routed_BxLxD
-    matrices = [matrix.astype(x_BxLxD.dtype) for matrix in _matrices(layer)]
+    matrices = [layer["router"].astype(x_BxLxD.dtype), *_adapted(layer, x_BxLxD.dtype)]
     gain_E = layer.get("router_gain", jnp.ones(experts.count))
     given = (x_BxLxD, routed_BxLxD, gain_E, *matrices)
     mesh = jax.sharding.get_abstract_mesh()
@@ -95,14 +100,28 @@ def mixed(
 
 
 def _matrices(layer: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
-    """Router, and gate, up and down of experts."""
-    if "expert_gate_up" not in layer:
-        return tuple(layer[name] for name in ("router", *(f"expert_{one}" for one in _EACH)))
-    both_Ex2xDxF = layer["expert_gate_up"]
-    return layer["router"], both_Ex2xDxF[:, 0], both_Ex2xDxF[:, 1], layer["expert_down"]
+    """Gate, up and down of experts."""
+    if GATE_UP not in layer:
+        return tuple(layer[name] for name in ("expert_gate", "expert_up", OUT))
+    both_Ex2xDxF = layer[GATE_UP]
+    return both_Ex2xDxF[:, 0], both_Ex2xDxF[:, 1], layer[OUT]
 
 
-_EACH = ("gate", "up", "down")
+def _adapted(layer: Mapping[str, Any], dtype: Any) -> list[jax.Array]:
+    """Gate, up and down of experts, to which the products of adapters' halves are added."""
+    found = [matrix.astype(dtype) for matrix in _matrices(layer)]
+    halves = layer.get(ADAPTERS, {})
+
+    def product(name: str) -> jax.Array:
+        added: jax.Array = halves[name][DOWN].astype(dtype) @ halves[name][UP].astype(dtype)
+        return added
+
+    if GATE_UP in halves:
+        gate_ExDxF, up_ExDxF = jnp.split(product(GATE_UP), 2, axis=-1)
+        found = [found[0] + gate_ExDxF, found[1] + up_ExDxF, found[2]]
+    if OUT in halves:
+        found[2] += product(OUT)
+    return found
 
 
 def _mixed(

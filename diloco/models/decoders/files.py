@@ -19,15 +19,16 @@ from diloco.learner.task import Params
 from diloco.models.decoders import checkpoint
 from diloco.models.decoders.checkpoint import DTYPES, Rows, carry, staged
 from diloco.models.decoders.config import CONFIG, DecoderConfig, read_config
+from diloco.models.decoders.experts import DOWN, GATE_UP, OUT, UP
 from diloco.models.decoders.lora import (
-    DOWN,
+    EXPERTS,
     FROZEN,
     TRAINED,
-    UP,
     AdaptedMatrix,
     Lora,
+    adapted_of,
     base_dtypes,
-    module_name,
+    matrices_of,
 )
 from diloco.models.decoders.tensors import LAYERS, TensorEntry, table
 from diloco.models.decoders.upcycling import read_upcycled
@@ -119,7 +120,7 @@ class Adapters:
         wanted = {
             leaf: (name, layer)
             for name, entry, half in self._halves()
-            for layer, leaf in enumerate(_adapter_names(entry, half))
+            for layer, leaf in enumerate(self._names(entry, half))
         }
         try:
             with safe_open(path, framework="numpy") as opened:
@@ -137,8 +138,11 @@ class Adapters:
             ) from error
         leaves: dict[str, list[np.ndarray]] = {}
         for leaf, (name, _) in wanted.items():
-            leaves.setdefault(name, []).append(found[leaf].T.astype(np.float32))
-        return {name: np.stack(layers) for name, layers in leaves.items()}
+            leaves.setdefault(name, []).append(found[leaf].astype(np.float32))
+        return {
+            name: np.stack([_from_peft(entry, half, values) for values in leaves[name]])
+            for name, entry, half in self._halves()
+        }
 
     def write(self, folder: Path, leaves: Mapping[str, Any], dtype: str) -> None:
         """As `task.Files.write`: an adapter beside its base.
@@ -154,8 +158,8 @@ class Adapters:
             )
         tensors = {}
         for name, entry, half in self._halves():
-            for layer, leaf in enumerate(_adapter_names(entry, half)):
-                values = np.asarray(leaves[name][layer]).T
+            for layer, leaf in enumerate(self._names(entry, half)):
+                values = _to_peft(entry, np.asarray(leaves[name][layer]), half)
                 tensors[leaf] = np.ascontiguousarray(values.astype(DTYPES[dtype]))
         with staged(folder) as partial:
             save_file(tensors, partial / ADAPTER, metadata={"format": "pt"})
@@ -176,34 +180,53 @@ class Adapters:
         whole = {name: leaves[FROZEN + name] for name in table(self.config)}
         for target in self.lora.targets:
             down, up = (leaves[f"{TRAINED}{LAYERS}{target}/{half}"] for half in (DOWN, UP))
-            whole[LAYERS + target] = AdaptedMatrix(
-                whole[LAYERS + target], down, up, self.lora.scale
-            )
+            parts = {target: up}
+            if target == GATE_UP:
+                parts = dict(zip(("expert_gate", "expert_up"), np.split(up, 2, -1), strict=True))
+            for name, part in parts.items():
+                base = whole[LAYERS + name]
+                whole[LAYERS + name] = AdaptedMatrix(base, down, part, self.lora.scale)
         checkpoint.write_checkpoint(folder, self.config, whole, dtype=dtype, beside=self.source)
 
     def _halves(self) -> list[tuple[str, TensorEntry, str]]:
         """(name here, the matrix that it adapts, which half) of all leaves."""
-        entries = table(self.config)
+        entries = adapted_of(self.config)
         return [
             (f"{TRAINED}{LAYERS}{target}/{half}", entries[LAYERS + target], half)
             for target in self.lora.targets
             for half in (DOWN, UP)
         ]
 
+    def _names(self, entry: TensorEntry, half: str) -> list[str]:
+        """The names of one half in all layers, as `peft` has them."""
+        name = entry.checkpoint_name.removesuffix(".weight")
+        if _of_experts(entry):
+            # The adapter of a module's second parameter is around that of its first.
+            inner = entry.name == LAYERS + GATE_UP and OUT in self.lora.targets
+            name = name.rpartition(".")[0] + (".base_layer" if inner else "")
+        layers = range(entry.shape[0])
+        return [f"base_model.model.{name.format(n)}.{_PEFT_NAMES[half]}.weight" for n in layers]
+
     def _document(self) -> dict[str, Any]:
-        entries = table(self.config)
-        return {
+        named = {
+            entry.name.removeprefix(LAYERS): m for m, entry in matrices_of(self.config).items()
+        }
+        known = {name: f"mlp.{parameter}" for parameter, name in EXPERTS.items()}
+        document = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "base_model_name_or_path": self.name,
             "r": self.lora.rank,
             "lora_alpha": self.lora.alpha,
             "lora_dropout": self.lora.dropout,
-            "target_modules": [module_name(entries[LAYERS + name]) for name in self.lora.targets],
+            "target_modules": [named[name] for name in self.lora.targets if name in named],
             "bias": "none",
             "fan_in_fan_out": False,
             "inference_mode": True,
         }
+        if parameters := [known[name] for name in self.lora.targets if name in known]:
+            document["target_parameters"] = parameters
+        return document
 
     def _check_document(self, folder: Path) -> None:
         """Refuse adapters that are computed otherwise.
@@ -230,12 +253,31 @@ class Adapters:
                 )
 
 
-def _adapter_names(entry: TensorEntry, half: str) -> list[str]:
-    """The names of one half in all layers, as `peft` has them."""
-    return [
-        f"base_model.model.{leaf.removesuffix('.weight')}.{_PEFT_NAMES[half]}.weight"
-        for leaf in entry.checkpoint_names()
-    ]
+def _of_experts(entry: TensorEntry) -> bool:
+    return "experts" in entry.axes
+
+
+def _to_peft(entry: TensorEntry, values: np.ndarray, half: str) -> np.ndarray:
+    """Half an adapter of one layer as `peft` has it: A [R, I], B [O, R].
+
+    Of experts it has A [E x R, I], an expert's rows together, and B [O, R x E], a rank's columns
+    together.
+    """
+    if not _of_experts(entry):
+        return values.T
+    if half == DOWN:
+        return values.swapaxes(1, 2).reshape(-1, values.shape[1])
+    return values.transpose(2, 1, 0).reshape(values.shape[2], -1)
+
+
+def _from_peft(entry: TensorEntry, half: str, values: np.ndarray) -> np.ndarray:
+    """The inverse of `_to_peft`."""
+    if not _of_experts(entry):
+        return values.T
+    experts = entry.shape[1]
+    if half == DOWN:
+        return values.reshape(experts, -1, values.shape[1]).swapaxes(1, 2)
+    return values.reshape(values.shape[0], -1, experts).transpose(2, 1, 0)
 
 
 class Lying:

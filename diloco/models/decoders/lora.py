@@ -4,7 +4,10 @@ A matrix W [I, O] of a layer computes x W + (alpha / R) x A B, with A [I, R] and
 at zero, so that version 0 is the base; A as `peft` draws it. A and B are what is trained and what
 travels; each is merged by itself, of which their product is not the mean of the products.
 
-Shapes: as in `model`; R rank, I and O inputs and outputs of a matrix.
+Experts are adapted as `peft` adapts parameters that are no modules (`target_parameters`): gate and
+up of a layer's experts are one matrix of each expert, to which the product A B is added.
+
+Shapes: as in `model`; R rank, I and O inputs and outputs of a matrix, E experts.
 """
 
 import dataclasses
@@ -21,12 +24,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from diloco.common.protocol.errors import TaskError
 from diloco.learner.task import AtLeastOne, Params, Variables
 from diloco.models.decoders.config import DecoderConfig
+from diloco.models.decoders.experts import ADAPTERS, DOWN, GATE_UP, OUT, UP
 from diloco.models.decoders.model import Product, plain_product
 from diloco.models.decoders.tensors import LAYERS, TensorEntry, table
 
-DOWN, UP = "a", "b"  # the two halves, as leaves are named; lora_A and lora_B elsewhere
 TRAINED, FROZEN = "trained/", "frozen/"
-_BESIDE, _DRAWN = "adapters", "dropout_keys"
+_DRAWN = "dropout_keys"
+# Parameters of experts as transformers has them in memory, and their adapters' names here.
+EXPERTS = {"experts.gate_up_proj": GATE_UP, "experts.down_proj": OUT}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,18 +67,38 @@ class AdapterParams(NamedTuple):
 ALONE = AdapterParams(plain_product, None)
 
 
-def module_name(entry: TensorEntry) -> str:
-    """A matrix as the ecosystem names it, such as "q_proj"."""
-    return entry.checkpoint_name.split(".")[-2]
-
-
 def matrices_of(config: DecoderConfig) -> dict[str, TensorEntry]:
     """Matrices of layers that may have an adapter, by the ecosystem's names: not experts'."""
     return {
-        module_name(entry): entry
+        entry.checkpoint_name.split(".")[-2]: entry
         for entry in table(config).values()
         if entry.transposed and "experts" not in entry.axes
     }
+
+
+def experts_of(config: DecoderConfig) -> dict[str, TensorEntry]:
+    """The parameters of all experts of a layer that may have an adapter, by `peft`'s names."""
+    if config.experts is None:
+        return {}
+    N, E, D, F = config.layers, config.experts.count, config.width, config.experts.width
+    shapes = {GATE_UP: (N, E, D, 2 * F), OUT: (N, E, F, D)}
+    axes = {GATE_UP: ("width", "mlp"), OUT: ("mlp", "width")}
+    return {
+        module: TensorEntry(
+            name=LAYERS + name,
+            checkpoint_name=f"model.layers.{{}}.mlp.{module}",
+            shape=shapes[name],
+            transposed=False,
+            axes=("layers", "experts", *axes[name]),
+        )
+        for module, name in EXPERTS.items()
+    }
+
+
+def adapted_of(config: DecoderConfig) -> dict[str, TensorEntry]:
+    """All that may have an adapter, by names here."""
+    known = matrices_of(config) | experts_of(config)
+    return {entry.name: entry for entry in known.values()}
 
 
 class LoraOptions(BaseModel):
@@ -102,12 +127,18 @@ def read_lora(given: LoraOptions | None, config: DecoderConfig) -> Lora | None:
             hint="train all parameters, or adapters of peft under transformers' Trainer"
             " (docs/library.md)",
         )
-    known = matrices_of(config)
-    targets = known if given.targets is None else given.targets
+    known = matrices_of(config) | experts_of(config)
+    targets = matrices_of(config) if given.targets is None else given.targets
     if unknown := [one for one in targets if one not in known]:
         raise TaskError(
             f"causal_lm: the option 'lora.targets' has {unknown}, but there are {', '.join(known)}",
             hint='for example lora = {rank = 16, alpha = 32, targets = ["q_proj", "v_proj"]}',
+        )
+    if given.dropout and (experts := [one for one in targets if one in EXPERTS]):
+        raise TaskError(
+            f"causal_lm: 'lora.dropout' is {given.dropout}, but adapters of {experts[0]} have none,"
+            " as in peft",
+            hint="leave dropout out, or the experts",
         )
     names = tuple(
         entry.name.removeprefix(LAYERS) for module, entry in known.items() if module in targets
@@ -120,14 +151,14 @@ def init_adapters(config: DecoderConfig, lora: Lora, key: jax.Array) -> Params:
     """Fresh float32 adapters: A uniform within 1 / sqrt(I), as `peft` draws it; B zero."""
     adapters: dict[str, Any] = {}
     for number, name in enumerate(lora.targets):
-        layers, inputs, outputs = table(config)[LAYERS + name].shape
+        *stacked, inputs, outputs = adapted_of(config)[LAYERS + name].shape
         bound = 1 / math.sqrt(inputs)
         drawn = jax.random.fold_in(key, number)
         adapters[name] = {
             DOWN: jax.random.uniform(
-                drawn, (layers, inputs, lora.rank), minval=-bound, maxval=bound
+                drawn, (*stacked, inputs, lora.rank), minval=-bound, maxval=bound
             ),
-            UP: jnp.zeros((layers, lora.rank, outputs)),
+            UP: jnp.zeros((*stacked, lora.rank, outputs)),
         }
     return {"layers": adapters}
 
@@ -156,7 +187,12 @@ def with_adapters(
         return variables, ALONE
     assert isinstance(variables, Variables)
     adapters = variables.trained["layers"]
-    beside: dict[str, Any] = {_BESIDE: adapters}
+    # Experts know no scale.
+    scaled = {
+        name: halves | {UP: halves[UP] * lora.scale} if name in EXPERTS.values() else halves
+        for name, halves in adapters.items()
+    }
+    beside: dict[str, Any] = {ADAPTERS: scaled}
     if lora.dropout and key is not None:
         layers = next(iter(adapters.values()))[DOWN].shape[0]
         beside[_DRAWN] = jax.random.split(key, layers)
@@ -165,7 +201,7 @@ def with_adapters(
         y_BxLxO = plain_product(name, x_BxLxI, layer)
         if name not in lora.targets:
             return y_BxLxO
-        halves = layer[_BESIDE][name]
+        halves = layer[ADAPTERS][name]
         if _DRAWN in layer:
             drawn = jax.random.fold_in(layer[_DRAWN], lora.targets.index(name))
             x_BxLxI = _dropped(lora.dropout, x_BxLxI, drawn)
@@ -184,23 +220,25 @@ def _dropped(share: float, x: jax.Array, key: jax.Array) -> jax.Array:
 
 def half_partition(half: str, whole: PartitionSpec) -> PartitionSpec:
     """The cut of half an adapter: as its matrix, along the axis that both have."""
-    _, inputs, outputs = whole
-    return PartitionSpec(None, inputs) if half == DOWN else PartitionSpec(None, None, outputs)
+    *stacked, inputs, outputs = whole
+    return PartitionSpec(*stacked, *((inputs,) if half == DOWN else (None, outputs)))
 
 
 def adapter_count(config: DecoderConfig, lora: Lora) -> int:
     """The number of parameters that are trained."""
-    shapes = [table(config)[LAYERS + name].shape for name in lora.targets]
-    return sum(layers * lora.rank * (inputs + outputs) for layers, inputs, outputs in shapes)
+    shapes = [adapted_of(config)[LAYERS + name].shape for name in lora.targets]
+    return sum(
+        math.prod(stacked) * lora.rank * (inputs + outputs) for *stacked, inputs, outputs in shapes
+    )
 
 
 class AdaptedMatrix:
     """A stacked matrix with its adapter added to it; layers are computed as they are asked for.
 
     Args:
-        base: [N, I, O].
-        down: [N, I, R].
-        up: [N, R, O].
+        base: [N, I, O]; of experts [N, E, I, O].
+        down: [N, I, R], or [N, E, I, R].
+        up: [N, R, O], or [N, E, R, O].
         scale: of their product.
     """
 

@@ -44,6 +44,7 @@ from diloco.models.decoders.lora import (
     AdapterParams,
     Lora,
     LoraOptions,
+    adapted_of,
     adapter_count,
     base_dtypes,
     half_partition,
@@ -331,7 +332,7 @@ def partition_of(
     entries = table(config)
     if adapters is not None and (name := name.removeprefix(FROZEN)) not in entries:
         matrix, _, half = name.rpartition("/")
-        return half_partition(half, partition_of(config, None, matrix, entries[matrix].shape))
+        return half_partition(half, by_kind_of_axis(adapted_of(config)[matrix].axes))
     entry = entries[name]
     if len(shape) - entry.stacked < 2:
         return PartitionSpec()
