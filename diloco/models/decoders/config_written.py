@@ -64,12 +64,19 @@ def _said(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _said_of_unlike(config: DecoderConfig, unlike: Unlike) -> dict[str, Any]:
-    heads = unlike.full_kv_heads
+    heads, width = unlike.full_kv_heads, unlike.full_head_width
     full, near = config.rope.parameters(), config.local_rope.parameters()
+    own: dict[str, Any] = {}
+    if unlike.full_keys_are_values:
+        own["num_global_key_value_heads"] = heads
+    elif heads != config.kv_heads:
+        wide = {"head_dim": width, "num_key_value_heads": heads}
+        layers = [layer for layer, slides in enumerate(config.sliding) if not slides]
+        own["per_layer_config"] = {str(layer): wide for layer in layers}
     return {
+        **own,
         "rope_parameters": {FULL: full, SLIDING: near},
-        "global_head_dim": unlike.full_head_width,
-        **({"num_global_key_value_heads": heads} if unlike.full_keys_are_values else {}),
+        "global_head_dim": width,
         "attention_k_eq_v": unlike.full_keys_are_values,
         "num_kv_shared_layers": unlike.shared,
         "use_double_wide_mlp": unlike.shared_mlp_width != config.mlp_width,
