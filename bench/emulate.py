@@ -204,7 +204,9 @@ class VirtualOwner(VirtualFragment):
         digest, payload = state.view_digest, None
         if commit.what == "version":
             part = rounds.step_share(
-                state, participation=settings.outer.participation, robust=settings.robust
+                state,
+                participation=settings.outer.participation,
+                centered=self.arrays.grid.centered,
             )
             with _merging():
                 made = self.arrays.close_round(state.admitted, part)

@@ -53,15 +53,15 @@ def has_next(rules: FragmentRules, state: State) -> bool:
     return _next_step(rules, state) <= rules.steps
 
 
-def step_share(state: State, *, participation: bool, robust: bool) -> float:
+def step_share(state: State, *, participation: bool, centered: bool) -> float:
     """Returns the share of a full outer step that the round takes, above 0.
 
-    At most 1, except with `run.trust = "others"`, where the mean of many updates is short.
+    At most 1, except with centered clipping, where the mean of many updates is short.
     """
     # A learner alone in a round takes only its share of a step, even without `participation`.
     senders = len(state.admitted.senders)
     part = share(state) if participation or senders == 1 else 1.0
-    return part * policy.mean_growth(senders) if robust else part
+    return part * policy.mean_growth(senders) if centered else part
 
 
 def share(state: State) -> float:

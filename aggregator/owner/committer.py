@@ -147,7 +147,7 @@ async def make_version(context: Context, arrays: FragmentArrays, state: State) -
     """
     settings = arrays.own_settings
     part = rounds.step_share(
-        state, participation=settings.outer.participation, robust=settings.robust
+        state, participation=settings.outer.participation, centered=arrays.grid.centered
     )
     with timing(context.metrics, context.runtime.clock, "merge"):
         made = await context.runtime.call(arrays.close_round, state.admitted, part)

@@ -145,9 +145,8 @@ def _inputs_and_step(history: History, commit: Commit, record: wire.Record) -> d
     state = commit.state
     settings = history.settings_at(state.settings_seq)
     settings = settings_of(settings, history.layout, record.fragment)
-    part = rounds.step_share(
-        state, participation=settings.outer.participation, robust=settings.robust
-    )
+    centered = settings.robust and not history.layout.fragments[record.fragment].averaged
+    part = rounds.step_share(state, participation=settings.outer.participation, centered=centered)
     learning_rate, momentum = step_size(settings, part)
     inputs = inputs_again(state.admitted, record)
     return {"inputs": inputs, "learning_rate": learning_rate, "momentum": momentum}

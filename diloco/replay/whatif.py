@@ -328,8 +328,9 @@ def _redecided(history: History, fragment: int, chain: Chain, change: Change) ->
         settings = change(history.settings_at(made.settings_seq))
         settings = settings_of(settings, history.layout, fragment)
         state = made.commit.state
+        centered = settings.robust and not history.layout.fragments[fragment].averaged
         part = rounds.step_share(
-            state, participation=settings.outer.participation, robust=settings.robust
+            state, participation=settings.outer.participation, centered=centered
         )
         admitted = tuple(state.admitted)
         found.append(VersionPlan(made.at_s, fragment, admitted, part, settings))

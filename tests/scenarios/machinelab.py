@@ -97,7 +97,9 @@ def record_of(rules, commit: Commit, base_digest: str) -> wire.Record:
         layout=rules.layout,
         inputs=tuple(merged_input(taken, b"", 0) for taken in commit.state.admitted),
         # Of an outer step of 1.
-        learning_rate=rounds.step_share(commit.state, participation=False, robust=rules.robust),
+        learning_rate=rounds.step_share(
+            commit.state, participation=False, centered=rules.robust and not rules.averaged
+        ),
         view_digest=digest_of(decided.version),
         outer_digest=digest_of(decided.version),
     )

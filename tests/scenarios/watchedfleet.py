@@ -99,8 +99,8 @@ class WatchedFleet(World):
 
     def note(self, owner: VirtualOwner, commit: Commit, base: Any) -> None:
         """A record was made, from the arrays `base`."""
-        robust = self.settings.robust
-        share = rounds.step_share(commit.state, participation=False, robust=robust)
+        centered = owner.arrays.grid.centered
+        share = rounds.step_share(commit.state, participation=False, centered=centered)
         record = record_of(owner.rules, commit, digest_of(commit.state.version)).model_copy(
             update={"learning_rate": share * self.settings.outer.learning_rate}
         )

@@ -326,7 +326,7 @@ def test_a_trimmed_tape_is_judged_from_where_all_is_known(eventful_tape):
 
 def test_a_mean_of_more_learners_takes_a_longer_step_where_they_may_lie():
     state: Any = SimpleNamespace(admitted=SimpleNamespace(senders=set("abcdef")))
-    taken = [step_share(state, participation=False, robust=robust) for robust in (0, 1)]
+    taken = [step_share(state, participation=False, centered=centered) for centered in (0, 1)]
     assert taken == [1.0, pytest.approx(1.2**0.5)]
     grown = [numbers.growth(learners) for learners in range(1, 65)]
     assert [policy.mean_growth(learners) for learners in range(1, 65)] == pytest.approx(grown)

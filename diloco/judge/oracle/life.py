@@ -201,11 +201,11 @@ class OwnerLife:
     def step_share(self) -> float:
         """Returns the outer step's factor: `share` for one learner or `participation`, else 1.
 
-        With `run.trust = "others"` it grows from six learners on, up to eight.
+        With centered clipping it grows from six learners on, up to eight.
         """
         there = len(self.merged_learners())
         part = self.share() if there == 1 or self.settings.outer.participation else 1.0
-        return part * numbers.growth(there) if self.settings.robust else part
+        return part * numbers.growth(there) if self.settings.robust and not self.averaged else part
 
     def position(self, *, without_sum: bool) -> int:
         """Returns the lowest sequence that the next record leaves unresolved."""
