@@ -5,6 +5,7 @@ A `Network` says how a library's model begins and what it computes; `nnx` and `k
 Shapes: B rows of a batch, L tokens of a row, V vocabulary.
 """
 
+import dataclasses
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -226,6 +227,40 @@ def _hint(network: Network, averaged: Patterns) -> Hint:
     return hint
 
 
+class _Moved(NamedTuple):
+    """An optimizer's name, or None for AdamW; the run's length; AdamW's peak rate."""
+
+    optimizer: str | None
+    steps: int
+    peak: float
+
+
+def _around(
+    network: Network,
+    sides: _Sides,
+    read: GrainData,
+    averaged: Patterns,
+    units: int,
+    moved: _Moved,
+) -> Task:
+    """The task of a network and its data; `units` of work in a batch."""
+    hint = _hint(network, averaged)
+    return Task(
+        init=network.init,
+        loss=_trained_on(network),
+        batches=read.batches,
+        rows=read.rows,
+        shared=read.shared,
+        evaluate=_evaluate(network, sides.held_out),
+        tokens_per_batch=units,
+        optimizer=function_of(moved.optimizer)(moved.steps)
+        if moved.optimizer
+        else adamw(hint=hint),
+        schedule=None if moved.optimizer else warmup_cosine(steps=moved.steps, peak=moved.peak),
+        hint=hint,
+    )
+
+
 def newest(run: str | Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
     """The newest global variables of a run whose task is of this file, by their paths in the model.
 
@@ -316,23 +351,12 @@ def task_of(library: str, opened: Callable[[Opening], Network], logits: Logits) 
         else:
             sides = _folders(data, vocab, length, seed, batch * eval_batches)
         measured = function_of(loss) if loss else _next_token(logits, sides.end)
-        chosen, batch_of = Chosen(trained, frozen), sides.held_out[0]
-        network = opened(Opening(function_of(module), seed, chosen, measured, batch_of))
+        chosen = Chosen(trained, frozen)
+        network = opened(Opening(function_of(module), seed, chosen, measured, sides.held_out[0]))
         read = GrainData(sides.train, batch=batch, seed=seed, shares=shares, workers=workers)
-        hint = _hint(network, averaged)
-        return Task(
-            init=network.init,
-            loss=_trained_on(network),
-            batches=read.batches,
-            rows=read.rows,
-            shared=read.shared,
-            evaluate=_evaluate(network, sides.held_out),
-            tokens_per_batch=batch * (1 if own else length),
-            optimizer=function_of(optimizer)(steps) if optimizer else adamw(hint=hint),
-            schedule=None if optimizer else warmup_cosine(steps=steps, peak=learning_rate),
-            hint=hint,
-            accumulate=accumulate,
-            load_frozen=network.load_frozen if load else None,
-        )
+        moved = _Moved(optimizer, steps, learning_rate)
+        task = _around(network, sides, read, averaged, batch * (1 if own else length), moved)
+        loaded = network.load_frozen if load else None
+        return dataclasses.replace(task, accumulate=accumulate, load_frozen=loaded)
 
     return build
