@@ -39,7 +39,7 @@ class Tree:
 
     def __init__(self, root: Path, title: str) -> None:
         self._root, self._named, self._edited = root, files_of(title), dict[str, str]()
-        assert 1 <= len(self._named) <= 3
+        assert 1 <= len(self._named) <= 4
         for name in COPIED:
             leave = shutil.ignore_patterns("__pycache__", ".terraform")
             shutil.copytree(ROOT / name, root / name, symlinks=True, ignore=leave)
@@ -424,7 +424,7 @@ def test_a_model_family(tmp_path: Path) -> None:
     tree = Tree(tmp_path, "A model family")
     tree.edit(
         "diloco/models/decoders/families.py",
-        ('    "llama", "qwen2",', '    "granite", "llama", "qwen2",'),
+        ('    "llama",\n', '    "granite",\n    "llama",\n'),
         (
             "FAMILY_FILES: dict[Family, FamilyFiles] = {\n",
             (
@@ -446,6 +446,9 @@ def test_a_model_family(tmp_path: Path) -> None:
             "            rope=rope,\n",
             '            rope=rope,\n            residual=self._number("residual_multiplier", 1.0),\n',
         ),
+    )
+    tree.edit(
+        "diloco/models/decoders/config_written.py",
         (
             '        "attention_bias": "o" in config.biased,\n',
             (
@@ -457,12 +460,12 @@ def test_a_model_family(tmp_path: Path) -> None:
     tree.edit(
         "diloco/models/decoders/model.py",
         (
-            "constrain(x_BxLxD + told_BxLxD, ROWS)\n    given_BxLxD",
-            "constrain(x_BxLxD + config.residual * told_BxLxD, ROWS)\n    given_BxLxD",
+            "constrain(x_BxLxD + told_BxLxD, ROWS)\n    told_BxLxD",
+            "constrain(x_BxLxD + config.residual * told_BxLxD, ROWS)\n    told_BxLxD",
         ),
         (
-            "    return constrain(x_BxLxD + told_BxLxD, ROWS), load",
-            "    return constrain(x_BxLxD + config.residual * told_BxLxD, ROWS), load",
+            "constrain(x_BxLxD + told_BxLxD, ROWS)\n    if config.fed_width",
+            "constrain(x_BxLxD + config.residual * told_BxLxD, ROWS)\n    if config.fed_width",
         ),
     )
     tree.script(
