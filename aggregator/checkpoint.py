@@ -17,7 +17,7 @@ from diloco.aggregator.context import Context, identity
 from diloco.aggregator.core import memory
 from diloco.aggregator.core.decisions import Decided, decided_of
 from diloco.aggregator.owner.committer import commit_record, compose, contents_of
-from diloco.aggregator.owner.quarantine import quarantined_learners
+from diloco.aggregator.owner.quarantine_messages import quarantined_learners
 from diloco.aggregator.owner.recovery import rebuild
 from diloco.aggregator.rollback import whole
 from diloco.common.protocol import names, wire

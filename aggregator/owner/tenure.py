@@ -28,7 +28,7 @@ from diloco.aggregator.core.state import Quarantine
 from diloco.aggregator.core.updates import UpdateId, update_id
 from diloco.aggregator.owner.committer import Committer, Samples
 from diloco.aggregator.owner.fetcher import UpdateFetcher
-from diloco.aggregator.owner.quarantine import quarantine
+from diloco.aggregator.owner.quarantine_messages import quarantine
 from diloco.aggregator.owner.recovery import Recovered
 from diloco.common.process import log
 from diloco.common.process.config import RunSettings

@@ -10,7 +10,7 @@ import tomli_w
 from diloco.aggregator import checkpoint, rollback
 from diloco.aggregator import settings as run_settings
 from diloco.aggregator.context import Context
-from diloco.aggregator.owner.quarantine import quarantine as tell_quarantine
+from diloco.aggregator.owner.quarantine_messages import quarantine as tell_quarantine
 from diloco.common.process import log
 from diloco.common.process.config import (
     RunSettings,

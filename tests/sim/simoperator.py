@@ -12,7 +12,7 @@ from diloco.aggregator import checkpoint, rollback
 from diloco.aggregator import settings as run_settings
 from diloco.aggregator.context import Context
 from diloco.aggregator.owner.garbage_collector import delete, trim_tape
-from diloco.aggregator.owner.quarantine import quarantine, quarantined_learners
+from diloco.aggregator.owner.quarantine_messages import quarantine, quarantined_learners
 from diloco.common.process.config import parse_settings
 from diloco.common.protocol.errors import DilocoError, IntegrityError
 from diloco.common.storage.tape import effective_settings

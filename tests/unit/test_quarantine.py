@@ -6,7 +6,7 @@ import pytest
 from runlab import RUN, Lab
 
 from diloco.aggregator import checkpoint
-from diloco.aggregator.owner.quarantine import quarantine, quarantined_learners
+from diloco.aggregator.owner.quarantine_messages import quarantine, quarantined_learners
 from diloco.common.storage import checkpoint_files
 
 

@@ -312,7 +312,7 @@ class PolicyState(NestedRecord):
     credits: Several[Credit] = Field(
         description="credits of the updates that a new owner reads again, from `position` on"
     )
-    rules: float = Field(description="number of the rules that the machine follows; now 4")
+    rules: float = Field(description="number of the rules that the machine follows; now 5")
 
 
 class Totals(NestedRecord):
