@@ -16,7 +16,7 @@ from diloco.common.process.config import check_same_run, parse_settings
 from diloco.common.protocol import wire
 from diloco.common.protocol.errors import DilocoError, SupersededError
 from diloco.common.storage.bus import Bus, jetstream
-from diloco.common.storage.share_claims import Holding
+from diloco.common.storage.share_allocation import Holding
 from diloco.common.storage.tape import await_specification, has_ended
 from diloco.learner.background import Alone, Context
 from diloco.learner.core import sync

@@ -20,7 +20,7 @@ from diloco.common.protocol.errors import (
     WireError,
 )
 from diloco.common.storage.bus import Bus, Message
-from diloco.common.storage.share_claims import EXPIRY, lost_batches
+from diloco.common.storage.share_allocation import EXPIRY, lost_batches
 from diloco.common.storage.tape import data_reached, decode_as
 from diloco.learner.background import Context
 

@@ -23,7 +23,7 @@ from simtensors import Covers, Light
 from diloco.common.protocol import names, shards, wire
 from diloco.common.protocol.errors import DilocoError, WireError
 from diloco.common.storage.bus import Message
-from diloco.common.storage.share_claims import Holding
+from diloco.common.storage.share_allocation import Holding
 from diloco.common.storage.tape import decode, decode_as
 from diloco.common.storage.tape.positions import first_sequence
 from diloco.learner.core.events import Ready

@@ -17,7 +17,7 @@ from simworld import World, ended
 
 from diloco.common.process.config import check_same_run, parse_settings
 from diloco.common.protocol.errors import ExpiredError, SupersededError
-from diloco.common.storage.share_claims import Holding
+from diloco.common.storage.share_allocation import Holding
 from diloco.common.storage.tape import load_specification
 from diloco.learner.background import Alone
 from diloco.learner.background import Context as LearnerContext

@@ -19,7 +19,7 @@ from simchain import UpdateId, hold
 from simtensors import Covers
 
 from diloco.common.protocol import wire
-from diloco.common.storage.share_claims import EXPIRY, Holding, Sizes
+from diloco.common.storage.share_allocation import EXPIRY, Holding, Sizes
 
 Batch = tuple[int, int]
 

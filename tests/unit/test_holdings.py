@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from diloco.common.process.config import parse_settings
 from diloco.common.protocol import wire
 from diloco.common.protocol.errors import ConfigError
-from diloco.common.storage.share_claims import Holding, Holdings, Sizes, declared_sizes, end_of
+from diloco.common.storage.share_allocation import Holding, Holdings, Sizes, declared_sizes, end_of
 
 SIZES = Sizes(3, 4)
 # Where the tape is by then: behind all joins.
