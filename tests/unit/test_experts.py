@@ -14,10 +14,10 @@ from diloco.common.process.config import MeshSection
 from diloco.common.protocol.errors import ConfigError, TaskError
 from diloco.learner.tensors.mesh import make_mesh, within
 from diloco.models.decoders import checkpoint, model
-from diloco.models.decoders.config import CONFIG, Experts, parse_config
-from diloco.models.decoders.config_written import config_document
+from diloco.models.decoders.config import CONFIG, config_document, parse_config
 from diloco.models.decoders.experts import Load, block_rows, by_blocks, by_groups, mixed
 from diloco.models.decoders.files import HuggingFace
+from diloco.models.decoders.layer_kinds import Experts
 from diloco.models.decoders.lora import LoraOptions, read_lora
 from diloco.models.decoders.task import matrices, partition_of
 from diloco.models.decoders.tensors import multiplied, table

@@ -17,8 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from diloco.common.protocol.errors import ConfigError
-from diloco.models.decoders.config import CONFIG, DecoderConfig
-from diloco.models.decoders.config_written import config_document
+from diloco.models.decoders.config import CONFIG, DecoderConfig, config_document
 from diloco.models.decoders.families import FAMILY_FILES
 from diloco.models.decoders.groups import groups_of
 from diloco.models.decoders.tensors import TensorEntry, table

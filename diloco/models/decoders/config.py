@@ -1,4 +1,4 @@
-"""Hugging Face's `config.json` of a decoder, read with an allow-list.
+"""Hugging Face's `config.json` of a decoder, read with an allow-list, and written.
 
 A key is honoured, or cannot change what the model computes, or must have the one value for which
 the model here computes the same; any other is refused by name. Files of both spellings are read:
@@ -23,53 +23,12 @@ from diloco.models.decoders.families import (
     NULL,
     Family,
 )
+from diloco.models.decoders.layer_kinds import FULL, SLIDING, Experts, Unlike, said_of_unlike
 from diloco.models.decoders.rope import KINDS, Rope
 
 CONFIG = "config.json"
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu")
-SLIDING, FULL = "sliding_attention", "full_attention"
 Document = Mapping[str, Any]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Experts:
-    """The experts of each layer, of which a router chooses some for each token.
-
-    Attributes:
-        count: E.
-        chosen: of them for a token, C.
-        width: of one, F.
-        normed: whether the weights of those that are chosen are divided by their sum.
-        balance: the factor of the loss of an unequal load, which is added to the training loss.
-        beside: whether the layer has an MLP too, to whose output theirs is added.
-    """
-
-    count: int
-    chosen: int
-    width: int
-    normed: bool
-    balance: float
-    beside: bool = False
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Unlike:
-    """The differences between layers that are not all alike (Gemma 4).
-
-    Attributes:
-        full_head_width: K of layers that see everything.
-        full_kv_heads: G of them.
-        full_keys_are_values: their values are their keys, as these are before norm and rotation.
-        shared: number of last layers without keys and values: each takes those of the last layer
-            of its kind that has some.
-        shared_mlp_width: F of these layers.
-    """
-
-    full_head_width: int
-    full_kv_heads: int
-    full_keys_are_values: bool
-    shared: int
-    shared_mlp_width: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -460,3 +419,66 @@ class _Parser:
 
 _KINDS = ("rope_type", "type")
 _ANY_MODEL = "DilocoCallback trains any model of transformers (docs/library.md)"
+
+
+def config_document(config: DecoderConfig, dtype: str) -> dict[str, Any]:
+    """The content of a decoder's `config.json`, with both spellings of rotary positions."""
+    files = FAMILY_FILES[config.family]
+    said = _said(config)
+    document: dict[str, Any] = {
+        "architectures": [files.architecture],
+        "model_type": config.family,
+        "dtype": dtype,
+        "attention_dropout": 0.0,
+        **dict(config.tokens),
+        **{key: said[key] for key in sorted((files.known - files.must_be.keys()) & said.keys())},
+    }
+    if config.positions:
+        document["max_position_embeddings"] = config.positions
+    return document
+
+
+def _said(config: DecoderConfig) -> dict[str, Any]:
+    """Every key that some family has, as this decoder's file would say it."""
+    said: dict[str, Any] = {
+        "vocab_size": config.vocab,
+        "hidden_size": config.width,
+        "intermediate_size": config.mlp_width,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_width,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tied,
+        "hidden_act": config.activation,
+        "hidden_activation": config.activation,
+        "attention_bias": "o" in config.biased,
+        "mlp_bias": "up" in config.biased,
+        "use_sliding_window": any(config.sliding),
+        "sliding_window": config.window,
+        "layer_types": [SLIDING if slides else FULL for slides in config.sliding],
+        "query_pre_attn_scalar": _scalar(config.query_scale),
+        "final_logit_softcapping": config.logit_cap,
+        "attn_logit_softcapping": config.score_cap,
+        **config.rope.document(),
+    }
+    files = FAMILY_FILES[config.family]
+    if "rope_local_base_freq" in files.defaults:
+        said["rope_local_base_freq"] = config.local_rope.theta
+        parameters = {FULL: config.rope.parameters(), SLIDING: config.local_rope.parameters()}
+        said["rope_parameters"] = parameters
+    if config.unlike is not None:
+        said |= said_of_unlike(config, config.unlike)
+    if config.experts is not None and files.experts is not None:
+        said[files.experts.chosen] = config.experts.chosen
+        said["norm_topk_prob"] = config.experts.normed
+        said["router_aux_loss_coef"] = config.experts.balance
+        said[files.experts.count] = config.experts.count
+        said[files.experts.width] = config.experts.width
+    return said
+
+
+def _scalar(scale: float) -> float | int:
+    """`query_pre_attn_scalar` of a scale; whole where it is."""
+    scalar = scale**-2
+    return round(scalar) if abs(scalar - round(scalar)) < 1e-6 * scalar else scalar

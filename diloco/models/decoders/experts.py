@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 
 from diloco.learner.tensors.mesh import parts_along
 from diloco.models.decoders.attention import ROWS
-from diloco.models.decoders.config import Experts
+from diloco.models.decoders.layer_kinds import Experts
 
 # What stands beside a layer's tensors: halves of adapters by the tensors that they adapt, as `lora`
 # names them. Gate and up of an expert are one there.

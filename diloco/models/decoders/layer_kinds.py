@@ -1,0 +1,74 @@
+"""Experts, and the differences between layers that are not all alike, as in `config.json`."""
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from diloco.models.decoders.config import DecoderConfig
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The experts of each layer, of which a router chooses some for each token.
+
+    Attributes:
+        count: E.
+        chosen: of them for a token, C.
+        width: of one, F.
+        normed: whether the weights of those that are chosen are divided by their sum.
+        balance: the factor of the loss of an unequal load, which is added to the training loss.
+        beside: whether the layer has an MLP too, to whose output theirs is added.
+    """
+
+    count: int
+    chosen: int
+    width: int
+    normed: bool
+    balance: float
+    beside: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Unlike:
+    """The differences between layers that are not all alike (Gemma 4).
+
+    Attributes:
+        full_head_width: K of layers that see everything.
+        full_kv_heads: G of them.
+        full_keys_are_values: their values are their keys, as these are before norm and rotation.
+        shared: number of last layers without keys and values: each takes those of the last layer
+            of its kind that has some.
+        shared_mlp_width: F of these layers.
+    """
+
+    full_head_width: int
+    full_kv_heads: int
+    full_keys_are_values: bool
+    shared: int
+    shared_mlp_width: int
+
+
+def said_of_unlike(config: "DecoderConfig", unlike: Unlike) -> dict[str, Any]:
+    """Returns the keys of `config.json` that say how layers differ."""
+    heads, width = unlike.full_kv_heads, unlike.full_head_width
+    full, near = config.rope.parameters(), config.local_rope.parameters()
+    own: dict[str, Any] = {}
+    if unlike.full_keys_are_values:
+        own["num_global_key_value_heads"] = heads
+    elif heads != config.kv_heads:
+        wide = {"head_dim": width, "num_key_value_heads": heads}
+        layers = [layer for layer, slides in enumerate(config.sliding) if not slides]
+        own["per_layer_config"] = {str(layer): wide for layer in layers}
+    return {
+        **own,
+        "rope_parameters": {FULL: full, SLIDING: near},
+        "global_head_dim": width,
+        "attention_k_eq_v": unlike.full_keys_are_values,
+        "num_kv_shared_layers": unlike.shared,
+        "use_double_wide_mlp": unlike.shared_mlp_width != config.mlp_width,
+        "hidden_size_per_layer_input": config.fed_width,
+        "vocab_size_per_layer_input": config.fed_vocab or config.vocab,
+        "enable_moe_block": config.experts is not None,
+    }
