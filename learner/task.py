@@ -95,9 +95,9 @@ class Files(Protocol):
         """The folder with the run's first parameters, if the task names one."""
 
     def read(self, folder: Path) -> Mapping[str, Any]:
-        """Reads a folder's leaves, by the parameters' names.
+        """Opens a checkpoint's folder, and returns its tensors by the parameters' names.
 
-        Leaves have a shape, and are sliced by rows of their first axis.
+        Nothing is read yet: each has a shape, and slicing rows of its first axis reads these.
         """
 
     def write(self, folder: Path, leaves: Mapping[str, Any], dtype: str) -> None:

@@ -47,7 +47,7 @@ class Marks(Mapping[tuple[str, int], wire.Mark]):
             self._lives.setdefault(learner, []).append(life)
 
     def lives(self, learner: str) -> list[int]:
-        """Returns the lives of a learner that have a mark."""
+        """Returns the lives of a learner for which the last resolved update is noted (a mark)."""
         return self._lives.get(learner, [])
 
     def __getitem__(self, life: tuple[str, int]) -> wire.Mark:

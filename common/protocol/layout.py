@@ -225,7 +225,7 @@ def make_layout(
 
 
 def kind_of(tensor: Tensor, hint: Hint) -> Kind:
-    """Returns the kind of a leaf: if it is not floating, "frozen", unless hinted "local"."""
+    """Returns a leaf's kind: as hinted; if not floating "local" if so hinted, else "frozen"."""
     kind = hint(tensor.name, tensor.shape).kind
     if tensor.dtype in FLOATING:
         return kind

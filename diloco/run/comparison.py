@@ -61,7 +61,10 @@ class Comparison(NamedTuple):
 
 
 def gap(loss: float, others: float) -> float:
-    """The distance of two losses: the logarithm of their ratio; more across zero."""
+    """Returns the logarithm of the ratio of a loss to the others', signed.
+
+    More exactly: of 1 + |difference| / the smaller size, which also holds for losses below 0.
+    """
     least = max(min(abs(loss), abs(others)), TINY)
     return math.copysign(math.log1p(abs(loss - others) / least), loss - others)
 

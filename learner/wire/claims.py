@@ -90,7 +90,8 @@ class Claims(GrantedShares):
         life: the life that claims.
         place: the position where the learner's data resumes.
         background: has the event loop.
-        told: is called with each holding, and the position behind it.
+        told: is called with each holding (a share, from the position where this life reads it),
+            and with the position where it ends.
     """
 
     def __init__(

@@ -27,9 +27,9 @@ class Group(NamedTuple):
     """Layers that are alike.
 
     Attributes:
-        name: of the tree of its tensors among those of layers; "": they are the whole of it.
+        name: key of the group's tensors within the tree of layers; "": one group is the whole tree.
         config: of a decoder that has these layers alone.
-        numbers: of the layers in the whole decoder.
+        numbers: indices of the layers in the whole decoder.
         keeps: whether layers of another group take keys and values of these.
     """
 
