@@ -45,7 +45,7 @@ from diloco.common.process import log
 from diloco.common.process.config import load_config
 from diloco.common.process.nats_server import NatsServer
 from diloco.common.protocol import names, shards, slices, wire
-from diloco.common.protocol.codecs import Encoded
+from diloco.common.protocol.code_formats import Encoded
 from diloco.common.protocol.errors import DilocoError
 from diloco.common.storage.bus import Bus, jetstream
 from diloco.common.storage.store import DirectoryStore

@@ -32,7 +32,7 @@ from diloco.aggregator.core.updates import UpdateId, update_id
 from diloco.common.process import cores
 from diloco.common.process.config import RunSettings
 from diloco.common.protocol import shards, wire
-from diloco.common.protocol.codecs import Encoded
+from diloco.common.protocol.code_formats import Encoded
 from diloco.common.protocol.layout import Layout
 from diloco.learner.core import sync
 from diloco.learner.core.events import (

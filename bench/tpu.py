@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 
 from diloco.common.process.config import make_config
-from diloco.common.protocol.codecs import CODECS
+from diloco.common.protocol.code_formats import CODECS
 from diloco.learner.dry_run import (
     CompiledProgram,
     compile_step,

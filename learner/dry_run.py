@@ -21,7 +21,7 @@ from jax.extend.core import Literal, jaxpr_as_fun
 
 from diloco.common.process.config import Config, LearnerSection, SyncSection, sync_of
 from diloco.common.protocol import shards, slices
-from diloco.common.protocol.codecs import Codec, Encoded, code_count, code_dtype, scale_count
+from diloco.common.protocol.code_formats import Codec, Encoded, code_count, code_dtype, scale_count
 from diloco.common.protocol.errors import ConfigError
 from diloco.common.protocol.layout import Fragment
 from diloco.learner.island import Island

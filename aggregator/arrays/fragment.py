@@ -18,7 +18,7 @@ from diloco.aggregator.arrays.outer import OuterOptimizer, State
 from diloco.aggregator.core.updates import Admitted
 from diloco.common.process.config import RunSettings, averaged_settings, settings_of
 from diloco.common.protocol import shards, wire
-from diloco.common.protocol.codecs import Codec, Encoded, aligned_empty, aligned_zeros
+from diloco.common.protocol.code_formats import Codec, Encoded, aligned_empty, aligned_zeros
 from diloco.common.protocol.errors import IntegrityError, ObjectMissingError, WireError
 from diloco.common.protocol.layout import Layout
 from diloco.common.protocol.shards import Buffers

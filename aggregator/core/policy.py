@@ -16,7 +16,7 @@ from diloco.common.process.config import (
     settings_of,
 )
 from diloco.common.protocol import names, slices, wire
-from diloco.common.protocol.codecs import Codec
+from diloco.common.protocol.code_formats import Codec
 from diloco.common.protocol.errors import WireError
 from diloco.common.protocol.layout import Layout, Rhythm
 from diloco.common.protocol.reasons import Reason

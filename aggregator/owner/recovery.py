@@ -18,7 +18,7 @@ from diloco.common.process import cores
 from diloco.common.process.config import RunSettings
 from diloco.common.process.tasks import cancel
 from diloco.common.protocol import names, wire
-from diloco.common.protocol.codecs import Encoded
+from diloco.common.protocol.code_formats import Encoded
 from diloco.common.protocol.errors import DilocoError, IntegrityError, ObjectMissingError, WireError
 from diloco.common.storage.tape import (
     get_object,

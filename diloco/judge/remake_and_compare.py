@@ -21,7 +21,7 @@ from diloco.aggregator.owner.fetcher import read_input, read_payload
 from diloco.common.process import cores
 from diloco.common.process.config import RunSettings, sync_of
 from diloco.common.protocol import shards, wire
-from diloco.common.protocol.codecs import Encoded
+from diloco.common.protocol.code_formats import Encoded
 from diloco.common.protocol.errors import IntegrityError, ObjectMissingError
 from diloco.common.storage.store import ObjectStore
 from diloco.common.storage.tape import get_object

@@ -24,7 +24,7 @@ from diloco.common.process.config import (
 from diloco.common.process.retry import Runtime
 from diloco.common.process.tasks import run_to_end
 from diloco.common.protocol import names, wire
-from diloco.common.protocol.codecs import canonical
+from diloco.common.protocol.code_formats import canonical
 from diloco.common.protocol.errors import ConfigError, RunMismatchError, SwapLostError, TaskError
 from diloco.common.protocol.frozen import store_frozen
 from diloco.common.protocol.layout import Hint, Layout, default_hint, layout_bytes, make_layout

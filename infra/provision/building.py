@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
 from diloco.common.process.config import Config, MeshSection, RunSettings
-from diloco.common.protocol.codecs import encoded_bytes
+from diloco.common.protocol.code_formats import encoded_bytes
 from diloco.common.protocol.errors import DilocoError
 from diloco.infra.provision.fleet import FleetFile, FleetFinding, FleetLearner, chips_of, hosts_of
 from diloco.infra.provision.known import Known

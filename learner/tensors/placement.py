@@ -24,7 +24,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from diloco.common.protocol.codecs import Codec, Encoded, code_dtype
+from diloco.common.protocol.code_formats import Codec, Encoded, code_dtype
 from diloco.common.protocol.layout import Layout
 from diloco.learner.task import Params
 from diloco.learner.tensors import tree

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 
 from diloco.common.process.config import SyncSection, sync_of
 from diloco.common.protocol import shards
-from diloco.common.protocol.codecs import Encoded, code_count, code_dtype, scale_count
+from diloco.common.protocol.code_formats import Encoded, code_count, code_dtype, scale_count
 from diloco.common.protocol.layout import Layout
 from diloco.learner.task import Params
 from diloco.learner.tensors.checkpoint import copied

@@ -28,7 +28,7 @@ from diloco.aggregator.owner.tenure import decode_event
 from diloco.common.process.config import RunSettings, load_config, parse_settings, warnings
 from diloco.common.process.credentials import Credentials, load_credentials, render_credentials
 from diloco.common.protocol import names, shards, wire
-from diloco.common.protocol.codecs import CODECS, Encoded, code_dtype
+from diloco.common.protocol.code_formats import CODECS, Encoded, code_dtype
 from diloco.common.protocol.errors import IntegrityError, WireError
 from diloco.common.protocol.layout import Tensor, layout_bytes, make_layout, parse_layout
 from diloco.common.storage.bundle import open_bundle, read_header

@@ -16,7 +16,7 @@ from diloco.aggregator.core import events
 from diloco.common.protocol import names, wire
 from diloco.common.storage.tape import Entry, InvalidMessage, record_digest
 from diloco.judge.oracle.finding import Violation
-from diloco.judge.oracle.fragment_judge import Chain
+from diloco.judge.oracle.fragment_walk import Chain
 
 HISTORIES = 60
 EVENTS = 600

@@ -11,7 +11,7 @@ from diloco.aggregator.core import policy
 from diloco.aggregator.core.updates import Admitted, UpdateCredit
 from diloco.common.process.config import make_config
 from diloco.common.protocol import shards, slices, wire
-from diloco.common.protocol.codecs import CODECS, Encoded
+from diloco.common.protocol.code_formats import CODECS, Encoded
 from diloco.common.protocol.layout import Tensor, make_layout
 from diloco.learner.tensors.quantize import encode
 

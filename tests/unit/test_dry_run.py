@@ -12,7 +12,7 @@ from rich.console import Console
 
 from diloco.common.process.config import make_config
 from diloco.common.protocol import shards
-from diloco.common.protocol.codecs import Encoded
+from diloco.common.protocol.code_formats import Encoded
 from diloco.common.protocol.errors import ConfigError
 from diloco.learner.dry_run import dry_run, exchanges, fragment_shapes, measured, stand_in
 from diloco.learner.island import Island

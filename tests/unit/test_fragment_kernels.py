@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from steps import advance_view
 
-from diloco.common.protocol.codecs import CODECS, Encoded, decode_numpy
+from diloco.common.protocol.code_formats import CODECS, Encoded, decode_numpy
 from diloco.common.protocol.layout import Layout, Tensor, TensorHint, make_layout
 from diloco.common.protocol.shards import pack, unpack
 from diloco.learner.tensors.fragment_kernels import Kernels, Leaves, make_kernels

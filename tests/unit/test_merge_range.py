@@ -19,7 +19,7 @@ from diloco.aggregator.core import policy
 from diloco.aggregator.core.updates import Admitted, UpdateCredit
 from diloco.common.process.config import make_config
 from diloco.common.protocol import slices, wire
-from diloco.common.protocol.codecs import CODECS, Encoded, decode_numpy
+from diloco.common.protocol.code_formats import CODECS, Encoded, decode_numpy
 from diloco.common.protocol.layout import Tensor, TensorHint, make_layout
 from diloco.learner.tensors.quantize import encode
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
 from diloco.common.process.config import MeshSection, SyncSection
-from diloco.common.protocol.codecs import Encoded
+from diloco.common.protocol.code_formats import Encoded
 from diloco.common.protocol.layout import Layout, Tensor, TensorHint, make_layout
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.fragment_kernels import make_kernels

@@ -18,8 +18,8 @@ from diloco.common.protocol.errors import DataError, TaskError
 from diloco.learner.batch_order import GrainData
 from diloco.learner.contract import build_task, load_task
 from diloco.models.data.weighted_sources import WeightedSources
+from diloco.models.decoders.token_windows import TokenWindows
 from diloco.models.decoders.tokens import TokenFolders
-from diloco.models.decoders.windows import TokenWindows
 from tests.models.cases import LLAMA
 
 VOCAB = 1 << 16

@@ -17,7 +17,7 @@ from diloco.common.storage.tape import (
 from diloco.judge.oracle import numbers
 from diloco.judge.oracle.data import Data
 from diloco.judge.oracle.finding import Violation
-from diloco.judge.oracle.fragment_judge import Chain
+from diloco.judge.oracle.fragment_walk import Chain
 from diloco.judge.oracle.remake import Remaker
 from diloco.judge.oracle.shares import Shares
 

@@ -23,7 +23,7 @@ from diloco.models.data.manifest import (
     rules_digest,
 )
 from diloco.models.data.weighted_sources import WeightedSources
-from diloco.models.decoders.windows import TokenWindows, files_of
+from diloco.models.decoders.token_windows import TokenWindows, files_of
 
 if TYPE_CHECKING:
     import grain
