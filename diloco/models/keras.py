@@ -1,8 +1,8 @@
 """Models of Keras and keras-hub on its JAX backend: `task.build = "diloco.models.keras:build"`.
 
-A model is made once, and called by `stateless_call` with variables that are given. Of those that
-are not trained, what a training call changes is state, and all others are frozen. The seeds of its
-random numbers are integers that each step's key gives anew; no learner keeps or sends them.
+A model is made once, and called by `stateless_call` with the variables of the step. Variables that
+are not trained are state if a training call changes them, and frozen otherwise. The seeds of random
+numbers are integers that are derived from each step's key; learners neither keep nor send them.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,14 +28,14 @@ except ModuleNotFoundError as error:
 
 
 class _Call:
-    """The model as a loss calls it, with variables that are given; it keeps what changes."""
+    """The model as a loss calls it, with given variables; a call's changes go into `values`."""
 
     def __init__(self, model: Any, values: Mapping[str, Any], training: bool) -> None:
         self._model, self.values, self._training = model, dict(values), training
         self.penalty: Any = 0.0
 
     def __call__(self, *inputs: Any, **told: Any) -> Any:
-        """What the model gives for inputs."""
+        """Returns the model's outputs for inputs; adds its regularization losses to `penalty`."""
         trainable, others = self._model.trainable_variables, self._model.non_trainable_variables
         outputs, changed, losses = self._model.stateless_call(
             [self.values[one.path] for one in trainable],
@@ -53,11 +53,12 @@ class Keras:
     """A model of Keras as functions of its variables; a `Network`.
 
     Args:
-        opening: `make` gives the model, built.
+        opening: the options; its `make` returns the built model.
 
     Raises:
-        TaskError: `make` gives no model that is built, or a pattern names no parameter.
-        ConfigError: Keras has another backend.
+        TaskError: `make` returns no built model, two variables of it have one path, or a pattern
+            names no parameter.
+        ConfigError: Keras has another backend than JAX.
     """
 
     def __init__(self, opening: Opening) -> None:
@@ -74,7 +75,7 @@ class Keras:
         self._means = self._changed()
 
     def _changed(self) -> set[str]:
-        """The variables that a training call changes."""
+        """Returns the paths of the untrained variables that a training call changes."""
         found: set[str] = set()
 
         def look(values: dict[str, Any]) -> None:
@@ -86,17 +87,17 @@ class Keras:
         return found
 
     def init(self, key: jax.Array) -> Variables:  # noqa: ARG002 - as `Task.init`
-        """As `Task.init`: the model's weights, as `make` has made them."""
+        """Returns the model's weights, as `make` has made them; as `Task.init`."""
         state = {name: self._others[name] for name in self._means}
         return Variables(self._trained, self.load_frozen(), state or None)
 
     def load_frozen(self) -> Params:
-        """The frozen weights, as `make` gives them on this machine."""
+        """Returns the frozen weights, as `make` made them on this machine."""
         frozen = {name: leaf for name, leaf in self._others.items() if name not in self._means}
         return frozen or None
 
     def measure(self, variables: Variables, batch: Batch, key: jax.Array | None) -> Evaluated:
-        """The loss of the model; without a key as it is evaluated."""
+        """Returns loss, metrics and new state; without a key, of evaluation, without penalties."""
         values = self._seeded(jax.random.key(0) if key is None else key)
         for part in variables:
             values |= part or {}
@@ -107,7 +108,7 @@ class Keras:
         return Evaluated(loss, found.metrics, state or None)
 
     def _seeded(self, key: jax.Array) -> dict[str, Any]:
-        """The variables that the run does not have: seeds by the step's key."""
+        """Returns the variables that are not weights; seeds are derived from the step's key."""
         return {
             name: jax.random.bits(jax.random.fold_in(key, place), value.shape, value.dtype)
             if jnp.issubdtype(value.dtype, jnp.unsignedinteger)
@@ -116,17 +117,17 @@ class Keras:
         }
 
     def is_mean(self, name: str) -> bool:
-        """Whether a leaf of the state is floating: batches' statistics."""
+        """True if a leaf of the state is floating, as batch statistics are; learners average it."""
         value = self._others[name.removeprefix("state/")]
         return bool(jnp.issubdtype(value.dtype, jnp.floating))
 
 
 def _made(make: Callable[[], Any], seed: int) -> Any:
-    """The model, on the host: a learner's devices take the variables that the run gives.
+    """Returns the model, made in host memory: a learner's devices hold the run's variables alone.
 
     Raises:
-        TaskError: `make` gives no model that is built, or two of its variables have one path.
-        ConfigError: Keras has another backend.
+        TaskError: `make` returns no built model, or two of its variables have one path.
+        ConfigError: Keras has another backend than JAX.
     """
     if (backend := keras.backend.backend()) != "jax":
         raise ConfigError(
@@ -153,21 +154,21 @@ def _made(make: Callable[[], Any], seed: int) -> Any:
 
 
 def logits(model: Any, tokens_BxL: jax.Array) -> jax.Array:
-    """Logits of the token behind each, [B, L, V], of a causal language model of keras-hub."""
+    """Returns next-token logits [B, L, V] of a causal language model of keras-hub."""
     given = {"token_ids": tokens_BxL, "padding_mask": jnp.ones_like(tokens_BxL)}
     logits_BxLxV: jax.Array = model(given)
     return logits_BxLxV
 
 
 def load_model(run: str | Path, make: Callable[[], Any]) -> Any:
-    """A model of Keras with the newest global weights of a run, whose task is `build`.
+    """Returns a model of Keras with the newest global weights of a run of this task.
 
     Args:
         run: as of `diloco.load`.
         make: the function that the task's option `module` names.
 
     Raises:
-        RunMismatchError: the model is not the run's.
+        RunMismatchError: the model lacks a weight of the run, or has it in another shape.
         DilocoError: as `diloco.load`.
     """
     model = _made(make, 0)

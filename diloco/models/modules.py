@@ -1,6 +1,6 @@
-"""Tasks of other libraries' models: data, loss and optimizer around what a model computes.
+"""Tasks around models of other libraries: options, data, loss and optimizer.
 
-A `Network` says how a library's model begins and what it computes; `nnx` and `keras` have one each.
+A `Network` has the functions of a library's model; `nnx` and `keras` have one each.
 
 Shapes: B rows of a batch, L tokens of a row, V vocabulary.
 """
@@ -46,36 +46,36 @@ Logits = Callable[[Any, jax.Array], jax.Array]
 
 
 class Network(Protocol):
-    """A library's model, as functions of its variables."""
+    """A model of another library, as functions of its variables."""
 
     def init(self, key: jax.Array) -> Variables:
-        """As `Task.init`; leaves by their paths in the model."""
+        """Returns the first variables, by their paths in the model; as `Task.init`."""
 
     def load_frozen(self) -> Params:
-        """The frozen leaves, as the model's maker gives them on this machine."""
+        """Returns the frozen leaves, as the user's function makes them on this machine."""
 
     def measure(self, variables: Variables, batch: Batch, key: jax.Array | None) -> Evaluated:
-        """The loss of the model with these variables; without a key as it is evaluated."""
+        """Returns loss, metrics and new state with these variables; of evaluation without a key."""
 
     def is_mean(self, name: str) -> bool:
-        """Whether a leaf of the state is a mean over batches, which learners average."""
+        """True if a leaf of the state is batch statistics, which learners average."""
 
 
 class Chosen(NamedTuple):
-    """Parameters that are trained: those that a pattern names and that no pattern freezes."""
+    """The choice of parameters to train: a pattern of `trained` and none of `frozen` names them."""
 
     trained: Patterns
     frozen: Patterns
 
     def __call__(self, name: str) -> bool:
-        """Whether the parameter of this name is trained."""
+        """True if the parameter of this name is trained."""
         return _matched(name, self.trained) and not _matched(name, self.frozen)
 
     def check(self, names: Iterable[str]) -> None:
-        """Refuse patterns that name no parameter, or leave none to train.
+        """Refuses patterns that do not fit the parameters' names.
 
         Raises:
-            TaskError: one does.
+            TaskError: a pattern names no parameter, or no parameter is left to train.
         """
         known = sorted(names)
         some = f"parameters are {', '.join(known[:8])}{', ...' if len(known) > 8 else ''}"
@@ -91,7 +91,7 @@ def _matched(name: str, patterns: Patterns) -> bool:
 
 
 class _Columns:
-    """Examples that are rows of arrays: a tree of arrays with one first axis."""
+    """A sequence of examples that are rows of a tree of arrays, all of one length."""
 
     def __init__(self, arrays: Any) -> None:
         self._arrays = arrays
@@ -111,7 +111,7 @@ class _Columns:
 
 
 class _Sides(NamedTuple):
-    """Examples to train on, a dataset of grain; held-out batches; the token behind a document."""
+    """Training examples (a grain dataset), held-out batches, and the token that ends a document."""
 
     train: Any
     held_out: list[Batch]
@@ -119,7 +119,11 @@ class _Sides(NamedTuple):
 
 
 def _examples(name: str, batch: int, eval_batches: int) -> _Sides:
-    """The examples of a user's function."""
+    """Returns the examples of the user's function `name`, without an end token.
+
+    Raises:
+        TaskError: it returns something else, or holds out less than a batch.
+    """
     import grain
 
     given = function_of(name)()
@@ -143,7 +147,7 @@ def _examples(name: str, batch: int, eval_batches: int) -> _Sides:
 
 
 def _folders(data: Data, vocab: int | None, length: int, seed: int, rows: int) -> _Sides:
-    """Rows of folders of tokens: int[L + 1] each, of which ~t is a token t that is not learned."""
+    """Returns rows of folders of tokens, int[L + 1] each; ~t is a token t without a loss."""
     if vocab is None:
         raise TaskError(
             "folders of tokens need the option vocab",
@@ -154,14 +158,14 @@ def _folders(data: Data, vocab: int | None, length: int, seed: int, rows: int) -
 
 
 class Opening(NamedTuple):
-    """The arguments of a library's network.
+    """The options that a library's `Network` is made from.
 
     Attributes:
-        make: makes the model.
-        seed: of its first weights.
+        make: the user's function that makes the model.
+        seed: seed of the model's first weights.
         chosen: the parameters that are trained.
-        loss: of the model and a batch.
-        batch: one of held-out examples.
+        loss: (model, batch) -> mean loss; or (loss, further scalars by name).
+        batch: a held-out batch, for its shapes.
     """
 
     make: Callable[..., Any]
@@ -171,14 +175,14 @@ class Opening(NamedTuple):
     batch: Batch
 
     def measured(self, model: Any, batch: Batch) -> Evaluated:
-        """The loss in one form."""
+        """Returns loss and further scalars of a batch, whichever of them `loss` returns."""
         told = self.loss(model, batch)
         value, metrics = told if isinstance(told, tuple) else (told, {})
         return Evaluated(value, metrics)
 
 
 def _next_token(logits: Logits, end: int | None) -> Loss:
-    """Mean cross entropy of the tokens that are trained on, in nats."""
+    """Returns a loss: mean cross entropy, in nats, of the tokens that are trained on."""
 
     def loss(model: Any, windows_BxL1: jax.Array) -> jax.Array:
         tokens_BxL1, learned_BxL = tokens_of(windows_BxL1), learned_of(windows_BxL1, end)
@@ -192,7 +196,7 @@ def _next_token(logits: Logits, end: int | None) -> Loss:
 
 
 def _trained_on(network: Network) -> Callable[..., Any]:
-    """As `Task.loss`."""
+    """Returns the network's training loss, in the form of `Task.loss`."""
 
     def loss(variables: Variables, batch: Batch, key: jax.Array) -> Any:
         found = network.measure(variables, batch, key)
@@ -202,7 +206,7 @@ def _trained_on(network: Network) -> Callable[..., Any]:
 
 
 def _evaluate(network: Network, held_out: Sequence[Batch]) -> Callable[[Variables], Any]:
-    """As `Task.evaluate`: means over batches."""
+    """Returns a `Task.evaluate`: means over the held-out batches."""
 
     @jax.jit
     def measured(variables: Variables, batch: Batch) -> Mapping[str, Any]:
@@ -217,7 +221,7 @@ def _evaluate(network: Network, held_out: Sequence[Batch]) -> Callable[[Variable
 
 
 def _hint(network: Network, averaged: Patterns) -> Hint:
-    """As `Task.hint`."""
+    """Returns a `Task.hint`; `averaged` are patterns of parameters merged by plain mean."""
 
     def hint(name: str, shape: tuple[int, ...]) -> TensorHint:  # noqa: ARG001 - a `Hint`
         if name.startswith("state/"):
@@ -262,14 +266,14 @@ def _around(
 
 
 def newest(run: str | Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
-    """The newest global variables of a run whose task is of this file, by their paths in the model.
+    """Returns the newest global variables of a run of `nnx` or `keras`, by path in the model.
 
     Args:
         run: as of `diloco.load`.
-        shapes: of the model's variables, by their paths.
+        shapes: shapes of the model's variables, by their paths.
 
     Raises:
-        RunMismatchError: the run has others.
+        RunMismatchError: the run has a variable that the model has not, or in another shape.
         DilocoError: as `diloco.load`.
     """
     found = {name.partition("/")[2]: values for name, values in load(run).items()}
@@ -283,12 +287,12 @@ def newest(run: str | Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, 
 
 
 def task_of(library: str, opened: Callable[[Opening], Network], logits: Logits) -> Any:
-    """The `build` of a library: its options, and the task of what they name.
+    """Returns the function `build` of a library's tasks.
 
     Args:
-        library: its name in errors.
-        opened: gives the network.
-        logits: of the token behind each, [B, L, V], by the model for tokens [B, L].
+        library: the library's name in errors.
+        opened: makes the network.
+        logits: (model, tokens [B, L]) -> next-token logits [B, L, V].
     """
 
     @checked_options(library, "docs/models.md has all options")
@@ -317,32 +321,31 @@ def task_of(library: str, opened: Callable[[Opening], Network], logits: Logits) 
 
         Args:
             steps: length of the run in global steps.
-            seed: decides the order of the data and the first parameters.
+            seed: seed of the data's order and of the first parameters.
             module: the function that makes the model, such as "mine:make", with its weights if it
                 loads any.
             data: the function that gives (examples to train on, held-out examples), each a tree of
                 arrays or a sequence of examples, such as "mine:data"; or folders of tokens, as of
                 `diloco.models.decoders:build`.
             loss: the function of (model, batch) that gives the batch's mean loss, or (loss, further
-                scalars by name). None: that of the next token.
+                scalars by name). None: next-token cross entropy, in nats.
             vocab: size of the vocabulary, which folders of tokens need.
-            length: tokens that a row of such a folder predicts.
+            length: tokens that are predicted in a row of folders of tokens.
             batch: examples in a batch.
             trained: patterns of the parameters that are trained, such as "*lora*".
-            frozen: patterns of those that are not trained all the same, such as "backbone/*".
+            frozen: patterns of parameters not to train among `trained`, such as "backbone/*".
             load: each learner takes frozen parameters from `module`; the run stores their digests.
             averaged: patterns of the parameters that are merged by their plain mean.
             optimizer: the function that gives, for a number of steps, an ordinary optimizer of
                 optax, such as "mine:optimizer". None: AdamW with warm-up and cosine.
-            learning_rate: the peak, of AdamW.
+            learning_rate: peak learning rate of AdamW.
             eval_batches: held-out batches, at most.
-            accumulate: parts of a batch, one after the other.
-            shares: in how many shares each epoch is divided, which learners claim; 0: each reads
-                all.
+            accumulate: parts of a batch whose gradients are accumulated.
+            shares: shares of each epoch, which learners claim; 0: each learner reads all.
             workers: processes that read.
 
         Raises:
-            TaskError: an option has a wrong type or value, or names what is not there.
+            TaskError: an option has a wrong type or value, or names something that does not exist.
         """
         require_grain()
         own = isinstance(data, str) and ":" in data

@@ -1,8 +1,8 @@
 """Modules of flax.nnx as they are: `task.build = "diloco.models.nnx:build"`.
 
-A module is split into a graph, which is static, and variables: `Param`s, trained or frozen; all
-others but streams of random numbers are state. The streams follow from each step's key, so that a
-learner that was killed drops out what it would have dropped out.
+A module is split into a static graph and variables: `Param`s are trained or frozen; all others
+except random streams are state. The streams are derived from each step's key, so that a learner
+that resumes after a kill draws the same dropout masks.
 """
 
 from collections.abc import Callable
@@ -29,10 +29,10 @@ class Nnx:
     """A module of flax.nnx as functions of its variables; a `Network`.
 
     Args:
-        opening: `make` gives the module for streams of random numbers.
+        opening: the options; its `make` takes `nnx.Rngs` and returns the module.
 
     Raises:
-        TaskError: `make` gives no module, or a pattern names no parameter.
+        TaskError: `make` returns no module, or a pattern names no parameter.
     """
 
     def __init__(self, opening: Opening) -> None:
@@ -52,7 +52,7 @@ class Nnx:
         return module
 
     def _split(self, module: Any) -> tuple[Any, ...]:
-        """Graph, trained and frozen parameters, state, streams."""
+        """Returns the graph, trained parameters, frozen parameters, state and random streams."""
         nnx.pop(module, nnx.Intermediate)
 
         def is_trained(path: tuple[Any, ...], value: Any) -> bool:
@@ -63,16 +63,16 @@ class Nnx:
         return graph, trained, frozen, state, streams
 
     def init(self, key: jax.Array) -> Variables:
-        """As `Task.init`: the variables of the module that `make` gives."""
+        """Returns the variables of a module that `make` makes from `key`; as `Task.init`."""
         _, *parts, _ = self._split(self._made(key))
         return Variables(*(nnx.to_pure_dict(part) or None for part in parts))
 
     def load_frozen(self) -> Params:
-        """The frozen parameters, as `make` gives them on this machine."""
+        """Returns the frozen parameters, as `make` makes them on this machine."""
         return self.init(jax.random.key(self._opening.seed)).frozen
 
     def measure(self, variables: Variables, batch: Batch, key: jax.Array | None) -> Evaluated:
-        """The loss of the module; without a key in its mode of evaluation."""
+        """Returns loss, metrics and new state; without a key, in the module's evaluation mode."""
         streams = self._streams_of(jax.random.key(0) if key is None else key)
         parts = (nnx.State(part or {}) for part in variables)
         module = nnx.merge(self._graph, *parts, streams)
@@ -82,7 +82,7 @@ class Nnx:
         return found._replace(state=nnx.to_pure_dict(state) or None)
 
     def _streams_of(self, key: jax.Array) -> Any:
-        """Each stream at its beginning, by a key that follows from the step's and its place."""
+        """Returns each random stream restarted, its key derived from the step's key and index."""
         leaves, structure = jax.tree.flatten(self._streams)
         drawn = [
             jax.random.split(jax.random.fold_in(key, place), leaf.shape)
@@ -93,7 +93,7 @@ class Nnx:
         return jax.tree.unflatten(structure, drawn)
 
     def is_mean(self, name: str) -> bool:
-        """Whether a leaf of the state is a batch's statistics."""
+        """True if a leaf of the state is a `BatchStat`, which learners average."""
         return _type(self._state[name.removeprefix("state/")]) is nnx.BatchStat
 
 
@@ -111,20 +111,20 @@ def _type(value: Any) -> type:
 
 
 def logits(module: Any, tokens_BxL: jax.Array) -> jax.Array:
-    """Logits of the token behind each, [B, L, V], of a module that takes tokens."""
+    """Returns next-token logits [B, L, V] of a module that takes tokens int [B, L]."""
     logits_BxLxV: jax.Array = module(tokens_BxL)
     return logits_BxLxV
 
 
 def load_model(run: str | Path, make: Callable[..., Any]) -> Any:
-    """A module of flax.nnx with the newest global variables of a run, whose task is `build`.
+    """Returns a module of flax.nnx with the newest global variables of a run of this task.
 
     Args:
         run: as of `diloco.load`.
         make: the function that the task's option `module` names.
 
     Raises:
-        RunMismatchError: the module is not the run's.
+        RunMismatchError: the module lacks a variable of the run, or has it in another shape.
         DilocoError: as `diloco.load`.
     """
     module = make(nnx.Rngs(0))

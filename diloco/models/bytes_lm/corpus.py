@@ -1,10 +1,10 @@
-"""Byte-level text: which bytes train, which are held out, and batch number n of a learner.
+"""Byte-level text, split into training and held-out bytes, and the batches of each learner.
 
 Rules:
-  1. A file belongs to one side only, decided by a hash of its relative path: adding or removing
-     other files moves it nowhere.
+  1. A file is on one side only, decided by a hash of its relative path: adding or removing other
+     files does not change that.
   2. A batch is a pure function of (seed, learner, position), so a learner that resumes at a
-     position goes on with exactly the batches it would have seen, at no cost.
+     position reads exactly the batches that it would have read, without replaying earlier ones.
 
 Shapes: B windows of a batch, L bytes predicted per window; a window holds L + 1 bytes, because the
 last one is a target only.
@@ -45,7 +45,7 @@ class Corpus:
 
     @classmethod
     def of_files(cls, files: dict[str, bytes]) -> Self:
-        """Split `files` (relative path -> contents, at least one) into the two sides.
+        """Splits `files` (relative path -> contents, at least one) into the two sides.
 
         About a tenth of the files is held out, and never none or all of them. A lone file cannot
         be on both sides, so its last tenth of bytes is held out.
@@ -62,16 +62,17 @@ class Corpus:
 
 
 def held_out_names(names: "dict[str, bytes] | list[str]") -> set[str]:
-    """The held-out part of two or more relative paths: by hash, at least one, never all."""
+    """Returns the held-out ones of two or more relative paths, by hash: at least one, never all."""
     by_hash = sorted(names, key=lambda name: (_stable_hash(name) % HELD_OUT_ONE_IN, name))
     chosen = {name for name in by_hash if _stable_hash(name) % HELD_OUT_ONE_IN == 0}
     return (chosen or {by_hash[0]}) - ({by_hash[-1]} if len(chosen) == len(by_hash) else set())
 
 
 def load_corpus(where: str, held_out: str | None = None) -> Corpus:
-    """Read the corpus `where`: "stdlib", or the path of a folder of text.
+    """Reads the corpus `where`: "stdlib", or the path of a folder of text.
 
-    With `held_out`, the path of another folder, all of `where` trains and all of that is held out.
+    With `held_out`, the path of another folder, all of `where` is training text, and all of
+    `held_out` is held out.
 
     "stdlib" is Python's own standard library (*.py in path order, without installed packages, the
     first 24 MB), so a demonstration needs no download. A folder is read recursively and as
@@ -97,11 +98,11 @@ def batches(
     length: int,
     rows: slice = slice(None),
 ) -> Iterator[Windows]:
-    """Endless training batches of one learner, batch number `position` first.
+    """Yields endless training batches of one learner, batch number `position` first.
 
     Yields:
-        int32[B, L + 1]: windows at uniformly random places of the training bytes; only `rows` of
-        them are read, and which they are does not depend on that.
+        int32[B, L + 1]: windows at uniformly random places of the training bytes. With `rows`, only
+        those rows of the batch, with the same values.
     """
     while True:
         rng = np.random.default_rng([seed, _stable_hash(learner), position])
@@ -111,13 +112,13 @@ def batches(
 
 
 def eval_windows(corpus: Corpus, *, count: int, batch: int, length: int) -> list[Windows]:
-    """`count` batches int32[B, L + 1], spread evenly over the held-out bytes; always the same."""
+    """Returns `count` batches int32[B, L + 1], evenly spread over held-out bytes; deterministic."""
     starts = np.linspace(0, len(corpus.held_out) - length - 1, count * batch).astype(np.int64)
     return [_windows(corpus.held_out, starts_B, length) for starts_B in np.split(starts, count)]
 
 
 def require_length(corpus: Corpus, length: int) -> None:
-    """Check that each side holds at least one window of `length` + 1 bytes.
+    """Refuses a corpus with a side shorter than one window of `length` + 1 bytes.
 
     Raises:
         TaskError: a side is too short.

@@ -50,14 +50,14 @@ MUON_RATE = 2.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A size of model and a peak learning rate for it; named by its parameters without embedding.
+    """A model size and its peak learning rate; its name is the number of non-embedding parameters.
 
     Attributes:
         layers: N.
         width: D.
         heads: H.
-        learning_rate: peak rate for AdamW; for Muon it is `MUON_RATE` times that.
-        tied: whether the output head is the embedding, unless the option `tied` says.
+        learning_rate: peak rate for AdamW; Muon's is `MUON_RATE` times that.
+        tied: whether the output head is the embedding, if the option `tied` is None.
     """
 
     layers: int
@@ -106,7 +106,7 @@ class ModelConfig:
         vocab: V.
         tied: use the embedding as output head.
         mlp: "swiglu" (three matrices, F near 8/3 D) or "gelu" (two matrices, F = 4 D).
-        dtype: of activations and matrix products; parameters, norms, softmax and loss are float32.
+        dtype: dtype of activations and matrix products; all else is float32.
         remat: recompute each block in the backward pass, to hold one block's activations at a time.
     """
 
@@ -126,11 +126,11 @@ class ModelConfig:
 
     @property
     def mlp_width(self) -> int:
-        """The width of the MLP, F: as many parameters for both kinds, a multiple of 64."""
+        """The width of the MLP, F: both kinds have about equally many parameters."""
         return 4 * self.width if self.mlp == "gelu" else math.ceil(self.width / 24) * 64
 
     def flops_per_token(self, length: int) -> float:
-        """As `Task.flops_per_token`, in rows of `length` tokens."""
+        """Returns FLOPs per token in rows of `length` tokens; as `Task.flops_per_token`."""
         mlp = (2 if self.mlp == "gelu" else 3) * self.mlp_width
         layer = self.width * (4 * self.width + mlp)
         multiplied = self.layers * layer + self.vocab * self.width
@@ -139,15 +139,15 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """int[B, L] tokens -> float32[B, L, V] logits; those at a position see nothing after it."""
+    """A causal decoder: tokens int [B, L] -> next-token logits float32 [B, L, V]."""
 
     config: ModelConfig
 
     def init(self, key: jax.Array) -> Params:
-        """First parameters: normal, but for the norms' ones; float32.
+        """Returns first parameters, float32: random normal, with ones for the norms.
 
-        Matrices keep unit variance. Those that write to the residual stream share it: with 2N
-        writers their sum has unit variance at any depth (GPT-2's rule).
+        Matrices keep unit variance. Those that write to the residual stream are scaled down: the
+        sum of their 2N outputs has unit variance at any depth (GPT-2's rule).
         """
         c = self.config
         keys = iter(jax.random.split(key, 7))
@@ -178,7 +178,7 @@ class Decoder:
         return params
 
     def apply(self, params: Params, tokens_BxL: jax.Array) -> jax.Array:
-        """The logits of tokens."""
+        """Returns the next-token logits, float32 [B, L, V]."""
         c = self.config
         # Blocks see one row per token: XLA's CPU backend is a third slower on [B, L, D].
         x_TxD = params["embed"][tokens_BxL.reshape(-1)].astype(c.dtype)
@@ -226,20 +226,20 @@ class Decoder:
 
 
 def rms_norm(x_TxD: jax.Array, scale_D: jax.Array) -> jax.Array:
-    """`x` over its root mean square along D, times `scale`: in float32, returned in x's dtype."""
+    """Returns `x` over its root mean square along D, times `scale`, computed in float32."""
     x32_TxD = x_TxD.astype(jnp.float32)
     mean_square_Tx1 = jnp.mean(jnp.square(x32_TxD), axis=-1, keepdims=True)
     return (x32_TxD * jax.lax.rsqrt(mean_square_Tx1 + NORM_EPS) * scale_D).astype(x_TxD.dtype)
 
 
 def rotary(length: int, head_width: int) -> jax.Array:
-    """Angles float32[L, K/2] of the rotary positions 0 .. L - 1."""
+    """Returns the angles float32 [L, K/2] of the rotary positions 0 .. L - 1, in radians."""
     frequency_K2 = ROTARY_BASE ** -(jnp.arange(0, head_width, 2) / head_width)
     return jnp.arange(length)[:, None] * frequency_K2
 
 
 def rotate(x_BxHxLxK: jax.Array, angles_LxK2: jax.Array) -> jax.Array:
-    """Turn each pair (x[i], x[i + K/2]) of every head by its position's angle."""
+    """Rotates each pair (x[i], x[i + K/2]) of every head by its position's angle."""
     cos_LxK2 = jnp.cos(angles_LxK2).astype(x_BxHxLxK.dtype)
     sin_LxK2 = jnp.sin(angles_LxK2).astype(x_BxHxLxK.dtype)
     a, b = jnp.split(x_BxHxLxK, 2, axis=-1)
@@ -247,7 +247,7 @@ def rotate(x_BxHxLxK: jax.Array, angles_LxK2: jax.Array) -> jax.Array:
 
 
 def attend(q_BxHxLxK: jax.Array, k_BxHxLxK: jax.Array, v_BxHxLxK: jax.Array) -> jax.Array:
-    """Causal softmax attention, [B, H, L, K]; the softmax is in float32."""
+    """Returns causal softmax attention, [B, H, L, K]; the softmax is computed in float32."""
     length, head_width = q_BxHxLxK.shape[-2:]
     scores_BxHxLxM = jnp.einsum(
         "bhlk,bhmk->bhlm", q_BxHxLxK, k_BxHxLxK, preferred_element_type=jnp.float32
@@ -264,12 +264,12 @@ def task_loss(
     windows_BxL1: Batch,
     key: jax.Array,  # noqa: ARG001 - the Task's contract
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The loss in the form of `Task.loss`: without randomness, and without further scalars."""
+    """Returns the loss in the form of `Task.loss`; ignores the key, and has no further scalars."""
     return next_token_loss(model, params, windows_BxL1), {}
 
 
 def next_token_loss(model: Decoder, params: Params, windows_BxL1: Batch) -> jax.Array:
-    """Mean cross entropy in nats per token, float32[]; `windows_BxL1` is int[B, L + 1]."""
+    """Returns mean cross entropy in nats per token, float32 []; windows are int [B, L + 1]."""
     logits_BxLxV = model.apply(params, windows_BxL1[:, :-1])
     losses_BxL: jax.Array = optax.softmax_cross_entropy_with_integer_labels(
         logits_BxLxV, windows_BxL1[:, 1:]
@@ -278,7 +278,7 @@ def next_token_loss(model: Decoder, params: Params, windows_BxL1: Batch) -> jax.
 
 
 def matrices(name: str, shape: tuple[int, ...], *, heads: int) -> Matrices | None:
-    """The matrices that Muon orthogonalizes: each layer's, with q, k and v apart."""
+    """Returns how Muon orthogonalizes a tensor, with q, k and v apart; None: it does not."""
     if name == "layers/attn/qkv":
         layers, width, columns = shape
         split = (layers, width, heads, 3, columns // heads // 3)
@@ -288,13 +288,13 @@ def matrices(name: str, shape: tuple[int, ...], *, heads: int) -> Matrices | Non
 
 
 def partition(name: str, shape: tuple[int, ...]) -> PartitionSpec:  # noqa: ARG001 - the contract
-    """The cut of a tensor over a learner's mesh: by the kinds of its axes."""
+    """Returns a tensor's partition over a learner's mesh, by the kinds of its axes."""
     return by_kind_of_axis(LOGICAL_AXES.get(name, ()))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Windows:
-    """Windows of a corpus, which is read once somebody trains or evaluates."""
+    """The windows of a corpus, which is read at the first training or evaluation."""
 
     corpus: str
     held_out: str | None
@@ -336,11 +336,11 @@ Sample = Callable[[Params, str, jax.Array, float], Iterator[str]]
 
 
 def make_sampler(model: Decoder, length: int) -> Sample:
-    """A task's `sample` for a model of bytes.
+    """Returns a task's `sample` for a model of bytes.
 
     Args:
         model: int32 [1, L] -> logits [1, L, V].
-        length: L, the positions it was trained on; of a longer text it sees the last L bytes.
+        length: L, the length in bytes that the model was trained on: it sees the last L bytes.
     """
 
     @jax.jit

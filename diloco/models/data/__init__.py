@@ -1,6 +1,6 @@
-"""Documents become tokens: `diloco data`.
+"""Tokenizes documents into folders of token files: `diloco data`.
 
-The walk of a document: `sources` finds its file, `documents` reads it, `tokenizer` encodes it,
-`shards` stores its tokens, `prepare` goes from the first to the last. `whole` shows, checks and
-copies the result, of which `diloco/models/data/manifest.py` is what it says of itself.
+`sources` finds files, `documents` and `token_files` read documents from them, `tokenizer` encodes
+the documents, `prepare` runs these steps and stores shards. `folder` shows, verifies and copies the
+resulting folder, which `manifest` describes.
 """

@@ -1,11 +1,11 @@
-"""Chats become text by a tokenizer's chat template, with the parts that the assistant says.
+"""Renders chats as text by a tokenizer's chat template, and finds the assistant's parts.
 
 Rules:
-  1. A template that marks what the assistant generates (`{% generation %}`) is believed. Of
-     another, an answer is what the template writes for that message behind the prompt for it: so
-     the text up to a message must be how the text of the whole chat begins.
-  2. What a template would drop or spoil in silence is refused: roles that it does not know,
-     messages of no content, text that spells a special token.
+  1. If a template marks what the assistant generates (`{% generation %}`), these marks count. With
+     another template, an answer is the text that the template adds for that message behind its
+     prompt: so the text up to each message must be a prefix of the whole chat's text.
+  2. Messages that a template would drop or garble silently are refused: unknown roles, messages
+     without content, text that spells a special token.
 """
 
 import json
@@ -30,10 +30,10 @@ _MARK = "\0"
 
 
 class ChatError(ValueError):
-    """A chat that cannot be rendered; whoever reads the file adds the place.
+    """Reports a chat that cannot be rendered; the reader of the file adds file and line.
 
     Attributes:
-        hint: what to do.
+        hint: advice on what to do.
     """
 
     def __init__(self, what: str, hint: str) -> None:
@@ -43,11 +43,11 @@ class ChatError(ValueError):
 
 @dataclass(frozen=True)
 class Chat:
-    """A chat as the template writes it.
+    """A chat that was rendered by the template.
 
     Attributes:
-        text: all of it.
-        answers: from which character to which the assistant speaks.
+        text: the text of the whole chat.
+        answers: ranges [first, last) of characters that the assistant says.
     """
 
     text: str
@@ -58,13 +58,13 @@ class Chat:
 
 
 class ChatTemplate:
-    """A chat template.
+    """A Jinja template that renders chats.
 
     Args:
-        source: the template.
-        place: where it stands, for errors.
-        words: that it may use, such as `bos_token`.
-        special: texts of the tokenizer's special tokens, which no message may spell.
+        source: the template's text.
+        place: name of its file, for errors.
+        words: variables that it may use, such as `bos_token`.
+        special: texts of the tokenizer's special tokens, which no message may contain.
 
     Raises:
         ConfigError: jinja2 is not installed.
@@ -90,14 +90,14 @@ class ChatTemplate:
         self._forbidden = re.compile(f"{spelled}|{_MARK}" if spelled else _MARK)
 
     def chat(self, messages: Any, tools: Any = None) -> Chat:
-        """Render a chat.
+        """Renders a chat.
 
         Args:
             messages: mappings with `role` and `content`, or `tool_calls`.
-            tools: that the assistant may call, as the template wants them.
+            tools: tools that the assistant may call, in the form that the template takes.
 
         Raises:
-            ChatError: these are no messages, or none that the template takes.
+            ChatError: a message is invalid, the template fails, or the assistant says nothing.
         """
         checked = [self._checked(i, message) for i, message in enumerate(_listed(messages), 1)]
         text = self._rendered(checked, tools)
@@ -143,7 +143,7 @@ class ChatTemplate:
             ) from error
 
     def _checked(self, number: int, message: Any) -> dict[str, Any]:
-        """A message without keys that say nothing, as tables have them."""
+        """Returns a message without its None values, once its role and content are checked."""
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             has = ", ".join(map(str, message)) if isinstance(message, Mapping) else repr(message)
             raise ChatError(
@@ -172,14 +172,15 @@ class ChatTemplate:
 
 
 def read_template(given: Path | None, folder: Path) -> tuple[str, str]:
-    """The template to use, and where it stands.
+    """Returns the text of the template to use, and the name of its file.
 
     Args:
-        given: the file that was asked for.
-        folder: the tokenizer's.
+        given: the file of `--template`; None: the template in `folder`.
+        folder: the tokenizer's folder.
 
     Raises:
-        ConfigError: there is no template.
+        ConfigError: there is no template, or `given` cannot be read.
+        DataError: tokenizer_config.json is not JSON.
     """
     for path in (given,) if given else (folder / FILE,):
         try:
@@ -204,7 +205,7 @@ def read_template(given: Path | None, folder: Path) -> tuple[str, str]:
 
 
 def template_words(folder: Path) -> dict[str, str]:
-    """Special tokens by the names that templates use, such as `bos_token`."""
+    """Returns the texts of special tokens by the names that templates use, such as `bos_token`."""
     texts = {
         name: token.get("content") if isinstance(token, dict) else token
         for name, token in _config(folder / "tokenizer_config.json").items()
@@ -233,7 +234,7 @@ def _listed(messages: Any) -> Sequence[Any]:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All strings that a message holds."""
+    """Yields all strings in a message."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -245,7 +246,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _unmarked(text: str) -> tuple[tuple[tuple[int, int], ...], str]:
-    """The places of a text's marked parts once the marks are gone, and that text."""
+    """Returns the ranges of a text's marked parts without the marks, and the text without them."""
     parts = text.split(_MARK)
     ends = [0]
     for part in parts:
@@ -254,7 +255,7 @@ def _unmarked(text: str) -> tuple[tuple[tuple[int, int], ...], str]:
 
 
 def _environment() -> "ImmutableSandboxedEnvironment":
-    """The names that tokenizers' templates expect; no clock: files depend on sources alone."""
+    """Returns Jinja's environment with the names that templates expect, except for the clock."""
     try:
         from jinja2 import TemplateError, nodes
         from jinja2.ext import Extension

@@ -16,7 +16,7 @@ app.add_typer(data_app, name="data")
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareArguments:
-    """The command line, as given."""
+    """The arguments of `diloco data prepare`, as given."""
 
     sources: Annotated[
         list[str],

@@ -1,8 +1,8 @@
-"""Documents of a file, one after the other: never more than a few are in memory.
+"""Reads documents from a file one by one: only a few are in memory.
 
 Rules:
-  1. What is not text, or has no document where one must be, is refused with its place. Nothing is
-     skipped but empty documents, which are counted.
+  1. Content that is not text, and a line or row without a document, are refused with their place.
+     Only empty documents are skipped, and these are counted.
   2. Columns are read by `datasets`. Lines are read here: of JSON lines that library silently makes
      texts of numbers and nothing of missing fields, and it tells neither file nor line (ADR 72).
 """
@@ -45,9 +45,10 @@ class Document(NamedTuple):
     """One document of a file.
 
     Attributes:
-        content: of no length for an empty document.
-        size_bytes: bytes of its file that it took.
-        after: where the next document begins in the file: a byte, or the number of a row.
+        content: text, chat or tokens; its length is 0 for an empty document.
+        size_bytes: its size in the file, in bytes (for columns, in characters).
+        after: start of the next document in the file: offset in bytes, or number of a row, of a
+            token or of Megatron's document.
     """
 
     content: Content
@@ -56,14 +57,14 @@ class Document(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """The rules by which files become documents.
+    """The options by which documents are read from files.
 
     Attributes:
-        field: of JSON lines, or column.
-        by_line: a text file's lines are its documents.
-        vocabulary: of the tokenizer.
-        end: the token behind each document in a file of tokens.
-        template: the field has chats, which this renders. None: it has texts.
+        field: the field of JSON lines, or column, that has the document.
+        by_line: each line of a text file is a document; else the file is.
+        vocabulary: the tokenizer's vocabulary size.
+        end: the token that ends each document in a file of tokens.
+        template: renders the chats that the field has; None: the field has texts.
     """
 
     field: str
@@ -74,10 +75,10 @@ class Reading(NamedTuple):
 
 
 def read_documents(file: SourceFile, start: int, reading: Reading) -> Iterator[Document]:
-    """The documents of a file from a position on; `start` is 0, or `Document.after` of one.
+    """Yields the documents of a file; `start` is 0, or `Document.after` of the last one read.
 
     Raises:
-        DataError: the file is damaged, or not what `reading` says.
+        DataError: the file is damaged, or does not fit `reading`.
     """
     if file.kind in TABLES:
         yield from _rows(file, start, reading)
@@ -118,13 +119,13 @@ def _texts(file: SourceFile, start: int, *, by_line: bool) -> Iterator[Document]
 
 
 def check_file(file: SourceFile, reading: Reading) -> list[Content]:
-    """Refuse a file that is not as `reading` says, as far as its columns or first document tell.
+    """Refuses a file whose columns or first document do not fit `reading`.
 
     Returns:
-        the first document, of kinds whose first document is looked at.
+        The first document, for kinds of files whose first document is read; else none.
 
     Raises:
-        DataError: the file is not as `reading` says, or is damaged.
+        DataError: the file does not fit `reading`, or is damaged.
     """
     if file.kind in TABLES:
         _check_column(file, reading.field, chats=reading.template is not None)
@@ -173,7 +174,7 @@ def _chat_or_text(file: SourceFile, row: int, value: Any, tools: Any, reading: R
 
 @contextmanager
 def _damage_told(file: SourceFile) -> Iterator[None]:
-    """Say which file it is that the library cannot read.
+    """Turns the library's errors about a damaged file into a DataError that names the file.
 
     Raises:
         DataError: the file is damaged.
@@ -192,7 +193,7 @@ def _damage_told(file: SourceFile) -> Iterator[None]:
 
 
 def _table(file: SourceFile, wanted: list[str] | None = None) -> Any:
-    """The rows of a file as a dataset that reads them when they are asked for."""
+    """Returns the rows of a file as a dataset that is read lazily."""
     keep_offline(cache=tempfile.gettempdir())
     import datasets
 
@@ -209,7 +210,7 @@ def _table(file: SourceFile, wanted: list[str] | None = None) -> Any:
 
 
 def _lines(file: SourceFile, start: int) -> Iterator[tuple[int, bytes]]:
-    """Lines from a byte on, each with the byte at which it begins."""
+    """Yields (offset in bytes, line) from the offset `start` on; offsets are of unpacked data."""
     at = start
     with _opened(file) as stream:
         if file.compression:  # there may be no other way to get there
@@ -324,7 +325,7 @@ def _opened(file: SourceFile) -> BinaryIO:
 
 
 def _guarded(file: SourceFile, read: Callable[[], T]) -> T:
-    """Read a file that may be compressed, and damaged."""
+    """Returns what `read` returns; errors of a damaged compressed file become DataErrors."""
     try:
         return read()
     except (*_DAMAGED, OSError) as error:
@@ -344,13 +345,13 @@ def _too_long(file: SourceFile, what: str) -> DataError:
 
 
 def _line_number(file: SourceFile, at: int) -> int:
-    """The number of the line that begins at a byte: counted only where something is wrong there."""
+    """Returns the number of the line at offset `at`, for errors: it reads the file up to there."""
     with _opened(file) as stream:
         return 1 + sum(block.count(b"\n") for block in _blocks(stream, at))
 
 
 def _blocks(stream: BinaryIO, size_bytes: int) -> Iterator[bytes]:
-    """The first bytes of a stream."""
+    """Yields the first `size_bytes` bytes of a stream, in blocks."""
     left = size_bytes
     while left and (block := stream.read(min(left, 1 << 20))):
         yield block

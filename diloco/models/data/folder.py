@@ -1,4 +1,4 @@
-"""Prepared data that is whole: shown, checked against its digests, copied."""
+"""Shows, verifies and copies finished folders of prepared data."""
 
 import hashlib
 
@@ -26,7 +26,7 @@ from diloco.run.cli.units import human_bytes, human_count
 
 
 def show(place: str, manifest: TokenManifest) -> None:
-    """Print counts by source and side, and how a task names the folder."""
+    """Prints counts of documents and tokens by source and by side, and the manifest's digest."""
     for source in manifest.sources:
         both = source.train + source.held_out
         empty = f", {source.empty:,} empty" if source.empty else ""
@@ -50,10 +50,14 @@ def show(place: str, manifest: TokenManifest) -> None:
 
 
 def find_damage(place: str, hear: Hear) -> tuple[TokenManifest, list[str]]:
-    """The manifest of a place, and a sentence for each shard that is not what it says.
+    """Verifies each shard of a place; returns the manifest, and a sentence for each bad shard.
+
+    Args:
+        place: the folder or URL.
+        hear: is called with (bytes verified, bytes in all).
 
     Raises:
-        DataError: there is no manifest.
+        DataError: there is no manifest, or it is invalid.
     """
     read = reader(place)
     manifest = manifest_at(place, read)
@@ -71,12 +75,12 @@ def find_damage(place: str, hear: Hear) -> tuple[TokenManifest, list[str]]:
 
 
 def copy(source: str, out: str, hear: Hear) -> TokenManifest:
-    """Copy prepared data, or go on with it. What is copied is compared with its digests on the way.
+    """Copies prepared data, or resumes a copy; verifies what it copies. Returns the manifest.
 
     Raises:
-        ConfigError: something else is there.
-        DataError: the source is not whole, or damaged.
-        StoreError: something cannot be stored.
+        ConfigError: `out` has other data, or another process writes to it.
+        DataError: the source is unfinished or damaged.
+        StoreError: an object cannot be read or stored.
     """
     read = reader(source)
     manifest = manifest_at(source, read)
@@ -99,10 +103,10 @@ def copy(source: str, out: str, hear: Hear) -> TokenManifest:
 
 
 def _verified(place: str, shard: TokenShard, read: Read) -> bytes:
-    """A shard's bytes.
+    """Returns a shard's bytes.
 
     Raises:
-        DataError: it is missing, or not what the manifest says.
+        DataError: the shard is missing, or its size or digest is not the manifest's.
     """
     data = found_at(read, shard.name)
     if data is None:
@@ -120,10 +124,10 @@ def _verified(place: str, shard: TokenShard, read: Read) -> bytes:
 
 
 def _check_free(out: str, manifest: bytes) -> None:
-    """Refuse a place that has something else.
+    """Refuses a place that has anything but this manifest's data, or the beginning of its copy.
 
     Raises:
-        ConfigError: the place has something else.
+        ConfigError: the place has other data.
     """
     read = reader(out)
     begun = found_at(read, MANIFEST) or found_at(read, PLAN)

@@ -1,11 +1,11 @@
 """The manifest of a prepared folder of tokens: `tokens.json`. Pure.
 
 Rules:
-  1. A folder is whole when it has `tokens.json`, which is written last. Without, and with anything
-     under `.prepare`, it is one that somebody has begun.
-  2. It depends on the sources and options alone: not on the machine, the time, or the number of
-     processes.
-  3. Whoever reads a folder that has one takes the shards that it names, and no others.
+  1. A folder is whole when it has `tokens.json`, which is written last. A folder without it, but
+     with files under `.prepare`, is unfinished.
+  2. The manifest depends on the sources and options alone: not on the machine, the time, or the
+     number of processes.
+  3. Readers of a folder that has a manifest read the shards that it names, and no others.
 """
 
 import hashlib
@@ -39,12 +39,12 @@ class _Section(BaseModel):
 
 
 class TokenizerFacts(_Section):
-    """A tokenizer.
+    """The identity of a tokenizer.
 
     Attributes:
-        sha256: of its file.
-        rules_sha256: of what decides how ordinary text becomes tokens (`rules_digest`).
-        vocabulary: the largest id that it knows, and one.
+        sha256: SHA-256 of its file.
+        rules_sha256: SHA-256 of the rules by which it encodes ordinary text (`rules_digest`).
+        vocabulary: the largest id that it knows, plus one.
     """
 
     sha256: Sha256
@@ -53,7 +53,7 @@ class TokenizerFacts(_Section):
 
 
 class PrepareOptions(_Section):
-    """The options that decide what a folder holds."""
+    """The options of `diloco data prepare` that determine a folder's bytes."""
 
     documents: Literal["file", "line"]
     field: str
@@ -66,13 +66,13 @@ class FolderIdentity(_Section):
     """The inputs and options that determine a folder's bytes.
 
     Attributes:
-        tokenizer: that made the tokens.
-        dtype: of them.
-        begin: tokens before each document.
-        end: the token behind each.
-        template_sha256: of the template that made texts of chats; None: they are no chats.
-        options: further ones.
-        input_sha256: of the names and sizes of all source files.
+        tokenizer: the tokenizer that made the tokens.
+        dtype: dtype of the tokens in shards.
+        begin: the tokens before each document.
+        end: the token that ends each document.
+        template_sha256: SHA-256 of the chat template; None if documents are not chats.
+        options: further options.
+        input_sha256: SHA-256 of the names and sizes of all source files.
     """
 
     tokenizer: TokenizerFacts
@@ -91,21 +91,21 @@ class Counted(_Section):
     tokens: Count = 0
 
     def __add__(self, other: "Counted") -> "Counted":
-        """The sum of both."""
+        """Returns the sums of the counts."""
         return Counted(
             documents=self.documents + other.documents, tokens=self.tokens + other.tokens
         )
 
 
 class Given(_Section):
-    """Counts of what documents gave; `empty` ones gave nothing."""
+    """Counts of documents by side; `empty` is the number of documents without tokens."""
 
     empty: Count = 0
     train: Counted = Counted()
     held_out: Counted = Counted()
 
     def __add__(self, other: "Given") -> "Given":
-        """The sum of both."""
+        """Returns the sums of the counts."""
         return Given(
             empty=self.empty + other.empty,
             train=self.train + other.train,
@@ -114,7 +114,7 @@ class Given(_Section):
 
 
 class TokenSource(Given):
-    """Counts of one source, as the command line named it."""
+    """Counts of documents of one source, with its path as on the command line."""
 
     path: str
     files: Count
@@ -122,13 +122,13 @@ class TokenSource(Given):
 
 
 class TokenShard(_Section):
-    """One file of tokens.
+    """The facts of one shard, a file of tokens.
 
     Attributes:
-        documents: that begin in it.
-        tokens: of them.
+        documents: the number of documents in it.
+        tokens: the number of tokens in it.
         unlearned: the number of tokens that are not trained on.
-        largest: the largest token.
+        largest: the largest token in it.
     """
 
     name: ShardName
@@ -142,18 +142,18 @@ class TokenShard(_Section):
 
 
 class TokenManifest(FolderIdentity):
-    """A whole folder."""
+    """The manifest of a finished folder of tokens: its identity, sources and shards."""
 
     format: Literal[1] = 1
     sources: tuple[TokenSource, ...]
     shards: tuple[TokenShard, ...]
 
     def of(self, side: Side) -> tuple[TokenShard, ...]:
-        """The shards of one side, in their order."""
+        """Returns the shards of one side, in order."""
         return tuple(shard for shard in self.shards if shard.side == side)
 
     def counted(self, side: Side) -> Counted:
-        """Documents and tokens of a side."""
+        """Returns the counts of documents and tokens of a side."""
         shards = self.of(side)
         return Counted(
             documents=sum(shard.documents for shard in shards),
@@ -162,35 +162,35 @@ class TokenManifest(FolderIdentity):
 
     @property
     def largest(self) -> int:
-        """The largest token that occurs."""
+        """The largest token in any shard; 0 without shards."""
         return max((shard.largest for shard in self.shards), default=0)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all shards."""
+        """Size of all shards, in bytes."""
         return sum(shard.size_bytes for shard in self.shards)
 
 
 def shard_name(side: Side, piece: int) -> str:
-    """A shard's file: names in order are shards in order."""
+    """Returns the file name of a side's shard of a piece; names sort in the shards' order."""
     return f"{side}-{piece:05d}.npy"
 
 
 def dtype_for(vocabulary: int) -> Dtype:
-    """The smallest type that holds every token."""
+    """Returns the smallest dtype that holds every token of a vocabulary of this size."""
     return "uint16" if vocabulary <= 1 << 16 else "uint32"
 
 
 def json_bytes(record: BaseModel) -> bytes:
-    """A record as a file that people may read; the same bytes for the same record."""
+    """Returns a record as indented JSON; equal records give equal bytes."""
     return (json.dumps(record.model_dump(mode="json"), indent=1, sort_keys=True) + "\n").encode()
 
 
 def parse_manifest(data: bytes, source: str) -> TokenManifest:
-    """A manifest; `source` is named in errors.
+    """Parses the bytes of a `tokens.json`; `source` is its name in errors.
 
     Raises:
-        DataError: the bytes are not a manifest, or one of a newer release.
+        DataError: the bytes are not a manifest, or that of a newer release.
     """
     try:
         return TokenManifest.model_validate_json(data)
@@ -204,10 +204,10 @@ def parse_manifest(data: bytes, source: str) -> TokenManifest:
 
 
 def rules_digest(document: Mapping[str, Any]) -> str:
-    """A digest of the parts of a tokenizer.json that decide the tokens of ordinary text.
+    """Returns a SHA-256 of the parts of a tokenizer.json that decide the tokens of ordinary text.
 
-    Files of one tokenizer differ in the rest: padding, truncation, chat tokens, and how ids become
-    text.
+    Files of one tokenizer may differ in the other parts: padding, truncation, chat tokens, and the
+    decoding of ids.
     """
     added = [token for token in document.get("added_tokens", ()) if not token.get("special", False)]
     rules = {key: document.get(key) for key in _RULES} | {"added_tokens": added}

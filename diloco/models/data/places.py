@@ -1,4 +1,4 @@
-"""The place of prepared data: a folder, or a bucket's URL."""
+"""Where prepared data is stored, its "place": a local folder, or a bucket's URL."""
 
 import fcntl
 import os
@@ -21,19 +21,19 @@ _TEMPORARY = ".tmp"
 
 
 def local_folder(place: str) -> Path | None:
-    """The folder that a place is; None for a bucket."""
+    """Returns the local folder of a place; None for a bucket."""
     if place.startswith(_HERE):
         return Path(urllib.parse.unquote(place.removeprefix(_HERE)))
     return None if "://" in place else Path(place)
 
 
 def writer(place: str) -> ObjectStore:
-    """The store to write to; a folder is made."""
+    """Opens the object store of a place, to write to; creates a folder that does not exist."""
     return open_store(place, emulator=store_emulator(), create=True)
 
 
 def reader(place: str) -> Read:
-    """A function that reads a file of a place; the place may be a folder that cannot be written."""
+    """Returns a function that reads a file of a place by name; the place may be read-only."""
     folder = local_folder(place)
     if folder is None:
         return open_store(place, emulator=store_emulator()).get
@@ -41,7 +41,7 @@ def reader(place: str) -> Read:
 
 
 def found_at(read: Read, name: str) -> bytes | None:
-    """A file of a place; None if it has none of that name."""
+    """Returns the content of the file `name`; None if there is no such file."""
     try:
         return read(name)
     except (FileNotFoundError, NotADirectoryError, ObjectMissingError):
@@ -49,10 +49,10 @@ def found_at(read: Read, name: str) -> bytes | None:
 
 
 def manifest_at(place: str, read: Read) -> TokenManifest:
-    """Read the manifest of a place.
+    """Reads the manifest of a place.
 
     Raises:
-        DataError: the file is empty, or not a manifest.
+        DataError: there is no manifest, or the file is not one.
     """
     if (data := found_at(read, MANIFEST)) is None:
         raise DataError(
@@ -63,7 +63,7 @@ def manifest_at(place: str, read: Read) -> TokenManifest:
 
 
 def first_of(place: str) -> str | None:
-    """Something that a place has in it; None if it is empty, or not there."""
+    """Returns the name of one object in a place; None if the place is empty or does not exist."""
     folder = local_folder(place)
     if folder is None:
         store = open_store(place, emulator=store_emulator())
@@ -75,12 +75,12 @@ def first_of(place: str) -> str | None:
 
 @contextmanager
 def alone_in(place: str) -> Iterator[None]:
-    """Keep other processes from writing to a folder within the block; a bucket has no such lock.
+    """Locks a folder against other writers within the block; creates it if it does not exist.
 
-    Two that write the same into a bucket do no harm: objects are create-only.
+    A bucket is not locked: two writers of the same data do no harm, since objects are create-only.
 
     Raises:
-        ConfigError: another process does.
+        ConfigError: another process holds the folder's lock.
     """
     folder = local_folder(place)
     if folder is None:
@@ -101,7 +101,7 @@ def alone_in(place: str) -> Iterator[None]:
 
 
 def tidy(place: str, store: ObjectStore) -> None:
-    """Remove the files that only a restart needs; the plan, which asks for it, goes last."""
+    """Removes the files that only an unfinished preparation needs; the plan goes last."""
     for info in store.list(f"{UNFINISHED}/"):
         store.delete(info.name)
     if (folder := local_folder(place)) is not None:

@@ -1,14 +1,14 @@
-"""`diloco data prepare`: sources become a folder of tokens, piece by piece.
+"""`diloco data prepare`: tokenizes sources into a folder of shards, piece by piece.
 
 Rules:
-  1. What decides the bytes is stored first (the plan), what says that they are whole last (the
-     manifest). A process that begins where another was ended finds its plan there, and goes on only
-     with the same.
-  2. A piece is so many documents as have `shard_bytes`, in their order, and becomes one shard of
-     each side. It is done when its note is stored, behind them, which says where the next begins.
-     What is not done is made again, to the same bytes.
-  3. Whether a document is held out follows from its text alone: copies of it are on one side, and
-     neither its place nor other documents matter.
+  1. The plan, which determines all bytes, is stored first; the manifest, which says that the folder
+     is whole, last. A process that resumes an unfinished folder finds the plan there, and refuses
+     to continue with another.
+  2. A piece is the next documents of at least `shard_bytes` together, and becomes one shard of each
+     side. It is done when its note is stored, after the shards; the note says where the next piece
+     begins. A piece without a note is made again, with the same bytes.
+  3. Whether a document is held out is decided by a hash of its text alone: all copies of it are on
+     one side, whatever its place and the other documents.
 """
 
 import hashlib
@@ -70,19 +70,19 @@ BATCH_CHARACTERS = 1 << 20
 
 
 class PreparationPlan(FolderIdentity):
-    """The inputs and options of a preparation; also when files were changed last."""
+    """The inputs and options of a preparation, with a digest of the files' modification times."""
 
     times_sha256: Sha256
 
 
 class Note(BaseModel):
-    """The result of one piece; it is stored behind the piece's shards.
+    """The result of one piece, stored after the piece's shards.
 
     Attributes:
-        shards: of each side that has a document.
-        given: by the number of a source.
-        file: number of the file in which the next piece begins.
-        start: its place there.
+        shards: the piece's shards, one of each side that has a document.
+        given: counts of the piece's documents, by the index of their source.
+        file: index of the file in which the next piece begins.
+        start: start of the next piece in that file, as `Document.after`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -94,12 +94,16 @@ class Note(BaseModel):
 
 
 def prepare(wanted: PrepareArguments, hear: Hear) -> TokenManifest:
-    """Prepare data, or go on with it; what is whole already stays as it is.
+    """Prepares data, or resumes; a finished folder is left as it is. Returns the manifest.
+
+    Args:
+        wanted: the command's arguments.
+        hear: is called with (bytes of sources done, bytes in all).
 
     Raises:
-        ConfigError: an option is wrong, or the place has something else.
-        DataError: a source is not what it must be, or the sides come out empty.
-        StoreError: something cannot be stored.
+        ConfigError: an option is wrong, or the place has other data.
+        DataError: a source is invalid or damaged, or a side comes out empty.
+        StoreError: an object cannot be read or stored.
     """
     tokenizer = TextTokenizer(wanted)
     _check_apart(wanted)
@@ -144,14 +148,14 @@ def prepare(wanted: PrepareArguments, hear: Hear) -> TokenManifest:
 
 
 def is_held_out(document: Content, share: float) -> bool:
-    """Whether a document is held out, of which `share` are."""
+    """True if a document is held out, by a hash of its content; `share` of documents are."""
     text = document.text if isinstance(document, Chat) else document
     data = text.encode() if isinstance(text, str) else text.astype("<u4").tobytes()
     return xxhash.xxh3_64_intdigest(data) < share * 2.0**64
 
 
 class _Pieces:
-    """The notes of all pieces: those that an earlier process stored, and those made now."""
+    """Iterates over the notes of all pieces: those stored earlier, then those made now."""
 
     def __init__(
         self,
@@ -183,7 +187,7 @@ class _Pieces:
             yield made
 
     def _documents(self, first: int, start: int) -> Iterator[tuple[int, Document]]:
-        """All documents from a place on, each with the number of its file."""
+        """Yields (index of the file, document) from `start` in the file `first` on."""
         done = sum(file.size_bytes for file in self._files[:first])
         total = sum(file.size_bytes for file in self._files)
         for number, file in enumerate(self._files[first:], first):
@@ -196,7 +200,7 @@ class _Pieces:
             done, start = done + file.size_bytes, 0
 
     def _make(self, piece: int, documents: Iterator[tuple[int, Document]]) -> Note | None:
-        """Make a piece's shards, and store its note; None if no document is left."""
+        """Stores a piece's shards, then its note, which it returns; None if no document is left."""
         self._given, self._tokens = {}, {side: [] for side in SIDES}
         waiting: list[tuple[int, Content]] = []
         size_bytes = characters = 0
@@ -228,7 +232,7 @@ class _Pieces:
         return note
 
     def _encode(self, documents: Sequence[tuple[int, Content]]) -> None:
-        """Add documents to the piece in work."""
+        """Encodes documents, given with their source's index, into the current piece."""
         found = self._tokenizer.encode([document for _, document in documents])
         for (source, document), tokens in zip(documents, found, strict=True):
             held_out = is_held_out(document, self._plan.options.held_out)
@@ -241,10 +245,10 @@ class _Pieces:
 
 
 def _check_apart(wanted: PrepareArguments) -> None:
-    """Refuse to write among the sources: they would be others the next time.
+    """Refuses an output folder within a source, since the output would become input.
 
     Raises:
-        ConfigError: the place lies in a source.
+        ConfigError: `--out` lies in a source.
     """
     folder = local_folder(wanted.out)
     for source in wanted.sources:
@@ -256,10 +260,10 @@ def _check_apart(wanted: PrepareArguments) -> None:
 
 
 def _begun(place: str, plan: PreparationPlan) -> TokenManifest | None:
-    """The manifest of a place that is whole; None if it is to be prepared, from the start or on.
+    """Returns the manifest of a finished folder; None if it is to be begun or resumed.
 
     Raises:
-        ConfigError: the place has something else.
+        ConfigError: the place has other data, or was prepared by another plan.
     """
     read = reader(place)
     if (data := found_at(read, MANIFEST)) is not None:
@@ -294,7 +298,7 @@ def _check_same(place: str, there: FolderIdentity, wanted: PreparationPlan) -> N
 
 
 def _facts(identity: FolderIdentity) -> dict[str, Any]:
-    """A folder's identity, option by option."""
+    """Returns the fields of a folder's identity, with its options among them, by name."""
     facts: dict[str, Any] = identity.model_dump()
     options: dict[str, Any] = facts.pop("options")
     return facts | options
@@ -312,10 +316,10 @@ _OTHER = {
 def _manifest(
     paths: Sequence[str], files: Sequence[SourceFile], plan: PreparationPlan, notes: Sequence[Note]
 ) -> TokenManifest:
-    """Make the manifest of a folder.
+    """Makes the manifest of a folder from the notes of all pieces.
 
     Raises:
-        DataError: nobody could train on it, or score.
+        DataError: a source has no tokens, or a side has no documents.
     """
     sources = []
     for number, path in enumerate(paths):
@@ -353,7 +357,7 @@ def store_shard(
     dtype: Dtype,
     documents: Sequence[npt.NDArray[np.integer]],
 ) -> TokenShard:
-    """Store the tokens of a piece's documents of one side, one after the other."""
+    """Stores the shard of a piece's documents of one side; returns the shard's facts."""
     tokens = np.concatenate(documents, dtype=np.dtype(dtype).newbyteorder("<"), casting="unsafe")
     data = header(tokens.dtype, len(tokens)) + tokens.tobytes()
     store.put(shard_name(side, piece), data)
@@ -371,7 +375,7 @@ def store_shard(
 
 
 def header(dtype: np.dtype[np.integer], count: int) -> bytes:
-    """The header of a file of `count` tokens."""
+    """Returns the NumPy header of a file of `count` tokens, `HEADER_BYTES` long."""
     text = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': ({count},), }}"
     length = HEADER_BYTES - len(_PREFIX) - 2
     return _PREFIX + struct.pack("<H", length) + text.ljust(length - 1).encode() + b"\n"

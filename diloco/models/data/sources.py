@@ -1,4 +1,4 @@
-"""The files that the command line means: files, folders and globs, in one order everywhere."""
+"""Finds the source files of `diloco data prepare`; their order is the same on all machines."""
 
 import glob
 import hashlib
@@ -27,15 +27,15 @@ ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar")
 
 
 class SourceFile(NamedTuple):
-    """One file, or one folder that `datasets` saved.
+    """One file of documents, or one folder that the library `datasets` saved.
 
     Attributes:
-        source: number of the source that it belongs to.
-        path: as it is opened.
-        size_bytes: on disk.
-        modified_ns: when it was changed last.
+        source: index of the command line's source that it belongs to.
+        path: path to open it by.
+        size_bytes: bytes on disk.
+        modified_ns: time of the last change, in ns since the epoch.
         kind: the format of its content.
-        compression: the suffix that says how it is compressed, "" for not.
+        compression: suffix of its compression, such as ".gz"; "" if it is not compressed.
     """
 
     source: int
@@ -47,11 +47,11 @@ class SourceFile(NamedTuple):
 
 
 def find_files(sources: Sequence[str]) -> list[SourceFile]:
-    """All files of all sources; one that two sources mean belongs to the first.
+    """Returns all files of all sources; a file that two sources name belongs to the first.
 
     Raises:
-        ConfigError: a source is missing or has nothing.
-        DataError: a file cannot be read, as far as its name says.
+        ConfigError: a source does not exist, or matches no file.
+        DataError: a source is empty; or a file's suffix says that it cannot be read.
     """
     found: dict[Path, SourceFile] = {}
     for number, source in enumerate(sources):
@@ -68,7 +68,7 @@ def find_files(sources: Sequence[str]) -> list[SourceFile]:
 
 
 def listing_digest(files: Sequence[SourceFile], *, times: bool = False) -> str:
-    """A digest of names, sizes and times of the last change: whether sources are the same."""
+    """Returns a SHA-256 of paths and sizes; with `times`, of the times of last change, too."""
     rows = ([one.path, one.size_bytes, one.modified_ns if times else 0] for one in files)
     digest = hashlib.sha256()
     for row in rows:
@@ -102,7 +102,7 @@ def _paths(source: str) -> Iterable[Path]:
 
 
 def _in_folder(folder: Path) -> list[Path]:
-    """Visible files, and folders that `datasets` saved, which are read as one."""
+    """Returns a folder's visible files, sorted; a folder that `datasets` saved is one entry."""
     files = [
         one
         for one in folder.rglob("*")
@@ -118,7 +118,7 @@ def _is_saved(folder: Path) -> bool:
 
 
 def _is_index(path: Path) -> bool:
-    """Whether a file belongs to Megatron's tokens beside it, of which it is read."""
+    """True if a file is the `.idx` of a Megatron `.bin` beside it."""
     return path.suffix == INDEX and path.with_suffix(".bin").exists()
 
 

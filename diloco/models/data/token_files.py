@@ -1,4 +1,4 @@
-"""Files of tokens that others made: nanoGPT's `.bin`, llm.c's, and Megatron's with its `.idx`.
+"""Reads token files of other tools: nanoGPT's `.bin`, llm.c's, and Megatron's with its `.idx`.
 
 Layouts, little-endian:
   - nanoGPT: uint16 tokens and nothing else; uint32 here where the tokenizer has more than 65,536.
@@ -34,7 +34,7 @@ Tokens = npt.NDArray[np.integer]
 
 
 class TokenDocument(NamedTuple):
-    """The tokens of one document, and the place of the next: a token, or of Megatron a document."""
+    """The tokens of a document, and the next one's start: index of a token or Megatron document."""
 
     tokens: Tokens
     after: int
@@ -43,14 +43,13 @@ class TokenDocument(NamedTuple):
 def stored_documents(
     path: str, start: int, *, vocabulary: int, end: int
 ) -> Iterator[TokenDocument]:
-    """The documents of a file of tokens, from a position on, without the tokens at their ends.
+    """Yields the documents of a token file from `start` on, without the tokens that end them.
 
     Args:
         path: the `.bin`.
-        start: 0, or `after` of the one before.
-        vocabulary: of the tokenizer that made them.
-        end: the token behind each document; where an index says which are documents, it may be
-            missing.
+        start: 0, or `TokenDocument.after` of the last document that was read.
+        vocabulary: vocabulary size of the tokenizer that made the tokens.
+        end: the token that ends each document; optional in the file if it has an index.
 
     Raises:
         DataError: the file is damaged, or was made by another tokenizer.
@@ -86,7 +85,7 @@ def _indexed(path: str, start: int, index: Path) -> Iterator[TokenDocument]:
 
 
 def _bounds(path: str, index: Path) -> tuple[npt.NDArray[np.int64], np.dtype[np.integer]]:
-    """The token at which each document begins, with one more for the end, and their type."""
+    """Returns the index of each document's first token, then that of the end; and the dtype."""
     data = index.read_bytes()
     try:
         magic, version, code, sequences, documents = _INDEX_HEADER.unpack_from(data)

@@ -1,4 +1,4 @@
-"""A tokenizer.json, made to give the same tokens wherever it runs, and the ends of documents."""
+"""Encodes documents by a tokenizer.json, deterministically, with the tokens at their ends."""
 
 import hashlib
 import json
@@ -25,21 +25,22 @@ PART_CHARACTERS = 1 << 20
 
 
 class TextTokenizer:
-    """Tokens of documents.
+    """A tokenizer that encodes whole documents, by the options of `diloco data prepare`.
 
     Args:
-        wanted: `tokenizer`, which is tokenizer.json or the folder that has it, and `begin`, `end`
-            `special`, `chats` and `template`.
+        wanted: the options `tokenizer` (tokenizer.json, or the folder that has it), `begin`, `end`,
+            `special`, `chats` and `template` are used.
 
     Attributes:
-        facts: of it.
-        begin: tokens before each document.
-        end: the token behind each.
-        template: of chats; None if documents are none. `template_sha256` is its digest.
+        facts: the tokenizer's identity.
+        begin: the tokens before each document.
+        end: the token that ends each document.
+        template: the chat template; None if documents are not chats. `template_sha256` is its
+            digest.
 
     Raises:
-        ConfigError: there is no such file, no such token, or no template.
-        DataError: the file is not a tokenizer.
+        ConfigError: there is no tokenizer, no such token, or no template.
+        DataError: a file is invalid.
     """
 
     template_sha256: str | None = None
@@ -64,12 +65,12 @@ class TextTokenizer:
         self.template = self._template(wanted) if wanted.chats else None
 
     def encode(self, documents: Sequence[Content]) -> list[npt.NDArray[np.integer]]:
-        """The tokens of each document with its ends; those of chats as int32, as in shards.
+        """Returns each document's tokens, with `begin` and `end`; uses all cores.
 
-        All cores encode.
+        Texts and token files give uint32. Chats give int32, where ~t is a token t without a loss.
 
         Raises:
-            DataError: the token that ends documents is within a chat.
+                DataError: the token that ends documents occurs within a chat.
         """
         texts = iter(self._texts([one for one in documents if isinstance(one, str)]))
         chats = iter(self._chats([one for one in documents if isinstance(one, Chat)]))
@@ -81,7 +82,7 @@ class TextTokenizer:
         ]  # fmt: skip
 
     def _ended(self, tokens: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
-        """Tokens of a file of tokens, which may begin as documents do."""
+        """Returns a token file's document with `begin`, if it is missing, and with `end`."""
         begins = tuple(tokens[: len(self.begin)].tolist()) == self.begin
         parts = () if begins else self.begin, tokens, (self.end,)
         return np.concatenate([np.asarray(one, np.uint32) for one in parts])
@@ -114,7 +115,7 @@ class TextTokenizer:
         return [np.concatenate([np.asarray(one, np.uint32) for one in own]) for own in ids]
 
     def _begin(self, asked: str | None) -> tuple[int, ...]:
-        """The tokens that the tokenizer sets before a text, or the token that was asked for."""
+        """Returns the requested first token, or what the tokenizer itself sets before a text."""
         if asked is not None:
             return () if asked == "none" else (self._token(asked, "--begin"),)
         with_ends = self._tokenizer.encode("a").ids
@@ -125,10 +126,10 @@ class TextTokenizer:
         return ()
 
     def _end(self, asked: str | None) -> int:
-        """The token that ends a text by the folder's files, or what was asked for.
+        """Returns the requested end token, or the end of text that the folder's files name.
 
         Raises:
-            ConfigError: they do not say, or say none that the tokenizer has.
+            ConfigError: no file names one, or the tokenizer does not have the token.
         """
         if asked is not None:
             return self._token(asked, "--end")
@@ -159,7 +160,7 @@ class TextTokenizer:
         return ", ".join(self._special_tokens()[:8]) or "none"
 
     def _token(self, asked: str, where: str) -> int:
-        """A token by its number, or by its text: digits end no document."""
+        """Returns the id of a token that is given as digits of the id, or as text."""
         if asked.isdecimal():
             known = self._tokenizer.id_to_token(int(asked)) is not None
             found = int(asked) if known else None
@@ -208,7 +209,7 @@ def _loaded(path: Path, data: bytes) -> "Tokenizer":
 
 
 def _key(path: Path, key: str) -> Any:
-    """A key of a JSON file; None where there is neither."""
+    """Returns the value of a key of a JSON file; None without the key or the file."""
     try:
         found = json.loads(path.read_text())
     except FileNotFoundError:
@@ -219,7 +220,7 @@ def _key(path: Path, key: str) -> Any:
 
 
 def _parts(text: str) -> Sequence[str]:
-    """A document in parts that the library can take, each cut behind a line where there is one."""
+    """Returns a document in parts of at most `PART_CHARACTERS`, cut after line ends if possible."""
     if len(text) <= PART_CHARACTERS:
         return (text,)
     parts, start = [], 0

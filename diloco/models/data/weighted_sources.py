@@ -1,10 +1,10 @@
-"""Sources in given proportions, as an epoch over several of them. Pure.
+"""Epochs over several data sources, mixed by weight. Pure.
 
 Rules:
-  1. An epoch has of each source a number of rows in proportion to its weight, as many as the source
-     that is exhausted first allows. So none of them is twice in an epoch.
-  2. The next epoch goes on where the last one stopped, in each source, and from its end to its
-     beginning: every row is read before one is read again.
+  1. An epoch has rows of each source in proportion to the source's weight, as many as the source
+     that is exhausted first allows. So no row occurs twice in an epoch.
+  2. In each source the next epoch resumes where the last one stopped, and wraps around at the
+     source's end: every row is read before one is read again.
 """
 
 import math
@@ -14,16 +14,16 @@ import numpy as np
 
 
 class WeightedSources:
-    """The source and the row for each index of an endless order of epochs.
+    """Maps each index of endless epochs to (number of a source, row of that source).
 
     grain calls this a selection map; the reader shuffles the order within an epoch.
 
     Args:
-        lengths: rows of each source.
-        weights: of each, above 0; in proportion.
+        lengths: the number of rows of each source.
+        weights: weight of each source, above 0; only their proportions matter.
 
     Raises:
-        ValueError: a source has less than a row in an epoch.
+        ValueError: a source has less than one row in an epoch; the argument is its number.
     """
 
     def __init__(self, lengths: Sequence[int], weights: Sequence[float]) -> None:

@@ -1,1 +1,1 @@
-"""Loops of other frameworks: parameters as arrays of the host, JAX for synchronization alone."""
+"""Loops of other frameworks: parameters are arrays in host memory; JAX only synchronizes them."""

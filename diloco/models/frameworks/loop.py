@@ -1,7 +1,7 @@
-"""A loop of another framework in a run: its tensors are read and written as synchronization asks.
+"""Membership of another framework's training loop in a run, such as PyTorch's.
 
-At most boundaries nothing is copied. A fragment that is sent is read, one that is adopted is
-written, in place, so that the framework's optimizer keeps the tensors that it knows.
+At most step boundaries no tensor is copied. The tensors of a fragment are read when it is sent, and
+written in place when a version is adopted, so that the framework's optimizer keeps its tensors.
 """
 
 import contextlib
@@ -24,11 +24,11 @@ Save = Callable[[], Any]
 
 
 class TensorLearner:
-    """A foreign loop's place in a run; `join_tensors` makes it.
+    """The membership in a run of another framework's training loop, made by `join_tensors`.
 
     Args:
-        learner: the same place, for a loop of JAX.
-        leaves: of the run, by name.
+        learner: the `Learner` of JAX's loops, which does the work.
+        leaves: the loop's tensors as leaves of the run's parameters, by the leaves' names.
     """
 
     def __init__(self, learner: library.Learner, leaves: Mapping[str, LazyLeaf]) -> None:
@@ -38,32 +38,35 @@ class TensorLearner:
 
     @property
     def done(self) -> bool:
-        """As of `diloco.Learner`."""
+        """True if the loop is to end; as `diloco.Learner.done`."""
         return self._learner.done
 
     @property
     def global_step(self) -> int:
-        """The run's clock for the next step, which learning rates follow."""
+        """The run's global step at the next step; schedules of learning rates follow it."""
         return self._learner.global_step
 
     @property
     def position(self) -> int:
-        """Batches of this learner's data that are behind it."""
+        """The number of this learner's batches that are done; the loop's data resumes there."""
         return self._learner.position
 
     def restore(self, state: Any) -> Any:
-        """The state that an earlier life's `step` got from `save`; as of `diloco.Learner`."""
+        """Returns the state that an earlier life saved, or `state`; as `diloco.Learner.restore`."""
         return self._learner.restore(state)
 
     def step(
         self, *, loss: Any, metrics: Mapping[str, Any] | None = None, save: Save | None = None
     ) -> None:
-        """Take a step boundary: adopt versions that have arrived, send the fragments that are due.
+        """Takes a step boundary: adopts versions that have arrived, sends updates that are due.
 
         Args:
-            loss: of the loop's step: a float, or what `float` makes one of, a step later.
+            loss: loss of the loop's step: a float, or a scalar that `float` reads a step later.
             metrics: further scalars of that step by name.
-            save: gives what a checkpoint holds, a tree of arrays, when one is due.
+            save: returns the contents of a checkpoint, a tree of arrays, when one is due.
+
+        Raises:
+            DilocoError: as `diloco.Learner.step`.
         """
         given = dict(self._leaves)
         after = self._learner.step(given, loss=loss, metrics=metrics, save=save)
@@ -72,9 +75,9 @@ class TensorLearner:
 
     @contextlib.contextmanager
     def viewed(self) -> Iterator[None]:
-        """Within the block the tensors are the run's, as adopted last: to evaluate and to save.
+        """Sets the tensors to the adopted global parameters within the block, to evaluate or save.
 
-        No step is taken in it. Behind it the tensors are what they were before.
+        The loop must take no step in the block. After it the tensors have their former values.
         """
         own = self.values()
         self.show()
@@ -84,22 +87,22 @@ class TensorLearner:
             self.take(own)
 
     def show(self) -> None:
-        """Set the tensors to the run's values, as adopted last."""
+        """Sets the tensors to the global parameters that were adopted last."""
         for given in self._learner.viewed():
             self.take(given)
 
     def values(self) -> dict[str, np.ndarray]:
-        """Copies of the loop's tensors, by the run's names; of each, the part of this process."""
+        """Returns copies of the loop's tensors, by leaf; of each only this process's part."""
         return {name: np.array(leaf) for name, leaf in self._leaves.items()}
 
     def take(self, values: Mapping[str, Any]) -> None:
-        """Set tensors to values, by the run's names."""
+        """Copies values, by the names of the run's leaves, into the loop's tensors."""
         for name, given in values.items():
             if given is not self._leaves[name]:
                 self._leaves[name].take(given)
 
     def _settle(self, params: Mapping[str, Any]) -> None:
-        """Have the tensors take these, and nobody keep copies of them."""
+        """Copies `params` into the tensors, and frees the arrays of `params`."""
         self.take(params)
         self._learner.settle(dict(self._leaves))
         for name, given in params.items():
@@ -107,19 +110,19 @@ class TensorLearner:
                 given.delete()
 
     def reading(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Pass batches on; time that the loop waits for them counts as waiting for data."""
+        """Yields `batches`; time that the loop waits for them counts as waiting for data."""
         return self._learner.reading(batches)
 
     def claimed(self, data: Shared) -> Iterator[Batch]:
-        """Batches of the shares that this learner claims, as of `diloco.Learner`."""
+        """Yields batches of the shares that this learner claims; as `diloco.Learner.claimed`."""
         return self._learner.claimed(data)
 
     def evaluated(self, figures: Mapping[str, float]) -> None:
-        """Hand over what the loop has measured on held-out data."""
+        """Reports the loop's measurements on held-out data, by name; as `diloco.Learner`."""
         self._learner.evaluated(figures)
 
     def leave(self) -> None:
-        """Ask this learner to leave the run; `done` follows."""
+        """Asks this learner to leave the run; `done` becomes true."""
         self._learner.leave()
 
 
@@ -136,21 +139,21 @@ def join_tensors(
     tokens_per_step: int | None = None,
     kind: type[Kind] = TensorLearner,  # type: ignore[assignment] # what it is if nobody says
 ) -> Iterator[Kind]:
-    """Join a run with tensors of another framework, which are changed in place.
+    """Joins a run with tensors of another framework, for as long as the block lasts.
 
     Args:
         file: the run's TOML file.
         learner: name of this learner in the run.
-        tensors: by the framework's names: NumPy arrays, or what speaks DLPack on the host.
-        table: the run's leaf for each tensor, where the names or the order of axes differ.
+        tensors: NumPy arrays or DLPack tensors in host memory, by name; changed in place.
+        table: the run's leaf for each tensor whose name or order of axes differs in the run.
         tokens_per_step: as of `diloco.join`.
-        kind: the class of the object that the loop uses.
+        kind: the class of the object that is yielded.
 
     Yields:
-        What the loop uses.
+        The loop's `TensorLearner`.
 
     Raises:
-        DilocoError: what is wrong, with what to do.
+        DilocoError: as `diloco.join`; or the table does not fit, or a tensor is read-only.
     """
     check_on_cpu()
     leaves = leaves_of(_tensors(tensors), table or {})
@@ -166,7 +169,7 @@ def create_tensors(
     table: Table | None = None,
     hint: Hint = default_hint,
 ) -> None:
-    """Create the run of a TOML file, which begins with these tensors; as `diloco.create`."""
+    """Creates the run of a TOML file; version 0 has these tensors. As `diloco.create`."""
     leaves = leaves_of(_tensors(tensors), table or {})
     create(file, {name: np.asarray(leaf) for name, leaf in leaves.items()}, hint=hint)
 
@@ -174,17 +177,17 @@ def create_tensors(
 def load_tensors(
     run: str | Path, tensors: Mapping[str, Any] | Tensors, *, table: Table | None = None
 ) -> None:
-    """Copy the newest global parameters of a run into tensors; `run` as of `diloco.load`."""
+    """Copies the newest global parameters of a run into tensors; `run` as of `diloco.load`."""
     leaves = leaves_of(_tensors(tensors), table or {})
     for name, values in load(run, like=leaves).items():
         leaves[name].take(values)
 
 
 def check_on_cpu() -> None:
-    """Refuse a JAX that has accelerators: they belong to the other framework.
+    """Refuses to run if JAX uses accelerators: they belong to the other framework.
 
     Raises:
-        ConfigError: JAX has one.
+        ConfigError: JAX's default backend is not the CPU.
     """
     if jax.default_backend() != "cpu":
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Tensors of another framework as the host sees them."""
+"""Tensors of another framework, read and written in host memory as leaves of a run."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
@@ -11,11 +11,11 @@ from diloco.common.protocol.errors import ConfigError
 
 
 class Leaf(NamedTuple):
-    """A leaf of the run.
+    """The leaf of the run's parameters that a tensor is.
 
     Attributes:
-        name: in the run.
-        axes: of the tensor, in the leaf's order, as `numpy.transpose` has them; None: as it is.
+        name: the leaf's name in the run.
+        axes: the tensor's axes in the leaf's order, as for `numpy.transpose`; None: the same order.
     """
 
     name: str
@@ -26,13 +26,13 @@ Table = Mapping[str, Leaf | str]
 
 
 def leaf_of(tensor: str, table: Table) -> Leaf:
-    """The leaf of a tensor; one that the table does not name keeps its own name, with slashes."""
+    """Returns a tensor's leaf; without an entry in the table, its own name with "/" for "."."""
     said = table.get(tensor, tensor.replace(".", "/"))
     return Leaf(said) if isinstance(said, str) else Leaf(*said)
 
 
 def check_table(tensors: Iterable[str], table: Table) -> None:
-    """Refuse a table that does not fit the tensors.
+    """Refuses a table that does not fit the tensors' names.
 
     Raises:
         ConfigError: it names a tensor that does not exist, or gives two tensors one name.
@@ -49,38 +49,38 @@ def check_table(tensors: Iterable[str], table: Table) -> None:
 
 
 class Tensors(Protocol):
-    """A loop's parameters, by the framework's own names."""
+    """The parameters of another framework's loop, by the names that the framework gives them."""
 
     def shapes(self) -> Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]:
-        """Shape and dtype of each."""
+        """Returns the shape and dtype of each tensor."""
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor's values on the host; they are read at once, and not changed."""
+        """Returns a tensor's values in host memory; the caller reads them at once, unchanged."""
 
     def write(self, name: str, values: np.ndarray) -> None:
-        """Set a tensor's values, in place."""
+        """Sets a tensor's values, in place."""
 
 
 class HostTensors:
-    """NumPy arrays, or what speaks DLPack and lies in the host's memory; changed in place.
+    """NumPy arrays or DLPack tensors in host memory, by name; changed in place.
 
     Raises:
-        ConfigError: a tensor cannot be written to.
+        ConfigError: a tensor is read-only.
     """
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
         self._views = {name: _view(name, tensor) for name, tensor in tensors.items()}
 
     def shapes(self) -> Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]:
-        """Shape and dtype of each."""
+        """Returns the shape and dtype of each tensor."""
         return {name: (view.shape, view.dtype) for name, view in self._views.items()}
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor's values."""
+        """Returns a tensor's values, without a copy."""
         return self._views[name]
 
     def write(self, name: str, values: np.ndarray) -> None:
-        """Set a tensor's values, in place."""
+        """Sets a tensor's values, in place."""
         self._views[name][...] = values
 
 
@@ -95,7 +95,7 @@ def _view(name: str, tensor: Any) -> np.ndarray:
 
 
 class LazyLeaf:
-    """A leaf of the run whose values are fetched from its tensor when synchronization asks."""
+    """A leaf of the run whose values are read from the loop's tensor when they are needed."""
 
     def __init__(self, tensors: Tensors, tensor: str, leaf: Leaf) -> None:
         shape, self.dtype = tensors.shapes()[tensor]
@@ -109,7 +109,7 @@ class LazyLeaf:
         return np.array(values, dtype, copy=copy is not False)
 
     def take(self, values: Any) -> None:
-        """Copy a leaf's values into the tensor."""
+        """Copies the leaf's new values into the loop's tensor."""
         values = np.asarray(values)
         if self._axes is not None:
             values = values.transpose(np.argsort(self._axes))
@@ -117,7 +117,7 @@ class LazyLeaf:
 
 
 class ShardedLeaf(LazyLeaf):
-    """A leaf of which each process has a part, as an array of JAX over all of them."""
+    """A leaf of which each process holds a part; JAX sees one array over all processes."""
 
     def __init__(self, tensors: Tensors, tensor: str, leaf: Leaf, sharding: NamedSharding) -> None:
         super().__init__(tensors, tensor, leaf)
@@ -130,15 +130,15 @@ class ShardedLeaf(LazyLeaf):
         return jax.make_array_from_single_device_arrays(self.shape, self.sharding, [own])
 
     def take(self, values: Any) -> None:
-        """Copy this process's part of a leaf into its part of the tensor."""
+        """Copies this process's part of the leaf's new values into its part of the tensor."""
         super().take(values.addressable_data(0) if isinstance(values, jax.Array) else values)
 
 
 def leaves_of(tensors: Tensors, table: Table) -> dict[str, LazyLeaf]:
-    """The run's leaves for the loop's tensors, by the run's names.
+    """Returns the run's leaves for the loop's tensors, by the leaves' names.
 
     Raises:
-        ConfigError: the table does not fit them.
+        ConfigError: the table does not fit the tensors' names or axes.
     """
     shapes = tensors.shapes()
     check_table(shapes, table)
