@@ -1,11 +1,19 @@
-"""The rules of admission: which updates are merged, from whom, and how many may be announced."""
+"""The rules of admission: which updates are merged, from whom, and with which credit.
+
+No learner is trusted on what can be measured. Steps take time, and the tape shows how much time a
+learner had. Tokens and weight cannot be measured: there the claims of the other learners show what
+is usual, by upper medians, which no single learner can raise and no minority lower. With fewer than
+two other learners there is no median, and claims are believed.
+"""
 
 import math
 
-from diloco.aggregator.core import events, policy, quarantine
+from diloco.aggregator.core import events, policy
+from diloco.aggregator.core.members import GREATEST, Member
 from diloco.aggregator.core.policy import FragmentRules
-from diloco.aggregator.core.state import Allowance, State
-from diloco.aggregator.core.updates import RejectedUpdate, UpdateId
+from diloco.aggregator.core.state import Allowance, Quarantine, State
+from diloco.aggregator.core.updates import RejectedUpdate, Resolved, UpdateCredit, UpdateId
+from diloco.common.process.config import BoundsSection
 from diloco.common.protocol import wire
 from diloco.common.protocol.reasons import Reason
 
@@ -29,13 +37,23 @@ def judge(rules: FragmentRules, state: State, event: events.Announced) -> tuple[
     if state.final:
         return Reason.ENDED, "the fragment's last version is committed"
     # Rejected, not ignored: its learner, once released, must not wait for an answer for ever.
-    shut_out = quarantine.quarantined(state, manifest)
+    shut_out = quarantined(state, manifest)
     if shut_out is not None:
         return shut_out
     wrong = policy.malformed(rules, manifest)
     if wrong is not None:
         return wrong
     return wrong_base(rules, state, manifest)
+
+
+def quarantined(state: State, manifest: wire.Manifest) -> tuple[Reason, str] | None:
+    """Returns (reason, detail) if an update's sender is quarantined, else None."""
+    if manifest.learner in state.quarantined:
+        return (
+            Reason.QUARANTINED,
+            f"{manifest.learner} is quarantined until an operator releases it",
+        )
+    return None
 
 
 def may_announce(rules: FragmentRules, state: State, event: events.Undecoded) -> bool:
@@ -134,3 +152,153 @@ def wrong_base(
     if rules.staleness.max_versions and staleness > rules.staleness.max_versions:
         return Reason.STALE, f"{staleness} versions old, at most {rules.staleness.max_versions}"
     return None
+
+
+def offenders(
+    rules: FragmentRules, state: State, resolved: Resolved[RejectedUpdate]
+) -> tuple[Quarantine, ...]:
+    """Returns the learners to quarantine once a record with the `resolved` rejections stands."""
+    # Offences are rejected less merged updates: an honest learner with a rare fault is never shut
+    # out, and a learner that only offends soon is.
+    limit = rules.bounds.quarantine_offences
+    found = {}
+    for refused in resolved:
+        learner = refused.manifest.learner
+        member = state.members.get(learner)
+        if limit and member and member.offences >= limit and learner not in state.quarantined:
+            found[learner] = Quarantine(
+                learner,
+                f"{member.offences} more updates of fragment {rules.fragment} rejected than "
+                f"merged, the last one for {refused.reason!r}: {refused.detail}"[:1000],
+            )
+    return tuple(found.values())
+
+
+# A learner is credited with at most QUICKER times the steps a second that it was seen to take, or
+# that the others' median takes (its machine may have been busy), and at most FASTEST times the
+# others' median.
+QUICKER = 2.0
+FASTEST = 10.0
+# The share of the highest rate so far that remains after an update that shows a lower one.
+FADING = 0.75
+# A learner's weight over a time is at most this many times the others' median: twice, and a tenth
+# for what step boundaries and uploads move from one update to the next.
+HEAVIEST = 2.0 * 1.1
+# Once if learners may lie: of five, two that weighed twice as much would be most of a merge.
+HEAVIEST_ROBUST = 1.1
+# Tolerance for rounding, so that equal values are not cut.
+ROUNDING = 1e-9
+
+
+def passed_s(member: Member, stored_at_s: float, now_s: float) -> float:
+    """Returns the seconds between a learner's previous update and one stored and read now."""
+    if stored_at_s < member.heard_at_s and member.read_at_s:
+        # The server's clock was set back, so use our own.
+        return policy.elapsed_s(member.read_at_s, now_s)
+    return policy.elapsed_s(member.heard_at_s, stored_at_s)
+
+
+def available_s(member: Member, stored_at_s: float, now_s: float) -> float:
+    """Returns the seconds that no update of a learner has claimed yet, when one is stored now."""
+    return min(member.unused_s + passed_s(member, stored_at_s, now_s), wire.GREATEST_S)
+
+
+def steps_per_s(bounds: BoundsSection, learner: str, member: Member, usual: float | None) -> float:
+    """Returns the most steps a second that a learner is credited; `usual`: the others' median."""
+    declared = bounds.of(learner).max_steps_per_s
+    if declared:
+        return declared
+    rate = bounds.max_steps_per_s
+    if member.speed:
+        rate = min(rate, QUICKER * max(member.speed, usual or 0.0))
+    return rate if usual is None else min(rate, FASTEST * usual)
+
+
+def greatest_weight(rules: FragmentRules, learner: str, usual: float | None, had_s: float) -> float:
+    """Returns the greatest weight that `had_s` seconds of a learner's work are credited with.
+
+    `usual`: the weight of one second of the other learners' work; None: unknown.
+    """
+    declared = rules.bounds.of(learner)
+    if declared.max_steps_per_s and declared.max_tokens_per_step:
+        return math.inf
+    # By time and not by update, so that work done during an outage counts in full, as does that of
+    # learners that send seldom.
+    heaviest = HEAVIEST_ROBUST if rules.robust else HEAVIEST
+    return math.inf if usual is None else heaviest * min(usual, GREATEST) * had_s
+
+
+def credit(
+    rules: policy.FragmentRules, state: State, manifest: wire.Manifest, stored_at_s: float
+) -> UpdateCredit:
+    """Returns the steps, tokens and weight that an announced update is credited with."""
+    bounds = rules.bounds
+    learner, members = manifest.learner, state.members
+    had_s = available_s(members[learner], stored_at_s, state.now_s)
+    rate = steps_per_s(bounds, learner, members[learner], members.others_rate(learner))
+    most = rate * had_s * (1 + ROUNDING)
+    steps = manifest.steps if manifest.steps <= most else max(1, int(most))
+    # Tokens shrink with the credited steps, so that the rest does not weigh more per step.
+    tokens = manifest.tokens * steps // manifest.steps
+    declared = bounds.of(learner).max_tokens_per_step or bounds.max_tokens_per_step
+    tokens = max(1, min(tokens, declared * steps))
+    heaviest = greatest_weight(rules, learner, members.others_tokens_rate(learner), had_s)
+    if policy.weight(tokens, steps) > heaviest * (1 + ROUNDING):
+        tokens = max(1, int(math.sqrt(heaviest * steps)))
+    return UpdateCredit(steps, tokens, policy.weight(tokens, steps, averaged=rules.averaged))
+
+
+def observed(
+    rules: FragmentRules,
+    state: State,
+    manifest: wire.Manifest,
+    given: UpdateCredit,
+    stored_at_s: float,
+) -> Member:
+    """Returns a learner's `Member` after it has announced an update with the credit `given`."""
+    learner, member = manifest.learner, state.members[manifest.learner]
+    had_s = available_s(member, stored_at_s, state.now_s)
+    most = steps_per_s(rules.bounds, learner, member, state.members.others_rate(learner))
+    # Its own claim, which excludes its waits, up to `most`; at least what its credited steps in all
+    # its time show.
+    told = 1 / manifest.step_time_s if manifest.step_time_s > 1 / GREATEST else 0.0
+    speed = min(most, max(told, _over(given.steps, had_s, most), FADING * member.speed))
+    # The least time in which it can have done what it is credited with. The rest is credited to its
+    # next update: only one is in flight at a time, so this one may have waited for the one before.
+    # Else an outage, a busy machine or a slow link would take time from one update, and give none
+    # to the next.
+    usual = state.members.others_tokens_rate(learner)
+    heaviest_per_s = greatest_weight(rules, learner, usual, 1.0)
+    needed_s = max(given.steps / most, policy.weight(given.tokens, given.steps) / heaviest_per_s)
+    left_s = min(had_s - needed_s, passed_s(member, stored_at_s, state.now_s))
+    claimed = min(manifest.tokens / manifest.steps, GREATEST)
+    return member._replace(
+        final=member.final or manifest.final,
+        step_time_s=policy.ema(member.step_time_s, manifest.step_time_s),
+        tokens_per_step=policy.ema(member.tokens_per_step, claimed),
+        weight=policy.ema(member.weight, given.weight),
+        heard_at_s=stored_at_s,
+        read_at_s=state.now_s,
+        speed=speed,
+        unused_s=max(0.0, left_s),
+    )
+
+
+def _over(steps: int, time_s: float, most: float) -> float:
+    """Returns steps per second, at most `most`."""
+    return min(steps / time_s, most) if time_s > steps / GREATEST else most
+
+
+def greatest_norm(bounds: BoundsSection, state: State, learner: str) -> float:
+    """Returns the greatest norm per credited step with which a learner's update is merged."""
+    # From the norms of the others' merged updates, those of the open round included.
+    usual = state.members.others_norm(learner)
+    return math.inf if usual is None else bounds.norm_clip * usual
+
+
+def clip(
+    bounds: BoundsSection, state: State, learner: str, given: UpdateCredit, norm: float
+) -> float:
+    """Returns the factor that shortens an update to its greatest norm; 1 leaves it as it is."""
+    most = greatest_norm(bounds, state, learner) * given.steps
+    return 1.0 if norm <= most else most / norm

@@ -28,15 +28,7 @@ Rules of the core:
 from collections.abc import Callable
 from typing import Any
 
-from diloco.aggregator.core import (
-    admission,
-    credit,
-    events,
-    memory,
-    policy,
-    quarantine,
-    rounds,
-)
+from diloco.aggregator.core import admission, events, memory, policy, rounds
 from diloco.aggregator.core.events import Discard, Ignored, Merge, Result
 from diloco.aggregator.core.members import Member
 from diloco.aggregator.core.policy import FragmentRules
@@ -167,9 +159,9 @@ def _on_announced(rules: FragmentRules, state: State, event: events.Announced) -
         # from that of a machine that never died (invariant 3).
         member = member._replace(final=member.final or manifest.final)
     else:
-        given = credit.credit(rules, state, manifest, event.stored_at_s)
+        given = admission.credit(rules, state, manifest, event.stored_at_s)
         if manifest.incarnation == member.incarnation:
-            member = credit.observed(rules, state, manifest, given, event.stored_at_s)
+            member = admission.observed(rules, state, manifest, given, event.stored_at_s)
     state = with_member(state, manifest.learner, member)
     waits = Pending(manifest, event.stream_seq, state.now_s, event.stored_at_s, given)
     state = with_pending(state, update, waits)
@@ -232,14 +224,14 @@ def _on_fetched(rules: FragmentRules, state: State, event: events.Fetched) -> Re
     # Judged again, since it waited: meanwhile there may have been a version, a rollback or a
     # quarantine, and only updates that fit the current version are merged.
     manifest = pending.manifest
-    wrong = quarantine.quarantined(state, manifest) or admission.wrong_base(rules, state, manifest)
+    wrong = admission.quarantined(state, manifest) or admission.wrong_base(rules, state, manifest)
     if wrong is not None:
         refused = refuse(manifest, pending.stream_seq, *wrong)
         return rounds.reject(rules, without_pending(state, event.update), refused, event.at_s)
     # The norm is measured, not claimed, so it limits an update's effect whatever the manifest says.
     # Too long updates are clipped, never rejected: norms fall by orders of magnitude as a model
     # converges, and honest learners differ.
-    clip = credit.clip(rules.bounds, state, manifest.learner, pending.credit, event.norm)
+    clip = admission.clip(rules.bounds, state, manifest.learner, pending.credit, event.norm)
     return _admit(rules, state, pending, clip, event)
 
 
@@ -355,7 +347,7 @@ def _on_made(rules: FragmentRules, state: State, event: events.Made) -> Result:
         view_digest=event.view_digest,
         phase="idle",
         observations=(),
-        storing=Storing(True, quarantine.offenders(rules, after, resolved)),
+        storing=Storing(True, admission.offenders(rules, after, resolved)),
     )
     # The next round begins before the record is committed, so that a slow store delays no reading.
     # If another owner's record is committed instead, this life ends, and its decisions are dropped

@@ -4,7 +4,7 @@ Pace delays the close of a round, never its work: updates are read and merged fr
 last version is made. So a slow store delays the version, and excludes no update that was in time.
 """
 
-from diloco.aggregator.core import admission, memory, policy, quarantine
+from diloco.aggregator.core import admission, memory, policy
 from diloco.aggregator.core.events import AskCut, Commit, Fetch, OpenRound, Result
 from diloco.aggregator.core.policy import FragmentRules
 from diloco.aggregator.core.state import (
@@ -162,7 +162,7 @@ def give_verdicts(
     # reject what its successor merges (invariant 2).
     said = awaiting(state)._replace(final=final)
     after = memory.after_record(said)
-    storing = Storing(False, quarantine.offenders(rules, after, state.rejected))
+    storing = Storing(False, admission.offenders(rules, after, state.rejected))
     after = with_round_of(after, state)._replace(
         rejected=Resolved(),
         observations=(),

@@ -1,6 +1,6 @@
 """Quarantines and releases learners, by messages on the tape that all fragments' machines read.
 
-The machine of a fragment counts offences and asks for a quarantine (`core/quarantine.py`); an
+The machine of a fragment counts offences and asks for a quarantine (`core/admission.py`); an
 operator releases a learner, or quarantines one. Repeating a message has no further effect.
 """
 

@@ -163,7 +163,7 @@ def checksum_unchecked():
 
 def shut_out_and_merged():
     """Who is shut out is taken out of the open round, and comes in again with the next update."""
-    return mock.patch("diloco.aggregator.core.quarantine.quarantined", return_value=None)
+    return mock.patch("diloco.aggregator.core.admission.quarantined", return_value=None)
 
 
 def shut_out_for_ever():
@@ -193,7 +193,7 @@ def shards_of_others():
 
 def steps_believed():
     """Any number of steps is believed."""
-    return mock.patch("diloco.aggregator.core.credit.steps_per_s", return_value=1e30)
+    return mock.patch("diloco.aggregator.core.admission.steps_per_s", return_value=1e30)
 
 
 def pointer_before_its_body():

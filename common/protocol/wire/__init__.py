@@ -7,8 +7,7 @@ Decoding never creates an object whose class the data names. Its memory is propo
 message's length, whatever lengths the message claims.
 """
 
-from diloco.common.protocol.wire.encoding import SCHEMA, T, decode, encode
-from diloco.common.protocol.wire.fields import (
+from diloco.common.protocol.wire.encoding import (
     GREATEST,
     GREATEST_S,
     MAX_AXES,
@@ -21,6 +20,7 @@ from diloco.common.protocol.wire.fields import (
     MOST_HELD_OUT_SLICES,
     MOST_METRICS,
     RECORD_BYTES,
+    SCHEMA,
     SLICE_NAME,
     WHOLE,
     Body,
@@ -32,7 +32,10 @@ from diloco.common.protocol.wire.fields import (
     Positive,
     PowerOfTwo,
     Seconds,
+    T,
     Text,
+    decode,
+    encode,
     note,
 )
 from diloco.common.protocol.wire.records import (

@@ -1,18 +1,107 @@
-"""Encodes messages to bytes, and decodes bytes to messages."""
+"""Messages to bytes, bytes to messages, and the types and limits of their fields."""
 
-from typing import Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgpack
-from pydantic import ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from diloco.common.protocol.errors import WireError
+from diloco.common.protocol.names import NAME
 from diloco.common.protocol.reasons import Reason
-from diloco.common.protocol.wire.fields import MAX_ITEMS, MAX_KEYS, Body
 
 SCHEMA = 1
 # A reader accepts its own schema and the one before; schema 0 was never published. A new schema is
 # read by one release and written by the next, so that two releases in a row read each other.
 READABLE = frozenset({SCHEMA})
+MESSAGE_BYTES = 1 << 20
+# The limits of a learner's messages other than updates. Every fragment's owner reads these without
+# an allowance, so they are no longer than their fields need.
+WORD_BYTES = 16 << 10
+LONG_WORD_BYTES = 64 << 10
+# The body of a record larger than this is stored as an object, so that streams stay small.
+RECORD_BYTES = 256 << 10
+MAX_ITEMS = 1 << 16
+MAX_KEYS = 1 << 12
+# The most shards of an update, slices of a shard, and axes of a slice.
+MAX_SHARDS = 1 << 12
+MAX_SLICES = 1 << 12
+MAX_AXES = 4
+GREATEST = (1 << 63) - 1
+# Longer than any run, and so small that sums and products of times stay finite.
+GREATEST_S = 1e12
+
+# The most characters of a sentence for people; shorter than `Text`, which readers accept.
+NOTE = 500
+
+
+def printable(text: str) -> str:
+    """Returns a sender's text with each unprintable character as '?', safe for a terminal."""
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else "?" for one in text)
+
+
+Name = Annotated[str, Field(pattern=f"^{NAME.pattern}$")]
+Digest = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+ObjectName = Annotated[str, Field(min_length=1, max_length=512)]
+Count = Annotated[int, Field(ge=0, le=GREATEST)]
+Positive = Annotated[int, Field(ge=1, le=GREATEST)]
+# Exponents of float64.
+PowerOfTwo = Annotated[int, Field(ge=-1074, lt=1024)]
+CheckpointName = Annotated[str, Field(pattern="^[0-9]{4}-[0-9]{12}$")]
+Seconds = Annotated[float, Field(ge=0, le=GREATEST_S)]
+# More than all accelerators of the world reach.
+Rate = Annotated[float, Field(ge=0, le=1e15)]
+Measure = Annotated[float, Field(ge=0)]
+# A loss may be any number, also after divergence; clipped, so that no sum of losses overflows.
+Loss = Annotated[float, AfterValidator(lambda loss: max(-GREATEST_S, min(GREATEST_S, loss)))]
+Text = Annotated[str, Field(max_length=2000), AfterValidator(printable)]
+# Text that a model wrote: line breaks stay.
+Passage = Annotated[
+    str,
+    Field(max_length=2000),
+    AfterValidator(lambda text: "\n".join(map(printable, text.split("\n")))),
+]
+# A task's metrics beside the loss, by name; and the same for slices of the held-out data.
+MOST_METRICS = 64
+METRIC_NAME = "[a-zA-Z][a-zA-Z0-9_]{0,49}"
+Figures = Annotated[
+    dict[Annotated[str, Field(pattern=f"^{METRIC_NAME}$")], Loss], Field(max_length=MOST_METRICS)
+]
+MOST_HELD_OUT_SLICES = 64
+WHOLE = ""  # the slice name that stands for all the data
+SLICE_NAME = "[a-zA-Z0-9][a-zA-Z0-9_.+-]{0,49}"
+FiguresOfSlices = Annotated[
+    dict[Annotated[str, Field(pattern=f"^{SLICE_NAME}$")], Figures],
+    Field(max_length=MOST_HELD_OUT_SLICES),
+]
+Item = TypeVar("Item")
+# Validation stops at the first wrong item: an error for each of 65,536 would take 300 MB.
+Several = Annotated[tuple[Item, ...], Field(fail_fast=True)]
+
+
+def note(text: str) -> str:
+    """Returns a sentence for a message's field for people: printable, and of bounded length.
+
+    The sentence may quote a sender, who chose the quotation's length and characters.
+    """
+    cleaned = printable(text[: NOTE + 1])
+    return cleaned if len(cleaned) <= NOTE else f"{cleaned[: NOTE - 3]}..."
+
+
+class NestedRecord(BaseModel):
+    """Base of the records within messages."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class Body(NestedRecord):
+    """Base of the messages; `kind` names the message's type on the wire."""
+
+    kind: ClassVar[str]
+    limit_bytes: ClassVar[int] = MESSAGE_BYTES
+
+
 T = TypeVar("T", bound=Body)
 # The limits of any message. Writers obey them too, so that no reader refuses what was written.
 LIMITS = {"max_array_len": MAX_ITEMS, "max_map_len": MAX_KEYS, "max_ext_len": 0}

@@ -5,8 +5,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from diloco.common.protocol.code_formats import Codec
-from diloco.common.protocol.wire.encoding import parse, unpack
-from diloco.common.protocol.wire.fields import (
+from diloco.common.protocol.wire.encoding import (
     MAX_AXES,
     MAX_SHARDS,
     MAX_SLICES,
@@ -24,6 +23,8 @@ from diloco.common.protocol.wire.fields import (
     Seconds,
     Several,
     Text,
+    parse,
+    unpack,
 )
 
 

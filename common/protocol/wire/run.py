@@ -4,7 +4,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from diloco.common.protocol.wire.fields import (
+from diloco.common.protocol.wire.encoding import (
     LONG_WORD_BYTES,
     WORD_BYTES,
     Body,

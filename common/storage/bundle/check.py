@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 
 from diloco.common.protocol import names
 from diloco.common.protocol.errors import BusError, StoreError
-from diloco.common.protocol.wire.fields import GREATEST
+from diloco.common.protocol.wire.encoding import GREATEST
 from diloco.common.storage.bundle.frames import damaged
 from diloco.common.storage.bus import Message, check_subject, subject_matches
 from diloco.common.storage.store import check_object_name

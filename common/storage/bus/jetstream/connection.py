@@ -1,6 +1,6 @@
 """The connection that a bus keeps up: one link at a time, replaced when it is lost.
 
-Also the requests about a stream's settings and state.
+Also the requests about a stream's settings and state, and the headers of its messages.
 """
 
 import asyncio
@@ -19,9 +19,11 @@ from diloco.common.protocol.errors import (
     ConfigError,
 )
 from diloco.common.storage.bus.jetstream.link import CALL_TIMEOUT_S, Address, Link, Pause, ours
-from diloco.common.storage.bus.protocol import StreamLimits, stream_settings
+from diloco.common.storage.bus.protocol import Message, StreamLimits, stream_settings
 
 _DIAL_TIMEOUT_S = 10.0
+# Headers of an imported message: when it was first stored, and its message id.
+STORED_AT, EXPORTED_ID = "Diloco-Stored-At", "Diloco-Msg-Id"
 
 T = TypeVar("T")
 
@@ -253,4 +255,35 @@ def settings_of(config: api.StreamConfig) -> dict[str, object]:
             last_only=config.max_msgs_per_subject == 1,
             keep_old=(config.max_bytes or 0) > 0 and config.discard == api.DiscardPolicy.NEW,
         ),
+    )
+
+
+def says_time(headers: dict[str, str] | None) -> bool:
+    """True if a header states the time of storing: the message was imported, or is forged."""
+    return STORED_AT in (headers or {})
+
+
+def message_of(
+    subject: str,
+    seq: int,
+    time_s: float,
+    data: bytes | None,
+    headers: dict[str, str] | None,
+    imported_to: int = 0,
+) -> Message:
+    """Returns a message as it was first published, here or in the stream that was exported.
+
+    Up to sequence `imported_to` the importer wrote the header with the time. In later messages a
+    sender may have written it, so it is ignored; the other arguments are as the server gave them.
+    """
+    known = headers or {}
+    imported = seq <= imported_to and STORED_AT in known
+    msg_id = known.get(api.Header.MSG_ID.value) or known.get(EXPORTED_ID, "")
+    return Message(
+        subject,
+        seq,
+        float(known[STORED_AT]) if imported else time_s,
+        data or b"",
+        # A folded header is not an id, and no bundle could hold it.
+        msg_id if msg_id.isprintable() else "",
     )

@@ -18,13 +18,11 @@ from diloco.common.protocol.errors import BusError, BusUnavailableError
 from diloco.common.storage.bus.jetstream.connection import (
     CONSUMER_IDLE_S,
     Connection,
-    stream_info,
-)
-from diloco.common.storage.bus.jetstream.imported import (
-    imported_to,
     message_of,
     says_time,
+    stream_info,
 )
+from diloco.common.storage.bus.jetstream.imported import imported_to
 from diloco.common.storage.bus.jetstream.link import (
     CALL_TIMEOUT_S,
     Link,

@@ -6,21 +6,20 @@ from collections.abc import Iterable
 from nats.js import api
 
 from diloco.common.protocol.errors import BusError, BusUnavailableError
-from diloco.common.storage.bus.jetstream.connection import Connection, store, stream_info
+from diloco.common.storage.bus.jetstream.connection import (
+    EXPORTED_ID,
+    STORED_AT,
+    Connection,
+    store,
+    stream_info,
+)
 from diloco.common.storage.bus.protocol import Message
 
-# Headers of an imported message: when it was first stored, and its message id.
-_STORED_AT, _EXPORTED_ID = "Diloco-Stored-At", "Diloco-Msg-Id"
 # In a stream's configuration, which no learner can write: its last imported sequence.
 _IMPORTED_TO = "diloco-imported-to"
 _RESTORED_AT_ONCE = 256
 
 _Entry = tuple[int, str, bytes, dict[str, str]]
-
-
-def says_time(headers: dict[str, str] | None) -> bool:
-    """True if a header states the time of storing: the message was imported, or is forged."""
-    return _STORED_AT in (headers or {})
 
 
 async def imported_to(connection: Connection, stream: str) -> int:
@@ -51,32 +50,6 @@ async def mark_imported(connection: Connection, config: api.StreamConfig, last_s
     )
 
 
-def message_of(
-    subject: str,
-    seq: int,
-    time_s: float,
-    data: bytes | None,
-    headers: dict[str, str] | None,
-    imported_to: int = 0,
-) -> Message:
-    """Returns a message as it was first published, here or in the stream that was exported.
-
-    Up to sequence `imported_to` the importer wrote the header with the time. In later messages a
-    sender may have written it, so it is ignored; the other arguments are as the server gave them.
-    """
-    known = headers or {}
-    imported = seq <= imported_to and _STORED_AT in known
-    msg_id = known.get(api.Header.MSG_ID.value) or known.get(_EXPORTED_ID, "")
-    return Message(
-        subject,
-        seq,
-        float(known[_STORED_AT]) if imported else time_s,
-        data or b"",
-        # A folded header is not an id, and no bundle could hold it.
-        msg_id if msg_id.isprintable() else "",
-    )
-
-
 async def fill(
     connection: Connection,
     stream: str,
@@ -101,7 +74,7 @@ async def fill(
             gaps = True
             if len(batch) >= _RESTORED_AT_ONCE:
                 await _append(connection, batch)
-        headers = {_STORED_AT: repr(message.time_s), _EXPORTED_ID: message.msg_id}
+        headers = {STORED_AT: repr(message.time_s), EXPORTED_ID: message.msg_id}
         batch.append((message.seq, message.subject, message.payload, headers))
         count, last_seq = count + 1, message.seq
         if len(batch) >= _RESTORED_AT_ONCE:

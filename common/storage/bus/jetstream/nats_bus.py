@@ -25,6 +25,8 @@ from diloco.common.storage.bus.jetstream.connection import (
     MOST_READERS,
     Connection,
     asked_by,
+    message_of,
+    says_time,
     settings_of,
     store,
     stream_config,
@@ -36,8 +38,6 @@ from diloco.common.storage.bus.jetstream.imported import (
     fill,
     imported_to,
     mark_imported,
-    message_of,
-    says_time,
 )
 from diloco.common.storage.bus.jetstream.link import (
     CALL_TIMEOUT_S,
