@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("lightning")
 torch = pytest.importorskip("torch")
 
+import gemma4_trainer  # noqa: E402
 from accelerate import Accelerator  # noqa: E402
 from accelerate.data_loader import prepare_data_loader  # noqa: E402
 from safetensors.numpy import load_file  # noqa: E402
@@ -36,12 +37,12 @@ OUTER = {"optimizer": "sgd", "learning_rate": 0.7}
 SYNC = {"interval_steps": 8, "fragments": 3, "block": 16, "min_steps": 3}
 
 
-def begin(world):
-    """Create the run of the tiny GPT-2, which has no task, and its aggregator."""
+def begin(world, model=trainers.model):
+    """Create the run of a tiny model, GPT-2 if no other is given, without a task; start its owner."""
     del world.document["task"]
     world.document["sync"] = SYNC
     world.variant("run", {})
-    diloco.torch.create(world.config_path, trainers.model())
+    diloco.torch.create(world.config_path, model())
     world.aggregator()
     return world
 
@@ -82,6 +83,23 @@ def test_two_learners_one_killed_and_resumed_from_the_trainers_own_checkpoint(
     assert {one.learner for one in sent} == {"a", "b"}
     assert len({one.incarnation for one in sent if one.learner == "a"}) == 2
     check_trained(world, plain_loss)
+
+
+def test_gemma_4_trains_and_resumes(new_world):
+    """As docs/models.md says: per-layer embeddings, layers of two kinds, shared keys and values."""
+    world = begin(new_world(create=False, run=RUN, outer=OUTER), gemma4_trainer.model)
+
+    def learner(name):
+        folder = world.folder / f"saved-{name}"
+        where = (str(world.config_path), name, str(folder))
+        return world.start(name, *where, program=("gemma4_trainer",)), folder
+
+    (first, folder), (other, _) = learner("a"), learner("b")
+    world.until(lambda: list(folder.glob("checkpoint-*/trainer_state.json")), "a checkpoint")
+    first.kill()
+    again, _ = learner("a")
+    assert again.wait() == other.wait() == 0, world.processes[-1].log()
+    assert trainers.held_out_loss(world.config_path, gemma4_trainer.model()) < 2.0  # from 3.46
 
 
 def check_trained(world, plain_loss):
