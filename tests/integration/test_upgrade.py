@@ -10,7 +10,7 @@ from harness import ENDLESS, World
 
 from diloco.common.protocol import names
 from diloco.common.protocol.errors import Exit
-from diloco.common.protocol.wire import fields
+from diloco.common.protocol.wire import encoding
 from diloco.common.storage.bus.jetstream import NatsBus
 
 # Two releases in a row: the later one writes a schema that the earlier one can read already.
@@ -24,7 +24,7 @@ NewWorld = Callable[..., World]
 @pytest.fixture
 def both(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the test read what both releases write."""
-    monkeypatch.setattr(fields, "READABLE", frozenset({1, 2}))
+    monkeypatch.setattr(encoding, "READABLE", frozenset({1, 2}))
 
 
 def until_merged(world: World, *learners: str) -> None:
