@@ -123,8 +123,7 @@ def coefficients(grid: Grid, update: Contribution) -> npt.NDArray[Any]:
     """Returns the multiplier of each code x scale of an update; bfloat16 [S], to be recorded.
 
     With u = w / 2^unit: u S c for an average, times the pull in centered clipping; u S / |v| for
-    RDA,
-    which adds directions: the clip does not change a direction, and is in the magnitudes of
+    RDA, which adds directions: the clip does not change a direction, and is in the magnitudes of
     `factors`. A zero segment has no direction, so 0. None is too large, as u < 2^32 and
     |v| >= 2^-64. One that is too small for a bfloat16 is 0.
     """
