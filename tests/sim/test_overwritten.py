@@ -34,3 +34,18 @@ def test_what_a_verdict_rejects_is_sent_once(seed):
     outcome = simulate(trial)
     assert outcome.violation is None
     assert outcome.fates["rejected"] > 0
+
+
+def test_averaged_state_of_many_takes_no_longer_step_where_learners_may_lie():
+    """As updates do in rounds of six and more (docs/adr/0081-a-mean-of-many-takes-a-longer-step.md)."""
+    trial = Trial(seed=7, minutes=0.5, learners=8, kinds=("numbers", "averaged"))
+    outcome = simulate(trial)
+    assert outcome.violation is None  # `simaveraged.check_mean` holds the rate of each record
+    assert outcome.world.settings.robust
+    assert outcome.world.layout.fragments[1].averaged
+    rates = [
+        [record.learning_rate for _, record in chain if len(record.inputs) > 5]
+        for _, chain in sorted(history_of(outcome.world).records.items())
+    ]
+    assert max(rates[0]) > outcome.world.settings.outer.learning_rate
+    assert set(rates[1]) == {1.0}
