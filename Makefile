@@ -202,7 +202,7 @@ check: lint types imports ## lint, types and imports
 
 # INTERPRETER=/usr is a folder with bin/python3.N and lib; without it uv fetches one.
 release: install ## make one archive of all that a machine runs; KIND=cpu, cuda or tpu, INTERPRETER=DIR
-	@$(RUN) diloco.infra.release --kind $(KIND) $(if $(INTERPRETER),--interpreter $(INTERPRETER)) $(ARGS)
+	@$(RUN) diloco.infra.make_release --kind $(KIND) $(if $(INTERPRETER),--interpreter $(INTERPRETER)) $(ARGS)
 
 # A stand-in of Google's provider (tests/tools/google_provider) plans and tests without an account; needs npm.
 terraform: install ## check infra/terraform: fmt, validate, checkov, plan, test

@@ -49,7 +49,7 @@ from diloco.common.protocol import names, shards, slices, wire
 from diloco.common.protocol.layout import Layout, Tensor, make_layout
 from diloco.common.storage.bus import Bus, jetstream
 from diloco.common.storage.store import DirectoryStore
-from diloco.learner.tensors.quantize import encode
+from diloco.learner.tensors.quantize_and_pack import encode
 from diloco.operate.create import create_run
 
 # --- Killed

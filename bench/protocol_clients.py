@@ -54,7 +54,7 @@ from diloco.learner.core.events import (
     Stepped,
     sync_rules,
 )
-from diloco.learner.tensors.quantize import encode
+from diloco.learner.tensors.quantize_and_pack import encode
 from diloco.operate.create import create_run
 from diloco.plan import traffic as plan_traffic
 from diloco.plan.forecast import DAY_S, Fleet, PlannedIsland, make_plan

@@ -62,7 +62,7 @@ from diloco.learner.library import Learner, alive
 from diloco.learner.life import Life
 from diloco.learner.member import Member
 from diloco.learner.tensors.checkpoint import Folder
-from diloco.learner.tensors.quantize import encode, encode_blocks
+from diloco.learner.tensors.quantize_and_pack import encode, encode_blocks
 from diloco.learner.wire.recovery import Saver
 
 # --- Steps per second

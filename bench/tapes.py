@@ -48,7 +48,7 @@ from diloco.common.storage.store import MemoryStore, ObjectStore
 from diloco.common.storage.tape import RunContext, last_record, messages_of, read_record
 from diloco.learner.task import Task
 from diloco.learner.tensors import tree
-from diloco.learner.tensors.quantize import encode
+from diloco.learner.tensors.quantize_and_pack import encode
 from diloco.operate.create import create_run
 
 # --- Made up

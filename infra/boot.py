@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from diloco.infra.cloud import Google
 from diloco.infra.ended import DROP_IN
-from diloco.infra.release import ReleaseRefused, Releases, Run, run_command, say, write
+from diloco.infra.install_release import ReleaseRefused, Releases, Run, run_command, say, write
 from diloco.infra.unit_texts import ACCELERATORS, KEEPER, LIVEZ, LOGS, UNITS, data_units
 
 _AGAIN_S = 60.0

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from diloco.infra.release import (
+from diloco.infra.install_release import (
     ReleaseRefused,
     Releases,
     Run,

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from diloco.infra.cloud import COMPUTE, Google
 from diloco.infra.ended import ATTRIBUTE, ENDED
-from diloco.infra.release import say
+from diloco.infra.install_release import say
 
 STATE = Path("/var/lib/diloco-keeper/groups.json")
 # Seconds that Google has to recreate a lost machine, or to create a missing one.

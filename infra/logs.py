@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from urllib.error import HTTPError
 
 from diloco.infra.cloud import LOGGING, Google
-from diloco.infra.release import say
+from diloco.infra.install_release import say
 
 CURSOR = Path("/var/lib/diloco-logs/cursor")
 # Prefixes of the names of the units whose lines are sent.

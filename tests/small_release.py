@@ -6,7 +6,7 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-from diloco.infra.release import FORMAT
+from diloco.infra.install_release import FORMAT
 
 RIGHT = {
     "format": FORMAT, "version": "0.1.0", "commit": "abc", "kind": "cpu", "architecture": "x86_64",

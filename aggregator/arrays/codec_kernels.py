@@ -216,7 +216,7 @@ def _encode_float32(
             codes[first + k, j] = values_Kxb[k, j]
 
 
-# --- Numbers, bit for bit those of `diloco.learner.tensors.quantize`
+# --- Numbers, bit for bit those of `diloco.learner.tensors.quantize_and_pack`
 
 _GREATEST_VALUE: Final = f32(GREATEST_VALUE)
 _LEAST_SCALE: Final = f32(LEAST_SCALE)

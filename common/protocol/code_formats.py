@@ -1,7 +1,7 @@
 """Quantized vectors: codecs, their codes and scales, sizes, checks, decoding with NumPy.
 
-Nothing here needs JAX; `quantize.py` encodes vectors, and decodes them on devices. `FORMS` has a
-row for each codec, which docs/protocol.md shows; only `Codec` lists the codecs' names.
+Nothing here needs JAX; `quantize_and_pack.py` encodes vectors, and decodes them on devices. `FORMS`
+has a row for each codec, which docs/protocol.md shows; only `Codec` lists the codecs' names.
 
 Shapes: N elements of a vector, B = N / block blocks; G any leading axes of an array of blocks.
 

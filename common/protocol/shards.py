@@ -1,8 +1,8 @@
 """The bytes of a shard or a delta: part of a quantized vector, self-describing, checked when read.
 
 A shard holds whole blocks of a fragment's vector; its manifest says which (`slices.py`). No block
-depends on another (`quantize.py`), so no reader needs another shard, and cutting a vector before
-encoding gives the same bytes as cutting its scales and codes after.
+depends on another (`quantize_and_pack.py`), so no reader needs another shard, and cutting a vector
+before encoding gives the same bytes as cutting its scales and codes after.
 
     offset  size  field (little endian)
     0       4     magic "DLS2"

@@ -12,7 +12,7 @@ from diloco.common.protocol import names, shards, slices, wire
 from diloco.common.protocol.code_formats import Codec, decode_numpy
 from diloco.common.protocol.layout import Tensor, layout_bytes, make_layout
 from diloco.common.storage.store import MemoryStore
-from diloco.learner.tensors.quantize import encode
+from diloco.learner.tensors.quantize_and_pack import encode
 from docs.generate.markdown import fence
 
 CODEC: Codec = "int4"

@@ -9,9 +9,9 @@ from pathlib import Path
 from diloco.common.process.config import Config, make_config, read_document
 from diloco.common.process.credentials import load_credentials
 from diloco.common.protocol.errors import ConfigError
+from diloco.infra.install_release import ReleaseRefused, manifest_of
 from diloco.infra.provision.certificates import check_certificates
 from diloco.infra.provision.fleet import FleetFile, FleetFinding, region_of
-from diloco.infra.release import ReleaseRefused, manifest_of
 from diloco.operate.auth.files import OPERATOR, identities, public_key
 
 # Words that Google does not allow in a project's id.

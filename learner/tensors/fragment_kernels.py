@@ -39,7 +39,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from diloco.common.protocol.code_formats import Codec, Encoded
 from diloco.common.protocol.layout import Layout, Piece, Tensor
 from diloco.learner.tensors.mesh import Cuts, cuts_of, fit, sharding_of, single
-from diloco.learner.tensors.quantize import decode_blocks, encode_blocks
+from diloco.learner.tensors.quantize_and_pack import decode_blocks, encode_blocks
 
 Leaves = dict[str, jax.Array]
 # Elements of a fragment beyond which it is encoded by programs that follow each other, since XLA's

@@ -37,7 +37,7 @@ from diloco.common.storage.bus import Message
 from diloco.common.storage.store import MemoryStore
 from diloco.common.storage.tape import parse_changed
 from diloco.learner.tensors import checkpoint
-from diloco.learner.tensors.quantize import encode
+from diloco.learner.tensors.quantize_and_pack import encode
 from diloco.models.data.documents import Reading, read_documents
 from diloco.models.data.manifest import (
     Counted,

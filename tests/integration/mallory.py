@@ -12,7 +12,7 @@ from diloco.common.protocol import names, shards, slices, wire
 from diloco.common.protocol.shards import shard_ranges
 from diloco.common.storage.bus import Bus
 from diloco.common.storage.store import open_store
-from diloco.learner.tensors.quantize import encode
+from diloco.learner.tensors.quantize_and_pack import encode
 from diloco.run.history import Sent
 
 TOKENS_PER_STEP = 1000

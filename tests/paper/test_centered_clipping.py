@@ -14,7 +14,7 @@ from diloco.aggregator.arrays.merge import (
     factors,
     segment_norms,
 )
-from diloco.learner.tensors.quantize import encode
+from diloco.learner.tensors.quantize_and_pack import encode
 
 GRID = grid_of("centered_clipping")
 

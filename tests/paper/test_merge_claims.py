@@ -17,7 +17,7 @@ from diloco.aggregator.arrays.merge import (
 )
 from diloco.aggregator.arrays.outer import make_outer
 from diloco.common.protocol.layout import Tensor, TensorHint, make_layout
-from diloco.learner.tensors.quantize import encode
+from diloco.learner.tensors.quantize_and_pack import encode
 
 SIZE = 1 << 14
 BLOCK = 64

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from test_container import LIMIT_S, boot, make_rootfs, make_sources, why_not
 
-from diloco.infra import release
+from diloco.infra import make_release
 from diloco.operate.auth import files as auth
 
 RUN = """
@@ -36,7 +36,11 @@ port = 9464
 
 def released() -> Path:
     given = os.environ.get("RELEASE")
-    return Path(given) if given else release.make("cpu", Path("/usr"), release.ROOT / "build")
+    return (
+        Path(given)
+        if given
+        else make_release.make("cpu", Path("/usr"), make_release.ROOT / "build")
+    )
 
 
 def make_cloud(folder: Path) -> Path:
@@ -54,7 +58,7 @@ def make_cloud(folder: Path) -> Path:
     shutil.copytree(own / "credentials", secrets)
     shutil.copy(own / "tls/nats-1.key", secrets)
     shutil.copy(released(), objects / "cpu.tar.gz")
-    release.write_join(objects / "join")
+    make_release.write_join(objects / "join")
     return folder
 
 

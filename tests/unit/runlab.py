@@ -22,7 +22,7 @@ from diloco.common.protocol.layout import Tensor, make_layout
 from diloco.common.storage.bus import Bus, MemoryBus
 from diloco.common.storage.store import MemoryStore, ObjectStore
 from diloco.common.storage.tape import Recorded, last_record, records_of
-from diloco.learner.tensors.quantize import encode
+from diloco.learner.tensors.quantize_and_pack import encode
 from diloco.operate.create import create_run
 
 RUN = "lab"

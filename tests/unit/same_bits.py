@@ -20,7 +20,7 @@ from diloco.common.protocol.layout import Tensor, TensorHint, make_layout
 from diloco.common.protocol.shards import digest
 from diloco.learner.tensors.fragment_kernels import make_kernels
 from diloco.learner.tensors.placement import make_ownership
-from diloco.learner.tensors.quantize import encode
+from diloco.learner.tensors.quantize_and_pack import encode
 
 OPTIMIZERS = ("sgd", "momentum", "nesterov", "delayed_nesterov")
 SIZE = 200_000

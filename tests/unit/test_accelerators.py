@@ -19,7 +19,7 @@ from diloco.operate.local.hardware import (
     CONTEXT_BYTES,
     LEAST_BYTES,
     Hardware,
-    Share,
+    ProcessAccelerators,
     divide,
     on_accelerators,
     on_cpu,
@@ -156,7 +156,7 @@ def test_each_learner_has_its_own_gpus_or_a_part_of_one(count: int, learners: in
 
 def test_one_learner_takes_all() -> None:
     assert divide(gpus(3), {"a": wants()}) == {
-        "a": (Share("cuda", ("0", "1", "2"), whole_machine=True),)
+        "a": (ProcessAccelerators("cuda", ("0", "1", "2"), whole_machine=True),)
     }
 
 

@@ -12,7 +12,7 @@ from diloco.common.protocol import shards, slices, wire
 from diloco.common.protocol.code_formats import decode_numpy
 from diloco.common.protocol.layout import Tensor, TensorHint, make_layout
 from diloco.common.storage.store import MemoryStore
-from diloco.learner.tensors.quantize import encode
+from diloco.learner.tensors.quantize_and_pack import encode
 from diloco.run.agreement import Pairs, compare_round, mean_cosine
 
 BLOCK = 16

@@ -17,7 +17,7 @@ from diloco.common.protocol.code_formats import CODECS, Encoded
 from diloco.common.protocol.errors import WireError
 from diloco.common.protocol.layout import Tensor, make_layout
 from diloco.common.storage.store import MemoryStore
-from diloco.learner.tensors.quantize import encode
+from diloco.learner.tensors.quantize_and_pack import encode
 
 BLOCK = 16
 LAYOUT = make_layout(

@@ -10,7 +10,7 @@ from diloco.common.process.config import make_config, settings_of
 from diloco.common.protocol import slices, wire
 from diloco.common.protocol.layout import Tensor, TensorHint, make_layout
 from diloco.judge.oracle import numbers
-from diloco.learner.tensors.quantize import encode
+from diloco.learner.tensors.quantize_and_pack import encode
 
 BLOCK = 16
 LAYOUT = make_layout(

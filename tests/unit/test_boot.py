@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 from small_release import archive_of
 
-from diloco.infra import boot, livez, release, unit_texts
+from diloco.infra import boot, install_release, livez, unit_texts
 from diloco.infra.cloud import Google
 
 ROOT = Path(__file__).parents[2]
@@ -352,7 +352,7 @@ def test_a_release_that_does_not_fit_is_refused_with_a_sentence_and_the_old_one_
 
 def test_a_first_release_that_does_not_fit_starts_nothing(machine: Machine, cloud: Cloud) -> None:
     cloud.release("first", architecture="s390x")
-    with pytest.raises(release.ReleaseRefused, match="is for s390x"):
+    with pytest.raises(install_release.ReleaseRefused, match="is for s390x"):
         machine.boot()
     assert machine.kept == set()
     assert not (machine.root / "opt/diloco").is_symlink()
@@ -376,7 +376,7 @@ def test_programs_that_do_not_run_here_are_never_switched_to(
 
 def test_a_release_with_other_bytes_is_refused(machine: Machine, cloud: Cloud) -> None:
     cloud.objects["common/first.tar.gz"] += b"\0"
-    with pytest.raises(release.ReleaseRefused, match="has sha256"):
+    with pytest.raises(install_release.ReleaseRefused, match="has sha256"):
         machine.boot()
     assert not (machine.root / "opt/diloco").is_symlink()
     assert not any(command.startswith("tar ") for command in machine.commands)
@@ -474,7 +474,8 @@ LATER = {"UTC", "tomllib", "StrEnum", "Self", "file_digest", "TaskGroup", "Excep
 
 
 @pytest.mark.parametrize(
-    "name", ["boot", "cloud", "ended", "join", "keeper", "livez", "logs", "release", "unit_texts"]
+    "name",
+    ["boot", "cloud", "ended", "join", "keeper", "livez", "logs", "install_release", "unit_texts"],
 )
 def test_what_runs_before_a_release_is_there_needs_no_later_python_and_no_package(
     name: str,

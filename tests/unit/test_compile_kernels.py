@@ -13,7 +13,7 @@ from diloco.common.process.config import make_config
 from diloco.common.protocol import shards, slices, wire
 from diloco.common.protocol.code_formats import CODECS, Encoded
 from diloco.common.protocol.layout import Tensor, make_layout
-from diloco.learner.tensors.quantize import encode
+from diloco.learner.tensors.quantize_and_pack import encode
 
 KERNELS = (merge.measure_update, merge.add_updates, outer.advance_blocks)
 # No other test's, so that only `prepare` has compiled for it.

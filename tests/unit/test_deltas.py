@@ -22,7 +22,7 @@ from diloco.common.protocol.shards import (
     unpack_delta,
 )
 from diloco.common.storage.store import MemoryStore
-from diloco.learner.tensors.quantize import encode
+from diloco.learner.tensors.quantize_and_pack import encode
 
 BLOCK = 16
 BLOCKS = 9 * CHUNK_BLOCKS + 6  # The last chunk is short.

@@ -16,7 +16,7 @@ from diloco.common.protocol.code_formats import Encoded
 from diloco.common.protocol.errors import ConfigError
 from diloco.learner.dry_run import dry_run, exchanges, fragment_shapes, measured, stand_in
 from diloco.learner.island import Island
-from diloco.learner.tensors.quantize import encode
+from diloco.learner.tensors.quantize_and_pack import encode
 from diloco.operate.daemons.command import LearnerOptions
 from diloco.operate.daemons.dry_run import as_json, run_dry, show
 

@@ -12,7 +12,7 @@ from diloco.common.protocol.layout import Layout, Tensor, TensorHint, make_layou
 from diloco.common.protocol.shards import pack, unpack
 from diloco.learner.tensors.fragment_kernels import Kernels, Leaves, make_kernels
 from diloco.learner.tensors.placement import make_ownership
-from diloco.learner.tensors.quantize import encode
+from diloco.learner.tensors.quantize_and_pack import encode
 
 codecs = st.sampled_from(CODECS)
 DTYPES = ("float32", "bfloat16", "float16")

@@ -26,7 +26,7 @@ from bench.tasks import student
 from diloco.common.protocol import wire
 from diloco.common.protocol.code_formats import Encoded, decode_numpy
 from diloco.learner.task import Task
-from diloco.learner.tensors.quantize import encode
+from diloco.learner.tensors.quantize_and_pack import encode
 
 STEPS = 240
 TASKS: dict[str, Any] = {

@@ -10,7 +10,8 @@ import pytest
 from small_release import archive_of
 
 from diloco.infra import join
-from diloco.infra.release import ReleaseRefused, write_join
+from diloco.infra.install_release import ReleaseRefused
+from diloco.infra.make_release import write_join
 
 LEARNER = '# Secret.\nrun = "demo"\nidentity = "cellar"\nrole = "learner"\nseed = "SU"\n'
 UNIT = "diloco-learner@cellar.service"

@@ -21,7 +21,7 @@ from diloco.common.process.config import make_config
 from diloco.common.protocol import slices, wire
 from diloco.common.protocol.code_formats import CODECS, Encoded, decode_numpy
 from diloco.common.protocol.layout import Tensor, TensorHint, make_layout
-from diloco.learner.tensors.quantize import encode
+from diloco.learner.tensors.quantize_and_pack import encode
 
 BLOCK = 16
 LAYOUT = make_layout(

@@ -18,7 +18,7 @@ from diloco.learner.tensors import tree
 from diloco.learner.tensors.fragment_kernels import make_kernels
 from diloco.learner.tensors.mesh import AXES, make_mesh, param_shardings, within
 from diloco.learner.tensors.placement import Ownership, make_ownership
-from diloco.learner.tensors.quantize import encode
+from diloco.learner.tensors.quantize_and_pack import encode
 from diloco.learner.tensors.replica import Replica
 
 BLOCK = 16

@@ -22,7 +22,7 @@ from diloco.common.protocol.code_formats import (
     encoded_bytes,
     scale_count,
 )
-from diloco.learner.tensors.quantize import decode_blocks, encode, encode_blocks
+from diloco.learner.tensors.quantize_and_pack import decode_blocks, encode, encode_blocks
 
 BLOCKS = (16, 64, 512)
 INTEGER = tuple(GREATEST_CODE)

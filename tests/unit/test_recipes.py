@@ -133,7 +133,7 @@ def test_a_codec(tmp_path: Path) -> None:
         ),
     )
     tree.edit(
-        "learner/tensors/quantize.py",
+        "learner/tensors/quantize_and_pack.py",
         (
             "    return codes.astype(jnp.float32) * jnp.asarray(encoded.scales)",
             (
@@ -222,7 +222,7 @@ def test_a_codec(tmp_path: Path) -> None:
         from diloco.common.process.config import SyncSection
         from diloco.common.protocol import shards
         from diloco.common.protocol.code_formats import Encoded, aligned_zeros, decode_numpy
-        from diloco.learner.tensors.quantize import decode_blocks, encode
+        from diloco.learner.tensors.quantize_and_pack import decode_blocks, encode
 
         codec = SyncSection(codec="int2").codec
         block, blocks = 32, 40

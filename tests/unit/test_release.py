@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco.infra import release
-from diloco.infra.release import MANIFEST, ReleaseManifest, manifest_of
+from diloco.infra import make_release
+from diloco.infra.install_release import MANIFEST, ReleaseManifest, manifest_of
 
 WHAT = ReleaseManifest(1, "0.1.0", "abc", "cpu", "x86_64", "2.35", "3.11.2", 3)
 
@@ -22,7 +22,7 @@ def interpreter(folder: Path, name: str = "python3.12") -> Path:
 
 def test_an_interpreter_is_its_program_and_its_library(tmp_path: Path) -> None:
     source, to = interpreter(tmp_path / "from"), tmp_path / "to"
-    program = release._copy_interpreter(source, to)
+    program = make_release._copy_interpreter(source, to)
     assert program == to / "bin/python3.12"
     found = {str(path.relative_to(to)) for path in to.rglob("*") if path.is_file()}
     assert found == {"bin/python3.12", "lib/python3.12/os.py", "lib/libpython3.12.so.1.0"}
@@ -31,7 +31,7 @@ def test_an_interpreter_is_its_program_and_its_library(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["python3.10", "python2"])
 def test_an_interpreter_that_is_too_old_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(SystemExit, match=r"has no bin/python3\.11 or newer"):
-        release._copy_interpreter(interpreter(tmp_path / "from", name), tmp_path / "to")
+        make_release._copy_interpreter(interpreter(tmp_path / "from", name), tmp_path / "to")
 
 
 def test_the_least_glibc_is_that_of_the_newest_symbol_that_is_needed(tmp_path: Path) -> None:
@@ -46,8 +46,8 @@ def test_the_least_glibc_is_that_of_the_newest_symbol_that_is_needed(tmp_path: P
     for name, data in needs.items():
         (tmp_path / name).write_bytes(data)
         paths.append(tmp_path / name)
-    assert release.least_glibc(paths) == "2.28"
-    assert release.least_glibc([]) == "2.17"
+    assert make_release.least_glibc(paths) == "2.28"
+    assert make_release.least_glibc([]) == "2.17"
 
 
 def staged(folder: Path, mode: int) -> Path:
@@ -63,7 +63,7 @@ def staged(folder: Path, mode: int) -> Path:
 
 def test_the_same_files_make_the_same_bytes(tmp_path: Path) -> None:
     for name, mode in (("first", 0o755), ("second", 0o700)):
-        release._pack(staged(tmp_path / name, mode), WHAT, tmp_path / f"{name}.tar.gz")
+        make_release._pack(staged(tmp_path / name, mode), WHAT, tmp_path / f"{name}.tar.gz")
     first, second = (tmp_path / f"{name}.tar.gz" for name in ("first", "second"))
     assert first.read_bytes() == second.read_bytes()
     assert manifest_of(first) == WHAT
@@ -78,7 +78,7 @@ def test_the_same_files_make_the_same_bytes(tmp_path: Path) -> None:
 
 def test_each_file_has_a_digest(tmp_path: Path) -> None:
     stage = staged(tmp_path, 0o755)
-    release._pack(stage, WHAT, tmp_path / "release.tar.gz")
+    make_release._pack(stage, WHAT, tmp_path / "release.tar.gz")
     lines = (stage / "digests").read_text().splitlines()
     assert [line.split("  ")[1] for line in lines] == ["bin/program", "manifest.json", "text"]
 
@@ -88,6 +88,6 @@ def test_notes_of_the_installer_are_forgotten(tmp_path: Path) -> None:
     info.mkdir()
     (info / "direct_url.json").write_text("{}")
     (info / "RECORD").write_text(f"a.py,,\n{info.name}/direct_url.json,sha256=x,2\nb.py,,\n")
-    release._forget(tmp_path, "direct_url.json")
+    make_release._forget(tmp_path, "direct_url.json")
     assert [path.name for path in info.iterdir()] == ["RECORD"]
     assert (info / "RECORD").read_text() == "a.py,,\nb.py,,\n"

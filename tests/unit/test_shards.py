@@ -19,7 +19,7 @@ from diloco.common.protocol.shards import (
     shard_ranges,
     unpack,
 )
-from diloco.learner.tensors.quantize import encode
+from diloco.learner.tensors.quantize_and_pack import encode
 
 BLOCK = 16
 COUNT = 8 * BLOCK

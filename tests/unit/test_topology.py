@@ -13,7 +13,7 @@ from diloco.common.protocol.code_formats import Encoded
 from diloco.common.protocol.errors import ConfigError
 from diloco.learner.dry_run import compile_step, device_bytes, dry_run
 from diloco.learner.island import Island
-from diloco.learner.tensors.quantize import decode_blocks
+from diloco.learner.tensors.quantize_and_pack import decode_blocks
 from diloco.learner.topology import GPUS, gpu_devices, tpu_devices
 
 compiler = pytest.mark.skipif(

@@ -35,7 +35,7 @@ from diloco.common.storage.store import MemoryStore
 from diloco.common.storage.tape import last_record
 from diloco.common.storage.views import load_version
 from diloco.learner.tensors.checkpoint import PartFolder
-from diloco.learner.tensors.quantize import encode
+from diloco.learner.tensors.quantize_and_pack import encode
 from diloco.run.watch import Watch
 
 SNAPSHOT = 3

@@ -10,7 +10,7 @@ made here as well. Pure: messages come in, findings come out.
     hearing.py        ... what it hears from the tape: who is admitted, who is rejected and why
     watching.py       ... what it is told beside the tape: observations
     rounds.py         when a round opens, is cut and closes
-    record_checks.py  a record, field by field
+    compare_with_previous.py  a record, field by field
     memory.py         what is remembered of learners
     data.py           data positions, and one answer for every update
     shares.py         which shares of the data are merged

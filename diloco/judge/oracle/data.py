@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from diloco.common.protocol import wire
 from diloco.common.storage.tape import same_tape
+from diloco.judge.oracle.compare_with_previous import resolved
 from diloco.judge.oracle.finding import Violation
-from diloco.judge.oracle.record_checks import resolved
 
 
 @dataclass

@@ -7,7 +7,7 @@ from diloco.common.process.config import RunSettings, settings_of
 from diloco.common.protocol import wire
 from diloco.common.protocol.layout import Layout
 from diloco.common.storage.tape import Entry, InvalidMessage
-from diloco.judge.oracle import record_checks
+from diloco.judge.oracle import compare_with_previous
 from diloco.judge.oracle.finding import Violation
 from diloco.judge.oracle.hearing import concerns, hear
 from diloco.judge.oracle.life import Close, OwnerLife, RuleBreach, begin
@@ -66,7 +66,7 @@ class Chain:
         self._whole_from = 1
         self._epoch, self._follows = epoch, follow
         self._stopped = False
-        self._versions: dict[int, record_checks.Contents] = {}
+        self._versions: dict[int, compare_with_previous.Contents] = {}
         # A message that cannot be decoded may be a subject's last one too.
         self._garbled: set[int] = set()
 
@@ -103,32 +103,32 @@ class Chain:
         self.base, self.base_seq = record, seq
         self.final_seqs = [*self.final_seqs, seq] if record.final else []
         if record.what != "verdict":
-            self._versions[record.version] = record_checks.contents(record)
+            self._versions[record.version] = compare_with_previous.contents(record)
         self._heard = self._heard[self._index(record.position) :]
         return [Violation(b.rule, seq, about, b.field, b.expected, b.found) for b in breaches]
 
     def _judge(self, record: wire.Record, seq: int) -> Iterator[RuleBreach]:
         base = self.base
         settings = self._settings_at(record.policy.settings_seq)
-        yield from record_checks.names(record)
+        yield from compare_with_previous.names(record)
         if base is None:
             yield from self._first(record, seq)
             return
         if settings is None and record.policy.settings_seq >= self._whole_from:
             yield RuleBreach("settings", "settings_seq", "settings", record.policy.settings_seq)
-        yield from record_checks.link(base, self.base_seq, record)
+        yield from compare_with_previous.link(base, self.base_seq, record)
         if record.position > seq:
             yield RuleBreach("position", "position", f"at most {seq}", record.position)
         if record.final and not self._stopped:
             yield RuleBreach("stop", "final", "a stop before it", "none")
-        yield from record_checks.answers(record, self._announced, self._whole_from)
+        yield from compare_with_previous.answers(record, self._announced, self._whole_from)
         if record.what == "restore":
             self._life = None
-            yield from record_checks.restore(base, self._versions, record)
+            yield from compare_with_previous.restore(base, self._versions, record)
             return
-        yield from record_checks.sums(base, record)
-        yield from record_checks.clock(settings, base, record)
-        yield from record_checks.objects(settings, base, self.base_seq, record)
+        yield from compare_with_previous.sums(base, record)
+        yield from compare_with_previous.clock(settings, base, record)
+        yield from compare_with_previous.objects(settings, base, self.base_seq, record)
         if self._follows:
             yield from self._decision(base, record)
 
@@ -175,10 +175,10 @@ class Chain:
             state = (life.phase, sorted(life.announcers()), sorted(life.memory.waited_for()))
             yield RuleBreach("round", "what", f"nothing yet: {state}", (record.what, record.reason))
             return
-        yield from record_checks.decision(life, close, record)
+        yield from compare_with_previous.decision(life, close, record)
         recorded(life, close)
         life.view_digest = record.view_digest
-        yield from record_checks.remembered(life, record)
+        yield from compare_with_previous.remembered(life, record)
         self.followed += 1
 
     def _follow(self, base: wire.Record, record: wire.Record) -> str:

@@ -25,8 +25,8 @@ RESERVED = 0.9
 TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
 
 
-class Share(NamedTuple):
-    """The share of the machine that one process gets.
+class ProcessAccelerators(NamedTuple):
+    """The accelerators that one process uses, whole or in part.
 
     Attributes:
         names: names of its accelerators.
@@ -64,7 +64,7 @@ class Share(NamedTuple):
         }
 
     def words(self) -> str:
-        """Returns the share as text: "GPU 0, 1", "45 % of GPU 0"."""
+        """Returns them as text: "GPU 0, 1", "45 % of GPU 0"."""
         noun = "GPU" if self.kind == "cuda" else "TPU chip"
         part = "" if self.memory is None else f"{self.memory:.0%} of "
         return f"{part}{noun} {', '.join(self.names)}"
@@ -77,33 +77,33 @@ class Hardware(NamedTuple):
         devices: number of devices of all its processes.
         hosts: number of its processes.
         forced: whether JAX emulates this number of devices on the CPU.
-        shares: the accelerators of each process; none for a learner on the CPU.
+        per_process: the accelerators of each process; none for a learner on the CPU.
     """
 
     devices: int = 1
     hosts: int = 1
     forced: bool = False
-    shares: tuple[Share, ...] = ()
+    per_process: tuple[ProcessAccelerators, ...] = ()
 
     def arguments(self) -> list[str]:
         """Returns the arguments with which each of its processes is started."""
-        own = self.forced and not self.shares
+        own = self.forced and not self.per_process
         return ["--cpu-devices", str(self.devices // self.hosts)] if own else []
 
     def environments(self) -> list[dict[str, str | None]]:
         """Returns the changes to our environment, for each of its processes."""
-        if not self.shares:
+        if not self.per_process:
             return [{} for _ in range(self.hosts)]
-        return [share.environment() for share in self.shares]
+        return [one.environment() for one in self.per_process]
 
     def accelerators(self) -> set[str]:
         """Returns the names of the learner's accelerators."""
-        return {name for share in self.shares for name in share.names}
+        return {name for one in self.per_process for name in one.names}
 
     def words(self) -> str:
         """Returns the hardware as text: "4 in 2 hosts", "GPU 0, 1"; "" for one CPU device."""
-        if self.shares:
-            return " and ".join(share.words() for share in self.shares)
+        if self.per_process:
+            return " and ".join(one.words() for one in self.per_process)
         if self.hosts > 1:
             return f"{self.devices} in {self.hosts} hosts"
         return str(self.devices) if self.forced else ""
@@ -114,7 +114,9 @@ class Hardware(NamedTuple):
         return self.devices if self.forced else None
 
 
-def divide(found: Accelerators, wanted: Mapping[str, Hardware]) -> dict[str, tuple[Share, ...]]:
+def divide(
+    found: Accelerators, wanted: Mapping[str, Hardware]
+) -> dict[str, tuple[ProcessAccelerators, ...]]:
     """Divides accelerators among the processes of each learner.
 
     Raises:
@@ -129,7 +131,9 @@ def divide(found: Accelerators, wanted: Mapping[str, Hardware]) -> dict[str, tup
     return _parts(found, list(wanted))
 
 
-def _whole(found: Accelerators, wanted: Mapping[str, Hardware]) -> dict[str, tuple[Share, ...]]:
+def _whole(
+    found: Accelerators, wanted: Mapping[str, Hardware]
+) -> dict[str, tuple[ProcessAccelerators, ...]]:
     each = _power_of_two(len(found.names) // len(wanted))
     if len(wanted) == 1:
         each = len(found.names)
@@ -137,16 +141,16 @@ def _whole(found: Accelerators, wanted: Mapping[str, Hardware]) -> dict[str, tup
     if sum(counts.values()) > len(found.names):
         raise _too_few(found, wanted, sum(counts.values()))
     left = list(found.names)
-    shares = {}
+    divided = {}
     for name, want in wanted.items():
         mine, left = left[: counts[name]], left[counts[name] :]
-        shares[name] = _processes(found, name, mine, want.hosts)
-    return shares
+        divided[name] = _processes(found, name, mine, want.hosts)
+    return divided
 
 
 def _processes(
     found: Accelerators, learner: str, mine: Sequence[str], hosts: int
-) -> tuple[Share, ...]:
+) -> tuple[ProcessAccelerators, ...]:
     """Divides one learner's accelerators among its processes."""
     if found.kind == "tpu" and (hosts > 1 or len(mine) not in TPU_BOUNDS):
         raise ConfigError(
@@ -164,12 +168,14 @@ def _processes(
     size = len(mine) // hosts
     whole = len(mine) == len(found.names) and hosts == 1
     return tuple(
-        Share(found.kind, tuple(mine[size * i : size * (i + 1)]), whole_machine=whole)
+        ProcessAccelerators(found.kind, tuple(mine[size * i : size * (i + 1)]), whole_machine=whole)
         for i in range(hosts)
     )
 
 
-def _parts(found: Accelerators, learners: Sequence[str]) -> dict[str, tuple[Share, ...]]:
+def _parts(
+    found: Accelerators, learners: Sequence[str]
+) -> dict[str, tuple[ProcessAccelerators, ...]]:
     """Gives learners parts of GPUs' memory, in turn over the GPUs."""
     gpus = len(found.names)
     sharing = [len(learners[index::gpus]) for index in range(gpus)]
@@ -183,7 +189,11 @@ def _parts(found: Accelerators, learners: Sequence[str]) -> dict[str, tuple[Shar
             hint="fewer --learners, or train on the CPU: --cpu",
         )
     return {
-        name: (Share(found.kind, (found.names[i % gpus],), _part(found, sharing[i % gpus])),)
+        name: (
+            ProcessAccelerators(
+                found.kind, (found.names[i % gpus],), _part(found, sharing[i % gpus])
+            ),
+        )
         for i, name in enumerate(learners)
     }
 
@@ -258,15 +268,15 @@ def on_cpu(hardware: dict[str, Hardware]) -> dict[str, Hardware]:
 
 
 def on_accelerators(hardware: dict[str, Hardware], found: Accelerators) -> dict[str, Hardware]:
-    """Returns each learner's hardware, with its share of the accelerators that were found.
+    """Returns each learner's hardware, with its part of the accelerators that were found.
 
     Raises:
         ConfigError: there are fewer accelerators than learners.
     """
-    shares = divide(found, hardware)
+    divided = divide(found, hardware)
     return {
         name: one._replace(
-            shares=shares[name], devices=sum(len(share.names) for share in shares[name])
+            per_process=divided[name], devices=sum(len(each.names) for each in divided[name])
         )
         for name, one in hardware.items()
     }

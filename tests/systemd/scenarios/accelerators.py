@@ -24,7 +24,7 @@ from rig import (
 CHIP = Path("/dev/vfio/7")
 LAY_OUT = """
 from diloco.infra.unit_texts import ACCELERATORS
-from diloco.infra.release import write
+from diloco.infra.install_release import write
 from pathlib import Path
 
 for path, text in ACCELERATORS.items():

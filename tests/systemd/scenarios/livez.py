@@ -15,7 +15,7 @@ LIVEZ = "diloco-livez.service"
 START = f"""
 from diloco.infra.boot import Boot
 from diloco.infra.cloud import Google
-from diloco.infra.release import run_command
+from diloco.infra.install_release import run_command
 
 Boot(Google(), run_command).start_units({LIVEZ!r})
 """
