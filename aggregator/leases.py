@@ -97,7 +97,7 @@ class Leases:
         return fragment in self._held
 
     async def done(self, fragment: int) -> None:
-        """Publishes that nothing of a fragment is left to do; no aggregator acquires it again."""
+        """Publishes that a fragment's work is finished, so that no aggregator acquires it again."""
         await self._context.runtime.retry(
             "giving up a lease", lambda: self._say_done(fragment), logger=self._context.logger
         )

@@ -1,4 +1,4 @@
-"""`diloco check`: the kind of a file, and whether it would do."""
+"""`diloco check`: finds the kind of a file, and checks that a run could use it."""
 
 import tomllib
 from pathlib import Path
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from diloco.common.process.config import Config
 
 app = group()
-# Keys at the top of a fleet's file, which no run's has.
+# Top-level keys of a fleet's file that no run's file has.
 _OF_FLEETS = ("project", "run_toml", "releases", "subnets")
 MOST_BYTES = 4 << 20
 
@@ -39,11 +39,11 @@ def check(
 ) -> int:
     """Check a file: of a run, of a fleet, a task, or prepared data.
 
-    Tells all that is wrong at once. Of a run: every key is known and in range, nothing is known to
-    train badly, and its task takes some steps on the CPU. Of a fleet: all that its file names, and
-    a dated table of Google Cloud's zones and machines; what that does not know is a warning. Of
-    prepared data: every shard has its digest. Needs no bus and no store. The exit status is 1 if
-    something is refused, 74 if data is damaged.
+    Reports all faults at once. For a run: unknown keys, values out of range, settings known to
+    train badly, and a task that fails in a few steps on the CPU. For a fleet: faults in the files
+    that it names, and names that are missing from a dated table of Google Cloud's zones and
+    machines, which are warnings. For prepared data: shards without the right digest. Needs no bus
+    and no store. The exit status is 1 if something is refused, 74 if data is damaged.
     """
     path = Path(file)
     if "://" in file or (path.is_dir() and not (path / "run.toml").exists()):
@@ -64,10 +64,10 @@ def check(
 
 
 def _check_file(path: Path) -> None:
-    """Refuse what is read for ever, or into more memory than there may be.
+    """Refuse devices and pipes, which have no end, and files too large for memory.
 
     Raises:
-        ConfigError: it is not a regular file, or larger than any that a person wrote.
+        ConfigError: it is not a regular file, or larger than `MOST_BYTES`.
     """
     if path.exists() and not path.is_file():
         raise ConfigError(f"{str(path)!r} is not a regular file", hint="name a file")
@@ -83,7 +83,7 @@ def _is_fleet(path: Path) -> bool:
     try:
         return not tomllib.loads(path.read_text()).keys().isdisjoint(_OF_FLEETS)
     except (ValueError, OSError, RecursionError):
-        return False  # whoever reads it as a run's file says why
+        return False  # the reader of run files reports the fault
 
 
 def _check_data(place: str) -> int:
@@ -108,12 +108,12 @@ def _check_run(path: Path, learner: str, steps: int) -> int:
     for sentence in warnings(config.settings()):
         say(f"[yellow]warning:[/] {escape(sentence)}")
     say(f"{escape(str(path))} is a file of run [bold]{config.run.name}[/]")
-    # Without one, learners join from loops of their own.
+    # A run without a task has learners with their own training loops.
     return _try_task(config, learner, steps) if "task" in config.model_fields_set else 0
 
 
 def _config_of_task(name: str) -> "Config":
-    """Of a run of a task, whose function is `build` where a file is named."""
+    """Return the configuration of a run of this task; a file's function is `build`."""
     from diloco.common.process.config import make_config
 
     path = Path(name)
@@ -137,7 +137,7 @@ def _config_of_task(name: str) -> "Config":
 
 
 def _try_task(config: "Config", learner: str, steps: int) -> int:
-    """Take some steps, of which one compiles, and say what came of them."""
+    """Take some steps of the task, the first to compile it, and print the outcome."""
     if not steps:
         return 0
     from diloco.learner.trial import tried

@@ -1,4 +1,4 @@
-"""The operator's command; `diloco --help` lists its parts.
+"""The `diloco` command; `diloco --help` lists its subcommands.
 
 Each room declares its commands in `command.py` and loads what they need when they run, so that
 `--help` and wrong options are answered at once, and only what computes loads JAX.
@@ -103,13 +103,13 @@ def options(
 
 
 def main() -> None:
-    """Run the command; our own errors are shown as sentences, bugs keep their trace."""
+    """Run the command; print our own errors as sentences, and bugs with their traceback."""
     try:
         app()
     except DilocoError as error:
         _fail(error)
     except BrokenPipeError:
-        # Who read the output, such as `head`, has seen enough.
+        # The reader of the output, such as `head`, has closed the pipe.
         _silence()
         sys.exit(Exit.FAILED)
     except Exception as error:  # noqa: BLE001 - a bug: told with its trace
@@ -130,5 +130,5 @@ def _fail(error: DilocoError) -> NoReturn:
 
 
 def _silence() -> None:
-    """Discard further writes to standard output, which takes no more."""
+    """Discard further writes to standard output, which is closed or full."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,18 +1,18 @@
-"""The `diloco` command's first step: Ctrl-C while the rest is being loaded is no bug either."""
+"""Entry point of the `diloco` command: handles Ctrl-C also while the other modules load."""
 
 import contextlib
 import sys
 
 from diloco import __version__
 
-# As a shell has it of what Ctrl-C ends.
+# The exit status that shells give to a command that Ctrl-C ended.
 INTERRUPTED = 130
 
 
 def main() -> None:
-    """Load the command and run it; the version is told without."""
+    """Load the command and run it; print the version without loading anything."""
     if sys.argv[1:] == ["--version"]:
-        # Where it cannot be written, the program says so.
+        # If standard output fails, the program below reports it.
         with contextlib.suppress(OSError):
             print(f"diloco {__version__}", flush=True)  # noqa: T201 - what the command is for
             return

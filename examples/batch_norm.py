@@ -1,7 +1,7 @@
 """A vision model with BatchNorm. Its name is examples.batch_norm:build.
 
-Parameters are trained. Batch statistics are state: nobody's optimizer moves them, and learners take
-over their mean over the fleet.
+Parameters are trained. Batch statistics are state: no optimizer changes them, and learners adopt
+the fleet's mean of them.
 """
 
 import zlib
@@ -57,7 +57,7 @@ def build(*, steps: int, seed: int, average: bool = True) -> Task:
 
     def evaluate(variables):
         net = network(variables)
-        net.eval()  # by the statistics, not by those of its batch
+        net.eval()  # normalizes by the state, not by this batch
         loss, metrics = measured(net(images[1500:]), labels[1500:])
         return {"loss": loss, **metrics}
 

@@ -20,13 +20,13 @@ def build(*, steps: int, seed: int) -> Task:
         return {"hidden": jax.random.normal(hidden, (64, 32)) / 8, "bias": jnp.zeros(32),
                 "output": jax.random.normal(output, (32, 10)) / 6}  # fmt: skip
 
-    def loss(params, batch, key):  # the key is for dropout and its like
+    def loss(params, batch, key):  # the key is for dropout and the like
         images, labels = batch
         logits = jax.nn.relu(images @ params["hidden"] + params["bias"]) @ params["output"]
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         return losses.mean(), {"accuracy": (logits.argmax(-1) == labels).mean()}
 
-    def batches(learner, position):  # a batch depends on its number alone, so restarts resume
+    def batches(learner, position):  # a batch depends only on its number, so that restarts resume
         while True:
             rng = np.random.default_rng([seed, zlib.crc32(learner.encode()), position])
             picked = rng.integers(1500, size=32)

@@ -1,13 +1,13 @@
-"""GRPO on sums, with rollouts by followers in processes beside the learners. examples.grpo:build.
+"""GRPO on sums; follower processes beside the learners make rollouts. Task: examples.grpo:build.
 
 python examples/grpo.py run FOLDER [SEED [options of diloco local]]   # two learners, two followers
 python examples/grpo.py alone FOLDER [SEED [1 or 2 batches a step]]   # a loop in one process
 python examples/grpo.py compare FOLDER [SEEDS]                        # reward over time
 
-A follower has each version soon after it was made. It draws sums, answers each some times, and
-writes a file for each batch: tokens, the version that wrote them, its log-probabilities, rewards.
-GRPO's ratios are to those log-probabilities, so that a sample may be some versions old. The files
-stay: a learner that restarts reads again what it has read.
+A follower gets each version soon after it was made. It draws sums, samples several answers to each,
+and writes a file for each batch: tokens, the version that sampled them, log-probabilities, rewards.
+GRPO's ratios use those log-probabilities, so that a sample may be some versions old. The files
+stay: a learner that restarts reads them again.
 """
 
 import subprocess
@@ -41,20 +41,20 @@ def initial(seed=0):
 
 @jax.jit
 def answer(params, prompts, key):
-    """An answer to each prompt [B, 4], drawn, and its log-probability: int and float32 [B]."""
+    """Sample an answer to each prompt [B, 4]; return it and its log-probability, float32 [B]."""
     logp = jax.nn.log_softmax(MODEL.logits(params, prompts)[:, -1])
     drawn = jax.random.categorical(key, logp)
     return drawn, jnp.take_along_axis(logp, drawn[:, None], 1)[:, 0]
 
 
 def rollouts(params, at, *, version, step):
-    """A batch by a version: sums, each answered GROUP times. `at` are the words of its seed."""
+    """Make a batch by a version: sums, each answered GROUP times. `at` seeds the generator."""
     rng = np.random.default_rng(at)
     first, second = rng.integers(TERMS, size=(2, SUMS, 1)).repeat(GROUP, 2).reshape(2, -1)
     signs = np.full_like(first, PLUS), np.full_like(first, EQUALS)
     prompts = np.stack([first, signs[0], second, signs[1]], 1).astype(np.int32)
     drawn, logp = answer(params, prompts, jax.random.key(rng.integers(1 << 31)))
-    rewards = np.asarray(drawn == first + second, np.float32)  # what verifies it
+    rewards = np.asarray(drawn == first + second, np.float32)  # 1 if the answer is correct
     group = rewards.reshape(SUMS, GROUP)
     gain = (group - group.mean(1, keepdims=True)) / (group.std(1, keepdims=True) + 0.1)
     one = np.ones_like(rewards)
@@ -78,7 +78,7 @@ def build(*, steps: int, seed: int, samples: str, rate: float = RATE) -> Task:
     def batches(learner, position):
         folder = Path(samples) / learner
         while True:
-            if learner == "probe":  # the name that checks of a task draw by: it has no follower
+            if learner == "probe":  # the learner's name in `diloco check`, which has no follower
                 yield rollouts(initial(), [seed, position], version=0, step=0)
             else:
                 yield take(folder, position)
@@ -98,7 +98,7 @@ def file_of(folder, position):
 
 
 def take(folder, position):
-    """The batch at a position, which its follower writes once it is asked for."""
+    """Ask the follower for the batch at a position, and wait until it is written."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "wanted").write_text(str(position))
     while not (path := file_of(folder, position)).exists():
@@ -114,13 +114,13 @@ def write(folder, position, batch):
 
 
 def rollout(run, learner, samples):
-    """Follow a run and write a learner's batches, each by the newest version, until its end."""
+    """Follow a run until its end, and write a learner's batches, each by the newest version."""
     folder, seed = Path(samples) / learner, diloco.load_config(run).run.seed
     paths, like = jax.tree.flatten_with_path(jax.eval_shape(initial))
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths]
     leaves = [np.empty(leaf.shape, np.float32) for _, leaf in paths]
     position = len([*folder.glob("??????.npz")])
-    waiting = {}  # of what the learner has not taken: by which version it was written
+    waiting = {}  # position -> version of each batch that the learner has not taken
     with diloco.follow(run) as model:
         change = model.take()
         while change is not None:
@@ -168,7 +168,7 @@ def run(folder, seed=0, *more):
     follows = [started(*own, learner, samples) for learner in LEARNERS]
     while trains.poll() is None:
         if any(one.poll() for one in follows):
-            trains.terminate()  # its learners would wait for batches
+            trains.terminate()  # else its learners would wait for batches
         time.sleep(0.5)
     for one in follows:
         one.terminate()
@@ -176,7 +176,7 @@ def run(folder, seed=0, *more):
 
 
 def alone(folder, seed=0, learners=1):
-    """Each step on the batches of so many learners, by the parameters as they are."""
+    """Train in one process, each step on the batches of so many learners."""
     samples = Path(folder) / "samples"
     task = build(steps=STEPS, seed=int(seed), samples=str(samples))
     params = initial(int(seed))
@@ -200,7 +200,7 @@ def alone(folder, seed=0, learners=1):
 
 
 def curve(samples, parts=8):
-    """Mean reward of the samples that versions of each part of the training wrote, [parts]."""
+    """Mean reward of the samples in each part of the training, by version, [parts]."""
     found = [[] for _ in range(parts)]
     for path in Path(samples).glob("*/??????.npz"):
         batch = np.load(path)

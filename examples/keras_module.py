@@ -1,4 +1,4 @@
-"""A model of Keras as it is, by the task diloco.models.keras:build."""
+"""An unchanged Keras model, trained by the task diloco.models.keras:build."""
 
 import keras
 

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA) over a frozen base: only they travel. Its name is examples.lora:build.
+"""Low-rank adapters (LoRA) over a frozen base; only adapters are sent. Task: examples.lora:build.
 
 python examples/lora.py base.npz           # makes a base, trained on the digits 0 to 4
 """

@@ -1,4 +1,4 @@
-"""A module of flax.nnx as it is, by the task diloco.models.nnx:build."""
+"""An unchanged flax.nnx module, trained by the task diloco.models.nnx:build."""
 
 import numpy as np
 import optax

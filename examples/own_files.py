@@ -1,6 +1,6 @@
 """Text files of your own, read with grain. Its name is examples.own_files:build.
 
-An example is a window of bytes. Each epoch is divided into `shares`, which learners claim.
+A training example is a window of bytes. Each epoch has `shares`, which learners claim.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ CONTEXT, WIDTH, BATCH = 16, 64, 64
 
 
 class Windows:
-    """CONTEXT bytes and the next one, from files that stay on disk."""
+    """Windows of CONTEXT + 1 bytes, read from files on disk."""
 
     def __init__(self, folder: str) -> None:
         self.files = [np.memmap(path, np.uint8, "r") for path in sorted(Path(folder).glob("*.txt"))]

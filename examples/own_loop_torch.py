@@ -1,4 +1,4 @@
-"""A training loop of one's own, around a PyTorch module. Its run may have learners of JAX, too.
+"""A training loop of one's own, around a PyTorch module; other learners of its run may use JAX.
 
 python examples/own_loop_torch.py train run.toml island-b       # beside examples/own_loop.py
 python examples/own_loop_torch.py accuracy run.toml

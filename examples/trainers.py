@@ -1,10 +1,10 @@
-"""Trainers of others in a run: a tiny GPT-2 under transformers, Lightning and a plain loop.
+"""A tiny GPT-2 in a run, trained by transformers' Trainer, by Lightning, or by a plain loop.
 
 python examples/trainers.py create run.toml                          # once
 python examples/trainers.py transformers run.toml island-a folder    # or lightning, or plain
 python examples/trainers.py loss run.toml
 
-A learner goes on from what it finds in its folder.
+A learner resumes from the checkpoint in its folder, if there is one.
 """
 
 import sys
@@ -25,12 +25,12 @@ import diloco.torch.lightning
 import diloco.torch.transformers
 
 TOKENS, LENGTH, BATCH, ACCUMULATED, RATE = 32, 16, 4, 2, 3e-3
-STEP_S = 0.02  # what a step takes at least: rounds of a run are no faster
+STEP_S = 0.02  # seconds of a step at least, so that a tiny model is no faster than rounds
 ENDLESS = 1_000_000  # the run says when it is over
 
 
 class Sentences(Dataset):
-    """Each token follows from the one before, but for one in ten."""
+    """Random sentences: nine of ten tokens follow from the token before."""
 
     def __init__(self, first, count):
         rng = np.random.default_rng(first)

@@ -152,7 +152,7 @@ def stand_in(section: LearnerSection) -> LearnerSection:
 def dry_run(
     config: Config, learner: str, *, hosts: int = 1, devices: list[Any] | None = None
 ) -> DryRun:
-    """Compiles a learner's programs; returns what they need.
+    """Compiles a learner's programs; returns the memory and traffic that they need.
 
     Args:
         config: the learner's configuration.

@@ -65,7 +65,7 @@ class Stopped(NamedTuple):
 
 
 class Changed(NamedTuple):
-    """Event: settings on the tape were changed; the rules given with this event follow them."""
+    """Event: a message on the tape changed settings; the `rules` given with it are the new ones."""
 
     stored_at_s: float
     stream_seq: int

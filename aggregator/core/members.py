@@ -75,7 +75,7 @@ _ABSENT = _Voice()
 
 
 class _Known(NamedTuple):
-    """A member, and its contribution to the counts."""
+    """A member, and what it adds to the counts in `_Chorus`."""
 
     member: Member
     voice: _Voice

@@ -221,7 +221,7 @@ def after_record(state: State) -> State:
 
 
 def _judged(state: State, resolved: tuple[Admitted | RejectedUpdate, ...]) -> Mapping[str, Member]:
-    """Returns the members with their offences as after these updates are answered."""
+    """Returns the members, with offences updated by the answers to these updates."""
     members = dict(state.members)
     for taken in resolved:
         learner = taken.manifest.learner

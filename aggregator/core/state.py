@@ -32,7 +32,7 @@ class Allowance(NamedTuple):
 
 
 class Marks(Mapping[tuple[str, int], wire.Mark]):
-    """Marks by (learner, incarnation); immutable, made anew with each record.
+    """The last resolved update of each life, by (learner, incarnation); immutable.
 
     Args:
         marks: the initial marks.

@@ -1,11 +1,11 @@
-"""`diloco replay --blame`: what each update did to the model, by merging each round without it.
+"""`diloco replay --blame`: measures each update's effect by merging its round without it.
 
-From the base of every round, as it was, the round is merged again without each of its inputs, and
-with each of them alone, and every model is scored on held-out data. What comes out is exact and
-on-policy: learners had trained on that very base, and nothing after the round is touched. It says
-what an update did within its round; what learners would have sent after another, nobody knows.
+Each round is merged again from its recorded base: without each of its inputs, and with each of them
+alone. Every resulting model is scored on held-out data. The effects are exact and on-policy, since
+the learners had trained from that base. They cover one round: which updates the learners would have
+sent after another merge is unknown.
 
-What that holds against each learner is in `blame_learners.py`.
+`blame_learners.py` judges the learners by these effects.
 """
 
 import contextlib
@@ -38,13 +38,12 @@ from diloco.replay.blame_learners import Effect, Effects
 from diloco.run.agreement import tensor_ranges
 from diloco.run.history import Chain, History, in_order
 
-# Updates whose harm is looked into tensor by tensor.
+# The number of worst updates whose effect is also measured tensor by tensor.
 BY_TENSOR = 6
-# Rounds of which it is told why they do not come out.
+# The number of damaged rounds whose reasons are reported.
 TOLD = 3
 
-# Held-out losses of the model with these views, of all fragments in order: of all the data, under
-# `WHOLE`, and of its slices.
+# Held-out losses of a model: on all the data under the key `WHOLE`, and on each of its slices.
 Losses = dict[str, float]
 Evaluate = Callable[[Sequence[Vector]], Losses]
 
@@ -57,22 +56,26 @@ class TensorEffect(NamedTuple):
     did: float
 
 
-# What became of a round. Early ones come before the first stored version that is whole. A damaged
-# one lacks an object, or is not as recorded; those behind it come before the fragment's next stored
-# version. Beside: another fragment's view was unknown. Unreadable: the record is. Later: there was
-# no time for it, or not for all of it.
+# The outcome of a round:
+# judged: the effects of its updates are known;
+# early: it comes before the fragment's first complete stored version;
+# damaged: an object is missing, or the merge does not give the recorded result;
+# behind: it comes between a damaged round and the fragment's next stored version;
+# beside: the view of another fragment is unknown;
+# unreadable: its record cannot be decoded;
+# later: the time was over before all of its updates were judged.
 Fate = Literal["judged", "early", "damaged", "behind", "beside", "unreadable", "later"]
 
 
 @dataclass
 class BlamedRounds:
-    """The fate of every round; and the reason, for the first rounds that are damaged."""
+    """Counts of rounds by outcome, and the reasons for the first damaged ones."""
 
     fates: Counter[Fate] = field(default_factory=Counter)
     why: list[str] = field(default_factory=list)
 
     def count(self, fate: Fate, why: str = "", rounds: int = 1) -> None:
-        """Count rounds of one fate."""
+        """Count rounds with this outcome."""
         self.fates[fate] += rounds
         if why and len(self.why) < TOLD:
             self.why.append(why)
@@ -85,9 +88,9 @@ class BlamedRounds:
 
 @dataclass
 class Blame:
-    """The effects of updates in order of time, the worst also by tensor; and what is left out.
+    """The effects of updates in order of time, the worst also by tensor; and counts of rounds.
 
-    `slices` has the same effects on the loss of each slice of the held-out data.
+    `slices` has the effects of the same updates on the loss of each slice of the held-out data.
     """
 
     rounds: BlamedRounds = field(default_factory=BlamedRounds)
@@ -124,23 +127,23 @@ def blame(
     enough: Enough | None = None,
     told: Callable[[Blame], None] | None = None,
 ) -> Blame:
-    """Merge every round again without each of its inputs, to find the effect of each update.
+    """Merges every round again without each of its inputs, to find the effect of each update.
 
-    Behind a round that does not come out as recorded it goes on at the fragment's next stored
-    version; rounds that are left out are counted.
+    After a round whose merge does not give the recorded result, the fragment continues from its
+    next stored version; the rounds in between are counted.
 
     Args:
-        context: of the run.
+        context: the run's context.
         history: the tape.
-        chains: of every fragment.
-        evaluate: scores a model.
-        progress: hears how many of how many records are done.
-        told: hears after each round what is found so far.
-        enough: whether to leave it at what is found so far, of which none is looked into by tensor.
+        chains: the records of every fragment.
+        evaluate: scores a model, given the views of all fragments in order.
+        progress: is called with the number of records done and of all records.
+        told: is called after each round with the results so far.
+        enough: returns True to stop with the results so far; then no effect is split by tensor.
 
     Raises:
         ConfigError: no version of a fragment is stored.
-        StoreUnavailableError: the store is away.
+        StoreUnavailableError: the store cannot be reached.
     """
     walk = _Walk(context, history, chains, evaluate, enough)
     count = sum(len(chain) for chain in chains.values())
@@ -160,10 +163,11 @@ def blame(
 
 
 class _Walk:
-    """Goes over a run's rounds with the model as it was.
+    """Goes through a run's rounds in order, and rebuilds the model as it was at each.
 
-    A fragment's round is merged from its arrays, and scored beside the others' views. Where arrays
-    are lost its stored deltas still lead its view on, so that rounds of the others are judged.
+    A fragment's round is merged from its arrays, and scored together with the other fragments'
+    views. If its arrays are lost, stored deltas still update its view, so that the rounds of other
+    fragments can be judged.
     """
 
     def __init__(
@@ -183,15 +187,15 @@ class _Walk:
             fragment: FragmentRemaker(history, fragment, compare=False) for fragment in chains
         }
         self._begun: set[int] = set()
-        # Until a fragment begins, its first view stands beside the others'.
+        # A fragment has its first stored view until its own rounds can be merged.
         self._views: dict[int, Vector | None] = {
             fragment: _first_view(history, fragment, chain) for fragment, chain in chains.items()
         }
-        # Of the model as it stands; None: not evaluated yet.
+        # Losses of the current model; None: not evaluated yet.
         self._loss: Losses | None = None
 
     def take(self, seq: int, record: wire.Record) -> None:
-        """The next record that made a version."""
+        """Process the next record that made a version."""
         fragment, remaker = record.fragment, self._remakers[record.fragment]
         merges = record.what == "version" and bool(record.inputs)
         base, remade, before, why = None, remaker.remade, None, ""
@@ -219,7 +223,7 @@ class _Walk:
         self._views[fragment], self._loss = view, None
 
     def _begin(self, seq: int, record: wire.Record) -> None:
-        """Go on from what the record has stored, if it has."""
+        """Load the arrays that the record has stored, if there are any and none are loaded."""
         remaker = self._remakers[record.fragment]
         if remaker.arrays is None and is_stored(record):
             with contextlib.suppress(IntegrityError):
@@ -229,7 +233,7 @@ class _Walk:
             self._see(record.fragment, remaker.view)
 
     def _follow(self, record: wire.Record) -> None:
-        """The view after a round that cannot be merged, by its delta, if that can be had."""
+        """Update the view by a round's stored delta, since the round cannot be merged."""
         fragment, view = record.fragment, self._views[record.fragment]
         if fragment not in self._begun:
             return
@@ -242,7 +246,7 @@ class _Walk:
     def _round(
         self, seq: int, record: wire.Record, base: FragmentArrays, before: Losses | None
     ) -> None:
-        """Judge a round that came out as recorded, from the arrays and the loss before it."""
+        """Judge a round whose merge gave the recorded result, from its base and the loss before."""
         rounds = self.found.rounds
         if before is None:
             rounds.count("beside")
@@ -253,7 +257,7 @@ class _Walk:
             rounds.count("damaged", _why(record, error.message))
 
     def _loss_now(self) -> Losses | None:
-        """Of the model as it stands; None if the view of a fragment is unknown."""
+        """Losses of the current model; None if the view of a fragment is unknown."""
         views = self._known_views()
         if views is not None and self._loss is None:
             self._loss = self._evaluate([views[fragment] for fragment in sorted(views)])
@@ -281,7 +285,7 @@ def _why(record: wire.Record, error: str) -> str:
 
 
 def _first_view(history: History, fragment: int, chain: Chain) -> Vector:
-    """The first stored view of a chain that is whole.
+    """Returns a fragment's first stored view that is complete.
 
     Raises:
         ConfigError: there is none.
@@ -297,15 +301,15 @@ def _first_view(history: History, fragment: int, chain: Chain) -> Vector:
 
 
 class _MergedRound:
-    """One round that was merged, and without each of its inputs.
+    """One round, merged again without each of its inputs.
 
     Args:
         history: the tape.
-        views: of the model after it.
-        base: the fragment's arrays before it.
-        seq: of its record.
-        record: of it.
-        losses: of the model before it and after, by slice.
+        views: each fragment's view after the round.
+        base: the fragment's arrays before the round.
+        seq: stream sequence of its record.
+        record: its record.
+        losses: losses of the model before and after the round, by slice.
     """
 
     def __init__(
@@ -325,7 +329,7 @@ class _MergedRound:
         self._record = record
 
     def effects(self, evaluate: Evaluate) -> Iterator[tuple[dict[str, Effect], Vector]]:
-        """The effect of each input by slice, with the view that there is without it."""
+        """Yields the effect of each input by slice, and the view after the round without it."""
         record, base = self._record, self._base
         for index, taken in enumerate(record.inputs):
             others = [*record.inputs[:index], *record.inputs[index + 1 :]]
@@ -348,7 +352,7 @@ class _MergedRound:
         return [views[fragment] for fragment in sorted(views)]
 
     def _merged(self, arrays: FragmentArrays, inputs: Sequence[wire.Input]) -> Vector:
-        """The view after the round with some of its inputs; with none it stays as it was."""
+        """Returns the view after a round with these inputs only; unchanged if there are none."""
         record, history = self._record, self._history
         in_force = history.settings_at(record.policy.settings_seq)
         settings = settings_of(in_force, history.layout, record.fragment)
@@ -360,7 +364,7 @@ class _MergedRound:
     def by_tensor(
         self, effect: Effect, without: Vector, evaluate: Evaluate
     ) -> Iterator[TensorEffect]:
-        """The effect of an update in each of its fragment's tensors, the others unchanged."""
+        """Yields the effect of leaving an update out of one tensor, for each tensor."""
         view = self._views[effect.fragment]
         for name, where in tensor_ranges(self._history.layout.fragments[effect.fragment]):
             mixed = view.copy()

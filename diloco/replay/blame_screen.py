@@ -1,4 +1,4 @@
-"""Blame as tables, a figure and JSON."""
+"""Prints and draws the results of blame: tables, a figure and JSON."""
 
 import json as json_module
 import sys
@@ -37,7 +37,7 @@ _COLOURS = {
 
 
 def tell(found: Blame, console: Console) -> None:
-    """Print who did harm, which updates, in which tensors."""
+    """Print the learners and the updates that did harm, and in which tensors."""
     sentences = judge(found.effects, found.slices)
     console.print(_learners(sentences), soft_wrap=False)
     worst = nlargest(WORST, found.effects, key=attrgetter("did"))
@@ -54,10 +54,10 @@ def tell(found: Blame, console: Console) -> None:
 
 
 class SoFar:
-    """Tells whom the rounds so far speak against: each learner once, and looks now and then.
+    """Prints accusations while rounds are judged: each learner once.
 
     Args:
-        console: where.
+        console: the console to print to.
     """
 
     def __init__(self, console: Console) -> None:
@@ -66,7 +66,7 @@ class SoFar:
         self._told: set[str] = set()
 
     def __call__(self, found: Blame) -> None:
-        """Hears what is found so far."""
+        """Take the results so far, and print new accusations."""
         if time.monotonic() - self._looked_s < LINE_S:
             return
         self._looked_s = time.monotonic()
@@ -79,7 +79,7 @@ class SoFar:
 
 
 def _coverage(rounds: BlamedRounds) -> list[str]:
-    """Lines on the fate of the rounds, and on why some are left out."""
+    """Lines on the outcome of the rounds, and on why some were not judged."""
     listed = [
         f"{rounds.fates[fate]:,} {said}" for fate, said in _FATES.items() if rounds.fates[fate]
     ]
@@ -91,7 +91,7 @@ def _coverage(rounds: BlamedRounds) -> list[str]:
 
 
 def _nobody(effects: Effects, sentences: Sequence[Sentence]) -> str:
-    """The sentence where no learner is blamed."""
+    """The sentence to print if no learner is blamed."""
     if not effects:
         return "no round was judged, so nothing is said of anybody"
     if effects[-1].loss > effects[0].loss_before and effects.column("alone").mean() > 0:
@@ -189,7 +189,7 @@ def tell_json(run: str, found: Blame) -> None:
             "tensors": tensors,
         }
     )  # fmt: skip
-    # Updates may be hundreds of thousands: one line each, and never all of them in memory.
+    # There may be hundreds of thousands of updates: they are printed one by one.
     sys.stdout.write(head.removesuffix("}") + ', "updates": [')
     for count, one in enumerate(found.effects):
         sys.stdout.write((",\n" if count else "\n") + json_module.dumps(_plain(one)))
@@ -203,7 +203,7 @@ def _plain(one: Effect) -> dict[str, Any]:
 
 
 def draw(run: str, found: Blame, path: Path) -> None:
-    """Each learner's effects, summed over the run's clock, as a page.
+    """Write a page with a curve for each learner: the sum of its effects over global steps.
 
     Raises:
         ConfigError: the page cannot be written.

@@ -164,7 +164,7 @@ async def _messages(context: RunContext, part: TapeRange | None = None) -> Async
 
 
 async def _redactor(context: RunContext) -> Redactor:
-    """Returns a redactor of every name on the tape."""
+    """Returns a redactor that replaces every name on the tape."""
     known, tasks = set[str](), set[str]()
     async for message in _messages(context):
         known |= {name for name in [names.subject_learner(message.subject)] if name}

@@ -447,10 +447,10 @@ async def play(
 
 
 def _marks(times_s: Sequence[float], points: int) -> set[int]:
-    """Returns the indices of the times to score, evenly spread; of equal times the last.
+    """Returns the indices of the times at which to score both models, evenly spread.
 
-    A recorded round and its counterpart close at about one time, one item after the other: between
-    them the two models are a round apart.
+    Among equal times it takes the last: a recorded round and its counterpart may close at the same
+    time, and between these two items one model is a round ahead of the other.
     """
     last = len(times_s) - 1
     ends = [i for i in range(len(times_s)) if i == last or times_s[i] < times_s[i + 1]]

@@ -1,7 +1,7 @@
-"""`diloco why` and `diloco doctor`: what is amiss with a run, the worst first, from one list.
+"""`diloco why` and `diloco doctor`: print a run's findings, the worst first.
 
-`diloco.judge.doctor` makes the list, of which status, page, report and watch show the part that is
-of a moment. Here come what the newest updates did to the held-out loss, and how the list is shown.
+`diloco.judge.doctor` makes the findings; status, page, report and watch show those that follow from
+the run at one moment. This module adds the effect of the newest updates on the held-out loss.
 """
 
 import asyncio
@@ -32,13 +32,13 @@ from diloco.run.history import History
 from diloco.run.model.load import held_leaves
 from diloco.run.state import Finding
 
-# Rounds of all fragments together that are merged without each of their updates, or so many of each
-# if that is more, and how long that may take: what is known by then is told. The longer time is for
-# a machine that is busy.
+# Blame merges this many of the newest rounds of all fragments together, or OF_EACH of each fragment
+# if that is more. It stops after BLAME_S seconds with the results so far; after BUSY_S, if some
+# learner has had too few updates judged by then.
 BLAMED_ROUNDS, OF_EACH, BLAME_S, BUSY_S = 24, 8, 30.0, 60.0
-# Updates of a learner, of fewer nothing is said of what it trains on.
+# Fewer updates of a learner than these show nothing about its data.
 FEWEST = 8
-# Of fewer learners blame accuses none: of two that pull apart either may be right.
+# With fewer learners blame accuses none: of two that differ, either may be right.
 LEAST_LEARNERS = 3
 
 Chosen = Callable[[Finding], bool]
@@ -53,15 +53,15 @@ def run_why(
     since: str | None = None,
     learner: str | None = None,
 ) -> int:
-    """Show what is found as it comes; returns the exit status: 1 if something is an error.
+    """Show findings as they are made; returns the exit status: 1 if one is an error.
 
     Args:
-        target: RUN.
-        everything: also what is well.
-        deep: also read every object, make every version again, and judge every record.
-        json: print the list for scripts, once it is whole.
-        since: only what began at this version or time or later, or nobody knows when.
-        learner: only what is about this learner, or about none.
+        target: the argument RUN of the command.
+        everything: also show findings of severity "ok".
+        deep: also read every object, recompute every version, and check every record.
+        json: print all findings as JSON at the end.
+        since: a version or a time: hide findings that are known to have begun earlier.
+        learner: hide findings about other learners.
 
     Raises:
         ConfigError: `target` or `since` cannot be understood.
@@ -82,24 +82,24 @@ def run_why(
 class AsItComes:
     """Shows a report while it is made.
 
-    On a terminal the list so far, which goes away; elsewhere each alert once, on a line of its own,
-    and on standard error what is done.
+    A terminal shows the findings so far, and clears them at the end. Without a terminal, each
+    warning or error is one line, and standard error gets the current step.
 
     Args:
-        console: where the report goes.
-        chosen: the findings that are asked for.
-        lines: whether anything is shown without a terminal.
+        console: the console of the report.
+        chosen: returns whether to show a finding.
+        lines: whether to print such lines if there is no terminal.
     """
 
     def __init__(self, console: Console, chosen: Chosen, *, lines: bool) -> None:
         self.live = Live(console=console, transient=True, auto_refresh=False)
         self._console, self._chosen = console, chosen
         self._lines = lines and not console.is_terminal
-        # Figures change from look to look, and what to do about them does not.
+        # A finding is recognized by its advice, since figures in its sentence change.
         self._said: set[tuple[str, str, str | None]] = set()
 
     def told(self, report: Report, doing: str) -> None:
-        """Hears the report so far, and what is done next."""
+        """Show the report so far, and the name of the next step."""
         part = _part(report, self._chosen)
         if self._console.is_terminal:
             so_far = picture(part, ended=False)
@@ -119,7 +119,7 @@ class AsItComes:
 
 
 def _chosen(since: str | None, learner: str | None, *, everything: bool) -> Chosen:
-    """Whether a finding is asked for."""
+    """Return the function that decides whether to show a finding."""
     version = int(since) if since is not None and since.isdecimal() else None
     at_s = parse_time(since, time.time(), "--since") if since and version is None else None
 
@@ -140,16 +140,18 @@ def _part(report: Report, chosen: Chosen) -> Report:
     return replace(report, findings=[one for one in report.findings if chosen(one)])
 
 
-# What the newest updates did to the held-out loss
+# Effects of the newest updates on the held-out loss
 
 
 async def _harm(
     context: RunContext, history: History, task: Isolated, found: Sequence[Finding]
 ) -> list[Finding]:
-    """The findings with what their learners' updates did, those on further learners, and why not.
+    """Return the findings, with the effects of their learners' updates, and further accusations.
+
+    If blame cannot run, or not for all rounds, one more finding says why.
 
     Raises:
-        StoreUnavailableError: the store is away.
+        StoreUnavailableError: the store cannot be reached.
     """
     try:
         held = await held_leaves(context, history.specification)
@@ -174,7 +176,7 @@ async def _harm(
 
 
 def _blame(context: RunContext, history: History, task: Isolated) -> blame.Blame:
-    """The newest rounds, each without each of its updates, until the time is over."""
+    """Measure the effects of the updates of the newest rounds, until the time is over."""
     began_s = time.monotonic()
 
     def evaluate(views: Sequence[Vector]) -> blame.Losses:
@@ -201,7 +203,7 @@ def _not_judged(what: str) -> Finding:
 
 
 def _with_harm(one: Finding, sentence: Sentence | None) -> Finding:
-    # A file that somebody deleted says nothing of what it held.
+    # A finding on a deleted object has nothing to do with harm.
     told = one.severity in ("warning", "error") and one.runbook != MISSING_OBJECT
     if sentence is None or not told:
         return one
@@ -215,12 +217,12 @@ def _with_harm(one: Finding, sentence: Sentence | None) -> Finding:
 def accusations(
     sentences: Mapping[str, Sentence], accused: Collection[str], rounds: int
 ) -> Iterator[Finding]:
-    """Findings on learners that no other finding is about; none of fewer than three learners.
+    """Yield accusations of learners that no other finding accuses; none below three learners.
 
     Args:
-        sentences: of all learners, by what a finding on them is about.
+        sentences: the judgement of each learner, by the subject of its finding: "learner a".
         accused: the subjects of other findings.
-        rounds: that were judged.
+        rounds: the number of rounds that were judged.
     """
     against = [
         one for about, one in sentences.items() if one.word in AGAINST and about not in accused
@@ -254,10 +256,10 @@ def _accusation(one: Sentence, rounds: int) -> Finding:
 
 
 def leaks(effects: Effects, sentences: dict[str, Sentence]) -> Iterator[Finding]:
-    """Learners who have seen the held-out data.
+    """Yield a finding on each learner that trains on the held-out data.
 
-    Theirs alone make the model better on it, the others' do not; and the model is about as good on
-    it as on what they train on, and much better than on what the others train on.
+    Such a learner's updates alone improve the held-out loss, and the others' do not; and the
+    held-out loss is near this learner's training loss, and far below the others' training losses.
     """
     held_out = effects[-1].loss if effects else 0.0
     names = effects.texts
@@ -266,11 +268,11 @@ def leaks(effects: Effects, sentences: dict[str, Sentence]) -> Iterator[Finding]
         others = [effect for effect in effects if effect.learner != one.learner]
         if len(own) < FEWEST or len(names) < LEAST_LEARNERS or one.alone >= 0 or one.others < 0:
             continue
-        # One who does harm lifts the others' mean, and makes no leak of what the honest have.
+        # A harmful learner spoils the others' mean, and would make an honest one look like a leak.
         if min(other.alone for other in sentences.values() if other != one) <= one.alone / 2:
             continue
         loss = fmean(effect.training_loss for effect in own)
-        # One who diverges is no measure of what the others train on.
+        # The median, since a learner that diverges has no usual loss.
         usual = median(effect.training_loss for effect in others)
         always = sum(effect.alone < 0 for effect in own) > 0.9 * len(own)
         if always and abs(held_out - loss) < abs(held_out - usual) and loss < usual:

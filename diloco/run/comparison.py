@@ -1,8 +1,8 @@
-"""A learner's figures beside the others'.
+"""Compares a learner's figures with those of the others.
 
-A figure is held against the others' by their median and their spread: 1.4826 times the median
-absolute deviation, and no less than a floor, within which small and honestly unequal fleets stay.
-What lies below is told of as well as what lies above. Pure.
+A figure's distance from the others' median is measured in spreads. The spread is 1.4826 times their
+median absolute deviation, and at least a floor, so that small fleets of unequal machines raise no
+findings. Distances count in both directions. Pure.
 """
 
 import math
@@ -14,17 +14,17 @@ from diloco.run.state import RECENT, LearnerStatus
 
 LAGGING_LEARNER = "runbooks/lagging-learner.md"
 LOSS_SPIKE = "runbooks/loss-spike.md"
-# Spreads from the others' median at which a figure is far.
+# A figure is far if it lies this many spreads from the others' median.
 FAR = 4.0
-# Losses and norms less than so many times apart are honest: data differ, and so do machines.
+# A ratio of losses or norms below this is normal, since data and machines differ.
 TIMES = 4.0
 RATIO_FLOOR = math.log(TIMES) / FAR
-# Of fewer updates that were merged together with others' nothing is said. While losses fall fast,
-# one that covers other steps is honestly above the others.
+# The fewest updates, merged together with others', by which a learner is judged: while losses fall
+# fast, a single update that covers earlier steps has a higher loss.
 FEWEST = RECENT
-# One other has no spread, and of two nobody can tell which is the odd one.
+# The fewest others: of two learners that differ, either may be the outlier.
 OTHERS = 2
-# From so many learners on only those are compared whose figures are not near the middle anyway.
+# From this many learners on, those near the median of all are not compared.
 MANY = 64
 TINY = 1e-12
 
@@ -33,7 +33,7 @@ class Comparison(NamedTuple):
     """A learner's figure, and those of the others.
 
     Attributes:
-        error: standard error of its own, where it is a median of figures that scatter.
+        error: standard error of `own`, if it is a median of several values.
     """
 
     own: float
@@ -42,28 +42,28 @@ class Comparison(NamedTuple):
 
     @property
     def middle(self) -> float:
-        """Median of the others."""
+        """The median of the others."""
         return median(self.others)
 
     @property
     def spread(self) -> float:
-        """Spread of the others around it, as a standard deviation."""
+        """The spread of the others around their median, as a standard deviation."""
         return 1.4826 * median(abs(value - self.middle) for value in self.others)
 
     def far(self, floor: float) -> float:
-        """Spreads that it lies above the others' median; negative below; 0 if it is not far."""
+        """Returns the distance from the others' median in spreads, negative below; 0 if not far."""
         spreads = (self.own - self.middle) / max(self.spread, floor, self.error)
         return spreads if abs(spreads) >= FAR else 0.0
 
     def __str__(self) -> str:
-        """The evidence, in figures."""
+        """Returns the comparison as a finding's evidence: own, median ± spread."""
         return f"{self.own:.3g} beside {self.middle:.3g} ± {self.spread:.2g}"
 
 
 def gap(loss: float, others: float) -> float:
-    """Returns the logarithm of the ratio of a loss to the others', signed.
+    """Returns the signed logarithm of the ratio of a loss to the others'.
 
-    More exactly: of 1 + |difference| / the smaller size, which also holds for losses below 0.
+    It is that of 1 + |difference| / the smaller absolute value, so losses may be negative.
     """
     least = max(min(abs(loss), abs(others)), TINY)
     return math.copysign(math.log1p(abs(loss - others) / least), loss - others)
@@ -74,7 +74,7 @@ def each(
     known: Callable[[LearnerStatus], bool],
     *figures: Callable[[LearnerStatus], float],
 ) -> Iterator[tuple[LearnerStatus, list[LearnerStatus]]]:
-    """Each learner's figure compared with the others'; empty where the others are too few."""
+    """Yields each learner with the others to compare it with; none if those are too few."""
     found = [one for one in learners if known(one)]
     for one in worth_comparing(found, figures) if len(found) > OTHERS else ():
         yield one, [other for other in found if other.name != one.name]
@@ -83,11 +83,11 @@ def each(
 def worth_comparing(
     learners: Sequence[LearnerStatus], figures: Sequence[Callable[[LearnerStatus], float]]
 ) -> list[LearnerStatus]:
-    """The learners that may be far from others: a large fleet is not compared in full.
+    """Returns the learners that may be far from the others, to save time in a large fleet.
 
     Args:
         learners: the fleet.
-        figures: logarithms that it is compared by; none: everybody is worth it.
+        figures: the logarithms by which learners are compared; if none, all are returned.
     """
     if len(learners) < MANY or not figures:
         return [*learners]
@@ -105,40 +105,40 @@ def worth_comparing(
 
 
 def error_of(values: Sequence[float]) -> float:
-    """Standard error of their median, as of values that scatter normally: by their spread."""
+    """Returns the standard error of the values' median, as if they were normally distributed."""
     middle = median(values)
     return float(1.2533 * Comparison(middle, values).spread / len(values) ** 0.5)
 
 
 def of_loss(one: LearnerStatus) -> float:
-    """A learner's median training loss."""
+    """Returns a learner's median training loss."""
     return median(answer.loss for answer in one.beside)
 
 
 def of_gap(one: LearnerStatus) -> float:
-    """The median of a learner's losses above the others' in the same rounds."""
+    """Returns the median of `gaps_of`."""
     return median(gaps_of(one))
 
 
 def gaps_of(one: LearnerStatus) -> list[float]:
-    """A learner's losses above the others', round by round."""
+    """Returns the `gap` of a learner's loss to the others' in each round."""
     return [gap(answer.loss, answer.others_loss or 0.0) for answer in one.beside]
 
 
 def of_norm(one: LearnerStatus) -> float:
-    """Logarithm of the norm, which is in parts of the median of its round."""
+    """Returns the logarithm of a learner's norm relative to the median of its round."""
     return math.log(max(median(answer.norm for answer in one.beside), TINY))
 
 
 def climbed(one: LearnerStatus) -> bool:
-    """Whether a learner's loss has become far worse than it was."""
+    """Returns whether a learner's loss has become far worse than it was."""
     if len(one.beside) < FEWEST or not one.trend:
         return False
     return gap(of_loss(one), min(point.loss for point in one.trend)) >= math.log(TIMES)
 
 
 def tail(hits: int, trials: int, chance: float) -> float:
-    """Probability of this number of hits or more; in logarithms, since there may be many trials."""
+    """Returns the probability of at least `hits` in `trials`, summed by logarithms."""
     if chance >= 1:
         return 1.0
     hit, miss = math.log(chance), math.log1p(-chance)

@@ -1,9 +1,9 @@
-"""Findings on a run's health, in sentences: status, alerts and doctor say the same.
+"""Makes findings on a run's health, which status, alerts and doctor share.
 
-They follow from one `RunStatus`, which is a moment; `diloco/judge` looks deeper, into the whole
-tape and the store. A learner is called well only where nothing else can be said of it: a learner
-that is quarantined, ended by an error, superseded, silent, or of no use is told of as that, also
-once it has left.
+They follow from one `RunStatus`, the run at a moment; `diloco/judge` reads the whole tape and the
+store. A learner gets the finding that it is well only if it has no other: a learner that is
+quarantined, ended by an error, superseded, silent, or of no use has that finding, also after it has
+left.
 """
 
 import math
@@ -41,32 +41,33 @@ TAPE_FULL = "runbooks/tape-full.md"
 
 # Severities, the worst first.
 ORDER: tuple[Severity, ...] = ("error", "warning", "note", "ok")
-# A fragment stands still when what is in flight has waited for so many hard deadlines.
+# A fragment counts as stopped when its updates have waited for this many deadlines.
 PATIENCE = 3.0
-# Median staleness, in versions, from which a learner's work hardly counts; of so many updates.
+# From this median staleness on, in versions, a learner's work hardly counts; and the fewest
+# updates for that median.
 STALE = 4.0
 STALE_LEAST = 4
-# Things that a group of findings names.
+# The number of subjects that a group of findings names.
 NAMED = 5
-# An update that waits for less is waited for by messages alone, however short the steps are.
+# A shorter wait is the latency of messages, and no finding.
 WAIT_LEAST_S = 1.0
-# So many lives of a learner that ended without a word, in an hour, are a loop and no accident.
+# This many lives that end without a leave message within an hour are a crash loop.
 SUDDEN_ENDS = 3
-# An error that ends a life for what is no number.
+# The cause if a learner ended by NaN or infinity, and the errors that show it.
 NOT_A_NUMBER = ", for values that are not finite (NaN)"
 NOT_FINITE = re.compile(r"\bnan\b|\binf|not a number|diverged", re.IGNORECASE)
-# Clocks that differ by more confuse deadlines and people; a heartbeat may be so late on its way.
+# The difference of clocks that is reported; a heartbeat may be LATE_S old when it arrives.
 SKEW_S, LATE_S = 1.0, 10.0
 ENDS = "see what ends it: systemctl status diloco-aggregator, its journal, its memory"
 
 
 def judged(run: RunStatus, settings: RunSettings, *, copied: bool = False) -> Iterator[Finding]:
-    """The findings on a run at one moment, also after the run's end.
+    """Yields the findings on a run at one moment, also after the run's end.
 
     Args:
-        run: the run.
-        settings: in force.
-        copied: the tape is a copy in a file, without leases; the run itself may go on.
+        run: the run at that moment.
+        settings: the current settings.
+        copied: whether the tape is a copy in a file, without leases.
     """
     stopped = run.state in ("stopping", "ended")
     yield from room(run.tape_bytes, run.tape_limit_bytes)
@@ -77,7 +78,7 @@ def judged(run: RunStatus, settings: RunSettings, *, copied: bool = False) -> It
     told = {one.about for one in amiss}
     for one in run.learners:
         found = _of_learner(one, whole=run.whole, stopped=stopped)
-        # Of whom something is amiss nobody says that it is well.
+        # A learner with some fault gets no finding that it is well.
         yield from (said for said in found if said.severity != "ok" or said.about not in told)
     if not run.learners and not stopped:
         yield Finding(severity="note", about="learners", sentence="no learner has joined yet")
@@ -85,7 +86,7 @@ def judged(run: RunStatus, settings: RunSettings, *, copied: bool = False) -> It
         yield from _nobody(run.learners)
     yield from run.stored
     yield from _taken_up(run, patience_s(settings))
-    # What it was created with the doctor judges: nobody wants to hear of it for weeks.
+    # Only changed settings: doctor reports those with which the run was created.
     yield from (one for one in configuration(settings, run.changes) if one.since_s is not None)
     yield from _waits(run, settings.sync.interval_steps)
     yield from _fragments(run, settings)
@@ -96,7 +97,7 @@ def judged(run: RunStatus, settings: RunSettings, *, copied: bool = False) -> It
 
 
 def ranked(findings: Iterable[Finding]) -> list[Finding]:
-    """Findings in order: the worst first, and among equally severe ones the earliest first."""
+    """Sorts findings: the worst first, and among equally severe ones the earliest first."""
     return sorted(
         findings,
         key=lambda one: (ORDER.index(one.severity), math.inf if one.since is None else one.since),
@@ -104,10 +105,10 @@ def ranked(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def grouped(findings: Iterable[Finding]) -> list[Finding]:
-    """One finding in place of several that ask for the same: the worst one, with the count."""
+    """Replaces findings of equal severity, runbook and advice by one, with their count."""
     groups: dict[tuple[object, ...], list[Finding]] = {}
     for one in ranked(findings):
-        # What asks for nothing is told each.
+        # Findings without advice stay separate.
         said = "" if one.advice else (one.about, one.sentence)
         groups.setdefault((one.severity, one.runbook, one.advice, said), []).append(one)
     return [_merged(group) for group in groups.values()]
@@ -123,7 +124,7 @@ def _merged(group: Sequence[Finding]) -> Finding:
 
 
 def failed(about: str, error: DilocoError, runbook: str) -> Finding:
-    """The finding that a look met an error."""
+    """Returns the finding that a check failed with this error."""
     return Finding(
         severity="error",
         about=about,
@@ -134,7 +135,7 @@ def failed(about: str, error: DilocoError, runbook: str) -> Finding:
 
 
 def room(size_bytes: int, limit_bytes: int) -> Iterator[Finding]:
-    """The finding on the tape's size beside its limit; None where there is no limit."""
+    """Yields the finding on the tape's size compared with its limit, if it has one."""
     if not limit_bytes:
         return
     sizes = f"{human_bytes(size_bytes)} of {human_bytes(limit_bytes)}"
@@ -154,7 +155,7 @@ def room(size_bytes: int, limit_bytes: int) -> Iterator[Finding]:
 
 
 def _of_learner(one: LearnerStatus, *, whole: bool, stopped: bool) -> Iterator[Finding]:
-    """The faults of a learner; if it has none, how it fares."""
+    """Yields the faults of a learner; if it has none, one finding on its progress."""
     found = [*_amiss(one, stopped=stopped)]
     if not found and stopped and not one.left and not one.live:
         known = one.live is not None
@@ -214,7 +215,7 @@ def _amiss(one: LearnerStatus, *, stopped: bool) -> Iterator[Finding]:
 
 
 def _of_its_state(one: LearnerStatus) -> Iterator[Finding]:
-    """Findings on what a learner holds, runs under and ends by."""
+    """Yields findings on a learner's model, its process and its errors."""
     if one.views:
         (version, at_s), count = one.views[0], len(one.views)
         sentence = (
@@ -248,7 +249,7 @@ def _of_its_state(one: LearnerStatus) -> Iterator[Finding]:
 
 
 def clock(about: str, ahead_s: float, error_s: float, whose: str = "") -> Finding:
-    """A clock that is `ahead_s` seconds ahead of the server's; an error from `error_s` on."""
+    """Returns the finding on a clock `ahead_s` ahead of the server's; an error from `error_s`."""
     if abs(ahead_s) <= SKEW_S:
         return Finding(
             severity="ok", about=about, sentence=f"within {SKEW_S:g} s of the NATS server's clock"
@@ -264,11 +265,11 @@ def clock(about: str, ahead_s: float, error_s: float, whose: str = "") -> Findin
 
 
 def _of_little_use(one: LearnerStatus) -> Iterator[Finding]:
-    """Findings on a learner's last updates: their staleness, and how many were rejected."""
+    """Yields findings on a learner's last updates: their staleness, and rejections."""
     count = len(one.recent)
     reasons = Counter(answer.reason for answer in one.recent if answer.reason)
     stale = [answer.staleness for answer in one.recent if not answer.reason]
-    # The first update of a learner that joins late is old, and says nothing of the next ones.
+    # A learner that joins late sends one stale update, which is normal.
     if len(stale) >= STALE_LEAST and (usual := median(stale)) >= STALE:
         why = f"its last updates were {usual:.1f} versions old: they count for little"
         advice = "give it faster steps, or a larger H for all"
@@ -293,7 +294,7 @@ def _of_no_life(name: str, life: int) -> Finding:
 
 
 def _nobody(learners: Sequence[LearnerStatus]) -> Iterator[Finding]:
-    """A run that goes on, of whose learners all have left, are silent or were ended by an error."""
+    """Yields the finding that all learners of a run have left, are silent or failed."""
     left = [one for one in learners if one.left]
     silent = [one for one in learners if not one.left and (one.silent or one.failed)]
     if not learners or len(silent) + len(left) < len(learners):
@@ -313,7 +314,7 @@ def _nobody(learners: Sequence[LearnerStatus]) -> Iterator[Finding]:
 
 
 def _taken_up(run: RunStatus, longest_s: float) -> Iterator[Finding]:
-    """Aggregators that end again and again; or that were not there for long."""
+    """Yields findings on aggregators that crash repeatedly, or that were absent for long."""
     times, stood = run.takeovers, run.stood_still
     if stood is not None and stood.wait_s > longest_s:
         yield Finding(
@@ -340,7 +341,7 @@ def _taken_up(run: RunStatus, longest_s: float) -> Iterator[Finding]:
 
 
 def configuration(settings: RunSettings, changes: Sequence[Change] = ()) -> Iterator[Finding]:
-    """The finding on settings known to train badly: who changed them, and from which values."""
+    """Yields findings on settings known to train badly: who changed them, and from which values."""
     found = broken(settings)
     for one in found:
         change = next((change for change in reversed(changes) if _is_of(change, one)), None)
@@ -370,7 +371,7 @@ def _is_of(change: Change, rule: Broken) -> bool:
 
 
 def _back(line: str) -> str:
-    """The setting that undoes a change `section.key: before -> after`: `section.key=before`."""
+    """Returns the setting that undoes `section.key: before -> after`: `section.key=before`."""
     key, _, values = line.partition(": ")
     return f"{key}={values.partition(' -> ')[0]}"
 
@@ -381,7 +382,7 @@ def _back(line: str) -> str:
 def _waits(run: RunStatus, interval_steps: int) -> Iterator[Finding]:
     """Yields a finding on updates that wait for their version longer than an interval.
 
-    Until then the version is there before the next update is due, and who is quicker waits.
+    A shorter wait is normal: the version arrives before the learner's next update is due.
     """
     wait = run.wait
     if wait is None:
@@ -390,7 +391,7 @@ def _waits(run: RunStatus, interval_steps: int) -> Iterator[Finding]:
         f"{wait.mean_steps:.1f} steps of their learners on average ({wait.mean_s:.1f} s), "
         f"{wait.worst_steps:.1f} at worst"
     )
-    # As a rule, and not once: what was sent while no aggregator lived has waited for it.
+    # The usual wait counts, not the worst: during an outage of the aggregator, updates wait.
     if run.usual_wait_steps <= interval_steps or run.usual_wait_s < WAIT_LEAST_S:
         yield Finding(severity="ok", about="rounds", sentence=f"updates wait {long}")
         return
@@ -405,12 +406,12 @@ def _waits(run: RunStatus, interval_steps: int) -> Iterator[Finding]:
 
 
 def patience_s(settings: RunSettings) -> float:
-    """Seconds that updates may wait for a record before their fragment counts as stopped."""
+    """Returns the seconds that updates may wait before their fragment counts as stopped."""
     return PATIENCE * settings.quorum.deadline_s + settings.sync.reannounce_timeout_s
 
 
 def _fragments(run: RunStatus, settings: RunSettings) -> Iterator[Finding]:
-    """Fragments whose updates wait, and nobody merges them; and a stop that does not come."""
+    """Yields findings on fragments whose updates nobody merges, and on a stop that takes long."""
     longest_s, stalled = patience_s(settings), False
     for one in run.fragments if run.state != "ended" else ():
         waited_s = min(one.waiting_s, one.version_s)
@@ -445,7 +446,7 @@ def _fragments(run: RunStatus, settings: RunSettings) -> Iterator[Finding]:
 
 
 def _quiet(run: RunStatus, settings: RunSettings) -> Iterator[Finding]:
-    """Learners train, and nothing comes to the tape: it stores nothing, or they cannot send."""
+    """Yields the finding that learners train and no update reaches the tape."""
     training = [one for one in run.learners if one.state == "training"]
     if not training or run.state in ("stopping", "ended"):
         return
@@ -462,7 +463,7 @@ def _quiet(run: RunStatus, settings: RunSettings) -> Iterator[Finding]:
 
 
 def _refused(run: RunStatus) -> Iterator[Finding]:
-    """Fragments that aggregators have failed at; another one may serve them."""
+    """Yields findings on fragments that an aggregator refused; another one may own them."""
     for one in run.fragments:
         if not one.refused_by:
             continue
@@ -481,7 +482,7 @@ def _refused(run: RunStatus) -> Iterator[Finding]:
 
 
 def _owners(run: RunStatus) -> Iterator[Finding]:
-    """Fragments that no aggregator has a lease of, while the run goes on."""
+    """Yields the finding on fragments without an aggregator's lease, during a run."""
     free = [one.fragment for one in run.fragments if one.free and not one.refused_by]
     if free and run.learners:
         listed = ", ".join(str(fragment) for fragment in free[:12])

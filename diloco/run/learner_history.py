@@ -1,4 +1,4 @@
-"""Facts read of one learner, in the same memory however long it takes part. Pure."""
+"""Facts about one learner from the tape and its heartbeats, in constant memory. Pure."""
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
@@ -11,17 +11,17 @@ from diloco.common.protocol import wire
 from diloco.common.storage.tape import InvalidMessage
 from diloco.run.state import RECENT, Delays, MergedPoint, Throughput, UpdateAnswer
 
-# Points of a trend that are kept: beyond, every other one is let go.
+# The most points of a trend; when there are more, every other one is dropped.
 POINTS = 64
-# Of the gaps between a learner's newest updates so many, the longest, are no part of its pace.
+# The longest gaps between a learner's newest updates are left out of its rate: so many.
 PAUSES = 2
-# A round that is shorter than this part of the longest says nothing of lengths: where a schedule
-# ends at zero, who has begun a little earlier sends far longer updates.
+# Norms in a round below this part of the longest round are not compared: at the end of a schedule,
+# a learner that is a few steps behind sends far longer updates.
 FADED = 0.01
 
 
 class Trend:
-    """A few points, spread over all points that came."""
+    """A few points, spread over all points that were added."""
 
     def __init__(self) -> None:
         self.points: list[MergedPoint] = []
@@ -41,14 +41,14 @@ class Trend:
 def throughput(
     newest: Sequence[MergedPoint], trend: Sequence[MergedPoint], merged: int
 ) -> Throughput | None:
-    """The rates of the newest updates, and their change; None if the updates are too few.
+    """Returns the rates of the newest updates, and their change; None if there are too few.
 
     Args:
-        newest: `RECENT` of them, or what there is.
-        trend: points over all that came.
-        merged: the number of points that came.
+        newest: the newest updates, at most `RECENT`.
+        trend: points spread over all updates.
+        merged: the number of all updates.
     """
-    # A pause, or a life that ended, is no pace.
+    # The longest gaps may be pauses or restarts.
     gaps_s = sorted(late.at_s - early.at_s for early, late in pairwise(newest))[:-PAUSES]
     if len(newest) < RECENT or not sum(gaps_s) > 0:
         return None
@@ -72,7 +72,7 @@ class LifeTotals(NamedTuple):
     run_s: float = 0.0
 
     def and_of(self, beat: wire.Heartbeat) -> "LifeTotals":
-        """The totals with those of another life."""
+        """Returns the sum of these totals and those of another life."""
         return LifeTotals(
             self.bytes_down + beat.bytes_down,
             self.stall_s + beat.stall_s,
@@ -93,9 +93,9 @@ class LearnerHistory:
     """Facts about one learner, in memory that does not grow with its time in the run.
 
     Attributes:
-        joined: its newest life that joined; `left` the newest that ended on purpose.
-        sudden_s: when lives joined of which the one before had not left.
-        last: the heartbeat that came last, whichever life's.
+        joined: incarnation of its newest life; `left`: of the newest life that left in order.
+        sudden_s: times at which a life joined although the one before had not left.
+        last: the newest heartbeat of any life.
     """
 
     host: str = ""
@@ -131,7 +131,7 @@ class LearnerHistory:
     _earlier: LifeTotals = field(default_factory=LifeTotals)
 
     def hear(self, beat: wire.Heartbeat, at_s: float) -> None:
-        """Take the next heartbeat; that of a superseded life adds nothing to the sums."""
+        """Take the next heartbeat; one of a superseded life is not added to the totals."""
         self.last = LastHeartbeat(beat, at_s)
         newest = self._newest
         if newest is not None and beat.incarnation > newest.incarnation:
@@ -151,12 +151,12 @@ class LearnerHistory:
 
     @property
     def spent(self) -> LifeTotals:
-        """Totals of all lives."""
+        """The totals of all lives."""
         return self._earlier.and_of(self._newest) if self._newest is not None else self._earlier
 
 
 class Reading(NamedTuple):
-    """One learner: its last heartbeat if it counts, and what the fragments' machines remember."""
+    """One learner: its history, its last heartbeat, and its entries in the fragments' states."""
 
     known: LearnerHistory
     last: LastHeartbeat | None
@@ -165,21 +165,21 @@ class Reading(NamedTuple):
     quarantined: bool
 
     def beat(self, now_s: float) -> tuple[wire.Heartbeat | None, float | None]:
-        """The newest life's heartbeat, and its age."""
+        """Returns the newest life's heartbeat, and its age in seconds."""
         if self.last is None or self.last.heartbeat.incarnation < self.newest:
             return None, None
         return self.last.heartbeat, max(0.0, now_s - self.last.heard_at_s)
 
     @property
     def ahead_s(self) -> float | None:
-        """Seconds that the learner's clock is ahead of the server's, by the newest heartbeat."""
+        """The seconds by which the learner's clock is ahead of the server's, by its heartbeat."""
         if self.last is None or not self.last.heartbeat.now_s:
             return None
         return self.last.heartbeat.now_s - self.last.heard_at_s
 
     @property
     def left(self) -> bool:
-        """Whether the newest life that is known, or heard of, has ended on purpose."""
+        """Whether the newest life in records and heartbeats has left in order."""
         heard = self.last.heartbeat.incarnation if self.last is not None else 0
         life = max(self.newest, heard)
         gone = any(one.left and one.incarnation == life for one in self.members)
@@ -187,7 +187,7 @@ class Reading(NamedTuple):
 
     @property
     def superseded(self) -> int:
-        """An earlier life that was heard of last, also after the newest had left; 0: none."""
+        """The incarnation of an earlier life, if that one sent the last heartbeat; else 0."""
         if self.last is None or self.last.heartbeat.incarnation >= self.newest:
             return 0
         if self.left and self.last.heard_at_s <= self.known.left_at_s:
@@ -196,18 +196,18 @@ class Reading(NamedTuple):
 
 
 def told_delays(beat: wire.Heartbeat | None) -> Delays | None:
-    """The delays that a heartbeat tells, if any."""
+    """Returns the delays that a heartbeat reports, if any."""
     if beat is None or not beat.worst_delay_s:
         return None
     return Delays(beat.delay_s, beat.worst_delay_s, beat.delay_steps, beat.worst_delay_steps)
 
 
 def waits_of(record: wire.Record, made_at_s: float) -> tuple[tuple[float, float], ...]:
-    """The wait of each update for its version, in seconds and in steps of its sender.
+    """Returns the wait of each update for its version, in seconds and in steps of its sender.
 
     Args:
-        record: has the updates, and how fast their senders were seen to be.
-        made_at_s: when the server stored it; so it stored the announcements.
+        record: the record that merged the updates; its policy has the senders' speeds.
+        made_at_s: the server's time at which the record was stored.
     """
     speeds = {one.learner: one.speed for one in record.policy.members}
     waits_s = [(one.learner, max(0.0, made_at_s - one.announced_at_s)) for one in record.inputs]
@@ -215,19 +215,19 @@ def waits_of(record: wire.Record, made_at_s: float) -> tuple[tuple[float, float]
 
 
 def usual_norm(inputs: Sequence[wire.Input]) -> float:
-    """The usual norm of a round's updates; of two the shorter, so that a long one stands out."""
+    """Returns the median norm of a round's updates; of two the lower, so that a long one shows."""
     return median_low([one.norm for one in inputs] or [1.0])
 
 
 def answers(
     inputs: Sequence[wire.Input], waits: Sequence[tuple[float, float]], longest: float = 0.0
 ) -> Iterator[UpdateAnswer]:
-    """The answer to each update of a round, with its wait.
+    """Yields the answer to each update of a round, with its wait.
 
     Args:
-        inputs: of the round.
-        waits: of each, in seconds and steps.
-        longest: usual norm of the fragment's rounds so far, at most.
+        inputs: the updates that the round merged.
+        waits: the wait of each, in seconds and steps.
+        longest: the greatest `usual_norm` of the fragment's rounds so far.
     """
     usual, least = usual_norm(inputs), FADED * longest
     faded = usual < least
@@ -242,7 +242,7 @@ def answers(
 
 
 def others_losses(inputs: Sequence[wire.Input]) -> dict[str, float | None]:
-    """For each learner the median of the others' losses in a round, if there are others."""
+    """Returns the median of the others' losses for each learner of a round; None without others."""
     order = sorted(range(len(inputs)), key=lambda index: inputs[index].loss)
     ranks: dict[str, list[int]] = defaultdict(list)
     for rank, index in enumerate(order):

@@ -1,9 +1,9 @@
-"""Folds a run's tape and heartbeats into the state of the run as it is now.
+"""Folds a run's tape and heartbeats into the current state of the run.
 
-`Observed` takes messages one by one and holds no more than there are learners and fragments; its
-`run` returns what they say at a moment (`state.py`). Pure.
+`Observed` takes messages one by one; its memory grows with learners and fragments, not with the
+tape. `Observed.run` returns the state at a moment (`state.py`). Pure.
 
-What records say is a fact. What heartbeats say is a learner's word of itself, and may be false.
+Records are facts. Heartbeats are claims of learners about themselves, and may be false.
 """
 
 import contextlib
@@ -49,10 +49,10 @@ from diloco.run.state import (
     share,
 )
 
-# Rounds that rates and averages look back on; and those that are kept whole, for who looks into
-# their shards: the newest, with so many updates together.
+# The number of rounds over which rates and averages go; and the number of updates in the newest
+# rounds that are kept complete, for readers of their shards.
 ROUNDS, WHOLE_UPDATES = 64, 256
-# Learner, incarnation and number of an update of a fragment.
+# An update of a fragment: learner, incarnation and number.
 Update = tuple[str, int, int]
 
 
@@ -66,7 +66,7 @@ class _Round(NamedTuple):
 
     @property
     def inputs(self) -> int:
-        """Updates that it merged."""
+        """The number of updates that it merged."""
         return len(self.waits)
 
 
@@ -74,18 +74,18 @@ class Observed:
     """The state of a run, from the messages read so far.
 
     Args:
-        name: the run's.
-        epoch: of its tape.
-        settings: as it was created.
-        copied: the tape is a copy in a file; the run itself may have gone on.
+        name: the run's name.
+        epoch: the tape's epoch.
+        settings: the settings with which the run was created.
+        copied: whether the tape is a copy in a file; the run itself may have gone on.
 
     Attributes:
-        settings: in force; `leases` of fragments, those of live `aggregators`, `filled` and
-            `last_seq` of the tape: as the bus last said.
+        settings: the current settings; `leases`, `aggregators`, `filled` and `last_seq` are as
+            the bus last reported them.
         from_start: the tape was read from its beginning.
-        records: the newest of each fragment.
-        rounds: the newest of several learners, whole; `shards` what theirs say of each learner,
-            and `stored` findings on their objects, once they were read.
+        records: the newest record of each fragment.
+        rounds: records of the newest rounds with several learners; once their shards were read,
+            `shards` has each learner's figures and `stored` the findings on their objects.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Observed:
 
     @property
     def global_step(self) -> int:
-        """The run's clock, of the fragment that is furthest; a rollback sets it back."""
+        """The greatest global step of the fragments; a rollback sets it back."""
         return max((one.record.global_step for one in self.records.values()), default=0)
 
     @property
@@ -138,7 +138,7 @@ class Observed:
     def take(self, item: Item) -> None:
         """Note the tape's next message."""
         self.extent.take(item)
-        # Who may say stop and end is believed whatever else is said: as the daemons do.
+        # Stop and end count even if their bodies are invalid, as for the daemons.
         match names.parse_subject(item.subject):
             case names.Subject(kind="end"):
                 self.ended = True
@@ -147,7 +147,7 @@ class Observed:
             case names.Subject(learner=str(learner)) if isinstance(item, InvalidMessage):
                 self.known[learner].invalid.append(item)
                 self.known[learner].invalids += 1
-        # The body of an unreadable record may have been collected: newer ones follow.
+        # An unreadable record may be an old one without a body: newer ones follow.
         if isinstance(item, Entry):
             self._take(item)
 
@@ -176,7 +176,7 @@ class Observed:
             case wire.Quarantine() as word:
                 self.known[word.learner].word = word
             case wire.Settings() as settings:
-                with contextlib.suppress(WireError):  # Nobody can follow it.
+                with contextlib.suppress(WireError):  # Daemons refuse it, too.
                     self.settings = changed_settings(self._created, settings)
                 version = max((one.record.version for one in self.records.values()), default=0)
                 change = Change(entry.time_s, version, tuple(settings.changed), settings.by)
@@ -255,7 +255,7 @@ class Observed:
             self._waiting[manifest.fragment].setdefault((*life, manifest.seq), at_s)
 
     def run(self, now_s: float, *, current: bool = True) -> RunStatus:
-        """The run at a moment, without findings (`findings.judged`)."""
+        """Returns the run at a moment, without findings (`findings.judged`)."""
         found = [one.record.totals for one in self.records.values()]
         learners, unborn = self._learners(now_s)
         spent = [one.spent for one in self.known.values()]
@@ -273,7 +273,7 @@ class Observed:
             global_step=self.global_step,
             steps=self.settings.run.steps,
             versions=sum(one.record.version for one in self.records.values()),
-            # Each token reaches every fragment, by another update.
+            # Each token is counted once for every fragment.
             tokens_merged=sum(one.tokens_credited for one in found) // max(1, len(found)),
             updates_sent=self._updates_sent,
             updates_merged=sum(one.updates_merged for one in found),
@@ -311,7 +311,7 @@ class Observed:
         return median([fmean(wait[unit] for wait in one.waits) for one in self._recent] or [0.0])
 
     def _takeovers(self, until_s: float) -> tuple[float, ...]:
-        """When the fragment was taken up that was so most often, but for its first owner."""
+        """Returns the last hour's changes of owner of the fragment with the most of them."""
         each = [
             tuple(at_s for at_s in found if at_s >= until_s - HOUR_S)
             for found in self._taken_s.values()
@@ -319,13 +319,13 @@ class Observed:
         return max(each, key=len, default=())
 
     def _per_s(self, now_s: float) -> float:
-        """One by the time that the recent rounds took; 0 once a run has ended."""
+        """Returns the inverse of the time that the recent rounds took; 0 after the run's end."""
         if len(self._recent) < 2 or self.ended:
             return 0.0
         return 1 / max(1e-3, now_s - self._recent[0].closed_at_s)
 
     def _state(self, learners: Sequence[LearnerStatus]) -> str:
-        """The run's state; a run that everybody has left waits as one that nobody has joined."""
+        """Returns the run's state; without learners, it waits for some, also if all have left."""
         if self.ended:
             return "ended"
         if self._stopped is not None:
@@ -337,7 +337,7 @@ class Observed:
 
     def _fragment(self, index: int, now_s: float) -> FragmentStatus:
         record, _, stored_at_s, _ = self.records[index]
-        # Who left once it had sent its last update was there for the round.
+        # A learner that left after its last update took part in the round.
         there = {one.learner for one in record.policy.members if one.live and not one.left}
         there |= {one.learner for one in record.inputs}
         lease, waiting = self.leases.get(index), self._waiting[index]
@@ -359,7 +359,7 @@ class Observed:
         )
 
     def _learners(self, now_s: float) -> tuple[tuple[LearnerStatus, ...], dict[str, int]]:
-        """The learners that joined or are heard of, by name; and `RunStatus.strangers`."""
+        """Returns the learners that joined or sent heartbeats, and `RunStatus.strangers`."""
         members: dict[str, list[wire.MemberState]] = defaultdict(list)
         quarantined: set[str] = set()
         for recorded in self.records.values():
@@ -389,12 +389,13 @@ class Observed:
         return tuple(found), unborn
 
     def _is_unborn(self, life: int, newest: int) -> bool:
-        """Whether a heartbeat is of a life that never joined: it counts for nothing.
+        """Returns whether a heartbeat is of a life that never joined, and is to be ignored.
 
-        A life is the sequence of its join, and none is beyond the tape's last, which was asked for
-        behind the heartbeats. Who began to read in the tape's midst knows of no life before that.
+        A life's incarnation is the sequence of its join message. None can be above the tape's last
+        sequence, which was read after the heartbeats. A reader that began in the middle of the tape
+        does not know earlier lives.
         """
-        # A copy may have been cut before the joins of those whose heartbeats it has.
+        # A copy may lack the newest joins, and have the heartbeats of those lives.
         if not self.copied and 0 < self.last_seq < life:
             return True
         return self.from_start and newest < life <= self.extent.last_seq

@@ -1,6 +1,6 @@
-"""Learners whose updates point elsewhere than the others', or differ in a part: by their shards.
+"""Finds learners whose updates point elsewhere than the others', or differ in some tensors.
 
-Pure.
+The figures come from the updates' shards. Pure.
 """
 
 import math
@@ -21,26 +21,26 @@ from diloco.run.comparison import (
 from diloco.run.state import Finding, LearnerStatus, Severity
 
 COSINE_FLOOR = 0.05
-# Beside the others' agreement with each other a learner's is less than this part of it, or against
-# them by more than that.
+# A learner is far if its cosine is below this part of the median of the others' cosines; it points
+# against them below minus this part.
 APART = 0.3
-# Cosine to zero from which a decay outweighs the gradient; of one whose loss is far above the
-# others' as well, since labels that are wrong shrink parameters too.
+# From this cosine towards zero on, a decay outweighs the gradient. The second holds for a learner
+# whose loss is far above the others', since wrong labels shrink parameters too.
 TO_ZERO, MOSTLY_TO_ZERO = 0.5, 0.75
-# Who points elsewhere and has a loss so many times the others' has other targets; from the second
-# on it may have.
+# A learner that points elsewhere has other targets if its loss is HIGHER times the others', and may
+# have from NOT_LOWER times on.
 HIGHER, NOT_LOWER = 1.2, 1.05
-# Lone elements in so many updates are no accident where, at the rate that the others would have
-# with one more, they had this probability; from so many times the usual size on they are no bit of
-# a mantissa.
+# Lone elements are reported if FEW_LONE updates have them, and if chance would have it with at most
+# this probability, given the rate among the others (plus one). Elements HUGE times the usual size
+# cannot come from a flipped bit of a mantissa.
 FEW_LONE, CHANCE, HUGE = 3, 1e-4, 4096.0
-# Tensors that a finding names.
+# The number of tensors that a finding names.
 NAMED = 5
 SIGN = "look at the sign of its loss, gradient and update"
 
 
 def explained(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
-    """Findings on updates that lead to zero, lead up the learner's own loss, or overflow."""
+    """Yields findings on updates that shrink parameters, raise the learner's loss, or overflow."""
     assert one.shards is not None
     if one.shards.factor >= HUGE:
         yield from lone(one, others)
@@ -73,12 +73,12 @@ def _above(one: LearnerStatus) -> float:
 
 
 def _is_against(cosines: Comparison) -> bool:
-    """Whether one points against the others, who agree."""
+    """Returns whether a learner points against the others, while those agree."""
     return cosines.own <= -APART * cosines.middle < 0 and cosines.far(COSINE_FLOOR) < 0
 
 
 def direction(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
-    """The finding on updates that point elsewhere than the others', which agree."""
+    """Yields the finding on updates that point elsewhere than the others', while those agree."""
     assert one.shards is not None
     cosines = Comparison(_cosine(one), [_cosine(other) for other in others])
     middle = cosines.middle
@@ -116,7 +116,7 @@ def direction(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[F
 
 
 def _is_slow(one: LearnerStatus, others: Sequence[LearnerStatus]) -> bool:
-    """Returns whether it is credited less than half of the tokens a second that the others are."""
+    """Returns whether its credited tokens a second are less than half of the others' median."""
     own, *theirs = (each.trend[-1].tokens_per_s if each.trend else 0.0 for each in (one, *others))
     return 0 < 2 * own < median(theirs)
 
@@ -126,7 +126,7 @@ def _cosine(one: LearnerStatus) -> float:
 
 
 def still(one: LearnerStatus) -> Iterator[Finding]:
-    """The finding on tensors that one learner leaves alone and the others change."""
+    """Yields the finding on tensors that this learner never changes, and the others do."""
     if one.shards is not None and one.shards.still:
         yield one.told(
             f"its updates are zero in {', '.join(one.shards.still[:NAMED])}, where the others' are "
@@ -138,7 +138,7 @@ def still(one: LearnerStatus) -> Iterator[Finding]:
 
 
 def lone(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
-    """The finding on a few elements far beyond the others'."""
+    """Yields the finding on single elements that are far larger than all others."""
     own = one.shards
     assert own is not None
     theirs = [other.shards for other in others if other.shards is not None]
@@ -162,13 +162,13 @@ def lone(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Findin
 
 
 def tensors(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
-    """The finding on a tensor where a learner's updates are far longer or shorter than others'."""
+    """Yields the finding on the tensor where a learner's norm is farthest from the others'."""
     far: dict[str, Comparison] = {}
     for tensor, own in one.shards.norms.items() if one.shards is not None else ():
         theirs = [o.shards.norms[tensor] for o in others if o.shards and tensor in o.shards.norms]
         if len(theirs) >= OTHERS and (norms := Comparison(own, theirs)).far(RATIO_FLOOR):
             far[tensor] = norms
-    # Where it is so in most of them, that is no matter of one part.
+    # If most tensors differ, the whole update is longer: another finding says so.
     if one.shards is None or not far or 2 * len(far) > len(one.shards.norms):
         return
     worst = max(far, key=lambda tensor: abs(far[tensor].own))

@@ -303,7 +303,7 @@ def _group_axes(piece: Piece) -> int:
 
 
 def _last_axis(piece: Piece, block: int) -> int | None:
-    """Returns the last axis from which on a row is whole blocks; None if not even a group is."""
+    """Returns the last axis at which each row fills whole blocks; None if no axis does."""
     if piece.group_stride != piece.group_size:
         return None
     for axis in reversed(range(_group_axes(piece), len(piece.shape))):

@@ -52,7 +52,7 @@ class GrantedShares:
         self._changed = threading.Condition()
 
     def divide(self, sizes: Sizes) -> None:
-        """Begins to hold shares of epochs that are divided into `sizes`."""
+        """Sets the sizes of the shares that divide epochs, and begins to claim shares."""
 
     def at(self, position: int) -> Holding | None:
         """Waits for the holding that has the batch at `position`; None if the loop is to end.

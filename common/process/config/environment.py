@@ -26,8 +26,8 @@ def storage_emulator(*, asked_for: bool) -> str | None:
     """Returns the address of the emulator of Google Cloud Storage for tests; None for the real one.
 
     Raises:
-        ConfigError: the environment names one that the configuration did not ask for, or names
-            none.
+        ConfigError: the environment names an emulator that the configuration does not allow, or
+            the configuration requires one and the environment names none.
     """
     host = os.environ.get("STORAGE_EMULATOR_HOST")
     if asked_for and not host:
@@ -45,12 +45,12 @@ def storage_emulator(*, asked_for: bool) -> str | None:
 
 
 def store_emulator() -> bool:
-    """True if gs:// means an emulator, for commands without a run's file that would say so."""
+    """Returns whether gs:// means an emulator, for commands that have no run's file."""
     return os.environ.get("DILOCO_STORE_EMULATOR", "").lower() in {"1", "true"}
 
 
 def allows_http(name: str) -> bool:
-    """True if a variable such as AWS_ALLOW_HTTP permits requests to a store without TLS."""
+    """Returns whether a variable such as AWS_ALLOW_HTTP permits requests without TLS."""
     return os.environ.get(name, "").lower() in {"1", "true"}
 
 

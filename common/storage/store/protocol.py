@@ -118,7 +118,7 @@ class Keeps(Protocol):
     """
 
     def keep(self, name: str, limit_bytes: int) -> None:
-        """Protects the present bytes of `name` from its writer."""
+        """Makes sure that the writer of `name` cannot remove or change its present bytes."""
 
 
 def check_range(name: str, start: int, stop: int, size_bytes: int | None = None) -> None:

@@ -76,15 +76,15 @@ Phase = Literal["idle", "open", "grace", "cut"]
 
 @dataclass
 class OwnerLife:
-    """The knowledge of a fragment's owner, an aggregator, and its present round.
+    """The state of an aggregator that owns a fragment, as the oracle recomputes it.
 
     Attributes:
         settings: the settings in force.
-        memory: its memory of learners and averages.
-        known_seq: sequence up to which an earlier life has counted averages and allowances.
-        again: allowances for messages that the earlier life has read, as this life reads them.
-        now_s: the last time that an event gave it.
-        storing: the kind of the record being stored, until which no other begins; "" for none.
+        memory: what it knows of learners and averages.
+        known_seq: the last message that an earlier owner counted in averages and allowances.
+        again: for each learner, the allowance while this owner reads those messages again.
+        now_s: the time of the last event.
+        storing: the kind of the record that is being stored; "" if none is.
         cut: reason and finality of a round that is being cut: the owner asks the stream's leader
             for the fragment's last update when it has read the tape up to `asked_seq`, and waits
             for updates up to the answer, `cut_seq`.

@@ -86,10 +86,10 @@ def clock_after(settings: RunSettings, fragment: int, step: int) -> int:
 
 
 def pace_s(settings: RunSettings, step_times_s: Sequence[float], steps: int) -> float:
-    """Returns the seconds of pace x `steps` steps of the fastest learner; 0 in lockstep, at first.
+    """Returns the time that the fastest learner needs for `quorum.pace` times `steps` steps.
 
-    No step counts as shorter than half of the median learner's. If learners may lie, the median
-    learner's step counts.
+    It is 0 in lockstep, and while no step time is known. A step time counts as at least half of
+    the median learner's. If learners may lie, the median step time itself is used.
     """
     told = [value for value in step_times_s if value > 0]
     if settings.sync.mode == "lockstep" or not told:

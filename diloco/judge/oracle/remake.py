@@ -271,7 +271,7 @@ def read_update(
 
 
 def _norm(taken: wire.Input, norms_S: Doubles) -> Iterator[tuple[str, str, Any, Any]]:
-    """Checks an input's recorded norm, which must be that of its codes as they came."""
+    """Checks that an input's recorded norm is the norm of its decoded codes."""
     norm = math.sqrt(float(np.square(norms_S).sum()))
     if not math.isclose(norm, taken.norm, rel_tol=NORM_ERROR):
         yield "weight", f"norm of {taken.learner}", norm, taken.norm

@@ -125,7 +125,7 @@ def _fenced_reads(learner: str, stream: str, subjects: Iterable[str]) -> Iterabl
 
 
 def _reads(run: str, consumers: Iterable[str]) -> Iterable[str]:
-    """Yields the grants to read all of the run's streams, with these consumers."""
+    """Yields the grants to read all of the run's streams, by consumers with these names."""
     for stream in names.streams(run):
         yield f"{OWN_API}.STREAM.INFO.{stream}"
         yield f"{OWN_API}.STREAM.MSG.GET.{stream}"

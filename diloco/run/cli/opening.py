@@ -86,7 +86,7 @@ def use_place(place: RunLocation) -> None:
 
 
 def place() -> RunLocation:
-    """Returns the location set by `use_place`, for another process of the same command."""
+    """Returns the location that `use_place` has set, to pass it on to a child process."""
     return _Given.place
 
 

@@ -158,7 +158,7 @@ def rules(x: Column, low: Column, high: Column, name: str = "") -> PlotMark:
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """An axis: label, limits, scale; or `names` at 0, 1, 2 ..., on a y axis from the top down."""
+    """An axis of numbers, or of `names` at 0, 1, 2 ...; on a y axis the first name is on top."""
 
     label: str = ""
     low: float | None = None
@@ -304,7 +304,7 @@ def _axes(panel: Panel, x: _Scale, y: _Scale, names: Sequence[str]) -> list[Mark
 
 
 def _places(scale: _Scale, names: Sequence[str], apart: float) -> list[tuple[str, float]]:
-    """Returns the ticks' texts and pixels; of `names` as many as there is room for."""
+    """Returns text and pixel of each tick; of many `names`, only every second, third or so."""
     if not names:
         ticks = scale.ticks()
         return [(f"{value:g}", at) for value, at in zip(ticks, scale(ticks).tolist(), strict=True)]
