@@ -1,4 +1,4 @@
-"""Decoders that people have, from their checkpoints and back: of the families in `families`."""
+"""Decoders of published families (`families`), from Hugging Face checkpoints and back."""
 
 from diloco.models.decoders.task import build
 

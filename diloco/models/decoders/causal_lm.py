@@ -1,4 +1,4 @@
-"""A decoder of people's checkpoints, as parts for a task with a loss of its own."""
+"""A published decoder as functions, for tasks with a loss of their own."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ from diloco.models.decoders.files import HuggingFace
 
 @dataclass(frozen=True)
 class CausalLM:
-    """A decoder as the functions that a `Task` takes, each named as the field of `Task`.
+    """A decoder as functions, each with the name of the field of `Task` that takes it.
 
     Attributes:
-        files: the parameters in Hugging Face's format.
-        compute: the way in which `logits` are computed.
+        files: reads and writes the parameters in Hugging Face's format.
+        compute: dtype, recomputation and attention of `logits`.
     """
 
     files: HuggingFace
@@ -35,16 +35,16 @@ class CausalLM:
         dtype: str = "float32",
         remat: bool = True,
     ) -> Self:
-        """The decoder of a Hugging Face folder, or of the contents of a `config.json`.
+        """Returns the decoder of a Hugging Face folder, or of the contents of a `config.json`.
 
         Args:
-            source: a folder, whose tensors a run begins with; or a mapping: "model_type", ...
-            fresh: a run begins at random though the folder has tensors.
+            source: a folder, whose tensors a run begins with; or the mapping of a `config.json`.
+            fresh: begin with random parameters, although the folder has tensors.
             dtype: "float32" or "bfloat16": of activations and products; parameters stay float32.
             remat: recompute each block in the backward pass.
 
         Raises:
-            ConfigError: the configuration is missing, or says what is not honoured.
+            ConfigError: the configuration is missing, or has a key or value that is not supported.
         """
         if isinstance(source, Mapping):
             files = HuggingFace(parse_config(source, source="the mapping"), None, fresh=True)
@@ -57,25 +57,26 @@ class CausalLM:
         return self.files.config
 
     def init(self, key: jax.Array) -> Params:
-        """Parameters at random, float32."""
+        """Returns random parameters, float32."""
         return model.init_params(self._config, key)
 
     def logits(
         self, params: Params, tokens_BxL: jax.Array, segments_BxL: jax.Array | None = None
     ) -> jax.Array:
-        """Logits of the token behind each, float32 [B, L, V].
+        """Returns the logits of each next token, float32 [B, L, V].
 
         Args:
-            params: as `init` gives them.
-            tokens_BxL: int.
-            segments_BxL: int; no token sees one of another segment. None: each row is one.
+            params: as `init` returns them.
+            tokens_BxL: token ids, int.
+            segments_BxL: segment of each token, int; a token attends only within its segment.
+                None: each row is one segment.
         """
         return model.logits_of(self._config, params, tokens_BxL, segments_BxL, compute=self.compute)
 
     def partition(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
-        """The cut of a tensor over a learner's mesh."""
+        """Returns the partition of a tensor over a learner's mesh."""
         return task.partition_of(self._config, None, name, shape)
 
-    # How a tensor is merged, and what of it Muon orthogonalizes.
+    # Fields of `Task`: how to merge a tensor, and which of its matrices Muon orthogonalizes.
     hint = staticmethod(hint_of_decoder)
     matrices = staticmethod(task.matrices)

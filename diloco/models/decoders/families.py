@@ -20,10 +20,10 @@ Family = Literal[
     "mixtral",
 ]
 FAMILIES: tuple[Family, ...] = get_args(Family)
-# (the value of a key, number of layers) -> whether each layer sees the last positions alone.
+# (function: key -> value, number of layers) -> whether each layer has a sliding window.
 Sliding = Callable[[Callable[[str], Any], int], list[bool]]
 
-# Say nothing of the function: how a file was made, how text is generated, how weights began.
+# Keys without effect on the computed function: the file's origin, generation, initialization.
 NEUTRAL = frozenset(
     {
         "architectures",
@@ -46,7 +46,7 @@ NEUTRAL = frozenset(
         "id2label",
         "label2id",
         "_attn_implementation_autoset",
-        # Over how many devices a product was once summed.
+        # The number of devices over which products were once summed.
         "pretraining_tp",
     }
 )
@@ -66,18 +66,18 @@ COMMON = frozenset(
         "rope_parameters",
     }
 )
-# What a key has that a file leaves out, unless its family says otherwise.
+# Values of keys that a file leaves out, unless its family has others.
 DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10_000.0}
-# Values with which a key changes nothing, unless the family honours it.
+# The values that these keys may have, unless the family supports others.
 MUST_BE: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
     "attention_dropout": (0, None),
     "chunk_size_feed_forward": (0,),
     "is_encoder_decoder": (False,),
 }
-# What the number of experts is called.
+# The keys for the number of experts.
 EXPERT_COUNTS = ("num_experts", "num_local_experts")
-# Where null is a value of its own, and not a key that is left out.
+# Keys for which null is a value; for others it means that the key is left out.
 NULL = frozenset(
     {
         "num_key_value_heads",
@@ -89,7 +89,7 @@ NULL = frozenset(
 
 
 def never(value: Callable[[str], Any], layers: int) -> list[bool]:
-    """No layer slides."""
+    """Returns False for all layers: none has a sliding window."""
     del value
     return [False] * layers
 
@@ -118,7 +118,7 @@ def _all_but_some(value: Callable[[str], Any], layers: int) -> list[bool]:
 
 
 def _five_of_six(value: Callable[[str], Any], layers: int) -> list[bool]:
-    """The last one sees everything in any case."""
+    """Five of six layers have a sliding window; the last one never has."""
     del value
     return [(layer + 1) % 6 != 0 for layer in range(layers - 1)] + [False]
 
@@ -128,12 +128,15 @@ class ExpertFiles:
     """The keys and names by which a family's files describe experts.
 
     Attributes:
-        count: the key of their number; chosen: of those for a token; width: of the width of one.
-        normed: whether a token's weights add up to 1; None: as the key `norm_topk_prob` says.
-        module: the module of a layer that has router and experts.
-        matrices: the names of its gate, up and down; None: files have those of all experts as one.
-        asked_by: the key that says whether layers have experts, beside their MLP; None: they have,
-            in its place.
+        count: the key for the number of experts.
+        chosen: the key for the number of experts that each token uses.
+        width: the key for an expert's width.
+        normed: whether a token's weights add up to 1; None: the key `norm_topk_prob` says it.
+        module: the layer's module that has router and experts.
+        matrices: names of an expert's matrices gate, up and down; None: one tensor has those of all
+            experts.
+        asked_by: the key that says whether layers have experts besides their MLP; None: all have
+            experts, and no MLP.
     """
 
     count: str
@@ -147,24 +150,23 @@ class ExpertFiles:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FamilyFiles:
-    """The rules by which a family's files are read, and how its layers differ from others'.
+    """The rules by which a family's `config.json` is read, and the features of its layers.
 
     Attributes:
-        title: its name among people.
+        title: the family's common name.
         architecture: the class that exported files name.
-        defaults: keys beside the common ones that are read, and all that a file may leave out, with
-            what they are then.
-        honoured: further keys that are read, if they are there.
-        must_be: values with which a key changes nothing.
-        sliding: the rule for layers that slide, where `layer_types` does not say it.
-        biased: matrices that have a bias in every checkpoint, by their names here.
-        offset_norms: norms multiply by 1 + w.
-        scaled_embeddings: embeddings are multiplied by the root of their width.
-        head_norms: queries and keys are normed, head by head.
-        value_norms: so are values, by a norm without weights; and scores are not scaled.
+        defaults: values of keys that a file may leave out, common keys and the family's own.
+        honoured: further keys that are read, if the file has them.
+        must_be: keys that are refused unless they have one of these values.
+        sliding: the rule for layers with a sliding window, for files without `layer_types`.
+        biased: matrices that have a bias in every checkpoint, by their names in `tensors`.
+        offset_norms: norms multiply by 1 + w instead of w.
+        scaled_embeddings: embeddings are multiplied by the square root of their width.
+        head_norms: each head's queries and keys are normed.
+        value_norms: values are normed, too, without weights; and scores are not scaled.
         post_norms: attention and MLP each end in a norm.
         scaled_layers: a layer's output is multiplied by a number that is not trained.
-        ropes: rotary positions of each kind of layer, where files do not say them; None: they have
+        ropes: rotary positions of each kind of layer, for files without them; None: the files have
             the keys of one kind.
         experts: the description of experts; None: each layer has a plain MLP.
     """
@@ -187,7 +189,7 @@ class FamilyFiles:
 
     @property
     def known(self) -> frozenset[str]:
-        """Keys that are read."""
+        """The keys that are read."""
         return COMMON | self.honoured | self.defaults.keys()
 
 
@@ -203,7 +205,7 @@ _GEMMA: dict[str, Any] = {
     "attention_bias": False,
 }
 _ONE_WAY = {"use_bidirectional_attention": (False, None)}
-# `router_jitter_noise` would add noise to what a router is given in training.
+# `router_jitter_noise` would add noise to the router's input in training.
 _ROUTED = {"output_router_logits": (False, True), "router_jitter_noise": (0,)}
 
 FAMILY_FILES: dict[Family, FamilyFiles] = {
@@ -245,7 +247,7 @@ FAMILY_FILES: dict[Family, FamilyFiles] = {
         title="Gemma, the first",
         architecture="GemmaForCausalLM",
         defaults={"num_key_value_heads": 16, "hidden_act": "gelu_pytorch_tanh", **_GEMMA},
-        # The reference takes no notice of it.
+        # transformers ignores this key.
         must_be={"hidden_activation": ("gelu_pytorch_tanh",), **_ONE_WAY},
         offset_norms=True,
         scaled_embeddings=True,
@@ -273,7 +275,7 @@ FAMILY_FILES: dict[Family, FamilyFiles] = {
         title="Gemma 3, its text model",
         architecture="Gemma3ForCausalLM",
         honoured=frozenset({"_sliding_window_pattern", "layer_types", "final_logit_softcapping"}),
-        # The reference reads the cap of attention's scores, and then applies none.
+        # transformers reads the cap of attention scores, but does not apply it.
         must_be={"attn_logit_softcapping": (None,), **_ONE_WAY},
         defaults={
             "vocab_size": 262_208,
@@ -310,7 +312,7 @@ FAMILY_FILES: dict[Family, FamilyFiles] = {
                 "moe_intermediate_size",
             }
         ),
-        # Between tokens of text "vision" looks back, as None does.
+        # "vision" is causal among text tokens, as None is.
         must_be={
             "use_bidirectional_attention": (None, "vision"),
             "rope_theta": (None,),
@@ -373,9 +375,9 @@ FAMILY_FILES: dict[Family, FamilyFiles] = {
             "norm_topk_prob": False,
             "router_aux_loss_coef": 0.001,
         },
-        # Of which the reference takes no notice.
+        # transformers ignores these keys.
         honoured=frozenset({"max_window_layers"}),
-        # A decoder whose layers are not all alike is not one scan.
+        # Layers with experts among layers without would not fit into one scan.
         must_be={"decoder_sparse_step": (1,), "mlp_only_layers": ([],), **_ROUTED},
         sliding=_all_if_asked,
         head_norms=True,

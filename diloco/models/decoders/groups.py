@@ -1,8 +1,8 @@
-"""Layers of a decoder in groups of like ones, and the loop over them (ADR 98).
+"""Divides a decoder's layers into groups of equal ones, and loops over them (ADR 98).
 
-A group is a decoder's configuration of its own, whose layers are all alike: its tensors are
-stacked, and attention and blocks are told nothing of the others. Layers run in stages, each a
-`lax.scan` over the shortest sequence of groups that the stage repeats.
+A group has a configuration of its own, and its layers are all alike, so that their tensors can be
+stacked; attention and blocks know one group only. Layers run in stages: a stage is a `lax.scan`
+over the shortest sequence of groups that it repeats.
 
 Shapes: as in `model`; S layers of a group in one repetition, X repetitions.
 """
@@ -18,19 +18,19 @@ import jax.numpy as jnp
 from diloco.models.decoders.config import DecoderConfig
 from diloco.models.decoders.experts import Load
 
-SLIDES, FED = "slides", "fed"  # what a layer is given beside its tensors
-# Keys and values of a layer, [B, L, G, K] each.
+SLIDES, FED = "slides", "fed"  # keys of a layer's further inputs, next to its tensors
+# The keys and values of a layer, [B, L, G, K] each.
 KeysAndValues = tuple[jax.Array, jax.Array]
 
 
 class Group(NamedTuple):
-    """Layers that are alike.
+    """Layers of a decoder that are alike.
 
     Attributes:
         name: key of the group's tensors within the tree of layers; "": one group is the whole tree.
-        config: of a decoder that has these layers alone.
+        config: configuration of a decoder with these layers only.
         numbers: indices of the layers in the whole decoder.
-        keeps: whether layers of another group take keys and values of these.
+        keeps: whether layers of another group use keys and values of these.
     """
 
     name: str
@@ -39,8 +39,8 @@ class Group(NamedTuple):
     keeps: bool
 
 
-# (x [B, L, D], the layer's tensors, keys and values that it takes) -> x, those that it keeps, its
-# experts' load.
+# (x [B, L, D], the layer's tensors, another layer's keys and values) -> x, own keys and values, the
+# load of its experts.
 Block = Callable[
     [jax.Array, Mapping[str, Any], KeysAndValues | None],
     tuple[jax.Array, KeysAndValues | None, Load | None],
@@ -51,8 +51,8 @@ class Stage(NamedTuple):
     """Layers that run in one loop.
 
     Attributes:
-        names: of the groups of its layers, in one repetition.
-        repeats: X.
+        names: for each layer of one repetition, the name of its group.
+        repeats: the number of repetitions, X.
     """
 
     names: tuple[str, ...]
@@ -61,7 +61,7 @@ class Stage(NamedTuple):
 
 @functools.cache
 def groups_of(config: DecoderConfig) -> dict[str, Group]:
-    """The groups of a decoder's layers, by their names."""
+    """Returns the groups of a decoder's layers by name."""
     if config.unlike is None:
         return {"": Group("", config, tuple(range(config.layers)), keeps=False)}
     names = _names(config)
@@ -75,7 +75,7 @@ def groups_of(config: DecoderConfig) -> dict[str, Group]:
 
 
 def stages_of(config: DecoderConfig) -> tuple[Stage, ...]:
-    """The stages of a decoder: first layers with keys of their own, then the others."""
+    """Returns a decoder's stages: first layers with their own keys, then those that share some."""
     if config.unlike is None:
         return (Stage(("",), config.layers),)
     names = _names(config)
@@ -84,7 +84,7 @@ def stages_of(config: DecoderConfig) -> tuple[Stage, ...]:
 
 
 def _names(config: DecoderConfig) -> tuple[str, ...]:
-    """The name of each layer's group."""
+    """Returns the name of each layer's group."""
     assert config.unlike is not None
     first = config.layers - config.unlike.shared
     return tuple(
@@ -127,14 +127,14 @@ def scan_layers(
     fed_NxBxLxP: jax.Array | None,
     block_of: Callable[[Group], Block],
 ) -> tuple[jax.Array, Load | None]:
-    """The output of all layers, and the load of their experts, [N, E].
+    """Runs all layers; returns their output, and the load of their experts, [N, E].
 
     Args:
-        config: of the decoder.
-        layers: tensors, stacked; of each group by its name, where there are several.
-        x_BxLxD: what the first layer is given.
-        fed_NxBxLxP: what each layer is given of each token besides.
-        block_of: one layer of a group.
+        config: the decoder's configuration.
+        layers: stacked tensors of the layers; with several groups, a mapping for each group's name.
+        x_BxLxD: the first layer's input.
+        fed_NxBxLxP: each layer's further input for each token (per-layer embeddings).
+        block_of: returns the function that computes one layer of a group.
     """
     groups = groups_of(config)
     blocks = {name: block_of(group) for name, group in groups.items()}
@@ -165,7 +165,7 @@ def _none_yet(config: DecoderConfig, x_BxLxD: jax.Array) -> KeysAndValues:
 def _folded(
     group: Group, layers: Mapping[str, Any], fed_NxBxLxP: jax.Array | None, stage: Stage
 ) -> Any:
-    """A group's tensors and what is given beside them, [X, S, ...] each."""
+    """Returns a group's tensors and further inputs for a scan, [X, S, ...] each."""
     given = {**layers, SLIDES: jnp.asarray(group.config.sliding)}
     if fed_NxBxLxP is not None:
         given[FED] = fed_NxBxLxP[jnp.asarray(group.numbers)]
@@ -179,7 +179,7 @@ def _step(
     carry: tuple[jax.Array, dict[str, KeysAndValues]],
     scanned: Mapping[str, Any],
 ) -> tuple[tuple[jax.Array, dict[str, KeysAndValues]], Load | None]:
-    """One repetition of a stage; the load of its layers is [layers, E]."""
+    """Computes one repetition of a stage; the load of its layers is [layers, E]."""
     x_BxLxD, kept = carry
     done = dict.fromkeys(stage.names, 0)
     loads = []
@@ -196,7 +196,7 @@ def _step(
 
 
 def attended(config: DecoderConfig, length: int) -> int:
-    """Products of a query's number with a key's, of a token in all layers of rows of `length`."""
+    """Returns the multiplications of queries with keys per token, in rows of `length` tokens."""
     total = 0
     for group in groups_of(config).values():
         own = group.config

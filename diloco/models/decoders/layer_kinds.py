@@ -1,4 +1,4 @@
-"""Experts, and the differences between layers that are not all alike, as in `config.json`."""
+"""Hyperparameters of experts, and of decoders whose layers differ, as in `config.json`."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any
@@ -14,12 +14,12 @@ class Experts:
     """The experts of each layer, of which a router chooses some for each token.
 
     Attributes:
-        count: E.
-        chosen: of them for a token, C.
-        width: of one, F.
-        normed: whether the weights of those that are chosen are divided by their sum.
-        balance: the factor of the loss of an unequal load, which is added to the training loss.
-        beside: whether the layer has an MLP too, to whose output theirs is added.
+        count: the number of experts, E.
+        chosen: the number of experts that each token uses, C.
+        width: the width of an expert, F.
+        normed: whether the weights of a token's experts are divided by their sum.
+        balance: factor of the load-balancing loss, which is added to the training loss.
+        beside: whether the layer also has an MLP, whose output is added to that of the experts.
     """
 
     count: int
@@ -35,12 +35,12 @@ class Unlike:
     """The differences between layers that are not all alike (Gemma 4).
 
     Attributes:
-        full_head_width: K of layers that see everything.
-        full_kv_heads: G of them.
-        full_keys_are_values: their values are their keys, as these are before norm and rotation.
-        shared: number of last layers without keys and values: each takes those of the last layer
-            of its kind that has some.
-        shared_mlp_width: F of these layers.
+        full_head_width: K of full layers, which have no sliding window.
+        full_kv_heads: G of full layers.
+        full_keys_are_values: values of full layers are their keys before norm and rotation.
+        shared: number of last layers without own keys and values: each uses those of the last
+            layer of its kind that has some.
+        shared_mlp_width: F of these last layers.
     """
 
     full_head_width: int

@@ -1,11 +1,11 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) beside a decoder's matrices, which stay as they are.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) for a decoder's matrices, which are frozen.
 
 A matrix W [I, O] of a layer computes x W + (alpha / R) x A B, with A [I, R] and B [R, O]. B begins
-at zero, so that version 0 is the base; A as `peft` draws it. A and B are what is trained and what
-travels; each is merged by itself, of which their product is not the mean of the products.
+at zero, so that version 0 is the base; A is drawn as by `peft`. Only A and B are trained and sent.
+Each is merged separately, so that their product is not the mean of the learners' products.
 
-Experts are adapted as `peft` adapts parameters that are no modules (`target_parameters`): gate and
-up of a layer's experts are one matrix of each expert, to which the product A B is added.
+Adapters of experts follow `target_parameters` of `peft`: gate and up of an expert are one matrix,
+to which the product A B is added.
 
 Shapes: as in `model`; R rank, I and O inputs and outputs of a matrix, E experts.
 """
@@ -30,20 +30,20 @@ from diloco.models.decoders.tensors import LAYERS, TensorEntry, table
 
 TRAINED, FROZEN = "trained/", "frozen/"
 _DRAWN = "dropout_keys"
-# Parameters of experts as transformers has them in memory, and their adapters' names here.
+# Experts' parameters by their names in transformers -> the names of their adapters here.
 EXPERTS = {"experts.gate_up_proj": GATE_UP, "experts.down_proj": OUT}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lora:
-    """The matrices that have adapters, and the adapters' kind.
+    """The matrices that have adapters, and the adapters' hyperparameters.
 
     Attributes:
-        rank: R.
+        rank: the rank, R.
         alpha: adapters are multiplied by alpha / R.
-        targets: matrices by their names here, such as "q", in the table's order.
-        dropout: share of an adapter's inputs that a training step leaves out. Which ones follows
-            from the step's key, which the run's seed, the learner and the position give.
+        targets: names of matrices as in `tensors`, such as "q", in the order of its table.
+        dropout: share of an adapter's inputs that a training step drops, drawn by the step's key,
+            which depends on the run's seed, the learner and the position.
     """
 
     rank: int
@@ -53,12 +53,12 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """The scale of the product of both halves."""
+        """The factor of the product A B."""
         return self.alpha / self.rank
 
 
 class AdapterParams(NamedTuple):
-    """The arguments that `model.hidden_of` takes besides the base."""
+    """The arguments of `model.hidden_of` for adapters."""
 
     product: Product
     beside: Params
@@ -68,7 +68,7 @@ ALONE = AdapterParams(plain_product, None)
 
 
 def matrices_of(config: DecoderConfig) -> dict[str, TensorEntry]:
-    """Matrices of layers that may have an adapter, by the ecosystem's names: not experts'."""
+    """Returns the matrices that may have an adapter, without experts', by `peft`'s names."""
     return {
         entry.checkpoint_name.split(".")[-2]: entry
         for entry in table(config).values()
@@ -77,7 +77,7 @@ def matrices_of(config: DecoderConfig) -> dict[str, TensorEntry]:
 
 
 def experts_of(config: DecoderConfig) -> dict[str, TensorEntry]:
-    """The parameters of all experts of a layer that may have an adapter, by `peft`'s names."""
+    """Returns the experts' parameters that may have an adapter, by `peft`'s names."""
     if config.experts is None:
         return {}
     N, E, D, F = config.layers, config.experts.count, config.width, config.experts.width
@@ -96,13 +96,13 @@ def experts_of(config: DecoderConfig) -> dict[str, TensorEntry]:
 
 
 def adapted_of(config: DecoderConfig) -> dict[str, TensorEntry]:
-    """All that may have an adapter, by names here."""
+    """Returns all tensors that may have an adapter, by their names in `tensors`."""
     known = matrices_of(config) | experts_of(config)
     return {entry.name: entry for entry in known.values()}
 
 
 class LoraOptions(BaseModel):
-    """The option `lora` of the task."""
+    """The option `lora` of a task."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -113,10 +113,10 @@ class LoraOptions(BaseModel):
 
 
 def read_lora(given: LoraOptions | None, config: DecoderConfig) -> Lora | None:
-    """The option `lora`, with its matrices as this decoder has them.
+    """Resolves the option `lora` for this decoder; returns None without it.
 
     Raises:
-        TaskError: a target is none of them.
+        TaskError: a target is no matrix of this decoder.
     """
     if given is None:
         return None
@@ -148,7 +148,7 @@ def read_lora(given: LoraOptions | None, config: DecoderConfig) -> Lora | None:
 
 
 def init_adapters(config: DecoderConfig, lora: Lora, key: jax.Array) -> Params:
-    """Fresh float32 adapters: A uniform within 1 / sqrt(I), as `peft` draws it; B zero."""
+    """Returns new float32 adapters: A uniform within 1 / sqrt(I), as by `peft`; B zero."""
     adapters: dict[str, Any] = {}
     for number, name in enumerate(lora.targets):
         *stacked, inputs, outputs = adapted_of(config)[LAYERS + name].shape
@@ -164,9 +164,9 @@ def init_adapters(config: DecoderConfig, lora: Lora, key: jax.Array) -> Params:
 
 
 def base_dtypes(config: DecoderConfig, dtype: str) -> dict[str, np.dtype]:
-    """The dtypes of a frozen base: matrices as products want them, norms in float32.
+    """Returns the dtypes of a frozen base: `dtype` for matrices, float32 for norms.
 
-    It computes what a float32 base would: a product rounds its matrix to `dtype` anyway.
+    This changes no result, as products round their matrices to `dtype` anyway.
     """
     return {
         name: jnp.dtype(jnp.float32 if name.endswith("norm") else dtype) for name in table(config)
@@ -176,18 +176,18 @@ def base_dtypes(config: DecoderConfig, dtype: str) -> dict[str, np.dtype]:
 def with_adapters(
     lora: Lora | None, variables: Params, key: jax.Array | None
 ) -> tuple[Params, AdapterParams]:
-    """A decoder's parameters, and what stands beside them; without adapters, nothing.
+    """Returns a decoder's parameters, and arguments for its adapters (none without adapters).
 
     Args:
-        lora: the adapters' kind.
-        variables: parameters; with adapters, `Variables` whose frozen part they are.
-        key: a typed key of the step, for dropout; None leaves nothing out.
+        lora: the adapters' hyperparameters; None: no adapters.
+        variables: the parameters; with adapters, `Variables`, whose frozen part is the base.
+        key: the step's typed key, for dropout; None: no dropout.
     """
     if lora is None:
         return variables, ALONE
     assert isinstance(variables, Variables)
     adapters = variables.trained["layers"]
-    # Experts know no scale.
+    # Experts get their adapters with the scale already applied.
     scaled = {
         name: halves | {UP: halves[UP] * lora.scale} if name in EXPERTS.values() else halves
         for name, halves in adapters.items()
@@ -219,13 +219,13 @@ def _dropped(share: float, x: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def half_partition(half: str, whole: PartitionSpec) -> PartitionSpec:
-    """The cut of half an adapter: as its matrix, along the axis that both have."""
+    """Returns the partition of A or B: that of its matrix on the axis that they share."""
     *stacked, inputs, outputs = whole
     return PartitionSpec(*stacked, *((inputs,) if half == DOWN else (None, outputs)))
 
 
 def adapter_count(config: DecoderConfig, lora: Lora) -> int:
-    """The number of parameters that are trained."""
+    """Returns the number of parameters of all adapters, which are trained."""
     shapes = [adapted_of(config)[LAYERS + name].shape for name in lora.targets]
     return sum(
         math.prod(stacked) * lora.rank * (inputs + outputs) for *stacked, inputs, outputs in shapes
@@ -233,13 +233,13 @@ def adapter_count(config: DecoderConfig, lora: Lora) -> int:
 
 
 class AdaptedMatrix:
-    """A stacked matrix with its adapter added to it; layers are computed as they are asked for.
+    """A stacked matrix plus its adapter; each layer is computed when it is read.
 
     Args:
-        base: [N, I, O]; of experts [N, E, I, O].
-        down: [N, I, R], or [N, E, I, R].
-        up: [N, R, O], or [N, E, R, O].
-        scale: of their product.
+        base: the matrix, [N, I, O]; of experts [N, E, I, O].
+        down: A, [N, I, R], or [N, E, I, R].
+        up: B, [N, R, O], or [N, E, R, O].
+        scale: factor of the product A B.
     """
 
     def __init__(self, base: Any, down: np.ndarray, up: np.ndarray, scale: float) -> None:

@@ -37,12 +37,12 @@ class Rope:
 
     Attributes:
         theta: base of the frequencies.
-        kind: "default"; "linear": all frequencies divided by `factor`; "llama3": low ones are, high
-            ones are not, with a ramp between (Llama 3.1); "yarn": so by another ramp, and what is
-            turned grows by `amplitude` (arXiv 2309.00071); "dynamic": as "default" in rows of no
-            more positions than the model was trained for; "proportional": only the first pairs of
-            a head turn, the share `partial_rotary_factor` of them (Gemma 4).
-        scaling: the parameters of the kind, by the names of config.json.
+        kind: "default"; "linear": all frequencies are divided by `factor`; "llama3": low ones are,
+            high ones are not, with a ramp between (Llama 3.1); "yarn": the same with another ramp,
+            and heads grow by `amplitude` (arXiv 2309.00071); "dynamic": as "default" up to the
+            length that the model was trained for; "proportional": only the first pairs of a head
+            are rotated, the share `partial_rotary_factor` of them (Gemma 4).
+        scaling: the kind's parameters, by their keys in config.json.
     """
 
     theta: float
@@ -51,15 +51,15 @@ class Rope:
 
     @classmethod
     def parse(cls, kind: Any, given: Mapping[str, Any], positions: Any = None) -> Self:
-        """Parse the keys that a config.json gives.
+        """Parses the keys of a config.json.
 
         Args:
-            kind: by its name there.
+            kind: the value of `rope_type`.
             given: the other keys.
-            positions: that the model is for, where the keys do not say of how many it was.
+            positions: the length that the model was trained for, if the other keys do not say it.
 
         Raises:
-            ValueError: no such kind, or a key is missing, unknown or no positive number.
+            ValueError: the kind is unknown; or a key is missing, unknown or no positive number.
         """
         if kind not in _KEYS:
             raise ValueError(f"rope_type {kind!r} is not known")
@@ -79,11 +79,11 @@ class Rope:
         return cls(float(given["rope_theta"]), kind, scaling)
 
     def parameters(self) -> dict[str, Any]:
-        """The key `rope_parameters` of a `config.json`."""
+        """Returns the value of `rope_parameters` in a `config.json`."""
         return {"rope_type": self.kind, "rope_theta": self.theta, **dict(self.scaling)}
 
     def document(self) -> dict[str, Any]:
-        """The keys of a config.json for one kind of layer, in both spellings."""
+        """Returns the keys of a config.json for one kind of layer, in both spellings."""
         scaling = {"rope_type": self.kind, **dict(self.scaling)}
         return {
             "rope_theta": self.theta,
@@ -108,7 +108,7 @@ class Rope:
         return grown(1.0)
 
     def frequencies(self, head_width: int) -> np.ndarray:
-        """Radians that a position turns each pair by, float32 [K/2]."""
+        """Returns the angle of each pair per position, in radians, float32 [K/2]."""
         exponent_K2 = np.arange(0, head_width, 2, dtype=np.float32) / np.float32(head_width)
         power_K2 = (self.theta ** exponent_K2.astype(np.float64)).astype(np.float32)
         plain_K2 = np.float32(1) / power_K2
@@ -125,11 +125,11 @@ class Rope:
 
 
 def _yarn(power_K2: np.ndarray, theta: float, scaling: Mapping[str, Any]) -> np.ndarray:
-    """Frequencies by how often their pairs turned within the context of the first training."""
+    """Returns frequencies, scaled by the turns that a pair makes in the original context."""
     pairs = len(power_K2)
 
     def pair_of(turns: float) -> float:
-        """The pair that turns so often."""
+        """Returns the pair, a fraction, that makes so many turns."""
         return pairs * math.log(scaling[_ORIGINAL] / (turns * 2 * math.pi)) / math.log(theta)
 
     first, last = pair_of(scaling.get("beta_fast", 32)), pair_of(scaling.get("beta_slow", 1))
@@ -137,7 +137,7 @@ def _yarn(power_K2: np.ndarray, theta: float, scaling: Mapping[str, Any]) -> np.
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, 2 * pairs - 1)
     last = last + 0.001 if first == last else last
-    # Rounded as the reference rounds: far along a row a last bit is 1e-5 of a turn.
+    # Rounded as in transformers: at distant positions, a last bit is 1e-5 of a turn.
     one, factor = np.float32(1), np.float32(scaling["factor"])
     place_K2 = np.arange(pairs, dtype=np.float32) - np.float32(first)
     kept_K2 = one - np.clip(place_K2 / np.float32(last - first), 0, 1)
@@ -153,7 +153,7 @@ def _llama3(
     high_freq_factor: float,
     original_max_position_embeddings: float,
 ) -> np.ndarray:
-    """Frequencies by how many of their waves the context of the first training held."""
+    """Returns frequencies, scaled by the number of their waves in the original context."""
     waves_K2 = original_max_position_embeddings * plain_K2.astype(np.float64) / (2 * math.pi)
     ramp_K2 = (waves_K2 - low_freq_factor) / (high_freq_factor - low_freq_factor)
     kept_K2 = np.clip(ramp_K2, 0, 1)

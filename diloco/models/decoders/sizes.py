@@ -1,4 +1,4 @@
-"""Published sizes of decoders, as files of each family, without what the family itself gives."""
+"""Published sizes of decoders, as `config.json` of each family without the family's defaults."""
 
 from typing import Any
 
@@ -64,7 +64,7 @@ def _gemma3(width: int, mlp: int, layers: int, heads: int, kv_heads: int, **othe
 def _gemma4(
     width: int, mlp: int, layers: int, heads: int, kv_heads: int, period: int, **other: Any
 ) -> Any:
-    """Every so many layers one sees everything."""
+    """Returns a size of Gemma 4, in which one layer of each `period` has no sliding window."""
     every = ["sliding_attention"] * (period - 1) + ["full_attention"]
     return {
         "model_type": "gemma4_text",
@@ -186,5 +186,5 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def size_named(name: str) -> DecoderConfig:
-    """The decoder of a published size."""
+    """Returns the configuration of a published size."""
     return parse_config(SIZES[name], source=name)

@@ -1,4 +1,4 @@
-"""A decoder's tensors: their names and shapes here, and in a folder of Hugging Face."""
+"""A decoder's tensors: their names and shapes in this project and in Hugging Face checkpoints."""
 
 import dataclasses
 import itertools
@@ -12,22 +12,22 @@ from diloco.models.decoders.families import FAMILY_FILES
 from diloco.models.decoders.groups import Group, attended, groups_of
 
 LAYERS = "layers/"
-BIAS = "_bias"  # behind the name of a matrix
+BIAS = "_bias"  # suffix of the matrix's name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorEntry:
-    """One tensor.
+    """A tensor of a decoder; of several layers, it stacks one checkpoint tensor of each.
 
     Attributes:
-        name: here, as leaves of the parameters are named.
-        checkpoint_name: there; with `{}` for the layer's number where they are stacked here, and
-            another for the expert's.
-        shape: here.
-        transposed: whether the last two axes are the other way round there.
-        axes: the kinds of the axes, for partition specifications. An axis "both" and the one of the
-            matrices' outputs are one there: first all of the first matrix, then of the second.
-        layers: there, the numbers of those that are stacked here.
+        name: its name as a leaf of the parameters.
+        checkpoint_name: its name in checkpoints, with `{}` for the number of each stacked layer,
+            and a second one for the expert's number.
+        shape: the leaf's shape.
+        transposed: whether checkpoints have the last two axes in the other order.
+        axes: the kinds of the leaf's axes, for partitions. The axis "both" counts two matrices,
+            which checkpoints have one after the other on their output axis.
+        layers: numbers of the stacked layers in checkpoints.
     """
 
     name: str
@@ -39,12 +39,12 @@ class TensorEntry:
 
     @property
     def stacked(self) -> int:
-        """The number of leading axes that count tensors of the checkpoint: layers, and experts."""
+        """The number of leading axes that stack checkpoint tensors: layers, and experts."""
         return self.checkpoint_name.count("{}")
 
     @property
     def checkpoint_shape(self) -> tuple[int, ...]:
-        """The shape of one tensor of the checkpoint."""
+        """The shape of one of its checkpoint tensors."""
         shape = self._turned_shape
         if "both" not in self.axes:
             return shape
@@ -57,24 +57,24 @@ class TensorEntry:
         return (*shape[:-2], *shape[:-3:-1]) if self.transposed else shape
 
     def from_checkpoint(self, values: np.ndarray) -> np.ndarray:
-        """A tensor of the checkpoint as a part of this one."""
+        """Converts one checkpoint tensor to the part of this leaf that it is."""
         values = values.reshape(self._turned_shape)
         return np.swapaxes(values, -1, -2) if self.transposed else values
 
     def to_checkpoint(self, values: np.ndarray) -> np.ndarray:
-        """A part of this tensor as the checkpoint has it."""
+        """Converts a part of this leaf to a checkpoint tensor."""
         there = np.swapaxes(values, -1, -2) if self.transposed else values
         return there.reshape(self.checkpoint_shape)
 
     def checkpoint_names(self) -> tuple[str, ...]:
-        """Names of the checkpoint's tensors that are one tensor here, in their order."""
+        """Returns the names of the checkpoint tensors that this leaf stacks, in order."""
         counted = map(range, self.shape[1 : self.stacked])
         places = itertools.product(*([self.layers] if self.stacked else []), *counted)
         return tuple(self.checkpoint_name.format(*place) for place in places)
 
 
 def table(config: DecoderConfig) -> dict[str, TensorEntry]:
-    """All tensors of a decoder, by their names here."""
+    """Returns all tensors of a decoder by name."""
     D, V = config.width, config.vocab
     entries = [
         _whole("embed", "model.embed_tokens.weight", (V, D), ("vocab", "width")),
@@ -89,14 +89,14 @@ def table(config: DecoderConfig) -> dict[str, TensorEntry]:
 
 
 def multiplied(config: DecoderConfig) -> int:
-    """Parameters that a token is multiplied with: of all its matrices, the head's too."""
+    """Returns the number of matrix parameters that a token is multiplied with, head included."""
     entries = table(config).values()
     matrices = sum(_used(config, entry) for entry in entries if entry.transposed)
     return matrices + config.vocab * config.width
 
 
 def active(config: DecoderConfig) -> int:
-    """Parameters that are used for a token: of experts, those of its own."""
+    """Returns the number of parameters used for one token; of experts, those that it uses."""
     return sum(_used(config, entry) for entry in table(config).values())
 
 
@@ -108,7 +108,7 @@ def _used(config: DecoderConfig, entry: TensorEntry) -> int:
 
 
 def operations(config: DecoderConfig, length: int) -> float:
-    """As `Task.flops_per_token`, in rows of `length` tokens."""
+    """Returns `Task.flops_per_token` in rows of `length` tokens."""
     return flops_per_token(multiplied(config), attended(config, length))
 
 
@@ -131,7 +131,7 @@ def _layer(group: Group) -> list[TensorEntry]:
 
 
 def _fed(config: DecoderConfig) -> list[TensorEntry]:
-    """Tensors that make what each layer is fed of each token besides."""
+    """Returns the tensors from which per-layer embeddings are computed."""
     if not config.fed_width:
         return []
     D, P = config.width, config.fed_width
@@ -149,7 +149,7 @@ def _fed(config: DecoderConfig) -> list[TensorEntry]:
 
 
 def _beside(group: Group) -> list[TensorEntry]:
-    """Tensors of layers that add what they are fed, and that are scaled."""
+    """Returns the tensors of layers for per-layer embeddings and for the scale of outputs."""
     D, P = group.config.width, group.config.fed_width
     found = []
     if P:
@@ -196,8 +196,7 @@ def _mlp(group: Group) -> list[TensorEntry]:
 
 
 def _norms(config: DecoderConfig) -> list[tuple[str, str]]:
-    # What is called post_attention_layernorm follows attention where halves end in norms; elsewhere
-    # it precedes the MLP.
+    # With post_norms, post_attention_layernorm follows attention; otherwise it precedes the MLP.
     norms = [("attn_norm", "input_layernorm")]
     if config.post_norms:
         norms += [
@@ -248,7 +247,7 @@ def _matrix(
 def _experts(
     group: Group, name: str, source: str, shape: tuple[int, ...], axes: tuple[str, ...]
 ) -> TensorEntry:
-    """A tensor of all experts of a layer, which is one in the checkpoint too."""
+    """Returns the entry of a tensor that has all experts of a layer in checkpoints, too."""
     entry = _stacked(group, name, f"experts.{source}", shape, axes)
     return dataclasses.replace(entry, transposed=True)
 

@@ -1,7 +1,7 @@
-"""Token files as examples: windows, each read from its place, so a terabyte needs no memory.
+"""Token files as training examples: windows that are read from disk one by one.
 
 A folder has `train*.npy` and `held_out*.npy`: arrays of one axis, uint16 or uint32 (or any other
-integers), one document after the other, each with the end-of-text token behind it. Window i of a
+integers), one document after the other, each followed by the end-of-text token. Window i of a
 file begins at token i * L and has L + 1 of them, since the last is a target only.
 
 Shapes: L positions that a window predicts.
@@ -20,13 +20,13 @@ class TokenWindows:
     """A source of examples for grain: int32 [L + 1] each.
 
     Args:
-        paths: of the files, in their order.
-        length: L.
-        vocab: that tokens are below; each window is held to it as it is read.
-        masked: ~t, which is below 0, is the token t that is not trained on.
+        paths: the files, in order.
+        length: positions that a window predicts, L.
+        vocab: size of the vocabulary; each window is checked when it is read.
+        masked: whether a negative number ~t stands for a token t that is not trained on.
 
     Raises:
-        TaskError: a file cannot be read, is of another kind, or all are too short.
+        TaskError: a file cannot be read or has another format, or all are too short.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class TokenWindows:
 
 
 class TokenFile(NamedTuple):
-    """The place of the tokens in a file, and their number."""
+    """A token file: the offset of its tokens, and their number."""
 
     path: Path
     dtype: np.dtype[np.integer]
@@ -69,9 +69,9 @@ class TokenFile(NamedTuple):
     tokens: int
 
     def read(self, first: int, count: int) -> np.ndarray:
-        """Tokens of the file.
+        """Reads `count` tokens of the file from number `first` on.
 
-        No memory map is used: a file that is truncated meanwhile would end its reader by a signal.
+        It uses no memory map, with which a file that is truncated would kill the process.
         """
         offset = self.offset + first * self.dtype.itemsize
         try:
@@ -84,7 +84,7 @@ class TokenFile(NamedTuple):
 
 
 def files_of(folder: Path, side: str) -> list[Path]:
-    """The token files of one side, "train" or "held_out".
+    """Returns the token files of one side, "train" or "held_out".
 
     Raises:
         TaskError: the folder has no such files.

@@ -1,6 +1,6 @@
-"""Folders of tokens: whether each is what its manifest says, and one's rows or a mixture's.
+"""Checks folders of tokens by their manifests; gives the rows of one folder or of a mixture.
 
-A folder that has no manifest is taken as it is (`windows.files_of`).
+A folder without a manifest is used unchecked (`token_windows.files_of`).
 """
 
 import hashlib
@@ -45,12 +45,12 @@ class TokenFolders:
     Args:
         data: a folder, or folders with their weights.
         length: tokens that a row predicts.
-        vocab: of the model.
-        model: its folder, whose tokenizer must have made the tokens, if it has one.
-        digests: SHA-256 of each folder's manifest, in any order; none: any data will do.
+        vocab: size of the model's vocabulary.
+        model: the model's folder; if it has a tokenizer, the tokens must be from the same one.
+        digests: SHA-256 of each folder's manifest, in any order; empty: any data.
 
     Raises:
-        DataError: a folder is missing, not whole, or not made for this model or mixture.
+        DataError: a folder is missing, incomplete, or not made for this model or mixture.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class TokenFolders:
         model: Path | None = None,
         digests: Sequence[str] = (),
     ) -> None:
-        # By name: the order of a file's keys is nobody's promise, and learners must agree.
+        # Sorted, since learners must agree, and keys in a file have no order.
         given = {data: 1.0} if isinstance(data, str) else dict(sorted(data.items()))
         self._folders = [Path(name) for name in given]
         self._weights = [weight / sum(given.values()) for weight in given.values()]
@@ -84,13 +84,13 @@ class TokenFolders:
         return ends.pop() if len(ends) == 1 else None
 
     def train(self, seed: int) -> "grain.MapDataset[np.ndarray]":
-        """The training windows, as a dataset whose length is an epoch."""
+        """Returns the training windows as a dataset of one epoch."""
         import grain
 
         sources = [grain.MapDataset.source(self._windows(i, "train")) for i in self._numbers()]
         if len(sources) == 1:
             return sources[0]
-        # Each source in an order of its own, so that no epoch has a stretch of one.
+        # Each source is shuffled by itself, so that an epoch mixes all its parts.
         shuffled = [
             source.shuffle(seed=zlib.crc32(f"{seed}/mixture/{number}".encode()))
             for number, source in enumerate(sources)
@@ -98,7 +98,7 @@ class TokenFolders:
         return grain.MapDataset.select_from_datasets(shuffled, self._mixture(sources))
 
     def held_out(self, rows: int) -> list[np.ndarray]:
-        """Held-out rows, int32[1, L + 1] each, evenly spread: always the same ones."""
+        """Returns held-out rows, int32[1, L + 1] each, evenly spread; always the same ones."""
         found: list[np.ndarray] = []
         for number, weight in zip(self._numbers(), self._weights, strict=True):
             windows = self._windows(number, "held_out")
@@ -164,10 +164,10 @@ class TokenFolders:
 
 
 def _manifest_of(folder: Path) -> TokenManifest | None:
-    """A folder's manifest; None if nobody prepared it.
+    """Returns a folder's manifest; None if it has none.
 
     Raises:
-        DataError: it is not prepared to its end.
+        DataError: the folder's preparation is not finished.
     """
     path = folder / MANIFEST
     if path.exists():
@@ -181,7 +181,7 @@ def _manifest_of(folder: Path) -> TokenManifest | None:
 
 
 def _rules_of(model: Path | None) -> str | None:
-    """A digest of the rules of the model's own tokenizer; None if its folder has none."""
+    """Returns the digest of the tokenizer in the model's folder; None if it has none."""
     if model is None or not (path := model / "tokenizer.json").exists():
         return None
     try:
@@ -201,7 +201,7 @@ def _check_tokenizer(
             f"{str(folder)!r} was prepared by another tokenizer than that of {str(model)!r}",
             hint=f"prepare it again: diloco data prepare ... --tokenizer {model}",
         )
-    # Gemma 3's tokenizer knows a token that its text model has not: it is of images.
+    # Gemma 3's tokenizer has a token for images that the text model does not have.
     if manifest.tokenizer.vocabulary > vocab and (not own or manifest.largest >= vocab):
         raise DataError(
             f"{str(folder / MANIFEST)!r}: the tokenizer has {manifest.tokenizer.vocabulary} tokens,"
@@ -212,7 +212,7 @@ def _check_tokenizer(
 
 
 def _check_digests(folders: Sequence[Path], digests: Sequence[str]) -> None:
-    """Whether this machine has the data that the run was made for: shares hang on it."""
+    """Refuses data other than that of the run: shares are only valid for the same data."""
     for folder in folders:
         path = folder / MANIFEST
         found = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else "no digest"
@@ -224,7 +224,7 @@ def _check_digests(folders: Sequence[Path], digests: Sequence[str]) -> None:
 
 
 def _check_shards(folder: Path, manifest: TokenManifest) -> None:
-    """Whether all shards are there, in their size; their digests are for `diloco check`."""
+    """Refuses missing shards and wrong sizes; `diloco check` compares digests."""
     again = "copy the folder again (diloco data copy), or prepare it again"
     for shard in manifest.shards:
         path = folder / shard.name

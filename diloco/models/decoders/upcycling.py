@@ -1,7 +1,7 @@
-"""A mixture of experts from a dense checkpoint: sparse upcycling (arXiv 2212.05055).
+"""Makes a mixture of experts from a dense checkpoint: sparse upcycling (arXiv 2212.05055).
 
-Each expert begins as the checkpoint's MLP and the router as noise, so that the experts of a token
-add up to the MLP: version 0 is the dense decoder, and training takes the experts apart.
+Each expert begins as the checkpoint's MLP, and the router with noise. A token's experts then add up
+to the MLP: version 0 computes the dense decoder, and in training the experts become different.
 """
 
 import dataclasses
@@ -19,16 +19,16 @@ from diloco.models.decoders.tensors import LAYERS, table
 
 ROUTER_STD = 0.02
 _SEED = 2212_05055
-# What may differ between the two: names, what is carried, and what experts stand for.
+# Fields in which the two configurations may differ.
 _OTHER = {"family", "experts", "mlp_width", "positions", "tokens"}
 
 
 class LayersOf:
-    """A tensor whose layers are made of others' as they are asked for.
+    """A stacked tensor whose layers are computed when they are read.
 
     Args:
-        shape: of the whole.
-        made: one layer, by its number.
+        shape: the shape of all layers.
+        made: returns one layer, by its number.
 
     Attributes:
         shape: as given.
@@ -52,15 +52,15 @@ class LayersOf:
 def read_upcycled(
     folder: Path, dense: DecoderConfig, config: DecoderConfig
 ) -> dict[str, Rows | LayersOf]:
-    """The tensors of a mixture, made of a dense checkpoint's; no values are read yet.
+    """Returns the tensors of a mixture, made from a dense checkpoint; reads no values yet.
 
     Args:
-        folder: of the checkpoint.
-        dense: its decoder.
-        config: of the mixture.
+        folder: the checkpoint's folder.
+        dense: the checkpoint's configuration.
+        config: the mixture's configuration.
 
     Raises:
-        ConfigError: the two are of different shape, or the mixture would not compute the same.
+        ConfigError: shapes differ, or the mixture would not compute the same function.
     """
     _check_alike(folder, dense, config)
     source = read_checkpoint(folder, dense)
