@@ -1,8 +1,8 @@
-"""Attention of a decoder's layer: by XLA, or by the splash attention of JAX on TPUs.
+"""A decoder's attention: computed by XLA, or by JAX's splash attention on TPUs.
 
-Splash attention (`jax.experimental.pallas.ops.tpu.splash_attention`) never makes the scores [H, L,
-L] of a row, and skips blocks that a window or the causal mask leave out. It is a kernel, which the
-compiler cannot cut over a mesh by itself: each device is given its rows and heads.
+Splash attention (`jax.experimental.pallas.ops.tpu.splash_attention`) never stores the scores [H, L,
+L] of a row, and skips masked blocks. The compiler cannot partition this kernel over a mesh, so each
+device gets its own rows and heads.
 
 Shapes: as in `model`.
 """
@@ -24,22 +24,22 @@ from diloco.models.decoders.config import DecoderConfig
 
 ROWS = ("data", "fsdp")
 Kind = Literal["auto", "plain", "splash"]
-# What the kernel divides a head's width and a row by, and the largest block that it works on.
+# The number that must divide a head's width and a row's length; and the largest block.
 LANES, BLOCK = 128, 512
 # (whether the layer slides, q [B, L, H, K], k and v [B, L, G, K]) -> [B, L, H, K].
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def make_attention(config: DecoderConfig, segments_BxL: jax.Array, kind: str) -> Attend:
-    """Causal attention within documents; in a sliding layer, within its window.
+    """Returns causal attention within documents, and within the window in sliding layers.
 
     Args:
-        config: the decoder.
-        segments_BxL: the document that each token is of, int [B, L].
-        kind: "auto" is splash attention on TPUs, where it fits.
+        config: the decoder's configuration.
+        segments_BxL: each token's document, int [B, L].
+        kind: "plain", "splash", or "auto": splash attention on TPUs, if it fits.
 
     Raises:
-        TaskError: splash attention was asked for, and does not fit.
+        TaskError: kind is "splash", and splash attention does not fit.
     """
     if kind == "plain" or (kind == "auto" and _platform() != "tpu"):
         return _plain(config, segments_BxL)
@@ -55,7 +55,7 @@ def make_attention(config: DecoderConfig, segments_BxL: jax.Array, kind: str) ->
 
 
 def _platform() -> str | None:
-    """The platform of the mesh's devices; None without a mesh, and within `shard_map`."""
+    """Returns the platform of the mesh's devices; None without mesh, or within `shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.manual_axes:
         return None
@@ -64,7 +64,7 @@ def _platform() -> str | None:
 
 
 def _misfit(config: DecoderConfig, segments_BxL: jax.Array) -> str | None:
-    """Why the kernel cannot compute it, if it cannot."""
+    """Returns why the kernel cannot be used; None if it can."""
     rows, length = segments_BxL.shape
     cuts, tensor = math.prod(map(parts_along, ROWS)), parts_along("tensor")
     for what, size, divisor in (
@@ -116,7 +116,7 @@ def _capped(
     k_BxMxGxK: jax.Array,
     v_BxMxGxK: jax.Array,
 ) -> jax.Array:
-    """Attention whose scores are bounded by tanh, which JAX's own does not offer."""
+    """Computes attention with scores bounded by tanh, which JAX's attention does not offer."""
     rows, length, heads, width = q_BxLxHxK.shape
     q_BxLxGxQxK = q_BxLxHxK.reshape(rows, length, config.kv_heads, -1, width)
     scores_BxGxQxLxM = config.query_scale * jnp.einsum(
@@ -130,7 +130,7 @@ def _capped(
 
 
 def by_kind(config: DecoderConfig, slides: jax.Array, near: Any, full: Any) -> Any:
-    """The value for a layer that may slide; a choice only if the decoder has both kinds."""
+    """Returns `near` for a sliding layer, else `full`; selects at run time only if needed."""
     if all(config.sliding):
         return near
     if not any(config.sliding):
@@ -202,5 +202,5 @@ def _kernel(mask: masks.Mask, *, heads: int, cap: float | None, interpret: bool)
 
 
 def _heads_first(x: jax.Array) -> jax.Array:
-    """[B, L, H, K] as [B, H, L, K], and back."""
+    """Swaps the axes of positions and heads, [B, L, H, K] and [B, H, L, K]."""
     return jnp.swapaxes(x, 1, 2)

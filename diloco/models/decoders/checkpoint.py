@@ -1,7 +1,7 @@
-"""A decoder's tensors in a Hugging Face folder: read slice by slice, written file by file.
+"""Reads a decoder's tensors from a Hugging Face folder slice by slice; writes such folders.
 
-Nothing is read before it is asked for: a `Rows` knows its shape, and gives rows of its first axis.
-All headers are looked at first, so that a missing file or a tensor of another shape is known before
+Values are read when they are needed: a `Rows` has a shape, and reads rows of its first axis. The
+headers of all files are checked first, so that a missing file or a wrong shape is found before
 anything is done. A folder is written beside its place and renamed: one that stands there is whole.
 """
 
@@ -23,7 +23,7 @@ from diloco.models.decoders.groups import groups_of
 from diloco.models.decoders.tensors import TensorEntry, table
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-FILE_BYTES = 4 << 30  # of one file, about
+FILE_BYTES = 4 << 30  # the approximate size of a file
 DTYPES = {
     "float32": np.dtype(np.float32),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -43,7 +43,7 @@ CARRIED = (
     "generation_config.json",
 )
 _READ = {"F32", "BF16", "F16"}
-# The module of a layer's experts, as transformers has it in memory.
+# The module of a layer's experts in parameters that transformers saves itself.
 FUSED = "mlp"
 
 
@@ -52,9 +52,9 @@ class Place(NamedTuple):
 
     Attributes:
         path: the file.
-        tensor: of it, of which this is the `part`.
-        shape: of the part.
-        dtype: as safetensors names it.
+        tensor: name of a tensor in the file; this is its `part`.
+        shape: shape of the part.
+        dtype: dtype in the file, by its name in safetensors.
     """
 
     path: Path
@@ -65,15 +65,15 @@ class Place(NamedTuple):
 
 
 class Rows:
-    """One tensor of a decoder, of which rows of the first axis are read as they are asked for.
+    """A tensor of a decoder; rows of its first axis are read from the checkpoint when needed.
 
     Args:
         entry: the tensor.
-        places: of each tensor of the checkpoint, in the entry's order.
+        places: places of the checkpoint tensors that it stacks, in the entry's order.
 
     Attributes:
-        shape: of the whole.
-        dtype: that rows come in: float32, whatever the file has.
+        shape: shape of the whole tensor.
+        dtype: dtype of the rows, float32 for every checkpoint.
     """
 
     dtype = np.dtype(np.float32)
@@ -111,14 +111,14 @@ def _read(place: Place, opened: Any, rows: Any = slice(None)) -> np.ndarray:
 
 
 def read_checkpoint(folder: Path, config: DecoderConfig) -> dict[str, Rows]:
-    """The tensors of a folder, by their names here; no values are read yet.
+    """Returns the tensors of a folder by name; reads no values yet.
 
     Args:
-        folder: with *.safetensors files, and their index if they are several.
-        config: of the decoder that they must be of.
+        folder: has *.safetensors files, and their index if there are several.
+        config: the decoder's configuration, which the tensors must fit.
 
     Raises:
-        ConfigError: a file is missing or damaged, or its tensors are another decoder's.
+        ConfigError: a file is missing or damaged, or does not fit the configuration.
     """
     entries = table(config)
     places = _one_by_one(_needed(_textual(_places(folder)), config), config)
@@ -144,12 +144,12 @@ def read_checkpoint(folder: Path, config: DecoderConfig) -> dict[str, Rows]:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder has tensors, and not a configuration alone."""
+    """Returns whether a folder has tensors, not only a configuration."""
     return (folder / INDEX).exists() or any(folder.glob("*.safetensors"))
 
 
 def _places(folder: Path) -> dict[str, Place]:
-    """The place of each tensor, by its name in the folder."""
+    """Returns the place of each tensor, by its name in the folder."""
     index = folder / INDEX
     if not index.exists():
         if not (folder / SINGLE).is_file():
@@ -183,7 +183,7 @@ def _places(folder: Path) -> dict[str, Place]:
 
 
 def _header(path: Path) -> dict[str, Place]:
-    """The tensors of one file."""
+    """Returns the places of one file's tensors."""
     try:
         with safe_open(path, framework="numpy") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
@@ -199,7 +199,7 @@ def _header(path: Path) -> dict[str, Place]:
 
 
 def _joined(one: dict[str, Place], other: dict[str, Place]) -> dict[str, Place]:
-    """All tensors of two parts of a folder, which share none."""
+    """Returns the tensors of both; refuses names that both have."""
     if twice := sorted(one.keys() & other.keys()):
         name = twice[0]
         raise ConfigError(
@@ -217,7 +217,7 @@ def _textual(places: dict[str, Place]) -> dict[str, Place]:
 
 
 def _needed(places: dict[str, Place], config: DecoderConfig) -> dict[str, Place]:
-    """The tensors without copies: a tied head, and keys and values in layers that take others'."""
+    """Drops redundant tensors: a tied head; keys and values of layers that use another layer's."""
     left_out = {"lm_head.weight"} if config.tied else set()
     for group in groups_of(config).values():
         for number in group.numbers if group.config.takes_keys else ():
@@ -227,9 +227,9 @@ def _needed(places: dict[str, Place], config: DecoderConfig) -> dict[str, Place]
 
 
 def _one_by_one(places: dict[str, Place], config: DecoderConfig) -> dict[str, Place]:
-    """The tensors, with those of all experts of a layer as one of each expert.
+    """Splits tensors of all experts of a layer into one for each expert.
 
-    transformers can save its own parameters, which hold gate and up of all experts in one tensor.
+    Parameters that transformers saves itself have gate and up of all experts in one tensor.
     """
     files, experts = FAMILY_FILES[config.family].experts, config.experts
     if files is None or experts is None or files.matrices is None:
@@ -307,7 +307,7 @@ def write_checkpoint(
 
 
 class staged:  # noqa: N801 - a context manager, used as a function
-    """A folder beside the target folder, which takes the target's place when all is written.
+    """Gives a temporary folder next to the target, and renames it to the target at the end.
 
     Raises:
         ConfigError: the disk is full, or it cannot be written there; what was written is removed.

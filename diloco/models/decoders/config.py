@@ -1,9 +1,9 @@
 """Hugging Face's `config.json` of a decoder, read with an allow-list, and written.
 
-A key is honoured, or cannot change what the model computes, or must have the one value for which
-the model here computes the same; any other is refused by name. Files of both spellings are read:
-`rope_theta` with `rope_scaling`, and `rope_parameters`. A key that a file leaves out has the value
-that the family gives it.
+Every key is supported, or cannot change the computed function, or must have the one value that this
+implementation computes; all other keys are refused by name. Both spellings of rotary positions are
+read: `rope_theta` with `rope_scaling`, and `rope_parameters`. A key that a file leaves out has the
+family's default.
 """
 
 import dataclasses
@@ -36,29 +36,29 @@ class DecoderConfig:
     """The hyperparameters that determine a decoder's parameters and its function.
 
     Attributes:
-        vocab: V.
-        width: D.
-        mlp_width: F.
-        heads: H of queries; kv_heads, G, of keys and values, divides it.
-        head_width: K.
-        activation: of the gate.
-        query_scale: the factor of scores.
-        tied: whether the head is the embedding.
-        sliding: of each layer, whether it sees the last `window` positions alone.
-        rope: of layers that see everything; `local_rope` of the others.
-        logit_cap: logits are at most this, by tanh; None: as they are. `score_cap`: so of scores.
-        biased: matrices of a layer that have a bias, by their names here.
-        offset_norms: norms multiply by 1 + w.
-        scaled_embeddings: embeddings are multiplied by the root of their width.
-        head_norms: queries and keys are normed, head by head.
-        value_norms: so are values, by a norm without weights.
+        vocab: size of the vocabulary, V.
+        width: width of the model, D.
+        mlp_width: width of the MLP, F.
+        heads: heads of queries, H; `kv_heads`: heads of keys and values, G, which divides H.
+        head_width: width of a head, K.
+        activation: the MLP's activation.
+        query_scale: factor of attention scores.
+        tied: whether the output head is the embedding.
+        sliding: for each layer, whether it attends only to the last `window` positions.
+        rope: rotary positions of full layers; `local_rope`: of layers with a sliding window.
+        logit_cap: bound of the logits, by tanh; None: no bound. `score_cap`: the same for scores.
+        biased: matrices of a layer that have a bias, by their names in `tensors`.
+        offset_norms: norms multiply by 1 + w instead of w.
+        scaled_embeddings: embeddings are multiplied by the square root of their width.
+        head_norms: each head's queries and keys are normed.
+        value_norms: values are normed, too, without weights.
         post_norms: attention and MLP each end in a norm.
         scaled_layers: a layer's output is multiplied by a number that is not trained.
-        keys_are_values: there is no matrix of values: keys are, before norm and rotation.
-        takes_keys: there are no keys and values: another layer's are taken.
-        experts: in the place of the MLP, or beside it; None: there are none.
-        fed_width: P of the numbers that each layer is fed of each token besides; 0: none.
-        fed_vocab: rows of the table that they are from.
+        keys_are_values: values are the keys before norm and rotation: they have no own matrix.
+        takes_keys: a layer uses keys and values of another layer, and has none of its own.
+        experts: experts of each layer; None: layers have an MLP only.
+        fed_width: width P of per-layer embeddings; 0: the model has none.
+        fed_vocab: rows of their table.
         unlike: the differences between layers; None: all are alike.
         positions: that the model was trained for; carried, not honoured.
         tokens: ids of special tokens, as the file names them; carried.
@@ -95,20 +95,20 @@ class DecoderConfig:
     fed_vocab: int = 0
     unlike: Unlike | None = None
     positions: int = 0
-    # Not hashed: a value may be a list.
+    # Excluded from the hash, since a value may be a list.
     tokens: tuple[tuple[str, Any], ...] = dataclasses.field(default=(), hash=False)
 
     @property
     def layers(self) -> int:
-        """N."""
+        """The number of layers, N."""
         return len(self.sliding)
 
 
 def read_config(folder: Path) -> DecoderConfig:
-    """The decoder of a folder.
+    """Reads the configuration of a folder.
 
     Raises:
-        ConfigError: there is no such file, it is damaged, or it says what is not honoured.
+        ConfigError: the file is missing or damaged, or has a key that is not supported.
     """
     return parse_config(read_document(folder), source=str(folder / CONFIG))
 
@@ -157,7 +157,7 @@ def parse_config(document: Document, *, source: str) -> DecoderConfig:
 
 
 class _Parser:
-    """Reads one document."""
+    """Parses one document."""
 
     def __init__(self, family: Family, document: Document, source: str) -> None:
         self._files = FAMILY_FILES[family]
@@ -168,7 +168,7 @@ class _Parser:
         self._check_keys()
 
     def config(self) -> DecoderConfig:
-        """See `parse_config`."""
+        """Returns the result of `parse_config`."""
         heads = self._count("num_attention_heads")
         width, layers = self._count("hidden_size"), self._count("num_hidden_layers")
         kv_heads = heads
@@ -221,7 +221,7 @@ class _Parser:
         )
 
     def _take_count(self, own: str) -> None:
-        """Take the number of experts by any of its names: transformers writes one for all."""
+        """Accepts the number of experts under any of its keys, as transformers writes only one."""
         found = {key: self._document.pop(key) for key in EXPERT_COUNTS if key in self._document}
         if len(set(found.values())) > 1:
             self._refuse(f"{' and '.join(found)} are {list(found.values())}", "make the two agree")
@@ -299,7 +299,7 @@ class _Parser:
         )
 
     def _unlike(self, sliding: tuple[bool, ...], kv_heads: int) -> Unlike | None:
-        """How layers that see everything, and the last ones, differ from others."""
+        """Returns how full layers, and the last layers, differ from the others."""
         if "num_kv_shared_layers" not in self._files.defaults:
             return None
         if sliding[-1]:
@@ -327,7 +327,7 @@ class _Parser:
     def _of_full_layers(
         self, sliding: tuple[bool, ...], kv_heads: int, keys_are_values: bool
     ) -> tuple[int, int]:
-        """Width of heads, and number of heads of keys, of layers that see everything."""
+        """Returns the width of heads and the number of key heads of full layers."""
         each = self._document.get("per_layer_config")
         if each is None:
             given = self._value("num_global_key_value_heads") if keys_are_values else None
@@ -362,7 +362,7 @@ class _Parser:
         value = self._value(key)
         if value not in ACTIVATIONS:
             self._refuse(f"{key} is {value!r}", f"{', '.join(ACTIVATIONS)} are computed here")
-        # The first Gemma's files say "gelu" and mean its approximation, as the reference knows.
+        # Files of the first Gemma say "gelu" for its approximation, as transformers knows.
         return "gelu_pytorch_tanh" if (self._family, value) == ("gemma", "gelu") else str(value)
 
     def _sliding(self, layers: int) -> tuple[tuple[bool, ...], int | None]:
@@ -385,7 +385,7 @@ class _Parser:
         return sliding, self._count("sliding_window") if any(sliding) else None
 
     def _ropes(self) -> tuple[Rope, Rope]:
-        """Rotary positions of full and of sliding layers."""
+        """Returns the rotary positions of full and of sliding layers."""
         given = self._document.get("rope_parameters") or {}
         scaling = self._document.get("rope_scaling") or {}
         if self._files.ropes is not None:
@@ -422,7 +422,7 @@ _ANY_MODEL = "DilocoCallback trains any model of transformers (docs/library.md)"
 
 
 def config_document(config: DecoderConfig, dtype: str) -> dict[str, Any]:
-    """The content of a decoder's `config.json`, with both spellings of rotary positions."""
+    """Returns a decoder's `config.json`, with both spellings of rotary positions."""
     files = FAMILY_FILES[config.family]
     said = _said(config)
     document: dict[str, Any] = {
@@ -439,7 +439,7 @@ def config_document(config: DecoderConfig, dtype: str) -> dict[str, Any]:
 
 
 def _said(config: DecoderConfig) -> dict[str, Any]:
-    """Every key that some family has, as this decoder's file would say it."""
+    """Returns the values of all keys that some family has, for this decoder."""
     said: dict[str, Any] = {
         "vocab_size": config.vocab,
         "hidden_size": config.width,

@@ -1,4 +1,4 @@
-"""The experts of a layer: each token goes to those that its router chooses, and none is dropped.
+"""The experts of a layer: a router chooses some for each token, and drops no token.
 
 Rows are sorted by their expert. Accelerators multiply them by `jax.lax.ragged_dot`; a CPU, where
 that costs as much as if each expert were given every row, by blocks of one expert each (ADR 97).
@@ -35,23 +35,23 @@ class Load(NamedTuple):
     """The spread of a layer's tokens over its experts, float32 [E] each, or [N, E] of all layers.
 
     Attributes:
-        chosen: share of tokens for which an expert is chosen; the sum is C.
-        probability: that routers give it, of all tokens.
+        chosen: share of tokens that use each expert; the sum is C.
+        probability: mean probability that the router gives each expert.
     """
 
     chosen: jax.Array
     probability: jax.Array
 
     def loss(self) -> jax.Array:
-        """The loss of an unequal load (arXiv 2101.03961, section 2.2), over all layers together.
+        """Returns the load-balancing loss (arXiv 2101.03961, section 2.2) over all layers.
 
-        C if all experts have equal loads; it grows as fewer experts take more of the tokens.
+        It is C if all experts have equal loads, and grows as fewer experts get more tokens.
         """
         chosen_E, probability_E = jnp.mean(self.chosen, 0), jnp.mean(self.probability, 0)
         return chosen_E.shape[0] * jnp.sum(chosen_E * probability_E)
 
     def busiest(self) -> jax.Array:
-        """Rows of each layer's busiest expert, over those of an equal load; the mean of layers."""
+        """Returns the busiest expert's rows relative to an equal load, averaged over layers."""
         equal_N = jnp.mean(self.chosen, -1)
         return jnp.mean(jnp.max(self.chosen, -1) / equal_N)
 
@@ -63,7 +63,7 @@ def mixed(
     layer: Mapping[str, jax.Array],
     routed_BxLxD: jax.Array | None = None,
 ) -> tuple[jax.Array, Load]:
-    """The output of experts for tokens, [B, L, D], and the experts' load.
+    """Returns the output of experts for tokens, [B, L, D], and the experts' load.
 
     Args:
         experts: their number, and the rule by which they are chosen.
@@ -100,7 +100,7 @@ def mixed(
 
 
 def _matrices(layer: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
-    """Gate, up and down of experts."""
+    """Returns gate, up and down of experts."""
     if GATE_UP not in layer:
         return tuple(layer[name] for name in ("expert_gate", "expert_up", OUT))
     both_Ex2xDxF = layer[GATE_UP]
@@ -108,7 +108,7 @@ def _matrices(layer: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
 
 
 def _adapted(layer: Mapping[str, Any], dtype: Any) -> list[jax.Array]:
-    """Gate, up and down of experts, to which the products of adapters' halves are added."""
+    """Returns gate, up and down of experts, with their adapters added."""
     found = [matrix.astype(dtype) for matrix in _matrices(layer)]
     halves = layer.get(ADAPTERS, {})
 
@@ -169,7 +169,7 @@ def by_groups(
     up_ExDxF: jax.Array,
     down_ExFxD: jax.Array,
 ) -> jax.Array:
-    """The output of each row's expert, [R, D]; rows lie in the order of experts."""
+    """Returns the output of each row's expert, [R, D]; rows are sorted by expert."""
     multiply = partial(jax.lax.ragged_dot, group_sizes=sizes_E)
     h_RxF = activation(multiply(rows_RxD, gate_ExDxF)) * multiply(rows_RxD, up_ExDxF)
     return multiply(h_RxF, down_ExFxD)
@@ -185,14 +185,14 @@ def by_blocks(
     *,
     size: int | None = None,
 ) -> jax.Array:
-    """As `by_groups`: each expert's rows fill blocks, of which the last one is not full."""
+    """Computes `by_groups` in blocks of one expert each; its last block may be partly empty."""
     count, experts = rows_RxD.shape[0], sizes_E.shape[0]
     size = size or block_rows(count, experts)
     blocks = -(-count // size) + experts
     until_E = jnp.cumsum(-(-sizes_E // size))
     expert_P = jnp.clip(jnp.searchsorted(until_E, jnp.arange(blocks), side="right"), 0, experts - 1)
 
-    # Of a row: its expert, and how many rows of that expert lie before it.
+    # For each row: its expert, and its place among that expert's rows.
     ends_E = jnp.cumsum(sizes_E)
     expert_R = jnp.searchsorted(ends_E, jnp.arange(count), side="right")
     before_R = jnp.arange(count) - (ends_E - sizes_E)[expert_R]
@@ -210,5 +210,5 @@ def by_blocks(
 
 
 def block_rows(rows: int, experts: int) -> int:
-    """S: an expert's equal load, so that there are at most twice as many blocks as experts."""
+    """Returns S, rows / experts: then there are at most twice as many blocks as experts."""
     return max(8, rows // experts)

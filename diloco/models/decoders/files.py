@@ -1,7 +1,7 @@
-"""Files of a task's parameters: folders that others load, written and read.
+"""Reads and writes a task's parameters as folders that other libraries load.
 
-Without adapters that is a checkpoint. With them, it is an adapter that `peft` loads beside its
-base; or a checkpoint again, into which the adapters are merged.
+Without adapters, a folder is a checkpoint. With adapters, it is an adapter of `peft`; or a
+checkpoint into which the adapters are merged.
 """
 
 import dataclasses
@@ -39,12 +39,12 @@ _PEFT_NAMES = {DOWN: "lora_A", UP: "lora_B"}
 
 @dataclasses.dataclass(frozen=True)
 class HuggingFace:
-    """The files of this task's parameters in Hugging Face's format.
+    """Reads and writes a task's parameters in Hugging Face's format.
 
     Attributes:
-        config: of the decoder.
-        source: the folder that the task names, if it does.
-        fresh: whether its parameters begin at random all the same.
+        config: the decoder's configuration.
+        source: the folder that the task names, if any.
+        fresh: whether parameters begin at random although there is a folder.
     """
 
     config: DecoderConfig
@@ -61,7 +61,7 @@ class HuggingFace:
         return None if self.source is None or self.fresh else require_weights(self.source)
 
     def read(self, folder: Path) -> Mapping[str, Any]:
-        """As `task.Files.read`; of a dense checkpoint, where experts are wanted, they are made."""
+        """Implements `task.Files.read`; makes experts from a dense checkpoint if needed."""
         if self.config.experts is not None and (folder / CONFIG).exists():
             there = read_config(folder)
             if there.experts is None:
@@ -74,7 +74,7 @@ class HuggingFace:
 
 
 def require_weights(source: Path) -> Path:
-    """The folder that a task names, which is to have tensors.
+    """Returns the folder that a task names, after checking that it has tensors.
 
     Raises:
         TaskError: the folder has no tensors.
@@ -93,10 +93,10 @@ class Adapters:
     """Reads and writes adapters as `peft` does, or a checkpoint with them merged in.
 
     Attributes:
-        config: of the decoder.
-        lora: the adapters' kind.
-        source: the folder that the base is from.
-        name: of the base, as the task says it: where `peft` finds it.
+        config: the decoder's configuration.
+        lora: the adapters' hyperparameters.
+        source: the base's folder.
+        name: the base's name in the task, by which `peft` finds it.
     """
 
     config: DecoderConfig
@@ -106,14 +106,14 @@ class Adapters:
 
     @property
     def first(self) -> Path | None:
-        """Return None: adapters begin as `init` says, not from a folder."""
+        """Returns None: adapters begin by `init`, not from a folder."""
         return None
 
     def read(self, folder: Path) -> Mapping[str, Any]:
-        """Adapters of a folder such as `write` makes.
+        """Reads the adapters of a folder such as `write` makes.
 
         Raises:
-            ConfigError: a file is missing, or it holds other adapters.
+            ConfigError: a file is missing, or has other adapters.
         """
         self._check_document(folder)
         path = folder / ADAPTER
@@ -145,7 +145,7 @@ class Adapters:
         }
 
     def write(self, folder: Path, leaves: Mapping[str, Any], dtype: str) -> None:
-        """As `task.Files.write`: an adapter beside its base.
+        """Implements `task.Files.write`: writes the adapters without their base.
 
         Raises:
             ConfigError: it cannot be written; then there is no folder.
@@ -167,12 +167,12 @@ class Adapters:
             (partial / ADAPTER_CONFIG).write_text(json.dumps(self._document(), indent=2) + "\n")
 
     def write_merged(self, folder: Path, leaves: Mapping[str, Any], dtype: str) -> None:
-        """Write a checkpoint of the base with the adapters in it.
+        """Writes a checkpoint of the base into which the adapters are merged.
 
         Args:
-            folder: new, or empty.
-            leaves: trained and frozen ones.
-            dtype: as of `write`.
+            folder: a new or empty folder.
+            leaves: trained and frozen leaves.
+            dtype: the dtype of the checkpoint's tensors.
 
         Raises:
             ConfigError: it cannot be written; then there is no folder.
@@ -189,7 +189,7 @@ class Adapters:
         checkpoint.write_checkpoint(folder, self.config, whole, dtype=dtype, beside=self.source)
 
     def _halves(self) -> list[tuple[str, TensorEntry, str]]:
-        """(name here, the matrix that it adapts, which half) of all leaves."""
+        """Returns (leaf's name, the matrix that it adapts, half A or B) for all leaves."""
         entries = adapted_of(self.config)
         return [
             (f"{TRAINED}{LAYERS}{target}/{half}", entries[LAYERS + target], half)
@@ -198,10 +198,10 @@ class Adapters:
         ]
 
     def _names(self, entry: TensorEntry, half: str) -> list[str]:
-        """The names of one half in all layers, as `peft` has them."""
+        """Returns the names of one half in all layers, in `peft`'s format."""
         name = entry.checkpoint_name.removesuffix(".weight")
         if _of_experts(entry):
-            # The adapter of a module's second parameter is around that of its first.
+            # In peft, the adapter of a module's second parameter wraps that of the first.
             inner = entry.name == LAYERS + GATE_UP and OUT in self.lora.targets
             name = name.rpartition(".")[0] + (".base_layer" if inner else "")
         layers = range(entry.shape[0])
@@ -229,10 +229,10 @@ class Adapters:
         return document
 
     def _check_document(self, folder: Path) -> None:
-        """Refuse adapters that are computed otherwise.
+        """Refuses adapters with other hyperparameters.
 
         Raises:
-            ConfigError: they are, or there is no such file.
+            ConfigError: a hyperparameter differs, or the file is missing.
         """
         path = folder / ADAPTER_CONFIG
         try:
@@ -258,10 +258,9 @@ def _of_experts(entry: TensorEntry) -> bool:
 
 
 def _to_peft(entry: TensorEntry, values: np.ndarray, half: str) -> np.ndarray:
-    """Half an adapter of one layer as `peft` has it: A [R, I], B [O, R].
+    """Converts A or B of one layer to `peft`'s format: A [R, I], B [O, R].
 
-    Of experts it has A [E x R, I], an expert's rows together, and B [O, R x E], a rank's columns
-    together.
+    For experts, the format is A [E x R, I], ordered by expert, and B [O, R x E], ordered by rank.
     """
     if not _of_experts(entry):
         return values.T
@@ -271,7 +270,7 @@ def _to_peft(entry: TensorEntry, values: np.ndarray, half: str) -> np.ndarray:
 
 
 def _from_peft(entry: TensorEntry, half: str, values: np.ndarray) -> np.ndarray:
-    """The inverse of `_to_peft`."""
+    """Converts back from the format of `_to_peft`."""
     if not _of_experts(entry):
         return values.T
     experts = entry.shape[1]
@@ -281,15 +280,15 @@ def _from_peft(entry: TensorEntry, half: str, values: np.ndarray) -> np.ndarray:
 
 
 class Lying:
-    """A leaf of the base, which is read when it is asked for, in the dtype that it is held in.
+    """A leaf of the frozen base, which is read when it is needed.
 
     Args:
-        rows: of it.
-        dtype: that it is held in.
+        rows: reads its rows.
+        dtype: the dtype in memory.
 
     Attributes:
-        shape: of the whole.
-        dtype: as given.
+        shape: shape of the whole leaf.
+        dtype: the dtype in memory.
     """
 
     def __init__(self, rows: Rows, dtype: np.dtype) -> None:
@@ -307,7 +306,7 @@ class Lying:
         first, *rest = index if isinstance(index, tuple) else (index,)
         start, stop, _ = first.indices(self.shape[0])
         found = np.empty((max(0, stop - start), *self.shape[1:]), self.dtype)
-        # Row by row: of a stacked matrix one layer is float32 at a time.
+        # Row by row, so that only one layer of a stacked matrix is in float32 at a time.
         step = 1 if len(self.shape) > 2 else max(1, stop - start)
         for place in range(start, stop, step):
             found[place - start : place - start + step] = self._rows[place : place + step]
@@ -321,7 +320,7 @@ class Lying:
 
 
 def read_base(source: Path, config: DecoderConfig, dtype: str) -> Params:
-    """The base of a folder as the task's frozen tree, whose leaves have not been read.
+    """Returns a folder's base as the task's frozen tree; reads no values yet.
 
     Raises:
         ConfigError: as `checkpoint.read_checkpoint`.

@@ -1,10 +1,10 @@
 """A decoder-only transformer of the families of `config`: pure functions over a tree of arrays.
 
-Pre-norm blocks with rotary positions, grouped-query attention and a gated MLP or experts; what else
-a family does is an attribute of its configuration. The blocks run by `groups.scan_layers`.
+It has pre-norm blocks with rotary positions, grouped-query attention and a gated MLP or experts;
+further features are attributes of the configuration. `groups.scan_layers` runs the blocks.
 
-Documents that are packed into one row are told apart by their segments: none sees another, and
-positions begin at 0 in each. Segment 0 is padding, which nothing is trained on.
+Documents that are packed into one row have different segments: attention stays within a segment,
+and positions begin at 0 in each. Segment 0 is padding, which has no loss.
 
 Shapes: B batch, L positions (M: positions looked at), D model width, H heads, G heads of keys and
 values, K width of a head, F width of the MLP, V vocabulary, N layers, P
@@ -43,10 +43,10 @@ Product = Callable[[str, jax.Array, Mapping[str, jax.Array]], jax.Array]
 
 
 class Compute(NamedTuple):
-    """The way in which the function is computed; it changes nothing but rounding and memory.
+    """Options of the computation, which change only rounding and memory.
 
     Attributes:
-        dtype: of activations and matrix products; norms, softmax, logits and loss are float32.
+        dtype: dtype of activations and products; norms, softmax, logits and loss are float32.
         remat: recompute each block in the backward pass.
         attention: the kind of attention (`attention.make_attention`).
     """
@@ -63,8 +63,8 @@ class Forward(NamedTuple):
     """The output of the blocks.
 
     Attributes:
-        hidden: the normed output of the last one, [B, L, D].
-        load: of the experts, [N, E]; None if there are none.
+        hidden: the normed output of the last block, [B, L, D].
+        load: the experts' load, [N, E]; None without experts.
     """
 
     hidden: jax.Array
@@ -72,7 +72,7 @@ class Forward(NamedTuple):
 
 
 class _Turns(NamedTuple):
-    """By how much a kind of layer turns at each position, [B, L, K/2]."""
+    """Cosines and sines of the rotation at each position for one kind of layer, [B, L, K/2]."""
 
     cos: jax.Array
     sin: jax.Array
@@ -101,26 +101,26 @@ def _initial(config: DecoderConfig, name: str, shape: tuple[int, ...], key: jax.
         return jnp.ones(shape)
     if name in ("embed", "head", "fed_embed"):
         return jax.random.normal(key, shape) * EMBED_STD
-    # The two matrices of each layer that write to the residual stream add up to 2N writers.
+    # Each layer adds two outputs to the residual stream: 2N together.
     writers = 2 * config.layers if last in ("o", "down", "expert_down") else 1
     return jax.random.normal(key, shape) / math.sqrt(shape[-2] * writers)
 
 
 def plain_product(name: str, x_BxLxI: jax.Array, layer: Mapping[str, jax.Array]) -> jax.Array:
-    """The layer's own matrix, and its bias if it has one."""
+    """Multiplies by a layer's matrix, and adds its bias if it has one."""
     y_BxLxO = x_BxLxI @ layer[name].astype(x_BxLxI.dtype)
     bias_O = layer.get(name + BIAS)
     return y_BxLxO if bias_O is None else y_BxLxO + bias_O.astype(y_BxLxO.dtype)
 
 
 def head_of(config: DecoderConfig, params: Params) -> jax.Array:
-    """The matrix whose products with hidden states are logits, [V, D]."""
+    """Returns the output head: hidden states times it are logits, [V, D]."""
     head_VxD: jax.Array = params["embed"] if config.tied else params["head"]
     return head_VxD
 
 
 def capped(config: DecoderConfig, logits: jax.Array) -> jax.Array:
-    """Logits as the decoder bounds them."""
+    """Bounds logits by the configuration's `logit_cap`, if any."""
     if config.logit_cap is None:
         return logits
     return jnp.tanh(logits / config.logit_cap) * config.logit_cap
@@ -135,7 +135,7 @@ def logits_of(
     compute: Compute = DEFAULT,
     **told: Any,
 ) -> jax.Array:
-    """Logits of the token behind each, float32 [B, L, V]; arguments are those of `forward`."""
+    """Returns each next token's logits, float32 [B, L, V]; arguments as of `forward`."""
     hidden_BxLxD = hidden_of(config, params, tokens_BxL, segments_BxL, compute=compute, **told)
     head_VxD = head_of(config, params).astype(compute.dtype)
     logits_BxLxV = jnp.einsum(
@@ -145,7 +145,7 @@ def logits_of(
 
 
 def hidden_of(*given: Any, **told: Any) -> jax.Array:
-    """The normed output of the last block, [B, L, D]; arguments are those of `forward`."""
+    """Returns the normed output of the last block, [B, L, D]; arguments as of `forward`."""
     return forward(*given, **told).hidden
 
 
@@ -225,7 +225,7 @@ def _check_length(config: DecoderConfig, length: int) -> None:
 
 
 def _seen(config: DecoderConfig, positions_BxL: jax.Array) -> tuple[_Turns, _Turns]:
-    """For layers with a sliding window, and for others; the same twice if there is one kind."""
+    """Returns rotations for sliding and for full layers; the same twice if there is one kind."""
     full = near = None
     if not all(config.sliding):
         full = _turns(config.rope, config, positions_BxL)
@@ -236,7 +236,7 @@ def _seen(config: DecoderConfig, positions_BxL: jax.Array) -> tuple[_Turns, _Tur
 
 
 def _positions(segments_BxL: jax.Array) -> jax.Array:
-    """The position of each token in its document, int [B, L]."""
+    """Returns the position of each token in its document, int [B, L]."""
     place_BxL = jnp.broadcast_to(jnp.arange(segments_BxL.shape[1]), segments_BxL.shape)
     begins_BxL = jnp.diff(segments_BxL, axis=1, prepend=segments_BxL[:, :1] - 1) != 0
     first_BxL = jax.lax.cummax(jnp.where(begins_BxL, place_BxL, 0), axis=1)
@@ -258,7 +258,7 @@ def _block(
     product: Product,
     taken: KeysAndValues | None,
 ) -> tuple[jax.Array, KeysAndValues, Load | None]:
-    """One layer: its output, its keys and values, and the load of its experts."""
+    """Computes one layer; returns its output, keys and values, and its experts' load."""
     given_BxLxD = _norm(config, x_BxLxD, layer["attn_norm"])
     q_BxLxHxK, *own = _heads(config, given_BxLxD, layer, turns, product, taken)
     y_BxLxHxK = attend(q_BxLxHxK, *own)
@@ -287,7 +287,7 @@ def _heads(
     product: Product,
     taken: KeysAndValues | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries [B, L, H, K], and keys and values [B, L, G, K], turned by their positions."""
+    """Returns rotated queries [B, L, H, K] and keys, and values, [B, L, G, K] each."""
 
     def heads(name: str) -> jax.Array:
         rows_BxLxHK = constrain(product(name, x_BxLxD, layer), ROWS, None, "tensor")
@@ -308,7 +308,7 @@ def _heads(
 
 
 def _rotate(x_BxLxHxK: jax.Array, turns: _Turns) -> jax.Array:
-    """Turn each pair (x[i], x[i + K/2]) of every head by its position's angle."""
+    """Rotates each pair (x[i], x[i + K/2]) of every head by its position's angle."""
     cos_BxLx1xK2 = turns.cos[:, :, None].astype(x_BxLxHxK.dtype)
     sin_BxLx1xK2 = turns.sin[:, :, None].astype(x_BxLxHxK.dtype)
     a, b = jnp.split(x_BxLxHxK, 2, axis=-1)
@@ -319,7 +319,7 @@ def _rotate(x_BxLxHxK: jax.Array, turns: _Turns) -> jax.Array:
 def _told_each(
     config: DecoderConfig, x_BxLxD: jax.Array, layer: Mapping[str, jax.Array], product: Product
 ) -> tuple[jax.Array, Load | None]:
-    """The output of the MLP, or of experts, or of both; and the experts' load."""
+    """Returns the sum of the outputs of MLP and experts, of those that there are; and the load."""
     given_BxLxD = _norm(config, x_BxLxD, layer["mlp_norm"])
     if config.experts is None:
         return _mlp(config, given_BxLxD, layer, product), None
@@ -344,7 +344,7 @@ def _mlp(
 
 
 def _norm(config: DecoderConfig, x: jax.Array, weight: jax.Array | None = None) -> jax.Array:
-    """`x` over its root mean square along the last axis, scaled: in float32, in x's dtype."""
+    """Divides `x` by its root mean square along the last axis, in float32; returns x's dtype."""
     x32 = x.astype(jnp.float32)
     root = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + config.norm_eps)
     if weight is None:
@@ -353,7 +353,7 @@ def _norm(config: DecoderConfig, x: jax.Array, weight: jax.Array | None = None) 
     return (x32 * root * scale).astype(x.dtype)
 
 
-# A smaller vocabulary is one part. Published ones have a divisor that leaves a little less.
+# A smaller vocabulary is one part; larger ones are divided into equal parts below this size.
 MOST_ROWS = 40_000
 
 
@@ -366,15 +366,15 @@ def token_losses(
     compute: Compute,
     most_rows: int = MOST_ROWS,
 ) -> jax.Array:
-    """Cross entropy of each target, in nats, float32 [B, L].
+    """Returns the cross entropy of each target, in nats, float32 [B, L].
 
     Args:
-        config: the decoder.
-        head_VxD: whose products with the hidden states are logits.
-        hidden_BxLxD: what the last block gives, normed.
-        targets_BxL: int [B, L].
-        compute: the way of computing.
-        most_rows: rows of the head that are looked at together, on each device.
+        config: the decoder's configuration.
+        head_VxD: the output head.
+        hidden_BxLxD: the normed output of the last block.
+        targets_BxL: token ids, int [B, L].
+        compute: options of the computation.
+        most_rows: rows of the head for which each device computes logits at once.
     """
     vocab, width = head_VxD.shape
     cuts = parts_along("tensor")
@@ -386,7 +386,7 @@ def token_losses(
     head_TxWxD = head_VxD.reshape(cuts, whole, width)
     if parts == 1:
         return _losses(*reduce(head_TxWxD, 0))
-    # One part is in memory at a time, forward and backward.
+    # Only one part's logits are in memory at a time, forward and backward.
     again = jax.checkpoint(reduce, prevent_cse=False)
     head_TxPxRxD = head_TxWxD[:, : parts * rows].reshape(cuts, parts, rows, width)
     each = (jnp.moveaxis(head_TxPxRxD, 1, 0), rows * jnp.arange(parts))
@@ -406,9 +406,9 @@ def _reduce(
     head_TxRxD: jax.Array,
     first: jax.Array | int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Reduce the logits of some rows: to the log of their summed exponentials, and the target's.
+    """Reduces the logits of some rows of the head to their log-sum-exp and the target's logit.
 
-    Each is float32 [1, B, L]; the latter is 0 where the target is no row of these. Row [t, r] is
+    Each is float32 [1, B, L]; the latter is 0 if the target is not among these rows. Row [t, r] is
     row t * stride + first + r of the head.
     """
     cuts, rows, _ = head_TxRxD.shape
@@ -420,7 +420,7 @@ def _reduce(
     )
     along = "tensor" if cuts > 1 else None
     logits_BxLxTxR = capped(config, constrain(logits_BxLxTxR, ROWS, None, along))
-    # Which of them are targets is asked of each by itself: an index would gather from other cuts.
+    # Compares every row with the target: indexing would gather from other devices.
     numbers_TxR = stride * jnp.arange(cuts)[:, None] + first + jnp.arange(rows)
     is_target_BxLxTxR = targets_BxL[..., None, None] == numbers_TxR
     return (
