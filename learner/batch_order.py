@@ -108,7 +108,7 @@ class GrainData:
     def claimed(
         self, holder: Holder, position: int, start: int = 0, stop: int | None = None
     ) -> Iterator[Batch]:
-        """As `task.Shared.claimed`."""
+        """Works as `task.Shared.claimed`."""
         rows = range(start, self._batch if stop is None else stop)
         while (holding := holder.at(position)) is not None:
             number = holding.first + position - holding.position
@@ -116,11 +116,11 @@ class GrainData:
             position += self.batches_per_epoch - number
 
     def batches(self, learner: str, position: int) -> Iterator[Batch]:
-        """As `Task.batches`."""
+        """Works as `Task.batches`."""
         return self.rows(learner, position, 0, self._batch)
 
     def rows(self, learner: str, position: int, start: int, stop: int) -> Iterator[Batch]:
-        """As `Task.rows`.
+        """Works as `Task.rows`.
 
         Raises:
             TaskError: the learner has no share.
@@ -220,7 +220,7 @@ class _Alone:
     epoch: int = 0
 
     def at(self, position: int) -> Holding:
-        """As `Holder.at`."""
+        """Works as `Holder.at`."""
         share, number = divmod(position, self.batches)
         return Holding(share, 0, position - number)
 

@@ -282,7 +282,7 @@ class Inbox(Protocol):
     """The source of events."""
 
     def events(self, wait_s: float = 0.0) -> list[Arrived]:
-        """As `Background.events`."""
+        """Works as `Background.events`."""
 
 
 def never() -> bool:

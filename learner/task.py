@@ -109,7 +109,7 @@ class MergedFiles(Files, Protocol):
     """Files of a task with adapters, which can also be merged into the base model."""
 
     def write_merged(self, folder: Path, leaves: Mapping[str, Any], dtype: str) -> None:
-        """As `write`, of trained and frozen leaves: a model that needs no other."""
+        """Writes the merged model, which loads without the base, from trained and frozen leaves."""
 
 
 class Variables(NamedTuple):
@@ -243,7 +243,7 @@ class Task:
 
     @functools.cached_property
     def shapes(self) -> Params:
-        """As `params_shapes`, traced once."""
+        """Works as `params_shapes`, traced once."""
         return params_shapes(self)
 
     def evaluated(self, params: Params, batch: Batch, key: jax.Array) -> Evaluated:

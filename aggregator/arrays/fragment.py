@@ -362,7 +362,7 @@ class FragmentArrays:
 
 
 def _binary_header(size: int) -> bytes:
-    """Returns the msgpack header of `size` bytes, which msgpack writes only with the bytes."""
+    """Returns msgpack's header for `size` bytes; its packer cannot write one without the bytes."""
     sizes = ((0xC4, 1), (0xC5, 2), (0xC6, 4))
     marker, length = next(each for each in sizes if size < 1 << 8 * each[1])
     return bytes([marker]) + size.to_bytes(length, "big")

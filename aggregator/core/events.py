@@ -46,9 +46,9 @@ class Announced(NamedTuple):
 
 
 class Undecoded(NamedTuple):
-    """Event: a message under an update's subject that could not be decoded, or was not on purpose.
+    """Event: a message under an update's subject was not decoded: it is invalid, or was skipped.
 
-    Messages of a sender without allowance are not decoded (`admission.may_announce`).
+    Messages of senders without allowance are skipped (`admission.may_announce`).
     """
 
     stored_at_s: float

@@ -180,7 +180,7 @@ class MergedUpdates(Resolved[Admitted]):
 
     @property
     def first_announced_at_s(self) -> float | None:
-        """The time when the first of them was announced; None if there are none."""
+        """The time when the first of these updates was announced; None if there are none."""
         return self._first_s
 
 

@@ -65,7 +65,7 @@ Hint = Callable[[str, tuple[int, ...]], TensorHint]
 
 
 def default_hint(name: str, shape: tuple[int, ...]) -> TensorHint:
-    """Returns the default hint: merge by "rda" with one norm, not alone, trained."""
+    """Returns the default hint: a trained tensor, merged by "rda" with one norm."""
     del name, shape
     return TensorHint()
 

@@ -1,9 +1,9 @@
-"""Judgement of each learner, by what its updates did beside those of the others.
+"""Judges each learner by the effects of its updates, compared with those of the others.
 
-Without one of many that agree little changes, so a learner is judged by what its updates do alone,
-beside what those of the others in the same rounds do: on all the held-out data, and on each slice
-of it that most others make better. Who has other data than they may do harm there and be honest,
-and is then ahead of them on a slice of its own by as much.
+Leaving out one of many updates that agree changes little. So a learner is judged by the effect that
+its updates have alone, compared with that of the others' updates in the same rounds: on all
+held-out data, and on each slice that most others improve. An honest learner with other data may do
+harm on such a slice; it is then better than the others by as much on another slice.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,13 +19,13 @@ from diloco.common.protocol.wire import WHOLE
 from diloco.replay.columns import Column, TupleColumns
 from diloco.run.comparison import TINY, tail
 
-# A learner whose updates do less than this share of what the others' do is of no use; if they do so
-# much harm, it is harmful. One update proves nothing.
+# A learner is useless if its updates improve the loss by less than this share of what the others'
+# do, and harmful if they worsen it by more. FEWEST is the least number of updates for a judgement.
 USELESS = 0.2
 FEWEST = 3
-# What scatters is nobody's fault: updates differ from the others' by so many of their own standard
-# errors, and lie so many beyond what is said of nobody; to a slice harm is also done so often that
-# chance would have it with this probability.
+# A judgement needs a difference from the others of SURE standard errors, and a distance of CLEAR
+# standard errors from the bound of the verdict. Harm to a slice must also be so frequent that
+# chance would have it with at most the probability CHANCE.
 SURE, CLEAR = 4.0, 2.0
 CHANCE = 1e-4
 # Nor is harm that is less than this part of the loss: near the end it shows whose updates are
@@ -33,7 +33,7 @@ CHANCE = 1e-4
 MATERIAL = 0.01
 # Rounds tell who is of no use while their updates do this share of the most that any did.
 MUCH = 0.03
-# Harm is said to be a slice's where it is so many times as much there as on all the data.
+# Harm is attributed to a slice if it is so many times as large there as on all the data.
 OF_A_SLICE = 2.0
 
 # Of updates, in a table of effects.
@@ -49,10 +49,10 @@ class Effect(NamedTuple):
     """The effect of one update on the held-out loss, within its round.
 
     Attributes:
-        training_loss: that its learner said of it.
-        did: the loss after the round less the loss without this update: above 0 it did harm.
-        alone: the loss had the round been this update alone, less the loss before.
-        loss, loss_without: of the model after the round.
+        training_loss: the training loss that its learner reported.
+        did: the loss after the round, less the loss without this update; above 0: harm.
+        alone: the loss after a round with this update only, less the loss before the round.
+        loss, loss_without: losses of the model after the round, with and without this update.
     """
 
     fragment: int
@@ -83,11 +83,11 @@ class Sentence(NamedTuple):
     """The judgement of one learner.
 
     Attributes:
-        total: sum of what its updates did; `worse` of its `updates` made the loss worse.
-        alone: what its updates do alone on average, from `since` on or all of them; `others`: what
-            those of the others in the same rounds do.
-        since: the first update that a word against a learner is about, or None.
-        slice: of the held-out data, the one that all of this is about; empty: all of it.
+        total: sum of `did` over its updates; `worse` of its `updates` made the loss worse.
+        alone: mean of `alone` over its updates, from `since` on if that is known; `others`: the
+            same mean over the others' updates in these rounds.
+        since: the first update of the harmful or useless stretch, or None.
+        slice: the slice of the held-out data to which this applies; empty: all data.
     """
 
     learner: str
@@ -102,16 +102,16 @@ class Sentence(NamedTuple):
 
 
 class _UpdateColumns:
-    """Every update and what the others of its round do alone, in columns.
+    """The effects of all updates as columns, grouped by round.
 
     Args:
-        effects: of the updates.
-        sign: -1 for a table in which the best updates stand as the worst.
+        effects: effects of the updates.
+        sign: -1 reverses the effects, so that the best updates count as the worst.
 
     Attributes:
-        did, alone: of each update.
-        telling: updates of its round still do much, as those of its fragment go. Rounds are chosen
-            by all alike, so that it favours no learner.
+        did, alone: these effects of each update.
+        telling: whether an update's round had large effects, compared with its fragment's other
+            rounds. This depends on all updates of a round, so that it favours no learner.
     """
 
     def __init__(self, effects: Effects, sign: int = 1) -> None:
@@ -123,25 +123,25 @@ class _UpdateColumns:
         self.telling = self._telling(effects.column("fragment")[begins])
 
     def own(self, learner: int) -> Places:
-        """A learner's updates, in order."""
+        """Returns the places of a learner's updates, in order."""
         return np.flatnonzero(self._learner == learner)
 
     def others(self, place: int) -> list[float]:
-        """The effects, each alone, of the other learners' updates in the round of an update."""
+        """Returns `alone` of the other learners' updates in the round of this update."""
         within = slice(*self._edges[self._round[place] :][:2])
         mine = self._learner[within] == self._learner[place]
         return [float(value) for value in self.alone[within][~mine]]
 
     def beyond(self, places: Places, bound: Callable[[float], float]) -> float:
-        """Mean distance of updates above a bound, in standard errors of their own scatter.
+        """Returns the mean distance of effects above a bound, in standard errors; 0 if below.
 
-        In parts of the largest effect in their round, since effects shrink while a model converges.
-        By Student's t, as the normal deviate that is as improbable (Wallace 1959), so that of few
-        it takes more.
+        Each distance is divided by the largest effect in its round, since effects shrink while a
+        model converges. Student's t is converted to the normal deviate of equal probability
+        (Wallace 1959), so that few updates need a larger distance.
 
         Args:
-            places: of updates; those that were alone in their round do not count.
-            bound: of the mean effect of the others in the round.
+            places: places of updates; those without others in their round do not count.
+            bound: returns the bound, given the mean effect of the others in the round.
         """
         found = []
         for place in places:
@@ -156,7 +156,7 @@ class _UpdateColumns:
         return (8 * free + 1) / (8 * free + 3) * sqrt(free * log1p(t_squared / free))
 
     def all_others(self, places: Places) -> Column:
-        """The values of `others` of many updates, one after another."""
+        """Returns the values of `others` for all these updates, joined."""
         return np.fromiter(
             chain.from_iterable(self.others(place) for place in places), dtype=np.float64
         )
@@ -193,7 +193,7 @@ def judge(effects: Effects, slices: Mapping[str, Effects] | None = None) -> list
 
 
 def _judge_slices(found: list[Sentence], slices: Mapping[str, Effects]) -> list[Sentence]:
-    """The sentences; of who does harm to a slice that most others make better, on that slice."""
+    """Replaces a learner's judgement by that on a slice that it harms and most others improve."""
     worst, ahead = list(found), [0.0] * len(found)
     for name, effects in slices.items():
         beside, turned = _UpdateColumns(effects), _UpdateColumns(effects, -1)
@@ -217,11 +217,11 @@ def _judge_slices(found: list[Sentence], slices: Mapping[str, Effects]) -> list[
 
 
 def _of_slice(name: str, whole: Sentence, effects: Effects, own: Places, chance: float) -> Sentence:
-    """The sentence on a learner by all of its updates: of many slices one is bad for a while."""
+    """Judges a learner on a slice by all its updates: of many slices, some look bad for a while."""
     beside = _UpdateColumns(effects)
     did = beside.did[own]
     alone, usual = _means(beside, own)
-    # Nearly every round would have been better there without it.
+    # Nearly every round would have been better on the slice without this learner.
     always = tail(int((did > 0).sum()), len(own), 0.5) < chance
     word = _word(alone, usual) if always else "helpful"
     since = effects[int(own[min(_turn(beside, own), len(own) - 1)])]
@@ -232,14 +232,14 @@ def _of_slice(name: str, whole: Sentence, effects: Effects, own: Places, chance:
 
 
 def _harm(one: Sentence) -> float:
-    """By which harm on a slice is told, and not that on all the data."""
+    """Returns the key by which the worst of the judgements on slices and on all data is chosen."""
     return 0.0 if one.word != "harmful" else one.alone if one.slice else OF_A_SLICE * one.alone
 
 
 def _judge(learner: str, effects: Effects, beside: _UpdateColumns, own: Places) -> Sentence:
     begin = _turn(beside, own)
     late = own[begin:] if len(own) - begin >= FEWEST else own
-    # All of them show who does harm; who is of no use shows only where the others are of some.
+    # Harm is judged by all late updates; uselessness only by rounds in which the others are of use.
     told, word = late, _word(*_means(beside, late))
     if word == "useless" and not _is_sure(beside, late, _some_use):
         told = late[beside.telling[late]]
@@ -252,7 +252,7 @@ def _judge(learner: str, effects: Effects, beside: _UpdateColumns, own: Places) 
         word = "helpful"
     did = beside.did[own]
     total = float(did.sum())
-    # The stretch in which it did worst is evidence of nothing where nothing is held against it.
+    # Without a verdict against it, report the means over all updates, not over the worst stretch.
     alone, usual = _means(beside, told if word in AGAINST else own)
     if word == "helpful" and total > 0:
         word = "unclear"
@@ -264,13 +264,13 @@ def _judge(learner: str, effects: Effects, beside: _UpdateColumns, own: Places) 
 
 def _means(beside: _UpdateColumns, own: Places) -> tuple[float, float]:
     if not len(own):
-        return 0.0, 0.0  # None of them tells anything.
+        return 0.0, 0.0  # No round had large effects.
     others = beside.all_others(own)
     return float(beside.alone[own].mean()), float(others.mean()) if others.size else 0.0
 
 
 def _is_sure(beside: _UpdateColumns, places: Places, bound: Callable[[float], float]) -> bool:
-    """Whether updates are worse than the others' and beyond a bound, and not by accident."""
+    """Returns whether updates are significantly worse than the others', and beyond the bound."""
     return beside.beyond(places, _usual) > SURE and beside.beyond(places, bound) > CLEAR
 
 
@@ -279,24 +279,24 @@ def _usual(usual: float) -> float:
 
 
 def _no_harm(usual: float) -> float:
-    """The effect of an update, beside which the others' is `usual`, that is no harm yet."""
+    """Returns the largest effect that is no harm, given the others' mean effect `usual`."""
     return max(0.0, -USELESS * usual)
 
 
 def _some_use(usual: float) -> float:
-    """The effect up to which it is of some use."""
+    """Returns the largest effect that is of some use, given the others' mean effect `usual`."""
     return USELESS * min(usual, 0.0)
 
 
 def _word(alone: float, usual: float) -> Word:
-    """The verdict on a learner whose updates change the loss by `alone`, the others' by `usual`."""
+    """Returns the verdict on mean effects: `alone` of a learner, `usual` of the others."""
     if alone > _no_harm(usual):
         return "harmful"
     return "useless" if alone > _some_use(usual) else "helpful"
 
 
 def _turn(beside: _UpdateColumns, own: Places) -> int:
-    """Index of the update from which on a learner did most worse than half of what others did."""
+    """Returns the index of the update from which on a learner's effects are worst in sum."""
     best, at, summed = 0.0, len(own), 0.0
     for index in range(len(own) - 1, -1, -1):
         usual = median(beside.others(own[index]) or [0.0])

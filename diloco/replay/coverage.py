@@ -59,7 +59,7 @@ class Tape:
 
     @property
     def wrong(self) -> bool:
-        """Whether the tape differs from what was written to it, as far as a damaged copy tells."""
+        """Whether messages or objects are missing or damaged; False for a copy that is damaged."""
         gone = self.unreadable or self.holes or self.breaches or self.missing
         return bool(gone) and not self.lost
 

@@ -145,7 +145,7 @@ async def _verify(
 
 
 async def _is_collected(context: RunContext, history: History, lost: Lost, window_s: float) -> bool:
-    """True if a version may have been collected, by the present tape or the age of a copy."""
+    """True if garbage collection may have removed a version since the tape was read or copied."""
     oldest = await first_message(context, names.record(context.run, lost.fragment))
     if lost.record_seq <= max(history.records[lost.fragment][0][0], oldest.seq):
         return True

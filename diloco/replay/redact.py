@@ -124,7 +124,7 @@ class Redactor:
         return self._names.get(name, name)
 
     def _somebody(self, name: str) -> str:
-        """As `name`, for a field that is always a name: an unknown one is replaced, too."""
+        """Works as `name`, for a field that is always a name: an unknown one is replaced, too."""
         return name if name in KEPT else self._names.get(name) or self._hash("n", name)
 
     def text(self, text: str) -> str:

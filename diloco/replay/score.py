@@ -133,7 +133,7 @@ def models(chains: Mapping[int, Chain]) -> Iterator[list[tuple[int, wire.Record]
 
 
 def model_at(chains: Mapping[int, Chain], moment: Moment) -> list[tuple[int, wire.Record]]:
-    """As `models`, for one moment."""
+    """Works as `models`, for one moment."""
     return [_newest(chains[fragment], moment.record_seq) for fragment in sorted(chains)]
 
 

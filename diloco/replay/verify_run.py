@@ -263,7 +263,7 @@ class _ReadAhead:
     def get(
         self, name: str, limit_bytes: int | None = None, within_s: float | None = None
     ) -> bytes:
-        """As `ObjectStore.get`."""
+        """Works as `ObjectStore.get`."""
         coming = self._coming.pop(name, None)
         if coming is None:
             return self._store.get(name, limit_bytes, within_s)

@@ -1,6 +1,6 @@
-"""Learners whose figures lie far from the others': how far, since which version, and likely causes.
+"""Finds learners whose figures are far from the others': how far, since when, and likely causes.
 
-Here are losses, norms, times and releases; what shards say is in `shard_outliers.py`. Pure.
+This module compares losses, norms, times and releases; `shard_outliers.py` compares shards. Pure.
 """
 
 import math
@@ -36,7 +36,7 @@ UPLOAD_S, ADOPTION_S = 0.5, 1.0
 
 
 def outliers(learners: Sequence[LearnerStatus]) -> Iterator[Finding]:
-    """The findings on learners whose losses, norms or directions are far from the others'."""
+    """Yields findings on learners whose losses, norms or directions are far from the others'."""
     known = [one for one in learners if len(one.beside) >= FEWEST]
     if len(known) == OTHERS:
         yield from _of_two(*known)
@@ -49,12 +49,12 @@ def outliers(learners: Sequence[LearnerStatus]) -> Iterator[Finding]:
         others = [other for other in known if other.name != one.name]
         if one.name not in known_why:
             norms = [*_norm(one, others)]
-            # The loss of one that diverges by the length of its steps follows from that.
+            # Steps of another length explain a loss that climbs.
             yield from norms if norms and climbed(one) else (*_loss(one, others), *norms)
     for one, others in compared:
         if one.name in known_why:
             continue
-        # Where steps are far too long or too short, that is why they point elsewhere.
+        # Steps of another length explain another direction.
         if one not in known or not [*_norm(one, [other for other in known if other != one])]:
             yield from direction(one, others)
             yield from tensors(one, others)
@@ -83,9 +83,9 @@ def _of_throughput(index: int) -> Callable[[LearnerStatus], float]:
 
 
 def _of_two(one: LearnerStatus, other: LearnerStatus) -> Iterator[Finding]:
-    """Two that are far apart: either may be the odd one."""
+    """Yields the finding on two learners that are far apart: either may be the outlier."""
     said = []
-    # In the same rounds, both ways: medians over other rounds differ while losses fall.
+    # In the same rounds, seen from both: while losses fall, medians over other rounds differ.
     if min(abs(of_gap(one)), abs(of_gap(other))) >= math.log(TIMES):
         said.append(f"losses {of_loss(one):.4g} and {of_loss(other):.4g}")
     if abs(of_norm(one) - of_norm(other)) >= math.log(TIMES):
@@ -102,7 +102,7 @@ def _of_two(one: LearnerStatus, other: LearnerStatus) -> Iterator[Finding]:
 
 
 def began(points: Sequence[MergedPoint], off: Callable[[MergedPoint], bool]) -> MergedPoint | None:
-    """The first point from which on at least two of three are off; None if there is none."""
+    """Returns the first point from which on at least two of three are off; None without one."""
     first, so_far = None, 0
     for count, point in enumerate(reversed(points), 1):
         so_far += off(point)
@@ -112,7 +112,7 @@ def began(points: Sequence[MergedPoint], off: Callable[[MergedPoint], bool]) -> 
 
 
 def _loss(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
-    """A loss far above the others' in the same rounds, or far below."""
+    """Yields the finding on a loss far above the others' in the same rounds, or far below."""
     gaps = Comparison(of_gap(one), [of_gap(other) for other in others], error_of(gaps_of(one)))
     far = gaps.far(RATIO_FLOOR)
     if not far or far * gaps.own < 0 or abs(gaps.own) < math.log(TIMES):
@@ -174,7 +174,7 @@ def _norm(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Findi
 
 
 def _upload(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
-    """Updates that take far longer to store than the others'."""
+    """Yields the finding on updates that take far longer to store than the others'."""
     own = one.upload_s or 0.0
     times = Comparison(
         math.log(max(own, TINY)), [math.log(max(other.upload_s or 0.0, TINY)) for other in others]
@@ -193,13 +193,13 @@ def _upload(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Fin
 
 
 def _adoption(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
-    """Versions that reach a learner far later than the others, in seconds and in its steps."""
+    """Yields the finding on versions that reach a learner far later than the others."""
 
     def late(figure: Callable[[LearnerStatus], float]) -> Comparison:
         own, *theirs = (math.log(max(figure(each), TINY)) for each in (one, *others))
         return Comparison(own, theirs)
 
-    # Who is slow takes as many steps as the others, and who is fast as many seconds.
+    # It must be late in both units: a slow machine has few steps, a fast one few seconds.
     in_s = late(lambda each: each.adoption.mean_s if each.adoption else 0.0)
     steps = late(lambda each: each.adoption.mean_steps if each.adoption else 0.0)
     own_s, middle_s = math.exp(in_s.own), math.exp(in_s.middle)
@@ -221,7 +221,7 @@ def _takes_part(one: LearnerStatus) -> bool:
 
 
 def _throughput(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
-    """Work that comes far slower than it did; and, as no more than a fact, than the others'."""
+    """Yields a warning if a learner became far slower, a note if it is slower than the others."""
 
     def compared(figure: Callable[[Throughput], float]) -> Comparison:
         known = (each.throughput for each in (one, *others))
@@ -257,7 +257,7 @@ def _throughput(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator
 
 
 def _release(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
-    """Another program or other packages than all others have."""
+    """Yields the note that a learner runs another release or other packages than all others."""
     theirs = {other.release[:2] for other in others}
     if len(theirs) > 1 or one.release[:2] in theirs:
         return

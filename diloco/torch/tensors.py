@@ -107,8 +107,8 @@ def state_of(optimizer: torch.optim.Optimizer) -> State:
 def begun(optimizer: torch.optim.Optimizer) -> Iterator[tuple[State, Callable[[State], None]]]:
     """Yields the shapes of the optimizer's state, and a function that takes such a state.
 
-    PyTorch creates the state in the first step: this takes one without learning rate or gradients,
-    which moves nothing. The state is cleared again unless one is taken.
+    PyTorch creates the state in the first step. So this makes a step with learning rate and
+    gradients 0, which changes no parameter. Unless the function is called, the state is cleared.
     """
     taken = False
 

@@ -42,7 +42,7 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc] # of an untyped pac
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        """Ends as by a crash if training has not ended: Trainer tells no callback of an error."""
+        """Leaves the run as after a crash if training failed, which Trainer tells no callback."""
         self._loop.fail(error)
 
     def on_train_begin(
@@ -52,7 +52,7 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc] # of an untyped pac
         control: TrainerControl,  # noqa: ARG002 - as all events have it
         **given: Any,
     ) -> None:
-        """Joins the run, and ensure that this learner reads data of its own."""
+        """Joins the run, and checks that this learner has data of its own."""
         ranks = args.world_size
         if args.n_gpu > 1 or (ranks > 1 and (args.fsdp or args.deepspeed)):
             raise ConfigError(

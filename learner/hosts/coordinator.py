@@ -198,7 +198,7 @@ class Coordinator(Alone):
         self._loop.call_soon_threadsafe(self.write, message)
 
     def tell(self, boundary: Boundary) -> None:
-        """Sends the workers a boundary; after the last one, they may end."""
+        """Sends the workers the decisions of a step boundary; after the last one, they may end."""
         if boundary.then == "end":
             self._loop.call_soon_threadsafe(self._let_go)
         self.say(Turn(boundary=boundary))

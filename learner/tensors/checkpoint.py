@@ -325,21 +325,21 @@ class PartFolder:
         self._keep = keep
 
     def numbers(self) -> list[int]:
-        """As `Folder.numbers`."""
+        """Works as `Folder.numbers`."""
         found = [path.stem for path in self._path.glob("*.safetensors")]
         return sorted((int(stem) for stem in found if stem.isdecimal()), reverse=True)
 
     def facts(self, number: int) -> Facts:
-        """As `Folder.facts`."""
+        """Works as `Folder.facts`."""
         return self._read(number).facts
 
     def arrays(self, number: int, facts: Facts) -> Arrays:
-        """As `Folder.arrays`."""
+        """Works as `Folder.arrays`."""
         del facts
         return self._read(number).arrays
 
     def write(self, checkpoint: HostCheckpoint) -> int:
-        """As `Folder.write`."""
+        """Works as `Folder.write`."""
         with _refused():
             there = self.numbers()
             number = max(there, default=0) + 1

@@ -131,7 +131,7 @@ class Claims(GrantedShares):
         self._background.spawn(first_of(self._follow(), self._hold(sizes)))
 
     def at(self, position: int) -> Holding | None:
-        """As `GrantedShares.at`; from then on, the share after the one returned is claimed."""
+        """Works as `GrantedShares.at`, and begins to claim the share after the returned one."""
         found = super().at(position)
         if found is not None and self._sizes is not None:
             self._position = end_of(self._sizes, found)

@@ -117,7 +117,7 @@ class Data:
         self._whole_from = seq
 
     def in_flight(self) -> Iterator[tuple[str, Unanswered]]:
-        """Yields the unanswered updates that were announced in turn, by name."""
+        """Yields name and state of each unanswered update that was announced in the right order."""
         for life, sent in self._sent.items():
             for seq, waiting in sent.unanswered.items():
                 if waiting.due:

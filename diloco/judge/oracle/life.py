@@ -165,7 +165,7 @@ class OwnerLife:
         }
 
     def norms(self) -> dict[str, float]:
-        """Returns each present learner's newest merged norm per credited step, with the round's."""
+        """Returns present learners' norms per credited step, in this round or their last merge."""
         found = {name: member.norm for name, member in self.memory.waited_for().items()}
         return found | {n: norm for n, norm in self.round_norms().items() if n in found}
 

@@ -131,7 +131,7 @@ class Shares:
                 merged[:] = _joined([*merged, span])
 
     def merged(self, fragment: int) -> list[BatchRange]:
-        """Returns the ranges of batches whose work a fragment has."""
+        """Returns the ranges of batches whose updates a fragment has merged."""
         mine = [spans for (index, _), spans in self._merged.items() if index == fragment]
         return [span for spans in mine for span in spans]
 

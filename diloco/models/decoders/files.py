@@ -53,7 +53,7 @@ class HuggingFace:
 
     @property
     def first(self) -> Path | None:
-        """As `task.Files.first`.
+        """Works as `task.Files.first`.
 
         Raises:
             TaskError: the folder has no tensors.
@@ -69,7 +69,7 @@ class HuggingFace:
         return checkpoint.read_checkpoint(folder, self.config)
 
     def write(self, folder: Path, leaves: Mapping[str, Any], dtype: str) -> None:
-        """As `task.Files.write`."""
+        """Works as `task.Files.write`."""
         checkpoint.write_checkpoint(folder, self.config, leaves, dtype=dtype, beside=self.source)
 
 

@@ -39,7 +39,7 @@ def call_isolated(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -
 def call_isolated_heard(
     hear: Hear, function: Callable[Concatenate[Hear, P], T], *args: P.args, **kwargs: P.kwargs
 ) -> T:
-    """As `call_isolated`, for a function that reports its progress to its first argument."""
+    """Works as `call_isolated`, for a function that reports its progress to its first argument."""
     if "jax" in sys.modules:
         return function(hear, *args, **kwargs)
     return _in_process(hear, function, args, kwargs)

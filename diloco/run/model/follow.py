@@ -233,7 +233,7 @@ class Following:
         return change
 
     def take(self, within_s: float | None = None) -> ModelChange | None:
-        """As `take_async`; with 0, returns only a change that is ready now."""
+        """Works as `take_async`; with 0, returns only a change that is ready now."""
         return self._call(self.take_async(within_s))
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:

@@ -103,7 +103,7 @@ class Downloads:
         window: memoryview,
         deadline: Deadline,
     ) -> None:
-        """Fills `window` with bytes from `begin` on; `first` is the answer for the beginning."""
+        """Fills `window` with bytes from `begin` on; `first` is the response to the first part."""
         generation = first.headers["x-goog-generation"]
         broken = threading.Event()
 
