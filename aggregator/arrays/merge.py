@@ -120,12 +120,15 @@ def segment_norms(grid: Grid, codec: Codec, shards: Sequence[Encoded], threads: 
 
 
 def coefficients(grid: Grid, update: Contribution) -> npt.NDArray[Any]:
-    """Returns the multiplier of each code x scale of an update; bfloat16 [S], to be recorded.
+    """Returns an update's coefficient for each segment, by which its values are multiplied.
 
-    With u = w / 2^unit: u S c for an average, times the pull in centered clipping; u S / |v| for
-    RDA, which adds directions: the clip does not change a direction, and is in the magnitudes of
-    `factors`. A zero segment has no direction, so 0. None is too large, as u < 2^32 and
-    |v| >= 2^-64. One that is too small for a bfloat16 is 0.
+    bfloat16 [S], stored in the record. With u = w / 2^unit, the coefficient is
+
+        average   u S c, times the pull in centered clipping
+        RDA       u S / |v|, as directions are added; the clip is part of `factors`
+
+    It is 0 for a segment of zeros, which has no direction, and if it is too small for a bfloat16.
+    It cannot overflow, since u < 2^32 and |v| >= 2^-64.
     """
     share = share_of(update.weight, update.unit) * update.discount
     nonzero_S = np.where(update.norms > 0, update.norms, np.inf)

@@ -98,7 +98,7 @@ def _allowance(
 
 
 def charge(state: State, refused: RejectedUpdate) -> State:
-    """Takes from the sender's allowance what a rejection costs, if it was not taken before."""
+    """Charges a rejected update to its sender's allowance, unless it was charged before."""
     # The life before this one has charged it.
     if refused.stream_seq <= state.known_seq:
         return state
@@ -157,7 +157,7 @@ def wrong_base(
 def offenders(
     rules: FragmentRules, state: State, resolved: Resolved[RejectedUpdate]
 ) -> tuple[Quarantine, ...]:
-    """Returns the learners to quarantine once a record with the `resolved` rejections stands."""
+    """Returns the learners to quarantine after a record with the `resolved` rejections."""
     # Offences are rejected less merged updates: an honest learner with a rare fault is never shut
     # out, and a learner that only offends soon is.
     limit = rules.bounds.quarantine_offences
@@ -199,7 +199,7 @@ def passed_s(member: Member, stored_at_s: float, now_s: float) -> float:
 
 
 def available_s(member: Member, stored_at_s: float, now_s: float) -> float:
-    """Returns the seconds that no update of a learner has claimed yet, when one is stored now."""
+    """Returns the seconds of work that an update stored now may claim."""
     return min(member.unused_s + passed_s(member, stored_at_s, now_s), wire.GREATEST_S)
 
 

@@ -162,7 +162,7 @@ OTHER_RULES = "another release decided it, by other rules"
 
 
 class _Follower:
-    """A machine that receives what the makers of the records received, in their order."""
+    """A machine that receives the same events in the same order as the makers of the records."""
 
     rules: FragmentRules
 

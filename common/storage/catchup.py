@@ -38,7 +38,7 @@ class Change(NamedTuple):
 
     @property
     def held_bytes(self) -> int:
-        """The size in bytes of the first object: a delta's codes and scales, or a float32 view."""
+        """The size in bytes of the first object to read, a delta or a view, held in memory."""
         (ref, *_) = self.deltas if self.snapshot is None else (self.snapshot,)
         return ref.size_bytes
 

@@ -244,7 +244,7 @@ def _round_trip(store: ObjectStore, name: str) -> None:
 
 
 async def _probe_bus(context: RunContext) -> list[Finding]:
-    """Publishes a line among the rejected copies, and compares the server's clock with ours."""
+    """Checks that the bus stores a message, and compares the server's clock with ours."""
     subject = names.rejected(context.run, "doctor")
     probe = wire.Rejection(
         fragment=-1, learner="doctor", incarnation=0, seq=0, reason="probe", detail="diloco doctor"

@@ -49,7 +49,7 @@ def holes(history: History) -> list[Hole]:
 
 
 def missing_objects(history: History, there: Container[str]) -> dict[str, int]:
-    """Returns the missing objects that no garbage collection takes while the tape stands.
+    """Returns the missing objects that garbage collection would not have removed.
 
     Names, each with the sequence of its record.
     """

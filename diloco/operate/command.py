@@ -181,7 +181,7 @@ def _quarantine(run: str, name: str, *, active: bool, reason: str) -> None:
 
 @command(run_app, "end")
 def run_end(run: shared.Run, yes: Yes = False) -> None:
-    """End a run early: learners send what is unsent, the last rounds close, and all daemons leave.
+    """End a run early: learners send their last updates, the last rounds close, all daemons leave.
 
     A run that has ended cannot continue; its parameters can begin another one. `run pause` can be
     undone.

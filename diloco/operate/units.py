@@ -159,7 +159,7 @@ def marked(text: str) -> str:
 
 
 def is_edited(text: str) -> bool:
-    """True if a file differs from what this program wrote, or another wrote it."""
+    """True if a file was edited since this program wrote it, or was written by another."""
     first, _, rest = text.partition("\n")
     return first != f"{OURS}{_digest(rest)}"
 

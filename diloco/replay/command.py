@@ -47,11 +47,11 @@ def why(
     ] = None,
     json: shared.Json = False,
 ) -> int:
-    """Say what is amiss with a run or its file, the worst first.
+    """Show the problems of a run or its file, the worst first.
 
-    Each finding says who, what, since when, its figures beside the others', what it did to the
-    held-out loss, what to do, and its runbook. `diloco doctor` is this with what is well. The exit
-    status is 1 if there is an error.
+    Each finding names the subject and the problem, its beginning, figures compared with the
+    others', the effect on the held-out loss, advice and a runbook. `diloco doctor` also shows what
+    is well. The exit status is 1 if there is an error.
     """
     from diloco.replay.why_screen import run_why
 
@@ -69,7 +69,7 @@ def doctor(
     ] = False,
     json: shared.Json = False,
 ) -> int:
-    """Examine a run or a configuration: as `why`, with what is well.
+    """Examine a run or a configuration: as `why`, and also show what is well.
 
     The exit status is 1 if there is an error.
     """

@@ -1,6 +1,6 @@
 """A learner's state at a moment: training, silent, failed, left or quarantined, and its figures.
 
-Pure. Figures of records are facts; those of heartbeats are a learner's word of itself, and may be
+Pure. Figures from records are facts; those from heartbeats are claims of the learner, and may be
 false.
 """
 
@@ -115,9 +115,9 @@ def learner_status(
 
 
 def trained_per_s(learners: Sequence[LearnerStatus]) -> float:
-    """Tokens a second of all learners: as each reports, up to what it is credited.
+    """Returns the sum of the learners' reported tokens a second, each limited to its credited rate.
 
-    Of whom too little was merged it counts up to what is credited to the fastest.
+    A learner with too few merged updates is limited to the fastest credited rate.
     """
     credited = [one.throughput.tokens_per_s for one in learners if one.throughput is not None]
     most = max(credited, default=math.inf)
@@ -128,7 +128,7 @@ def trained_per_s(learners: Sequence[LearnerStatus]) -> float:
 
 
 def told_adoption(beats: Iterable[wire.Heartbeat]) -> Delays | None:
-    """The time from making versions to adopting them, as heartbeats state it, if any does."""
+    """Returns the delays from making versions to adopting them, by heartbeats that state them."""
     return over_all(
         Delays(
             beat.adoption_s, beat.worst_adoption_s, beat.adoption_steps, beat.worst_adoption_steps
@@ -139,7 +139,7 @@ def told_adoption(beats: Iterable[wire.Heartbeat]) -> Delays | None:
 
 
 def over_all(each: Iterable[Delays | None]) -> Delays | None:
-    """The means' mean and the worst of all."""
+    """Combines delays: the mean of the means, and the worst."""
     found = [one for one in each if one is not None]
     if not found:
         return None

@@ -263,10 +263,10 @@ def _adopt(
 
 
 def _with_share(rules: SyncRules, state: State, fragment: FragmentState) -> FragmentState:
-    """Drops a share of the unsent work: no manifest claims it, and no update waits for it.
+    """Drops the share of unsent work that blending has replaced: it is not sent as an update.
 
-    The steps are whole, rounded up, so that a manifest claims no more than its tensors hold; but
-    one step stays, or there would be nothing to send when it is due.
+    The number of dropped steps is rounded up, so that a manifest claims no more steps than its
+    tensors contain; but one step always stays, to be sent when the update is due.
     """
     work = unsent_of(state, fragment)
     if not work.steps:

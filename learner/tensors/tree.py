@@ -1,4 +1,4 @@
-"""A model's leaves as the system sees them: synchronized, or held beside what is synchronized.
+"""A model's leaves: synchronized ones, and others that each learner only holds.
 
 Leaves are synchronized (trained, or state that is averaged), or *held*: frozen, or state that each
 learner keeps. Where a tree is divided, each part has None in place of the other's leaves; JAX takes

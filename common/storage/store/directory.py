@@ -169,7 +169,7 @@ class DirectoryStore(ObjectStore):
                 self._keep_copy(name, kept, limit_bytes)
 
     def copies(self, prefix: str) -> Iterator[str]:
-        """Yields names of objects of which only the kept copy is left, not the writer's file.
+        """Yields names of objects whose file is gone, so that only the protected copy is left.
 
         Raises:
             StoreUnavailableError: the disk failed.

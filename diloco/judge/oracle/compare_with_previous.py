@@ -268,7 +268,7 @@ def _whole(record: wire.Record) -> Iterator[RuleBreach]:
 def restore(
     base: wire.Record, versions: Mapping[int, Contents], record: wire.Record
 ) -> Iterator[RuleBreach]:
-    """Checks a rollback: it has an earlier version's contents, and changes the floor alone."""
+    """Checks a rollback: it repeats an earlier version, and its policy changes only the floor."""
     expected = PolicyMemory.of(base.policy)
     expected.floor = record.version
     for name, wanted, found in expected.differences(PolicyMemory.of(record.policy)):

@@ -249,7 +249,7 @@ def _content_of(file: SourceFile, at: int, line: bytes, reading: Reading) -> Con
 
 @contextmanager
 def _chat_placed(file: SourceFile, place: Callable[[], str]) -> Iterator[None]:
-    """Say where a chat that is refused stands.
+    """Adds the place of a refused chat to its error.
 
     Raises:
         DataError: a chat is refused.

@@ -1,7 +1,7 @@
 """Ends the processes of a local run if the command that started them dies without doing so.
 
-It reads lines "+PID" and "-PID" on standard input; at the end of input, which comes however the
-writer dies, it kills the processes that are still listed.
+The reaper is a process of its own, which reads lines "+PID" and "-PID" on standard input. The input
+ends when the command ends, however it dies; then the reaper kills all processes still listed.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from typing import Self
 
 
 def main() -> None:
-    """Notes the processes that the writer names; once it is gone, kill those that still run."""
+    """Reads the list of processes until the input ends; then kills those that still run."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     alive: set[int] = set()
     for line in sys.stdin:
@@ -25,7 +25,7 @@ def main() -> None:
 
 
 class Reaper:
-    """The writer's side of the reaper: started before the first process, closed after the last."""
+    """Starts the reaper, and tells it which processes to kill if this command dies."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -36,11 +36,11 @@ class Reaper:
         )
 
     def watch(self, pid: int) -> None:
-        """Has the reaper end this process if it outlives us."""
+        """Adds a process to the reaper's list."""
         self._write(f"+{pid}\n")
 
     def forget(self, pid: int) -> None:
-        """Tells the reaper that this process has ended."""
+        """Removes a process, which has ended, from the reaper's list."""
         self._write(f"-{pid}\n")
 
     def _write(self, line: str) -> None:

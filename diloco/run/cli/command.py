@@ -41,7 +41,7 @@ def command(
 
 
 def _told(function: F, logs: str) -> F:
-    """Returns a function that logs from `logs` on, and reports errors on files as failures."""
+    """Wraps a command: sets the log level `logs`, and reports errors of files as sentences."""
 
     @functools.wraps(function)
     def run(*given: Any, **named: Any) -> int | None:
