@@ -33,6 +33,7 @@ from diloco.common.process import cores
 from diloco.common.process.config import RunSettings
 from diloco.common.protocol import shards, wire
 from diloco.common.protocol.code_formats import Encoded
+from diloco.common.protocol.errors import DivergedError
 from diloco.common.protocol.layout import Layout
 from diloco.learner.core import sync
 from diloco.learner.core.events import (
@@ -47,6 +48,7 @@ from diloco.learner.core.events import (
     Stop,
     sync_rules,
 )
+from diloco.learner.synchronizer import Losses
 from diloco.learner.task import Batch, Params, Task, held_out_loss
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.checkpoint import copied
@@ -242,6 +244,8 @@ class _VirtualLearner:
     dead: bool = False
     waiting: bool = False
     payloads: dict[tuple[int, int], Encoded | None] = field(default_factory=dict)
+    losses: Losses = field(default_factory=Losses)
+    loss: jax.Array | None = None
 
     def step(self) -> None:
         world, task = self.world, self.world.start.task
@@ -250,9 +254,11 @@ class _VirtualLearner:
         if self.batches is None:
             self.batches = task.batches(self.name, self.position)
         clock = np.int32(sync.clock(world.sync_rules, self.state))
-        self.replica.trained, self.optimizer_state, _ = world.start.params.inner_step(
+        self.replica.trained, self.optimizer_state, outcome = world.start.params.inner_step(
             self.replica.trained, self.optimizer_state, next(self.batches), clock
         )
+        self.losses.stepped(None if self.loss is None else float(self.loss), outcome.loss)
+        self.loss = outcome.loss
         self.position += 1
         world.steps += 1
         self.steps += 1
@@ -310,9 +316,16 @@ class _VirtualLearner:
 
     def _send(self, send: Send) -> None:
         world, owner = self.world, self.world.owners[send.fragment]
+        try:
+            loss = self.losses.mean(send.steps)()
+        except DivergedError:
+            self.die()
+            return
         rows = self.replica.collect(send.fragment, self.replica.send(send.fragment))
         parts: tuple[Encoded, ...] = (Encoded(rows.scales, rows.codes.reshape(-1)),)
-        honest = owner.manifest(self.name, self.incarnation, send, self.position, 1 / self.speed)
+        honest = owner.manifest(
+            self.name, self.incarnation, send, self.position, 1 / self.speed, loss
+        )
         manifest, parts = world.forge(honest, parts)
         with _merging():
             norms_S = merge.segment_norms(owner.arrays.grid, world.settings.sync.codec, parts)

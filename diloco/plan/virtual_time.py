@@ -124,7 +124,13 @@ class VirtualFragment:
             self.decide(self._held.popleft())
 
     def manifest(
-        self, learner: str, incarnation: int, send: Send, position: int, step_time_s: float
+        self,
+        learner: str,
+        incarnation: int,
+        send: Send,
+        position: int,
+        step_time_s: float,
+        loss: float = 0.0,
     ) -> wire.Manifest:
         """Returns the manifest that announces an update."""
         rules = self.rules
@@ -152,7 +158,7 @@ class VirtualFragment:
             steps=send.steps,
             position=position,
             local_step=position,
-            loss=0.0,
+            loss=loss,
             step_time_s=step_time_s,
             encode_s=0.0,
             upload_s=0.0,

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
 from operator import attrgetter
+from statistics import median
 from typing import Literal, NamedTuple
 
 from diloco.aggregator.arrays.codec_kernels import Vector
@@ -91,8 +92,10 @@ class Blame:
     """The effects of updates in order of time, the worst also by tensor; and counts of rounds.
 
     `slices` has the effects of the same updates on the loss of each slice of the held-out data.
+    `began` is the training loss of the run's first rounds.
     """
 
+    began: float = 0.0
     rounds: BlamedRounds = field(default_factory=BlamedRounds)
     effects: Effects = field(default_factory=lambda: Effects(Effect))
     slices: dict[str, Effects] = field(default_factory=dict)
@@ -178,7 +181,7 @@ class _Walk:
         evaluate: Evaluate,
         enough: Enough | None,
     ) -> None:
-        self.found = Blame()
+        self.found = Blame(_first_loss(history))
         self._enough = enough
         self._context = context
         self._history = history
@@ -282,6 +285,15 @@ class _Walk:
 
 def _why(record: wire.Record, error: str) -> str:
     return f"{record.fragment}@{record.version}: {error}"
+
+
+def _first_loss(history: History) -> float:
+    """Returns the median training loss of the fragments' first rounds; 0 before any."""
+    merged = (
+        next((record.inputs for _, record in chain if record.inputs), ())
+        for chain in history.records.values()
+    )
+    return median([one.loss for inputs in merged for one in inputs] or [0.0])
 
 
 def _first_view(history: History, fragment: int, chain: Chain) -> Vector:

@@ -28,9 +28,10 @@ FEWEST = 3
 # chance would have it with at most the probability CHANCE.
 SURE, CLEAR = 4.0, 2.0
 CHANCE = 1e-4
-# Nor is harm that is less than this part of the loss: near the end it shows whose updates are
-# longer or older, as those of honest machines are.
-MATERIAL = 0.01
+# Nor is harm that in sum is less than this part of the loss, or of which each update alone does less
+# than that part of what the run has learnt: near the end it shows whose updates are longer or older,
+# as those of honest machines are.
+MATERIAL, OF_LEARNT = 0.01, 0.005
 # Rounds tell who is of no use while their updates do this share of the most that any did.
 MUCH = 0.03
 # Harm is attributed to a slice if it is so many times as large there as on all the data.
@@ -172,18 +173,21 @@ class _UpdateColumns:
         return of_each
 
 
-def judge(effects: Effects, slices: Mapping[str, Effects] | None = None) -> list[Sentence]:
+def judge(
+    effects: Effects, slices: Mapping[str, Effects] | None = None, began: float = 0.0
+) -> list[Sentence]:
     """Judge each learner; the worst comes first.
 
     Args:
         effects: of all updates, in order.
         slices: the same on the loss of each slice of the held-out data.
+        began: the run's loss at its beginning.
     """
     if not effects:
         return []
     beside = _UpdateColumns(effects)
     found = [
-        _judge(learner, effects, beside, beside.own(place))
+        _judge(learner, effects, beside, beside.own(place), began)
         for place, learner in enumerate(effects.texts)
     ]
     if slices:
@@ -236,7 +240,9 @@ def _harm(one: Sentence) -> float:
     return 0.0 if one.word != "harmful" else one.alone if one.slice else OF_A_SLICE * one.alone
 
 
-def _judge(learner: str, effects: Effects, beside: _UpdateColumns, own: Places) -> Sentence:
+def _judge(
+    learner: str, effects: Effects, beside: _UpdateColumns, own: Places, began: float
+) -> Sentence:
     begin = _turn(beside, own)
     late = own[begin:] if len(own) - begin >= FEWEST else own
     # Harm is judged by all late updates; uselessness only by rounds in which the others are of use.
@@ -247,8 +253,10 @@ def _judge(learner: str, effects: Effects, beside: _UpdateColumns, own: Places) 
     bound = _no_harm if word == "harmful" else _some_use
     # Without it its rounds would have been worse: where steps are too long or batches small an
     # update alone may do harm, and be one that the average needs.
-    needed = float(beside.did[told].sum()) < MATERIAL * abs(effects[int(own[-1])].loss_before)
-    if needed or not _is_sure(beside, told, bound):
+    loss = effects[int(own[-1])].loss_before
+    needed = float(beside.did[told].sum()) < MATERIAL * abs(loss)
+    little = word == "harmful" and _means(beside, told)[0] < OF_LEARNT * (began - loss)
+    if needed or little or not _is_sure(beside, told, bound):
         word = "helpful"
     did = beside.did[own]
     total = float(did.sum())

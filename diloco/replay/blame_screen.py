@@ -38,7 +38,7 @@ _COLOURS = {
 
 def tell(found: Blame, console: Console) -> None:
     """Print the learners and the updates that did harm, and in which tensors."""
-    sentences = judge(found.effects, found.slices)
+    sentences = judge(found.effects, found.slices, found.began)
     console.print(_learners(sentences), soft_wrap=False)
     worst = nlargest(WORST, found.effects, key=attrgetter("did"))
     console.print(_updates([one for one in worst if one.did > 0] or worst[:1]), soft_wrap=False)
@@ -70,7 +70,7 @@ class SoFar:
         if time.monotonic() - self._looked_s < LINE_S:
             return
         self._looked_s = time.monotonic()
-        for one in judge(found.effects, found.slices):
+        for one in judge(found.effects, found.slices, found.began):
             if one.word in AGAINST and one.learner not in self._told:
                 self._told.add(one.learner)
                 rounds = found.rounds.fates["judged"]
@@ -173,7 +173,7 @@ def tell_json(run: str, found: Blame) -> None:
     """Print all findings as JSON."""
     sentences = [
         one._asdict() | {"since": None if one.since is None else _plain(one.since)}
-        for one in judge(found.effects, found.slices)
+        for one in judge(found.effects, found.slices, found.began)
     ]
     tensors = [
         {"update": update_name(one.effect), "fragment": one.effect.fragment,

@@ -161,7 +161,8 @@ async def _harm(
         why = error.message if isinstance(error, DilocoError) else str(error)
         return [*found, _not_judged(f"what updates did to the held-out loss: {why}")]
     effects = judged.effects
-    sentences = {f"learner {one.learner}": one for one in judge(effects, judged.slices)}
+    named = judge(effects, judged.slices, judged.began)
+    sentences = {f"learner {one.learner}": one for one in named}
     rounds, later = judged.rounds.fates["judged"], judged.rounds.fates["later"]
     if later:
         all_of_them = f"{rounds} of the {rounds + later} newest rounds, for want of time"

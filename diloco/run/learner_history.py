@@ -18,6 +18,9 @@ PAUSES = 2
 # Norms in a round below this part of the longest round are not compared: at the end of a schedule,
 # a learner that is a few steps behind sends far longer updates.
 FADED = 0.01
+# Nor is an update long beside one of this part of the longest round: a new life's first steps are as
+# long as the run's first, and once data are learnt by heart lengths are chance.
+SHORT = 0.5
 
 
 class Trend:
@@ -229,11 +232,15 @@ def answers(
         waits: the wait of each, in seconds and steps.
         longest: the greatest `usual_norm` of the fragment's rounds so far.
     """
-    usual, least = usual_norm(inputs), FADED * longest
-    faded = usual < least
+    usual = usual_norm(inputs)
+    least, faded = SHORT * longest, usual < FADED * longest
     others = others_losses(inputs)
     for taken, wait in zip(inputs, waits, strict=True):
-        norm = max(taken.norm, least) / least if faded else taken.norm / usual if usual else 1.0
+        norm = taken.norm / usual if usual else 1.0
+        if norm > 1:
+            norm = max(1.0, taken.norm / max(usual, least))
+        elif faded:
+            norm = 1.0
         less = tuple(why for why in taken.less_for if why != "norm" or not faded)
         yield UpdateAnswer(
             "", less, taken.staleness, taken.loss, norm, others[taken.learner], wait,

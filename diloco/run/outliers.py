@@ -5,6 +5,7 @@ This module compares losses, norms, times and releases; `shard_outliers.py` comp
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from statistics import median
 
 from diloco.run.comparison import (
     FEWEST,
@@ -29,8 +30,9 @@ from diloco.run.shard_outliers import direction, explained, lone, still, tensors
 from diloco.run.state import Finding, LearnerStatus, MergedPoint, Throughput
 
 UPGRADE = "runbooks/upgrade.md"
-# Losses that differ by less than this part of the highest are all small.
-MATERIAL = 0.01
+# Losses that differ by less than this part of what the run has learnt are all small: a new life's
+# first steps may take it back so far, and where data are learnt by heart a ratio is chance.
+MATERIAL = 0.25
 # A shorter upload or adoption is no trouble, whatever the others' take.
 UPLOAD_S, ADOPTION_S = 0.5, 1.0
 
@@ -119,9 +121,8 @@ def _loss(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Findi
         return
     losses = Comparison(of_loss(one), [of_loss(other) for other in others])
     middle = losses.middle
-    # In its rounds another may be the odd one; and a hundredth of what a loss was is no difference.
-    highest = max((abs(point.loss) for point in one.trend), default=0.0)
-    if far * (losses.own - middle) <= MATERIAL * highest * abs(far):
+    # In its rounds another may be the odd one.
+    if math.copysign(1, far) * (losses.own - middle) <= MATERIAL * _learnt(others):
         return
     first = began(
         one.trend,
@@ -142,6 +143,14 @@ def _loss(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Findi
         advice = "compare its batches, its targets and its learning rate with the others'"
     yield one.told(
         f"{figures}: {cause}", advice, LOSS_SPIKE, evidence=f"loss {losses}", first=first
+    )
+
+
+def _learnt(learners: Sequence[LearnerStatus]) -> float:
+    """Returns the median of how far the losses of these learners have fallen."""
+    return median(
+        max((point.loss for point in one.trend), default=of_loss(one)) - of_loss(one)
+        for one in learners
     )
 
 

@@ -5,6 +5,7 @@ Learners, aggregators, merges and judgements are those of a real run; bus and cl
 """
 
 from collections.abc import Iterator, Mapping
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,6 +60,7 @@ class WatchedFleet(World):
 
     Attributes:
         rounds: those that may be blamed, the newest last.
+        began: training loss of the first round.
     """
 
     owner = _Owner
@@ -67,6 +69,7 @@ class WatchedFleet(World):
         self.seen = Observed("lab", 0, run)
         self.store, self.busy = MemoryStore(), busy
         self.rounds: list[tuple[Any, ...]] = []
+        self.began = 0.0
         self._whims = np.random.default_rng([run.run.seed, 1])
         self._until_s, self._share = 0.0, 1.0
         start = begin(run, task)
@@ -107,6 +110,7 @@ class WatchedFleet(World):
         seq = self.time.next_seq()
         self.seen.note_record(Recorded(record, seq, self.time.now_s))
         if record.inputs:
+            self.began = self.began or median(one.loss for one in record.inputs)
             views = {one.rules.fragment: one.arrays.view.copy() for one in self.owners}
             self.rounds = [*self.rounds, (seq, record, base, views)][-BLAMED_ROUNDS:]
 
@@ -117,7 +121,7 @@ class WatchedFleet(World):
 
     def harm(self) -> Iterator[Finding]:
         """What blame says of the newest rounds."""
-        found = blame.Blame()
+        found = blame.Blame(self.began)
         history: Any = SimpleNamespace(
             store=self.store, layout=self.start.layout, settings_at=lambda _: self.settings
         )
@@ -131,7 +135,9 @@ class WatchedFleet(World):
                 lambda all_views: self.losses(dict(enumerate(all_views)))
             ):
                 found.add(by_slice)
-        sentences = {f"learner {one.learner}": one for one in judge(found.effects, found.slices)}
+        sentences = {
+            f"learner {one.learner}": one for one in judge(found.effects, found.slices, found.began)
+        }
         yield from accusations(sentences, (), len(self.rounds))
 
     def accused(self, *, blamed: bool = True) -> list[Finding]:

@@ -307,6 +307,29 @@ def test_a_loss_above_the_others_is_not_called_low_for_one_that_diverges_beside_
     assert [name for name in "abcd" if told[name]] == ["a"]
 
 
+@pytest.mark.parametrize(("own", "told"), [(0.17, False), (0.9, True)])
+def test_where_data_are_learnt_by_heart_the_ratio_of_small_losses_accuses_nobody(seen, own, told):
+    for version in range(1, 65):
+        losses = (2.3, 2.3, 2.3) if version < 4 else (own, 0.043, 0.04)
+        inputs = tuple(
+            make_input(learner=name, loss=loss) for name, loss in zip("abc", losses, strict=True)
+        )
+        seen.note_record(Recorded(make_record(version=version, inputs=inputs), version, 1.0))
+    assert any("its loss is" in one for one in said(seen, "learner a")) == told
+
+
+@pytest.mark.parametrize(("own", "told"), [(0.9, ""), (3.0, "times as long"), (0.005, "hardly do")])
+def test_where_updates_have_become_short_those_of_one_are_not_called_long(seen, own, told):
+    for version in range(1, 65):
+        norms = (1.0, 1.2, 1.1) if version < 4 else (own, 0.05, 0.06)
+        inputs = tuple(
+            make_input(learner=name, norm=norm) for name, norm in zip("abc", norms, strict=True)
+        )
+        seen.note_record(Recorded(make_record(version=version, inputs=inputs), version, 1.0))
+    lengths = [one for one in said(seen, "learner a") if "as long as" in one]
+    assert [told in one for one in lengths] == ([True] if told else [])
+
+
 @pytest.mark.parametrize(("speed", "severity"), [(0.4, "note"), (0.6, "warning")])
 def test_who_is_slow_may_point_elsewhere(seen, speed, severity):
     members = [make_member("a", speed), make_member("b", 1.0), make_member("c", 1.0)]

@@ -44,6 +44,17 @@ def test_of_thousands_of_updates_the_bad_learner_is_named_with_its_first():
     assert [one.word for one in others] == ["helpful", "helpful"]
 
 
+@pytest.mark.parametrize(("began", "word"), [(2.0, "harmful"), (200.0, "unclear")])
+def test_harm_that_is_little_beside_what_was_learnt_is_nobodys(began, word):
+    """0.04 each, of which a run that began at 200 has learnt 5,000 times as much."""
+    effects = Effects(Effect)
+    for round_ in range(20):
+        for learner in ("a", "b", "c"):
+            alone = 0.04 if learner == "c" else 1e-3 * math.sin(round_)
+            effects.append(effect(round_, learner, alone + 1e-3 * math.cos(round_)))
+    assert {one.learner: one.word for one in judge(effects, began=began)}["c"] == word
+
+
 @pytest.mark.parametrize(("did", "word"), [(-0.01, "helpful"), (0.01, "harmful")])
 def test_who_helped_its_rounds_is_not_blamed_for_what_its_updates_do_alone(did, word):
     """Where steps are long an update alone may do harm, and be one that the average needs."""
