@@ -28,9 +28,9 @@ FEWEST = 3
 # chance would have it with at most the probability CHANCE.
 SURE, CLEAR = 4.0, 2.0
 CHANCE = 1e-4
-# Nor is harm that in sum is less than this part of the loss, or of which each update alone does less
-# than that part of what the run has learnt: near the end it shows whose updates are longer or older,
-# as those of honest machines are.
+# Nor is harm that in sum is less than this part of the loss, or of which each update alone does
+# less than that part of what the run has learnt: near the end it shows whose updates are longer or
+# older, as those of honest machines are.
 MATERIAL, OF_LEARNT = 0.01, 0.005
 # Rounds tell who is of no use while their updates do this share of the most that any did.
 MUCH = 0.03

@@ -18,8 +18,8 @@ PAUSES = 2
 # Norms in a round below this part of the longest round are not compared: at the end of a schedule,
 # a learner that is a few steps behind sends far longer updates.
 FADED = 0.01
-# Nor is an update long beside one of this part of the longest round: a new life's first steps are as
-# long as the run's first, and once data are learnt by heart lengths are chance.
+# Nor is an update long beside one of this part of the longest round: a new life's first steps are
+# as long as the run's first, and once data are learnt by heart lengths are chance.
 SHORT = 0.5
 
 

@@ -30,6 +30,8 @@ TO_ZERO, MOSTLY_TO_ZERO = 0.5, 0.75
 # A learner that points elsewhere has other targets if its loss is HIGHER times the others', and may
 # have from NOT_LOWER times on.
 HIGHER, NOT_LOWER = 1.2, 1.05
+# Losses that have fallen to this part of what they were: directions are chance from then on.
+LEARNT = 0.05
 # Lone elements are reported if FEW_LONE updates have them, and if chance would have it with at most
 # this probability, given the rate among the others (plus one). Elements HUGE times the usual size
 # cannot come from a flipped bit of a mantissa.
@@ -97,6 +99,8 @@ def direction(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[F
         cause = "its loss is below theirs: it trains on the same few batches over and over"
     elif not against and _is_slow(one, others):
         cause, severity = "its optimizer has come less far, or it trains on other data", "note"
+    elif not against and _is_learnt(others):
+        cause, severity = "there is little left to learn, or it trains on other data", "note"
     elif not against:
         cause = "it may train on other data or labels"
     elif far >= math.log(NOT_LOWER):
@@ -119,6 +123,13 @@ def _is_slow(one: LearnerStatus, others: Sequence[LearnerStatus]) -> bool:
     """Returns whether its credited tokens a second are less than half of the others' median."""
     own, *theirs = (each.trend[-1].tokens_per_s if each.trend else 0.0 for each in (one, *others))
     return 0 < 2 * own < median(theirs)
+
+
+def _is_learnt(learners: Sequence[LearnerStatus]) -> bool:
+    """Returns whether the losses of most learners are a small part of what they were."""
+    known = [one for one in learners if one.beside and one.trend]
+    left = [of_loss(one) - LEARNT * max(point.loss for point in one.trend) for one in known]
+    return bool(left) and median(left) < 0
 
 
 def _cosine(one: LearnerStatus) -> float:

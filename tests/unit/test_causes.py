@@ -330,12 +330,17 @@ def test_where_updates_have_become_short_those_of_one_are_not_called_long(seen, 
     assert [told in one for one in lengths] == ([True] if told else [])
 
 
-@pytest.mark.parametrize(("speed", "severity"), [(0.4, "note"), (0.6, "warning")])
-def test_who_is_slow_may_point_elsewhere(seen, speed, severity):
+@pytest.mark.parametrize(
+    ("speed", "loss", "severity"),
+    [(0.4, 1.0, "note"), (0.6, 1.0, "warning"), (0.6, 0.01, "note")],
+    ids=["slow", "neither", "little is left to learn"],
+)
+def test_who_may_point_elsewhere(seen, speed, loss, severity):
     members = [make_member("a", speed), make_member("b", 1.0), make_member("c", 1.0)]
     policy = make_record().policy.model_copy(update={"members": tuple(members)})
-    for version in range(1, 17):
-        inputs = tuple(make_input(learner=name) for name in "abc")
+    for version in range(1, 33):
+        now = loss if version > 3 else 1.0
+        inputs = tuple(make_input(learner=name, loss=now) for name in "abc")
         record = make_record(version=version, inputs=inputs, policy=policy)
         seen.note_record(Recorded(record, version, 1.0))
     seen.shards = {"a": figures()._replace(cosine=0.1), "b": figures(), "c": figures()}
