@@ -69,7 +69,7 @@ def doctor(
     ] = False,
     json: shared.Json = False,
 ) -> int:
-    """Examine a run or a configuration: as `why`, and also show what is well.
+    """Show the findings of `why`, and also those that are well.
 
     The exit status is 1 if there is an error.
     """
