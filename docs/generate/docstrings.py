@@ -8,6 +8,7 @@ from collections.abc import Callable
 from diloco import GrainData, Task
 from diloco.models import bytes_lm, decoders, nnx
 from diloco.models.decoders.families import FAMILY_FILES
+from diloco.models.decoders.image_text import TEXT_FAMILIES
 from diloco.models.decoders.sizes import SIZES
 from docs.generate.markdown import table
 
@@ -62,5 +63,7 @@ def _families() -> str:
     rows = []
     for family, files in FAMILY_FILES.items():
         sizes = [name for name, size in SIZES.items() if size["model_type"] == family]
-        rows.append((files.title, f"`{family}`", ", ".join(f"`{name}`" for name in sizes)))
+        types = [family, *(whole for whole, text in TEXT_FAMILIES.items() if text == family)]
+        named = [", ".join(f"`{name}`" for name in names) for names in (types, sizes)]
+        rows.append((files.title, *named))
     return table(["family", "`model_type`", "published sizes"], rows)

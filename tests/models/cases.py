@@ -230,3 +230,47 @@ CASES: dict[str, dict[str, Any]] = {
     "mixtral-window": MIXTRAL
     | {"sliding_window": 40, "tie_word_embeddings": True, "num_experts_per_tok": 1, "head_dim": 16},
 }
+
+# Image-and-text checkpoints, whose exports take tensors from the folder that they were read from.
+GEMMA4_WHOLE = {
+    "model_type": "gemma4",
+    "text_config": GEMMA4
+    | {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 6,
+        "vocab_size_per_layer_input": 96,
+        "use_bidirectional_attention": "vision",
+    },
+    "vision_config": {
+        "model_type": "gemma4_vision",
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 12,
+        "patch_size": 4,
+        "pooling_kernel_size": 2,
+        "position_embedding_size": 16,
+        "standardize": True,
+        "use_clipped_linears": True,
+    },
+    "audio_config": {
+        "model_type": "gemma4_audio",
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "output_proj_dims": 20,
+        "subsampling_conv_channels": [4, 2],
+    },
+    "image_token_id": 90,
+    "video_token_id": 91,
+    "audio_token_id": 92,
+    "boi_token_id": 93,
+    "eoi_token_id": 94,
+    "boa_token_id": 95,
+    "eoa_token_index": 89,
+}
+WHOLE: dict[str, dict[str, Any]] = {"gemma4-whole": GEMMA4_WHOLE}

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from cases import CASES
+from cases import CASES, WHOLE
 from drawn import REFUSED, drawn
 from transformers import AutoConfig, AutoModelForCausalLM
 from weights import GENERATED, PROMPT, ROWS, STRIDE, parts, tokens, weight
@@ -41,7 +41,7 @@ def expected(out: str, *cases: str) -> None:
 
 
 def checkpoints(folder: str, *cases: str) -> None:
-    for case, document in (CASES | drawn()).items():
+    for case, document in (CASES | drawn() | WHOLE).items():
         if case in REFUSED or (cases and case not in cases):
             continue
         place = Path(folder) / case
@@ -60,7 +60,7 @@ def logits(folder: str, out: str, adapter: str | None = None) -> None:
         from peft import PeftModel
 
         model = PeftModel.from_pretrained(model, adapter)
-    seen = torch.from_numpy(tokens("any", model.config.vocab_size)).long()
+    seen = torch.from_numpy(tokens("any", vocab(model))).long()
     with torch.no_grad():
         np.savez(out, logits=model(seen).logits.numpy())
 
@@ -72,7 +72,7 @@ def exported(*folders: str) -> None:
 
 def generate(folder: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, **EAGER).float().eval()
-    prompt = torch.from_numpy(tokens("any", model.config.vocab_size)[:, :PROMPT]).long()
+    prompt = torch.from_numpy(tokens("any", vocab(model))[:, :PROMPT]).long()
     model.generation_config.eos_token_id = None
     told = model.generate(prompt, do_sample=False, max_new_tokens=GENERATED)
     np.savez(Path(folder) / "generated.npz", tokens=told.numpy())
@@ -91,6 +91,10 @@ def made(case: str, document: dict, folder: Path):
     return model
 
 
+def vocab(model) -> int:
+    return model.config.get_text_config().vocab_size
+
+
 def stored(model) -> dict:
     """Parameters, and the buffers that its files have."""
     buffers = {name: each for name, each in model.named_buffers() if name in model.state_dict()}
@@ -100,7 +104,7 @@ def stored(model) -> dict:
 def measured(case: str, model) -> tuple:
     """In float64, as far as transformers lets it: what differs from it is our rounding alone."""
     model = model.double()
-    seen = torch.from_numpy(tokens(case, model.config.vocab_size)).long()
+    seen = torch.from_numpy(tokens(case, vocab(model))).long()
     told = model(seen)
     logits = told.logits
     loss = torch.nn.functional.cross_entropy(logits[0, :-1], seen[0, 1:])

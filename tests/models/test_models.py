@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from diloco.common.protocol.errors import ConfigError
 from diloco.learner.task import Variables
@@ -20,17 +21,18 @@ from diloco.learner.tensors import tree
 from diloco.learner.tensors.inner_step import make_inner_step
 from diloco.models.decoders import checkpoint, model
 from diloco.models.decoders.config import parse_config
+from diloco.models.decoders.image_text import OTHERS
 from diloco.models.decoders.lora import EXPERTS, LoraOptions, read_lora, with_adapters
 from diloco.run.model.load import load
 from tests.models import tiny
-from tests.models.cases import CASES
+from tests.models.cases import CASES, WHOLE
 from tests.models.drawn import REFUSED, drawn
 from tests.models.weights import GENERATED, PROMPT, tokens
 
 ORACLE = os.environ.get("DILOCO_TEST_ORACLE")
 HERE = Path(__file__).parent
 TOLERANCE = 1e-5
-ALL = CASES | drawn()
+ALL = CASES | drawn() | WHOLE
 pytestmark = pytest.mark.skipif(not ORACLE, reason="needs transformers: make test-models")
 
 
@@ -61,10 +63,14 @@ SIX = ("llama-3.1", "qwen3", "gemma2", "gemma3", "qwen3-moe", "mixtral")
 
 
 def test_six_families_are_read_take_a_step_and_come_back(tmp_path):
+    assert_come_back(tmp_path, *SIX)
+
+
+def assert_come_back(tmp_path, *cases):
     """Logits are transformers' as they begin, and those of the step's parameters as exported."""
-    asked("checkpoints", tmp_path, *SIX)
+    asked("checkpoints", tmp_path, *cases)
     found = {}
-    for case in SIX:
+    for case in cases:
         config, params = loaded(tmp_path / case)
         seen, compute = tokens(case, config.vocab), model.Compute(dtype="float32")
         logits = jax.jit(functools.partial(model.logits_of, config, compute=compute))
@@ -78,8 +84,8 @@ def test_six_families_are_read_take_a_step_and_come_back(tmp_path):
         task.files.write(tmp_path / "out" / case, tree.by_name(params), "float32")
         found[case] = logits(params, tokens("any", config.vocab))
         assert apart(logits(params, seen), wanted) > 1e-3  # it was moved
-    asked("exported", *(tmp_path / "out" / case for case in SIX))
-    for case in SIX:
+    asked("exported", *(tmp_path / "out" / case for case in cases))
+    for case in cases:
         there = np.load(tmp_path / "out" / case / "logits.npz")["logits"]
         assert apart(found[case], there) <= 2 * TOLERANCE, case
 
@@ -156,7 +162,7 @@ def test_what_is_written_again_is_what_was_read(made, case, tmp_path):
     """Each tensor, of experts too, however transformers saved it."""
     config, rows = tiny.open_folder(made / case)
     ours = {name: np.asarray(values) for name, values in rows.items()}
-    checkpoint.write_checkpoint(tmp_path / "again", config, ours)
+    checkpoint.write_checkpoint(tmp_path / "again", config, ours, beside=made / case)
     if (made / case / "fused").is_dir():
         fused = checkpoint.read_checkpoint(made / case / "fused", config)
         for name, values in fused.items():
@@ -164,6 +170,21 @@ def test_what_is_written_again_is_what_was_read(made, case, tmp_path):
     _, again = tiny.open_folder(tmp_path / "again")
     for name, values in again.items():
         np.testing.assert_array_equal(np.asarray(values), ours[name])
+    assert_others_are(tmp_path / "again", made / case)
+
+
+def assert_others_are(folder, source):
+    """Each tensor that is not the text model's, bit for bit, and no other."""
+    found, wanted = map(others, (folder, source))
+    assert found.keys() == wanted.keys()
+    for name, values in wanted.items():
+        assert found[name].dtype == values.dtype
+        np.testing.assert_array_equal(found[name], values)
+
+
+def others(folder):
+    files = [load_file(file) for file in folder.glob("*.safetensors")]
+    return {n: v for file in files for n, v in file.items() if n.startswith(OTHERS)}
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -180,6 +201,7 @@ EXPORTED = (
     "mixtral",
     "gemma4-e2b",
     "gemma4-26b",
+    "gemma4-whole",
 )
 
 
@@ -189,6 +211,7 @@ def test_what_a_run_exports_is_its_model_in_transformers(made, case, tmp_path):
     train(made / case, tmp_path)
     diloco("export", tmp_path / "run", tmp_path / "out", "--format", "hf")
     asked("logits", tmp_path / "out", tmp_path / "logits.npz")
+    assert_others_are(tmp_path / "out", made / case)
     config, params = loaded(tmp_path / "out")
     found = model.logits_of(config, params, tokens("any", config.vocab))
     wanted = np.load(tmp_path / "logits.npz")["logits"]

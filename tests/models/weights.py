@@ -16,6 +16,9 @@ PROMPT, GENERATED = 16, 24
 def weight(case: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
     """A tensor by its foreign name; attention's have a deviation of 0.3, so that it attends."""
     drawn = _rng(case, name).standard_normal(shape).astype(np.float32)
+    if name.endswith(("_min", "_max")):  # of what a clipped product is given, and gives
+        side = 1 if name.endswith("max") else -1
+        return np.asarray(side * (0.5 + np.abs(drawn)), np.float32)
     if "scal" in name:
         return 0.2 * drawn + 1
     if "gemma4" in case and "q_norm" in name:
@@ -38,7 +41,7 @@ def parts(case: str, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, A
     whole, half = slice(None), shape[1] // 2 if len(shape) == 3 else 0
     halves = {"gate_up_proj": (slice(0, half), slice(half, None)), "down_proj": (whole,)}
     if fused not in halves:
-        yield name.replace(".mlp.gate.weight", f".{module}.gate.weight"), whole
+        yield name.replace(".mlp.gate.weight", f".{module}.gate.weight"), ...
         return
     named = matrices[:2] if fused == "gate_up_proj" else matrices[2:]
     for number in range(shape[0]):

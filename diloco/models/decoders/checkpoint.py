@@ -5,6 +5,7 @@ headers of all files are checked first, so that a missing file or a wrong shape 
 anything is done. A folder is written beside its place and renamed: one that stands there is whole.
 """
 
+import itertools
 import json
 import shutil
 from collections.abc import Iterator, Mapping
@@ -17,9 +18,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from diloco.common.protocol.errors import ConfigError
-from diloco.models.decoders.config import CONFIG, DecoderConfig, config_document
+from diloco.models.decoders.config import CONFIG, DecoderConfig, config_document, read_document
 from diloco.models.decoders.families import FAMILY_FILES
 from diloco.models.decoders.groups import groups_of
+from diloco.models.decoders.image_text import (
+    ALONE,
+    OTHERS,
+    WITHIN,
+    ImageText,
+    whole_document,
+)
 from diloco.models.decoders.tensors import TensorEntry, table
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -29,7 +37,7 @@ DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float16": np.dtype(np.float16),
 }
-# What says how text becomes tokens, and how chats and generation go; carried along.
+# Files that say how text and images are read, and how chats and generation go; carried along.
 CARRIED = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -41,6 +49,8 @@ CARRIED = (
     "chat_template.jinja",
     "chat_template.json",
     "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
 )
 _READ = {"F32", "BF16", "F16"}
 # The module of a layer's experts in parameters that transformers saves itself.
@@ -121,7 +131,7 @@ def read_checkpoint(folder: Path, config: DecoderConfig) -> dict[str, Rows]:
         ConfigError: a file is missing or damaged, or does not fit the configuration.
     """
     entries = table(config)
-    places = _one_by_one(_needed(_textual(_places(folder)), config), config)
+    places = _one_by_one(_needed(_textual(_places(folder), config), config), config)
     wanted = {name for entry in entries.values() for name in entry.checkpoint_names()}
     if missing := sorted(wanted - set(places)):
         raise ConfigError(
@@ -211,9 +221,17 @@ def _joined(one: dict[str, Place], other: dict[str, Place]) -> dict[str, Place]:
     return {**one, **other}
 
 
-def _textual(places: dict[str, Place]) -> dict[str, Place]:
-    """The tensors without old checkpoints' tables of rotary frequencies."""
-    return {name: each for name, each in places.items() if not name.endswith("rotary_emb.inv_freq")}
+def _textual(places: dict[str, Place], config: DecoderConfig) -> dict[str, Place]:
+    """The text model's tensors, without old checkpoints' tables of rotary frequencies."""
+    found = {name: one for name, one in places.items() if not name.endswith("rotary_emb.inv_freq")}
+    if config.image_text is None:
+        return found
+    within = {name for name in found if name.startswith(WITHIN)}
+    alone = found.keys() - within
+    return _joined(
+        {name: found[name] for name in alone if not name.startswith(OTHERS)},
+        {ALONE + name.removeprefix(WITHIN): found[name] for name in within},
+    )
 
 
 def _needed(places: dict[str, Place], config: DecoderConfig) -> dict[str, Place]:
@@ -293,17 +311,56 @@ def write_checkpoint(
         config: of the decoder.
         arrays: its tensors by their names here.
         dtype: of `DTYPES`, that they are written in.
-        beside: a folder whose tokenizer files are taken along.
+        beside: a folder whose tokenizer files are taken along; of an image-and-text checkpoint, the
+            tensors beside the text model's too, in the dtypes that they have there.
         file_bytes: of one file, about.
 
     Raises:
         ConfigError: it cannot be written; then there is no folder.
     """
     with staged(folder) as partial:
-        _write_tensors(partial, checkpoint_tensors(config, arrays, DTYPES[dtype]), file_bytes)
-        carry(beside, partial)
+        tensors = checkpoint_tensors(config, arrays, DTYPES[dtype])
         document = config_document(config, dtype)
+        if config.image_text is not None:
+            whole = _whole(beside)
+            document = whole_document(read_document(whole), dtype)
+            tensors = itertools.chain(tensors, _as_they_are(others_of(whole, config.image_text)))
+        _write_tensors(partial, tensors, file_bytes)
+        carry(beside, partial)
         (partial / CONFIG).write_text(json.dumps(document, indent=2) + "\n")
+
+
+def _whole(folder: Path | None) -> Path:
+    if folder is None or not has_weights(folder):
+        raise ConfigError(
+            f"the tensors of images and sounds are copied from {str(folder)!r}, which has none",
+            hint="copy the checkpoint's safetensors files to the folder that the task's option"
+            " model names",
+        )
+    return folder
+
+
+def others_of(folder: Path, whole: ImageText) -> dict[str, Place]:
+    """The tensors of an image-and-text checkpoint's folder beside the text model's.
+
+    Raises:
+        ConfigError: a file is missing or damaged, or a module has none.
+    """
+    places = {name: one for name, one in _places(folder).items() if name.startswith(OTHERS)}
+    for module in whole.modules:
+        if not any(name.startswith(module) for name in places):
+            raise ConfigError(
+                f"{str(folder)!r} lacks all tensors of {module}*, which its config.json asks for",
+                hint="copy the whole checkpoint, with every file that its index names",
+            )
+    return places
+
+
+def _as_they_are(places: dict[str, Place]) -> Iterator[tuple[str, np.ndarray]]:
+    paths = {one.path for one in places.values()}
+    opened: dict[Path, Any] = {path: safe_open(path, "numpy") for path in paths}
+    for name, place in places.items():
+        yield name, opened[place.path].get_tensor(place.tensor)
 
 
 class staged:  # noqa: N801 - a context manager, used as a function
@@ -354,6 +411,7 @@ def checkpoint_tensors(
     config: DecoderConfig, arrays: Mapping[str, Any], dtype: np.dtype
 ) -> Iterator[tuple[str, np.ndarray]]:
     """The tensors of a checkpoint as its files have them, one after the other."""
+    within = ALONE if config.image_text is None else WITHIN
     for name, entry in table(config).items():
         layers = range(entry.shape[0]) if entry.stacked else (None,)
         tensors = iter(entry.checkpoint_names())
@@ -361,7 +419,10 @@ def checkpoint_tensors(
             values = np.asarray(arrays[name] if layer is None else arrays[name][layer])
             for each in values.reshape(-1, *entry.shape[entry.stacked :]):
                 there = entry.to_checkpoint(each).astype(dtype)
-                yield next(tensors), np.ascontiguousarray(there)
+                called = next(tensors)
+                if called.startswith(ALONE):
+                    called = within + called.removeprefix(ALONE)
+                yield called, np.ascontiguousarray(there)
 
 
 def _write_tensors(

@@ -23,6 +23,7 @@ from diloco.models.decoders.families import (
     NULL,
     Family,
 )
+from diloco.models.decoders.image_text import TEXT_FAMILIES, ImageText, text_part
 from diloco.models.decoders.layer_kinds import FULL, SLIDING, Experts, Unlike, said_of_unlike
 from diloco.models.decoders.rope import KINDS, Rope
 
@@ -60,6 +61,7 @@ class DecoderConfig:
         fed_width: width P of per-layer embeddings; 0: the model has none.
         fed_vocab: rows of their table.
         unlike: the differences between layers; None: all are alike.
+        image_text: of an image-and-text checkpoint, of which this is the text model.
         positions: that the model was trained for; carried, not honoured.
         tokens: ids of special tokens, as the file names them; carried.
     """
@@ -94,6 +96,7 @@ class DecoderConfig:
     fed_width: int = 0
     fed_vocab: int = 0
     unlike: Unlike | None = None
+    image_text: ImageText | None = None
     positions: int = 0
     # Excluded from the hash, since a value may be a list.
     tokens: tuple[tuple[str, Any], ...] = dataclasses.field(default=(), hash=False)
@@ -114,7 +117,7 @@ def read_config(folder: Path) -> DecoderConfig:
 
 
 def read_document(folder: Path) -> dict[str, Any]:
-    """The text model's part of a folder's `config.json`.
+    """The content of a folder's `config.json`.
 
     Raises:
         ConfigError: there is no such file, or it is damaged.
@@ -147,13 +150,17 @@ def parse_config(document: Document, *, source: str) -> DecoderConfig:
     Raises:
         ConfigError: it says what is not honoured.
     """
+    image_text = None
+    if document.get("model_type") in TEXT_FAMILIES:
+        document, image_text = text_part(document, source)
     family = document.get("model_type")
     if family not in FAMILIES:
+        known = ", ".join((*FAMILIES, *TEXT_FAMILIES))
         raise ConfigError(
-            f"{source}: model_type is {family!r}, but {', '.join(FAMILIES)} are what is read",
-            hint=f"give a text decoder of one of these families; {_ANY_MODEL}",
+            f"{source}: model_type is {family!r}, but {known} are what is read",
+            hint=f"give a decoder of one of these families; {_ANY_MODEL}",
         )
-    return _Parser(family, document, source).config()
+    return dataclasses.replace(_Parser(family, document, source).config(), image_text=image_text)
 
 
 class _Parser:

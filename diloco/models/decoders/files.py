@@ -56,9 +56,15 @@ class HuggingFace:
         """Works as `task.Files.first`.
 
         Raises:
+            ConfigError: tensors of an image-and-text checkpoint, which exports copy, are missing.
             TaskError: the folder has no tensors.
         """
-        return None if self.source is None or self.fresh else require_weights(self.source)
+        if self.source is None or self.fresh:
+            return None
+        source = require_weights(self.source)
+        if self.config.image_text is not None:
+            checkpoint.others_of(source, self.config.image_text)
+        return source
 
     def read(self, folder: Path) -> Mapping[str, Any]:
         """Implements `task.Files.read`; makes experts from a dense checkpoint if needed."""

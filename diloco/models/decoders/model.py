@@ -174,10 +174,7 @@ def forward(
         TaskError: rows are longer than the decoder's rotary positions can be told for.
     """
     _check_length(config, tokens_BxL.shape[1])
-    x_BxLxD = params["embed"][tokens_BxL].astype(compute.dtype)
-    if config.scaled_embeddings:
-        x_BxLxD = x_BxLxD * jnp.asarray(config.width**0.5, compute.dtype)
-    x_BxLxD = constrain(x_BxLxD, ROWS)
+    x_BxLxD, fed_NxBxLxP = _embedded(config, params, tokens_BxL, compute)
     if segments_BxL is None:
         segments_BxL = jnp.ones_like(tokens_BxL)
     positions_BxL = _positions(segments_BxL)
@@ -196,19 +193,41 @@ def forward(
         return jax.checkpoint(block, prevent_cse=False) if compute.remat else block
 
     layers = {**params["layers"], **(beside or {})}
-    fed_NxBxLxP = _fed(config, params, tokens_BxL, x_BxLxD)
     x_BxLxD, load = scan_layers(config, layers, x_BxLxD, fed_NxBxLxP, block_of)
     return Forward(_norm(config, x_BxLxD, params["norm"]), load)
 
 
+def _embedded(
+    config: DecoderConfig, params: Params, tokens_BxL: jax.Array, compute: Compute
+) -> tuple[jax.Array, jax.Array | None]:
+    """What the first layer is given, and what each layer is fed besides."""
+    whole, soft_BxLx1 = config.image_text, None
+    if whole is not None:
+        soft_BxLx1 = jnp.isin(tokens_BxL, jnp.asarray(whole.soft))[..., None]
+        tokens_BxL = jnp.where(soft_BxLx1[..., 0], whole.padding, tokens_BxL)
+
+    def rows(name: str) -> jax.Array:
+        found: jax.Array = params[name][tokens_BxL].astype(compute.dtype)
+        # Without its image a soft token is padding, whose row it does not train.
+        if soft_BxLx1 is None:
+            return found
+        return jnp.where(soft_BxLx1, jax.lax.stop_gradient(found), found)
+
+    x_BxLxD = rows("embed")
+    if config.scaled_embeddings:
+        x_BxLxD = x_BxLxD * jnp.asarray(config.width**0.5, compute.dtype)
+    x_BxLxD = constrain(x_BxLxD, ROWS)
+    return x_BxLxD, _fed(config, params, rows, x_BxLxD)
+
+
 def _fed(
-    config: DecoderConfig, params: Params, tokens_BxL: jax.Array, x_BxLxD: jax.Array
+    config: DecoderConfig, params: Params, rows: Callable[[str], jax.Array], x_BxLxD: jax.Array
 ) -> jax.Array | None:
     """The numbers that each layer is fed of each token besides (per-layer embeddings)."""
     if not config.fed_width:
         return None
-    shape = (*tokens_BxL.shape, config.layers, config.fed_width)
-    rows_BxLxNxP = params["fed_embed"][tokens_BxL].astype(x_BxLxD.dtype).reshape(shape)
+    shape = (*x_BxLxD.shape[:2], config.layers, config.fed_width)
+    rows_BxLxNxP = rows("fed_embed").reshape(shape)
     rows_BxLxNxP = rows_BxLxNxP * jnp.asarray(config.fed_width**0.5, x_BxLxD.dtype)
     told_BxLxNxP = (x_BxLxD @ params["fed_matrix"].astype(x_BxLxD.dtype)).reshape(shape)
     told_BxLxNxP = _norm(config, told_BxLxNxP * config.width**-0.5, params["fed_norm"])

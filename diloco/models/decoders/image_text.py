@@ -1,0 +1,94 @@
+"""Image-and-text checkpoints: the text model of one is trained, and its other tensors are kept.
+
+`config.json` has the text model's keys under `text_config`, and the text model's tensors have a
+module of their own. The tensors of the vision and audio towers, and of the matrices that make soft
+tokens of their outputs, are copied from the folder into every export, bit for bit (ADR 100).
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from diloco.common.protocol.errors import ConfigError
+from diloco.models.decoders.families import NEUTRAL, Family
+
+# `model_type` of a whole checkpoint, and of its text model.
+TEXT_FAMILIES: dict[str, Family] = {"gemma4": "gemma4_text"}
+ARCHITECTURE = "Gemma4ForConditionalGeneration"
+# Modules of the text model's tensors: in a whole checkpoint, and in one of text alone.
+WITHIN, ALONE = "model.language_model.", "model."
+# Keys of the towers' configurations, and the modules of their tensors.
+_MODULES = {
+    "vision_config": ("model.vision_tower.", "model.embed_vision."),
+    "audio_config": ("model.audio_tower.", "model.embed_audio."),
+}
+OTHERS = tuple(module for modules in _MODULES.values() for module in modules)
+_SOFT = ("image_token_id", "video_token_id", "audio_token_id")
+_KNOWN = {
+    *("text_config", "tie_word_embeddings", "vision_soft_tokens_per_image", "eoa_token_index"),
+    *_MODULES,
+}
+# Ids that a file leaves out, in the order of `_SOFT`.
+_SOFT_DEFAULTS = (258_880, 258_884, 258_881)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageText:
+    """The properties of an image-and-text checkpoint that its text model depends on.
+
+    Attributes:
+        soft: ids that stand for images, frames and sounds: each has the embedding of `padding`.
+        padding: the id of the token that pads.
+        modules: of tensors beside the text model's, which exports take from the folder.
+    """
+
+    soft: tuple[int, ...]
+    padding: int
+    modules: tuple[str, ...]
+
+
+def text_part(document: Mapping[str, Any], source: str) -> tuple[dict[str, Any], ImageText]:
+    """The text model's own `config.json`, and the properties of the whole checkpoint.
+
+    Args:
+        document: of the whole checkpoint.
+        source: where it comes from, for errors.
+
+    Raises:
+        ConfigError: it has no text model of the family, or a key that is not known.
+    """
+    family = TEXT_FAMILIES[document["model_type"]]
+    text = document.get("text_config")
+    if not isinstance(text, Mapping) or text.get("model_type", family) != family:
+        raise ConfigError(
+            f"{source}: text_config is {text!r:.80}, but model_type {document['model_type']!r}"
+            f" has a text model of {family!r}",
+            hint="copy config.json from the checkpoint again",
+        )
+    for key, value in document.items():
+        known = key in NEUTRAL | _KNOWN or key.endswith("_token_id")
+        if value is None or known or key == "quantization_config":
+            continue
+        raise ConfigError(
+            f"{source}: {key} = {value!r:.80} is not known, and may change what the model computes",
+            hint="take the key out if it changes nothing",
+        )
+    # The reference takes these of the whole file.
+    own = {"tie_word_embeddings": document.get("tie_word_embeddings", True)}
+    own |= {key: document[key] for key in ("quantization_config",) if key in document}
+    ids = (document.get(key, usual) for key, usual in zip(_SOFT, _SOFT_DEFAULTS, strict=True))
+    return {**text, "model_type": family, **own}, ImageText(
+        soft=tuple(each for each in ids if each is not None),
+        padding=text.get("pad_token_id") or 0,
+        modules=tuple(m for key, modules in _MODULES.items() if document.get(key) for m in modules),
+    )
+
+
+def whole_document(document: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """The `config.json` of an export: the folder's own, with the dtype of the text model."""
+    return {
+        **document,
+        "architectures": [ARCHITECTURE],
+        "dtype": dtype,
+        "text_config": {**document["text_config"], "dtype": dtype},
+    }
