@@ -53,6 +53,8 @@ class ClosedRound(NamedTuple):
 
 # The most elements of a fragment: msgpack limits an array of the outer state to 2^32 bytes.
 MOST_ELEMENTS: Final = (1 << 30) - 1
+# The bytes of a vector from which on a thread of its own is worth its start.
+THREADED_BYTES: Final = 1 << 20
 
 
 class _Merged(NamedTuple):
@@ -164,8 +166,9 @@ class FragmentArrays:
     def digests(self) -> tuple[str, str]:
         """Returns the digests of the view, and of the outer state."""
         vectors = (self.view, self.theta, *self.state.values())
-        # A thread for each vector, as all take equally long.
-        view, *each = share_out(shards.digest, vectors, len(vectors) if self.threads > 1 else 1)
+        # A thread for each vector, as all take equally long; a short one costs less than a thread.
+        alone = self.threads == 1 or self.view.nbytes < THREADED_BYTES
+        view, *each = share_out(shards.digest, vectors, 1 if alone else len(vectors))
         return view, shards.digest("".join(each).encode())
 
     def discard(self) -> None:

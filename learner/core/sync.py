@@ -21,6 +21,7 @@ Invariants that the rules below keep, by the names that comments use:
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from operator import is_
 from typing import Any, NamedTuple
 
 from diloco.common.protocol.layout import Rhythm, next_step, offset_steps
@@ -195,9 +196,10 @@ def unsent(state: State) -> dict[int, int]:
 
 
 def _on_stepped(rules: SyncRules, state: State, event: Stepped) -> Result:
-    done = Work(state.done.steps + event.steps, state.done.tokens + event.tokens)
-    # The work is counted first: an update that is sent below covers the step just taken.
-    state = replace(state, done=done, since_clock=state.since_clock + event.steps)
+    if event.steps:
+        done = Work(state.done.steps + event.steps, state.done.tokens + event.tokens)
+        # The work is counted first: an update that is sent below covers the step just taken.
+        state = replace(state, done=done, since_clock=state.since_clock + event.steps)
     effects: list[Effect] = []
     fragments = []
     for index, fragment in enumerate(state.fragments):
@@ -205,6 +207,8 @@ def _on_stepped(rules: SyncRules, state: State, event: Stepped) -> Result:
         # update that a record has just resolved makes room for the next at this same boundary.
         adopted = _adopt(rules, state, index, fragment, effects)
         fragments.append(_send(rules, state, index, adopted, event.now_s, effects))
+    if all(map(is_, fragments, state.fragments)):
+        return state, ()
     # Final without an update: there was nothing unsent. Otherwise the last manifest says `final`,
     # which a `Finished` could overtake on the tape.
     finished = tuple(

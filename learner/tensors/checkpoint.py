@@ -454,12 +454,15 @@ def _is_key(leaf: Any) -> bool:
 def _shapes(like: Any) -> list[tuple[str, jax.ShapeDtypeStruct]]:
     """Returns path, shape and dtype of each leaf as it is stored; a random key as its bits."""
     return [
-        (
-            jax.tree_util.keystr(path),
-            jax.eval_shape(jax.random.key_data if _is_key(leaf) else jnp.asarray, leaf),
-        )
+        (jax.tree_util.keystr(path), _stored_shape(leaf))
         for path, leaf in jax.tree_util.tree_flatten_with_path(like)[0]
     ]
+
+
+def _stored_shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    if _is_key(leaf):
+        return jax.eval_shape(jax.random.key_data, leaf)
+    return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
 
 
 def _on_device(path: str, array: np.ndarray, wanted: Any) -> jax.Array:
