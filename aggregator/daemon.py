@@ -77,7 +77,7 @@ async def aggregate(context: Context, leases: Leases | None = None) -> None:
             once nothing else is left to do.
     """
     held: Leases | Everything = leases or Everything(context)
-    owners = Owners(context, held.still_ours, held.done, held.refuse)
+    owners = Owners(context, held)
     owners.show()
     liveness = LivenessWatch(context, owners.all())
     try:

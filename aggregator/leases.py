@@ -102,6 +102,11 @@ class Leases:
             "giving up a lease", lambda: self._say_done(fragment), logger=self._context.logger
         )
 
+    def others_may_serve(self, fragment: int) -> bool:
+        """True if another live aggregator may own a fragment."""
+        others = self._members(_now_s()).items()
+        return any(one.may_serve(fragment) for life, one in others if life != self._life)
+
     def refuse(self, fragment: int) -> None:
         """Releases a fragment and never acquires it again, as others may not fail at it."""
         self._refuses.add(fragment)
@@ -349,6 +354,10 @@ class Everything:
         self._left.discard(fragment)
         if not self._left:
             self._all_done.set()
+
+    def others_may_serve(self, _fragment: int) -> bool:
+        """Returns False: there are no others."""
+        return False
 
     def refuse(self, _fragment: int) -> None:
         """Does nothing: no other aggregator could take the fragment."""

@@ -8,10 +8,12 @@ At the end of the file: the metrics and the health of an aggregator, which show 
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 
 from diloco.aggregator.context import Context
 from diloco.aggregator.core.state import State
+from diloco.aggregator.leases import Everything, Leases
 from diloco.aggregator.owner.committer import Samples
 from diloco.aggregator.owner.garbage_collector import Collector
 from diloco.aggregator.owner.recovery import recover
@@ -30,20 +32,18 @@ class FragmentOwner:
     Args:
         context: the aggregator's context.
         fragment: the fragment's index.
-        still_ours: returns whether this process still has the lease of a fragment.
+        leases: the leases of the fragments.
 
     Attributes:
         fragment: the fragment's index.
         tenure: the present tenure; None while the fragment is being recovered.
     """
 
-    def __init__(
-        self, context: Context, fragment: int, still_ours: Callable[[int], Awaitable[bool]]
-    ) -> None:
+    def __init__(self, context: Context, fragment: int, leases: Leases | Everything) -> None:
         self.tenure: Tenure | None = None
         self._context = context
         self.fragment = fragment
-        self._still_ours = still_ours
+        self._leases = leases
         self._logger = context.logger.bind(fragment=fragment)
         self._samples = Samples(context, fragment, self._logger)
         self._collector = Collector(context, fragment, self._state)
@@ -55,7 +55,8 @@ class FragmentOwner:
         answered, and False once another process owns the fragment.
 
         Raises:
-            IntegrityError: the stored objects do not give the recorded digests.
+            IntegrityError: the stored objects do not give the recorded digests, or this machine
+                can add no update, and another may.
         """
         while True:
             try:
@@ -66,7 +67,7 @@ class FragmentOwner:
                     self.tenure = None
                     await tenure.end()
             except SwapLostError as lost:
-                if not await self._still_ours(self.fragment):
+                if not await self._leases.still_ours(self.fragment):
                     return False
                 self._logger.warning("overtaken", expected=lost.expected)
             else:
@@ -90,7 +91,8 @@ class FragmentOwner:
             position=recovered.record.position,
             took_s=round(runtime.clock() - began_s, 3),
         )
-        return Tenure(context, recovered, self._samples, self._collector.wake)
+        others_may = partial(self._leases.others_may_serve, self.fragment)
+        return Tenure(context, recovered, self._samples, self._collector.wake, others_may)
 
 
 class Owners:
@@ -98,22 +100,12 @@ class Owners:
 
     Args:
         context: the aggregator's context.
-        still_ours: asks the server whether a fragment's lease is still this process's.
-        done: called once nothing of a fragment is left to do.
-        refuse: called once this process has failed at a fragment.
+        leases: the leases of the fragments.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        still_ours: Callable[[int], Awaitable[bool]],
-        done: Callable[[int], Awaitable[None]],
-        refuse: Callable[[int], None],
-    ) -> None:
+    def __init__(self, context: Context, leases: Leases | Everything) -> None:
         self._context = context
-        self._refuse = refuse
-        self._still_ours = still_ours
-        self._done = done
+        self._leases = leases
         self._tasks: dict[int, asyncio.Future[None]] = {}
         self._owners: dict[int, FragmentOwner] = {}
         self.damaged: dict[int, IntegrityError] = {}
@@ -139,7 +131,7 @@ class Owners:
 
     def take(self, fragment: int) -> None:
         """Begins to own a fragment."""
-        self._owners[fragment] = FragmentOwner(self._context, fragment, self._still_ours)
+        self._owners[fragment] = FragmentOwner(self._context, fragment, self._leases)
         self._tasks[fragment] = asyncio.ensure_future(self._own(fragment))
 
     async def drop(self, fragments: Iterable[int]) -> None:
@@ -160,12 +152,12 @@ class Owners:
     async def _own(self, fragment: int) -> None:
         try:
             if await self._owners[fragment].own():
-                await self._done(fragment)
+                await self._leases.done(fragment)
         except IntegrityError as error:
             # This machine may be at fault: other aggregators may try. Other fragments go on.
             self._context.logger.exception("fragment_refused", fragment=fragment, hint=error.hint)
             self.damaged[fragment] = error
-            self._refuse(fragment)
+            self._leases.refuse(fragment)
         except Exception as error:  # noqa: BLE001 - raised by `failure`
             if not self._failed.done():
                 self._failed.set_exception(error)

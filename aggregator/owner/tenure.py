@@ -34,7 +34,7 @@ from diloco.common.process import log
 from diloco.common.process.config import RunSettings
 from diloco.common.process.tasks import Tasks
 from diloco.common.protocol import names, wire
-from diloco.common.protocol.errors import SwapLostError, WireError
+from diloco.common.protocol.errors import IntegrityError, SwapLostError, WireError
 from diloco.common.protocol.layout import Layout
 from diloco.common.storage.bus import Message
 from diloco.common.storage.tape import RunContext, check_length, decode, parse_changed
@@ -158,6 +158,8 @@ Item = tuple[events.Event | TapeUpdate | TapeRecord | TapeSettings | TapeEnd, Pa
 
 # The pause after adding an update failed: memory may get free, and a bug must not fill the log.
 BROKEN_PAUSE_S = 1.0
+# After so many failures in a row, at updates of several learners, the machine may be at fault.
+BROKEN_MOST = 3
 
 
 class _MergeError(Exception):
@@ -176,6 +178,7 @@ class Tenure:
         recovered: the fragment as of its newest record.
         samples: counts and shows messages that are no valid update.
         on_snapshot: called when a stored state is committed.
+        others_may: returns whether another aggregator may own the fragment.
 
     Attributes:
         fragment: the fragment's index.
@@ -189,7 +192,10 @@ class Tenure:
         recovered: Recovered,
         samples: Samples,
         on_snapshot: Callable[[], None],
+        others_may: Callable[[], bool],
     ) -> None:
+        self._others_may = others_may
+        self._broken: list[str] = []  # the learners whose updates have failed since one did not
         record = recovered.record
         self.state = memory.resume(record, recovered.record_seq, context.runtime.clock())
         self._context = context
@@ -240,6 +246,7 @@ class Tenure:
 
         Raises:
             SwapLostError: another process has committed a record of the fragment.
+            IntegrityError: this machine can add no update, and another may.
         """
         return self._read_tape(), self._serve(), self._tasks.failure()
 
@@ -366,11 +373,22 @@ class Tenure:
         except _MergeError as error:
             # The decision assumed a sum that is now spoilt, so it is undone; no effect followed it.
             self._logger.exception("merging_failed", update=list(error.update))
+            self._check_machine(error)
             self.state = before
             await asyncio.sleep(BROKEN_PAUSE_S)
             await self._take(events.Broke(self._context.runtime.clock(), error.update), None)
         if isinstance(event, events.Committed):
             self._check_ours()
+
+    def _check_machine(self, error: _MergeError) -> None:
+        """Notes a failure; raises `IntegrityError` if the machine is at fault, and not alone."""
+        self._broken.append(error.update.learner)
+        many = len(self._broken) >= BROKEN_MOST and len({*self._broken}) > 1
+        if many and self._others_may():
+            raise IntegrityError(
+                f"fragment {self.fragment}: {len(self._broken)} updates could not be added",
+                hint="another aggregator takes it; restart this one, once its machine has memory",
+            ) from error
 
     async def _perform(self, effect: Effect, payload: Payload | None) -> None:
         match effect:
@@ -401,6 +419,7 @@ class Tenure:
         except Exception as error:
             # Updates are added in place, piece by piece, so any failure spoils the sum.
             raise _MergeError(update_id(effect.admitted.manifest)) from error
+        self._broken = []
 
     async def _quarantine(self, effect: Quarantine) -> None:
         """Publishes a quarantine; all fragments' machines learn of it from the tape."""

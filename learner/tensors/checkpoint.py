@@ -405,10 +405,8 @@ def pack(checkpoint: HostCheckpoint) -> bytes:
     """Returns the bytes of a checkpoint's object."""
     from safetensors.numpy import save
 
-    contiguous = {
-        key: np.require(array, requirements="C") for key, array in checkpoint.arrays.items()
-    }
-    return save(contiguous, metadata={"facts": checkpoint.facts.model_dump_json()})
+    arrays = {key: np.require(array, requirements="C") for key, array in checkpoint.arrays.items()}
+    return save(arrays, metadata={"facts": checkpoint.facts.model_dump_json()})
 
 
 def unpack(data: bytes) -> HostCheckpoint:
@@ -453,13 +451,11 @@ def _is_key(leaf: Any) -> bool:
 
 def _shapes(like: Any) -> list[tuple[str, jax.ShapeDtypeStruct]]:
     """Returns path, shape and dtype of each leaf as it is stored; a random key as its bits."""
-    return [
-        (jax.tree_util.keystr(path), _stored_shape(leaf))
-        for path, leaf in jax.tree_util.tree_flatten_with_path(like)[0]
-    ]
+    leaves = jax.tree_util.tree_flatten_with_path(like)[0]
+    return [(jax.tree_util.keystr(path), _stored_shape(leaf)) for path, leaf in leaves]
 
 
-def _stored_shape(leaf: Any) -> jax.ShapeDtypeStruct:
+def _stored_shape(leaf: Any) -> Any:
     if _is_key(leaf):
         return jax.eval_shape(jax.random.key_data, leaf)
     return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))

@@ -246,6 +246,8 @@ class Actor:
         amiss = self.world.damaged or self.name == self.world.bad
         if amiss and isinstance(error, IntegrityError | WireError):
             return True
+        if self.name == self.world.bad and isinstance(error, MemoryError):
+            return True
         if self.reads_replicas and isinstance(error, RunIncompleteError):
             return (
                 True  # A replica that is behind knew of no record for as long as it has patience.

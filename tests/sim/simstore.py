@@ -166,7 +166,8 @@ class ActorStore:
         data = self._inner.get(name, limit_bytes, within_s)
         if "/update/" in name and actor.hit(actor.faults.removed, "removed"):
             self._inner.remove(name)
-        if actor.name == actor.world.bad and _is_of_version(name):
+        reads_badly = actor.name == actor.world.bad and actor.world.bad_at == "reads"
+        if reads_badly and _is_of_version(name):
             actor.world.injected["bad_machine"] += 1
             return turned_over(data)
         return data

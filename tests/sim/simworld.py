@@ -23,6 +23,7 @@ from simstore import SimStore
 from simtensors import Ledger, Light, Numbers
 
 from diloco.aggregator import checkpoint
+from diloco.aggregator.arrays.arithmetic import PRODUCTION, Arithmetic
 from diloco.aggregator.context import Context as AggregatorContext
 from diloco.aggregator.daemon import aggregate, load_run
 from diloco.aggregator.leases import Leases
@@ -82,8 +83,9 @@ class World:
     ) -> None:
         self.sizes = sizes
         self.share_expiry_s = share_expiry_s
-        # An aggregator whose machine reads versions otherwise than they are stored.
-        self.bad = ""
+        # An aggregator whose machine is bad, and at what: it "reads" versions otherwise than they are
+        # stored, or fails at each update that it "merges" or each round that it "closes".
+        self.bad, self.bad_at = "", "reads"
         self.record_bytes = record_bytes
         self.seed = seed
         self.tensors = tensors
@@ -278,8 +280,20 @@ class World:
             record_bytes=self.record_bytes,
             # Where records are in objects, so are positions.
             most_positions=wire.MAX_KEYS if self.record_bytes == wire.RECORD_BYTES else 1,
-            arithmetic=self.tensors.arithmetic,
+            arithmetic=self._arithmetic(actor),
         )
+
+    def _arithmetic(self, actor: Actor) -> Arithmetic | None:
+        arithmetic = self.tensors.arithmetic
+        if actor.name != self.bad or self.bad_at == "reads":
+            return arithmetic
+
+        def fail(*_: Any, **__: Any) -> Any:
+            self.injected["bad_machine"] += 1
+            raise MemoryError
+
+        what = {"merges": "coefficients", "closes": "factors"}[self.bad_at]
+        return (arithmetic or PRODUCTION)._replace(**{what: fail})
 
     def learner_context(self, actor: Actor) -> LearnerContext:
         """What one life of a learner works with."""

@@ -48,7 +48,9 @@ def test_when_nobody_is_heard_it_is_the_bus_that_is_silent():
     assert hearing.is_live(0, "a", member, 3600.0, TIMEOUT_S)
     hearing.beat("b", 8, 3600.0, TIMEOUT_S)
     assert hearing.is_live(0, "a", member, 3601.0, TIMEOUT_S)
+    assert hearing.silent_s("a", 7) == 0.0
     hearing.beat("b", 8, 3609.0, TIMEOUT_S)
+    assert hearing.silent_s("a", 7) == 9.0
     hearing.beat("b", 8, 3611.0, TIMEOUT_S)
     assert not hearing.is_live(0, "a", member, 3611.0, TIMEOUT_S)
 

@@ -29,6 +29,8 @@ def test_a_share_belongs_to_the_first_who_claims_it():
     assert held.take(word("b", 2, "begin"), SEQ)
     assert held.take(word("a", 1, "claim", share=1), SEQ)
     assert not held.take(word("b", 2, "claim", share=1), SEQ)
+    # From its beginning only: who skips some would leave them to nobody.
+    assert not held.take(word("b", 2, "claim", share=0, first=1), SEQ)
     assert held.take(word("b", 2, "claim", share=0), SEQ)
     # None of the next epoch before all of this one are given out.
     assert not held.take(word("a", 1, "claim", position=4, share=3), SEQ)
@@ -59,6 +61,9 @@ def test_an_end_frees_what_lies_behind_its_position():
     held.take(word("a", 1, "claim", position=4, share=1), SEQ)
     assert held.take(word("a", 1, "end", position=6), SEQ)
     assert held.of("a") == ()
+    assert held.holders() == ()
+    assert held.is_over("a", 1)
+    assert held.next_position("a") == 6
     assert held.partial == {1: 2}
     assert not held.take(word("b", 2, "claim", share=1), SEQ)  # from its third batch only
     assert held.take(word("b", 2, "claim", share=1, first=2), SEQ)

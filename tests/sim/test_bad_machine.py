@@ -1,0 +1,74 @@
+"""One bad machine beside healthy ones: no fragment stands still for longer than a lease and 10 s."""
+
+import asyncio
+import itertools
+from functools import partial
+
+import pytest
+from simlearner import SimLearner
+from simtensors import Light
+from simworld import World, ended
+
+STEPS, INTERVAL_STEPS = 64, 8
+# What a fragment may be idle for, beside its lease's time to live.
+IDLE_S = 10.0
+LIMIT_S = 300.0
+
+
+def make_world(seed: int, bad_at: str) -> World:
+    world = World(
+        {
+            "run": {"name": "sim", "steps": STEPS},
+            "sync": {
+                "interval_steps": INTERVAL_STEPS, "fragments": 3, "min_steps": 2,
+                "codec": "float32", "delta_codec": "float32", "block": 16,
+                "snapshot_interval_versions": 3,
+            },
+            "outer": {"optimizer": "sgd", "learning_rate": 1.0, "merge": "average"},
+            "bounds": {"norm_clip": 1e8},
+        },
+        seed=seed, tensors=Light(32),
+    )  # fmt: skip
+    world.bad, world.bad_at = "two", bad_at
+    return world
+
+
+async def run_beside_a_bad_machine(world: World, lease_ttl_s: float) -> None:
+    await world.create()
+
+    async def keep(name: str) -> None:
+        while True:
+            actor = world.aggregator(name, lease_ttl_s)
+            await ended(actor)
+            if not actor.dead:
+                return
+            await asyncio.sleep(world.rng.uniform(0.5, 4.0))
+
+    names = ["one", "two", "three"]
+    world.rng.shuffle(names)
+    work = [asyncio.ensure_future(keep(name)) for name in names]
+    lives = [SimLearner(world, index).live() for index in range(3)]
+    assert all(await asyncio.gather(*lives))
+    await asyncio.gather(*work)
+
+
+def longest_idle_s(world: World) -> float:
+    """The longest time between two versions of a fragment, beyond the interval's steps of 1 s."""
+    gaps = [
+        after.merged_at_s - before.merged_at_s
+        for fragment in range(len(world.layout.fragments))
+        for (_, before), (_, after) in itertools.pairwise(world.records(fragment))
+    ]
+    return max(gaps) - INTERVAL_STEPS
+
+
+@pytest.mark.parametrize("bad_at", ["reads", "merges", "closes"])
+def test_no_fragment_is_idle_beside_a_bad_machine(bad_at: str) -> None:
+    failed = 0
+    for seed in range(3):
+        world, lease_ttl_s = make_world(seed, bad_at), (1.5, 3.0, 6.0)[seed % 3]
+        world.run(partial(run_beside_a_bad_machine, world, lease_ttl_s), LIMIT_S)
+        world.checkers.check_resolved()
+        assert longest_idle_s(world) <= lease_ttl_s + IDLE_S, f"seed {seed}"
+        failed += world.injected["bad_machine"]
+    assert failed > 3
