@@ -13,7 +13,7 @@ from diloco.models.decoders import checkpoint, model
 from diloco.models.decoders.config import parse_config, read_config
 from diloco.models.decoders.files import HuggingFace
 from diloco.models.decoders.tensors import table
-from tests.models.cases import GEMMA4_WHOLE
+from tests.models.cases import GEMMA4, GEMMA4_WHOLE
 
 BFLOAT16 = checkpoint.DTYPES["bfloat16"]
 OTHERS = {
@@ -74,6 +74,15 @@ def test_the_text_model_of_another_folder_is_read(tmp_path, arrays):
     checkpoint.write_checkpoint(tmp_path / "alone", alone, arrays)
     rows = checkpoint.read_checkpoint(tmp_path / "alone", config)
     np.testing.assert_array_equal(rows["layers/full/q"][:], arrays["layers/full/q"])
+
+
+def test_numbers_of_layers_are_read_as_transformers_pads_them():
+    """As it writes those of ten layers and more."""
+    kinds = ["sliding_attention", "full_attention"] * 6
+    text = GEMMA4 | {"num_hidden_layers": 12, "layer_types": kinds}
+    each = {f"{layer:02}": {"head_dim": 8} for layer in range(1, 12, 2)}
+    config = parse_config(text | {"per_layer_config": each}, source="")
+    assert config == parse_config(text | {"global_head_dim": 8}, source="")
 
 
 def refused(action):

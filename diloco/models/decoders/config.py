@@ -341,6 +341,8 @@ class _Parser:
             heads = kv_heads if given is None else self._count("num_global_key_value_heads")
             width = self._count("global_head_dim")
         else:
+            # transformers pads the numbers of layers: "05" where there are ten or more.
+            each = {number.lstrip("0") or "0": own for number, own in each.items()}
             told = [each.get(str(n), {}) for n, slides in enumerate(sliding) if not slides]
             known = {"head_dim", "num_key_value_heads"}
             alike = len(each) == len(told) and all(one == told[0] for one in told)
