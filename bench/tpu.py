@@ -21,10 +21,10 @@ from diloco.learner.dry_run import (
     CompiledProgram,
     compile_step,
     device_bytes,
-    exchanges,
     fragment_shapes,
     programs,
 )
+from diloco.learner.exchanges import exchanges, received_by_kind
 from diloco.learner.island import Island
 from diloco.learner.tensors.fragment_kernels import Kernels
 from diloco.learner.topology import tpu_devices
@@ -98,7 +98,11 @@ def row(name: str, started: list[CompiledProgram], must: int) -> Row:
         sum(count.get("bytes accessed", 0) for count in counts),
         must,
         max(one.temp_size_in_bytes for one in memory),
-        sum(sum(exchanges(one.compiled.as_text() or "")) for one in started),
+        sum(
+            received
+            for one in started
+            for received in received_by_kind(exchanges(one.compiled.as_text() or "")).values()
+        ),
         sum(max(count.get("optimal_seconds", 0), 0) for count in counts),
     )
 

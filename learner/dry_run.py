@@ -10,7 +10,6 @@ of the compiler at hand; another platform's compiler fuses otherwise.
 """
 
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,18 +23,13 @@ from diloco.common.protocol import shards, slices
 from diloco.common.protocol.code_formats import Codec, Encoded, code_count, code_dtype, scale_count
 from diloco.common.protocol.errors import ConfigError
 from diloco.common.protocol.layout import Fragment
+from diloco.learner.exchanges import exchanges, received_by_kind
 from diloco.learner.island import Island
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.fragment_kernels import Blocks, Codes, Kernels, Leaves, make_kernels
 from diloco.learner.tensors.mesh import single
 from diloco.learner.tensors.placement import make_ownership
 from diloco.learner.tensors.replica import anchor_memory
-
-# A collective operation in a program's text, with the shapes of its results before it.
-_COLLECTIVE = re.compile(
-    r"= (\S.*?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
-)
-_ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)[a-z0-9]*)\[([\d,]*)\]")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,6 +116,8 @@ class DryRun:
         platform: the platform of the compiler; `devices` counts those of all `hosts`.
         parameters: number of trained parameters.
         active_parameters: the parameters that a token passes; None: all.
+        frozen_parameters: those that are not trained.
+        step_exchanged: bytes that other devices give a device in a step, by the kind of exchange.
         interval_steps: H; `overlap_steps` is tau.
     """
 
@@ -132,6 +128,8 @@ class DryRun:
     mesh: dict[str, int]
     parameters: int
     active_parameters: int | None
+    frozen_parameters: int
+    step_exchanged: dict[str, int]
     tokens_per_batch: int
     interval_steps: int
     overlap_steps: int
@@ -174,6 +172,7 @@ def dry_run(
     with island.context():
         fragments = fragment_shapes(island)
         figures = measured(fragments)
+        step = compile_step(island)
         return DryRun(
             learner=learner,
             platform=island.mesh.devices.flat[0].platform,
@@ -182,34 +181,62 @@ def dry_run(
             mesh=dict(island.mesh.shape),
             parameters=sum(each.elements for each in island.layout.fragments),
             active_parameters=island.task.active_parameters,
+            frozen_parameters=_frozen(island),
+            step_exchanged=received_by_kind(exchanges(step.as_text() or "")),
             tokens_per_batch=island.task.tokens_per_batch,
             interval_steps=island.settings.sync.interval_steps,
             overlap_steps=island.settings.sync.overlap_steps,
-            memory=_memory(island, fragments, figures, count // hosts),
+            memory=_memory(island, step, fragments, figures, count // hosts),
             fragments=figures,
             traffic=_traffic(island, fragments, hosts),
         )
 
 
+def _frozen(island: Island) -> int:
+    kinds = zip(island.division.synced, island.division.local, strict=True)
+    leaves = zip(jax.tree.leaves(island.shapes), kinds, strict=True)
+    return sum(math.prod(leaf.shape) for leaf, moves in leaves if not any(moves))
+
+
 def compile_step(island: Island) -> jax.stages.Compiled:
-    """Returns the learner's inner step, compiled from shapes."""
+    """Returns the learner's inner step, compiled from shapes.
+
+    Raises:
+        ConfigError: by the compiler, a device has not the memory.
+    """
     # The key, and the one that shapes follow from, are computed here; the island may be elsewhere.
     with jax.set_mesh(single()):
         step: Any = island.inner_step()
         numbers = np.int32(0), np.uint32(0), island.key()
     lying = island.params_lying(), island.state_lying(), island.batch_lying()
     lowered = step.lower(*lying, *numbers)
-    compiled: jax.stages.Compiled = lowered.compile()
+    try:
+        compiled: jax.stages.Compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        hint = "a mesh with a larger fsdp, a smaller batch, or accumulate"
+        if island.task.active_parameters is not None and island.mesh.shape["expert"] == 1:
+            hint = (
+                "each device gathers all experts of a layer: a mesh with an axis `expert`, such as "
+                f"expert=4, leaves it a part of them; or {hint}"
+            )
+        raise ConfigError(
+            f"a step of {island.learner} needs more memory than a device has: "
+            f"{str(error).splitlines()[0]}",
+            hint=hint,
+        ) from error
     return compiled
 
 
 def _memory(
     island: Island,
+    compiled: jax.stages.Compiled,
     fragments: "Sequence[FragmentShapes]",
     figures: Iterable[FragmentFigures],
     per_host: int,
 ) -> MemoryNeed:
-    step = _analysis(compile_step(island))
+    step = _analysis(compiled)
     parameters = device_bytes(island.params_lying())
     optimizer = device_bytes(island.state_lying())
     views = sum((2 if each.blends else 1) * device_bytes(each.view) for each in fragments)
@@ -450,28 +477,19 @@ def programs(
 def cost(started: Iterable[CompiledProgram]) -> ProgramCost:
     """Returns the cost on one device of programs that run in order and keep all results."""
     moved = results = temporary = accessed = 0
-    exchanged = [0]
+    between = []
     for program in started:
         analysis = _analysis(program.compiled)
         results += analysis.output_size_in_bytes - analysis.alias_size_in_bytes
         temporary = max(temporary, analysis.temp_size_in_bytes)
-        between = exchanges(program.compiled.as_text() or "")
+        own = exchanges(program.compiled.as_text() or "")
         # Bytes sent to other devices are read here; those received are written.
-        moved += program.moved_bytes + 2 * sum(between)
+        moved += program.moved_bytes + 2 * sum(one.received * one.times for one in own)
         accessed += round((program.compiled.cost_analysis() or {}).get("bytes accessed", 0))
-        exchanged += between
-    return ProgramCost(moved, results + temporary, sum(exchanged), max(exchanged), accessed)
-
-
-def exchanges(text: str) -> list[int]:
-    """Returns the bytes that each collective operation of a compiled program gives a device."""
-    return [
-        sum(
-            math.prod(int(size) for size in sizes.split(",") if size) * int(bits or 8) // 8
-            for _, bits, sizes in _ARRAY.findall(results)
-        )
-        for results, _ in _COLLECTIVE.findall(text)
-    ]
+        between += own
+    exchanged = sum(one.received * one.times for one in between)
+    largest = max((one.received for one in between), default=0)
+    return ProgramCost(moved, results + temporary, exchanged, largest, accessed)
 
 
 def device_bytes(shapes: Any) -> int:

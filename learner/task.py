@@ -162,8 +162,8 @@ class Task:
             each batch, along the first axis of its leaves: what one host of several reads. Without
             it, each host draws whole batches and keeps its rows.
         partition: (tensor's name, shape) -> `PartitionSpec`: how it is cut over the axes "data",
-            "fsdp" and "tensor" of a learner's mesh. Without it, large tensors are cut along
-            `fsdp`.
+            "fsdp", "expert" and "tensor" of a learner's mesh. Without it, large tensors are cut
+            along `fsdp`.
         sample: (parameters, prompt, PRNG key, temperature) -> endless pieces of text, one for each
             token that follows the prompt; temperature 0: greedy. None for a model that
             writes no text.

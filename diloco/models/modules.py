@@ -6,8 +6,7 @@ Shapes: B rows of a batch, L tokens of a row, V vocabulary.
 """
 
 import dataclasses
-import fnmatch
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Protocol
 
@@ -33,13 +32,13 @@ from diloco.learner.task import (
     checked_options,
 )
 from diloco.learner.tensors.optimizer import adamw, warmup_cosine
+from diloco.models.chosen import Chosen, Patterns, matched
 from diloco.models.decoders.task import learned_of, tokens_of
 from diloco.models.decoders.tokens import Data, TokenFolders
 from diloco.run.model.load import load
 
 # "package.module:function", as a task is named.
 Named = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
-Patterns = Sequence[Annotated[str, Field(min_length=1)]]
 # (model, batch) -> loss, or (loss, further scalars by name).
 Loss = Callable[[Any, Batch], Any]
 Logits = Callable[[Any, jax.Array], jax.Array]
@@ -59,35 +58,6 @@ class Network(Protocol):
 
     def is_mean(self, name: str) -> bool:
         """True if a leaf of the state is batch statistics, which learners average."""
-
-
-class Chosen(NamedTuple):
-    """The choice of parameters to train: a pattern of `trained` and none of `frozen` names them."""
-
-    trained: Patterns
-    frozen: Patterns
-
-    def __call__(self, name: str) -> bool:
-        """True if the parameter of this name is trained."""
-        return _matched(name, self.trained) and not _matched(name, self.frozen)
-
-    def check(self, names: Iterable[str]) -> None:
-        """Refuses patterns that do not fit the parameters' names.
-
-        Raises:
-            TaskError: a pattern names no parameter, or no parameter is left to train.
-        """
-        known = sorted(names)
-        some = f"parameters are {', '.join(known[:8])}{', ...' if len(known) > 8 else ''}"
-        for pattern in (*self.trained, *self.frozen):
-            if not fnmatch.filter(known, pattern):
-                raise TaskError(f"the pattern {pattern!r} names no parameter", hint=some)
-        if not any(self(name) for name in known):
-            raise TaskError("the options trained and frozen leave no parameter to train", hint=some)
-
-
-def _matched(name: str, patterns: Patterns) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 class _Columns:
@@ -226,7 +196,7 @@ def _hint(network: Network, averaged: Patterns) -> Hint:
     def hint(name: str, shape: tuple[int, ...]) -> TensorHint:  # noqa: ARG001 - a `Hint`
         if name.startswith("state/"):
             return TensorHint(kind="averaged" if network.is_mean(name) else "trained")
-        return TensorHint(merge="average" if _matched(name, averaged) else "rda")
+        return TensorHint(merge="average" if matched(name, averaged) else "rda")
 
     return hint
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh
 
-from diloco.common.process.config import Config, MeshSection, RunSettings
+from diloco.common.process.config import AXES, Config, RunSettings
 from diloco.common.protocol.code_formats import encoded_bytes
 from diloco.common.protocol.errors import DilocoError
 from diloco.infra.provision.fleet import FleetFile, FleetFinding, FleetLearner, chips_of, hosts_of
@@ -20,7 +20,7 @@ from diloco.learner.contract import build_task, function_of, model_of
 from diloco.learner.dry_run import device_bytes
 from diloco.learner.task import Task
 from diloco.learner.tensors import tree
-from diloco.learner.tensors.mesh import AXES, param_shardings, state_shardings
+from diloco.learner.tensors.mesh import AUTO, ROWS, param_shardings, state_shardings
 
 GIB = 1 << 30
 DAY_S = 86400.0
@@ -84,7 +84,7 @@ def check_run(fleet: FleetFile, config: Config, task: Task, known: Known) -> Ite
                 yield _fault(where, error)
                 continue
         assert section.mesh is not None
-        axes = axes_of(section.mesh, devices_of(learner, config))
+        axes = section.mesh.shape(devices_of(learner, config))
         if axes is None:
             continue
         yield from _reach(where, options, fleet.data)
@@ -101,14 +101,6 @@ def check_run(fleet: FleetFile, config: Config, task: Task, known: Known) -> Ite
 def devices_of(learner: FleetLearner, config: Config) -> int:
     """Returns how many devices JAX will have; the chips, if a chip may be several devices."""
     return chips_of(learner) or config.learner.cpu_devices or 1
-
-
-def axes_of(mesh: MeshSection, devices: int) -> tuple[int, int, int] | None:
-    """Returns the axis sizes of a mesh of `devices` devices; None if the mesh does not fit them."""
-    sizes = (mesh.data, mesh.fsdp, mesh.tensor)
-    given = math.prod(size for size in sizes if size)
-    found = tuple(size or devices // given for size in sizes)
-    return (found[0], found[1], found[2]) if math.prod(found) == devices else None
 
 
 def _parameters(fleet: FleetFile, task: Task) -> Iterator[FleetFinding]:
@@ -166,21 +158,21 @@ def _reach(where: str, options: Mapping[str, Any], data: str | None) -> Iterator
 
 
 def _batch(
-    where: str, build: str, options: Mapping[str, Any], axes: tuple[int, int, int]
+    where: str, build: str, options: Mapping[str, Any], axes: tuple[int, ...]
 ) -> Iterator[FleetFinding]:
     """Checks the rows of a batch, for tasks with the option `batch`."""
     parameter = inspect.signature(function_of(build)).parameters.get("batch")
     rows = options.get("batch", parameter.default if parameter else None)
-    parts = axes[0] * axes[1]
+    parts = math.prod(size for axis, size in zip(AXES, axes, strict=True) if axis in ROWS)
     if isinstance(rows, int) and rows % parts:
         yield FleetFinding(
-            f"{where}: a batch of {rows} rows cannot be cut into data x fsdp = {parts} parts of "
-            "its mesh"
+            f"{where}: a batch of {rows} rows cannot be cut into {' x '.join(ROWS)} = {parts} "
+            "parts of its mesh"
         )
 
 
 def array_bytes(
-    task: Task, config: Config, name: str, layout: Any, axes: tuple[int, int, int]
+    task: Task, config: Config, name: str, layout: Any, axes: tuple[int, ...]
 ) -> ArrayBytes:
     """Returns the sizes of a learner's arrays, as its mesh divides them.
 
@@ -188,7 +180,7 @@ def array_bytes(
         DilocoError: the task's tensors cannot be sharded so.
     """
     sync = config.sync
-    mesh: Any = AbstractMesh(axes, AXES, axis_types=(AxisType.Auto,) * 3)
+    mesh: Any = AbstractMesh(axes, AXES, axis_types=AUTO)
     shapes = task.shapes
     division = tree.division_of(task, shapes)
     shardings = param_shardings(task, layout, shapes, mesh)

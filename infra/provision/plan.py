@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from diloco.common.process.config import Config, RunSettings
 from diloco.common.protocol.errors import ConfigError
-from diloco.infra.provision.building import ONE_DEVICE, axes_of, check_run, model_or_fault
+from diloco.infra.provision.building import ONE_DEVICE, check_run, model_or_fault
 from diloco.infra.provision.costs import ResourceCost, fleet_costs
 from diloco.infra.provision.files import check_auth, check_names, check_releases, read_run
 from diloco.infra.provision.fleet import FleetFile, FleetFinding, chips_of, read_fleet
@@ -145,10 +145,9 @@ def check_meshes(fleet: FleetFile, config: Config) -> Iterator[FleetFinding]:
         if learner.kind not in ONE_DEVICE or not chips:
             continue
         mesh = config.learner.island(name).mesh or config.learner.mesh
-        if axes_of(mesh, chips) is None:
-            words = f"data={mesh.data}, fsdp={mesh.fsdp}, tensor={mesh.tensor}"
+        if mesh.shape(chips) is None:
             yield FleetFinding(
-                f"learners.{name}: the mesh of the run's file ({words}) does not fit its {chips} "
+                f"learners.{name}: the mesh of the run's file ({mesh}) does not fit its {chips} "
                 "chips: sizes must multiply to them, and 0 takes what the others leave; give it "
                 f"one of its own under [learner.islands.{name}]"
             )

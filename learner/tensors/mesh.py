@@ -1,18 +1,20 @@
 """A learner's devices as a mesh, and the sharding of tensors on it.
 
-The mesh has three axes: `data` (copies of the model), `fsdp` (each tensor cut, gathered where it
-is used) and `tensor` (matrix products cut). A batch is cut along `data` and `fsdp` together.
-Learners of one run may have different meshes: only the shapes of tensors are common to a run.
+The mesh has four axes: `data` (copies of the model), `fsdp` (each tensor cut, gathered where it is
+used), `expert` (a mixture's experts dealt out, to which tokens travel) and `tensor` (matrix
+products cut). A batch is cut along `data`, `fsdp` and `expert` together. Learners of one run may
+have different meshes: only the shapes of tensors are common to a run.
 
 A `Task.partition` says how a tensor is cut; without one, the largest axis that divides goes along
 `fsdp`. Three rules hold for either: an axis that its part of the mesh does not divide stays
 whole; so does the first axis of a tensor whose rows lie in several fragments, because a fragment
-would gather it; a cut that is refused there moves to another axis if that axis divides.
+would gather it; a cut that is refused there moves to another axis if that axis divides. An axis of
+experts alone must divide: a mesh that does not fit it is refused.
 """
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import combinations
 from typing import Any
@@ -21,17 +23,19 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from diloco.common.process.config import MeshSection
+from diloco.common.process.config import AXES, MeshSection
 from diloco.common.protocol.errors import ConfigError, TaskError
 from diloco.common.protocol.layout import Layout
 from diloco.learner.task import Params, Task, is_floating, own_name
 from diloco.learner.tensors import tree
 
-AXES = ("data", "fsdp", "tensor")
+# Axes along which a batch is cut.
+ROWS = ("data", "fsdp", "expert")
 # The mesh axis along which an axis of a decoder's tensor is cut, by the axis's kind.
 OF_DECODERS = {"width": "fsdp", "heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
 # Mesh axes of one axis of a tensor, for each of its axes.
 Cuts = tuple[tuple[str, ...], ...]
+AUTO = (AxisType.Auto,) * len(AXES)
 # A smaller tensor is not worth gathering: each device has it whole.
 LEAST_ELEMENTS = 1 << 12
 
@@ -47,16 +51,13 @@ def make_mesh(section: MeshSection, devices: list[Any] | None = None) -> Mesh:
         ConfigError: the sizes do not multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else devices
-    sizes = [section.data, section.fsdp, section.tensor]
-    given = math.prod(size for size in sizes if size)
-    shape = tuple(size or len(devices) // given for size in sizes)
-    if math.prod(shape) != len(devices):
-        words = ", ".join(f"{axis}={size}" for axis, size in zip(AXES, sizes, strict=True))
+    shape = section.shape(len(devices))
+    if shape is None:
         raise ConfigError(
-            f"learner.mesh ({words}) does not fit the {len(devices)} devices of this learner",
+            f"learner.mesh ({section}) does not fit the {len(devices)} devices of this learner",
             hint="the sizes must multiply to the number of devices; 0 takes what the others leave",
         )
-    return jax.make_mesh(shape, AXES, devices=devices, axis_types=(AxisType.Auto,) * 3)
+    return jax.make_mesh(shape, AXES, devices=devices, axis_types=AUTO)
 
 
 def single(device: Any = None) -> Mesh:
@@ -72,13 +73,33 @@ def constrain(values: jax.Array, *axes: Any) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.manual_axes:
         return values
-    lying: jax.Array = jax.lax.with_sharding_constraint(values, PartitionSpec(*axes))
+    lying: jax.Array = jax.lax.with_sharding_constraint(values, known_spec(*axes))
     return lying
 
 
-def by_kind_of_axis(kinds: Iterable[str]) -> PartitionSpec:
-    """Returns the `PartitionSpec` of a decoder's tensor whose axes are of these kinds."""
-    return PartitionSpec(*(OF_DECODERS.get(kind) for kind in kinds))
+def known_spec(*axes: Any) -> PartitionSpec:
+    """Returns a `PartitionSpec` without the axes that the mesh in use, a caller's own, lacks."""
+    known = jax.sharding.get_abstract_mesh().shape
+    return PartitionSpec(
+        *(tuple(one for one in each if one in known) if isinstance(each, tuple) else each
+          for each in axes)
+    )  # fmt: skip
+
+
+def by_kind_of_axis(kinds: Sequence[str], *, mixture: bool = False) -> PartitionSpec:
+    """Returns the `PartitionSpec` of a decoder's tensor whose axes are of these kinds.
+
+    Args:
+        kinds: of the axes.
+        mixture: whether the decoder has experts: theirs are cut along `expert`, and the width of
+            other tensors along `fsdp` and `expert`.
+    """
+    cuts: dict[str, Any] = dict(OF_DECODERS)
+    if mixture and "mlp" in kinds and "experts" in kinds:
+        cuts["experts"] = "expert"
+    elif mixture:
+        cuts["width"] = ("fsdp", "expert")
+    return PartitionSpec(*map(cuts.get, kinds))
 
 
 def parts_along(axis: str) -> int:
@@ -109,6 +130,7 @@ def param_shardings(task: Task, layout: Layout, params: Params, mesh: Mesh) -> P
             " nothing would be cut along it",
             hint="use fsdp instead, or give the task a `partition` (docs/tasks.md)",
         )
+    asked: set[str] = set()
     split = split_tensors(layout)
     placed = {}
     for name, leaf in tree.by_name(params).items():
@@ -121,9 +143,27 @@ def param_shardings(task: Task, layout: Layout, params: Params, mesh: Mesh) -> P
             wanted = _fsdp(shape, {*whole, *range(axes)}, mesh)
         else:
             wanted = _asked(name, shape, task.partition(own_name(name), shape))
+            _check_experts(name, shape, wanted, mesh)
+            asked |= {axis for axes in wanted for axis in axes}
         cuts = fit(shape, wanted, mesh, whole)
         placed[name] = sharding_of(mesh, cuts)
+    if mesh.shape["expert"] > 1 and "expert" not in asked:
+        raise ConfigError(
+            f"learner.mesh has expert={mesh.shape['expert']}, but the task's model has no experts",
+            hint="use fsdp instead; a task of your own names `expert` in its `partition`",
+        )
     return tree.from_names(params, placed)
+
+
+def _check_experts(name: str, shape: tuple[int, ...], wanted: Cuts, mesh: Mesh) -> None:
+    """Refuses a mesh whose axis `expert` does not divide a tensor's experts."""
+    for size, axes in zip(shape, wanted, strict=True):
+        if axes == ("expert",) and size % mesh.shape["expert"]:
+            raise ConfigError(
+                f"learner.mesh has expert={mesh.shape['expert']}, which does not divide the {size} "
+                f"experts of {name!r}",
+                hint="choose a divisor of their number, and let fsdp take the other devices",
+            )
 
 
 def split_tensors(layout: Layout) -> set[str]:
@@ -272,8 +312,8 @@ class BatchPlacer:
 
     def __init__(self, mesh: Mesh, batch: Any) -> None:
         self._mesh = mesh
-        self._cuts = mesh.shape["data"] * mesh.shape["fsdp"]
-        self._rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+        self._cuts = math.prod(mesh.shape[axis] for axis in ROWS)
+        self._rows = NamedSharding(mesh, PartitionSpec(ROWS))
         self._everywhere = NamedSharding(mesh, PartitionSpec())
         sizes = {np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)}
         if len(sizes) > 1 and self._cuts > 1:
@@ -284,8 +324,8 @@ class BatchPlacer:
         self._count = min(sizes, default=0)
         if self._count % self._cuts:
             raise ConfigError(
-                f"a batch of {self._count} rows cannot be cut into data x fsdp = {self._cuts} "
-                "parts of the learner's mesh",
+                f"a batch of {self._count} rows cannot be cut into {' x '.join(ROWS)} = "
+                f"{self._cuts} parts of the learner's mesh",
                 hint="choose a batch size that they divide: learner.options = { batch = ... }",
             )
         self.rows = self._local_rows()

@@ -267,7 +267,7 @@ def warmup_cosine(
 # Bytes of matrices that a device works on at a time, but for one that is larger.
 AT_ONCE_BYTES = 1 << 28
 # Axes of the mesh over which whole matrices are dealt out, in the order in which they move.
-SPREAD = ("fsdp", "tensor", "data")
+SPREAD = ("fsdp", "tensor", "data", "expert")
 STEPS = 5
 EPS = 1e-8
 

@@ -6,7 +6,7 @@ None for a subtree without leaves, so optimizers pass over it.
 """
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -151,6 +151,18 @@ def from_names(like: Params, leaves: dict[str, Any]) -> Params:
 
 
 # --- Frozen leaves that each learner loads from a place of its own
+
+
+def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns leaves as nested dictionaries by the parts of their names."""
+    found: dict[str, Any] = {}
+    for name, leaf in leaves.items():
+        *places, last = name.split("/")
+        branch = found
+        for place in places:
+            branch = branch.setdefault(place, {})
+        branch[last] = leaf
+    return found
 
 
 def loaded_frozen(task: Task) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from diloco.common.process.config import make_config
 from diloco.common.protocol import shards
 from diloco.common.protocol.code_formats import Encoded
 from diloco.common.protocol.errors import ConfigError
-from diloco.learner.dry_run import dry_run, exchanges, fragment_shapes, measured, stand_in
+from diloco.learner.dry_run import dry_run, fragment_shapes, measured, stand_in
+from diloco.learner.exchanges import exchanges, received_by_kind
 from diloco.learner.island import Island
 from diloco.learner.tensors.quantize_and_pack import encode
 from diloco.operate.daemons.command import LearnerOptions
@@ -101,7 +102,35 @@ def test_collectives_of_a_program():
       %f = (f32[], f32[16]{0}) all-reduce-start(%g), to_apply=%all-reduce(%h)
       %i = pred[3]{0} add(%j, %k)
     """
-    assert exchanges(text) == [64, 4 + 8, 4 + 64]
+    assert [one.received for one in exchanges(text)] == [64, 4 + 8, 4 + 64]
+
+
+def test_an_exchange_in_a_loop_counts_as_often_as_the_loop_turns():
+    text = """
+%inner (a: f32[4]) -> f32[4] {
+  %b = f32[4]{0} parameter(0)
+  ROOT %c = f32[9,4]{1,0} ragged-all-to-all(%b, %d, %e), channel_id=1
+}
+
+%limit (f: (s32[])) -> pred[] {
+  %g = s32[]{:T(128)} constant(3)
+  ROOT %h = pred[] compare(%f, %g), direction=LT
+}
+
+%body (i: (s32[])) -> (s32[]) {
+  %j = bf16[8] conditional(%k), branch_computations={%inner}
+  ROOT %l = s8[5]{0} all-gather(%j), channel_id=2
+}
+
+ENTRY %main (m: f32[2]) -> f32[2] {
+  %n = (s32[]) while(%m), condition=%limit, body=%body
+  ROOT %o = f32[2]{0} all-gather(%n), channel_id=3
+}
+"""
+    found = received_by_kind(exchanges(text))
+    assert found == {"ragged-all-to-all": 3 * 16, "all-gather": 3 * 5 + 8}
+    known = 'body=%body, backend_config={"known_trip_count":{"n":"7"}}'
+    assert received_by_kind(exchanges(text.replace("body=%body", known)))["all-gather"] == 43
 
 
 def test_bytes_of_ranges_are_those_that_are_read():

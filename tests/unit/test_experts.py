@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from diloco.common.process.config import MeshSection
 from diloco.common.protocol.errors import ConfigError, TaskError
-from diloco.learner.tensors.mesh import make_mesh, within
+from diloco.learner.tensors.mesh import make_mesh, param_shardings, within
 from diloco.models.decoders import checkpoint, model
 from diloco.models.decoders.config import CONFIG, config_document, parse_config
 from diloco.models.decoders.experts import Load, block_rows, by_blocks, by_groups, mixed
@@ -93,10 +94,19 @@ def test_a_block_is_as_large_as_an_equal_load():
     assert block_rows(64, 128) == 8
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("mesh", ["fsdp=2,tensor=2", "data=2,fsdp=1"])
-def test_a_mesh_computes_the_same(mesh):
-    layer, weight = layer_of(EXPERTS), drawn(4, 10, WIDTH, seed=5)
+@pytest.mark.parametrize(
+    ("mesh", "router"),
+    [
+        pytest.param("fsdp=2,tensor=2", 1.0, marks=pytest.mark.long),
+        pytest.param("data=2,fsdp=1", 1.0, marks=pytest.mark.long),
+        # Experts of all tokens on few devices: places for rows are filled.
+        ("fsdp=1,expert=3", 30.0),
+        pytest.param("data=1,fsdp=1,expert=2,tensor=2", 1.0, marks=pytest.mark.long),
+        pytest.param("fsdp=1,expert=6", 1.0, marks=pytest.mark.long),
+    ],
+)
+def test_a_mesh_computes_the_same(mesh, router):
+    layer, weight = layer_of(EXPERTS, router), drawn(6, 10, WIDTH, seed=5)
 
     def measured(x, layer):
         y, load = mixed(EXPERTS, jax.nn.silu, x, layer)
@@ -104,11 +114,10 @@ def test_a_mesh_computes_the_same(mesh):
         return jnp.vdot(y, weight) + every.loss(), (y, load)
 
     function = jax.jit(jax.value_and_grad(measured, (0, 1), has_aux=True))
-    wanted = function(drawn(4, 10, WIDTH), layer)
+    wanted = function(drawn(6, 10, WIDTH), layer)
     section = MeshSection.model_validate(mesh)
-    devices = jax.devices()[: section.data * section.fsdp * section.tensor]
-    with within(make_mesh(section, devices), "highest"):
-        found = function(drawn(4, 10, WIDTH), layer)
+    with within(make_mesh(section, jax.devices()[: section.given]), "highest"):
+        found = function(drawn(6, 10, WIDTH), layer)
         # Rows that no axis divides are routed by every device.
         jax.jit(functools.partial(mixed, EXPERTS, jax.nn.silu))(drawn(1, 10, WIDTH), layer)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
@@ -138,11 +147,31 @@ def test_adapters_stand_beside_attention_while_experts_are_frozen():
 
 
 def test_each_expert_is_a_matrix_of_its_own():
+    assert matrices("layers/expert_up", (3, 6, 32, 24)).inputs == (2,)
+
+
+def test_experts_are_dealt_out_and_other_tensors_cut_over_the_same_devices():
     config = parse_config(QWEN3_MOE, source="")
-    shape = (3, 6, 32, 24)
-    assert matrices("layers/expert_up", shape).inputs == (2,)
-    spec = partition_of(config, None, "layers/expert_up", shape)
-    assert spec == jax.sharding.PartitionSpec(None, None, "fsdp", "tensor")
+    specs = {
+        name: tuple(partition_of(config, None, f"layers/{name}", (3, 6, 32, 24)[:axes]))
+        for name, axes in {"expert_up": 4, "router": 3, "q": 3, "mlp_norm": 2}.items()
+    }
+    assert specs == {
+        "expert_up": (None, "expert", "fsdp", "tensor"),
+        "router": (None, ("fsdp", "expert"), None),
+        "q": (None, ("fsdp", "expert"), "tensor"),
+        "mlp_norm": (),
+    }
+
+
+def test_a_mesh_that_does_not_divide_the_experts_is_refused():
+    config = parse_config(QWEN3_MOE, source="")
+    shapes = {"layers": {"expert_up": jax.ShapeDtypeStruct((3, 6, 32, 24), jnp.float32)}}
+    task = SimpleNamespace(partition=functools.partial(partition_of, config, None))
+    mesh = make_mesh(MeshSection(expert=4), jax.devices()[:4])
+    with pytest.raises(ConfigError, match="expert=4, which does not divide the 6") as caught:
+        param_shardings(task, SimpleNamespace(tensors=(), fragments=()), shapes, mesh)
+    assert caught.value.hint
 
 
 # --- Folders

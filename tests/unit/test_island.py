@@ -23,7 +23,7 @@ DOCUMENT = {
 
 
 def island_of(sizes, devices, optimizer="adamw", **learner):
-    section = dict(zip(mesh.AXES, sizes, strict=True))
+    section = dict(zip(("data", "fsdp", "tensor"), sizes, strict=True))
     options = DOCUMENT["task"]["options"] | {"optimizer": optimizer}
     document = DOCUMENT | {"task": {"options": options}}
     config = make_config({**document, "learner": {"mesh": section, **learner}}, source="test")
@@ -102,7 +102,7 @@ def test_a_host_reads_its_rows_of_the_same_batches():
 def test_a_batch_is_cut_along_data_and_fsdp():
     island = island_of((2, 2, 2), 8)
     batch = next(island.feed(0))
-    assert batch.sharding.spec == PartitionSpec(("data", "fsdp"))
+    assert batch.sharding.spec == PartitionSpec(mesh.ROWS)
     assert np.array_equal(np.asarray(batch), next(island.task.batches("one", 0)))
 
 
@@ -145,3 +145,10 @@ def test_a_tensor_axis_needs_a_partition():
     cut = mesh.make_mesh(MeshSection(tensor=2), jax.devices()[:2])
     with pytest.raises(ConfigError, match="no `partition`"):
         mesh.param_shardings(task, island.layout, {}, cut)
+
+
+def test_an_axis_of_experts_needs_some():
+    island = island_of((1, 2, 1), 2)
+    cut = mesh.make_mesh(MeshSection(expert=2), jax.devices()[:2])
+    with pytest.raises(ConfigError, match="no experts"):
+        mesh.param_shardings(island.task, island.layout, island.shapes, cut)

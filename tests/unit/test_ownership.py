@@ -16,7 +16,7 @@ from diloco.common.protocol.code_formats import Encoded
 from diloco.common.protocol.layout import Layout, Tensor, TensorHint, make_layout
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.fragment_kernels import make_kernels
-from diloco.learner.tensors.mesh import AXES, make_mesh, param_shardings, within
+from diloco.learner.tensors.mesh import make_mesh, param_shardings, within
 from diloco.learner.tensors.placement import Ownership, make_ownership
 from diloco.learner.tensors.quantize_and_pack import encode
 from diloco.learner.tensors.replica import Replica
@@ -60,7 +60,7 @@ def shapes_of(shapes):
 
 
 def mesh_of(sizes):
-    section = MeshSection(**dict(zip(AXES, sizes, strict=True)))
+    section = MeshSection(**dict(zip(("data", "fsdp", "tensor"), sizes, strict=True)))
     return make_mesh(section, jax.devices()[: int(np.prod(sizes))])
 
 

@@ -375,7 +375,7 @@ WRONG: dict[str, tuple[Callable[[Document, Path], None], str]] = {
     ),
     "a mesh of another slice": (
         text("run.toml", "[quorum]", '[learner]\nmesh = "fsdp=8"\n[quorum]'),
-        "learners.east: the mesh of the run's file (data=1, fsdp=8, tensor=1) does not fit its 4",
+        "learners.east: the mesh of the run's file (data=1, fsdp=8, expert=1, tensor=1) does not fit its 4",
     ),
     "an island's mesh that leaves a part of a device": (
         text("run.toml", "[quorum]", '[learner.islands.east]\nmesh = "tensor=3"\n[quorum]'),

@@ -8,6 +8,7 @@ sections `bus`, `store`, `learner`, `aggregator`, `gc` and `metrics` configure o
 
 from diloco.common.process.config.advice import Broken, broken, warnings
 from diloco.common.process.config.daemon import (
+    AXES,
     DAEMON_SECTIONS,
     AggregatorSection,
     BusSection,

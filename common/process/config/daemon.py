@@ -1,5 +1,6 @@
 """The sections that configure one daemon; they may differ from machine to machine."""
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -66,6 +67,10 @@ class StoreSection(Section):
     )
 
 
+# The axes of a learner's mesh, from the outermost one.
+AXES = ("data", "fsdp", "expert", "tensor")
+
+
 class MeshSection(Section):
     """The devices of a learner, on all its hosts, as a mesh.
 
@@ -75,12 +80,17 @@ class MeshSection(Section):
     data: Annotated[int, Field(ge=0)] = Field(
         default=1,
         description="data parallelism: copies of the parameters; batches are sharded over this"
-        " axis and `fsdp`",
+        " axis, `fsdp` and `expert`",
     )
     fsdp: Annotated[int, Field(ge=0)] = Field(
         default=0,
         description="shards of each large tensor and its optimizer state; 0: all devices that the"
         " other axes leave",
+    )
+    expert: Annotated[int, Field(ge=0)] = Field(
+        default=1,
+        description="expert parallelism: shards of a mixture's experts, to which tokens travel;"
+        " batches and other tensors are sharded over it too",
     )
     tensor: Annotated[int, Field(ge=0)] = Field(
         default=1,
@@ -100,9 +110,29 @@ class MeshSection(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> "MeshSection":
-        if [self.data, self.fsdp, self.tensor].count(0) > 1:
-            raise ValueError("only one of data, fsdp and tensor may be 0, what the others leave")
+        if self.sizes.count(0) > 1:
+            raise ValueError(
+                f"only one of {', '.join(AXES)} may be 0, which takes what the others leave"
+            )
         return self
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Sizes in the order of `AXES`, as they are given: one may be 0."""
+        return tuple(getattr(self, axis) for axis in AXES)
+
+    @property
+    def given(self) -> int:
+        """The product of the sizes that are not 0."""
+        return math.prod(size for size in self.sizes if size)
+
+    def shape(self, devices: int) -> tuple[int, ...] | None:
+        """Returns the sizes for so many devices; None if they do not multiply to that number."""
+        found = tuple(size or devices // self.given for size in self.sizes)
+        return found if math.prod(found) == devices else None
+
+    def __str__(self) -> str:
+        return ", ".join(f"{axis}={size}" for axis, size in zip(AXES, self.sizes, strict=True))
 
 
 class IslandSection(Section):

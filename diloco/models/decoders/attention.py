@@ -16,13 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-from jax.sharding import PartitionSpec
 
 from diloco.common.protocol.errors import TaskError
-from diloco.learner.tensors.mesh import parts_along
+from diloco.learner.tensors.mesh import ROWS, known_spec, parts_along
 from diloco.models.decoders.config import DecoderConfig
 
-ROWS = ("data", "fsdp")
 Kind = Literal["auto", "plain", "splash"]
 # The number that must divide a head's width and a row's length; and the largest block.
 LANES, BLOCK = 128, 512
@@ -150,7 +148,7 @@ def _splash(config: DecoderConfig, segments_BxL: jax.Array, *, interpret: bool) 
     if config.window is not None:
         window = masks.LocalMask((length, length), (config.window - 1, 0), 0)
         near = made(window)
-    of_heads = PartitionSpec(ROWS, "tensor")
+    of_heads = known_spec(ROWS, "tensor")
 
     def rows(kernel: Any) -> Callable[..., jax.Array]:
         each = jax.vmap(
@@ -158,7 +156,7 @@ def _splash(config: DecoderConfig, segments_BxL: jax.Array, *, interpret: bool) 
         )
         return jax.shard_map(
             each,
-            in_specs=(of_heads, of_heads, of_heads, PartitionSpec(ROWS)),
+            in_specs=(of_heads, of_heads, of_heads, known_spec(ROWS)),
             out_specs=of_heads,
             check_vma=False,
         )

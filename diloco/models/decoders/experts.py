@@ -4,10 +4,11 @@ Rows are sorted by their expert. Accelerators multiply them by `jax.lax.ragged_d
 that costs as much as if each expert were given every row, by blocks of one expert each (ADR 97).
 
 On a mesh each device routes its own rows. Experts are gathered along `fsdp`, as every matrix is,
-and each is cut along `tensor`.
+each is cut along `tensor`, and they are dealt out along `expert`, where rows travel to the device
+of their expert and back (ADR 101).
 
 Shapes: as in `model`; E experts, C of them for a token, T tokens, R = T x C rows of experts, P
-blocks of S rows.
+blocks of S rows, or P devices along `expert`, of X = E / P experts each, S places for rows of each.
 """
 
 import math
@@ -19,8 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from diloco.learner.tensors.mesh import parts_along
-from diloco.models.decoders.attention import ROWS
+from diloco.learner.tensors.mesh import ROWS, known_spec, parts_along
 from diloco.models.decoders.layer_kinds import Experts
 
 # What stands beside a layer's tensors: halves of adapters by the tensors that they adapt, as `lora`
@@ -29,6 +29,8 @@ ADAPTERS, GATE_UP, OUT = "adapters", "expert_gate_up", "expert_down"
 DOWN, UP = "a", "b"  # the two halves, as leaves are named; lora_A and lora_B elsewhere
 
 Activation = Callable[[jax.Array], jax.Array]
+# (rows in the order of experts [R, D], rows of each expert [E], gate, up, down) -> output [R, D].
+Told = Callable[..., jax.Array]
 
 
 class Load(NamedTuple):
@@ -81,14 +83,25 @@ def mixed(
     if mesh.empty or mesh.manual_axes:
         return _mixed(experts, activation, *given)
     cut = None if experts.width % mesh.shape["tensor"] else "tensor"
-    rows = None if x_BxLxD.shape[0] % math.prod(map(parts_along, ROWS)) else ROWS
+    axes = known_spec(ROWS)[0]
+    count, _, width = x_BxLxD.shape
+    rows = None if count % math.prod(map(parts_along, ROWS)) else axes
+    parts = parts_along("expert")
+
+    gathered = "fsdp" if parts_along("fsdp") > 1 and not width % parts_along("fsdp") else None
 
     def on_each_device(*given: jax.Array) -> tuple[jax.Array, Load]:
-        y_BxLxD, load = _mixed(experts, activation, *given)
+        *others, gate, up, down = given
+        if gathered is not None:
+            # Here, so that the gradient is summed by parts.
+            gather = partial(jax.lax.all_gather, axis_name=gathered, tiled=True)
+            gate, up, down = gather(gate, axis=1), gather(up, axis=1), gather(down, axis=2)
+        y_BxLxD, load = _mixed(experts, activation, *others, gate, up, down, parts=parts)
         whole_BxLxD = y_BxLxD if cut is None else jax.lax.psum(y_BxLxD, cut)
-        return whole_BxLxD, jax.lax.pmean(load, ROWS)
+        return whole_BxLxD, jax.lax.pmean(load, axes)
 
-    inward, outward = PartitionSpec(None, None, cut), PartitionSpec(None, cut)
+    dealt = "expert" if parts > 1 else None
+    inward, outward = PartitionSpec(dealt, gathered, cut), PartitionSpec(dealt, cut, gathered)
     everywhere: Any = PartitionSpec()
     found: tuple[jax.Array, Load] = jax.shard_map(
         on_each_device,
@@ -134,8 +147,13 @@ def _mixed(
     gate_ExDxF: jax.Array,
     up_ExDxF: jax.Array,
     down_ExFxD: jax.Array,
+    *,
+    parts: int = 1,
 ) -> tuple[jax.Array, Load]:
-    """`mixed` of a device's own tokens, by the part of each expert that it has."""
+    """`mixed` of a device's own tokens, by the part of each expert that it has.
+
+    With several `parts` along `expert` it has X experts alone.
+    """
     x_TxD = x_BxLxD.reshape(-1, x_BxLxD.shape[-1])
     scores_TxE = routed_BxLxD.reshape(x_TxD.shape) @ router_DxE
     probability_TxE = jax.nn.softmax(scores_TxE.astype(jnp.float32))
@@ -148,17 +166,127 @@ def _mixed(
     sizes_E = jnp.bincount(chosen_TxC.reshape(-1), length=experts.count)
     rows_RxD = x_TxD[order_R // experts.chosen]
     matrices = (gate_ExDxF, up_ExDxF, down_ExFxD)
-    told_RxD = jax.lax.platform_dependent(
+    told: Told = partial(_told, activation)
+    if parts > 1:
+        most = x_TxD.shape[0] * min(experts.chosen, experts.count // parts)
+        told = partial(_told_elsewhere, told, parts, most)
+    told_RxD = told(rows_RxD, sizes_E, *matrices)
+    told_TxCxD = told_RxD[jnp.argsort(order_R)].reshape(*chosen_TxC.shape, -1)
+    y_TxD = jnp.einsum("tcd,tc->td", told_TxCxD, weight_TxC.astype(x_TxD.dtype))
+    load = Load(sizes_E / x_TxD.shape[0], jnp.mean(probability_TxE, 0))
+    return y_TxD.reshape(x_BxLxD.shape), load
+
+
+def _told(
+    activation: Activation, rows_RxD: jax.Array, sizes_E: jax.Array, *matrices: jax.Array
+) -> jax.Array:
+    """The output of each row's expert, in the way that suits the platform."""
+    told_RxD: jax.Array = jax.lax.platform_dependent(
         rows_RxD,
         sizes_E,
         *matrices,
         cpu=partial(by_blocks, activation),
         default=partial(by_groups, activation),
     )
-    told_TxCxD = told_RxD[jnp.argsort(order_R)].reshape(*chosen_TxC.shape, -1)
-    y_TxD = jnp.einsum("tcd,tc->td", told_TxCxD, weight_TxC.astype(x_TxD.dtype))
-    load = Load(sizes_E / x_TxD.shape[0], jnp.mean(probability_TxE, 0))
-    return y_TxD.reshape(x_BxLxD.shape), load
+    return told_RxD
+
+
+def _told_elsewhere(
+    told: Told,
+    parts: int,
+    most: int,
+    rows_RxD: jax.Array,
+    sizes_E: jax.Array,
+    *matrices: jax.Array,
+) -> jax.Array:
+    """As `told`, by the devices along `expert` that have the experts.
+
+    Each has `most` places for rows of each other one, as many as may come: none is dropped.
+    """
+    # Of a sender and an owner of experts: how many rows of each expert travel.
+    sizes_PxPxX = jax.lax.all_gather(sizes_E, "expert").reshape(parts, parts, -1)
+    rows_PxP = jnp.sum(sizes_PxPxX, -1)
+    journey = _Journey(jax.lax.axis_index("expert"), most, rows_PxP)
+    come_PxSxD = journey.there(rows_RxD)
+
+    # Places that no row has taken come last, behind those of all experts.
+    own_PxX = sizes_PxPxX[:, journey.here]
+    find = jax.vmap(partial(jnp.searchsorted, side="right"), (0, None))
+    expert_PxS = find(jnp.cumsum(own_PxX, 1), jnp.arange(most))
+    order_Q = jnp.argsort(expert_PxS.reshape(-1))
+    come_QxD = come_PxSxD.reshape(-1, rows_RxD.shape[1])[order_Q]
+    told_QxD = told(come_QxD, jnp.sum(own_PxX, 0), *matrices)
+    return journey.back(told_QxD[jnp.argsort(order_Q)].reshape(come_PxSxD.shape), rows_RxD)
+
+
+class _Journey(NamedTuple):
+    """Rows' way to the devices of their experts and back, along `expert`.
+
+    A CPU has no exchange of ragged parts: there whole places travel, `most` rows to each device.
+
+    Attributes:
+        here: this device's index along the axis.
+        most: S.
+        rows: how many rows travel from each device to each, [P, P].
+    """
+
+    here: jax.Array
+    most: int
+    rows: jax.Array
+
+    @property
+    def _begins(self) -> jax.Array:
+        """Where a sender's rows for each device begin, [P, P]."""
+        return jnp.cumsum(self.rows, 1) - self.rows
+
+    def there(self, rows_RxD: jax.Array) -> jax.Array:
+        """Rows that came from each device, [P, S, D]; those beyond their number mean nothing."""
+        parts, begins_P = len(self.rows), self._begins[self.here]
+
+        def ragged(rows_RxD: jax.Array) -> jax.Array:
+            places = jnp.zeros((parts * self.most, rows_RxD.shape[1]), rows_RxD.dtype)
+            return jax.lax.ragged_all_to_all(
+                rows_RxD,
+                places,
+                begins_P,
+                self.rows[self.here],
+                jnp.full(parts, self.here * self.most, begins_P.dtype),
+                self.rows[:, self.here],
+                axis_name="expert",
+            ).reshape(parts, self.most, -1)
+
+        def whole(rows_RxD: jax.Array) -> jax.Array:
+            places_PxS = begins_P[:, None] + jnp.arange(self.most)
+            sent_PxSxD = rows_RxD.at[places_PxS].get(mode="clip")
+            return jax.lax.all_to_all(sent_PxSxD, "expert", 0, 0)
+
+        come: jax.Array = jax.lax.platform_dependent(rows_RxD, cpu=whole, default=ragged)
+        return come
+
+    def back(self, told_PxSxD: jax.Array, like_RxD: jax.Array) -> jax.Array:
+        """Rows' outputs, [R, D], in the order in which the rows left."""
+        parts, begins_P = len(self.rows), self._begins[self.here]
+
+        def ragged(told_PxSxD: jax.Array) -> jax.Array:
+            return jax.lax.ragged_all_to_all(
+                told_PxSxD.reshape(parts * self.most, -1),
+                jnp.zeros_like(like_RxD),
+                self.most * jnp.arange(parts, dtype=begins_P.dtype),
+                self.rows[:, self.here],
+                self._begins[:, self.here],
+                self.rows[self.here],
+                axis_name="expert",
+            )
+
+        def whole(told_PxSxD: jax.Array) -> jax.Array:
+            come_PxSxD = jax.lax.all_to_all(told_PxSxD, "expert", 0, 0)
+            row_R = jnp.arange(len(like_RxD))
+            ends_P = jnp.cumsum(self.rows[self.here])
+            owner_R = jnp.searchsorted(ends_P, row_R, side="right")
+            return come_PxSxD[owner_R, row_R - begins_P[owner_R]]
+
+        came: jax.Array = jax.lax.platform_dependent(told_PxSxD, cpu=whole, default=ragged)
+        return came
 
 
 def by_groups(

@@ -22,8 +22,9 @@ import jax.numpy as jnp
 
 from diloco.common.protocol.errors import TaskError
 from diloco.learner.task import Params
-from diloco.learner.tensors.mesh import constrain, parts_along
-from diloco.models.decoders.attention import ROWS, Kind, by_kind, make_attention
+from diloco.learner.tensors import tree
+from diloco.learner.tensors.mesh import ROWS, constrain, parts_along
+from diloco.models.decoders.attention import Kind, by_kind, make_attention
 from diloco.models.decoders.config import DecoderConfig
 from diloco.models.decoders.experts import Load, mixed
 from diloco.models.decoders.groups import FED, SLIDES, Block, Group, KeysAndValues, scan_layers
@@ -80,15 +81,12 @@ class _Turns(NamedTuple):
 
 def init_params(config: DecoderConfig, key: jax.Array) -> Params:
     """Fresh float32 parameters: embeddings of a small deviation, matrices that keep variance."""
-    params: dict[str, Any] = {"layers": {}}
-    for number, (name, entry) in enumerate(sorted(table(config).items())):
-        leaf = _initial(config, name, entry.shape, jax.random.fold_in(key, number))
-        *places, last = name.split("/")
-        branch = params
-        for place in places:
-            branch = branch.setdefault(place, {})
-        branch[last] = leaf
-    return params
+    return tree.nested(
+        {
+            name: _initial(config, name, entry.shape, jax.random.fold_in(key, number))
+            for number, (name, entry) in enumerate(sorted(table(config).items()))
+        }
+    )
 
 
 def _initial(config: DecoderConfig, name: str, shape: tuple[int, ...], key: jax.Array) -> jax.Array:

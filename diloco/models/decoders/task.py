@@ -5,7 +5,7 @@ Shapes: as in `model`.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -34,6 +34,7 @@ from diloco.learner.task import (
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.mesh import by_kind_of_axis
 from diloco.learner.tensors.optimizer import Matrices, Optimizer, direction_by, warmup_cosine
+from diloco.models.chosen import Chosen, Patterns
 from diloco.models.decoders.attention import Kind
 from diloco.models.decoders.config import DecoderConfig, read_config
 from diloco.models.decoders.experts import Load
@@ -41,6 +42,7 @@ from diloco.models.decoders.files import Adapters, HuggingFace, read_base
 from diloco.models.decoders.lora import (
     ALONE,
     FROZEN,
+    TRAINED,
     AdapterParams,
     Lora,
     LoraOptions,
@@ -130,6 +132,8 @@ def build(
     workers: Natural = 0,
     fresh: bool = False,
     lora: LoraOptions | None = None,
+    trained: Patterns = ("*",),
+    frozen: Patterns = (),
 ) -> Task:
     """Train a decoder of people's checkpoints on tokens; losses are nats per token.
 
@@ -163,6 +167,8 @@ def build(
         fresh: parameters begin at random, though the folder may have some.
         lora: rank, alpha, targets and dropout of adapters, which alone are trained, beside the
             folder's parameters, which each learner reads for itself. None: no adapters.
+        trained: patterns of the tensors that are trained, and travel, such as "*/expert_*".
+        frozen: patterns of tensors not to train among `trained`, such as "*/router*".
 
     Raises:
         ConfigError: the folder's configuration is missing, or is not honoured.
@@ -172,6 +178,7 @@ def build(
     config = size_named(model) if source is None else read_config(source)
     compute = Compute(dtype, remat, attention)
     adapters = read_lora(lora, config)
+    chosen = _chosen(config, adapters, Chosen(trained, frozen))
     stored = source is None or fresh
 
     look = functools.partial(
@@ -184,7 +191,8 @@ def build(
         return None if found == -1 else found
 
     def sums_of(params: Params, windows_BxL1: Any, key: jax.Array | None = None) -> LossSums:
-        base, beside = with_adapters(adapters, params, key)
+        whole = params if chosen is None else joined(params.trained, params.frozen)
+        base, beside = with_adapters(adapters, whole, key)
         told: dict[str, Any] = {"compute": compute, "end": last(), "beside": beside}
         return loss_sums(config, base, windows_BxL1, **told)
 
@@ -200,14 +208,14 @@ def build(
         return sum(float(one.losses) for one in sums) / learned
 
     return Task(
-        init=functools.partial(_init, config, adapters, dtype),
+        init=functools.partial(_init, config, adapters, chosen, dtype),
         loss=lambda params, windows, key: _trained_on(config, sums_of(params, windows, key)),
         weigh=lambda windows: jnp.sum(learned_of(windows, last())),
         batches=rows.batches,
         rows=rows.rows,
         evaluate=evaluate,
         tokens_per_batch=batch * length,
-        flops_per_token=_flops_per_token(config, adapters, length),
+        flops_per_token=_flops_per_token(config, adapters, chosen, length),
         active_parameters=None if config.experts is None else active(config),
         optimizer=direction_by(
             optimizer,
@@ -229,13 +237,73 @@ def build(
         load_frozen=functools.partial(read_base, Path(model), config, dtype)
         if adapters is not None and not stored
         else None,
-        files=HuggingFace(config, source, fresh)
-        if adapters is None
-        else Adapters(config, adapters, None if stored else source, model),
+        files=Adapters(config, adapters, None if stored else source, model)
+        if adapters is not None
+        else HuggingFace(config, source, fresh)
+        if chosen is None
+        else InPart(HuggingFace(config, source, fresh), chosen),
     )
 
 
-def _init(config: DecoderConfig, adapters: Lora | None, dtype: str, key: jax.Array) -> Params:
+def _chosen(config: DecoderConfig, adapters: Lora | None, chosen: Chosen) -> Chosen | None:
+    """The choice of tensors to train; None: all, or adapters alone."""
+    if chosen == Chosen(("*",), ()):
+        return None
+    if adapters is not None:
+        raise TaskError(
+            "causal_lm: adapters are trained alone, so that no tensor of the base can be chosen",
+            hint="leave out lora, or the options trained and frozen",
+        )
+    chosen.check(table(config))
+    return None if all(map(chosen, table(config))) else chosen
+
+
+@dataclasses.dataclass(frozen=True)
+class InPart:
+    """Files of a decoder of which some tensors are frozen; `whole` names them without that."""
+
+    whole: HuggingFace
+    chosen: Chosen
+
+    @property
+    def first(self) -> Path | None:
+        """As `task.Files.first`."""
+        return self.whole.first
+
+    def read(self, folder: Path) -> Mapping[str, Any]:
+        """As `task.Files.read`."""
+        rows = self.whole.read(folder)
+        return {(TRAINED if self.chosen(name) else FROZEN) + name: rows[name] for name in rows}
+
+    def write(self, folder: Path, leaves: Mapping[str, Any], dtype: str) -> None:
+        """As `task.Files.write`."""
+        own = {name.partition("/")[2]: leaf for name, leaf in leaves.items()}
+        self.whole.write(folder, own, dtype)
+
+
+def joined(one: Params, other: Params) -> Params:
+    """Two trees of dictionaries as one."""
+    if not isinstance(one, dict):
+        return one
+    return {
+        name: joined(one.get(name, other.get(name)), other.get(name, one.get(name)))
+        for name in one | other
+    }
+
+
+def _init(
+    config: DecoderConfig,
+    adapters: Lora | None,
+    chosen: Chosen | None,
+    dtype: str,
+    key: jax.Array,
+) -> Params:
+    if chosen is not None:
+        leaves = tree.by_name(init_params(config, key))
+        return Variables(
+            trained=tree.nested({name: leaf for name, leaf in leaves.items() if chosen(name)}),
+            frozen=tree.nested({name: leaf for name, leaf in leaves.items() if not chosen(name)}),
+        )
     if adapters is None:
         return init_params(config, key)
     held = base_dtypes(config, dtype)
@@ -245,9 +313,13 @@ def _init(config: DecoderConfig, adapters: Lora | None, dtype: str, key: jax.Arr
     return Variables(trained=trained, frozen=tree.from_names(base, leaves))
 
 
-def _flops_per_token(config: DecoderConfig, adapters: Lora | None, length: int) -> float:
+def _flops_per_token(
+    config: DecoderConfig, adapters: Lora | None, chosen: Chosen | None, length: int
+) -> float:
     """As `Task.flops_per_token`; backward a frozen matrix, which has no gradient, counts once."""
     whole = operations(config, length)
+    if chosen is not None:
+        return whole - 2.0 * multiplied(config, lambda name: not chosen(name))
     if adapters is None:
         return whole
     return whole - 2.0 * multiplied(config) + 6.0 * adapter_count(config, adapters)
@@ -330,10 +402,12 @@ def partition_of(
 ) -> PartitionSpec:
     """The cut of a tensor over a learner's mesh: by the kinds of its axes; vectors are whole."""
     entries = table(config)
-    if adapters is not None and (name := name.removeprefix(FROZEN)) not in entries:
+    lying = functools.partial(by_kind_of_axis, mixture=config.experts is not None)
+    if (name := name.removeprefix(FROZEN)) not in entries:
+        assert adapters is not None
         matrix, _, half = name.rpartition("/")
-        return half_partition(half, by_kind_of_axis(adapted_of(config)[matrix].axes))
+        return half_partition(half, lying(adapted_of(config)[matrix].axes))
     entry = entries[name]
     if len(shape) - entry.stacked < 2:
         return PartitionSpec()
-    return by_kind_of_axis(entry.axes)
+    return lying(entry.axes)

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -88,11 +89,19 @@ def table(config: DecoderConfig) -> dict[str, TensorEntry]:
     return {entry.name: entry for entry in entries}
 
 
-def multiplied(config: DecoderConfig) -> int:
-    """Returns the number of matrix parameters that a token is multiplied with, head included."""
-    entries = table(config).values()
-    matrices = sum(_used(config, entry) for entry in entries if entry.transposed)
-    return matrices + config.vocab * config.width
+def multiplied(config: DecoderConfig, counts: Callable[[str], bool] = lambda _name: True) -> int:
+    """Returns the number of matrix parameters that a token is multiplied with, head included.
+
+    Args:
+        config: of the decoder.
+        counts: whether the tensor of a name is counted.
+    """
+    head = "embed" if config.tied else "head"
+    return sum(
+        _used(config, entry)
+        for name, entry in table(config).items()
+        if counts(name) and (entry.transposed or name == head)
+    )
 
 
 def active(config: DecoderConfig) -> int:

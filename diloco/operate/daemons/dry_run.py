@@ -89,12 +89,18 @@ def show(console: Console, figures: DryRun, bandwidth: float) -> None:
         f"[bold]{figures.learner}[/]: {figures.parameters:,} parameters in "
         f"{len(figures.fragments)} fragments; {figures.devices} devices ({mesh}), "
         f"{figures.hosts} host(s); {figures.tokens_per_batch:,} tokens a step"
+        + (f"; {figures.frozen_parameters:,} more are frozen" if figures.frozen_parameters else "")
         + (f"; a token passes {active:,} parameters" if active else ""),
         f"compiled for {figures.platform}; nothing was allocated",
         sep="\n",
         soft_wrap=True,
     )
     console.print(_memory_table(figures))
+    if figures.step_exchanged:
+        each = ", ".join(
+            f"{human_bytes(count)} by {kind}" for kind, count in figures.step_exchanged.items()
+        )
+        console.print(f"a step brings a device from others: {each}", soft_wrap=True)
     console.print(_fragments_table(figures.fragments, bandwidth))
     _say_time(console, figures, bandwidth)
     console.print(_traffic_table(figures))

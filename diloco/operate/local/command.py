@@ -25,9 +25,9 @@ class LocalOptions:
     mesh: Annotated[
         str | None,
         typer.Option(
-            help="devices per learner: 4,2,1,1; or sizes of the mesh axes data, fsdp and tensor: "
-            "fsdp=2/tensor=2,2,1,1; GPUs or TPU chips where this machine has them, else emulated "
-            "on the CPU [default: equal shares]",
+            help="devices per learner: 4,2,1,1; or sizes of the mesh axes data, fsdp, expert and "
+            "tensor: fsdp=2/tensor=2,2,1,1; GPUs or TPU chips where this machine has them, else "
+            "emulated on the CPU [default: equal shares]",
             metavar="LIST",
         ),
     ] = None

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from diloco.common.process.accelerators import Accelerators, Kind
-from diloco.common.process.config import LearnerSection, MeshSection
+from diloco.common.process.config import AXES, LearnerSection, MeshSection
 from diloco.common.protocol.errors import ConfigError
 from diloco.run.cli.units import human_bytes
 
@@ -284,10 +284,9 @@ def on_accelerators(hardware: dict[str, Hardware], found: Accelerators) -> dict[
 
 def _hardware(section: LearnerSection, name: str, hosts: int, *, forced: bool) -> Hardware:
     mesh = section.island(name).mesh or MeshSection()
-    given = math.prod(size for size in (mesh.data, mesh.fsdp, mesh.tensor) if size)
     # A size of 0 takes the devices that the others leave: here, the fewest possible.
-    open_sized = 0 in (mesh.data, mesh.fsdp, mesh.tensor)
-    devices = math.lcm(given, hosts * max(1, section.cpu_devices)) if open_sized else given
+    fewest = math.lcm(mesh.given, hosts * max(1, section.cpu_devices))
+    devices = fewest if 0 in mesh.sizes else mesh.given
     if devices % hosts:
         raise ConfigError(
             f"--hosts: {hosts} processes cannot share the {devices} devices of {name} equally",
@@ -315,7 +314,7 @@ def _mesh(text: str, item: str) -> MeshSection:
     except ValueError as error:
         raise ConfigError(
             f"--mesh {text!r}: expected for each learner a number of devices, or sizes of the axes "
-            f"data, fsdp and tensor joined by '/', got {item!r}",
+            f"{', '.join(AXES)} joined by '/', got {item!r}",
             hint=_MESHES,
         ) from error
 

@@ -152,20 +152,10 @@ def _write_params(folder: Path, form: str, arrays: Arrays) -> None:
         return
     import orbax.checkpoint as ocp
 
+    from diloco.learner.tensors.tree import nested
+
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save((folder / "model").absolute(), _nested(arrays))
-
-
-def _nested(arrays: Arrays) -> dict[str, Any]:
-    """Returns arrays in nested dictionaries by the parts of their names, as in a task's tree."""
-    tree: dict[str, Any] = {}
-    for name, array in arrays.items():
-        *folders, last = name.split("/")
-        place = tree
-        for folder in folders:
-            place = place.setdefault(folder, {})
-        place[last] = array
-    return tree
+        checkpointer.save((folder / "model").absolute(), nested(arrays))
 
 
 def _write_for_others(

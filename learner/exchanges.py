@@ -1,0 +1,95 @@
+"""The exchanges between a learner's devices, by the text of a compiled program."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+# A collective operation, with the shapes of its results before it, and its first argument.
+_COLLECTIVE = re.compile(
+    r"= (\S.*?) (all-gather|all-reduce|(?:ragged-)?all-to-all|collective-permute|reduce-scatter)"
+    r"(?:-start)?\([^%)]*%?([\w.-]*)"
+)
+_ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)[a-z0-9]*)\[([\d,]*)\]")
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$")
+_RESULT = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = (\S+) ")
+_LOOP = re.compile(r" while\(.*condition=%?([\w.-]+), body=%?([\w.-]+)")
+_TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_LIMIT = re.compile(r"= s\d+\[\]\S* constant\((\d+)\)")
+_CALLED = re.compile(r"(?:calls=|to_apply=|branch_computations=\{)%?([\w.-]+(?:, %?[\w.-]+)*)")
+
+
+class Exchange(NamedTuple):
+    """A collective operation of a program.
+
+    Attributes:
+        kind: its name, such as "all-gather".
+        received: bytes that it gives a device.
+        times: how often it runs in a run of the program.
+    """
+
+    kind: str
+    received: int
+    times: int
+
+
+def exchanges(text: str) -> list[Exchange]:
+    """Returns the collective operations of a compiled program.
+
+    A loop's body runs as often as the loop turns; each of several branches counts as if it ran. Of
+    a ragged exchange the rows that a device sends are counted, or its places for rows if these are
+    fewer: as much as comes to each where all have equal loads.
+    """
+    bodies = _computations(text)
+    shapes = dict(found.groups() for found in map(_RESULT.match, text.splitlines()) if found)
+    times = Counter(list(bodies)[-1:])
+    found = []
+    # A computation stands before those that call it.
+    for name, lines in reversed(bodies.items()):
+        for line in lines:
+            for called, turns in _calls(line, bodies):
+                times[called] += turns * times[name]
+            for results, kind, given in _COLLECTIVE.findall(line):
+                received = _bytes(results)
+                if kind.startswith("ragged"):
+                    received = min(received, _bytes(shapes[given]))
+                found.append(Exchange(kind, received, times[name]))
+    return found
+
+
+def received_by_kind(found: Iterable[Exchange]) -> dict[str, int]:
+    """Returns the bytes that a device receives in a run, by the kind of operation."""
+    total: Counter[str] = Counter()
+    for one in found:
+        total[one.kind] += one.received * one.times
+    return {kind: received for kind, received in total.most_common() if received}
+
+
+def _computations(text: str) -> dict[str, list[str]]:
+    """The lines of each computation by its name, in the text's order; the last one is run."""
+    name, found = "", {"": list[str]()}
+    for line in text.splitlines():
+        if header := _COMPUTATION.match(line):
+            name = header.group(1)
+        found.setdefault(name, []).append(line)
+    return found
+
+
+def _calls(line: str, bodies: Mapping[str, list[str]]) -> Iterator[tuple[str, int]]:
+    """The computations that an operation runs, and how often."""
+    if loop := _LOOP.search(line):
+        condition, body = loop.groups()
+        known = _TURNS.findall(line) or _LIMIT.findall("\n".join(bodies.get(condition, ())))
+        yield body, max(map(int, known), default=1)
+        return
+    for names in _CALLED.findall(line):
+        for name in names.split(", "):
+            yield name.removeprefix("%"), 1
+
+
+def _bytes(shapes: str) -> int:
+    return sum(
+        math.prod(int(size) for size in sizes.split(",") if size) * int(bits or 8) // 8
+        for _, bits, sizes in _ARRAY.findall(shapes)
+    )
