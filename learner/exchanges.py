@@ -67,7 +67,7 @@ def received_by_kind(found: Iterable[Exchange]) -> dict[str, int]:
 
 
 def _computations(text: str) -> dict[str, list[str]]:
-    """The lines of each computation by its name, in the text's order; the last one is run."""
+    """Returns the lines of each computation by its name, in the text's order; the last one runs."""
     name, found = "", {"": list[str]()}
     for line in text.splitlines():
         if header := _COMPUTATION.match(line):
@@ -77,7 +77,7 @@ def _computations(text: str) -> dict[str, list[str]]:
 
 
 def _calls(line: str, bodies: Mapping[str, list[str]]) -> Iterator[tuple[str, int]]:
-    """The computations that an operation runs, and how often."""
+    """Yields the computations that an operation runs, and how often."""
     if loop := _LOOP.search(line):
         condition, body = loop.groups()
         known = _TURNS.findall(line) or _LIMIT.findall("\n".join(bodies.get(condition, ())))

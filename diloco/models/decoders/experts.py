@@ -180,7 +180,7 @@ def _mixed(
 def _told(
     activation: Activation, rows_RxD: jax.Array, sizes_E: jax.Array, *matrices: jax.Array
 ) -> jax.Array:
-    """The output of each row's expert, in the way that suits the platform."""
+    """Returns the output of each row's expert, in the way that suits the platform."""
     told_RxD: jax.Array = jax.lax.platform_dependent(
         rows_RxD,
         sizes_E,
@@ -199,7 +199,7 @@ def _told_elsewhere(
     sizes_E: jax.Array,
     *matrices: jax.Array,
 ) -> jax.Array:
-    """As `told`, by the devices along `expert` that have the experts.
+    """Returns the output of each row's expert, from the devices along `expert` that have them.
 
     Each has `most` places for rows of each other one, as many as may come: none is dropped.
     """
@@ -220,7 +220,7 @@ def _told_elsewhere(
 
 
 class _Journey(NamedTuple):
-    """Rows' way to the devices of their experts and back, along `expert`.
+    """The way of rows along `expert` to the devices of their experts, and back.
 
     A CPU has no exchange of ragged parts: there whole places travel, `most` rows to each device.
 
@@ -236,11 +236,11 @@ class _Journey(NamedTuple):
 
     @property
     def _begins(self) -> jax.Array:
-        """Where a sender's rows for each device begin, [P, P]."""
+        """The place of a sender's first row for each device, [P, P]."""
         return jnp.cumsum(self.rows, 1) - self.rows
 
     def there(self, rows_RxD: jax.Array) -> jax.Array:
-        """Rows that came from each device, [P, S, D]; those beyond their number mean nothing."""
+        """Returns the rows from each device, [P, S, D]; those beyond their number mean nothing."""
         parts, begins_P = len(self.rows), self._begins[self.here]
 
         def ragged(rows_RxD: jax.Array) -> jax.Array:
@@ -264,7 +264,7 @@ class _Journey(NamedTuple):
         return come
 
     def back(self, told_PxSxD: jax.Array, like_RxD: jax.Array) -> jax.Array:
-        """Rows' outputs, [R, D], in the order in which the rows left."""
+        """Returns the outputs of rows, [R, D], in the order in which the rows left."""
         parts, begins_P = len(self.rows), self._begins[self.here]
 
         def ragged(told_PxSxD: jax.Array) -> jax.Array:

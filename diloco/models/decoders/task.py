@@ -246,7 +246,7 @@ def build(
 
 
 def _chosen(config: DecoderConfig, adapters: Lora | None, chosen: Chosen) -> Chosen | None:
-    """The choice of tensors to train; None: all, or adapters alone."""
+    """Returns the choice of tensors to train; None: all, or adapters alone."""
     if chosen == Chosen(("*",), ()):
         return None
     if adapters is not None:
@@ -260,7 +260,7 @@ def _chosen(config: DecoderConfig, adapters: Lora | None, chosen: Chosen) -> Cho
 
 @dataclasses.dataclass(frozen=True)
 class InPart:
-    """Files of a decoder of which some tensors are frozen; `whole` names them without that."""
+    """Files of a decoder of which some tensors are frozen; `whole` reads and writes all."""
 
     whole: HuggingFace
     chosen: Chosen
@@ -282,7 +282,7 @@ class InPart:
 
 
 def joined(one: Params, other: Params) -> Params:
-    """Two trees of dictionaries as one."""
+    """Returns two trees of dictionaries as one."""
     if not isinstance(one, dict):
         return one
     return {
