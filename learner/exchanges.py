@@ -42,9 +42,10 @@ def exchanges(text: str) -> list[Exchange]:
     fewer: as much as comes to each where all have equal loads.
     """
     bodies = _computations(text)
-    shapes = dict(found.groups() for found in map(_RESULT.match, text.splitlines()) if found)
+    named = [found for found in map(_RESULT.match, text.splitlines()) if found]
+    shapes: dict[str, str] = {found.group(1): found.group(2) for found in named}
     times = Counter(list(bodies)[-1:])
-    found = []
+    exchanged = []
     # A computation stands before those that call it.
     for name, lines in reversed(bodies.items()):
         for line in lines:
@@ -54,8 +55,8 @@ def exchanges(text: str) -> list[Exchange]:
                 received = _bytes(results)
                 if kind.startswith("ragged"):
                     received = min(received, _bytes(shapes[given]))
-                found.append(Exchange(kind, received, times[name]))
-    return found
+                exchanged.append(Exchange(kind, received, times[name]))
+    return exchanged
 
 
 def received_by_kind(found: Iterable[Exchange]) -> dict[str, int]:

@@ -96,7 +96,8 @@ def mixed(
             # Here, so that the gradient is summed by parts.
             gather = partial(jax.lax.all_gather, axis_name=gathered, tiled=True)
             gate, up, down = gather(gate, axis=1), gather(up, axis=1), gather(down, axis=2)
-        y_BxLxD, load = _mixed(experts, activation, *others, gate, up, down, parts=parts)
+        own: list[jax.Array] = [*others, gate, up, down]
+        y_BxLxD, load = _mixed(experts, activation, *own, parts=parts)
         whole_BxLxD = y_BxLxD if cut is None else jax.lax.psum(y_BxLxD, cut)
         return whole_BxLxD, jax.lax.pmean(load, axes)
 
@@ -243,7 +244,7 @@ class _Journey(NamedTuple):
         """Returns the rows from each device, [P, S, D]; those beyond their number mean nothing."""
         parts, begins_P = len(self.rows), self._begins[self.here]
 
-        def ragged(rows_RxD: jax.Array) -> jax.Array:
+        def ragged(rows_RxD: jax.Array) -> Any:
             places = jnp.zeros((parts * self.most, rows_RxD.shape[1]), rows_RxD.dtype)
             return jax.lax.ragged_all_to_all(
                 rows_RxD,
@@ -255,7 +256,7 @@ class _Journey(NamedTuple):
                 axis_name="expert",
             ).reshape(parts, self.most, -1)
 
-        def whole(rows_RxD: jax.Array) -> jax.Array:
+        def whole(rows_RxD: jax.Array) -> Any:
             places_PxS = begins_P[:, None] + jnp.arange(self.most)
             sent_PxSxD = rows_RxD.at[places_PxS].get(mode="clip")
             return jax.lax.all_to_all(sent_PxSxD, "expert", 0, 0)
@@ -267,7 +268,7 @@ class _Journey(NamedTuple):
         """Returns the outputs of rows, [R, D], in the order in which the rows left."""
         parts, begins_P = len(self.rows), self._begins[self.here]
 
-        def ragged(told_PxSxD: jax.Array) -> jax.Array:
+        def ragged(told_PxSxD: jax.Array) -> Any:
             return jax.lax.ragged_all_to_all(
                 told_PxSxD.reshape(parts * self.most, -1),
                 jnp.zeros_like(like_RxD),
@@ -278,7 +279,7 @@ class _Journey(NamedTuple):
                 axis_name="expert",
             )
 
-        def whole(told_PxSxD: jax.Array) -> jax.Array:
+        def whole(told_PxSxD: jax.Array) -> Any:
             come_PxSxD = jax.lax.all_to_all(told_PxSxD, "expert", 0, 0)
             row_R = jnp.arange(len(like_RxD))
             ends_P = jnp.cumsum(self.rows[self.here])

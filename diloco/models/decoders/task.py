@@ -255,7 +255,7 @@ def _chosen(config: DecoderConfig, adapters: Lora | None, chosen: Chosen) -> Cho
             hint="leave out lora, or the options trained and frozen",
         )
     chosen.check(table(config))
-    return None if all(map(chosen, table(config))) else chosen
+    return None if all(chosen(name) for name in table(config)) else chosen
 
 
 @dataclasses.dataclass(frozen=True)
