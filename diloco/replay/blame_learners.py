@@ -31,7 +31,7 @@ CHANCE = 1e-4
 # Nor is harm that in sum is less than this part of the loss, or of which each update alone does
 # less than that part of what the run has learnt: near the end it shows whose updates are longer or
 # older, as those of honest machines are.
-MATERIAL, OF_LEARNT = 0.01, 0.005
+MATERIAL, OF_LEARNT = 0.01, 0.01
 # Rounds tell who is of no use while their updates do this share of the most that any did.
 MUCH = 0.03
 # Harm is attributed to a slice if it is so many times as large there as on all the data.

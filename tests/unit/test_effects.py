@@ -46,7 +46,7 @@ def test_of_thousands_of_updates_the_bad_learner_is_named_with_its_first():
 
 @pytest.mark.parametrize(("began", "word"), [(2.0, "harmful"), (200.0, "unclear")])
 def test_harm_that_is_little_beside_what_was_learnt_is_nobodys(began, word):
-    """0.04 each, of which a run that began at 200 has learnt 5,000 times as much."""
+    """An update alone does 0.04; a run that began at 200 has learnt 5,000 times as much."""
     effects = Effects(Effect)
     for round_ in range(20):
         for learner in ("a", "b", "c"):
