@@ -202,7 +202,7 @@ def test_adapters_of_experts_travel_and_are_merged(tmp_path):
     task = loaded(folders, given)
     variables = variables_of(task)
     assert variables.trained["layers"]["expert_gate_up"]["b"].shape == (1, 6, 4, 48)
-    assert tuple(task.partition("layers/expert_down/a", ())) == (None, None, "tensor")
+    assert tuple(task.partition("layers/expert_down/a", ())) == (None, "expert", "tensor")
     task.files.write(folders / "out", leaves_of(variables), "float32")
     for name, leaf in task.files.read(folders / "out").items():
         np.testing.assert_array_equal(leaf, leaves_of(variables)[name])
