@@ -196,7 +196,7 @@ def unsent(state: State) -> dict[int, int]:
 
 
 def _on_stepped(rules: SyncRules, state: State, event: Stepped) -> Result:
-    if event.steps:
+    if event.steps or event.tokens:
         done = Work(state.done.steps + event.steps, state.done.tokens + event.tokens)
         # The work is counted first: an update that is sent below covers the step just taken.
         state = replace(state, done=done, since_clock=state.since_clock + event.steps)
