@@ -323,12 +323,13 @@ class Checkers:
             self.batches.leave(life, position)
 
     def on_granted(self, life: Life, holding: Holding) -> None:
-        """A life has a share: by the oracle's rules it does."""
+        """A life has a share: by the oracle's rules it does, unless it has said its own end since."""
         self._world.injected["shares"] += 1
         if self._is_judged(life) and self.oracle.oracle is not None:
-            shares = self.oracle.oracle.shares._held[life.learner]
-            held = any(one.share == holding.share for one in shares)
-            self._guard(hold, held, "shares", life, f"is granted {holding}")
+            shares = self.oracle.oracle.shares
+            held = any(one.share == holding.share for one in shares._held[life.learner])
+            ended = shares._ended.get(life.learner) == life.incarnation
+            self._guard(hold, held or ended, "shares", life, f"is granted {holding}")
 
     def on_adopted(self, life: Life, ready: Ready, view: np.ndarray, position: int) -> None:
         """A learner has adopted a record: its view is the aggregator's, bit for bit."""

@@ -53,6 +53,8 @@ class Batches:
         about = f"{life.learner} {life.incarnation}"
         share, number = holding.share, holding.first + position - holding.position
         hold(0 <= number < self._sizes.batches, "batches", about, f"batch {number} of {holding}")
+        ended = (life.learner, life.incarnation) in self._left
+        hold(not ended, "batches", about, f"trains batch {number} of {holding} behind its end")
         known = self._trained[life.learner, life.incarnation]
         before = known.get(position - 1)
         if before is not None and before[0] != share:
