@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
+from itertools import islice
 from operator import attrgetter
 from statistics import median
 from typing import Literal, NamedTuple
@@ -43,6 +44,8 @@ from diloco.run.history import Chain, History, in_order
 BY_TENSOR = 6
 # The number of damaged rounds whose reasons are reported.
 TOLD = 3
+# The number of rounds, of all fragments together, in which learners' first losses are looked for.
+FIRST_ROUNDS = 256
 
 # Held-out losses of a model: on all the data under the key `WHOLE`, and on each of its slices.
 Losses = dict[str, float]
@@ -92,7 +95,7 @@ class Blame:
     """The effects of updates in order of time, the worst also by tensor; and counts of rounds.
 
     `slices` has the effects of the same updates on the loss of each slice of the held-out data.
-    `began` is the training loss of the run's first rounds.
+    `began` is the median of the learners' first training losses.
     """
 
     began: float = 0.0
@@ -288,12 +291,18 @@ def _why(record: wire.Record, error: str) -> str:
 
 
 def _first_loss(history: History) -> float:
-    """Returns the median training loss of the fragments' first rounds; 0 before any."""
-    merged = (
-        next((record.inputs for _, record in chain if record.inputs), ())
-        for chain in history.records.values()
-    )
-    return median([one.loss for inputs in merged for one in inputs] or [0.0])
+    """Returns the median of the learners' first training losses; 0 before any.
+
+    Each learner counts once: a liar whose updates are alone in the first rounds, with a huge loss,
+    would otherwise make all harm look small.
+    """
+    first: dict[str, float] = {}
+    rounds = max(1, FIRST_ROUNDS // max(1, len(history.records)))
+    for chain in history.records.values():
+        for _, record in islice(chain, rounds):
+            for one in record.inputs:
+                first.setdefault(one.learner, one.loss)
+    return median(first.values() or [0.0])
 
 
 def _first_view(history: History, fragment: int, chain: Chain) -> Vector:

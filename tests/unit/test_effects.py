@@ -1,9 +1,13 @@
 """Very many effects: kept as numbers, and judged as few are."""
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from records import make_input, make_record
 
+from diloco.replay import blame
 from diloco.replay.blame_learners import Effect, Effects, judge
 
 
@@ -53,6 +57,15 @@ def test_harm_that_is_little_beside_what_was_learnt_is_nobodys(began, word):
             alone = 0.04 if learner == "c" else 1e-3 * math.sin(round_)
             effects.append(effect(round_, learner, alone + 1e-3 * math.cos(round_)))
     assert {one.learner: one.word for one in judge(effects, began=began)}["c"] == word
+
+
+def test_who_comes_first_with_a_huge_loss_does_not_say_what_the_run_has_learnt():
+    alone = make_record(inputs=(make_input(learner="liar", loss=1e9),))
+    three = (("liar", 1e9), ("a", 2.3), ("b", 2.2))
+    inputs = tuple(make_input(learner=name, loss=loss) for name, loss in three)
+    chain = [(1, alone), (2, alone), (3, make_record(inputs=inputs))]
+    history: Any = SimpleNamespace(records={0: chain, 1: chain[:2]})
+    assert blame._first_loss(history) == 2.3
 
 
 @pytest.mark.parametrize(("did", "word"), [(-0.01, "helpful"), (0.01, "harmful")])
