@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import random
 import shutil
 import signal
 import socket
@@ -354,6 +355,26 @@ def test_a_link_that_breaks_with_data_unsent_leaves_no_trace(
     with Network() as network:
         proxy = network.proxy(own_nats_server.port)
         run_async(scenario())
+
+
+def test_who_is_cancelled_while_it_connects_is_cancelled(
+    own_nats_server: NatsServer, run_async: Run
+) -> None:
+    rng = random.Random(1)
+
+    async def scenario() -> None:
+        for _ in range(60):
+            connecting = asyncio.ensure_future(connect(own_nats_server.url, name="test"))
+            for _ in range(rng.randrange(40)):
+                await asyncio.sleep(0)
+            if connecting.done():
+                await (await connecting).close()
+                continue
+            connecting.cancel()
+            await asyncio.wait({connecting})
+            assert connecting.cancelled()
+
+    run_async(scenario())
 
 
 def test_a_wrong_address_fails_in_bounded_time(run_async: Run) -> None:

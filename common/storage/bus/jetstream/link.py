@@ -26,6 +26,7 @@ from nats.js.errors import (
 )
 
 from diloco.common.process.credentials import load_credentials
+from diloco.common.process.tasks import cancel
 from diloco.common.protocol.errors import (
     AccessDeniedError,
     BusError,
@@ -270,24 +271,8 @@ class Link:
             BusUnavailableError: no server answers there.
             BusError: the server refuses this client.
         """
-        address = self._address
         try:
-            async with asyncio.timeout(timeout_s):
-                await self.client.connect(
-                    servers=address.url.split(","),
-                    name=address.name,
-                    tls=address.tls(),
-                    inbox_prefix=address.inbox_prefix,
-                    error_cb=self._on_error,
-                    closed_cb=self._on_closed,
-                    allow_reconnect=False,
-                    max_reconnect_attempts=1,
-                    reconnect_time_wait=0,
-                    connect_timeout=5,
-                    ping_interval=5,
-                    max_outstanding_pings=2,
-                    **address.identity(),
-                )
+            await self._connect(timeout_s)
         except ConfigError:
             await self.close()
             raise
@@ -301,6 +286,34 @@ class Link:
         for task in (self.client._flusher_task, self.client._reading_task):  # noqa: SLF001
             if task is not None:
                 task.add_done_callback(_look_at)
+
+    async def _connect(self, timeout_s: float) -> None:
+        address = self._address
+        # A separate task, as nats-py may swallow a cancellation while it connects.
+        connecting = asyncio.ensure_future(
+            self.client.connect(
+                servers=address.url.split(","),
+                name=address.name,
+                tls=address.tls(),
+                inbox_prefix=address.inbox_prefix,
+                error_cb=self._on_error,
+                closed_cb=self._on_closed,
+                allow_reconnect=False,
+                max_reconnect_attempts=1,
+                reconnect_time_wait=0,
+                connect_timeout=5,
+                ping_interval=5,
+                max_outstanding_pings=2,
+                **address.identity(),
+            )
+        )
+        try:
+            done, _ = await asyncio.wait({connecting}, timeout=timeout_s)
+            if not done:
+                raise TimeoutError
+            connecting.result()
+        finally:
+            await cancel(connecting)
 
     async def close(self) -> None:
         """Sends queued data and closes; takes at most a few seconds, and never raises."""
