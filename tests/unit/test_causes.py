@@ -307,25 +307,23 @@ def test_a_loss_above_the_others_is_not_called_low_for_one_that_diverges_beside_
     assert [name for name in "abcd" if told[name]] == ["a"]
 
 
+def note_fallen(seen, field, first, later):
+    """Notes 64 rounds of a, b and c: the first three with some figures, the rest with others."""
+    for version in range(1, 65):
+        figures = zip("abc", first if version < 4 else later, strict=True)
+        inputs = tuple(make_input(learner=name, **{field: figure}) for name, figure in figures)
+        seen.note_record(Recorded(make_record(version=version, inputs=inputs), version, 1.0))
+
+
 @pytest.mark.parametrize(("own", "told"), [(0.17, False), (0.9, True)])
 def test_where_data_are_learnt_by_heart_the_ratio_of_small_losses_accuses_nobody(seen, own, told):
-    for version in range(1, 65):
-        losses = (2.3, 2.3, 2.3) if version < 4 else (own, 0.043, 0.04)
-        inputs = tuple(
-            make_input(learner=name, loss=loss) for name, loss in zip("abc", losses, strict=True)
-        )
-        seen.note_record(Recorded(make_record(version=version, inputs=inputs), version, 1.0))
+    note_fallen(seen, "loss", (2.3, 2.3, 2.3), (own, 0.043, 0.04))
     assert any("its loss is" in one for one in said(seen, "learner a")) == told
 
 
 @pytest.mark.parametrize(("own", "told"), [(0.9, ""), (3.0, "times as long"), (0.005, "hardly do")])
 def test_where_updates_have_become_short_those_of_one_are_not_called_long(seen, own, told):
-    for version in range(1, 65):
-        norms = (1.0, 1.2, 1.1) if version < 4 else (own, 0.05, 0.06)
-        inputs = tuple(
-            make_input(learner=name, norm=norm) for name, norm in zip("abc", norms, strict=True)
-        )
-        seen.note_record(Recorded(make_record(version=version, inputs=inputs), version, 1.0))
+    note_fallen(seen, "norm", (1.0, 1.2, 1.1), (own, 0.05, 0.06))
     lengths = [one for one in said(seen, "learner a") if "as long as" in one]
     assert [told in one for one in lengths] == ([True] if told else [])
 
