@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-# A collective operation, with the shapes of its results before it, and its first argument.
+# A collective operation: the shapes of its results, its kind, and its first argument.
 _COLLECTIVE = re.compile(
     r"= (\S.*?) (all-gather|all-reduce|(?:ragged-)?all-to-all|collective-permute|reduce-scatter)"
     r"(?:-start)?\([^%)]*%?([\w.-]*)"
@@ -37,9 +37,9 @@ class Exchange(NamedTuple):
 def exchanges(text: str) -> list[Exchange]:
     """Returns the collective operations of a compiled program.
 
-    A loop's body runs as often as the loop turns; each of several branches counts as if it ran. Of
-    a ragged exchange the rows that a device sends are counted, or its places for rows if these are
-    fewer: as much as comes to each where all have equal loads.
+    A loop's body counts as often as the loop turns, and each branch of a condition as if it ran. A
+    ragged exchange counts by the rows that a device sends, or by its places for received rows if
+    they are fewer: a device receives so much where all experts have equal loads.
     """
     bodies = _computations(text)
     named = [found for found in map(_RESULT.match, text.splitlines()) if found]
