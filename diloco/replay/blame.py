@@ -184,7 +184,7 @@ class _Walk:
         evaluate: Evaluate,
         enough: Enough | None,
     ) -> None:
-        self.found = Blame(_first_loss(history))
+        self.found = Blame(first_loss(history.records))
         self._enough = enough
         self._context = context
         self._history = history
@@ -290,15 +290,18 @@ def _why(record: wire.Record, error: str) -> str:
     return f"{record.fragment}@{record.version}: {error}"
 
 
-def _first_loss(history: History) -> float:
+def first_loss(records: Mapping[int, Chain]) -> float:
     """Returns the median of the learners' first training losses; 0 before any.
 
     Each learner counts once: a liar whose updates are alone in the first rounds, with a huge loss,
     would otherwise make all harm look small.
+
+    Args:
+        records: of each fragment.
     """
     first: dict[str, float] = {}
-    rounds = max(1, FIRST_ROUNDS // max(1, len(history.records)))
-    for chain in history.records.values():
+    rounds = max(1, FIRST_ROUNDS // max(1, len(records)))
+    for chain in records.values():
         for _, record in islice(chain, rounds):
             for one in record.inputs:
                 first.setdefault(one.learner, one.loss)

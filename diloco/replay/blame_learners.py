@@ -28,10 +28,13 @@ FEWEST = 3
 # chance would have it with at most the probability CHANCE.
 SURE, CLEAR = 4.0, 2.0
 CHANCE = 1e-4
-# Nor is harm that in sum is less than this part of the loss, or of which each update alone does
-# less than that part of what the run has learnt: near the end it shows whose updates are longer or
-# older, as those of honest machines are.
-MATERIAL, OF_LEARNT = 0.01, 0.01
+# Nor is harm that in sum is less than this part of the loss: near the end it shows whose updates
+# are longer or older, as those of honest machines are.
+MATERIAL = 0.01
+# Nor is harm of which each update alone does less than this part of what the run has learnt, and
+# all of them less than that part. What was learnt counts as no more than so many times today's
+# loss, as learners say the loss at the beginning.
+EACH_OF_LEARNT, ALL_OF_LEARNT, MOST_LEARNT = 0.01, 0.05, 10.0
 # Rounds tell who is of no use while their updates do this share of the most that any did.
 MUCH = 0.03
 # Harm is attributed to a slice if it is so many times as large there as on all the data.
@@ -254,8 +257,14 @@ def _judge(
     # Without it its rounds would have been worse: where steps are too long or batches small an
     # update alone may do harm, and be one that the average needs.
     loss = effects[int(own[-1])].loss_before
-    needed = float(beside.did[told].sum()) < MATERIAL * abs(loss)
-    little = word == "harmful" and _means(beside, told)[0] < OF_LEARNT * (began - loss)
+    did_told = float(beside.did[told].sum())
+    needed = did_told < MATERIAL * abs(loss)
+    learnt = min(began - loss, MOST_LEARNT * abs(loss))
+    little = (
+        word == "harmful"
+        and _means(beside, told)[0] < EACH_OF_LEARNT * learnt
+        and did_told < ALL_OF_LEARNT * learnt
+    )
     if needed or little or not _is_sure(beside, told, bound):
         word = "helpful"
     did = beside.did[own]

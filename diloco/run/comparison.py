@@ -115,6 +115,11 @@ def of_loss(one: LearnerStatus) -> float:
     return median(answer.loss for answer in one.beside)
 
 
+def highest_loss(one: LearnerStatus) -> float:
+    """Returns the highest of a learner's training losses, over all that was read."""
+    return max(point.loss for point in one.trend)
+
+
 def of_gap(one: LearnerStatus) -> float:
     """Returns the median of `gaps_of`."""
     return median(gaps_of(one))

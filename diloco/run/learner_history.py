@@ -15,12 +15,13 @@ from diloco.run.state import RECENT, Delays, MergedPoint, Throughput, UpdateAnsw
 POINTS = 64
 # The longest gaps between a learner's newest updates are left out of its rate: so many.
 PAUSES = 2
-# Norms in a round below this part of the longest round are not compared: at the end of a schedule,
-# a learner that is a few steps behind sends far longer updates.
+# In a round below this part of the fragment's longest no update is called short, or shortened: at
+# the end of a schedule, a learner that is a few steps behind sends far longer ones.
 FADED = 0.01
-# Nor is an update long beside one of this part of the longest round: a new life's first steps are
-# as long as the run's first, and once data are learnt by heart lengths are chance.
-SHORT = 0.5
+# An update is long beside the usual one of its round, and beside this part of the longest round: a
+# new life's first steps are as long as the run's first, and where data are learnt by heart lengths
+# are chance.
+SHORT = 0.35
 
 
 class Trend:

@@ -226,8 +226,10 @@ class Observed:
             while self._whole_updates > WHOLE_UPDATES and len(self.rounds) > 1:
                 self._whole_updates -= len(self.rounds.popleft().inputs)
         speeds = {one.learner: one.speed for one in record.policy.members}
-        norm = max(self._longest.get(record.fragment, 0.0), usual_norm(record.inputs))
-        self._longest[record.fragment] = norm
+        norm = self._longest.get(record.fragment, 0.0)
+        # A learner that is alone in a round would say what is long.
+        if len({one.learner for one in record.inputs}) > 1:
+            norm = self._longest[record.fragment] = max(norm, usual_norm(record.inputs))
         answered = answers(record.inputs, waits, norm)
         for taken, answer in zip(record.inputs, answered, strict=True):
             one = self.known[taken.learner]

@@ -21,6 +21,7 @@ from diloco.run.comparison import (
     error_of,
     gap,
     gaps_of,
+    highest_loss,
     of_gap,
     of_loss,
     of_norm,
@@ -32,7 +33,7 @@ from diloco.run.state import Finding, LearnerStatus, MergedPoint, Throughput
 UPGRADE = "runbooks/upgrade.md"
 # Losses that differ by less than this part of what the run has learnt are all small: a new life's
 # first steps may take it back so far, and where data are learnt by heart a ratio is chance.
-MATERIAL = 0.25
+MATERIAL = 0.15
 # A shorter upload or adoption is no trouble, whatever the others' take.
 UPLOAD_S, ADOPTION_S = 0.5, 1.0
 
@@ -148,10 +149,7 @@ def _loss(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Findi
 
 def _learnt(learners: Sequence[LearnerStatus]) -> float:
     """Returns the median of how far the losses of these learners have fallen."""
-    return median(
-        max((point.loss for point in one.trend), default=of_loss(one)) - of_loss(one)
-        for one in learners
-    )
+    return median(highest_loss(one) - of_loss(one) for one in learners)
 
 
 def _norm(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:

@@ -14,6 +14,7 @@ from diloco.run.comparison import (
     RATIO_FLOOR,
     Comparison,
     climbed,
+    highest_loss,
     of_gap,
     of_loss,
     tail,
@@ -30,8 +31,9 @@ TO_ZERO, MOSTLY_TO_ZERO = 0.5, 0.75
 # A learner that points elsewhere has other targets if its loss is HIGHER times the others', and may
 # have from NOT_LOWER times on.
 HIGHER, NOT_LOWER = 1.2, 1.05
-# Losses that have fallen to this part of what they were: directions are chance from then on.
-LEARNT = 0.05
+# From losses of this part of what they were on directions scatter: a learner is far only if its
+# cosine is below this smaller part of the others'.
+LEARNT, LEARNT_APART = 0.05, 0.1
 # Lone elements are reported if FEW_LONE updates have them, and if chance would have it with at most
 # this probability, given the rate among the others (plus one). Elements HUGE times the usual size
 # cannot come from a flipped bit of a mantissa.
@@ -99,7 +101,7 @@ def direction(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[F
         cause = "its loss is below theirs: it trains on the same few batches over and over"
     elif not against and _is_slow(one, others):
         cause, severity = "its optimizer has come less far, or it trains on other data", "note"
-    elif not against and _is_learnt(others):
+    elif not against and cosines.own >= LEARNT_APART * middle and _is_learnt(others):
         cause, severity = "there is little left to learn, or it trains on other data", "note"
     elif not against:
         cause = "it may train on other data or labels"
@@ -127,9 +129,9 @@ def _is_slow(one: LearnerStatus, others: Sequence[LearnerStatus]) -> bool:
 
 def _is_learnt(learners: Sequence[LearnerStatus]) -> bool:
     """Returns whether the losses of most learners are a small part of what they were."""
-    known = [one for one in learners if one.beside and one.trend]
-    left = [of_loss(one) - LEARNT * max(point.loss for point in one.trend) for one in known]
-    return bool(left) and median(left) < 0
+    known = [one for one in learners if one.beside and highest_loss(one) > 0]
+    left = [of_loss(one) / highest_loss(one) for one in known]
+    return bool(left) and 0 <= median(left) < LEARNT
 
 
 def _cosine(one: LearnerStatus) -> float:

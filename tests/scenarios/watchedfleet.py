@@ -5,7 +5,6 @@ Learners, aggregators, merges and judgements are those of a real run; bus and cl
 """
 
 from collections.abc import Iterator, Mapping
-from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,7 +59,7 @@ class WatchedFleet(World):
 
     Attributes:
         rounds: those that may be blamed, the newest last.
-        began: training loss of the first round.
+        first: the first records of each fragment.
     """
 
     owner = _Owner
@@ -69,7 +68,7 @@ class WatchedFleet(World):
         self.seen = Observed("lab", 0, run)
         self.store, self.busy = MemoryStore(), busy
         self.rounds: list[tuple[Any, ...]] = []
-        self.began = 0.0
+        self.first: dict[int, list[tuple[int, wire.Record]]] = {}
         self._whims = np.random.default_rng([run.run.seed, 1])
         self._until_s, self._share = 0.0, 1.0
         start = begin(run, task)
@@ -109,8 +108,10 @@ class WatchedFleet(World):
         )
         seq = self.time.next_seq()
         self.seen.note_record(Recorded(record, seq, self.time.now_s))
+        chain = self.first.setdefault(record.fragment, [])
+        if len(chain) < blame.FIRST_ROUNDS:
+            chain.append((seq, record))
         if record.inputs:
-            self.began = self.began or median(one.loss for one in record.inputs)
             views = {one.rules.fragment: one.arrays.view.copy() for one in self.owners}
             self.rounds = [*self.rounds, (seq, record, base, views)][-BLAMED_ROUNDS:]
 
@@ -121,7 +122,7 @@ class WatchedFleet(World):
 
     def harm(self) -> Iterator[Finding]:
         """What blame says of the newest rounds."""
-        found = blame.Blame(self.began)
+        found = blame.Blame(blame.first_loss(self.first))
         history: Any = SimpleNamespace(
             store=self.store, layout=self.start.layout, settings_at=lambda _: self.settings
         )

@@ -5,6 +5,7 @@ import io
 import json
 import re
 import shutil
+from statistics import median
 
 import pytest
 import spoiled
@@ -143,7 +144,7 @@ def test_whom_the_rounds_so_far_speak_against_is_told_before_the_rest(asked, mon
 @pytest.mark.parametrize("allowed", [0, 1, 7, 10_000])
 def test_when_the_time_is_over_blame_keeps_what_it_has_and_counts_the_rest(runs, allowed):
     """Of one round too, where a fleet is large."""
-    run, scored = runs["labels"], []
+    run, scored, first = runs["labels"], [], {}
 
     def evaluate(_views):
         scored.append(1)
@@ -153,6 +154,8 @@ def test_when_the_time_is_over_blame_keeps_what_it_has_and_counts_the_rest(runs,
         async with open_run(str(run.tape), reads=True) as opened:
             history = await read_history(opened.context)
             chains = verify_run.chains(history, sorted(history.records), 0, {})
+            for _, record in chains[0]:
+                first.update({one.learner: one.loss for one in record.inputs} | first)
             return blame.blame(
                 opened.context,
                 history,
@@ -165,6 +168,7 @@ def test_when_the_time_is_over_blame_keeps_what_it_has_and_counts_the_rest(runs,
     found = asyncio.run(blamed())
     use_place(RunLocation())
     rounds = found.rounds.fates
+    assert found.began == median(first.values()) > 0
     assert not found.tensors
     assert rounds["judged"] + rounds["later"] == rounds.total() > 0
     assert len(found.effects) <= allowed

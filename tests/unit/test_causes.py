@@ -315,33 +315,66 @@ def note_fallen(seen, field, first, later):
         seen.note_record(Recorded(make_record(version=version, inputs=inputs), version, 1.0))
 
 
-@pytest.mark.parametrize(("own", "told"), [(0.17, False), (0.9, True)])
-def test_where_data_are_learnt_by_heart_the_ratio_of_small_losses_accuses_nobody(seen, own, told):
-    note_fallen(seen, "loss", (2.3, 2.3, 2.3), (own, 0.043, 0.04))
+@pytest.mark.parametrize("first", [2.3, 1000.0], ids=["alike", "its own word"])
+@pytest.mark.parametrize(("own", "told"), [(0.27, False), (0.5, True)])
+def test_where_data_are_learnt_by_heart_the_ratio_of_small_losses_accuses_nobody(
+    seen, own, told, first
+):
+    """What the run has learnt is by the others: a learner says a huge loss at its beginning."""
+    note_fallen(seen, "loss", (first, 2.3, 2.3), (own, 0.043, 0.04))
     assert any("its loss is" in one for one in said(seen, "learner a")) == told
 
 
-@pytest.mark.parametrize(("own", "told"), [(0.9, ""), (3.0, "times as long"), (0.005, "hardly do")])
+@pytest.mark.parametrize(("own", "told"), [(0.9, ""), (1.8, "times as long"), (0.005, "hardly do")])
 def test_where_updates_have_become_short_those_of_one_are_not_called_long(seen, own, told):
     note_fallen(seen, "norm", (1.0, 1.2, 1.1), (own, 0.05, 0.06))
     lengths = [one for one in said(seen, "learner a") if "as long as" in one]
     assert [told in one for one in lengths] == ([True] if told else [])
 
 
+def test_where_updates_have_become_tiny_those_of_one_are_not_called_short(seen):
+    note_fallen(seen, "norm", (1.0, 1.2, 1.1), (5e-5, 5e-3, 6e-3))
+    assert not any("as long as" in one for one in said(seen, "learner a"))
+
+
+def test_who_is_alone_in_a_round_does_not_say_what_is_long(seen):
+    alone = make_record(version=1, inputs=(make_input(learner="a", norm=1e30),))
+    seen.note_record(Recorded(alone, 1, 1.0))
+    for version in range(2, 34):
+        norms = (9.9, 1.0, 1.1)
+        inputs = tuple(
+            make_input(learner=name, norm=norm) for name, norm in zip("abc", norms, strict=True)
+        )
+        seen.note_record(Recorded(make_record(version=version, inputs=inputs), version, 1.0))
+    assert any("times as long" in one for one in said(seen, "learner a"))
+
+
 @pytest.mark.parametrize(
-    ("speed", "loss", "severity"),
-    [(0.4, 1.0, "note"), (0.6, 1.0, "warning"), (0.6, 0.01, "note")],
-    ids=["slow", "neither", "little is left to learn"],
+    ("speed", "losses", "cosine", "severity"),
+    [
+        (0.4, (1.0, 1.0), 0.1, "note"),
+        (0.6, (1.0, 1.0), 0.1, "warning"),
+        (0.6, (1.0, 0.04), 0.1, "note"),
+        (0.6, (1.0, 0.06), 0.1, "warning"),
+        (0.6, (1.0, 0.04), 0.04, "warning"),
+        (0.6, (-0.7, -1.2), 0.1, "warning"),
+    ],
+    ids=["slow", "neither", "learnt", "not yet", "noise", "of another kind"],
 )
-def test_who_may_point_elsewhere(seen, speed, loss, severity):
+@pytest.mark.parametrize("own", [None, 100.0], ids=["alike", "its own word"])
+def test_who_may_point_elsewhere(seen, speed, losses, cosine, severity, own):
+    """Once little is left to learn directions scatter, by the losses of the others."""
     members = [make_member("a", speed), make_member("b", 1.0), make_member("c", 1.0)]
     policy = make_record().policy.model_copy(update={"members": tuple(members)})
     for version in range(1, 33):
-        now = loss if version > 3 else 1.0
-        inputs = tuple(make_input(learner=name, loss=now) for name in "abc")
+        now = losses[version > 3]
+        first = own if own is not None and version <= 3 else now
+        inputs = tuple(
+            make_input(learner=name, loss=first if name == "a" else now) for name in "abc"
+        )
         record = make_record(version=version, inputs=inputs, policy=policy)
         seen.note_record(Recorded(record, version, 1.0))
-    seen.shards = {"a": figures()._replace(cosine=0.1), "b": figures(), "c": figures()}
+    seen.shards = {"a": figures()._replace(cosine=cosine), "b": figures(), "c": figures()}
     [found] = [
         one for one in judged(seen.run(1000.0), seen.settings) if "point elsewhere" in one.sentence
     ]

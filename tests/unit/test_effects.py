@@ -1,8 +1,6 @@
 """Very many effects: kept as numbers, and judged as few are."""
 
 import math
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from records import make_input, make_record
@@ -48,11 +46,16 @@ def test_of_thousands_of_updates_the_bad_learner_is_named_with_its_first():
     assert [one.word for one in others] == ["helpful", "helpful"]
 
 
-@pytest.mark.parametrize(("began", "word"), [(2.0, "harmful"), (200.0, "unclear")])
-def test_harm_that_is_little_beside_what_was_learnt_is_nobodys(began, word):
-    """An update alone does 0.04; a run that began at 200 has learnt 5,000 times as much."""
+@pytest.mark.parametrize(("began", "word"), [(2.0, "harmful"), (5.5, "unclear"), (1e9, "unclear")])
+@pytest.mark.parametrize("rounds", [8, 400])
+def test_harm_that_is_little_beside_what_was_learnt_is_nobodys(began, word, rounds):
+    """An update alone does 0.04, against a loss of 1. In many rounds it is much all the same.
+
+    Learners say what the loss was at the beginning: ten times today's is believed.
+    """
+    word = "harmful" if rounds == 400 else word
     effects = Effects(Effect)
-    for round_ in range(20):
+    for round_ in range(rounds):
         for learner in ("a", "b", "c"):
             alone = 0.04 if learner == "c" else 1e-3 * math.sin(round_)
             effects.append(effect(round_, learner, alone + 1e-3 * math.cos(round_)))
@@ -63,9 +66,14 @@ def test_who_comes_first_with_a_huge_loss_does_not_say_what_the_run_has_learnt()
     alone = make_record(inputs=(make_input(learner="liar", loss=1e9),))
     three = (("liar", 1e9), ("a", 2.3), ("b", 2.2))
     inputs = tuple(make_input(learner=name, loss=loss) for name, loss in three)
-    chain = [(1, alone), (2, alone), (3, make_record(inputs=inputs))]
-    history: Any = SimpleNamespace(records={0: chain, 1: chain[:2]})
-    assert blame._first_loss(history) == 2.3
+    later = tuple(make_input(learner=name, loss=0.1) for name in ("liar", "a", "b"))
+    chain = [
+        (1, alone),
+        (2, alone),
+        (3, make_record(inputs=inputs)),
+        (4, make_record(inputs=later)),
+    ]
+    assert blame.first_loss({0: chain, 1: chain[:2]}) == 2.3
 
 
 @pytest.mark.parametrize(("did", "word"), [(-0.01, "helpful"), (0.01, "harmful")])
