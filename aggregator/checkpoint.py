@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from diloco.aggregator.compare_and_swap import swap
-from diloco.aggregator.context import Context, identity
+from diloco.aggregator.context import Context
 from diloco.aggregator.core import memory
 from diloco.aggregator.core.decisions import Decided, decided_of
 from diloco.aggregator.owner.committer import commit_record, compose, contents_of
@@ -100,7 +100,7 @@ async def _mark(context: Context, newest: list[Recorded]) -> Marked:
         by=context.name,
     )
     await context.bus.publish(
-        names.checkpoint(context.run), wire.encode(message), msg_id=identity(context)
+        names.checkpoint(context.run), wire.encode(message), msg_id=context.runtime.new_id()
     )
     quarantined = tuple(sorted(await quarantined_learners(context)))
     # One after the other, so that only one fragment's arrays are in memory.
@@ -220,7 +220,7 @@ async def begin_epoch(context: Context, file: wire.CheckpointFile) -> wire.Speci
     specification = file.specification.model_copy(update=carried)
     subject = names.spec(context.run)
     try:
-        await swap(context, subject, wire.encode(specification), identity(context), 0)
+        await swap(context, subject, wire.encode(specification), context.runtime.new_id(), 0)
     except SwapLostError:
         specification = await load_specification(context.bus, context.run)
         context = replace(context, epoch=specification.epoch)
@@ -236,7 +236,7 @@ async def begin_epoch(context: Context, file: wire.CheckpointFile) -> wire.Speci
         )
         subject = names.settings(context.run)
         with contextlib.suppress(SwapLostError):  # The interrupted `resume` has published it.
-            await swap(context, subject, wire.encode(message), identity(context), 0)
+            await swap(context, subject, wire.encode(message), context.runtime.new_id(), 0)
     return specification
 
 

@@ -7,7 +7,7 @@ against an empty subject, and losing that is no error.
 from dataclasses import dataclass, field
 
 from diloco.aggregator.compare_and_swap import swap
-from diloco.aggregator.context import Context, identity
+from diloco.aggregator.context import Context
 from diloco.common.process.config import RunSettings
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import ObjectMissingError, SwapLostError, WireError
@@ -133,7 +133,7 @@ class Conductor:
 
     async def _say(self, subject: str, body: wire.Body) -> None:
         try:
-            await swap(self.context, subject, wire.encode(body), identity(self.context), 0)
+            await swap(self.context, subject, wire.encode(body), self.context.runtime.new_id(), 0)
         except SwapLostError:
             return  # Another aggregator, or an earlier life of ours, has published it.
         self.context.logger.info(body.kind, **body.model_dump(exclude={"run"}))

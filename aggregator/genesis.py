@@ -10,10 +10,16 @@ from collections.abc import Callable
 import numpy as np
 
 from diloco.aggregator.arrays.fragment import FragmentArrays
-from diloco.aggregator.context import Context, store_version_object
+from diloco.aggregator.context import Context
 from diloco.aggregator.core import memory
 from diloco.aggregator.core.decisions import Decided
-from diloco.aggregator.owner.committer import NOTHING, RecordContents, commit_record, compose
+from diloco.aggregator.owner.committer import (
+    NOTHING,
+    RecordContents,
+    commit_record,
+    compose,
+    store_version_object,
+)
 from diloco.common.protocol import names, shards, wire
 from diloco.common.protocol.errors import RunMismatchError, SwapLostError
 from diloco.common.storage.tape import decode

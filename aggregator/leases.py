@@ -20,7 +20,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from typing import NamedTuple
 
-from diloco.aggregator.context import Context, identity
+from diloco.aggregator.context import Context
 from diloco.aggregator.core.fragment_division import AggregatorTerms, Pinned, divide
 from diloco.common.process.tasks import first_of
 from diloco.common.protocol import names, wire
@@ -65,7 +65,7 @@ class Leases:
         self._context = context
         self._ttl_s = ttl_s
         self._pinned = pinned
-        self._life = identity(context)
+        self._life = context.runtime.new_id()
         self._seen: dict[str, _LastMessage] = {}
         self._held: dict[int, int] = {}
         self._membership = 0

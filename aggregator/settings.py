@@ -5,7 +5,7 @@ process that starts later reads the last such message, or the one that a record 
 """
 
 from diloco.aggregator.compare_and_swap import swap
-from diloco.aggregator.context import Context, identity
+from diloco.aggregator.context import Context
 from diloco.common.process.config import RunSettings, changes, check_changeable
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import ConfigError, RunMismatchError, SwapLostError
@@ -43,7 +43,7 @@ async def change_settings(
     )
     subject = names.settings(context.run)
     try:
-        await swap(context, subject, wire.encode(message), identity(context), before_seq)
+        await swap(context, subject, wire.encode(message), context.runtime.new_id(), before_seq)
     except SwapLostError as error:
         raise _changed_meanwhile(context) from error
     return changed
@@ -100,7 +100,7 @@ async def end_run(context: Context, reason: str) -> int:
     step = max(record.global_step for record in newest)
     stop = wire.Stop(run=context.run, global_step=step, reason=reason, by=context.name)
     try:
-        await swap(context, names.stop(context.run), wire.encode(stop), identity(context), 0)
+        await swap(context, names.stop(context.run), wire.encode(stop), context.runtime.new_id(), 0)
     except SwapLostError:
         await check_goes_on(context)
     return step

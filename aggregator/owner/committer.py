@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from diloco.aggregator.arrays.fragment import ClosedRound, FragmentArrays
 from diloco.aggregator.compare_and_swap import swap
-from diloco.aggregator.context import Context, identity, store_version_object
+from diloco.aggregator.context import Context
 from diloco.aggregator.core import events, rounds
 from diloco.aggregator.core.decisions import Decided, decide
 from diloco.aggregator.core.events import Commit
@@ -21,10 +21,11 @@ from diloco.aggregator.core.updates import Admitted
 from diloco.common.process import log, metrics, release
 from diloco.common.process.metrics import Metrics
 from diloco.common.process.tasks import Tasks
-from diloco.common.protocol import names, wire
+from diloco.common.protocol import names, shards, wire
 from diloco.common.protocol.errors import (
     DilocoError,
 )
+from diloco.common.protocol.shards import Buffers
 from diloco.common.storage.tape import record_digest
 
 
@@ -96,7 +97,7 @@ def compose(
         layout=context.layout.digest,
         totals=totals,
         aggregator=context.name,
-        attempt_id=identity(context),
+        attempt_id=context.runtime.new_id(),
         previous=record_digest(previous) if previous is not None else "",
         release=release.release(),
         lock=release.lock(),
@@ -204,6 +205,25 @@ async def with_snapshot(
         outer_version=version,
         outer_seq=0,
     )
+
+
+async def store_version_object(
+    context: Context,
+    fragment: int,
+    version: int,
+    what: str,
+    data: bytes | Buffers,
+    logger: log.Logger,
+) -> wire.ObjectRef:
+    """Stores an object of a version under a name with its digest; retries for ever."""
+    name = names.version_object(context.run, fragment, version, what, shards.digest(data))
+    await context.runtime.retry(
+        f"storing {what}",
+        lambda: context.runtime.call(context.store.put, name, data),
+        logger=logger,
+    )
+    context.metrics.add(metrics.STORED, len(data))
+    return wire.ObjectRef(name=name, size_bytes=len(data), crc32c=shards.crc32c(data))
 
 
 async def commit_record(context: Context, record: wire.Record, base_id: str = "") -> int:

@@ -20,6 +20,7 @@ from diloco.aggregator.core.garbage import Announcers, Ledger, Trim
 from diloco.aggregator.core.state import State
 from diloco.aggregator.core.updates import UpdateId
 from diloco.common.process import log, metrics
+from diloco.common.process.retry import Runtime
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import (
     DilocoError,
@@ -27,7 +28,7 @@ from diloco.common.protocol.errors import (
     ObjectMissingError,
     WireError,
 )
-from diloco.common.storage.store import ObjectInfo
+from diloco.common.storage.store import ObjectInfo, ObjectStore
 from diloco.common.storage.tape import (
     RunContext,
     decode_as,
@@ -57,6 +58,51 @@ class RetainedCheckpoints(NamedTuple):
         return frozenset(versions[fragment] for versions in self.versions)
 
 
+class ShardListing:
+    """Lists the shards in the store, once for all fragments that an aggregator owns.
+
+    In object names the learner precedes the fragment, so that one access rule restricts a learner.
+    Listing one fragment's shards would take a request for each learner; listing all shards takes
+    one for each page of objects. Each fragment takes its part of a listing once; the part is kept
+    until then, and may be as old as the fragment's previous collection. That only leaves newer
+    shards to the next collection, as the tape is read after the listing.
+    """
+
+    def __init__(self) -> None:
+        self._fragments: set[int] = set()
+        self._parts: dict[int, list[ObjectInfo]] = {}
+        self._listing = asyncio.Lock()
+
+    async def of(
+        self, fragment: int, run: str, store: ObjectStore, runtime: Runtime
+    ) -> list[ObjectInfo]:
+        """Returns the shards of all learners' updates of a fragment.
+
+        Raises:
+            StoreError: the store cannot be listed.
+        """
+        self._fragments.add(fragment)
+        async with self._listing:
+            if fragment not in self._parts:
+                self._parts = await runtime.call(_parts, store, run, frozenset(self._fragments))
+            return self._parts.pop(fragment)
+
+    def forget(self, fragment: int) -> None:
+        """Notes that a fragment needs no more listings."""
+        self._fragments.discard(fragment)
+        self._parts.pop(fragment, None)
+
+
+def _parts(store: ObjectStore, run: str, fragments: frozenset[int]) -> dict[int, list[ObjectInfo]]:
+    """Lists the shards, by fragment; blocks."""
+    found: dict[int, list[ObjectInfo]] = {fragment: [] for fragment in fragments}
+    for info in store.walk(names.learners_prefix(run)):
+        sent = names.parse_shard(run, info.name)
+        if sent is not None and sent.fragment in found:
+            found[sent.fragment].append(info)
+    return found
+
+
 class Collector:
     """Collects the garbage of one fragment in the background.
 
@@ -67,12 +113,20 @@ class Collector:
         context: the aggregator's context.
         fragment: the fragment's index.
         state: returns the state of the owner's machine; None while it recovers.
+        shards: shared by the collectors of all fragments of this process.
     """
 
-    def __init__(self, context: Context, fragment: int, state: Callable[[], State | None]) -> None:
+    def __init__(
+        self,
+        context: Context,
+        fragment: int,
+        state: Callable[[], State | None],
+        shards: ShardListing,
+    ) -> None:
         self._context = context
         self._fragment = fragment
         self._state = state
+        self._shards = shards
         self._logger = context.logger.bind(fragment=fragment)
         self._ledger = Ledger(context.run, fragment, context.epoch)
         self._woken = asyncio.Event()
@@ -90,7 +144,7 @@ class Collector:
                 if self._context.gc.enabled:
                     await self._try()
         finally:
-            self._context.shard_listing.forget(self._fragment)
+            self._shards.forget(self._fragment)
 
     async def _try(self) -> None:
         try:
@@ -146,7 +200,7 @@ class Collector:
         """Lists the fragment's objects and shards."""
         context, prefix = self._context, names.fragment_prefix(self._context.run, self._fragment)
         stored = await context.runtime.call(context.store.list, prefix)
-        return stored + await context.shard_listing.of(
+        return stored + await self._shards.of(
             self._fragment, context.run, context.store, context.runtime
         )
 

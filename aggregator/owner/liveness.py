@@ -16,7 +16,7 @@ import contextlib
 from collections.abc import Collection
 
 from diloco.aggregator.compare_and_swap import swap
-from diloco.aggregator.context import Context, identity
+from diloco.aggregator.context import Context
 from diloco.aggregator.core import events
 from diloco.aggregator.core.members import Hearing
 from diloco.aggregator.owner.owner import FragmentOwner
@@ -156,7 +156,11 @@ class Expiry:
         )
         try:
             joined = await swap(
-                context, subject, wire.encode(word), f"{EXPIRY}{identity(context)}", newest.seq
+                context,
+                subject,
+                wire.encode(word),
+                f"{EXPIRY}{context.runtime.new_id()}",
+                newest.seq,
             )
         except SwapLostError:
             return  # The learner is back, or another aggregator was first.

@@ -15,7 +15,7 @@ from diloco.aggregator.context import Context
 from diloco.aggregator.core.state import State
 from diloco.aggregator.leases import Everything, Leases
 from diloco.aggregator.owner.committer import Samples
-from diloco.aggregator.owner.garbage_collector import Collector
+from diloco.aggregator.owner.garbage_collector import Collector, ShardListing
 from diloco.aggregator.owner.recovery import recover
 from diloco.aggregator.owner.tenure import Tenure
 from diloco.common.process import metrics
@@ -33,20 +33,27 @@ class FragmentOwner:
         context: the aggregator's context.
         fragment: the fragment's index.
         leases: the leases of the fragments.
+        shards: shared by the garbage collectors of all fragments.
 
     Attributes:
         fragment: the fragment's index.
         tenure: the present tenure; None while the fragment is being recovered.
     """
 
-    def __init__(self, context: Context, fragment: int, leases: Leases | Everything) -> None:
+    def __init__(
+        self,
+        context: Context,
+        fragment: int,
+        leases: Leases | Everything,
+        shards: ShardListing,
+    ) -> None:
         self.tenure: Tenure | None = None
         self._context = context
         self.fragment = fragment
         self._leases = leases
         self._logger = context.logger.bind(fragment=fragment)
         self._samples = Samples(context, fragment, self._logger)
-        self._collector = Collector(context, fragment, self._state)
+        self._collector = Collector(context, fragment, self._state, shards)
 
     async def own(self) -> bool:
         """Recovers from the tape and makes versions; again if another process commits first.
@@ -106,6 +113,7 @@ class Owners:
     def __init__(self, context: Context, leases: Leases | Everything) -> None:
         self._context = context
         self._leases = leases
+        self._shards = ShardListing()
         self._tasks: dict[int, asyncio.Future[None]] = {}
         self._owners: dict[int, FragmentOwner] = {}
         self.damaged: dict[int, IntegrityError] = {}
@@ -131,7 +139,7 @@ class Owners:
 
     def take(self, fragment: int) -> None:
         """Begins to own a fragment."""
-        self._owners[fragment] = FragmentOwner(self._context, fragment, self._leases)
+        self._owners[fragment] = FragmentOwner(self._context, fragment, self._leases, self._shards)
         self._tasks[fragment] = asyncio.ensure_future(self._own(fragment))
 
     async def drop(self, fragments: Iterable[int]) -> None:

@@ -4,7 +4,7 @@ The machine of a fragment counts offences and asks for a quarantine (`core/admis
 operator releases a learner, or quarantines one. Repeating a message has no further effect.
 """
 
-from diloco.aggregator.context import Context, identity
+from diloco.aggregator.context import Context
 from diloco.common.protocol import names, wire
 from diloco.common.storage.tape import decode_as, last_record
 
@@ -25,7 +25,7 @@ async def quarantine(context: Context, learner: str, *, active: bool, reason: st
         run=context.run, learner=learner, active=active, reason=reason, by=context.name
     )
     subject = names.quarantine(context.run, learner)
-    return await context.bus.publish(subject, wire.encode(word), msg_id=identity(context))
+    return await context.bus.publish(subject, wire.encode(word), msg_id=context.runtime.new_id())
 
 
 async def quarantined_learners(context: Context) -> frozenset[str]:

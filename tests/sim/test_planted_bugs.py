@@ -11,12 +11,12 @@ from simtrial import KINDS, WORLDS, Trial
 
 from diloco.aggregator.arrays.fragment import FragmentArrays
 from diloco.aggregator.conductor import Conductor
-from diloco.aggregator.context import Context, store_version_object
+from diloco.aggregator.context import Context
 from diloco.aggregator.core import events, garbage, machine
 from diloco.aggregator.core.state import State
 from diloco.aggregator.core.updates import UpdateId
 from diloco.aggregator.daemon import load_run
-from diloco.aggregator.owner.committer import commit_record
+from diloco.aggregator.owner.committer import commit_record, store_version_object
 from diloco.common.process.retry import Runtime
 from diloco.common.protocol import names, shards, slices, wire
 from diloco.common.protocol.errors import AccessDeniedError, StoreUnavailableError, WireError

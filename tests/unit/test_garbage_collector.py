@@ -13,7 +13,12 @@ from diloco.aggregator.core.garbage import Announcers
 from diloco.aggregator.core.members import Member, Members
 from diloco.aggregator.core.state import State
 from diloco.aggregator.core.updates import MergedUpdates, Resolved, UpdateId, WaitingUpdates
-from diloco.aggregator.owner.garbage_collector import Collector, fleet_of, read_retained
+from diloco.aggregator.owner.garbage_collector import (
+    Collector,
+    ShardListing,
+    fleet_of,
+    read_retained,
+)
 from diloco.aggregator.owner.recovery import recover
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import BusUnavailableError, StoreUnavailableError
@@ -112,10 +117,10 @@ def test_nothing_is_collected_before_the_tape_was_read_again(run_async):
         begun = memory.resume(record, record_seq, lab.context.runtime.clock())
         begun = begun._replace(known_seq=begun.seen_seq + 1)
         stored = len(lab.objects(""))
-        await Collector(lab.context, 0, lambda: begun)._collect()
+        await Collector(lab.context, 0, lambda: begun, ShardListing())._collect()
         assert len(lab.objects("")) == stored
         all_met = begun._replace(seen_seq=begun.known_seq)
-        await Collector(lab.context, 0, lambda: all_met)._collect()
+        await Collector(lab.context, 0, lambda: all_met, ShardListing())._collect()
         assert len(lab.objects("")) < stored
 
     run_async(scenario())
@@ -166,9 +171,9 @@ def test_what_is_merged_while_the_tape_is_read_keeps_its_shards(run_async):
         update = UpdateId("b", sent.incarnation, sent.seq)
         waits = {update: SimpleNamespace(manifest=sent, fetching=True, passed=True)}
         states = iter([merged._replace(pending=WaitingUpdates(waits))])
-        await Collector(lab.context, 0, lambda: next(states, merged))._collect()
+        await Collector(lab.context, 0, lambda: next(states, merged), ShardListing())._collect()
         assert sent.shards[0].name in lab.objects()
-        await Collector(lab.context, 0, lambda: merged)._collect()
+        await Collector(lab.context, 0, lambda: merged, ShardListing())._collect()
         assert sent.shards[0].name not in lab.objects(), "nobody waits for it any more"
 
     run_async(scenario())
@@ -327,7 +332,8 @@ def test_the_store_is_listed_once_for_all_learners_and_fragments(run_async):
                 await asyncio.gather(lab.send("a", 0), lab.send("b", 1))
             waiting = lab.upload("c", 0)
         states = [await begun(lab, fragment) for fragment in range(2)]
-        collectors = [Collector(lab.context, f, lambda f=f: states[f]) for f in range(2)]
+        shared = ShardListing()
+        collectors = [Collector(lab.context, f, lambda f=f: states[f], shared) for f in range(2)]
         for collector in collectors:
             await collector._collect()
         for sent in ("a", 0), ("b", 1):

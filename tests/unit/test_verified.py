@@ -18,7 +18,7 @@ from diloco.aggregator.core import memory
 from diloco.aggregator.daemon import aggregate
 from diloco.aggregator.leases import Leases
 from diloco.aggregator.owner.fetcher import read_input, read_payload
-from diloco.aggregator.owner.garbage_collector import Collector
+from diloco.aggregator.owner.garbage_collector import Collector, ShardListing
 from diloco.aggregator.owner.recovery import MOST_AHEAD, _merge_again
 from diloco.common.process.config import GcSection
 from diloco.common.process.tasks import cancel
@@ -334,7 +334,7 @@ def test_nothing_is_deleted_while_the_tape_names_it(run_async, monkeypatch):
         monkeypatch.setattr(lab.bus, "trim", refused)
         lab.context = replace(lab.context, gc=GcSection(replay_window_s=0.0))
         state = memory.resume(*await lab.newest(), 0.0)._replace(known_seq=0)
-        collector = Collector(lab.context, 0, lambda: state)
+        collector = Collector(lab.context, 0, lambda: state, ShardListing())
         with pytest.raises(BusError):
             await collector._collect()
         assert lab.objects() == there
