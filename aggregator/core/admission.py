@@ -1,4 +1,4 @@
-"""The rules of admission: which updates are merged, from whom, and with which credit.
+"""The rules of admission: malformed updates are refused, allowances spent, and credit is given.
 
 No learner is trusted on what can be measured. Steps take time, and the tape shows how much time a
 learner had. Tokens and weight cannot be measured: there the claims of the other learners show what
@@ -7,6 +7,8 @@ two other learners there is no median, and claims are believed.
 """
 
 import math
+from functools import lru_cache
+from typing import NamedTuple
 
 from diloco.aggregator.core import events, policy
 from diloco.aggregator.core.members import GREATEST, Member
@@ -14,8 +16,17 @@ from diloco.aggregator.core.policy import FragmentRules
 from diloco.aggregator.core.state import Allowance, Quarantine, State
 from diloco.aggregator.core.updates import RejectedUpdate, Resolved, UpdateCredit, UpdateId
 from diloco.common.process.config import BoundsSection
-from diloco.common.protocol import wire
+from diloco.common.protocol import names, slices, wire
+from diloco.common.protocol.errors import WireError
 from diloco.common.protocol.reasons import Reason
+from diloco.common.protocol.shards import shard_bytes, shard_ranges
+
+# A full allowance is what this many seconds refill.
+BURST_S = 10.0
+# Each this many bytes of a message cost one announcement; usual manifests are shorter.
+ANNOUNCEMENT_BYTES = 4096
+# A rejection costs its sender this many announcements, as outside of rounds it needs a record.
+REJECTION_COST = 10.0
 
 
 def judge(rules: FragmentRules, state: State, event: events.Announced) -> tuple[Reason, str] | None:
@@ -40,10 +51,83 @@ def judge(rules: FragmentRules, state: State, event: events.Announced) -> tuple[
     shut_out = quarantined(state, manifest)
     if shut_out is not None:
         return shut_out
-    wrong = policy.malformed(rules, manifest)
+    wrong = malformed(rules, manifest)
     if wrong is not None:
         return wrong
     return wrong_base(rules, state, manifest)
+
+
+def malformed(rules: FragmentRules, manifest: wire.Manifest) -> tuple[Reason, str] | None:
+    """Returns (reason, detail) if the manifest alone shows the update to be unusable, else None."""
+    # With another layout the same codes belong to other parameters.
+    if manifest.layout != rules.layout:
+        return Reason.LAYOUT, f"layout {manifest.layout}, the run has {rules.layout}"
+    if manifest.codec != rules.codec:
+        return Reason.CODEC, f"codec {manifest.codec}, the run has {rules.codec}"
+    return _wrong_shards(rules, manifest)
+
+
+class _FragmentCut(NamedTuple):
+    """The run's own division of a fragment into shards: slices and blocks of each."""
+
+    slices: list[tuple[wire.Slice, ...]]
+    counts: list[int]
+
+
+@lru_cache
+def _cut(size: int, block: int, shard_elements: int) -> _FragmentCut:
+    """Returns the run's division of a fragment; cached, as single-device learners all use it."""
+    ranges = shard_ranges(size, block, shard_elements)
+    return _FragmentCut(
+        [slices.of_range(start, stop, block) for start, stop in ranges],
+        [(stop - start) // block for start, stop in ranges],
+    )
+
+
+_size_bytes = lru_cache(shard_bytes)
+
+
+def _wrong_shards(rules: FragmentRules, manifest: wire.Manifest) -> tuple[Reason, str] | None:
+    cut = _cut(rules.size, rules.block, rules.shard_elements)
+    held = [shard.slices for shard in manifest.shards]
+    try:
+        counts = (
+            cut.counts
+            if held == cut.slices
+            else slices.partition(held, rules.size // rules.block, max(cut.counts))
+        )
+    except WireError as error:
+        return error.reason, error.message
+    # Shards must be under the sender's own prefix, where only the sender may write: else a learner
+    # could announce another's shards as its own work.
+    prefix = names.shards_prefix(
+        rules.run,
+        manifest.learner,
+        rules.fragment,
+        rules.epoch,
+        manifest.incarnation,
+        manifest.seq,
+    )
+    known: set[str] = set()
+    for index, (shard, count) in enumerate(zip(manifest.shards, counts, strict=True)):
+        if not shard.name.startswith(prefix) or not names.is_index(shard.name[len(prefix) :]):
+            return (
+                Reason.NAME,
+                f"object {shard.name!r} is not this update's {prefix!r} and a number",
+            )
+        # The same bytes in two places would count one step's progress twice (invariant 4).
+        if shard.name in known:
+            return Reason.NAME, f"object {shard.name!r} is two shards"
+        known.add(shard.name)
+        # Sizes are checked before reading, so that no claim makes a reader allocate more memory
+        # than the fragment needs.
+        needed = _size_bytes(rules.codec, count * rules.block, rules.block)
+        if shard.size_bytes != needed:
+            return (
+                Reason.SIZE,
+                f"shard {index} claims {shard.size_bytes} bytes, its codec needs {needed}",
+            )
+    return None
 
 
 def quarantined(state: State, manifest: wire.Manifest) -> tuple[Reason, str] | None:
@@ -73,7 +157,7 @@ def spend(
     # sender wait longer before the next.
     before = _allowance(rules, state, learner, event)
     allowed = before.left >= 1
-    after = before._replace(left=before.left - allowed * policy.cost(event.size_bytes))
+    after = before._replace(left=before.left - allowed * cost(event.size_bytes))
     # Messages up to `known_seq` were charged before this aggregator's life. Charging them again
     # would shut out an honest learner after a crash of ours; not charging would make us decode a
     # whole flood when we come back. So they are charged to a separate bucket of this life.
@@ -93,8 +177,21 @@ def _allowance(
     # The time may go backwards too: a server's clock that was set back must not stop the refilling.
     # What is then refilled twice is at most a full allowance.
     before = buckets.get(learner, Allowance(math.inf, event.stored_at_s))
-    left = policy.allowance(rules.bounds, before.left, before.at_s, event.stored_at_s)
+    left = allowance(rules.bounds, before.left, before.at_s, event.stored_at_s)
     return Allowance(left, event.stored_at_s)
+
+
+def cost(size_bytes: int) -> float:
+    """Returns the cost of a message under an update's subject, in announcements."""
+    return max(1.0, size_bytes / ANNOUNCEMENT_BYTES)
+
+
+def allowance(bounds: BoundsSection, left: float, at_s: float, now_s: float) -> float:
+    """Returns how many updates a learner may announce at `now_s`, given `left` at `at_s`."""
+    # At least one, whatever the rate, as learners of a slow fleet announce less than once in
+    # BURST_S.
+    most = max(1.0, bounds.max_updates_per_s * BURST_S)
+    return min(most, left + bounds.max_updates_per_s * max(0.0, now_s - at_s))
 
 
 def charge(state: State, refused: RejectedUpdate) -> State:
@@ -104,7 +201,7 @@ def charge(state: State, refused: RejectedUpdate) -> State:
         return state
     learner = refused.manifest.learner
     before = state.allowances[learner]
-    after = before._replace(left=before.left - policy.REJECTION_COST + 1)
+    after = before._replace(left=before.left - REJECTION_COST + 1)
     return state._replace(allowances=state.allowances.put(learner, after))
 
 

@@ -5,8 +5,6 @@ No IO, clock, randomness or logging here; times are arguments, in seconds.
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import NamedTuple
 
 from diloco.common.process.config import (
     BoundsSection,
@@ -15,22 +13,13 @@ from diloco.common.process.config import (
     StalenessSection,
     settings_of,
 )
-from diloco.common.protocol import names, slices, wire
+from diloco.common.protocol import wire
 from diloco.common.protocol.code_formats import Codec
-from diloco.common.protocol.errors import WireError
 from diloco.common.protocol.layout import Layout, Rhythm
-from diloco.common.protocol.reasons import Reason
-from diloco.common.protocol.shards import shard_bytes, shard_ranges
 
 # Weight of the newest observation in the moving averages of times. The paper names EMAs without
 # constants (P §3); a half follows a learner that changed its speed within a few rounds.
 EMA = 0.5
-# A full allowance is what this many seconds refill.
-BURST_S = 10.0
-# Each this many bytes of a message cost one announcement; usual manifests are shorter.
-ANNOUNCEMENT_BYTES = 4096
-# A rejection costs its sender this many announcements, as outside of rounds it needs a record.
-REJECTION_COST = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,89 +170,3 @@ def grace_s(rules: FragmentRules, usual_s: float, quorum_s: float, sync_s: float
     # that learner no step (P, Eq. 3).
     slack_s = rules.overlap_steps * usual_s - (quorum_s + sync_s)
     return min(max(0.0, rules.quorum.grace_fraction * slack_s), rules.quorum.grace_cap_s)
-
-
-def malformed(rules: FragmentRules, manifest: wire.Manifest) -> tuple[Reason, str] | None:
-    """Returns (reason, detail) if the manifest alone shows the update to be unusable, else None."""
-    # With another layout the same codes belong to other parameters.
-    if manifest.layout != rules.layout:
-        return Reason.LAYOUT, f"layout {manifest.layout}, the run has {rules.layout}"
-    if manifest.codec != rules.codec:
-        return Reason.CODEC, f"codec {manifest.codec}, the run has {rules.codec}"
-    return _wrong_shards(rules, manifest)
-
-
-class _FragmentCut(NamedTuple):
-    """The run's own division of a fragment into shards: slices and blocks of each."""
-
-    slices: list[tuple[wire.Slice, ...]]
-    counts: list[int]
-
-
-@lru_cache
-def _cut(size: int, block: int, shard_elements: int) -> _FragmentCut:
-    """Returns the run's division of a fragment; cached, as single-device learners all use it."""
-    ranges = shard_ranges(size, block, shard_elements)
-    return _FragmentCut(
-        [slices.of_range(start, stop, block) for start, stop in ranges],
-        [(stop - start) // block for start, stop in ranges],
-    )
-
-
-_size_bytes = lru_cache(shard_bytes)
-
-
-def _wrong_shards(rules: FragmentRules, manifest: wire.Manifest) -> tuple[Reason, str] | None:
-    cut = _cut(rules.size, rules.block, rules.shard_elements)
-    held = [shard.slices for shard in manifest.shards]
-    try:
-        counts = (
-            cut.counts
-            if held == cut.slices
-            else slices.partition(held, rules.size // rules.block, max(cut.counts))
-        )
-    except WireError as error:
-        return error.reason, error.message
-    # Shards must be under the sender's own prefix, where only the sender may write: else a learner
-    # could announce another's shards as its own work.
-    prefix = names.shards_prefix(
-        rules.run,
-        manifest.learner,
-        rules.fragment,
-        rules.epoch,
-        manifest.incarnation,
-        manifest.seq,
-    )
-    known: set[str] = set()
-    for index, (shard, count) in enumerate(zip(manifest.shards, counts, strict=True)):
-        if not shard.name.startswith(prefix) or not names.is_index(shard.name[len(prefix) :]):
-            return (
-                Reason.NAME,
-                f"object {shard.name!r} is not this update's {prefix!r} and a number",
-            )
-        # The same bytes in two places would count one step's progress twice (invariant 4).
-        if shard.name in known:
-            return Reason.NAME, f"object {shard.name!r} is two shards"
-        known.add(shard.name)
-        # Sizes are checked before reading, so that no claim makes a reader allocate more memory
-        # than the fragment needs.
-        needed = _size_bytes(rules.codec, count * rules.block, rules.block)
-        if shard.size_bytes != needed:
-            return (
-                Reason.SIZE,
-                f"shard {index} claims {shard.size_bytes} bytes, its codec needs {needed}",
-            )
-    return None
-
-
-def cost(size_bytes: int) -> float:
-    """Returns the cost of a message under an update's subject, in announcements."""
-    return max(1.0, size_bytes / ANNOUNCEMENT_BYTES)
-
-
-def allowance(bounds: BoundsSection, left: float, at_s: float, now_s: float) -> float:
-    """Returns how many updates a learner may announce at `now_s`, given `left` at `at_s`."""
-    # At least one, whatever the rate, as learners of a slow fleet announce less than once in
-    # BURST_S.
-    most = max(1.0, bounds.max_updates_per_s * BURST_S)
-    return min(most, left + bounds.max_updates_per_s * max(0.0, now_s - at_s))

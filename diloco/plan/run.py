@@ -93,7 +93,7 @@ def run_plan(options: PlanOptions) -> None:
         ConfigError: an option or the file is invalid, or an output cannot be written.
     """
     if options.plot is not None:
-        from diloco.show.page.markup import check_name
+        from diloco.show.page.html_page import check_name
 
         check_name(options.plot)
     settings = inputs.read_settings(options)

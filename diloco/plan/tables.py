@@ -24,7 +24,7 @@ from diloco.plan.forecast import DAY_S, Bandwidth, Fleet, Plan
 from diloco.plan.intervals import MEASURED_AT, Interval, advice
 from diloco.run.cli import units
 from diloco.run.cli.screen import plain_table
-from diloco.show.page.markup import write_figure
+from diloco.show.page.html_page import write_figure
 from diloco.show.page.svg import DASHES, Axis, Column, Panel, PlotMark, line, points, rules
 
 

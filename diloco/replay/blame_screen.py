@@ -18,7 +18,7 @@ from diloco.replay.blame import Blame, BlamedRounds, Fate
 from diloco.replay.blame_learners import AGAINST, Effect, Effects, Sentence, judge
 from diloco.replay.show import update_name
 from diloco.run.cli.screen import LINE_S
-from diloco.show.page.markup import write_figure
+from diloco.show.page.html_page import write_figure
 from diloco.show.page.svg import CYCLE, Axis, Panel, step_line
 
 WORST = 10

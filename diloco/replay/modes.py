@@ -39,7 +39,7 @@ from diloco.run.cli.settings import parse_fragments
 from diloco.run.cli.versions import find_targets
 from diloco.run.history import Chain, History, read_history
 from diloco.run.model import files as model_file
-from diloco.show.page.markup import check_name
+from diloco.show.page.html_page import check_name
 
 
 def run_replay(target: str, options: Options, console: Console | None = None) -> int:

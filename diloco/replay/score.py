@@ -31,7 +31,7 @@ from diloco.run.cli.screen import Hear, plain_table, progress, say_json
 from diloco.run.history import Chain, History, in_order, up_to
 from diloco.run.model.scores import Scorer, read_losses
 from diloco.run.model.scores import keep as keep_score
-from diloco.show.page.markup import write_curves
+from diloco.show.page.html_page import write_curves
 from diloco.show.page.svg import points, step_line
 
 RISES = 5

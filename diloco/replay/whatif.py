@@ -44,7 +44,7 @@ from diloco.replay.redecide import redecide
 from diloco.run.cli.screen import plain_table
 from diloco.run.cli.settings import assign, parse_assigned
 from diloco.run.history import Chain, History
-from diloco.show.page.markup import write_curves
+from diloco.show.page.html_page import write_curves
 from diloco.show.page.svg import DASHES, line
 
 SECTIONS = ("outer", "staleness", "quorum", "bounds")

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from messages import BODIES, EXAMPLES, fields_of, json_like, messages
 
 from diloco.aggregator.arrays.fragment import FragmentArrays
-from diloco.aggregator.core import policy
+from diloco.aggregator.core import admission, policy
 from diloco.aggregator.owner.tenure import decode_event
 from diloco.common.process.config import RunSettings, load_config, parse_settings, warnings
 from diloco.common.process.credentials import Credentials, load_credentials, render_credentials
@@ -142,7 +142,7 @@ def decode_on_tape(data: bytes) -> None:
 
 def judge_manifest(data: bytes) -> None:
     """What is a manifest for the decoder is judged by the run's rules, without an error."""
-    policy.malformed(RULES, wire.decode(wire.Manifest, data))
+    admission.malformed(RULES, wire.decode(wire.Manifest, data))
 
 
 # Objects

@@ -188,7 +188,7 @@ def collected_by_command():
 
 def shards_of_others():
     """Nobody looks where the shards of an update lie, or how long they are."""
-    return mock.patch("diloco.aggregator.core.policy._wrong_shards", return_value=None)
+    return mock.patch("diloco.aggregator.core.admission._wrong_shards", return_value=None)
 
 
 def steps_believed():

@@ -15,7 +15,7 @@ from diloco.judge.doctor import Report
 from diloco.run import findings
 from diloco.run.observed import Observed
 from diloco.run.state import Finding
-from diloco.show.alerts.alert_ledger import AlertLedger, Notice
+from diloco.show.alerts.fire_and_resolve import AlertLedger, Notice
 from diloco.show.alerts.watching import is_blind
 from diloco.show.alerts.webhook import Outbox, Webhook, WebhookAwayError, WebhookError
 

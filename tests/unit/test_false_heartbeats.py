@@ -23,7 +23,7 @@ from diloco.run.learner_history import LearnerHistory
 from diloco.run.state import RunStatus
 from diloco.run.timeseries import read_time_series
 from diloco.run.watch import Watch
-from diloco.show.page import sections
+from diloco.show.page import html_sections
 from diloco.show.page.following import LiveRun
 from diloco.show.page.lanes import make_lanes
 from diloco.show.page.numbers import Shown
@@ -96,8 +96,8 @@ def test_whoever_looks_at_the_run_sees_it_whatever_one_learner_says(case: str) -
             await asyncio.sleep(0.01)
         await cancel(following)
         shown = page.shown()
-        parts = sections.now(status, page.series) | sections.figures(shown)
-        parts["learners"] = sections.Learners(shown, status)(0, "")
+        parts = html_sections.now(status, page.series) | html_sections.figures(shown)
+        parts["learners"] = html_sections.Learners(shown, status)(0, "")
         series = await read_time_series(lab.context, 0.0)
         return status, Shown(series, make_lanes(series)), parts
 

@@ -27,12 +27,12 @@ from diloco.run.model.scores import keep, read_scores, scores_of
 from diloco.run.state import RunStatus
 from diloco.run.timeseries import read_time_series
 from diloco.run.watch import Watch
-from diloco.show.page import markup, svg
+from diloco.show.page import html_page, svg
 from diloco.show.page.figures import agreement, loss
+from diloco.show.page.html_sections import DRAWINGS
 from diloco.show.page.lanes import make_lanes
 from diloco.show.page.numbers import Shown
 from diloco.show.page.report import comparison, differing, in_short, named, report, sample_pairs
-from diloco.show.page.sections import DRAWINGS
 from diloco.show.page.summary import SummaryTable, settings
 from diloco.show.page.svg import Axis, Panel, PlotMark, bars, data_block, element, line
 
@@ -281,9 +281,9 @@ def test_what_comes_from_the_run_is_text() -> None:
         title=HOSTILE, x=Axis(label=HOSTILE), y=Axis(names=[HOSTILE]),
     )  # fmt: skip
     table = SummaryTable((HOSTILE,), ((HOSTILE,),), frozenset({HOSTILE}))
-    section = markup.section("k", HOSTILE, HOSTILE, panels=[panel], table=table)
+    section = html_page.section("k", HOSTILE, HOSTILE, panels=[panel], table=table)
     seen = Elements(
-        markup.saved_page(HOSTILE, element("p", {"title": HOSTILE}, HOSTILE), [section])
+        html_page.saved_page(HOSTILE, element("p", {"title": HOSTILE}, HOSTILE), [section])
     )
     assert "img" not in {tag for tag, _ in seen.found}
     assert [kind for kind, _ in seen.texts] == ["style", "script", "data", "script"]
@@ -320,7 +320,7 @@ def test_it_asks_the_network_for_nothing_and_runs_its_own_scripts_alone(html: st
 
 def test_a_name_that_is_no_pages_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"does not end in \.html") as refused:
-        markup.write(tmp_path / "loss.png", "")
+        html_page.write(tmp_path / "loss.png", "")
     assert "FILE.html" in (refused.value.hint or "")
 
 
@@ -344,7 +344,7 @@ PROBE = """<script>window.onload = () => {
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed")
 def test_a_browser_shows_every_figure(html: str, tmp_path: Path) -> None:
-    picture, written = tmp_path / "page.png", markup.write(tmp_path / "page.html", html)
+    picture, written = tmp_path / "page.png", html_page.write(tmp_path / "page.html", html)
     shot = chromium(written, "--window-size=1100,6500", f"--screenshot={picture}")
     assert "CONSOLE" not in shot.stderr
     with Image.open(picture) as image:

@@ -33,7 +33,7 @@ from diloco.run.cli.screen import say_json, say_plainly
 from diloco.run.findings import NATS_AWAY, STORE_AWAY, failed
 from diloco.run.state import Finding
 from diloco.run.watch import Watch
-from diloco.show.alerts.alert_ledger import SEVERITIES, Alert, AlertLedger, Notice
+from diloco.show.alerts.fire_and_resolve import SEVERITIES, Alert, AlertLedger, Notice
 from diloco.show.alerts.webhook import Outbox, Webhook
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from diloco.common.process import log
 from diloco.common.process.retry import Runtime
 from diloco.common.process.tasks import cancel
 from diloco.common.protocol.errors import ConfigError, DilocoError
-from diloco.show.alerts.alert_ledger import Notice
+from diloco.show.alerts.fire_and_resolve import Notice
 
 TIMEOUT_S = 10.0
 # The most notices that wait for an unreachable receiver; beyond, the oldest are dropped.

@@ -29,7 +29,7 @@ from diloco.run.model.scores import read_scores
 from diloco.run.state import RunStatus
 from diloco.run.timeseries import Builder, TimeSeries, condense
 from diloco.run.watch import Watch, read_runs
-from diloco.show.page import sections
+from diloco.show.page import html_sections
 from diloco.show.page.lanes import make_lanes
 from diloco.show.page.numbers import Shown
 from diloco.show.page.server import Board, serving
@@ -178,7 +178,7 @@ async def served(run: LiveRun, *, port: int | None, again: str) -> AsyncIterator
     Raises:
         ConfigError: the port is in use.
     """
-    board = Board(sections.skeleton(run.context.run))
+    board = Board(html_sections.skeleton(run.context.run))
     with serving(board, port) as url:
         keeping = asyncio.ensure_future(LivePage(board, run, again).keep())
         try:
@@ -229,15 +229,15 @@ class LivePage:
         self._say(status, self._run.failure)
         if status is None:
             return
-        self._board.show(sections.now(status, self._run.series))
+        self._board.show(html_sections.now(status, self._run.series))
         began_s = time.monotonic()
         still = began_s < self._drawn_s + STILL_S
         if began_s < self._next_s or (self._drawn == self._run.moved and still):
             return
         self._drawn, self._drawn_s = self._run.moved, began_s
         shown = self._run.shown()
-        self._board.show(sections.figures(shown))
-        self._board.show_learners(sections.Learners(shown, status))
+        self._board.show(html_sections.figures(shown))
+        self._board.show_learners(html_sections.Learners(shown, status))
         self._next_s = began_s + max(FIGURES_S, (time.monotonic() - began_s) / SHARE)
 
     def _say(self, status: RunStatus | None, failure: Exception | None) -> None:

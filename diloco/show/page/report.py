@@ -24,7 +24,7 @@ from diloco.run.model.scores import read_scores, record_at, score_at, unscored
 from diloco.run.state import RunStatus
 from diloco.run.timeseries import TimeSeries, read_time_series
 from diloco.run.watch import Watch
-from diloco.show.page import figures, markup, sections, summary
+from diloco.show.page import figures, html_page, html_sections, summary
 from diloco.show.page.lanes import make_lanes
 from diloco.show.page.numbers import Shown
 from diloco.show.page.summary import Fact, SummaryTable
@@ -50,19 +50,19 @@ def run_report(targets: Sequence[str], *, out: Path | None, evaluations: int) ->
     Raises:
         DilocoError: no such run; bus or store are unreachable; the file cannot be written.
     """
-    markup.check_name(out)
+    html_page.check_name(out)
     alone = len(targets) == 1
     with staging() as stage:
         found = [gather(target, evaluations, stage, pairs=alone) for target in targets]
         stage("drawing", 0, 0)
         if not alone:
             runs = named(targets, [shown for shown, _ in found])
-            return markup.write(out or Path("comparison.html"), comparison(runs))
+            return html_page.write(out or Path("comparison.html"), comparison(runs))
         ((shown, status),), folder = found, Path(targets[0])
         name = (
             folder / "report.html" if folder.is_dir() else Path(f"report-{shown.series.run}.html")
         )
-        return markup.write(out or name, report(shown, status))
+        return html_page.write(out or name, report(shown, status))
 
 
 @contextmanager
@@ -80,12 +80,12 @@ def staging() -> Iterator[Stage]:
 
 def report(shown: Shown, status: RunStatus) -> str:
     """Returns the page of a run."""
-    parts = sections.now(status, shown.series, served=False) | sections.figures(shown)
+    parts = html_sections.now(status, shown.series, served=False) | html_sections.figures(shown)
     table = summary.learners(shown, status.learners)
-    parts["learners"] = sections.learners(table)
+    parts["learners"] = html_sections.learners(table)
     about = Markup(parts.pop("progress") + parts.pop("about"))
-    order = [parts[key] for key in sections.ORDER if key in parts]
-    return markup.saved_page(f"Run {shown.series.run}", about, [*order, _footer()])
+    order = [parts[key] for key in html_sections.ORDER if key in parts]
+    return html_page.saved_page(f"Run {shown.series.run}", about, [*order, _footer()])
 
 
 def _footer() -> Markup:
@@ -186,15 +186,15 @@ def comparison(runs: Mapping[str, Shown]) -> str:
     note = "As at the head of each report."
     loss = "Training loss (median of the updates) and, with markers, loss on held-out data."
     parts = [
-        markup.section("short", "In short", note, table=in_short(runs)),
-        markup.section("loss", "Do they learn?", loss, panels=figures.losses(runs)),
-        markup.section(
+        html_page.section("short", "In short", note, table=in_short(runs)),
+        html_page.section("loss", "Do they learn?", loss, panels=figures.losses(runs)),
+        html_page.section(
             "throughput", "Tokens per second", "Merged.", panels=figures.throughputs(runs)
         ),
-        markup.section("settings", "Settings that differ", table=differing(runs)),
+        html_page.section("settings", "Settings that differ", table=differing(runs)),
     ]
     header = element("div", {"id": "about"}, *about)
-    return markup.saved_page(f"Runs {', '.join(runs)}", header, [*parts, _footer()])
+    return html_page.saved_page(f"Runs {', '.join(runs)}", header, [*parts, _footer()])
 
 
 def in_short(runs: Mapping[str, Shown]) -> SummaryTable:

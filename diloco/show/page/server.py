@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from diloco.common.protocol.errors import ConfigError
 from diloco.show.page import runbook
-from diloco.show.page.markup import asset
+from diloco.show.page.html_page import asset
 from diloco.show.page.svg import NOTHING, Markup
 
 LOOPBACK = "127.0.0.1"

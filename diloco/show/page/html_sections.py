@@ -16,7 +16,7 @@ from diloco.run.state import Finding, FragmentStatus, RunStatus
 from diloco.run.timeseries import TimeSeries
 from diloco.show.page import figures as drawn
 from diloco.show.page import summary
-from diloco.show.page.markup import section, whole
+from diloco.show.page.html_page import section, whole
 from diloco.show.page.numbers import LANES, Shown
 from diloco.show.page.summary import TEXT, SummaryTable
 from diloco.show.page.svg import NOTHING, Markup, Panel, element, joined
