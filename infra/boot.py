@@ -27,8 +27,8 @@ from typing import NamedTuple
 
 from diloco.infra.cloud import Google
 from diloco.infra.ended import DROP_IN
+from diloco.infra.google_units import ACCELERATORS, KEEPER, LIVEZ, LOGS, UNITS, data_units
 from diloco.infra.install_release import ReleaseRefused, Releases, Run, run_command, say, write
-from diloco.infra.unit_texts import ACCELERATORS, KEEPER, LIVEZ, LOGS, UNITS, data_units
 
 _AGAIN_S = 60.0
 # The units of the machine itself that are started in addition to LOGS.

@@ -55,7 +55,7 @@ from diloco.run.findings import (
     ranked,
 )
 from diloco.run.history import History, read_history
-from diloco.run.model.scores import read_scores, scores_of
+from diloco.run.model.evaluate import read_scores, scores_of
 from diloco.run.newest_objects import deleted
 from diloco.run.state import Finding, RunStatus
 from diloco.run.timeseries import read_time_series

@@ -18,7 +18,7 @@ from diloco.replay import (
     blame,
     blame_screen,
     decide_screen,
-    score,
+    score_and_bisect,
     verify_run,
     verify_screen,
     whatif,
@@ -98,7 +98,7 @@ async def _replay(target: str, options: Options, console: Console) -> int:
             history.let_go_of_messages()
             del listing
         if options.score or options.bisect:
-            return await score.run_score(context, history, chosen, options, console)
+            return await score_and_bisect.run_score(context, history, chosen, options, console)
         if options.blame:
             return await _blame(context, history, chosen, options, console)
         window_s = opened.config.gc.replay_window_s if opened.copy else math.inf

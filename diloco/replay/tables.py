@@ -21,11 +21,11 @@ from diloco.common.protocol.layout import Piece
 from diloco.common.storage.tape import RunContext
 from diloco.common.storage.views import load_version
 from diloco.judge.remake_and_compare import FragmentRemaker, is_stored
-from diloco.replay import score, show, verify_run
+from diloco.replay import score_and_bisect, show, verify_run
 from diloco.run.cli.opening import open_run
 from diloco.run.history import History, Sent, answered, identity, read_history, resolves
+from diloco.run.model.evaluate import Scorer, read_scores
 from diloco.run.model.load import piece_values
-from diloco.run.model.scores import Scorer, read_scores
 from diloco.run.state import RunStatus
 from diloco.run.watch import Watch
 
@@ -155,7 +155,7 @@ class Past:
     async def _make_scores(self) -> dict[int, float]:
         context, history = self._context, self.history
         chosen = verify_run.chains(history, range(len(history.layout.fragments)), None, {})
-        return await score.score_all(context, await Scorer.of_run(context), chosen)
+        return await score_and_bisect.score_all(context, await Scorer.of_run(context), chosen)
 
     def step(self, version: str) -> VersionStep:
         """Returns a version of a fragment, such as "0@12", with its arrays.

@@ -68,7 +68,7 @@ locals {
 
   digests = { for kind, path in var.releases : kind => filesha256(path) }
   startup_script = templatefile("${path.module}/startup.py.tftpl", {
-    files = { for name in ["boot.py", "install_release.py", "unit_texts.py", "livez.py", "cloud.py", "logs.py", "keeper.py", "ended.py"] : name => file("${path.module}/../${name}") }
+    files = { for name in ["boot.py", "install_release.py", "google_units.py", "livez.py", "cloud.py", "logs.py", "keeper.py", "ended.py"] : name => file("${path.module}/../${name}") }
   })
   livez_port = 9463 # as infra/livez.py has it
 

@@ -20,7 +20,7 @@ from test_dashboard import beat, score
 
 from bench.tapes import Forger
 from diloco.common.protocol.errors import BusUnavailableError
-from diloco.run.model.scores import keep
+from diloco.run.model.evaluate import keep
 from diloco.show.page.following import LiveRun, served
 
 HERE = Path(__file__).parent

@@ -16,7 +16,7 @@ from diloco.common.process.nats_server import NatsServer
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import Exit
 from diloco.run.cli.opening import open_run
-from diloco.run.model.scores import Scorer
+from diloco.run.model.evaluate import Scorer
 from diloco.run.timeseries import TimeSeries
 from diloco.show.page.lanes import make_lanes
 from diloco.show.page.report import gather

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 from small_release import archive_of
 
-from diloco.infra import boot, install_release, livez, unit_texts
+from diloco.infra import boot, google_units, install_release, livez
 from diloco.infra.cloud import Google
 
 ROOT = Path(__file__).parents[2]
@@ -187,11 +187,11 @@ def test_a_learner_waits_for_its_data_which_its_machine_copies(
 ) -> None:
     machine.boot()
     units = machine.root / "etc/systemd/system"
-    assert not (units / unit_texts.DATA_UNIT).exists()
+    assert not (units / google_units.DATA_UNIT).exists()
     cloud.parameters["data"] = "gs://my-data/tokens"
     machine.boot()
-    unit = (units / unit_texts.DATA_UNIT).read_text()
-    assert f"/opt/diloco/bin/diloco data copy gs://my-data/tokens {unit_texts.DATA};" in unit
+    unit = (units / google_units.DATA_UNIT).read_text()
+    assert f"/opt/diloco/bin/diloco data copy gs://my-data/tokens {google_units.DATA};" in unit
     after = (units / "diloco-learner@.service.d/50-data.conf").read_text()
     assert after == "[Unit]\nRequires=diloco-data.service\nAfter=diloco-data.service\n"
 
@@ -226,16 +226,16 @@ def test_nothing_is_fetched_but_the_release(machine: Machine, word: str) -> None
 
 def test_a_learners_machine_answers_health_checks_first(machine: Machine, cloud: Cloud) -> None:
     commands = machine.boot()
-    units = f"{unit_texts.LOGS} {unit_texts.LIVEZ}"
+    units = f"{google_units.LOGS} {google_units.LIVEZ}"
     assert commands[:2] == ["systemctl daemon-reload", f"systemctl enable --now {units}"]
-    unit = (machine.root / "etc/systemd/system" / unit_texts.LIVEZ).read_text()
+    unit = (machine.root / "etc/systemd/system" / google_units.LIVEZ).read_text()
     (folder,) = re.findall(r"^WorkingDirectory=(\S+)$", unit, re.MULTILINE)
     template = (ROOT / "infra/terraform/startup.py.tftpl").read_text()
     assert f'home = pathlib.Path("{folder}")' in template
     cloud.parameters |= {"role": "aggregator", "units": ["diloco-aggregator.service"]}
     said = " ".join(machine.boot())
-    assert unit_texts.LIVEZ not in said
-    assert unit_texts.LOGS in said
+    assert google_units.LIVEZ not in said
+    assert google_units.LOGS in said
 
 
 def test_the_answer_to_health_checks() -> None:
@@ -475,7 +475,17 @@ LATER = {"UTC", "tomllib", "StrEnum", "Self", "file_digest", "TaskGroup", "Excep
 
 @pytest.mark.parametrize(
     "name",
-    ["boot", "cloud", "ended", "join", "keeper", "livez", "logs", "install_release", "unit_texts"],
+    [
+        "boot",
+        "cloud",
+        "ended",
+        "join",
+        "keeper",
+        "livez",
+        "logs",
+        "install_release",
+        "google_units",
+    ],
 )
 def test_what_runs_before_a_release_is_there_needs_no_later_python_and_no_package(
     name: str,

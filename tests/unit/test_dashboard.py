@@ -23,10 +23,10 @@ from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import BusUnavailableError, ConfigError
 from diloco.judge import doctor_findings
 from diloco.run import findings
-from diloco.run.model.scores import keep
+from diloco.run.model.evaluate import keep
 from diloco.run.state import Finding, RunStatus
 from diloco.run.timeseries import TimeSeries, condense, read_time_series
-from diloco.show.page import following, sections, server
+from diloco.show.page import following, html_sections, server
 from diloco.show.page.following import LiveRun, served
 from diloco.show.page.lanes import make_lanes
 from diloco.show.page.numbers import Shown, goodput, spent
@@ -91,7 +91,7 @@ def test_its_figures_are_those_of_the_report() -> None:
 
     followed, of_report = asyncio.run(look())
     assert facts(followed) == facts(of_report)
-    assert sections.figures(followed) == sections.figures(of_report)
+    assert html_sections.figures(followed) == html_sections.figures(of_report)
 
 
 def versions_of(status: RunStatus) -> int:
@@ -122,14 +122,14 @@ def test_figures_move_with_the_run_and_nothing_is_read_twice(
         async with followed_run(lab) as run:
             status = await run.status()
             assert status is not None
-            before, versions = sections.now(status, run.series), versions_of(status)
+            before, versions = html_sections.now(status, run.series), versions_of(status)
             async with lab.aggregating():
                 await lab.join("real")
                 await lab.send_many("real", 3)
                 await until(lambda: run.series.learners[-1] == "real")
             status = await run.status()
             assert status is not None
-            after = sections.now(status, run.series)
+            after = html_sections.now(status, run.series)
         assert versions_of(status) > versions
         assert all(after[key] != before[key] for key in ("progress", "rounds"))
         assert taken == sorted(set(taken)), "each message once, in order"
@@ -154,7 +154,7 @@ def test_a_bus_that_is_away_makes_the_page_old_and_not_empty(
             status = await run.status()
             assert status is not None
             assert status.current is False
-            parts = sections.now(status, run.series)
+            parts = html_sections.now(status, run.series)
             assert "/runbooks/nats-away.md" in parts["alerts"]
             # Who cannot look does not know that anybody is silent.
             assert "learners: 3 training" in parts["progress"]
@@ -181,7 +181,7 @@ def test_a_run_that_is_removed_or_a_bug_is_told_and_the_page_goes_on(
         try:
             await until(lambda: "drawn" in {one.event for one in board.after(0, 0.0) or []})
             with monkeypatch.context() as patch:
-                patch.setattr(sections, "now", None)
+                patch.setattr(html_sections, "now", None)
                 await until(lambda: "a bug" in told())
             await until(lambda: not told())
             await lab.bus.remove_stream(lab.context.tape)
@@ -227,14 +227,14 @@ def test_parts_do_not_grow_with_the_fleet() -> None:
         async with followed_run(lab) as run:
             status, shown = await run.status(), run.shown()
             assert status is not None
-            known = sections.Learners(shown, status)
+            known = html_sections.Learners(shown, status)
             first = known(0, "")
-            assert first.count("</td>") == sections.LEARNERS * first.count("</th>")
+            assert first.count("</td>") == html_sections.LEARNERS * first.count("</th>")
             assert f"1 to 40 of {learners}" in first
             assert f"to {learners} of {learners}" in known(10**8, "")
             assert "1 to 1 of 1<" in known(0, "LEARNER-0041")
             assert "No learner of that name." in known(0, "nobody")
-            moving, drawn = sections.now(status, run.series), sections.figures(shown)
+            moving, drawn = html_sections.now(status, run.series), html_sections.figures(shown)
             sums = [sum(map(len, parts.values())) for parts in (moving, drawn)]
             return (*sums, len(first))
 
@@ -251,7 +251,7 @@ def test_what_is_no_number_is_null() -> None:
 
 @pytest.fixture
 def board() -> Board:
-    return Board(sections.skeleton("lab"))
+    return Board(html_sections.skeleton("lab"))
 
 
 @pytest.fixture
@@ -431,7 +431,7 @@ def test_an_alert_leads_to_its_time_in_the_curves() -> None:
     lab = Lab()
     series = TimeSeries(RUN, lab.context.settings, lab.context.layout, 100.0)
     one = Finding(severity="error", about="learner a", sentence="it is odd", since=7, since_s=103.5)
-    found = sections._alerts([one], series, served=True)
+    found = html_sections._alerts([one], series, served=True)
     assert '<a href="#beside" data-at="103.5">its curve</a>' in found
     assert "diloco show RUN FRAGMENT@7" in found
 
@@ -440,7 +440,7 @@ def test_long_strings_of_a_run_are_cut() -> None:
     one = Finding(severity="error", about=HOSTILE, sentence="x" * 10**6)
     lab = Lab()
     series = TimeSeries(RUN, lab.context.settings, lab.context.layout, 0.0)
-    found = sections._alerts([one], series, served=True)
+    found = html_sections._alerts([one], series, served=True)
     assert "<script" not in found
     assert escape(HOSTILE) in found
     assert len(found) < 2 * TEXT

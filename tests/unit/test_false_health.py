@@ -25,7 +25,7 @@ from diloco.run.findings import (
     patience_s,
 )
 from diloco.run.history import History, read_history
-from diloco.run.model.scores import keep, read_scores
+from diloco.run.model.evaluate import keep, read_scores
 from diloco.run.observed import Observed
 from diloco.run.state import Finding, RunStatus
 from diloco.run.watch import Watch

@@ -8,7 +8,7 @@ from urllib.error import HTTPError
 
 import pytest
 
-from diloco.infra import logs, unit_texts
+from diloco.infra import google_units, logs
 from diloco.infra.cloud import LOGGING, Google
 
 WHERE = logs.Where("p", "us-central1-a", "123", "diloco-demo-east-x1")
@@ -134,6 +134,6 @@ def test_lines_of_the_runs_units_leave_the_machine_and_no_others(tmp_path: Path)
 
 
 def test_the_units_beside_a_release_need_no_package() -> None:
-    for unit in unit_texts.UNITS.values():
+    for unit in google_units.UNITS.values():
         assert "ExecStart=/usr/bin/python3 -m diloco.infra." in unit
-        assert f"WorkingDirectory={unit_texts.PROGRAM}\n" in unit
+        assert f"WorkingDirectory={google_units.PROGRAM}\n" in unit

@@ -22,8 +22,8 @@ from diloco.common.process.config import RunSettings
 from diloco.common.protocol import wire
 from diloco.common.protocol.errors import ConfigError
 from diloco.run.agreement import Pairs
-from diloco.run.model.scores import _missing as missing
-from diloco.run.model.scores import keep, read_scores, scores_of
+from diloco.run.model.evaluate import _missing as missing
+from diloco.run.model.evaluate import keep, read_scores, scores_of
 from diloco.run.state import RunStatus
 from diloco.run.timeseries import read_time_series
 from diloco.run.watch import Watch

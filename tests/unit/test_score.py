@@ -2,7 +2,7 @@
 
 import math
 
-from diloco.replay.score import Moment, Moments, Rise, Scored
+from diloco.replay.score_and_bisect import Moment, Moments, Rise, Scored
 
 
 def moment(at: int) -> Moment:

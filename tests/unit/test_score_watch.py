@@ -10,7 +10,7 @@ from diloco.aggregator.watches import ScoreWatch
 from diloco.common.process import log
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import StoreUnavailableError
-from diloco.run.model.scores import keep
+from diloco.run.model.evaluate import keep
 
 
 def score(lab: Lab, at_s: float, loss: float, epoch: int = 0) -> None:

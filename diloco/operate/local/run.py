@@ -274,7 +274,7 @@ class LocalRun:
         stop.set()
 
     async def _work(self) -> None:
-        from diloco.run.model.scores import read_scores
+        from diloco.run.model.evaluate import read_scores
 
         created = await self._is_created()
         if not created:

@@ -37,7 +37,7 @@ def evaluate(
 ) -> None:
     """Score the global model on the task's held-out data."""
     with interrupts_wait():
-        from diloco.run.model.scores import Pace, run_evaluate
+        from diloco.run.model.evaluate import Pace, run_evaluate
 
     asyncio.run(
         run_evaluate(

@@ -25,7 +25,7 @@ from diloco.common.protocol.errors import (
 )
 from diloco.common.storage.tape import Item, RunContext, read_tape
 from diloco.run.cli.opening import open_run, placed
-from diloco.run.model.scores import read_scores
+from diloco.run.model.evaluate import read_scores
 from diloco.run.state import RunStatus
 from diloco.run.timeseries import Builder, TimeSeries, condense
 from diloco.run.watch import Watch, read_runs

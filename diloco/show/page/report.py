@@ -20,7 +20,7 @@ from diloco.run.agreement import Pairs, compare_round
 from diloco.run.cli.opening import RunLocation, open_run, place, use_place
 from diloco.run.cli.screen import Hear
 from diloco.run.cli.subprocess import call_isolated_heard
-from diloco.run.model.scores import read_scores, record_at, score_at, unscored
+from diloco.run.model.evaluate import read_scores, record_at, score_at, unscored
 from diloco.run.state import RunStatus
 from diloco.run.timeseries import TimeSeries, read_time_series
 from diloco.run.watch import Watch

@@ -15,7 +15,7 @@ from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import ConfigError, StreamMissingError
 from diloco.common.storage.tape import Entry, Item, RunContext, last_record, messages_of
 from diloco.run.cli.opening import open_run
-from diloco.run.model.scores import read_scores
+from diloco.run.model.evaluate import read_scores
 from diloco.run.state import share
 from diloco.run.watch import Watch, heartbeat
 

@@ -23,7 +23,7 @@ from rig import (
 
 CHIP = Path("/dev/vfio/7")
 LAY_OUT = """
-from diloco.infra.unit_texts import ACCELERATORS
+from diloco.infra.google_units import ACCELERATORS
 from diloco.infra.install_release import write
 from pathlib import Path
 

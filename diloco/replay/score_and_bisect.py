@@ -29,8 +29,8 @@ from diloco.replay.columns import TupleColumns
 from diloco.replay.options import Options
 from diloco.run.cli.screen import Hear, plain_table, progress, say_json
 from diloco.run.history import Chain, History, in_order, up_to
-from diloco.run.model.scores import Scorer, read_losses
-from diloco.run.model.scores import keep as keep_score
+from diloco.run.model.evaluate import Scorer, read_losses
+from diloco.run.model.evaluate import keep as keep_score
 from diloco.show.page.html_page import write_curves
 from diloco.show.page.svg import points, step_line
 
