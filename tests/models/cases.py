@@ -273,4 +273,27 @@ GEMMA4_WHOLE = {
     "boa_token_id": 95,
     "eoa_token_index": 89,
 }
-WHOLE: dict[str, dict[str, Any]] = {"gemma4-whole": GEMMA4_WHOLE}
+# The largest published mixture: its depth, pattern of layers, experts and heads in small widths.
+GEMMA4_26B = GEMMA4_WHOLE | {
+    "text_config": GEMMA4
+    | {
+        "num_hidden_layers": 30,
+        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "num_global_key_value_heads": 2,
+        "attention_k_eq_v": True,
+        "head_dim": 4,
+        "global_head_dim": 8,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "enable_moe_block": True,
+        "num_experts": 128,
+        "top_k_experts": 8,
+        "moe_intermediate_size": 8,
+        "use_bidirectional_attention": "vision",
+    },
+    "vision_config": GEMMA4_WHOLE["vision_config"] | {"num_hidden_layers": 27},
+    "audio_config": None,
+}
+WHOLE: dict[str, dict[str, Any]] = {"gemma4-whole": GEMMA4_WHOLE, "gemma4-26b-a4b": GEMMA4_26B}

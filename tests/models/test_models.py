@@ -66,6 +66,13 @@ def test_six_families_are_read_take_a_step_and_come_back(tmp_path):
     assert_come_back(tmp_path, *SIX)
 
 
+@pytest.mark.long
+def test_the_largest_gemma_4_comes_back_by_its_shape(tmp_path):
+    """All 30 layers of 128 experts, whose files transformers wrote and loads again."""
+    assert_come_back(tmp_path, "gemma4-26b-a4b")
+    assert_others_are(tmp_path / "out" / "gemma4-26b-a4b", tmp_path / "gemma4-26b-a4b")
+
+
 def assert_come_back(tmp_path, *cases):
     """Logits are transformers' as they begin, and those of the step's parameters as exported."""
     asked("checkpoints", tmp_path, *cases)
