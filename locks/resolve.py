@@ -21,13 +21,14 @@ EXTRAS = ("arrow", "cuda", "keras", "notebook", "tensorboard", "tokens", "torch"
 # Of the releases: which extras runtime.lock has.
 RUNTIME = ("buckets",)
 # Programs for tests, each in an environment of its own: they need other versions than ours.
-APART = {"oracle": "transformers>=5.23\njinja2>=3\npeft>=0.18", "stores": "moto[s3,server]>=5"}
+APART = {"oracle": "transformers>=5.24\njinja2>=3\npeft>=0.18", "stores": "moto[s3,server]>=5"}
 # torch.lock has torch; or it is a build for this machine, as the Makefile says. TensorFlow is what
 # keras-hub asks for and, on the JAX backend, does not import.
 WITHOUT = "{} ; python_version < '3'"
 LEFT_OUT = {"keras": "tensorflow-text", "trainers": "torch"}
-# The locks beside which an extra's is installed, in one environment.
-BESIDE = {"keras": ("torch", "trainers"), "trainers": ("torch",)}
+# The locks beside which an extra's is installed, in one environment; the oracle's transformers is
+# the version that trainers run with.
+BESIDE = {"keras": ("torch", "trainers"), "trainers": ("torch",), "oracle": ("trainers",)}
 OPTIONS = ("--universal", "--python-version", "3.11", "--fork-strategy", "fewest",
            "--generate-hashes", "--no-emit-index-url", "--no-emit-find-links", "--no-header",
            "--no-annotate")  # fmt: skip
@@ -39,16 +40,19 @@ def entries(text: str) -> dict[str, str]:
     return {re.split(r"[=\[ ;]", entry)[0]: entry for entry in found if entry.strip()}
 
 
+def limits(extra: str) -> list[str]:
+    """The options that hold the versions of the locks beside which one is installed."""
+    return [w for o in BESIDE.get(extra, ()) for w in ("--constraint", str(HERE / f"{o}.lock"))]
+
+
 def resolve(uv: str, extra: str, *options: str) -> str:
     """The entries that an extra adds, without those that are left out."""
-    beside = [HERE / f"{other}.lock" for other in BESIDE.get(extra, ())]
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as override:
         override.write(WITHOUT.format(LEFT_OUT[extra]) if extra in LEFT_OUT else "")
         override.flush()
-        limits = [word for path in (BASE, *beside) for word in ("--constraint", path)]
         done = subprocess.run(
-            [uv, "pip", "compile", "pyproject.toml", "--quiet", "--extra", extra, *limits,
-             "--override", override.name, *OPTIONS, *options],
+            [uv, "pip", "compile", "pyproject.toml", "--quiet", "--extra", extra,
+             "--constraint", BASE, *limits(extra), "--override", override.name, *OPTIONS, *options],
             cwd=ROOT, capture_output=True, text=True, check=True,
         )  # fmt: skip
     base = entries(BASE.read_text())
@@ -67,14 +71,15 @@ def resolve_runtime(uv: str, *options: str) -> str:
     return "".join(text for name, text in entries(BASE.read_text()).items() if name in needed)
 
 
-def resolve_apart(uv: str, requirement: str, *options: str) -> str:
+def resolve_apart(uv: str, name: str, *options: str) -> str:
     """The entries of an environment that has nothing of ours."""
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as override:
         override.write(WITHOUT.format("torch"))
         override.flush()
         done = subprocess.run(
-            [uv, "pip", "compile", "-", "--quiet", "--override", override.name, *OPTIONS, *options],
-            cwd=ROOT, input=requirement, capture_output=True, text=True, check=True,
+            [uv, "pip", "compile", "-", "--quiet", *limits(name), "--override", override.name,
+             *OPTIONS, *options],
+            cwd=ROOT, input=APART[name], capture_output=True, text=True, check=True,
         )  # fmt: skip
     return done.stdout
 
@@ -82,11 +87,11 @@ def resolve_apart(uv: str, requirement: str, *options: str) -> str:
 def main() -> None:
     """Resolve all."""
     uv, *options = sys.argv[1:]
-    for name, requirement in APART.items():
-        (HERE / f"{name}.lock").write_text(resolve_apart(uv, requirement, *options))
     (HERE / "runtime.lock").write_text(resolve_runtime(uv, *options))
     for extra in sorted(EXTRAS, key=lambda extra: len(BESIDE.get(extra, ()))):
         (HERE / f"{extra}.lock").write_text(resolve(uv, extra, *options))
+    for name in APART:
+        (HERE / f"{name}.lock").write_text(resolve_apart(uv, name, *options))
 
 
 if __name__ == "__main__":
