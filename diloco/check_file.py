@@ -40,7 +40,8 @@ def check(
     """Check a file: of a run, of a fleet, a task, or prepared data.
 
     Reports all faults at once. For a run: unknown keys, values out of range, settings known to
-    train badly, and a task that fails in a few steps on the CPU. For a fleet: faults in the files
+    train badly, a mesh that does not fit the model, and a task that fails in a few steps on the CPU
+    (if this machine has the memory). For a fleet: faults in the files
     that it names, and names that are missing from a dated table of Google Cloud's zones and
     machines, which are warnings. For prepared data: shards without the right digest. Needs no bus
     and no store. The exit status is 1 if something is refused, 74 if data is damaged.
@@ -149,7 +150,9 @@ def _try_task(config: "Config", learner: str, steps: int) -> int:
         say(f"[yellow]warning:[/] {escape(sentence)}")
     for error in trial.refused:
         say(f"[red]refused:[/] {escape(_words(error))}")
-    if not trial.refused:
+    if trial.untried:
+        say(f"[yellow]not tried:[/] {escape(trial.untried)}")
+    elif not trial.refused:
         say("[green]a learner would take it[/]")
     return Exit.FAILED if trial.refused else 0
 

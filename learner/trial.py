@@ -2,21 +2,25 @@
 
 import itertools
 import math
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from diloco.common.process.config import Config, warnings
+from diloco.common.process.config import Config, MeshSection, warnings
 from diloco.common.protocol.errors import DilocoError, TaskError
 from diloco.common.protocol.layout import Layout
 from diloco.learner.contract import batches_ended, build_task, refusals
+from diloco.learner.dry_run import device_bytes
 from diloco.learner.task import Params, Task, scores
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.inner_step import StepOutcome, make_inner_step
+from diloco.learner.tensors.mesh import abstract_mesh, param_shardings, rows_of_batch
 from diloco.learner.train import SignCheck
 
 # A step that spends more than this share of its time waiting for its batch is slow by its data.
@@ -31,11 +35,13 @@ class Trial:
         refused: errors for which a learner would end.
         warned: warnings, as sentences.
         facts: name and value, in order.
+        untried: the sentence that says why no step was taken; empty: steps were taken.
     """
 
     refused: list[DilocoError] = field(default_factory=list)
     warned: list[str] = field(default_factory=list)
     facts: list[tuple[str, str]] = field(default_factory=list)
+    untried: str = ""
 
     def refuse(self, error: Exception | SystemExit) -> None:
         """Notes an error that would end a learner; the task's own exceptions become `TaskError`."""
@@ -47,28 +53,70 @@ class Trial:
 
 
 def tried(config: Config, learner: str, steps: int) -> Trial:
-    """Builds a run's task, checks it against its contract, and takes a few steps."""
+    """Builds a run's task, checks it against its contract and its mesh, and takes a few steps.
+
+    No step is taken, and nothing allocated, if this machine has not the memory for one.
+    """
     trial, settings = Trial(), config.settings()
+    hardware = config.learner.island(learner)
     trial.warned += warnings(settings)
     try:
-        options = config.learner.island(learner).options
         task = build_task(
             settings.task.build,
             steps=settings.run.steps,
             seed=settings.run.seed,
-            options={**settings.task.options, **options},
+            options={**settings.task.options, **hardware.options},
         )
         trial.refused += refusals(task, steps=settings.run.steps)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the task's own, too, is what the trial tells
         trial.refuse(error)
         return trial
     try:
-        _describe(trial, task, tree.task_layout(task, settings.sync))
+        layout = tree.task_layout(task, settings.sync)
+        _describe(trial, task, layout)
+        assert hardware.mesh is not None
+        _check_mesh(task, layout, hardware.mesh, learner)
     except DilocoError as error:
         trial.refuse(error)
-    if not trial.refused:
+    if trial.refused:
+        return trial
+    if (needed := _step_bytes(task)) > (free := _free_bytes()):
+        trial.untried = (
+            f"parameters, gradients and the optimizer's state take {needed / 1e9:.1f} GB, and this"
+            f" machine has {free / 1e9:.1f} GB free, so that no step was taken; diloco learner"
+            f" --config FILE --learner {learner} --dry-run --devices {hardware.mesh.given} compiles"
+            " one without allocating them"
+        )
+    else:
         _train(trial, task, learner, settings.run.seed, steps)
     return trial
+
+
+def _check_mesh(task: Task, layout: Layout, section: MeshSection, learner: str) -> None:
+    """Checks a mesh by shapes, on as many devices as its sizes say.
+
+    Raises:
+        ConfigError: it does not fit the model's tensors, its experts or the batch.
+    """
+    mesh = abstract_mesh(section)
+    param_shardings(task, layout, task.shapes, mesh)
+    rows_of_batch(mesh, next(task.batches(learner, 0)))
+
+
+def _step_bytes(task: Task) -> int:
+    """Returns the least bytes of a step: parameters, gradients, and the optimizer's state."""
+    trained = tree.division_of(task, task.shapes).trained_of(task.shapes)
+    state = jax.eval_shape(task.optimizer.init, trained)
+    return device_bytes((task.shapes, trained, state))
+
+
+def _free_bytes() -> int:
+    """Returns the bytes of memory that programs of this machine can still have."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:  # not Linux: all memory, used or not
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
 
 
 def _describe(trial: Trial, task: Task, layout: Layout) -> None:

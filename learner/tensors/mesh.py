@@ -14,14 +14,14 @@ experts alone must divide: a mesh that does not fit it is refused.
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import combinations
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from diloco.common.process.config import AXES, MeshSection
 from diloco.common.protocol.errors import ConfigError, TaskError
@@ -58,6 +58,16 @@ def make_mesh(section: MeshSection, devices: list[Any] | None = None) -> Mesh:
             hint="the sizes must multiply to the number of devices; 0 takes what the others leave",
         )
     return jax.make_mesh(shape, AXES, devices=devices, axis_types=AUTO)
+
+
+def abstract_mesh(section: MeshSection) -> AbstractMesh:
+    """Returns the mesh of as many devices as its sizes say; an axis of size 0 has one.
+
+    Shardings on it can be checked, but have no devices.
+    """
+    shape = section.shape(section.given)
+    assert shape is not None
+    return AbstractMesh(shape, AXES, axis_types=AUTO)
 
 
 def single(device: Any = None) -> Mesh:
@@ -111,7 +121,9 @@ def parts_along(axis: str) -> int:
 # --- Parameters
 
 
-def param_shardings(task: Task, layout: Layout, params: Params, mesh: Mesh) -> Params:
+def param_shardings(
+    task: Task, layout: Layout, params: Params, mesh: Mesh | AbstractMesh
+) -> Params:
     """Returns the sharding of each leaf on the mesh, as a tree like `params`.
 
     Args:
@@ -155,7 +167,9 @@ def param_shardings(task: Task, layout: Layout, params: Params, mesh: Mesh) -> P
     return tree.from_names(params, placed)
 
 
-def _check_experts(name: str, shape: tuple[int, ...], wanted: Cuts, mesh: Mesh) -> None:
+def _check_experts(
+    name: str, shape: tuple[int, ...], wanted: Cuts, mesh: Mesh | AbstractMesh
+) -> None:
     """Refuses a mesh whose axis `expert` does not divide a tensor's experts."""
     for size, axes in zip(shape, wanted, strict=True):
         if axes == ("expert",) and size % mesh.shape["expert"]:
@@ -177,7 +191,12 @@ def split_tensors(layout: Layout) -> set[str]:
     }
 
 
-def fit(shape: tuple[int, ...], wanted: Cuts, mesh: Mesh, whole: set[int] = frozenset()) -> Cuts:  # type: ignore[assignment]
+def fit(
+    shape: tuple[int, ...],
+    wanted: Cuts,
+    mesh: Mesh | AbstractMesh,
+    whole: Collection[int] = frozenset(),
+) -> Cuts:
     """Returns the cuts of `wanted` that divide `shape`; others move to another axis or are dropped.
 
     Args:
@@ -208,7 +227,7 @@ def fit(shape: tuple[int, ...], wanted: Cuts, mesh: Mesh, whole: set[int] = froz
     return tuple(tuple(names) for names in cuts)
 
 
-def sharding_of(mesh: Mesh, cuts: Cuts) -> NamedSharding:
+def sharding_of(mesh: Mesh | AbstractMesh, cuts: Cuts) -> NamedSharding:
     """Returns the sharding with these cuts, in its shortest form."""
     names = [axes if len(axes) > 1 else (axes or (None,))[0] for axes in cuts]
     while names and names[-1] is None:
@@ -225,7 +244,7 @@ def cuts_of(sharding: NamedSharding, axes: int) -> Cuts:
     )
 
 
-def _fsdp(shape: tuple[int, ...], whole: set[int], mesh: Mesh) -> Cuts:
+def _fsdp(shape: tuple[int, ...], whole: set[int], mesh: Mesh | AbstractMesh) -> Cuts:
     """Returns the cuts with the largest axis that divides along `fsdp`."""
     cuts: list[tuple[str, ...]] = [() for _ in shape]
     room = [
@@ -295,6 +314,29 @@ def state_shardings(state: Any, trained: Params, shardings: Params, mesh: Mesh) 
 # --- Batches
 
 
+def rows_of_batch(mesh: Mesh | AbstractMesh, batch: Any) -> tuple[int, int]:
+    """Returns the rows of a whole batch, and the parts into which the mesh cuts them.
+
+    Raises:
+        ConfigError: the mesh does not divide the batch.
+    """
+    cuts = math.prod(mesh.shape[axis] for axis in ROWS)
+    sizes = {np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)}
+    if len(sizes) > 1 and cuts > 1:
+        raise ConfigError(
+            f"leaves of a batch have {sorted(sizes)} rows, so a mesh cannot cut it",
+            hint="give all leaves of a batch the same first axis, or use one device",
+        )
+    count = min(sizes, default=0)
+    if count % cuts:
+        raise ConfigError(
+            f"a batch of {count} rows cannot be cut into {' x '.join(ROWS)} = "
+            f"{cuts} parts of the learner's mesh",
+            hint="choose a batch size that they divide: learner.options = { batch = ... }",
+        )
+    return count, cuts
+
+
 class BatchPlacer:
     """Places a host's rows of a batch on the devices, as the mesh requires.
 
@@ -312,22 +354,9 @@ class BatchPlacer:
 
     def __init__(self, mesh: Mesh, batch: Any) -> None:
         self._mesh = mesh
-        self._cuts = math.prod(mesh.shape[axis] for axis in ROWS)
+        self._count, self._cuts = rows_of_batch(mesh, batch)
         self._rows = NamedSharding(mesh, PartitionSpec(ROWS))
         self._everywhere = NamedSharding(mesh, PartitionSpec())
-        sizes = {np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)}
-        if len(sizes) > 1 and self._cuts > 1:
-            raise ConfigError(
-                f"leaves of a batch have {sorted(sizes)} rows, so a mesh cannot cut it",
-                hint="give all leaves of a batch the same first axis, or use one device",
-            )
-        self._count = min(sizes, default=0)
-        if self._count % self._cuts:
-            raise ConfigError(
-                f"a batch of {self._count} rows cannot be cut into {' x '.join(ROWS)} = "
-                f"{self._cuts} parts of the learner's mesh",
-                hint="choose a batch size that they divide: learner.options = { batch = ... }",
-            )
         self.rows = self._local_rows()
         self.whole = self.rows == (0, self._count)
 

@@ -55,14 +55,16 @@ def checkpoints(folder: str, *cases: str) -> None:
 
 
 def logits(folder: str, out: str, adapter: str | None = None) -> None:
+    """In float64, as `measured`."""
     model = AutoModelForCausalLM.from_pretrained(folder, **EAGER).float().eval()
     if adapter is not None:
         from peft import PeftModel
 
         model = PeftModel.from_pretrained(model, adapter)
+    model = model.double()
     seen = torch.from_numpy(tokens("any", vocab(model))).long()
     with torch.no_grad():
-        np.savez(out, logits=model(seen).logits.numpy())
+        np.savez(out, logits=_single(model(seen).logits))
 
 
 def exported(*folders: str) -> None:

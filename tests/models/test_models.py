@@ -68,12 +68,15 @@ def test_six_families_are_read_take_a_step_and_come_back(tmp_path):
 
 @pytest.mark.long
 def test_the_largest_gemma_4_comes_back_by_its_shape(tmp_path):
-    """All 30 layers of 128 experts, whose files transformers wrote and loads again."""
-    assert_come_back(tmp_path, "gemma4-26b-a4b")
+    """All 30 layers of 128 experts, whose files transformers wrote and loads again.
+
+    A step of less: through as many layers, a large one leaves weights that enlarge rounding.
+    """
+    assert_come_back(tmp_path, "gemma4-26b-a4b", learning_rate=1e-3)
     assert_others_are(tmp_path / "out" / "gemma4-26b-a4b", tmp_path / "gemma4-26b-a4b")
 
 
-def assert_come_back(tmp_path, *cases):
+def assert_come_back(tmp_path, *cases, **options):
     """Logits are transformers' as they begin, and those of the step's parameters as exported."""
     asked("checkpoints", tmp_path, *cases)
     found = {}
@@ -84,7 +87,7 @@ def assert_come_back(tmp_path, *cases):
         wanted = np.load(tmp_path / case / "expected.npz")["logits"]
         assert apart(logits(params, seen), wanted) <= 2 * TOLERANCE, case
 
-        task = tiny.task_of(tmp_path, tmp_path / case)
+        task = tiny.task_of(tmp_path, tmp_path / case, **options)
         batch, state = next(task.batches("a", 0)), task.optimizer.init(params)
         step = make_inner_step(task)
         params, *_ = step(params, state, batch, np.int32(9), np.uint32(0))

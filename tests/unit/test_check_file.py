@@ -3,6 +3,7 @@
 import os
 import sys
 
+import numpy as np
 import pytest
 import tomli_w
 from typer.testing import CliRunner
@@ -160,3 +161,43 @@ def test_what_is_no_file_of_a_person_is_refused_unread(tmp_path, monkeypatch):
         done = CliRunner().invoke(app, ["check", name])
         assert isinstance(done.exception, ConfigError), name
         assert said in done.exception.message
+
+
+@pytest.fixture
+def check_mixture(tmp_path):
+    """A published mixture of 47 billion parameters, beside a few tokens."""
+    for side in ("train", "held_out"):
+        np.save(tmp_path / f"{side}.npy", np.arange(2_000, dtype=np.uint16))
+
+    def run(mesh):
+        options = {"model": "mixtral-8x7b", "data": str(tmp_path), "length": 32, "batch": 32}
+        document = {
+            "run": {"name": "r", "steps": 100}, "store": {"url": "unused"}, "learner": {"mesh": mesh},
+            "task": {"build": "diloco.models.decoders:build", "options": options},
+        }  # fmt: skip
+        (tmp_path / "run.toml").write_text(tomli_w.dumps(document))
+        return CliRunner().invoke(app, ["check", str(tmp_path / "run.toml")])
+
+    return run
+
+
+def test_a_model_that_does_not_fit_here_is_not_tried(check_mixture):
+    done = check_mixture("fsdp=4,expert=8")
+    assert done.exit_code == 0, done.output
+    assert "46,702,792,704 parameters" in done.output
+    words = " ".join(done.output.split())
+    assert "state take 747.2 GB" in words
+    assert "--learner a --dry-run --devices 32 compiles" in words
+    assert "would take it" not in words
+
+
+@pytest.mark.parametrize(
+    ("mesh", "said"),
+    [
+        ("fsdp=8,expert=3", "does not divide the 8 experts"),
+        ("fsdp=64", "a batch of 32 rows cannot be cut"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_the_model_is_refused(check_mixture, mesh, said):
+    done = check_mixture(mesh)
+    assert (done.exit_code, said in " ".join(done.output.split())) == (1, True), done.output
