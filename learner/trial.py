@@ -59,6 +59,7 @@ def tried(config: Config, learner: str, steps: int) -> Trial:
     """
     trial, settings = Trial(), config.settings()
     hardware = config.learner.island(learner)
+    assert hardware.mesh is not None
     trial.warned += warnings(settings)
     try:
         task = build_task(
@@ -74,7 +75,6 @@ def tried(config: Config, learner: str, steps: int) -> Trial:
     try:
         layout = tree.task_layout(task, settings.sync)
         _describe(trial, task, layout)
-        assert hardware.mesh is not None
         _check_mesh(task, layout, hardware.mesh, learner)
     except DilocoError as error:
         trial.refuse(error)

@@ -70,6 +70,22 @@ def test_a_model_in_part_is_written_whole(folder, tmp_path):
         np.testing.assert_array_equal(np.asarray(written[name]), np.asarray(rows))
 
 
+def test_what_is_not_trained_is_kept_in_the_dtype_of_products(folder):
+    """It takes half the memory then, and computes the same."""
+    task = task_of(folder, trained=["*/expert_*"], dtype="bfloat16")
+    first = jax.jit(task.init)(jax.random.key(0))
+    read = task.files.read(folder / "model")
+    for name, leaf in tree.named_leaves(first):
+        wide = name.startswith("trained/") or name.endswith("norm")
+        assert leaf.dtype == read[name].dtype == ("float32" if wide else "bfloat16"), name
+    params = tree.from_names(task.shapes, {name: np.asarray(rows) for name, rows in read.items()})
+    wide = task_of(folder, trained=["*/expert_*"]).files.read(folder / "model")
+    wide = tree.from_names(task.shapes, {name: np.asarray(rows) for name, rows in wide.items()})
+    windows = np.random.default_rng(1).integers(96, size=(2, 9)).astype(np.int32)
+    loss = jax.jit(lambda params: task.loss(params, windows, jax.random.key(0))[0])
+    assert float(loss(params)) == float(loss(wide))
+
+
 def test_what_is_not_trained_costs_no_gradient(folder):
     whole, experts = task_of(folder), task_of(folder, trained=["*/expert_*"])
     assert experts.flops_per_token < whole.flops_per_token

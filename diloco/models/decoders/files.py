@@ -31,7 +31,7 @@ from diloco.models.decoders.lora import (
     matrices_of,
 )
 from diloco.models.decoders.tensors import LAYERS, TensorEntry, table
-from diloco.models.decoders.upcycling import read_upcycled
+from diloco.models.decoders.upcycling import LayersOf, read_upcycled
 
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PEFT_NAMES = {DOWN: "lora_A", UP: "lora_B"}
@@ -286,10 +286,10 @@ def _from_peft(entry: TensorEntry, half: str, values: np.ndarray) -> np.ndarray:
 
 
 class Lying:
-    """A leaf of the frozen base, which is read when it is needed.
+    """A frozen leaf, which is read when it is needed.
 
     Args:
-        rows: reads its rows.
+        rows: reads its rows in float32.
         dtype: the dtype in memory.
 
     Attributes:
@@ -297,7 +297,7 @@ class Lying:
         dtype: the dtype in memory.
     """
 
-    def __init__(self, rows: Rows, dtype: np.dtype) -> None:
+    def __init__(self, rows: Rows | LayersOf, dtype: np.dtype) -> None:
         self._rows, self.dtype, self.shape = rows, dtype, rows.shape
 
     @property

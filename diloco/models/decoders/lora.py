@@ -164,13 +164,12 @@ def init_adapters(config: DecoderConfig, lora: Lora, key: jax.Array) -> Params:
 
 
 def base_dtypes(config: DecoderConfig, dtype: str) -> dict[str, np.dtype]:
-    """Returns the dtypes of a frozen base: `dtype` for matrices, float32 for norms.
+    """Returns the dtypes of frozen tensors: `dtype`, or float32 for norms and gains of experts.
 
-    This changes no result, as products round their matrices to `dtype` anyway.
+    This changes no result, as products round the others to `dtype` anyway.
     """
-    return {
-        name: jnp.dtype(jnp.float32 if name.endswith("norm") else dtype) for name in table(config)
-    }
+    wide = ("norm", "router_gain")
+    return {n: jnp.dtype(jnp.float32 if n.endswith(wide) else dtype) for n in table(config)}
 
 
 def with_adapters(

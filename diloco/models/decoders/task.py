@@ -38,7 +38,7 @@ from diloco.models.chosen import Chosen, Patterns
 from diloco.models.decoders.attention import Kind
 from diloco.models.decoders.config import DecoderConfig, read_config
 from diloco.models.decoders.experts import Load
-from diloco.models.decoders.files import Adapters, HuggingFace, read_base
+from diloco.models.decoders.files import Adapters, HuggingFace, Lying, read_base
 from diloco.models.decoders.lora import (
     ALONE,
     FROZEN,
@@ -168,7 +168,8 @@ def build(
         lora: rank, alpha, targets and dropout of adapters, which alone are trained, beside the
             folder's parameters, which each learner reads for itself. None: no adapters.
         trained: patterns of the tensors that are trained, and travel, such as "*/expert_*".
-        frozen: patterns of tensors not to train among `trained`, such as "*/router*".
+        frozen: patterns of tensors not to train among `trained`, such as "*/router*"; what is not
+            trained is kept in `dtype`.
 
     Raises:
         ConfigError: the folder's configuration is missing, or is not honoured.
@@ -241,7 +242,7 @@ def build(
         if adapters is not None
         else HuggingFace(config, source, fresh)
         if chosen is None
-        else InPart(HuggingFace(config, source, fresh), chosen),
+        else InPart(HuggingFace(config, source, fresh), chosen, base_dtypes(config, dtype)),
     )
 
 
@@ -260,10 +261,15 @@ def _chosen(config: DecoderConfig, adapters: Lora | None, chosen: Chosen) -> Cho
 
 @dataclasses.dataclass(frozen=True)
 class InPart:
-    """Files of a decoder of which some tensors are frozen; `whole` reads and writes all."""
+    """Files of a decoder of which some tensors are frozen; `whole` reads and writes all.
+
+    Attributes:
+        dtypes: of frozen tensors.
+    """
 
     whole: HuggingFace
     chosen: Chosen
+    dtypes: Mapping[str, np.dtype]
 
     @property
     def first(self) -> Path | None:
@@ -273,7 +279,11 @@ class InPart:
     def read(self, folder: Path) -> Mapping[str, Any]:
         """As `task.Files.read`."""
         rows = self.whole.read(folder)
-        return {(TRAINED if self.chosen(name) else FROZEN) + name: rows[name] for name in rows}
+        return {TRAINED + name: rows[name] for name in rows if self.chosen(name)} | {
+            FROZEN + name: Lying(rows[name], self.dtypes[name])
+            for name in rows
+            if not self.chosen(name)
+        }
 
     def write(self, folder: Path, leaves: Mapping[str, Any], dtype: str) -> None:
         """As `task.Files.write`."""
@@ -298,19 +308,19 @@ def _init(
     dtype: str,
     key: jax.Array,
 ) -> Params:
-    if chosen is not None:
-        leaves = tree.by_name(init_params(config, key))
-        return Variables(
-            trained=tree.nested({name: leaf for name, leaf in leaves.items() if chosen(name)}),
-            frozen=tree.nested({name: leaf for name, leaf in leaves.items() if not chosen(name)}),
-        )
-    if adapters is None:
+    if adapters is None and chosen is None:
         return init_params(config, key)
     held = base_dtypes(config, dtype)
+    if chosen is not None:
+        leaves = tree.by_name(init_params(config, key))
+        trained = {name: leaf for name, leaf in leaves.items() if chosen(name)}
+        frozen = {n: leaf.astype(held[n]) for n, leaf in leaves.items() if n not in trained}
+        return Variables(trained=tree.nested(trained), frozen=tree.nested(frozen))
+    assert adapters is not None
     base = init_params(config, jax.random.fold_in(key, 0))
     leaves = {name: leaf.astype(held[name]) for name, leaf in tree.named_leaves(base)}
-    trained = init_adapters(config, adapters, jax.random.fold_in(key, 1))
-    return Variables(trained=trained, frozen=tree.from_names(base, leaves))
+    first = init_adapters(config, adapters, jax.random.fold_in(key, 1))
+    return Variables(trained=first, frozen=tree.from_names(base, leaves))
 
 
 def _flops_per_token(
