@@ -48,7 +48,8 @@ def make_mesh(section: MeshSection, devices: list[Any] | None = None) -> Mesh:
         devices: the learner's devices; if None, all devices of all its hosts.
 
     Raises:
-        ConfigError: the sizes do not multiply to the number of devices.
+        ConfigError: the sizes do not multiply to the number of devices, or their links have
+            another shape.
     """
     devices = jax.devices() if devices is None else devices
     shape = section.shape(len(devices))
@@ -57,7 +58,15 @@ def make_mesh(section: MeshSection, devices: list[Any] | None = None) -> Mesh:
             f"learner.mesh ({section}) does not fit the {len(devices)} devices of this learner",
             hint="the sizes must multiply to the number of devices; 0 takes what the others leave",
         )
-    return jax.make_mesh(shape, AXES, devices=devices, axis_types=AUTO)
+    try:
+        return jax.make_mesh(shape, AXES, devices=devices, axis_types=AUTO)
+    except NotImplementedError as error:
+        raise ConfigError(
+            f"learner.mesh ({section}) cannot be laid over the links of this slice: "
+            f"{str(error).partition('. ')[0]}",
+            hint="each size must be the product of some sides of the slice, such as 4, 16 or 64 on"
+            " 4x4x4",
+        ) from error
 
 
 def abstract_mesh(section: MeshSection) -> AbstractMesh:

@@ -139,3 +139,10 @@ def test_an_inner_step_compiles_for_a_slice_that_is_not_here():
     with island.context():
         step = compile_step(island)
     assert step.memory_analysis().argument_size_in_bytes >= device_bytes(island.params_lying())
+
+
+@compiler
+def test_a_mesh_that_does_not_follow_a_slices_links_is_refused():
+    with pytest.raises(ConfigError, match=r"expert=8.* cannot be laid over the links") as caught:
+        island_of("fsdp=8,expert=8", tpu_devices("v5p:4x4x4"))
+    assert "4, 16 or 64 on 4x4x4" in caught.value.hint
