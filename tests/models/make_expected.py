@@ -3,6 +3,7 @@
     python tests/models/make_expected.py expected OUT.npz [CASE ...]  # samples of every case
     python tests/models/make_expected.py checkpoints FOLDER [CASE ...]  # of every case, and all
     python tests/models/make_expected.py logits FOLDER OUT.npz [ADAPTER]  # of a folder of ours
+    python tests/models/make_expected.py adapter FOLDER OUT TARGET ...  # peft's own; OUT/logits.npz
     python tests/models/make_expected.py exported FOLDER ...  # of each; FOLDER/logits.npz
     python tests/models/make_expected.py generate FOLDER      # greedily; FOLDER/generated.npz
 
@@ -67,6 +68,26 @@ def logits(folder: str, out: str, adapter: str | None = None) -> None:
         np.savez(out, logits=_single(model(seen).logits))
 
 
+def adapter(folder: str, out: str, *targets: str) -> None:
+    """An adapter of modules, and of parameters of experts, whose matrices are all drawn."""
+    from peft import LoraConfig, get_peft_model
+
+    model = AutoModelForCausalLM.from_pretrained(folder, **EAGER).float().eval()
+    parameters = [f"mlp.{name}" for name in targets if name.startswith("experts.")]
+    modules = [name for name in targets if not name.startswith("experts.")]
+    config = LoraConfig(
+        r=4, lora_alpha=6, target_modules=modules, target_parameters=parameters or None,
+        task_type="CAUSAL_LM",
+    )  # fmt: skip
+    adapted = get_peft_model(model, config)
+    with torch.no_grad():
+        for name, values in adapted.named_parameters():
+            if "lora_" in name:
+                values.copy_(torch.from_numpy(weight("adapter", name, tuple(values.shape))))
+    adapted.save_pretrained(out)
+    logits(folder, f"{out}/logits.npz", out)
+
+
 def exported(*folders: str) -> None:
     for folder in folders:
         logits(folder, str(Path(folder) / "logits.npz"))
@@ -126,5 +147,6 @@ def _single(values: torch.Tensor) -> np.ndarray:
 
 
 if __name__ == "__main__":
-    known = {one.__name__: one for one in (expected, checkpoints, logits, exported, generate)}
+    commands = (expected, checkpoints, logits, adapter, exported, generate)
+    known = {one.__name__: one for one in commands}
     known[sys.argv[1]](*sys.argv[2:])

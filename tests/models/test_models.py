@@ -297,15 +297,54 @@ def test_an_exported_adapter_is_the_runs_model_in_peft(made, case, names, tmp_pa
     asked("logits", base, tmp_path / "adapter.npz", tmp_path / "adapter")
     asked("logits", tmp_path / "merged", tmp_path / "merged.npz")
 
-    config, frozen = loaded(base)
     views = load(run)
     assert all(name.startswith("trained/") for name in views)
-    like = {"layers": {name: {"a": 0, "b": 0} for name in names}}
-    halves = {name.removeprefix("trained/"): leaf for name, leaf in views.items()}
-    variables = Variables(trained=tree.from_names(like, halves), frozen=frozen)
-    params, beside = with_adapters(read_lora(LoraOptions(**lora), config), variables, None)
-    seen = tokens("any", config.vocab)
-    found = model.logits_of(config, params, seen, **beside._asdict())
+    found, seen = adapted_logits(base, lora, views)
     for name in ("adapter", "merged"):
         assert apart(found, np.load(tmp_path / f"{name}.npz")["logits"]) <= TOLERANCE
+    config, frozen = loaded(base)
     assert apart(found, model.logits_of(config, frozen, seen)) > 1e-3  # it was trained
+
+
+def adapted_logits(base, lora, views):
+    """Logits of a base with adapters, by their leaves' names; and the tokens that it is given."""
+    config, frozen = loaded(base)
+    halves = {name.removeprefix("trained/"): jnp.asarray(leaf) for name, leaf in views.items()}
+    variables = Variables(trained=tree.nested(halves), frozen=frozen)
+    params, beside = with_adapters(read_lora(LoraOptions(**lora), config), variables, None)
+    seen = tokens("any", config.vocab)
+    return model.logits_of(config, params, seen, **beside._asdict()), seen
+
+
+@pytest.mark.parametrize(
+    ("case", "targets"),
+    [
+        ("llama-3.1", ("q_proj", "v_proj", "down_proj")),
+        ("qwen3-moe", ("q_proj", "experts.gate_up_proj", "experts.down_proj")),
+        ("mixtral", ("experts.down_proj",)),
+    ],
+)
+def test_an_adapter_that_peft_wrote_is_read(made, case, targets, tmp_path):
+    """With `target_parameters` for experts."""
+    asked("adapter", made / case, tmp_path / "adapter", *targets)
+    lora = {"rank": 4, "alpha": 6.0, "targets": list(targets)}
+    task = tiny.task_of(tmp_path, made / case, lora=lora)
+    found, seen = adapted_logits(made / case, lora, task.files.read(tmp_path / "adapter"))
+    assert apart(found, np.load(tmp_path / "adapter" / "logits.npz")["logits"]) <= TOLERANCE
+    config, base = loaded(made / case)
+    assert apart(found, model.logits_of(config, base, seen)) > 1e-2
+
+
+@pytest.mark.parametrize("case", ["qwen3-moe"])
+def test_a_run_trains_experts_alone_on_two_learners(made, case, tmp_path):
+    """All other tensors come back bit by bit, and transformers computes what was exported."""
+    train(made / case, tmp_path, 'task.options.trained=["*/expert_*"]')
+    diloco("export", tmp_path / "run", tmp_path / "out", "--format", "hf")
+    config, params = loaded(tmp_path / "out")
+    _, first = loaded(made / case)
+    moved = tree.by_name(params)
+    for name, leaf in tree.named_leaves(first):
+        assert np.array_equal(leaf, moved[name]) != ("expert_" in name), name
+    asked("logits", tmp_path / "out", tmp_path / "logits.npz")
+    found = model.logits_of(config, params, tokens("any", config.vocab))
+    assert apart(found, np.load(tmp_path / "logits.npz")["logits"]) <= TOLERANCE

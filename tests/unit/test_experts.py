@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from diloco.common.process.config import MeshSection
+from diloco.common.process.config import MeshSection, make_config
 from diloco.common.protocol.errors import ConfigError, TaskError
+from diloco.learner.island import Island
 from diloco.learner.tensors.mesh import make_mesh, param_shardings, within
+from diloco.learner.tensors.tree import by_name
 from diloco.models.decoders import checkpoint, model
 from diloco.models.decoders.config import CONFIG, config_document, parse_config
 from diloco.models.decoders.experts import Load, block_rows, by_blocks, by_groups, mixed
@@ -122,6 +124,39 @@ def test_a_mesh_computes_the_same(mesh, router):
         jax.jit(functools.partial(mixed, EXPERTS, jax.nn.silu))(drawn(1, 10, WIDTH), layer)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(one, other, atol=2e-5 * float(jnp.abs(other).max()))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", ["fsdp=2,expert=2,tensor=2", "fsdp=2,expert=3"])
+def test_training_steps_over_an_axis_of_experts_are_those_of_one_device(tmp_path, mesh):
+    """A learner's whole program: gradient, clipping, optimizer, and the load that it reports."""
+    (tmp_path / CONFIG).write_text(json.dumps(QWEN3_MOE))
+    np.save(tmp_path / "train.npy", np.random.default_rng(0).integers(96, size=4_000))
+    (one, told), (other, wanted) = steps_on(tmp_path, mesh), steps_on(tmp_path, "fsdp=1")
+    assert told.loss == pytest.approx(wanted.loss, rel=1e-6)
+    for name, value in wanted.metrics.items():
+        assert told.metrics[name] == pytest.approx(value, rel=1e-5)
+    for name, leaf in by_name(other).items():
+        np.testing.assert_allclose(by_name(one)[name], leaf, atol=2e-5 * np.abs(leaf).max())
+
+
+def steps_on(folder, mesh):
+    """Parameters after three steps, and the outcome of the last."""
+    options = {"model": str(folder), "data": str(folder), "length": 16, "batch": 12, "fresh": True}
+    document = {
+        "run": {"name": "r", "steps": 10}, "store": {"url": "unused"},
+        "task": {"build": "diloco.models.decoders:build", "options": options},
+        "learner": {"mesh": mesh, "matmul_precision": "highest"},
+    }  # fmt: skip
+    devices = jax.devices()[: MeshSection.model_validate(mesh).given]
+    island = Island(make_config(document, source="test"), "a", devices)
+    with island.context():
+        params = jax.device_put(jax.jit(island.task.init)(jax.random.key(0)), island.shardings)
+        state, step, batches = island.init_state(params), island.inner_step(), island.feed(0)
+        for number in range(3):
+            counted = np.int32(number), np.uint32(number), island.key()
+            params, state, outcome = step(params, state, next(batches), *counted)
+    return jax.device_get((params, outcome))
 
 
 def test_the_load_says_how_unequal_it_is():
